@@ -1,0 +1,1 @@
+"""The built-in compressors: one method a file, the file's name is the method's name."""

@@ -1,0 +1,51 @@
+"""No compression: the gradient as it is, the baseline of every comparison.
+
+x' = x; exact.
+Wire: 32 bits an element (float32), up and down.
+Source: none. Payloads are added as they are; a sum over workers is divided once, after the
+reduction, so that no precision is lost before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gcbench.compressor import Compressor, Key, Layout, Payload, Segments
+
+
+@dataclass(frozen=True)
+class NoCompression(Compressor):
+    """The gradient in float32. A payload of `count` workers holds their sum."""
+
+    collectives: ClassVar[tuple[str, ...]] = ("allreduce", "allgather", "twoshot")
+    unbiased: ClassVar[bool] = True
+
+    def nominal_bits(self) -> float:  # noqa: D102
+        return 32.0
+
+    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:  # noqa: D102
+        return Payload((x.contiguous(),))
+
+    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:  # noqa: D102
+        self.check(payload, segments)
+        return payload.parts[0] / payload.count
+
+    def merge(  # noqa: D102
+        self, payloads: Sequence[Payload], segments: Segments, shared: Tensor, key: Key
+    ) -> Payload:
+        total = payloads[0].parts[0].clone()
+        for payload in payloads[1:]:
+            total += payload.parts[0]
+        return Payload((total,), sum(payload.count for payload in payloads))
+
+    def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:  # noqa: D102
+        key = Key(0, 0, 0)  # the sum draws no random numbers
+        return self.decode(self.merge(payloads, segments, shared, key), segments, shared)
+
+    def layout(self, segments: Segments, count: int = 1) -> Layout:  # noqa: D102
+        return ((torch.float32, segments.numel),)

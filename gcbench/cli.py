@@ -1,0 +1,301 @@
+"""The command line: parses, calls, prints. Heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gcbench.errors import GcbenchError, UsageError
+
+if TYPE_CHECKING:
+    from gcbench.progress import Mode
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Compare gradient compressors honestly: bytes really packed, accuracy trained.",
+)
+data_app = typer.Typer(no_args_is_help=True, help="Fetch data sets, or say where they are.")
+app.add_typer(data_app, name="data")
+
+RESULTS = Path("results/runs")
+
+
+class Progress(StrEnum):
+    """How to show progress."""
+
+    auto = "auto"
+    bar = "bar"
+    plain = "plain"
+    none = "none"
+
+
+class Kind(StrEnum):
+    """What to list."""
+
+    compressors = "compressors"
+    tasks = "tasks"
+    backends = "backends"
+
+
+class Format(StrEnum):
+    """How to print a comparison."""
+
+    table = "table"
+    markdown = "markdown"
+    csv = "csv"
+    json = "json"
+    latex = "latex"
+
+
+class DataName(StrEnum):
+    """The data sets that can be fetched."""
+
+    cifar10 = "cifar10"
+    mnist = "mnist"
+
+
+DataDir = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="GCBENCH_DATA",
+        help="Folder with cifar-10-batches-bin/ and mnist/; without it the download cache serves.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _print_json(value: Any) -> None:
+    import json
+
+    print(json.dumps(value, indent=2))
+
+
+def _grid_option(text: str, flag: str | None = None) -> Any:
+    """Return an option for a setting: a value, or several with commas for a grid."""
+    return typer.Option(flag, help=text) if flag else typer.Option(help=text)
+
+
+S = str | None
+RUN = "What is compared"
+TRAIN = "Training (the task's defaults unless given)"
+WHERE = "Where it runs"
+
+
+def _opt(text: str, panel: str) -> Any:
+    return typer.Option(help=text, rich_help_panel=panel, show_default=False)
+
+
+@app.command()
+def run(
+    task: Annotated[S, _opt("Task [digits]. See `gcbench list tasks`.", RUN)] = None,
+    compressor: Annotated[S, _opt("Compressor(s) [terngrad].", RUN)] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A compressor's field, e.g. clip=2.0.", rich_help_panel=RUN),
+    ] = None,
+    task_set: Annotated[
+        list[str] | None,
+        typer.Option(help="A task's field, e.g. network=resnet20.", rich_help_panel=RUN),
+    ] = None,
+    network: Annotated[S, _opt("Short for --task-set network=...", RUN)] = None,
+    workers: Annotated[S, _opt("Number of workers [4].", RUN)] = None,
+    engine: Annotated[S, _opt("simulate, spawn; torchrun is found [simulate].", RUN)] = None,
+    collective: Annotated[S, _opt("allreduce, allgather or twoshot [the method's].", RUN)] = None,
+    dense_last: Annotated[
+        bool | None, _opt("Keep the last (classifier) layer dense [no].", RUN)
+    ] = None,
+    dense_below: Annotated[S, _opt("Keep tensors below this many elements dense [0].", RUN)] = None,
+    seed: Annotated[S, _opt("Seed(s) [0].", RUN)] = None,
+    steps: Annotated[S, _opt("Training steps.", TRAIN)] = None,
+    batch: Annotated[S, _opt("Examples a step, over all workers.", TRAIN)] = None,
+    optimizer: Annotated[S, _opt("sgd or adam, after decoding.", TRAIN)] = None,
+    lr: Annotated[S, _opt("Learning rate.", TRAIN)] = None,
+    momentum: Annotated[S, _opt("Momentum of sgd.", TRAIN)] = None,
+    nesterov: Annotated[bool | None, _opt("Nesterov momentum.", TRAIN)] = None,
+    betas: Annotated[S, _opt("Adam's betas, e.g. 0.9/0.999.", TRAIN)] = None,
+    eps: Annotated[S, _opt("Adam's epsilon.", TRAIN)] = None,
+    schedule: Annotated[S, _opt("constant, poly or step.", TRAIN)] = None,
+    schedule_power: Annotated[S, _opt("Power of poly.", TRAIN)] = None,
+    schedule_steps: Annotated[S, _opt("Milestones of step, e.g. 500/750.", TRAIN)] = None,
+    schedule_gamma: Annotated[S, _opt("Factor at each milestone.", TRAIN)] = None,
+    weight_decay: Annotated[S, _opt("L2 factor.", TRAIN)] = None,
+    decay: Annotated[S, _opt("loss: before compression; update: after decoding.", TRAIN)] = None,
+    ema: Annotated[S, _opt("Decay of the average evaluated; 0: none.", TRAIN)] = None,
+    eval_every: Annotated[S, _opt("Steps between evaluations; 0: only at the end.", TRAIN)] = None,
+    log_every: Annotated[S, _opt("Steps between records [10].", TRAIN)] = None,
+    on_nonfinite: Annotated[S, _opt("stop or skip at a NaN gradient [stop].", TRAIN)] = None,
+    gradients: Annotated[
+        S, _opt("loop: worker by worker; batched: one pass for all [loop].", WHERE)
+    ] = None,
+    device: Annotated[S, _opt("cpu or cuda [cpu].", WHERE)] = None,
+    backend: Annotated[S, _opt("auto or reference [auto].", WHERE)] = None,
+    threads: Annotated[S, _opt("Threads in an operation of a worker [cores/workers].", WHERE)] = None,
+    link_gbit: Annotated[S, _opt("Link of the modelled communication time [10].", WHERE)] = None,
+    link_latency_us: Annotated[S, _opt("Its latency in microseconds [50].", WHERE)] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file with the same keys; flags win over it.")
+    ] = None,
+    data_dir: DataDir = None,
+    results: Annotated[Path, typer.Option(help="Folder for the runs.")] = RESULTS,
+    checkpoint_seconds: Annotated[
+        float, typer.Option(min=0, help="Seconds between checkpoints.")
+    ] = 60.0,
+    force: Annotated[bool, typer.Option(help="Run again what is finished.")] = False,
+    progress: Annotated[Progress, typer.Option(help="How to show progress.")] = Progress.auto,
+    json: Json = False,
+) -> None:
+    """Train a task with N workers whose gradients are compressed.
+
+    Lists with commas make a grid: --compressor none,terngrad --seed 0,1,2. Finished runs are
+    skipped, interrupted ones go on where they were.
+    """
+    settings = {
+        key: value
+        for key, value in locals().items()
+        if value is not None and key not in _NOT_SETTINGS
+    }
+    from gcbench import grid, runner
+
+    given = {"options": grid.pairs("--set", set_), "task_options": grid.pairs("--task-set", task_set)}
+    if network is not None:
+        given["task_options"]["network"] = grid.value(network)
+    for key, text in settings.items():
+        given[key] = grid.value(text) if isinstance(text, str) else text
+    configs = grid.expand(given, config)
+    runner.Runner(results, data_dir, checkpoint_seconds, progress.value, force=force).all(
+        configs, json=json
+    )
+
+
+_NOT_SETTINGS = {
+    "set_",
+    "task_set",
+    "network",
+    "config",
+    "data_dir",
+    "results",
+    "checkpoint_seconds",
+    "force",
+    "progress",
+    "json",
+}
+
+
+@app.command()
+def compare(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(help="Runs, folders of runs, or JSON files of rows.")
+    ] = None,
+    format_: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.table,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw accuracy against bytes (.png, .svg, .pdf).")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Compare finished runs: accuracy over seeds, bytes, time by phase."""
+    from gcbench import compare as comparing
+
+    runs = comparing.load(folders or [RESULTS])
+    chosen = "json" if json else format_.value
+    comparing.show(comparing.rows(runs), chosen)
+    if plot is not None:
+        from gcbench import plots
+
+        plots.draw(runs, plot)
+        _say(f"wrote {plot}")
+
+
+@app.command(name="list")
+def list_(
+    kind: Annotated[Kind, typer.Argument(help="What to list.")] = Kind.compressors,
+    json: Json = False,
+) -> None:
+    """List compressors, tasks or backends."""
+    from gcbench import listing
+
+    rows = listing.ROWS[kind.value]()
+    if json:
+        _print_json(rows)
+    else:
+        listing.show(rows)
+
+
+@app.command()
+def info(json: Json = False) -> None:
+    """Show versions, devices, and backends with the reason where one is missing."""
+    from gcbench import listing
+
+    found = listing.info()
+    if json:
+        _print_json(found)
+    else:
+        listing.show_info(found)
+
+
+@data_app.command("get")
+def data_get(name: DataName, data_dir: DataDir = None) -> None:
+    """Download a data set, or check the files that are there, and print the folder."""
+    from gcbench import data
+
+    print(data.get(name.value, data_dir))
+
+
+@data_app.command("path")
+def data_path(name: DataName, data_dir: DataDir = None) -> None:
+    """Print the folder where a data set is looked for."""
+    from gcbench import data
+
+    print(data.path(name.value, data_dir))
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from gcbench import __version__
+
+        print(f"gcbench {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+) -> None:
+    if debug:
+        os.environ["GCBENCH_DEBUG"] = "1"
+
+
+def main() -> None:
+    """Run the command line; exit code 2 for usage, 1 for failures, 130 when interrupted."""
+    try:
+        app()
+    except GcbenchError as error:
+        if os.environ.get("GCBENCH_DEBUG"):
+            raise
+        prefix = "usage: " if isinstance(error, UsageError) else ""
+        _say(f"gcbench: {prefix}{error}")
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        sys.stdout = None  # type: ignore[assignment]  # the reader has gone; nothing to flush to
+        sys.exit(1)
+    except KeyboardInterrupt:
+        _say("gcbench: interrupted")
+        sys.exit(130)
+    except Exception as error:  # the last line of defence: one line, and how to see more
+        if os.environ.get("GCBENCH_DEBUG"):
+            raise
+        _say(f"gcbench: {type(error).__name__}: {error} (`gcbench --debug ...` shows where)")
+        sys.exit(1)

@@ -1,0 +1,317 @@
+"""The contract of a gradient compressor, and the types that it speaks in.
+
+A compressor is a pure codec over one flat float32 tensor. It never communicates, never asks for a
+device, keeps no state and touches no global random generator; workers, residuals and collectives
+belong to the engine. Its hyper-parameters are the fields of a frozen dataclass.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gcbench.errors import PayloadError, UsageError
+
+COLLECTIVES = ("allreduce", "allgather", "twoshot")
+TILE = 1024
+"""Elements of one packing and drawing tile; shards of a bucket start at multiples of it."""
+
+Layout = tuple[tuple[torch.dtype, int], ...]
+"""The wire format of one payload: dtype and element count of each part, in order."""
+
+
+class Key(NamedTuple):
+    """The address of one stream of random numbers (counter-based, nothing is stored).
+
+    The draw of an element depends on these five numbers and its index alone, so bucketing,
+    sharding, the backend and the number of processes change no bit.
+    """
+
+    seed: int
+    step: int
+    rank: int
+    offset: int = 0
+    """Index in the bucket of the first element of the tensor at hand."""
+    stream: int = 0
+    """What the numbers are for: one of the constants of `gcbench.streams`."""
+
+
+class Payload(NamedTuple):
+    """What one worker hands to a collective: packed, contiguous tensors."""
+
+    parts: tuple[Tensor, ...]
+    count: int = 1
+    """How many workers' gradients are merged into it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts: the number that is counted as sent."""
+        return sum(part.numel() * part.element_size() for part in self.parts)
+
+    @property
+    def layout(self) -> Layout:
+        """Dtype and element count of each part."""
+        return tuple((part.dtype, part.numel()) for part in self.parts)
+
+    def to_bytes(self) -> Tensor:
+        """Return all parts as one uint8 tensor, shape (nbytes,), on their device."""
+        views = [part.contiguous().view(-1).view(torch.uint8) for part in self.parts]
+        return torch.cat(views) if len(views) != 1 else views[0]
+
+    @classmethod
+    def from_bytes(cls, data: Tensor, layout: Layout, count: int = 1) -> Payload:
+        """Cut a uint8 tensor into the parts of `layout`.
+
+        Raises:
+            PayloadError: `data` is longer or shorter than the layout.
+        """
+        sizes = [numel * dtype.itemsize for dtype, numel in layout]
+        if data.dtype != torch.uint8 or data.numel() != sum(sizes):
+            raise PayloadError(
+                f"payload of {data.numel()} {data.dtype} elements: {sum(sizes)} bytes expected"
+            )
+        # Parts may lie at any byte; a copy aligns the ones that a dtype view would refuse.
+        parts = tuple(
+            piece.clone().view(dtype) if dtype.itemsize > 1 else piece
+            for piece, (dtype, _) in zip(data.split(sizes), layout, strict=True)
+        )
+        return cls(parts, count)
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Where the scales live: consecutive groups of one flat tensor.
+
+    `offsets` has one entry more than there are segments: segment i is `[offsets[i],
+    offsets[i + 1])`, and `offsets[-1]` is the length of the flat tensor. Segments may be empty.
+    """
+
+    offsets: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.offsets or self.offsets[0] != 0:
+            raise ValueError(f"offsets must start at 0, not {self.offsets[:1]}")
+        if any(a > b for a, b in zip(self.offsets, self.offsets[1:], strict=False)):
+            raise ValueError("offsets must not decrease")
+
+    @classmethod
+    def of(cls, shapes: Sequence[Sequence[int]], granularity: str | int = "tensor") -> Segments:
+        """Lay segments over the concatenation of tensors of the given `shapes`.
+
+        `granularity` is "tensor"; "model" (one segment); "column": one segment per entry of a
+        tensor's first axis, which is contiguous (the incoming weights of one output unit), vectors
+        and scalars being one column; or a number d: groups of d inside each tensor, the last one
+        short.
+
+        Raises:
+            UsageError: `granularity` is none of these.
+        """
+        sizes = [math.prod(shape) for shape in shapes]
+        if granularity == "model":
+            return cls((0, sum(sizes)))
+        lengths: list[int] = []
+        for shape, size in zip(shapes, sizes, strict=True):
+            if granularity == "tensor":
+                width = size
+            elif granularity == "column":
+                width = size // shape[0] if len(shape) > 1 and shape[0] else size
+            elif isinstance(granularity, int) and granularity > 0:
+                width = granularity
+            else:
+                raise UsageError(
+                    f"granularity {granularity!r}: allowed are 'tensor', 'column', 'model' or a "
+                    "group size of at least 1"
+                )
+            if width:
+                lengths += [width] * (size // width)
+                if size % width:
+                    lengths.append(size % width)
+            else:
+                lengths.append(0)
+        offsets = [0]
+        for length in lengths:
+            offsets.append(offsets[-1] + length)
+        return cls(tuple(offsets))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def numel(self) -> int:
+        """Elements of the flat tensor."""
+        return self.offsets[-1]
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Elements of each segment."""
+        return tuple(b - a for a, b in zip(self.offsets, self.offsets[1:], strict=False))
+
+    @cached_property
+    def runs(self) -> tuple[tuple[slice, int, int], ...]:
+        """Neighbouring segments of one length, as (which segments, first element, length)."""
+        runs: list[tuple[slice, int, int]] = []
+        for i, (start, length) in enumerate(zip(self.offsets, self.lengths, strict=False)):
+            if runs and runs[-1][2] == length:
+                runs[-1] = (slice(runs[-1][0].start, i + 1), *runs[-1][1:])
+            else:
+                runs.append((slice(i, i + 1), start, length))
+        return tuple(runs)
+
+    def views(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield each run of `x`, shape (n,), as a matrix view: its segments, (segments, length)."""
+        for which, start, length in self.runs:
+            count = which.stop - which.start
+            yield which, x[start : start + count * length].view(count, length)
+
+    def shard(self, start: int, stop: int) -> tuple[Segments, range]:
+        """Return the segments of the shard `[start, stop)`, and which of these segments they are.
+
+        A segment that the shard cuts appears with the part that lies inside; scales of the whole
+        are handed on by indexing with the returned range.
+        """
+        if not 0 <= start <= stop <= self.numel:
+            raise ValueError(f"shard [{start}, {stop}) of {self.numel} elements")
+        inside = [
+            i
+            for i, (a, b) in enumerate(zip(self.offsets, self.offsets[1:], strict=False))
+            if a < stop and b > start
+        ]
+        if not inside:
+            return Segments((0,)), range(0)
+        which = range(inside[0], inside[-1] + 1)
+        edges = [min(max(self.offsets[i], start), stop) - start for i in which]
+        return Segments((*edges, stop - start)), which
+
+
+class Compressor(ABC):
+    """One method of gradient compression: a pure codec over a flat float32 tensor.
+
+    Subclasses are frozen dataclasses; each of their fields is a hyper-parameter and can be set on
+    the command line (`--set name=value`). In what follows `x` is a float32 tensor of shape (n,)
+    with finite values, `segments` covers it, and m = len(segments).
+    """
+
+    name: ClassVar[str] = ""
+    """The name on the command line; the registry fills it in from the file's name."""
+    collectives: ClassVar[tuple[str, ...]] = ("allgather",)
+    """Collectives that compute this method's mean correctly, the default first."""
+    memory: ClassVar[str] = "none"
+    """What the published method carries from step to step."""
+    unbiased: ClassVar[bool] = False
+    """Whether the expectation of `decode(encode(x))` is `target(x)`."""
+    granularity: str | int = "tensor"
+    """Where scales live, see `Segments.of`; a field where a method lets the user choose."""
+
+    def legal_collectives(self) -> tuple[str, ...]:
+        """Return the collectives of this configuration; fields may narrow the class's list."""
+        return self.collectives
+
+    def nominal_bits(self) -> float | None:
+        """Return the bits an element that the source quotes for the way up (None: it has none)."""
+        return None
+
+    def target(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
+        """Return what an unbiased method is unbiased for, shape (n,); `x` itself by default."""
+        return x
+
+    def statistic(self, x: Tensor, segments: Segments) -> Tensor:
+        """Return what the workers agree on first, float32, first axis m, or empty for nothing.
+
+        The element-wise maximum over all workers is handed to the other methods as `shared`.
+        """
+        return x.new_empty(0)
+
+    @abstractmethod
+    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
+        """Return the payload of one worker (`count` is 1)."""
+
+    def encode_shards(
+        self, x: Tensor, segments: Segments, shared: Tensor, key: Key, bounds: Sequence[int]
+    ) -> list[Payload]:
+        """Return one payload for each shard `[bounds[k], bounds[k + 1])` of the bucket.
+
+        By default each shard is encoded as a bucket of its own, so a segment that a bound cuts has
+        a scale on each side. Bounds are multiples of `TILE`, or the bucket's end: a method whose
+        packed words can be cut there encodes once instead.
+        """
+        payloads = []
+        for start, stop in zip(bounds, bounds[1:], strict=False):
+            shard, which = segments.shard(start, stop)
+            scales = shared[which.start : which.stop] if shared.numel() else shared
+            place = key._replace(offset=key.offset + start)
+            payloads.append(self.encode(x[start:stop], shard, scales, place))
+        return payloads
+
+    @abstractmethod
+    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
+        """Return the mean over the payload's `count` workers, float32, shape (n,).
+
+        Raises:
+            PayloadError: no encoder of this configuration can have produced `payload`.
+        """
+
+    def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
+        """Return the mean of what the payloads of different workers stand for, shape (n,).
+
+        By default each is decoded and they are added in the order of ranks.
+        """
+        total = self.decode(payloads[0], segments, shared) * payloads[0].count
+        for payload in payloads[1:]:
+            total += self.decode(payload, segments, shared) * payload.count
+        return total.div_(sum(payload.count for payload in payloads))
+
+    def merge(
+        self, payloads: Sequence[Payload], segments: Segments, shared: Tensor, key: Key
+    ) -> Payload:
+        """Return one payload for the mean of several: the parameter server's step.
+
+        By default the mean is encoded again, as one more worker would encode it.
+        """
+        merged = self.encode(self.mean(payloads, segments, shared), segments, shared, key)
+        return merged._replace(count=sum(payload.count for payload in payloads))
+
+    def summand(self, payload: Payload, workers: int, segments: Segments) -> Payload:
+        """Return the payload in a form whose parts can be added over `workers` element by element.
+
+        Only for methods that list "allreduce"; by default the payload is such a form already.
+        """
+        return payload
+
+    def decode_sum(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
+        """Return the mean, shape (n,), from the sum of `payload.count` workers' summands."""
+        return self.decode(payload, segments, shared)
+
+    def layout(self, segments: Segments, count: int = 1) -> Layout | None:
+        """Return the declared wire format of a payload merged from `count` workers.
+
+        None (the default) says that sizes depend on the data; the engine then sends them along,
+        and counts them.
+        """
+        return None
+
+    def bits(self, segments: Segments, count: int = 1) -> int | None:
+        """Return the declared size of a payload in bits; the contract tests compare the real one."""
+        layout = self.layout(segments, count)
+        if layout is None:
+            return None
+        return 8 * sum(dtype.itemsize * numel for dtype, numel in layout)
+
+    def check(self, payload: Payload, segments: Segments) -> None:
+        """Compare a payload with the declared layout.
+
+        Raises:
+            PayloadError: another number of parts, another dtype, too long or too short.
+        """
+        declared = self.layout(segments, payload.count)
+        if declared is not None and payload.layout != declared:
+            raise PayloadError(
+                f"{self.name or type(self).__name__}: payload {payload.layout} for "
+                f"{segments.numel} elements of {payload.count} worker(s): {declared} expected"
+            )

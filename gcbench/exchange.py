@@ -1,0 +1,244 @@
+"""How payloads meet: from every worker's gradient to the one mean that all replicas apply.
+
+A bucket is one flat gradient. Its tensors are laid out in lanes: the compressed ones first, then
+those that a policy keeps dense. Each lane has its compressor and collective:
+
+allreduce: payloads in a form that can be added, summed by the collective, decoded once.
+allgather: every worker gets every payload and takes the mean of all.
+twoshot: shards go to their owners (all-to-all), the owner merges its shard and all-gathers it: the
+    sharded parameter server.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from gcbench import streams
+from gcbench.clock import Clock
+from gcbench.compressor import COLLECTIVES, TILE, Compressor, Key, Layout, Payload, Segments
+from gcbench.errors import UsageError
+from gcbench.world import World
+
+T = TypeVar("T")
+
+MEMORIES = ("none",)
+"""What this engine can carry for a worker from step to step."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A stretch of the bucket, `[start, start + segments.numel)`, and how it is exchanged."""
+
+    compressor: Compressor
+    collective: str
+    start: int
+    segments: Segments
+
+
+def check_legal(name: str, compressor: Compressor, collective: str | None = None) -> str:
+    """Return the collective to use (the method's first by default).
+
+    Raises:
+        UsageError: the method's mean is wrong under this collective, with the legal ones; or it
+            needs a memory that this engine does not have.
+    """
+    if compressor.memory not in MEMORIES:
+        raise UsageError(
+            f"{name} needs the memory {compressor.memory!r}; this version has: "
+            f"{', '.join(MEMORIES)}"
+        )
+    legal = compressor.legal_collectives()
+    if collective is None:
+        return legal[0]
+    if collective not in COLLECTIVES:
+        raise UsageError(f"collective {collective!r}: allowed are {', '.join(COLLECTIVES)}")
+    if collective not in legal:
+        raise UsageError(
+            f"{compressor!r} cannot be exchanged by {collective}: its mean would be wrong. "
+            f"Legal: {', '.join(legal)}"
+        )
+    return collective
+
+
+def shard_bounds(n: int, workers: int) -> list[int]:
+    """Return where the owners' shards of n elements begin, and n: whole tiles, dealt evenly."""
+    tiles = -(-n // TILE)
+    share, extra = divmod(tiles, workers)
+    edges = [(share * k + min(k, extra)) * TILE for k in range(workers + 1)]
+    return [min(edge, n) for edge in edges]
+
+
+def dense_tensors(
+    names: Sequence[str], shapes: Sequence[Sequence[int]], below: int, last: Sequence[str]
+) -> list[bool]:
+    """Return which tensors stay dense: those below `below` elements, and those named in `last`."""
+    return [
+        math.prod(shape) < below or name in last for name, shape in zip(names, shapes, strict=True)
+    ]
+
+
+class Exchange:
+    """Turns the local workers' buckets into the mean over all workers."""
+
+    def __init__(self, world: World, lanes: Sequence[Lane], seed: int, clock: Clock) -> None:
+        self.world, self.lanes, self.seed, self.clock = world, tuple(lanes), seed, clock
+
+    def mean(self, buckets: Sequence[Tensor], step: int) -> Tensor:
+        """Return the mean gradient, float32, shape (n,), the same bits on every replica.
+
+        `buckets`: one float32 tensor of shape (n,) for each local worker.
+        """
+        means = []
+        for lane in self.lanes:
+            stop = lane.start + lane.segments.numel
+            xs = [bucket[lane.start : stop] for bucket in buckets]
+            means.append(self._lane(lane, xs, step))
+        return torch.cat(means) if len(means) > 1 else means[0]
+
+    def _workers(self, phase: str, call: Callable[[int], T]) -> list[T]:
+        """Run `call(i)` for each local worker i, booked under `phase`."""
+        first = self.world.ranks[0]
+        timed = self.clock.timed(lambda rank: call(rank - first))
+        return self.clock.workers(phase, self.world.map(timed))
+
+    def _lane(self, lane: Lane, xs: Sequence[Tensor], step: int) -> Tensor:
+        shared = self._agree(lane, xs)
+        key = Key(self.seed, step, 0, lane.start, streams.ENCODE)
+        match lane.collective:
+            case "allreduce":
+                return self._allreduce(lane, xs, shared, key)
+            case "allgather":
+                return self._allgather(lane, xs, shared, key)
+            case _:
+                return self._twoshot(lane, xs, shared, key)
+
+    def _agree(self, lane: Lane, xs: Sequence[Tensor]) -> Tensor:
+        """Return the maximum over workers of the method's statistic, or an empty tensor."""
+        statistic = lane.compressor.statistic
+        own = self._workers("statistic", lambda i: statistic(xs[i], lane.segments))
+        if not own[0].numel():
+            return own[0]
+        with self.clock.phase("communicate"):
+            return self.world.all_reduce(own, "max")
+
+    def _encode(self, lane: Lane, xs: Sequence[Tensor], shared: Tensor, key: Key) -> list[Payload]:
+        """Return the local workers' payloads, each drawn from its own rank's stream."""
+        ranks = self.world.ranks
+
+        def encode(i: int) -> Payload:
+            return lane.compressor.encode(
+                xs[i], lane.segments, shared, key._replace(rank=ranks[i])
+            )
+
+        return self._workers("encode", encode)
+
+    def _allreduce(self, lane: Lane, xs: Sequence[Tensor], shared: Tensor, key: Key) -> Tensor:
+        world, method = self.world, lane.compressor
+        payloads = self._encode(lane, xs, shared, key)
+        widen = method.summand
+        summands = self._workers("encode", lambda i: widen(payloads[i], world.size, lane.segments))
+        with self.clock.phase("communicate"):
+            columns = zip(*(summand.parts for summand in summands), strict=True)
+            total = tuple(world.all_reduce(column, "sum") for column in columns)
+        with self.clock.phase("decode"):
+            return method.decode_sum(Payload(total, world.size), lane.segments, shared)
+
+    def _allgather(self, lane: Lane, xs: Sequence[Tensor], shared: Tensor, key: Key) -> Tensor:
+        world, method = self.world, lane.compressor
+        payloads = self._encode(lane, xs, shared, key)
+        with self.clock.phase("communicate"):
+            layouts = [method.layout(lane.segments)] * world.size
+            gathered = self._gather(payloads, layouts, [1] * world.size)
+        with self.clock.phase("decode"):
+            return method.mean(gathered, lane.segments, shared)
+
+    def _twoshot(self, lane: Lane, xs: Sequence[Tensor], shared: Tensor, key: Key) -> Tensor:
+        world, method, ranks = self.world, lane.compressor, self.world.ranks
+        bounds = shard_bounds(lane.segments.numel, world.size)
+        cuts = [lane.segments.shard(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+        shards = [segments for segments, _ in cuts]
+        scales = [shared[w.start : w.stop] if shared.numel() else shared for _, w in cuts]
+
+        def encode(i: int) -> list[Payload]:
+            place = key._replace(rank=ranks[i])
+            return method.encode_shards(xs[i], lane.segments, shared, place, bounds)
+
+        def merge(i: int) -> Payload:
+            owner = ranks[i]
+            place = Key(key.seed, key.step, owner, key.offset + bounds[owner], streams.MERGE)
+            return method.merge(received[i], shards[owner], scales[owner], place)
+
+        sent = self._workers("encode", encode)
+        with self.clock.phase("communicate"):
+            received = self._scatter(sent, [method.layout(shard) for shard in shards])
+        merged = self._workers("decode", merge)
+        with self.clock.phase("communicate"):
+            layouts = [method.layout(shard, world.size) for shard in shards]
+            gathered = self._gather(merged, layouts, [world.size] * world.size, aggregated=True)
+        with self.clock.phase("decode"):
+            pieces = map(method.decode, gathered, shards, scales)
+            return torch.cat(list(pieces))
+
+    def _gather(
+        self,
+        payloads: Sequence[Payload],
+        declared: Sequence[Layout | None],
+        counts: Sequence[int],
+        *,
+        aggregated: bool = False,
+    ) -> list[Payload]:
+        """All-gather one payload a worker; `declared[r]` is rank r's layout, None if unknown."""
+        world = self.world
+        layouts = [layout for layout in declared if layout is not None]
+        if len(layouts) < world.size:
+            headers = [_header(payload, world.device) for payload in payloads]
+            sizes = [headers[0].numel()] * world.size
+            gathered = world.all_gather(headers, sizes, aggregated=aggregated)
+            layouts = [_layout(payloads[0], header) for header in gathered]
+        data = [payload.to_bytes() for payload in payloads]
+        received = world.all_gather(data, [*map(_nbytes, layouts)], aggregated=aggregated)
+        return [*map(Payload.from_bytes, received, layouts, counts)]
+
+    def _scatter(
+        self, sent: Sequence[Sequence[Payload]], declared: Sequence[Layout | None]
+    ) -> list[list[Payload]]:
+        """Hand shard r of each local worker to rank r; return each local owner's, by sender."""
+        world = self.world
+        layouts: list[list[Layout]] = []
+        for rank in world.ranks:
+            layout = declared[rank]
+            if layout is not None:
+                layouts.append([layout] * world.size)
+        if len(layouts) < len(world.ranks):
+            headers = [[_header(shard, world.device) for shard in row] for row in sent]
+            width = [headers[0][0].numel()] * world.size
+            gathered = world.all_to_all(headers, [width] * len(sent))
+            layouts = [[_layout(sent[0][0], header) for header in row] for row in gathered]
+        data = [[shard.to_bytes() for shard in row] for row in sent]
+        sizes = [[*map(_nbytes, row)] for row in layouts]
+        received = world.all_to_all(data, sizes)
+        return [
+            [*map(Payload.from_bytes, row, row_layouts)]
+            for row, row_layouts in zip(received, layouts, strict=True)
+        ]
+
+
+def _nbytes(layout: Layout) -> int:
+    return sum(dtype.itemsize * numel for dtype, numel in layout)
+
+
+def _header(payload: Payload, device: torch.device) -> Tensor:
+    """Return the sizes that travel ahead of a payload of undeclared layout, int64, one a part."""
+    return torch.tensor([numel for _, numel in payload.layout], device=device)
+
+
+def _layout(own: Payload, header: Tensor) -> Layout:
+    """Return another worker's layout: this method's dtypes with the sizes that it sent."""
+    sizes = header.tolist()
+    return tuple((dtype, size) for (dtype, _), size in zip(own.layout, sizes, strict=True))

@@ -1,0 +1,284 @@
+"""What a run is: the validated config, its hash, and where and with what it ran."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from gcbench import registry
+from gcbench.compressor import Compressor, Segments
+from gcbench.errors import GcbenchError, UsageError, unknown
+from gcbench.exchange import check_legal
+from gcbench.task import Task
+
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Config(BaseModel):
+    """Everything that decides a run's results; equal configs have equal hashes.
+
+    Missing hyper-parameters are the task's (`Config.make`).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    task: str = "digits"
+    task_options: dict[str, Any] = {}
+    compressor: str = "terngrad"
+    options: dict[str, Any] = {}
+    workers: Positive = 4
+    engine: Literal["simulate", "spawn", "torchrun"] = "simulate"
+    collective: str
+    dense_last: bool = False
+    dense_below: NotNegative = 0
+    gradients: Literal["loop", "batched"] = "loop"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    steps: Positive
+    batch: Positive
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    lr: Annotated[Finite, Field(gt=0)]
+    momentum: Annotated[Finite, Field(ge=0, lt=1)] = 0.0
+    nesterov: bool = False
+    betas: tuple[Annotated[Finite, Field(ge=0, lt=1)], Annotated[Finite, Field(ge=0, lt=1)]] = (
+        0.9,
+        0.999,
+    )
+    eps: Annotated[Finite, Field(ge=0)] = 1e-8
+    schedule: Literal["constant", "poly", "step"] = "constant"
+    schedule_power: Annotated[Finite, Field(gt=0)] = 0.5
+    schedule_steps: list[Positive] = []
+    schedule_gamma: Annotated[Finite, Field(gt=0)] = 0.1
+    weight_decay: Annotated[Finite, Field(ge=0)] = 0.0
+    decay: Literal["loss", "update"] = "loss"
+    ema: Annotated[Finite, Field(ge=0, lt=1)] = 0.0
+    eval_every: NotNegative = 0
+    log_every: Positive = 10
+    device: str = "cpu"
+    backend: Literal["auto", "reference"] = "auto"
+    threads: Positive | None = None
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    link_gbit: Annotated[Finite, Field(gt=0)] = 10.0
+    link_latency_us: Annotated[Finite, Field(ge=0)] = 50.0
+
+    @classmethod
+    def make(cls, given: Mapping[str, Any]) -> Config:
+        """Return the config of what the user gave; the task's defaults fill what is missing.
+
+        Raises:
+            UsageError: an unknown key or name, a value out of range, an illegal combination.
+        """
+        for key in given:
+            if key not in cls.model_fields:
+                raise unknown("setting", key, cls.model_fields)
+        task_options = given.get("task_options") or {}
+        task = registry.task(given.get("task", "digits"), **task_options)
+        values = {**task.defaults(), **given}
+        name = values.get("compressor", "terngrad")
+        method = registry.compressor(name, **(values.get("options") or {}))
+        chosen = values.get("collective")
+        values["collective"] = check_legal(name, method, None if chosen == "auto" else chosen)
+        Segments.of([(1,)], method.granularity)
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise UsageError(_one_line(error)) from None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Config:
+        if self.batch % self.workers:
+            nearest = self.workers * max(1, round(self.batch / self.workers))
+            raise ValueError(
+                f"batch {self.batch} does not divide among {self.workers} workers; "
+                f"try --batch {nearest}"
+            )
+        if self.gradients == "batched" and self.engine != "simulate":
+            raise ValueError(
+                f"gradients=batched is one pass for all simulated workers; engine {self.engine} "
+                "has one worker a process: use gradients=loop"
+            )
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs momentum > 0")
+        if self.schedule == "step" and not self.schedule_steps:
+            raise ValueError("schedule=step needs schedule_steps, e.g. --schedule-steps 500/750")
+        return self
+
+    @property
+    def hash(self) -> str:
+        """Ten hex digits that name this config: of its canonical JSON."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+    @property
+    def run_name(self) -> str:
+        """The run's folder name."""
+        return f"{self.task}-{self.compressor}-{self.hash}"
+
+    def make_task(self) -> Task:
+        """Return the task with its options."""
+        return registry.task(self.task, **self.task_options)
+
+    def make_compressor(self) -> Compressor:
+        """Return the compressor with its fields set."""
+        return registry.compressor(self.compressor, **self.options)
+
+    def lr_at(self, step: int) -> float:
+        """Return the learning rate of `step` (counted from 0).
+
+        poly: lr (1 - step / steps)^power; step: lr gamma^(milestones reached).
+        """
+        match self.schedule:
+            case "poly":
+                return float(self.lr * (1 - step / self.steps) ** self.schedule_power)
+            case "step":
+                reached = sum(step >= milestone for milestone in self.schedule_steps)
+                return float(self.lr * self.schedule_gamma**reached)
+            case _:
+                return self.lr
+
+
+def _one_line(error: ValidationError) -> str:
+    problems = []
+    for problem in error.errors():
+        where = ".".join(str(part) for part in problem["loc"])
+        message = problem["msg"].removeprefix("Value error, ")
+        came = "" if not where else f"{where}={problem['input']!r}: "
+        if problem["type"] == "missing":
+            came = f"{where}: the task has no default for it; "
+        problems.append(came + message[0].lower() + message[1:])
+    return "; ".join(problems)
+
+
+def _commit() -> str | None:
+    """Return the checkout's commit, with a + if files differ from it; None outside a checkout."""
+    here = Path(__file__).parent
+    if not (here.parent / ".git").exists():
+        return None
+    try:
+        git = ["git", "-C", str(here)]
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        dirty = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, of gcbench, and of the packages that decide bits."""
+    found = {"python": platform.python_version()}
+    for package in ("gcbench", "torch", "numpy", "scikit-learn"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Return what this machine is: system, processor, cores, GPU."""
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    capability = torch.backends.cpu.get_cpu_capability()
+    system = f"{platform.system()} {platform.machine()}"
+    return {"system": system, "cpu": _cpu(), "isa": capability, "cores": cores(), "gpu": gpu}
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def threads_per_worker(config: Config) -> int:
+    """Return the threads inside an operation of one worker: the same in every local engine.
+
+    The bits of a convolution depend on it, so it is recorded with the result.
+    """
+    return config.threads or max(1, cores() // config.workers)
+
+
+def provenance(config: Config) -> dict[str, Any]:
+    """Return where, when and with what a run was made."""
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command(config),
+        "commit": _commit(),
+        "versions": versions(),
+        "machine": machine(),
+        "backend": "reference",
+        "threads": threads_per_worker(config),
+        "python": sys.executable.rsplit("/", 1)[-1],
+    }
+
+
+def command(config: Config) -> str:
+    """Return the `gcbench run` command that makes this run again, with what differs from defaults."""
+    task = config.make_task()
+    usual = {**task.defaults(), "collective": config.make_compressor().legal_collectives()[0]}
+    words = ["gcbench run", f"--task {config.task}", f"--compressor {config.compressor}"]
+    for key, value in config.model_dump(mode="json").items():
+        default = Config.model_fields[key].default
+        if key in ("task", "compressor") or value == usual.get(key, default):
+            continue
+        flag = "--" + key.replace("_", "-")
+        if key == "options":
+            words += [f"--set {name}={setting}" for name, setting in value.items()]
+        elif key == "task_options":
+            words += [f"--task-set {name}={setting}" for name, setting in value.items()]
+        elif isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, list):
+            words.append(f"{flag} {'/'.join(map(str, value))}")
+        else:
+            words.append(f"{flag} {value}")
+    return " ".join(words)
+
+
+def nominal_ratio(method: Compressor) -> float | None:
+    """Return 32 bits over the bits an element that the method's source quotes."""
+    bits = method.nominal_bits()
+    return None if bits is None else 32 / bits
+
+
+def finite(value: float) -> float | None:
+    """Return the value, or None where JSON has no number for it."""
+    return value if math.isfinite(value) else None
+
+
+def require_device(device: str) -> None:
+    """Raise UsageError for a device that this machine does not have."""
+    import torch
+
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise UsageError(f"device {device!r}: 'cpu', 'cuda' or 'cuda:0' expected") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device {device!r}: torch sees no CUDA device; see `gcbench info`")
+    if kind not in ("cpu", "cuda"):
+        raise GcbenchError(f"device {device!r} was never tried; 'cpu' and 'cuda' are supported")

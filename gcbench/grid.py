@@ -1,0 +1,129 @@
+"""From flags and a YAML file to the configs of a grid."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gcbench import registry
+from gcbench.errors import UsageError, unknown
+from gcbench.experiment import Config
+
+SEQUENCES = ("betas", "schedule_steps")
+"""Settings whose value is itself a list; on the command line its items are joined by slashes."""
+
+
+def _scalar(text: str) -> Any:
+    """Return what YAML reads in one word, and 2e-4 as the number that it is."""
+    try:
+        return float(text) if "e" in text.lower() else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError):
+        return text
+
+
+def value(text: str) -> Any:
+    """Return the value of a flag: a scalar, or a list for a grid where it has commas."""
+    if "," in text:
+        return [value(part.strip()) for part in text.split(",")]
+    if "/" in text and all(part.strip() for part in text.split("/")):
+        parts = [_scalar(part) for part in text.split("/")]
+        if all(isinstance(part, int | float) for part in parts):
+            return tuple(parts)
+    return _scalar(text)
+
+
+def pairs(flag: str, words: Iterable[str] | None) -> dict[str, Any]:
+    """Return the settings in words like clip=2.0.
+
+    Raises:
+        UsageError: a word has no =, or a name comes twice.
+    """
+    found: dict[str, Any] = {}
+    for word in words or ():
+        name, equals, text = word.partition("=")
+        if not (name and equals):
+            raise UsageError(f"{flag} {word!r}: NAME=VALUE expected, e.g. {flag} clip=2.0")
+        if name in found:
+            raise UsageError(f"{flag} {name} came twice; for a grid write {name}=1,2")
+        found[name] = value(text)
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"--config {path} is no YAML: {error}") from None
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise UsageError(f"--config {path}: a mapping of settings expected, e.g. `steps: 100`")
+    return found
+
+
+def _choices(key: str, given: Any) -> list[Any]:
+    """Return the alternatives of one setting."""
+    if key in SEQUENCES:
+        nested = isinstance(given, list) and any(isinstance(v, list | tuple) for v in given)
+        alternatives = given if nested else [given]
+        return [[v] if not isinstance(v, list | tuple) else list(v) for v in alternatives]
+    if isinstance(given, tuple):
+        raise UsageError(f"{key}: one value expected, not {'/'.join(map(str, given))}")
+    if not isinstance(given, list):
+        return [given]
+    if not given:
+        raise UsageError(f"{key}: an empty list; give at least one value")
+    return given
+
+
+def _product(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    lists = [_choices(key, given) for key, given in settings.items()]
+    return [
+        dict(zip(settings, combination, strict=True)) for combination in itertools.product(*lists)
+    ]
+
+
+def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
+    """Return the configs of the grid, in the order of the lists, equal ones once.
+
+    A compressor's field (`options`) goes to the compressors of the grid that have it, a task's
+    field to the tasks that have it.
+
+    Raises:
+        UsageError: see `Config.make`; or a field that none of the grid's compressors has.
+    """
+    given = _read(file) if file else {}
+    for key in ("options", "task_options"):
+        own = given.get(key) or {}
+        if not isinstance(own, dict):
+            raise UsageError(f"{key}: a mapping of fields expected, not {own!r}")
+        given[key] = {**own, **flags.get(key, {})}
+    given = {**given, **{k: v for k, v in flags.items() if k not in ("options", "task_options")}}
+    fields = {
+        "options": ("compressor", "terngrad", registry.compressor_class),
+        "task_options": ("task", "digits", registry.task_class),
+    }
+    nested = {key: given.pop(key) for key in fields}
+    for key, (owner, default, load) in fields.items():
+        names = _choices(owner, given.get(owner, default))
+        known = {str(name): registry.fields(load(str(name))) for name in names}
+        for field in nested[key]:
+            if not any(field in own for own in known.values()):
+                every = sorted({name for own in known.values() for name in own})
+                raise unknown(f"field of {owner} {', '.join(known)}:", field, every)
+    configs: dict[str, Config] = {}
+    for point in _product(given):
+        inner = []
+        for key, (owner, default, load) in fields.items():
+            own = registry.fields(load(str(point.get(owner, default))))
+            inner.append(_product({k: v for k, v in nested[key].items() if k in own}))
+        for options, task_options in itertools.product(*inner):
+            made = Config.make({**point, "options": options, "task_options": task_options})
+            configs.setdefault(made.hash, made)
+    return list(configs.values())

@@ -1,0 +1,171 @@
+"""Tables of what there is: compressors, tasks, backends, this machine, finished runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gcbench import experiment, ops, registry
+from gcbench.errors import GcbenchError
+
+Row = dict[str, Any]
+
+
+def _card(cls: type[Any]) -> str:
+    """Return the first sentence of the class's module docstring."""
+    import sys
+
+    text = sys.modules[cls.__module__].__doc__ or cls.__doc__ or ""
+    return text.strip().splitlines()[0] if text.strip() else ""
+
+
+def _broken(entry: registry.Entry, error: GcbenchError) -> Row:
+    return {"name": entry.name, "source": entry.source, "what": f"does not load: {error}"}
+
+
+def compressors() -> list[Row]:
+    """Return one row a registered compressor."""
+    rows = []
+    for entry in registry.compressors().values():
+        try:
+            cls = registry.compressor_class(entry.name)
+            method = cls()
+        except GcbenchError as error:
+            rows.append(_broken(entry, error))
+            continue
+        rows.append(
+            {
+                "name": entry.name,
+                "source": entry.source,
+                "what": _card(cls),
+                "bits": method.nominal_bits(),
+                "collectives": list(method.legal_collectives()),
+                "memory": cls.memory,
+                "unbiased": cls.unbiased,
+                "fields": {n: getattr(method, n) for n in registry.fields(cls)},
+            }
+        )
+    return rows
+
+
+def tasks() -> list[Row]:
+    """Return one row a registered task."""
+    rows = []
+    for entry in registry.tasks().values():
+        try:
+            cls = registry.task_class(entry.name)
+            task = cls()
+        except GcbenchError as error:
+            rows.append(_broken(entry, error))
+            continue
+        defaults = dict(task.defaults())
+        rows.append(
+            {
+                "name": entry.name,
+                "source": entry.source,
+                "what": _card(cls),
+                "fields": {n: getattr(task, n) for n in registry.fields(cls)},
+                "steps": defaults.get("steps"),
+                "paper_steps": cls.paper_steps or None,
+                "defaults": defaults,
+            }
+        )
+    return rows
+
+
+def backends() -> list[Row]:
+    """Return one row a backend."""
+    return [
+        {"name": b.name, "available": b.available, "detail": b.detail} for b in ops.backends()
+    ]
+
+
+ROWS: Mapping[str, Callable[[], list[Row]]] = {
+    "compressors": compressors,
+    "tasks": tasks,
+    "backends": backends,
+}
+
+
+def info() -> Row:
+    """Return versions, machine and backends."""
+    import torch.distributed as dist
+
+    engines = {
+        "simulate": "available",
+        "spawn (gloo)": "available" if dist.is_gloo_available() else "torch has no gloo",
+        "spawn (nccl)": "available" if dist.is_nccl_available() else "torch has no NCCL",
+    }
+    return {
+        "versions": experiment.versions(),
+        "machine": experiment.machine(),
+        "engines": engines,
+        "backends": backends(),
+    }
+
+
+def summaries(done: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Return the short table that a run ends with."""
+    rows = []
+    for summary in done:
+        accuracy = summary["test_accuracy"]
+        loss = summary["test_loss"]
+        rows.append(
+            {
+                "run": summary["compressor_name"],
+                "seed": summary["seed"],
+                "steps": summary["steps"],
+                "test accuracy": "-" if accuracy is None else f"{100 * accuracy:.2f} %",
+                "test loss": "not finite" if loss is None else f"{loss:.4g}",
+                "ratio up": _ratio(summary["payload_ratio_up"]),
+                "ratio down": _ratio(summary["payload_ratio_down"]),
+                "step": f"{1e3 * summary['step_seconds']:.0f} ms",
+            }
+        )
+    return rows
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return " ".join(f"{key}={item}" for key, item in value.items()) or "-"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return " ".join(map(str, value))
+    return str(value)
+
+
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows as a table on stdout."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    columns = list(dict.fromkeys(key for row in rows for key in row if key != "defaults"))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(_cell(row.get(column))) for column in columns))
+    Console().print(table)
+
+
+def show_info(found: Row) -> None:
+    """Print what `info` found on stdout."""
+    for title in ("versions", "machine", "engines"):
+        print(title)
+        for key, value in found[title].items():
+            print(f"  {key:<14}{_cell(value)}")
+    print("backends")
+    for backend in found["backends"]:
+        state = "available" if backend["available"] else "missing"
+        print(f"  {backend['name']:<14}{state}: {backend['detail']}")

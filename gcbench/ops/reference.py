@@ -1,0 +1,337 @@
+"""The reference backend: every operation in plain torch, on any device. It is the definition.
+
+Packing layout. A tile is 1024 consecutive codes; code i of a tile belongs to lane i % 32, row
+i // 32. A lane packs its 32 rows into `bits` 32-bit words, row j at bit j * bits, and word k of
+lane l is word k * 32 + l of the tile. A last, shorter tile of r codes has ceil(r / 32) lanes
+instead of 32 and its unused codes are zero, so n codes take bits * (32 * (n // 1024) +
+ceil((n % 1024) / 32)) words. Both a warp and a vector unit read and write such a tile in order.
+
+Drawing layout. Element e of a bucket draws from lane l = e % 32, row j = (e % 1024) // 32 of tile
+e // 1024. Each Philox block of 16 bytes serves 16 rows: row j takes the 24 bits that start at byte
+j % 16 (cyclic) of block j // 16 of its lane. Every draw is exactly uniform on 24 bits; rows of one
+lane that are neighbours share two bytes, which leaves a correlation of at most 0.004 between them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gcbench.compressor import TILE, Key, Segments
+from gcbench.errors import PayloadError
+
+LANES = 32
+MAX_BITS = 16
+TINY = 2.0**-100
+"""A scale below this counts as zero: its segment is sent as zeros. Far below any gradient, and it
+keeps every product of the codecs out of the denormal range."""
+
+_WORD = 0xFFFFFFFF
+# Philox4x32: multipliers and Weyl increments (Salmon et al. 2011, table 2 and Random123's header).
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+
+
+# ---- random numbers ------------------------------------------------------------------------------
+
+
+def philox(counter: Sequence[Tensor], key: tuple[int, int], rounds: int = 10) -> list[Tensor]:
+    """Return Philox4x32 blocks (Salmon et al., SC 2011).
+
+    `counter`: four int64 tensors of one shape holding 32-bit words; `key`: two 32-bit words.
+    Returns four int64 tensors of that shape holding 32-bit words.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(rounds):
+        # int64 products wrap modulo 2^64, so the mask recovers the unsigned high word.
+        p0, p1 = c0 * _M0, c2 * _M1
+        c0 = (p1 >> 32).bitwise_and_(_WORD).bitwise_xor_(c1).bitwise_xor_(k0)
+        c2 = (p0 >> 32).bitwise_and_(_WORD).bitwise_xor_(c3).bitwise_xor_(k1)
+        c1, c3 = p1.bitwise_and_(_WORD), p0.bitwise_and_(_WORD)
+        k0, k1 = (k0 + _W0) & _WORD, (k1 + _W1) & _WORD
+    return [c0, c1, c2, c3]
+
+
+def draws24(key: Key, n: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return integers uniform on [0, 2^24), int32, shape (n,), for elements key.offset + [0, n)."""
+    if not (0 <= key.step < 2**32 and 0 <= key.rank < 2**24 and 0 <= key.stream < 2**8):
+        raise ValueError(f"{key}: step below 2^32, rank below 2^24 and stream below 2^8 allowed")
+    if n == 0:
+        return torch.empty(0, dtype=torch.int32, device=device)
+    first, last = key.offset // TILE, (key.offset + n - 1) // TILE
+    tiles = last - first + 1
+    # Blocks in the order tile, half, lane: the layout of the elements that they serve.
+    lane = torch.arange(first * LANES, (last + 1) * LANES, device=device).view(tiles, 1, LANES)
+    half = torch.arange(2, device=device).view(1, 2, 1)
+    shape = (tiles, 2, LANES)
+    low = (lane & _WORD).expand(shape)
+    high = ((lane >> 32 << 8) | half).expand(shape)
+    step = torch.full(shape, key.step, device=device)
+    who = torch.full(shape, key.stream << 24 | key.rank, device=device)
+    seed = key.seed & 0xFFFFFFFFFFFFFFFF
+    words = philox((low, high, step, who), (seed & _WORD, seed >> 32))
+    out = torch.empty((tiles, 2, 16, LANES), dtype=torch.int32, device=device)
+    for row in range(16):
+        word, after = words[row >> 2], words[((row >> 2) + 1) & 3]
+        shift = 8 * (row & 3)
+        if shift <= 8:
+            window = (word >> (8 - shift)) & 0xFFFFFF
+        else:
+            window = ((word << (shift - 8)) & 0xFFFFFF) | (after >> (40 - shift))
+        out[:, :, row] = window
+    skip = key.offset - first * TILE
+    return out.view(-1)[skip : skip + n]
+
+
+def uniform(key: Key, n: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return draws uniform on [0, 1), multiples of 2^-24, float32, shape (n,)."""
+    return draws24(key, n, device).float().mul_(2.0**-24)
+
+
+def normal(key: Key, n: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return standard normal draws, float32, shape (n,), by Box and Muller in float64.
+
+    Draw i takes the uniforms of elements key.offset + 2i and 2i + 1.
+    """
+    pair = draws24(key, 2 * n, device).double().add_(0.5).mul_(2.0**-24).view(n, 2)
+    return ((-2 * pair[:, 0].log()).sqrt() * (2 * math.pi * pair[:, 1]).cos()).float()
+
+
+# ---- packing -------------------------------------------------------------------------------------
+
+
+def packed_words(n: int, bits: int) -> int:
+    """Return how many 32-bit words hold `n` codes of `bits` bits."""
+    tiles, rest = divmod(n, TILE)
+    return bits * (LANES * tiles + -(-rest // LANES))
+
+
+def _check_bits(bits: int) -> None:
+    if not 1 <= bits <= MAX_BITS:
+        raise ValueError(f"{bits} bits a code: 1 to {MAX_BITS} allowed")
+
+
+def split_words(words: Tensor, bits: int, bounds: Sequence[int]) -> list[Tensor]:
+    """Cut packed codes at element indices that are multiples of 1024, or the end."""
+    edges = [packed_words(bound, bits) for bound in bounds]
+    return [words[start:stop] for start, stop in zip(edges, edges[1:], strict=False)]
+
+
+def _pack_rows(rows: Tensor, bits: int) -> Tensor:
+    """Pack (tiles, 32 rows, lanes) codes into (tiles, bits, lanes) int32 words."""
+    tiles, _, lanes = rows.shape
+    words = torch.zeros((tiles, bits, lanes), dtype=torch.int32, device=rows.device)
+    for j in range(32):
+        k, shift = divmod(j * bits, 32)
+        code = rows[:, j].int()
+        words[:, k] |= code << shift
+        if shift + bits > 32:
+            words[:, k + 1] |= code >> (32 - shift)
+    return words
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack integer codes, shape (n,), each in [0, 2^bits), into int32 words, 1 to 16 bits each.
+
+    The module docstring has the layout; the result has `packed_words(n, bits)` words.
+    """
+    _check_bits(bits)
+    n = codes.numel()
+    full = n - n % TILE
+    pieces = [_pack_rows(codes[:full].view(-1, 32, LANES), bits).view(-1)]
+    if full < n:
+        lanes = -(-(n - full) // LANES)
+        tail = codes.new_zeros(32 * lanes)
+        tail[: n - full] = codes[full:]
+        pieces.append(_pack_rows(tail.view(1, 32, lanes), bits).view(-1))
+    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+
+
+def _unpack_rows(words: Tensor, bits: int) -> Tensor:
+    """Unpack (tiles, bits, lanes) int32 words into (tiles, 32 rows, lanes) int32 codes."""
+    tiles, _, lanes = words.shape
+    rows = torch.empty((tiles, 32, lanes), dtype=torch.int32, device=words.device)
+    mask = (1 << bits) - 1
+    for j in range(32):
+        k, shift = divmod(j * bits, 32)
+        # The shift of a signed word smears its sign; masks cut that off.
+        code = words[:, k] >> shift
+        if shift + bits > 32:
+            code = (code & ((1 << (32 - shift)) - 1)) | (words[:, k + 1] << (32 - shift))
+        rows[:, j] = code & mask
+    return rows
+
+
+def unpack(words: Tensor, bits: int, n: int) -> Tensor:
+    """Return the `n` codes of `bits` bits in int32 `words`, int32, shape (n,).
+
+    Raises:
+        PayloadError: `words` is not int32 or has another length than `packed_words(n, bits)`.
+    """
+    _check_bits(bits)
+    if words.dtype != torch.int32 or words.numel() != packed_words(n, bits):
+        raise PayloadError(
+            f"{words.numel()} words of {words.dtype} for {n} codes of {bits} bits: "
+            f"{packed_words(n, bits)} of torch.int32 expected"
+        )
+    split = bits * LANES * (n // TILE)
+    pieces = [_unpack_rows(words[:split].view(-1, bits, LANES), bits).view(-1)]
+    if n % TILE:
+        lanes = -(-(n % TILE) // LANES)
+        pieces.append(_unpack_rows(words[split:].view(1, bits, lanes), bits).view(-1)[: n % TILE])
+    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+
+
+# ---- statistics of segments ----------------------------------------------------------------------
+
+
+def segment_absmax(x: Tensor, segments: Segments) -> Tensor:
+    """Return max |x| of each segment, float32, shape (m,); 0 for an empty segment."""
+    out = x.new_zeros(len(segments))
+    for which, rows in segments.views(x):
+        if rows.shape[1]:
+            out[which] = rows.abs().amax(1)
+    return out
+
+
+def scale_(x: Tensor, values: Tensor, segments: Segments) -> Tensor:
+    """Multiply `x`, shape (n,), in place by one value a segment, shape (m,); return `x`."""
+    for which, rows in segments.views(x):
+        rows.mul_(values[which].unsqueeze(1))
+    return x
+
+
+def clamp_(x: Tensor, limit: Tensor, segments: Segments) -> Tensor:
+    """Clamp `x`, shape (n,), in place to +-limit, one a segment, shape (m,); return `x`."""
+    for which, rows in segments.views(x):
+        bound = limit[which].unsqueeze(1)
+        torch.clamp(rows, -bound, bound, out=rows)
+    return x
+
+
+def _ordered_sum(rows: Tensor) -> Tensor:
+    """Sum each row of a float64 matrix, shape (m, n) -> (m,), in one fixed order.
+
+    In chunks of 1024: 32 lanes add their 32 rows downwards, then the lanes are halved (0 with 16,
+    ...), and the chunks' sums are summed the same way. Zero padding changes nothing. The order
+    does not depend on device or thread count, so neither does any bit of the result.
+    """
+    while rows.shape[1] > 1:
+        short = rows.shape[1] < TILE
+        width = LANES * -(-rows.shape[1] // LANES) if short else TILE
+        padded = -(-rows.shape[1] // width) * width
+        if padded != rows.shape[1]:
+            rows = torch.nn.functional.pad(rows, (0, padded - rows.shape[1]))
+        tiles = rows.view(len(rows), -1, width // LANES, LANES)
+        lanes = tiles[:, :, 0].clone()
+        for j in range(1, tiles.shape[2]):
+            lanes += tiles[:, :, j]
+        while lanes.shape[2] > 1:
+            lanes = lanes[:, :, : lanes.shape[2] // 2] + lanes[:, :, lanes.shape[2] // 2 :]
+        rows = lanes.squeeze(2)
+    return rows.squeeze(1) if rows.shape[1] else rows.sum(1)
+
+
+def segment_moments(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    """Return the sum and the sum of squares of each segment, float64, shape (m,) each.
+
+    Squares of float32 are exact in float64; the order of the additions is fixed (`_ordered_sum`).
+    """
+    total = x.new_zeros(len(segments), dtype=torch.float64)
+    square = torch.zeros_like(total)
+    for which, rows in segments.views(x):
+        wide = rows.double()
+        total[which] = _ordered_sum(wide)
+        square[which] = _ordered_sum(wide * wide)
+    return total, square
+
+
+def segment_std(x: Tensor, segments: Segments) -> Tensor:
+    """Return the population standard deviation about the mean, float32, shape (m,); 0 if empty."""
+    total, square = segment_moments(x, segments)
+    n = torch.tensor(segments.lengths, dtype=torch.float64, device=x.device).clamp_(min=1)
+    mean = total / n
+    return (square / n - mean * mean).clamp_(min=0).sqrt().float()
+
+
+# ---- ternary codes (TernGrad) --------------------------------------------------------------------
+
+
+def ternary_bits(count: int) -> int:
+    """Return the bits of the sum of `count` ternary codes: ceil(log2(2 count + 1))."""
+    return (2 * count).bit_length()
+
+
+def ternary_encode(
+    x: Tensor, limit: Tensor | None, scale: Tensor, segments: Segments, key: Key
+) -> Tensor:
+    """Draw ternary codes and pack code + 1 in 2 bits, int32 words.
+
+    t = sign(x) * [ (u + 1/2) * scale / 2^24 <= min(|x|, limit) ], u uniform on [0, 2^24).
+
+    `x`: float32, shape (n,); `limit`, `scale`: float32, shape (m,), a clipping threshold (None:
+    no clipping) and the scale of each segment. P(t != 0) is |x| / scale to within 2^-24, and
+    exactly 1 at the scale and above. A scale below 2^-100 gives zeros.
+    """
+    magnitude = x.abs()
+    if limit is not None:
+        clamp_(magnitude, limit, segments)
+    step = torch.where(scale < TINY, torch.inf, scale * 2.0**-24)
+    draws = draws24(key, x.numel(), x.device).float().add_(0.5)
+    hit = (scale_(draws, step, segments) <= magnitude).to(torch.int32)
+    return pack(1 + hit - 2 * (hit & torch.signbit(x)), 2)
+
+
+def ternary_unpack(words: Tensor, count: int, bits: int, n: int) -> Tensor:
+    """Return the sums of `count` workers' codes, int32, shape (n,), from fields of `bits` bits.
+
+    Raises:
+        PayloadError: another number of words, or a code beyond 2 * count.
+    """
+    codes = unpack(words, bits, n)
+    if n and (top := int(codes.amax())) > 2 * count:
+        raise PayloadError(f"ternary payload of {count} worker(s): code {top} above {2 * count}")
+    return codes.sub_(count)
+
+
+def ternary_sum(words: Sequence[Tensor], counts: Sequence[int], n: int) -> Tensor:
+    """Return the sum of the workers' ternary codes, int32, shape (n,), within +-sum(counts).
+
+    `words[i]` holds sums over counts[i] workers in `ternary_bits(counts[i])` bits.
+
+    Raises:
+        PayloadError: see `ternary_unpack`.
+    """
+    total = torch.zeros(n, dtype=torch.int32, device=words[0].device)
+    for word, count in zip(words, counts, strict=True):
+        total += ternary_unpack(word, count, ternary_bits(count), n)
+    return total
+
+
+def ternary_pack(total: Tensor, count: int) -> Tensor:
+    """Pack sums of `count` workers' codes, int32, shape (n,), in `ternary_bits(count)` bits."""
+    return pack(total + count, ternary_bits(count))
+
+
+def ternary_decode(total: Tensor, count: int, scale: Tensor, segments: Segments) -> Tensor:
+    """Return total * (scale / count), float32, shape (n,)."""
+    unit = torch.where(scale < TINY, 0.0, scale / count)
+    return scale_(total.float(), unit, segments)
+
+
+def summand_bits(count: int) -> int:
+    """Return the field width in which codes of `count` workers can be added as packed words.
+
+    The next power of two: such fields never straddle a word, so no carry is lost.
+    """
+    return 1 << (ternary_bits(count) - 1).bit_length()
+
+
+def ternary_summand(words: Tensor, workers: int, n: int) -> Tensor:
+    """Widen one worker's 2-bit codes to fields whose packed words add up over `workers`."""
+    bits = summand_bits(workers)
+    return words if bits == 2 else pack(unpack(words, 2, n), bits)

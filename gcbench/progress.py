@@ -1,0 +1,105 @@
+"""What a run says while it goes on: a bar on a terminal, plain lines in a pipe, on stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+Mode = Literal["auto", "bar", "plain", "none"]
+PLAIN_SECONDS = 10.0
+"""Seconds between lines in a pipe; evaluations always get one."""
+
+
+class Observer(Protocol):
+    """Hears of every record and of every step."""
+
+    def step(self, step: int) -> None: ...  # noqa: D102
+
+    def record(self, record: Mapping[str, Any]) -> None: ...  # noqa: D102
+
+    def close(self) -> None: ...  # noqa: D102
+
+
+class Silent:
+    """Says nothing."""
+
+    def step(self, step: int) -> None:  # noqa: D102
+        pass
+
+    def record(self, record: Mapping[str, Any]) -> None:  # noqa: D102
+        pass
+
+    def close(self) -> None:  # noqa: D102
+        pass
+
+
+def _words(record: Mapping[str, Any]) -> str:
+    if record["kind"] == "train":
+        loss = record["train_loss"]
+        return "loss not finite" if loss is None else f"loss {loss:.4f}"
+    accuracy, loss = record["test_accuracy"], record["test_loss"]
+    parts = [] if accuracy is None else [f"test accuracy {100 * accuracy:.2f} %"]
+    parts.append("test loss not finite" if loss is None else f"test loss {loss:.4g}")
+    return ", ".join(parts)
+
+
+class Plain:
+    """Prints a line now and then."""
+
+    def __init__(self, name: str, steps: int) -> None:
+        self.name, self.steps = name, steps
+        self.last = 0.0
+
+    def step(self, step: int) -> None:  # noqa: D102
+        pass
+
+    def record(self, record: Mapping[str, Any]) -> None:  # noqa: D102
+        now = time.monotonic()
+        if record["kind"] == "eval" or now - self.last >= PLAIN_SECONDS:
+            self.last = now
+            line = f"{self.name}  step {record['step']}/{self.steps}  {_words(record)}"
+            print(line, file=sys.stderr, flush=True)
+
+    def close(self) -> None:  # noqa: D102
+        pass
+
+
+class Bar:
+    """Draws a bar with the remaining time and the latest numbers."""
+
+    def __init__(self, name: str, steps: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.progress import TimeRemainingColumn as Remaining
+
+        self.name, self.said = name, {"train": "", "eval": ""}
+        text = TextColumn("{task.description}")
+        said = TextColumn("{task.fields[said]}")
+        console = Console(stderr=True)
+        self.bar = Progress(
+            text, BarColumn(None), MofNCompleteColumn(), Remaining(), said, console=console
+        )
+        self.task = self.bar.add_task(name, total=steps, said="")
+        self.bar.start()
+
+    def step(self, step: int) -> None:  # noqa: D102
+        self.bar.update(self.task, completed=step)
+
+    def record(self, record: Mapping[str, Any]) -> None:  # noqa: D102
+        self.said[record["kind"]] = _words(record)
+        said = "  ".join(filter(None, self.said.values()))
+        self.bar.update(self.task, said=said)
+
+    def close(self) -> None:  # noqa: D102
+        self.bar.stop()
+
+
+def observer(mode: Mode, name: str, steps: int) -> Observer:
+    """Return the observer for `mode`; "auto" is a bar where stderr is a terminal."""
+    if mode == "auto":
+        mode = "bar" if sys.stderr.isatty() else "plain"
+    if mode == "none":
+        return Silent()
+    return Bar(name, steps) if mode == "bar" else Plain(name, steps)

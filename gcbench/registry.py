@@ -1,0 +1,160 @@
+"""Names to classes: the files of compressors/ and tasks/ first, then installed third parties.
+
+A third party registers under the entry-point groups `gcbench.compressors` and `gcbench.tasks`,
+each entry naming a class. Nothing is imported until its name is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from gcbench.errors import GcbenchError, UsageError, unknown
+
+if TYPE_CHECKING:
+    from gcbench.compressor import Compressor
+    from gcbench.task import Task
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One registered name: where it comes from, and how to load its class."""
+
+    name: str
+    source: str
+    """"built-in", or the distribution that registered it."""
+    load: Callable[[], type[Any]]
+
+
+def _builtin(package: str, base: type, name: str) -> type[Any]:
+    module = importlib.import_module(f"{package}.{name}")
+    found = [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value)
+        and issubclass(value, base)
+        and value.__module__ == module.__name__
+        and not inspect.isabstract(value)
+    ]
+    if len(found) != 1:
+        raise GcbenchError(
+            f"{package}/{name}.py defines {len(found)} {base.__name__} classes: exactly one is "
+            "allowed (files that define none start with an underscore)"
+        )
+    return found[0]
+
+
+def _third_party(point: EntryPoint, base: type) -> type[Any]:
+    source = point.dist.name if point.dist else point.value
+    try:
+        loaded = point.load()
+    except Exception as error:
+        raise GcbenchError(
+            f"{point.name!r} of the package {source} does not load ({point.value}): {error!r}"
+        ) from error
+    if not (inspect.isclass(loaded) and issubclass(loaded, base)):
+        raise GcbenchError(
+            f"{point.name!r} of the package {source}: {point.value} is no subclass of "
+            f"gcbench's {base.__name__}"
+        )
+    return loaded
+
+
+def _entries(package: str, base: type) -> dict[str, Entry]:
+    folder = importlib.import_module(package)
+    entries = {
+        name: Entry(name, "built-in", partial(_builtin, package, base, name))
+        for _, name, _ in pkgutil.iter_modules(folder.__path__)
+        if not name.startswith("_")
+    }
+    for point in entry_points(group=package):
+        source = point.dist.name if point.dist else point.value
+        if point.name in entries:
+            warnings.warn(
+                f"{point.name!r} of the package {source} is ignored: the name is taken by "
+                f"{entries[point.name].source}",
+                stacklevel=2,
+            )
+            continue
+        entries[point.name] = Entry(point.name, source, partial(_third_party, point, base))
+    return dict(sorted(entries.items()))
+
+
+@cache
+def compressors() -> dict[str, Entry]:
+    """Return all registered compressors by name."""
+    from gcbench.compressor import Compressor
+
+    return _entries("gcbench.compressors", Compressor)
+
+
+@cache
+def tasks() -> dict[str, Entry]:
+    """Return all registered tasks by name."""
+    from gcbench.task import Task
+
+    return _entries("gcbench.tasks", Task)
+
+
+def _class(kind: str, entries: dict[str, Entry], name: str) -> type[Any]:
+    if name not in entries:
+        raise unknown(kind, name, entries)
+    cls = entries[name].load()
+    if not cls.name:
+        cls.name = name
+    return cls
+
+
+def compressor_class(name: str) -> type[Compressor]:
+    """Return the class registered as `name`; UsageError for an unknown name."""
+    return _class("compressor", compressors(), name)
+
+
+def task_class(name: str) -> type[Task]:
+    """Return the class registered as `name`; UsageError for an unknown name."""
+    return _class("task", tasks(), name)
+
+
+def fields(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
+    """Return the fields that a user may set, by name; empty for a class without a dataclass."""
+    if not dataclasses.is_dataclass(cls):
+        return {}
+    return {field.name: field for field in dataclasses.fields(cls) if field.init}
+
+
+def _make(what: str, cls: type[T], options: dict[str, Any]) -> T:
+    known = fields(cls)
+    for option in options:
+        if option not in known:
+            if not known:
+                raise UsageError(f"{what} has no fields to set; {option!r} came")
+            raise unknown(f"field of {what}:", option, known)
+    try:
+        return cls(**options)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{what}: {error}") from error
+
+
+def compressor(name: str, **options: Any) -> Compressor:
+    """Return a compressor with its fields set; UsageError for an unknown name, field or value."""
+    return _make(f"compressor {name!r}", compressor_class(name), options)
+
+
+def task(name: str, **options: Any) -> Task:
+    """Return a task with its fields set; UsageError for an unknown name, field or value."""
+    return _make(f"task {name!r}", task_class(name), options)
+
+
+def field_owners(names: Iterable[str], field: str) -> list[str]:
+    """Return which of the compressors `names` have a field called `field`."""
+    return [name for name in names if field in fields(compressor_class(name))]

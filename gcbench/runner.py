@@ -1,0 +1,139 @@
+"""Carries out the runs of a grid: skips finished ones, resumes interrupted ones."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gcbench import engines, experiment, listing
+from gcbench.errors import GcbenchError
+from gcbench.experiment import Config
+from gcbench.progress import Mode
+from gcbench.store import SCHEMA, Run
+from gcbench.train import Interrupted, Options
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class Runner:
+    """Runs configs one after the other, each in its folder below `results`."""
+
+    def __init__(
+        self,
+        results: Path,
+        data_dir: Path | None,
+        checkpoint_seconds: float,
+        progress: Mode,
+        *,
+        force: bool,
+    ) -> None:
+        self.results, self.data_dir, self.force = results, data_dir, force
+        self.checkpoint_seconds, self.progress = checkpoint_seconds, progress
+
+    def all(self, configs: Sequence[Config], *, json: bool) -> None:
+        """Do all runs, then print their summaries.
+
+        A run that fails does not keep the others from running; the first failure is raised at the
+        end, after what was done has been printed.
+
+        Raises:
+            Interrupted: the user asked to stop.
+            GcbenchError: a run failed.
+        """
+        configs = [self._in_environment(config) for config in configs]
+        for config in configs:
+            experiment.require_device(config.device)
+        leads = int(os.environ.get("RANK", "0")) == 0
+        done: list[dict[str, Any]] = []
+        failures: list[GcbenchError] = []
+        for number, config in enumerate(configs, 1):
+            try:
+                done.append(self.one(config, f"[{number}/{len(configs)}]", leads=leads))
+            except Interrupted as stopped:
+                self._explain_interruption(stopped, config, len(configs) - len(done))
+                raise
+            except GcbenchError as error:
+                if len(configs) > 1:
+                    _say(f"gcbench: {config.run_name} failed: {error}")
+                failures.append(error)
+        if leads:
+            self._print(done, single=len(configs) == 1, json=json)
+        if failures:
+            raise failures[0]
+
+    def _in_environment(self, config: Config) -> Config:
+        """Under torchrun, become one worker of its job."""
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            if config.engine == "torchrun":
+                raise experiment.UsageError(
+                    "engine torchrun is found from the environment: start the command with "
+                    "`torchrun --nproc-per-node N -m gcbench run ...`, or use --engine spawn"
+                )
+            return config
+        given = {**config.model_dump(), "engine": "torchrun"}
+        return Config.make(given)
+
+    def one(self, config: Config, place: str, *, leads: bool) -> dict[str, Any]:
+        """Do one run, or find it done; return its summary.
+
+        Raises:
+            GcbenchError: it failed; its records and checkpoint stay.
+        """
+        run = Run(self.results / config.run_name)
+        finished = None if self.force else run.summary
+        if finished is not None and finished.get("schema") == SCHEMA:
+            if leads:
+                _say(f"{place} {config.run_name}: finished before, skipped (--force runs it again)")
+            return finished
+        if not leads:
+            self._engine(config, run)
+            return {}
+        run.create()
+        with run.locked():
+            resumed = not self.force and self._can_resume(config, run)
+            if resumed:
+                _say(f"{place} {config.run_name}: goes on from its checkpoint")
+            else:
+                run.start(config.model_dump(mode="json"), experiment.provenance(config))
+                budget = config.make_task().paper_steps
+                told = f" (the paper: {budget})" if budget else ""
+                _say(
+                    f"{place} {config.run_name}: {config.make_compressor()!r}, "
+                    f"{config.workers} workers, {config.engine}, {config.collective}, "
+                    f"{config.steps} steps of batch {config.batch}{told}; backend reference"
+                )
+            self._engine(config, run)
+        summary = run.summary
+        if summary is None:
+            raise GcbenchError(f"{run.folder} has no summary after its run")
+        return summary
+
+    def _can_resume(self, config: Config, run: Run) -> bool:
+        """Return whether an earlier attempt at this very config left a checkpoint."""
+        path = run.folder / "config.json"
+        if not (run.folder / "checkpoint.pt").exists() or not path.exists():
+            return False
+        stored = jsonlib.loads(path.read_text())
+        return bool(stored == config.model_dump(mode="json"))
+
+    def _engine(self, config: Config, run: Run) -> None:
+        options = Options(self.data_dir, self.checkpoint_seconds, self.progress)
+        engines.ENGINES[config.engine](config, run, options)
+
+    def _explain_interruption(self, stopped: Interrupted, config: Config, left: int) -> None:
+        _say(f"\n{config.run_name}: {stopped}; what is done is kept in {self.results}")
+        words = " ".join(sys.argv[1:])
+        _say(f"{left} run(s) left. Go on with: gcbench {words}")
+
+    def _print(self, done: Sequence[dict[str, Any]], *, single: bool, json: bool) -> None:
+        if json:
+            print(jsonlib.dumps(done[0] if single and done else list(done), indent=2))
+        elif done:
+            listing.show(listing.summaries(done))
+            _say(f"runs in {self.results}; compare them: gcbench compare {self.results}")

@@ -1,0 +1,191 @@
+"""Runs on disk: records as they come, a checkpoint, a summary; nothing computed is lost.
+
+`metrics.jsonl` grows line by line; `checkpoint.pt` is replaced atomically; `summary.json` is
+written last and marks a finished run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gcbench.errors import GcbenchError
+
+SCHEMA = 1
+METRIC_COLUMNS = (
+    "kind",
+    "step",
+    "train_loss",
+    "lr",
+    "test_accuracy",
+    "test_loss",
+    "payload_bytes_up",
+    "payload_bytes_down",
+    "wire_bytes",
+    "seconds",
+)
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn an operating system's refusal into a line for the user."""
+    try:
+        yield
+    except OSError as error:
+        raise GcbenchError(
+            f"cannot write {path}: {error.strerror or error}. Free space or choose another folder "
+            "with --results; runs that are there stay as they are"
+        ) from error
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace `path` with `data`: after a crash it holds the old bytes or the new, never a mix."""
+    part = path.with_name(path.name + ".part")
+    with _explained(path):
+        try:
+            with part.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode()
+
+
+class Run:
+    """The folder of one run. Only one process writes to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """The summary of a finished run, else None.
+
+        Raises:
+            GcbenchError: the file is there but holds no JSON object.
+        """
+        path = self.folder / "summary.json"
+        if not path.exists():
+            return None
+        try:
+            value = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise GcbenchError(f"{path} cannot be read ({error}); run again with --force") from None
+        if not isinstance(value, dict):
+            raise GcbenchError(f"{path} holds no JSON object; run again with --force")
+        return value
+
+    def create(self) -> None:
+        """Make the folder, if it is not there.
+
+        Raises:
+            GcbenchError: it cannot be made.
+        """
+        with _explained(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the run for this process; GcbenchError if another one has it."""
+        path = self.folder / "lock"
+        with _explained(path):
+            file = path.open("w")
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise GcbenchError(
+                    f"{self.folder} is being written by another gcbench process; wait for it"
+                ) from None
+            yield
+            path.unlink(missing_ok=True)
+
+    def start(self, config: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
+        """Write the config and the provenance, and forget records of an earlier attempt."""
+        write_atomically(self.folder / "config.json", _json(config))
+        write_atomically(self.folder / "provenance.json", _json(provenance))
+        for name in ("summary.json", "checkpoint.pt", "metrics.jsonl", "metrics.parquet"):
+            with _explained(self.folder / name):
+                (self.folder / name).unlink(missing_ok=True)
+
+    def read_provenance(self) -> dict[str, Any]:
+        """Return the provenance of the attempt that is being resumed."""
+        value: dict[str, Any] = json.loads((self.folder / "provenance.json").read_text())
+        return value
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add one line to the metrics; it is in the file when this returns."""
+        path = self.folder / "metrics.jsonl"
+        with _explained(path), path.open("a") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the metrics; a last line that a crash cut short is left out."""
+        path = self.folder / "metrics.jsonl"
+        if not path.exists():
+            return []
+        found = []
+        for line in path.read_text().splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                break
+        return found
+
+    def rewind(self, step: int) -> None:
+        """Drop the records after `step`: they will be made again."""
+        kept = [record for record in self.records() if record["step"] <= step]
+        text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept)
+        write_atomically(self.folder / "metrics.jsonl", text.encode())
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Replace the checkpoint: a dict of tensors, numbers and strings."""
+        buffer = io.BytesIO()
+        torch.save(dict(state), buffer)
+        write_atomically(self.folder / "checkpoint.pt", buffer.getvalue())
+
+    def checkpoint(self) -> dict[str, Any] | None:
+        """Return the last checkpoint, on the CPU; None if there is none.
+
+        Raises:
+            GcbenchError: it cannot be read.
+        """
+        path = self.folder / "checkpoint.pt"
+        if not path.exists():
+            return None
+        try:
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise GcbenchError(
+                f"{path} cannot be read ({error}); start over with --force"
+            ) from error
+        return state
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write metrics.parquet and, last, summary.json; the checkpoint has served."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        records = self.records()
+        types = {"kind": pa.string(), "step": pa.int64()}
+        schema = pa.schema([(name, types.get(name, pa.float64())) for name in METRIC_COLUMNS])
+        columns = {name: [record.get(name) for record in records] for name in METRIC_COLUMNS}
+        buffer = io.BytesIO()
+        pq.write_table(pa.table(columns, schema=schema), buffer)
+        write_atomically(self.folder / "metrics.parquet", buffer.getvalue())
+        write_atomically(self.folder / "summary.json", _json(summary))
+        (self.folder / "checkpoint.pt").unlink(missing_ok=True)

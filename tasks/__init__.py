@@ -1,0 +1,1 @@
+"""The built-in tasks: one a file, the file's name is the task's name."""
