@@ -28,6 +28,9 @@ from torch import Tensor
 
 from gcbench import ops
 from gcbench.compressor import Compressor, Key, Layout, Payload, Segments
+from gcbench.errors import PayloadError
+
+FLOAT_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,9 @@ class TernGrad(Compressor):
 
     def _limit(self, x: Tensor, segments: Segments) -> Tensor | None:
         """Return the clipping threshold c sigma of each segment, shape (m,), or None."""
-        return ops.segment_std(x, segments).mul_(self.clip) if self.clip else None
+        if not self.clip:
+            return None
+        return ops.segment_std(x, segments).mul_(self.clip).clamp_(max=FLOAT_MAX)
 
     def _scale(self, x: Tensor, segments: Segments, limit: Tensor | None) -> Tensor:
         """Return this worker's own scale of each segment, shape (m,)."""
@@ -105,14 +110,18 @@ class TernGrad(Compressor):
 
     def _sum(self, payloads: Sequence[Payload], segments: Segments) -> tuple[Tensor, int]:
         """Return the sum of the workers' codes, int32, shape (n,), and the number of workers."""
+        for payload in payloads:
+            self.check(payload, segments)
         counts = [payload.count for payload in payloads]
         words = [payload.parts[0] for payload in payloads]
         return ops.ternary_sum(words, counts, segments.numel), sum(counts)
 
     def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:  # noqa: D102
-        self.check(payload, segments)
+        total, count = self._sum([payload], segments)
         scale = shared if self.share else payload.parts[1]
-        return ops.ternary_decode(*self._sum([payload], segments), scale, segments)
+        if not self.share and not (scale.isfinite() & (scale >= 0)).all():
+            raise PayloadError("terngrad: a payload's scales must be finite and not negative")
+        return ops.ternary_decode(total, count, scale, segments)
 
     def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
         """Return the mean; with a shared scale the codes are added as integers, exactly."""

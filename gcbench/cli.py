@@ -6,14 +6,11 @@ import os
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from gcbench.errors import GcbenchError, UsageError
-
-if TYPE_CHECKING:
-    from gcbench.progress import Mode
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -81,11 +78,6 @@ def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
-def _grid_option(text: str, flag: str | None = None) -> Any:
-    """Return an option for a setting: a value, or several with commas for a grid."""
-    return typer.Option(flag, help=text) if flag else typer.Option(help=text)
-
-
 S = str | None
 RUN = "What is compared"
 TRAIN = "Training (the task's defaults unless given)"
@@ -140,7 +132,9 @@ def run(
     ] = None,
     device: Annotated[S, _opt("cpu or cuda [cpu].", WHERE)] = None,
     backend: Annotated[S, _opt("auto or reference [auto].", WHERE)] = None,
-    threads: Annotated[S, _opt("Threads in an operation of a worker [cores/workers].", WHERE)] = None,
+    threads: Annotated[
+        S, _opt("Threads in an operation of a worker [cores/workers].", WHERE)
+    ] = None,
     link_gbit: Annotated[S, _opt("Link of the modelled communication time [10].", WHERE)] = None,
     link_latency_us: Annotated[S, _opt("Its latency in microseconds [50].", WHERE)] = None,
     config: Annotated[
@@ -167,7 +161,10 @@ def run(
     }
     from gcbench import grid, runner
 
-    given = {"options": grid.pairs("--set", set_), "task_options": grid.pairs("--task-set", task_set)}
+    given = {
+        "options": grid.pairs("--set", set_),
+        "task_options": grid.pairs("--task-set", task_set),
+    }
     if network is not None:
         given["task_options"]["network"] = grid.value(network)
     for key, text in settings.items():
@@ -208,7 +205,7 @@ def compare(
 
     runs = comparing.load(folders or [RESULTS])
     chosen = "json" if json else format_.value
-    comparing.show(comparing.rows(runs), chosen)
+    print(comparing.render(comparing.rows(runs), chosen))
     if plot is not None:
         from gcbench import plots
 
@@ -289,7 +286,7 @@ def main() -> None:
         _say(f"gcbench: {prefix}{error}")
         sys.exit(error.exit_code)
     except BrokenPipeError:
-        sys.stdout = None  # type: ignore[assignment]  # the reader has gone; nothing to flush to
+        sys.stdout = None  # the reader has gone; nothing to flush to
         sys.exit(1)
     except KeyboardInterrupt:
         _say("gcbench: interrupted")

@@ -7,6 +7,7 @@ belong to the engine. Its hyper-parameters are the fields of a frozen dataclass.
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -47,7 +48,7 @@ class Payload(NamedTuple):
     """What one worker hands to a collective: packed, contiguous tensors."""
 
     parts: tuple[Tensor, ...]
-    count: int = 1
+    count: int = 1  # type: ignore[assignment]  # the field hides tuple.count, which nobody needs
     """How many workers' gradients are merged into it."""
 
     @property
@@ -80,7 +81,7 @@ class Payload(NamedTuple):
         # Parts may lie at any byte; a copy aligns the ones that a dtype view would refuse.
         parts = tuple(
             piece.clone().view(dtype) if dtype.itemsize > 1 else piece
-            for piece, (dtype, _) in zip(data.split(sizes), layout, strict=True)
+            for piece, (dtype, _) in zip(torch.split(data, sizes), layout, strict=True)
         )
         return cls(parts, count)
 
@@ -242,7 +243,7 @@ class Compressor(ABC):
         packed words can be cut there encodes once instead.
         """
         payloads = []
-        for start, stop in zip(bounds, bounds[1:], strict=False):
+        for start, stop in itertools.pairwise(bounds):
             shard, which = segments.shard(start, stop)
             scales = shared[which.start : which.stop] if shared.numel() else shared
             place = key._replace(offset=key.offset + start)
@@ -297,7 +298,7 @@ class Compressor(ABC):
         return None
 
     def bits(self, segments: Segments, count: int = 1) -> int | None:
-        """Return the declared size of a payload in bits; the contract tests compare the real one."""
+        """Return the declared size of a payload in bits; tests compare the real one."""
         layout = self.layout(segments, count)
         if layout is None:
             return None

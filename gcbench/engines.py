@@ -152,9 +152,7 @@ def spawn(config: Config, run: Run, options: Options) -> None:
     )
     try:
         with _environment(OMP_NUM_THREADS=str(experiment.threads_per_worker(config))):
-            elastic_launch(launch, _spawned)(
-                config.model_dump_json(), str(run.folder), options
-            )
+            elastic_launch(launch, _spawned)(config.model_dump_json(), str(run.folder), options)
     except (ChildFailedError, SignalException, KeyboardInterrupt) as failure:
         raise _first_error(config, run, failure) from failure
 

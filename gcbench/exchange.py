@@ -11,6 +11,7 @@ twoshot: shards go to their owners (all-to-all), the owner merges its shard and 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -132,9 +133,7 @@ class Exchange:
         ranks = self.world.ranks
 
         def encode(i: int) -> Payload:
-            return lane.compressor.encode(
-                xs[i], lane.segments, shared, key._replace(rank=ranks[i])
-            )
+            return lane.compressor.encode(xs[i], lane.segments, shared, key._replace(rank=ranks[i]))
 
         return self._workers("encode", encode)
 
@@ -161,7 +160,7 @@ class Exchange:
     def _twoshot(self, lane: Lane, xs: Sequence[Tensor], shared: Tensor, key: Key) -> Tensor:
         world, method, ranks = self.world, lane.compressor, self.world.ranks
         bounds = shard_bounds(lane.segments.numel, world.size)
-        cuts = [lane.segments.shard(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+        cuts = [lane.segments.shard(a, b) for a, b in itertools.pairwise(bounds)]
         shards = [segments for segments, _ in cuts]
         scales = [shared[w.start : w.stop] if shared.numel() else shared for _, w in cuts]
 

@@ -169,8 +169,12 @@ def _commit() -> str | None:
         return None
     try:
         git = ["git", "-C", str(here)]
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        dirty = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True)
+        head = subprocess.run(
+            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        )
+        dirty = subprocess.run(
+            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
@@ -237,7 +241,7 @@ def provenance(config: Config) -> dict[str, Any]:
 
 
 def command(config: Config) -> str:
-    """Return the `gcbench run` command that makes this run again, with what differs from defaults."""
+    """Return the `gcbench run` command that makes this run again: what differs from defaults."""
     task = config.make_task()
     usual = {**task.defaults(), "collective": config.make_compressor().legal_collectives()[0]}
     words = ["gcbench run", f"--task {config.task}", f"--compressor {config.compressor}"]

@@ -75,9 +75,7 @@ def tasks() -> list[Row]:
 
 def backends() -> list[Row]:
     """Return one row a backend."""
-    return [
-        {"name": b.name, "available": b.available, "detail": b.detail} for b in ops.backends()
-    ]
+    return [{"name": b.name, "available": b.available, "detail": b.detail} for b in ops.backends()]
 
 
 ROWS: Mapping[str, Callable[[], list[Row]]] = {

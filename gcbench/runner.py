@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gcbench import engines, experiment, listing
-from gcbench.errors import GcbenchError
+from gcbench.errors import GcbenchError, UsageError
 from gcbench.experiment import Config
 from gcbench.progress import Mode
 from gcbench.store import SCHEMA, Run
@@ -71,7 +71,7 @@ class Runner:
         """Under torchrun, become one worker of its job."""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             if config.engine == "torchrun":
-                raise experiment.UsageError(
+                raise UsageError(
                     "engine torchrun is found from the environment: start the command with "
                     "`torchrun --nproc-per-node N -m gcbench run ...`, or use --engine spawn"
                 )

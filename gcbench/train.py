@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gcbench import experiment, ops, progress, streams
+from gcbench import experiment, ops, progress, registry, streams
 from gcbench.clock import PHASES, Clock
 from gcbench.compressor import Key, Segments
 from gcbench.errors import GcbenchError, UsageError
@@ -137,7 +137,7 @@ class Trainer:
         if split:
             self.lanes.append(Lane(self.compressor, config.collective, 0, kept))
         if split < len(dense):
-            plain = experiment.registry.compressor("none")
+            plain = registry.compressor("none")
             rest = Segments.of(ordered[split:])
             self.lanes.append(Lane(plain, "allreduce", kept.numel if split else 0, rest))
         self.decayed = [self.task.decayed(name) for name in self.names]
@@ -151,7 +151,9 @@ class Trainer:
                 "weight_decay": config.weight_decay if update else 0.0,
             },
             {
-                "params": [p for p, on in zip(self.parameters, self.decayed, strict=True) if not on],
+                "params": [
+                    p for p, on in zip(self.parameters, self.decayed, strict=True) if not on
+                ],
                 "weight_decay": 0.0,
             },
         ]
@@ -187,7 +189,7 @@ class Trainer:
         bucket = torch.cat([gradient.reshape(-1) for gradient in gradients])
         if self.config.decay == "loss" and self.config.weight_decay:
             for piece, parameter, on in zip(
-                bucket.split(self.sizes), self.parameters, self.decayed, strict=True
+                torch.split(bucket, self.sizes), self.parameters, self.decayed, strict=True
             ):
                 if on:
                     piece.add_(parameter.detach().view(-1), alpha=self.config.weight_decay)
@@ -232,9 +234,7 @@ class Trainer:
             )
 
         one = torch.func.grad_and_value(loss)
-        parameters = {
-            name: p.detach() for name, p in zip(self.names, self.parameters, strict=True)
-        }
+        parameters = {name: p.detach() for name, p in zip(self.names, self.parameters, strict=True)}
         gradients, losses = torch.func.vmap(one, in_dims=(None, 0, 0))(parameters, inputs, targets)
         buckets = [
             self._finish_bucket([gradients[name][i] for name in self.names])
@@ -256,7 +256,7 @@ class Trainer:
             return not bool(self.world.all_reduce(flags, "max").item())
         for rank, bucket, is_bad in zip(self.world.ranks, buckets, bad, strict=True):
             if is_bad:
-                pieces = zip(self.names, bucket.split(self.sizes), strict=True)
+                pieces = zip(self.names, torch.split(bucket, self.sizes), strict=True)
                 layer = next(name for name, piece in pieces if not piece.isfinite().all())
                 raise GcbenchError(
                     f"non-finite gradient in layer {layer} of worker {rank} at step {self.step}. "
@@ -304,7 +304,7 @@ class Trainer:
         return sum(losses) / len(losses)
 
     def _update(self, mean: Tensor, lr: float) -> None:
-        pieces = mean.split(self.sizes)
+        pieces = torch.split(mean, self.sizes)
         for parameter, piece in zip(self.parameters, pieces, strict=True):
             parameter.grad = piece.view_as(parameter)
         for group in self.optimizer.param_groups:
@@ -526,5 +526,3 @@ class Trainer:
             "config_hash": config.hash,
             "config": config.model_dump(mode="json"),
         }
-
-

@@ -134,6 +134,7 @@ class World(ABC):
     def collect(self, values: Sequence[T]) -> list[T]:
         """Return every worker's value, by rank: for records and checks, not counted as traffic."""
 
+    @abstractmethod
     def close(self) -> None:
         """Release threads or process groups."""
 
@@ -232,8 +233,8 @@ class DistributedWorld(World):
         if len(set(sizes)) > 1:  # shorter tensors are not padded: every byte sent is a real one
             return self._all_to_all([[tensor] * self.size], [sizes])[0]
         out = tensor.new_empty(sum(sizes))
-        dist.all_gather(list(out.split(list(sizes))), tensor)
-        return list(out.split(list(sizes)))
+        dist.all_gather(list(torch.split(out, list(sizes))), tensor)
+        return list(torch.split(out, list(sizes)))
 
     def _all_to_all(
         self, chunks: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]]
@@ -241,4 +242,4 @@ class DistributedWorld(World):
         sent, counts = chunks[0], list(sizes[0])
         out = sent[0].new_empty(sum(counts))
         dist.all_to_all_single(out, torch.cat(list(sent)), counts, [c.numel() for c in sent])
-        return [list(out.split(counts))]
+        return [list(torch.split(out, counts))]

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from gcbench.ops.reference import (
     TINY,
-    draws24,
     clamp_,
+    draws24,
     normal,
     pack,
     packed_words,

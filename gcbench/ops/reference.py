@@ -14,6 +14,7 @@ lane that are neighbours share two bytes, which leaves a correlation of at most 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -28,6 +29,9 @@ MAX_BITS = 16
 TINY = 2.0**-100
 """A scale below this counts as zero: its segment is sent as zeros. Far below any gradient, and it
 keeps every product of the codecs out of the denormal range."""
+
+CACHED_TILES = 64
+"""Tiles that are worked on at once, so that intermediate results stay in a core's cache."""
 
 _WORD = 0xFFFFFFFF
 # Philox4x32: multipliers and Weyl increments (Salmon et al. 2011, table 2 and Random123's header).
@@ -118,7 +122,7 @@ def _check_bits(bits: int) -> None:
 def split_words(words: Tensor, bits: int, bounds: Sequence[int]) -> list[Tensor]:
     """Cut packed codes at element indices that are multiples of 1024, or the end."""
     edges = [packed_words(bound, bits) for bound in bounds]
-    return [words[start:stop] for start, stop in zip(edges, edges[1:], strict=False)]
+    return [words[start:stop] for start, stop in itertools.pairwise(edges)]
 
 
 def _pack_rows(rows: Tensor, bits: int) -> Tensor:
@@ -213,40 +217,59 @@ def clamp_(x: Tensor, limit: Tensor, segments: Segments) -> Tensor:
     return x
 
 
-def _ordered_sum(rows: Tensor) -> Tensor:
-    """Sum each row of a float64 matrix, shape (m, n) -> (m,), in one fixed order.
+def _halve(tiles: Tensor) -> Tensor:
+    """Sum the last axis, 1024 (or a power of two), by adding its second half to its first."""
+    while tiles.shape[-1] > 1:
+        half = tiles.shape[-1] // 2
+        tiles = tiles[..., :half] + tiles[..., half:]
+    return tiles.squeeze(-1)
 
-    In chunks of 1024: 32 lanes add their 32 rows downwards, then the lanes are halved (0 with 16,
-    ...), and the chunks' sums are summed the same way. Zero padding changes nothing. The order
-    does not depend on device or thread count, so neither does any bit of the result.
+
+def _padded(rows: Tensor) -> Tensor:
+    """Cut rows, shape (m, n), into tiles of 1024, shape (m, ceil(n / 1024), 1024), with zeros.
+
+    Short rows become one tile of the next power of two: the zeros of a wider one add nothing.
     """
-    while rows.shape[1] > 1:
-        short = rows.shape[1] < TILE
-        width = LANES * -(-rows.shape[1] // LANES) if short else TILE
-        padded = -(-rows.shape[1] // width) * width
-        if padded != rows.shape[1]:
-            rows = torch.nn.functional.pad(rows, (0, padded - rows.shape[1]))
-        tiles = rows.view(len(rows), -1, width // LANES, LANES)
-        lanes = tiles[:, :, 0].clone()
-        for j in range(1, tiles.shape[2]):
-            lanes += tiles[:, :, j]
-        while lanes.shape[2] > 1:
-            lanes = lanes[:, :, : lanes.shape[2] // 2] + lanes[:, :, lanes.shape[2] // 2 :]
-        rows = lanes.squeeze(2)
-    return rows.squeeze(1) if rows.shape[1] else rows.sum(1)
+    n = rows.shape[1]
+    width = TILE if n > TILE // 2 else 1 << max(0, n - 1).bit_length()
+    short = -n % width
+    if short:
+        rows = torch.nn.functional.pad(rows, (0, short))
+    return rows.view(len(rows), -1, width)
+
+
+def _row_moments(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum and the sum of squares of each row, (m, n) -> float64 (m,) each.
+
+    Tiles of 1024 are summed by halving (element i with i + 512, then i + 256, ...), and the tiles'
+    sums the same way until one is left. Zero padding changes nothing, and the order depends on
+    neither device nor thread count, so no bit of the result does.
+    """
+    tiles = _padded(rows)
+    shape = tiles.shape[:2]
+    flat = tiles.view(-1, tiles.shape[2])
+    sums = [flat.new_zeros(0, dtype=torch.float64)] * 2
+    parts: list[tuple[Tensor, Tensor]] = []
+    for block in torch.split(flat, max(1, CACHED_TILES * TILE // tiles.shape[2])):
+        wide = block.double()
+        parts.append((_halve(wide), _halve(wide * wide)))
+    if parts:
+        sums = [torch.cat(column) for column in zip(*parts, strict=True)]
+    total, square = (column.view(shape) for column in sums)
+    while total.shape[1] > 1:
+        total, square = _halve(_padded(total)), _halve(_padded(square))
+    return (total.squeeze(1), square.squeeze(1)) if shape[1] else (total.sum(1), square.sum(1))
 
 
 def segment_moments(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
     """Return the sum and the sum of squares of each segment, float64, shape (m,) each.
 
-    Squares of float32 are exact in float64; the order of the additions is fixed (`_ordered_sum`).
+    Squares of float32 are exact in float64; the order of the additions is fixed: `_row_moments`.
     """
     total = x.new_zeros(len(segments), dtype=torch.float64)
     square = torch.zeros_like(total)
     for which, rows in segments.views(x):
-        wide = rows.double()
-        total[which] = _ordered_sum(wide)
-        square[which] = _ordered_sum(wide * wide)
+        total[which], square[which] = _row_moments(rows)
     return total, square
 
 
@@ -282,8 +305,10 @@ def ternary_encode(
         clamp_(magnitude, limit, segments)
     step = torch.where(scale < TINY, torch.inf, scale * 2.0**-24)
     draws = draws24(key, x.numel(), x.device).float().add_(0.5)
-    hit = (scale_(draws, step, segments) <= magnitude).to(torch.int32)
-    return pack(1 + hit - 2 * (hit & torch.signbit(x)), 2)
+    hit = scale_(draws, step, segments) <= magnitude
+    # 1 + t: 2 for +s, 0 for -s, 1 for 0
+    codes = hit.to(torch.int8).mul_(torch.signbit(x).to(torch.int8).mul_(-2).add_(1)).add_(1)
+    return pack(codes, 2)
 
 
 def ternary_unpack(words: Tensor, count: int, bits: int, n: int) -> Tensor:

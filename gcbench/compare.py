@@ -1,0 +1,851 @@
+"""Finished runs to tables: mean and spread over seeds, distance to `none`, bytes and times.
+
+`load` reads runs, `rows` makes one row of each configuration (its seeds together), `render` prints
+rows as a terminal table, Markdown, CSV, JSON or LaTeX. results/README.md explains every column.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import io
+import json
+import math
+import os
+import shutil
+import statistics
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gcbench.errors import GcbenchError, UsageError, unknown
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SCHEMA = 1
+BASELINE = "none"
+FORMATS = ("table", "markdown", "csv", "json", "latex")
+PHASES = ("forward_backward", "statistic", "encode", "communicate", "decode", "update")
+
+METHOD_KEYS = frozenset(
+    {
+        *("seed", "compressor", "options", "collective", "dense_last", "dense_below", "engine"),
+        *("gradients", "threads", "device", "backend", "eval_every", "log_every"),
+        *("on_nonfinite", "link_gbit", "link_latency_us"),
+    }
+)
+"""Config keys in which a row and its baseline may differ; all the others are the budget."""
+
+_TAG_KEYS = ("engine", "gradients", "device", "backend")
+_TAG_PAIRS = ("threads", "eval_every", "log_every", "on_nonfinite", "link_gbit", "link_latency_us")
+_RUN_FILES = ("config.json", "provenance.json", "metrics.jsonl", "metrics.parquet")
+_MB = 1e6
+
+
+class Wire(BaseModel):
+    """Bytes that crossed the network over the whole run, the collective's own factor included."""
+
+    per_worker: float
+    total: float | None = None
+
+
+class Modelled(BaseModel):
+    """Communication time of a step that was computed from a link, not measured."""
+
+    seconds: float
+    link_gbit: float
+    link_latency_us: float
+
+
+class Summary(BaseModel):
+    """The fields of summary.json (schema 1) that a comparison needs; the others are kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+    task: str
+    compressor: str
+    compressor_name: str
+    workers: int = Field(ge=1)
+    collective: str
+    engine: str
+    gradients: str | None = None
+    seed: int
+    steps: int = Field(ge=1)
+    batch: int = Field(ge=1)
+    test_accuracy: float | None = None
+    test_loss: float | None = None
+    train_loss: float | None = None
+    params: int | None = None
+    payload_bytes_up: float = Field(ge=0)
+    payload_bytes_down: float = Field(ge=0)
+    wire_bytes: Wire
+    nominal_ratio: float | None = None
+    payload_ratio_up: float | None = None
+    payload_ratio_down: float | None = None
+    phase_seconds: dict[str, float | None] = {}
+    communicate_modelled: Modelled | None = None
+    step_seconds: float | None = None
+    config_hash: str | None = None
+    skipped_steps: int = 0
+    config: dict[str, Any]
+    provenance: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished run: its summary, and where it was read."""
+
+    summary: Summary
+    source: Path
+    """The run's folder, or the .json file that holds the summary."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The full config without the seed; values that the run resolved win over the asked."""
+        resolved = ("task", "workers", "collective", "engine", "gradients", "steps", "batch")
+        config = self.summary.config | {key: getattr(self.summary, key) for key in resolved}
+        return {key: value for key, value in config.items() if key != "seed"}
+
+    @property
+    def method(self) -> str:
+        """What tells this run from others except its seed, as canonical JSON."""
+        config = {key: value for key, value in self.config.items() if key != "options"}
+        return _canonical([self.summary.compressor_name, self.summary.compressor, config])
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration: all of its seeds. Bytes are per worker and step, times in seconds."""
+
+    method: str
+    """Short label: the compressor's name, and what tells it from the other rows."""
+    context: Mapping[str, Any]
+    """Keys of the budget that differ among the rows of the table (task, workers, ...)."""
+    runs: tuple[Run, ...]
+    metric: str
+    """"accuracy" (a fraction, higher is better) or "test_loss" (lower is better)."""
+    values: Mapping[int, float]
+    """The metric of each seed whose run has a finite one."""
+    failed: tuple[int, ...]
+    """Seeds whose run diverged: no finite metric, or a test loss that is not finite."""
+    baseline: Mapping[int, float]
+    """The metric of each seed of the `none` row of equal budget; empty without one."""
+    phases: Mapping[str, float | None]
+
+    @property
+    def first(self) -> Summary:
+        """The summary of the first seed, for what is equal in all of them."""
+        return self.runs[0].summary
+
+    @property
+    def mean(self) -> float | None:
+        """Mean over the seeds that did not fail; None where all did."""
+        return statistics.fmean(self.values.values()) if self.values else None
+
+    @property
+    def sd(self) -> float | None:
+        """Sample standard deviation (n - 1); None below two seeds."""
+        return statistics.stdev(self.values.values()) if len(self.values) > 1 else None
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether this is an uncompressed row."""
+        return self.first.compressor_name == BASELINE
+
+    @property
+    def pairs(self) -> int:
+        """Number of seeds that both this row and its baseline finished."""
+        return 0 if self.is_baseline else len(self.values.keys() & self.baseline.keys())
+
+    @property
+    def difference(self) -> float | None:
+        """Row minus baseline: mean over the common seeds, or of the two means without any."""
+        if self.is_baseline or not self.baseline or self.mean is None:
+            return None
+        if self.pairs:
+            return statistics.fmean(self._differences())
+        return self.mean - statistics.fmean(self.baseline.values())
+
+    @property
+    def difference_sd(self) -> float | None:
+        """Sample standard deviation of the paired differences; None below two pairs."""
+        return statistics.stdev(self._differences()) if self.pairs > 1 else None
+
+    def _differences(self) -> list[float]:
+        common = sorted(self.values.keys() & self.baseline.keys())
+        return [self.values[seed] - self.baseline[seed] for seed in common]
+
+    @property
+    def band(self) -> tuple[float, float] | None:
+        """Lowest and highest value of the baseline's seeds; None below two of them."""
+        if len(self.baseline) < 2:
+            return None
+        return min(self.baseline.values()), max(self.baseline.values())
+
+    @property
+    def in_band(self) -> str:
+        """Whether the mean lies in the band; "no" says on which side, "n/a" why not known."""
+        if self.is_baseline:
+            return "baseline"
+        if self.failed or self.mean is None:
+            return "no: failed"
+        if self.band is None:
+            return "n/a (1 seed)" if self.baseline else "no baseline"
+        low, high = self.band
+        if low <= self.mean <= high:
+            return "yes"
+        return "no: better" if (self.mean > high) == (self.metric == "accuracy") else "no: worse"
+
+    def average(self, field: str) -> float | None:
+        """Return the mean over seeds of a number in the summary; None where no seed has it."""
+        found = [getattr(run.summary, field) for run in self.runs]
+        present = [value for value in found if value is not None]
+        return statistics.fmean(present) if present else None
+
+    @property
+    def payload_bytes_step(self) -> float:
+        """Encoded bytes per worker and step, up and down together, mean over seeds."""
+        parts = (run.summary.payload_bytes_up + run.summary.payload_bytes_down for run in self.runs)
+        return statistics.fmean(parts) / self.first.steps
+
+    @property
+    def wire_bytes_step(self) -> float:
+        """Bytes that cross the network per worker and step, mean over seeds."""
+        per_worker = (run.summary.wire_bytes.per_worker for run in self.runs)
+        return statistics.fmean(per_worker) / self.first.steps
+
+    @property
+    def modelled(self) -> Modelled | None:
+        """The modelled communication (median seconds); None where it was measured or unknown."""
+        links = [run.summary.communicate_modelled for run in self.runs]
+        present = [link for link in links if link is not None]
+        if not present or self.phases.get("communicate") is not None:
+            return None
+        return present[0].model_copy(
+            update={"seconds": statistics.median(link.seconds for link in present)}
+        )
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Wall-clock seconds of a step, median over seeds."""
+        return _median(run.summary.step_seconds for run in self.runs)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were skipped for a non-finite gradient, all seeds together."""
+        return sum(run.summary.skipped_steps for run in self.runs)
+
+    def record(self) -> dict[str, Any]:
+        """Return the row as raw numbers: fractions, bytes, seconds. None where not known."""
+        first = self.first
+        named = ("task", "workers", "collective", "engine", "gradients", "steps", "batch", "params")
+        return {
+            "method": self.method,
+            "compressor": first.compressor,
+            "compressor_name": first.compressor_name,
+            **{key: getattr(first, key) for key in named},
+            **{key: value for key, value in self.context.items() if key not in named},
+            "metric": self.metric,
+            "mean": self.mean,
+            "sd": self.sd,
+            "n": len(self.values),
+            "failed": len(self.failed),
+            "seeds": sorted(self.values),
+            "values": [self.values[seed] for seed in sorted(self.values)],
+            "failed_seeds": list(self.failed),
+            "difference": self.difference,
+            "difference_sd": self.difference_sd,
+            "pairs": self.pairs,
+            "baseline_n": len(self.baseline),
+            "band_low": self.band[0] if self.band else None,
+            "band_high": self.band[1] if self.band else None,
+            "in_band": self.in_band,
+            "nominal_ratio": self.average("nominal_ratio"),
+            "payload_ratio_up": self.average("payload_ratio_up"),
+            "payload_ratio_down": self.average("payload_ratio_down"),
+            "payload_bytes_step": self.payload_bytes_step,
+            "wire_bytes_step": self.wire_bytes_step,
+            **{f"{phase}_seconds": seconds for phase, seconds in self.phases.items()},
+            "communicate_modelled_seconds": self.modelled.seconds if self.modelled else None,
+            "step_seconds": self.step_seconds,
+            "skipped_steps": self.skipped_steps,
+        }
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    present = [value for value in values if value is not None]
+    return statistics.median(present) if present else None
+
+
+def _parse(data: Any, source: Path, where: str) -> Run:
+    remedy = "repair it, or delete it and run again"
+    if not isinstance(data, dict):
+        raise GcbenchError(f"{where}: {type(data).__name__} found, a summary object expected")
+    if data.get("schema") != SCHEMA:
+        raise GcbenchError(
+            f"{where}: schema {data.get('schema')!r}, but this gcbench reads {SCHEMA}; run again "
+            "with this version, or convert the file (results/README.md has the fields)"
+        )
+    try:
+        return Run(Summary.model_validate(data), source)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise GcbenchError(
+            f"{where}: `{field}`: {first['msg']} ({len(error.errors())} in all); {remedy} "
+            "(results/README.md has the fields)"
+        ) from error
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise GcbenchError(
+            f"{path} cannot be read ({error}); delete it, or its run's folder, and run again"
+        ) from error
+
+
+def _read_list(path: Path) -> list[Run]:
+    data = _read_json(path)
+    items = data if isinstance(data, list) else [data]
+    if not items:
+        raise UsageError(f"{path} is an empty list; a summary or a list of summaries is expected")
+    return [_parse(item, path, f"{path}, row {i}") for i, item in enumerate(items, 1)]
+
+
+def _run_folders(folder: Path) -> Iterator[Path]:
+    for place, below, files in os.walk(folder):
+        below.sort()
+        if "summary.json" in files or any(name in files for name in _RUN_FILES):
+            below.clear()  # a run holds no runs
+            yield Path(place)
+
+
+def _warn(line: str) -> None:
+    print(f"gcbench: {line}", file=sys.stderr)
+
+
+def load(folders: Sequence[Path]) -> list[Run]:
+    """Return the finished runs in `folders`, each once.
+
+    Each path is a run's folder, a folder with runs at any depth, or a .json file that holds one
+    summary or a list of them. Unfinished runs, and different results for one config and seed, are
+    reported on stderr.
+
+    Raises:
+        UsageError: a path is missing, or nothing in it is a run.
+        GcbenchError: a summary cannot be read or is of another schema, or no run is finished.
+    """
+    if not folders:
+        raise UsageError("no folder was named; name runs or a results folder, e.g. results/runs")
+    found: list[Run] = []
+    unfinished: dict[Path, None] = {}
+    for folder in map(Path, folders):
+        if not folder.exists():
+            raise UsageError(f"{folder} does not exist; `gcbench run` writes to results/runs")
+        if folder.is_file():
+            if folder.suffix != ".json":
+                raise UsageError(f"{folder} is no folder and no .json file of summaries")
+            found += _read_list(folder)
+            continue
+        runs = list(_run_folders(folder))
+        if not runs:
+            raise UsageError(
+                f"no run in {folder} (a run's folder holds config.json and, once finished, "
+                "summary.json); name another folder, or make a run with `gcbench run`"
+            )
+        for run in runs:
+            path = run / "summary.json"
+            if path.exists():
+                found.append(_parse(_read_json(path), run, str(path)))
+            else:
+                unfinished[run.resolve()] = None
+    if unfinished:
+        names = ", ".join(sorted(run.name for run in unfinished))
+        count = f"{len(unfinished)} unfinished run{'s' * (len(unfinished) > 1)}"
+        if not found:
+            raise GcbenchError(
+                f"{count} and no finished one: {names}; repeat the command to resume"
+            )
+        _warn(f"{count} left out: {names}; repeat the command to resume")
+    kept: dict[tuple[str, int], Run] = {}
+    for candidate in found:
+        key = (candidate.method, candidate.summary.seed)
+        other = kept.setdefault(key, candidate)
+        if _canonical(other.summary.model_dump()) != _canonical(candidate.summary.model_dump()):
+            _warn(
+                f"same config and seed, other results: {candidate.source} left out, "
+                f"{other.source} kept"
+            )
+    return list(kept.values())
+
+
+def _metric(run: Run, metric: str) -> float | None:
+    """Return the finite metric of a run; None where the run diverged."""
+    summary = run.summary
+    value = summary.test_accuracy if metric == "accuracy" else summary.test_loss
+    if value is None or not math.isfinite(value):
+        return None
+    # Parameters of NaN still have an accuracy, by chance: their loss tells, null where it is there.
+    loss = summary.test_loss
+    diverged = "test_loss" in summary.model_fields_set if loss is None else not math.isfinite(loss)
+    return None if diverged else value
+
+
+def _fields(summary: Summary) -> dict[str, Any]:
+    """Return the compressor's fields by its stored repr; by the config where that is no call."""
+    options = dict(summary.config.get("options") or {})
+    try:
+        call = ast.parse(summary.compressor, mode="eval").body
+        if isinstance(call, ast.Call):
+            return options | {
+                word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg
+            }
+    except (SyntaxError, ValueError):
+        pass
+    return options
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return (value if isinstance(value, str) else json.dumps(value, default=str)).replace(" ", "")
+
+
+def _varying(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    keys = dict.fromkeys(key for config in configs for key in config)
+    return [key for key in keys if len({_canonical(config.get(key)) for config in configs}) > 1]
+
+
+def _labels(runs: Sequence[Run]) -> list[str]:
+    """Return a short label for each, one run a row, equal labels only for equal methods."""
+    varying = _varying([run.config for run in runs])
+    labels = []
+    for run in runs:
+        summary, config = run.summary, run.config
+        same = [
+            one.summary for one in runs if one.summary.compressor_name == summary.compressor_name
+        ]
+        fields = _fields(summary)
+        shown = dict.fromkeys([*(config.get("options") or {}), *_varying([*map(_fields, same)])])
+        words = [summary.compressor_name]
+        words += [f"{name}={_text(fields[name])}" for name in shown if name in fields]
+        if len({one.collective for one in same}) > 1:
+            words.append(summary.collective)
+        if config.get("dense_last"):
+            words.append("dense-last")
+        if config.get("dense_below"):
+            words.append(f"dense<{config['dense_below']}")
+        tags = [_text(config[key]) for key in _TAG_KEYS if key in varying and config.get(key)]
+        tags += [f"{key}={_text(config.get(key))}" for key in _TAG_PAIRS if key in varying]
+        labels.append(" ".join(words + [f"[{tag}]" for tag in tags]))
+    places = [_canonical([_budget(run), label]) for run, label in zip(runs, labels, strict=True)]
+    return [  # what the short label does not tell apart gets the long one
+        label if places.count(place) == 1 else run.summary.compressor
+        for run, label, place in zip(runs, labels, places, strict=True)
+    ]
+
+
+def _budget(run: Run) -> dict[str, Any]:
+    return {key: value for key, value in run.config.items() if key not in METHOD_KEYS}
+
+
+def _baseline(run: Run, seeds: set[int], rows: Sequence[Row]) -> Mapping[int, float]:
+    """Return the values of the `none` row of equal budget.
+
+    Of several (other engines, collectives, ...) the one with most common seeds, then most seeds,
+    then most equal keys.
+    """
+    budget = _canonical(_budget(run))
+
+    def closeness(row: Row) -> tuple[int, int, int]:
+        other = row.runs[0].config
+        equal = sum(other.get(key) == run.config.get(key) for key in METHOD_KEYS)
+        return len(seeds & row.values.keys()), len(row.values), equal
+
+    equals = [row for row in rows if row.is_baseline and _canonical(_budget(row.runs[0])) == budget]
+    return max(equals, key=closeness).values if equals else {}
+
+
+def _order(value: Any) -> tuple[int, float, str]:
+    if isinstance(value, (int, float)):
+        return 0, float(value), ""
+    return 1, 0.0, _canonical(value)
+
+
+def rows(runs: Sequence[Run]) -> list[Row]:
+    """Return one row of each configuration without its seed, the baseline first in each budget."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.method, []).append(run)
+    grouped = [sorted(group, key=lambda run: run.summary.seed) for group in groups.values()]
+    firsts = [group[0] for group in grouped]
+    context = sorted(_varying([_budget(run) for run in firsts]), key=_context_order)
+    with_accuracy = {run.summary.task for run in runs if run.summary.test_accuracy is not None}
+    bare = []
+    for group, label in zip(grouped, _labels(firsts), strict=True):
+        metric = "accuracy" if group[0].summary.task in with_accuracy else "test_loss"
+        values = {run.summary.seed: _metric(run, metric) for run in group}
+        phases = [run.summary.phase_seconds for run in group]
+        bare.append(
+            Row(
+                method=label,
+                context={key: group[0].config.get(key) for key in context},
+                runs=tuple(group),
+                metric=metric,
+                values={seed: value for seed, value in values.items() if value is not None},
+                failed=tuple(seed for seed, value in values.items() if value is None),
+                baseline={},
+                phases={
+                    phase: _median(one.get(phase) for one in phases)
+                    for phase in dict.fromkeys([*PHASES, *(name for one in phases for name in one)])
+                },
+            )
+        )
+    made = [replace(row, baseline=_baseline(row.runs[0], set(row.values), bare)) for row in bare]
+    return sorted(
+        made,
+        key=lambda row: (
+            [_order(value) for value in row.context.values()],
+            not row.is_baseline,
+            row.method,
+        ),
+    )
+
+
+def _context_order(key: str) -> tuple[int, str]:
+    first = ("task", "task_options", "workers", "steps", "batch", "optimizer", "lr")
+    return (first.index(key) if key in first else len(first)), key
+
+
+class Column(NamedTuple):
+    """One column of a table: a heading (a line break where it may be two lines) and its cells."""
+
+    heading: str
+    cells: list[str]
+
+
+def _number(value: float | None, scale: float = 1.0) -> str:
+    """Return about three significant digits, without an exponent where that stays readable."""
+    if value is None:
+        return "-"
+    scaled = value * scale
+    if scaled == 0 or not 1e-4 <= abs(scaled) < 1e7:
+        return f"{scaled:.3g}"
+    return f"{scaled:.{max(0, 2 - math.floor(math.log10(abs(scaled))))}f}"
+
+
+def _quality(row: Row, mixed: bool) -> str:
+    if row.mean is None:
+        return "failed"
+    prefix = "loss " if mixed and row.metric == "test_loss" else ""
+    if row.metric == "accuracy":
+        spread = "" if row.sd is None else f" ± {100 * row.sd:.2f}"
+        return f"{prefix}{100 * row.mean:.2f}{spread}"
+    return f"{prefix}{row.mean:.4g}" + ("" if row.sd is None else f" ± {row.sd:.2g}")
+
+
+def _versus(row: Row) -> str:
+    if row.difference is None:
+        return "-"
+    number = (
+        f"{100 * row.difference:+.2f}" if row.metric == "accuracy" else f"{row.difference:+.2g}"
+    )
+    return number if row.pairs else f"{number} †"
+
+
+def _communicate(row: Row) -> str:
+    if row.modelled:
+        return f"~{_number(row.modelled.seconds, 1e3)}"
+    return _number(row.phases.get("communicate"), 1e3)
+
+
+def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
+    """Return the groups of columns: which row it is, quality, traffic and times."""
+    metrics = {row.metric for row in rows}
+    heading = {"accuracy": "accuracy %", "test_loss": "test loss"}
+    quality = heading[rows[0].metric] if len(metrics) == 1 else "accuracy %\nor loss"
+    counts = [
+        str(len(row.values)) + (f" ({len(row.failed)} failed)" if row.failed else "")
+        for row in rows
+    ]
+    groups = {
+        "which": [
+            *(Column(key, [_text(row.context[key]) for row in rows]) for key in rows[0].context),
+            Column("method", [row.method for row in rows]),
+        ],
+        "quality": [
+            Column(quality, [_quality(row, len(metrics) > 1) for row in rows]),
+            Column("n", counts),
+            Column("vs none", [_versus(row) for row in rows]),
+            Column("in band", [row.in_band for row in rows]),
+        ],
+        "traffic": [
+            Column("collective", [row.first.collective for row in rows]),
+            *(
+                Column(f"ratio\n{name}", [_number(row.average(field)) for row in rows])
+                for name, field in [
+                    ("nominal", "nominal_ratio"),
+                    ("up", "payload_ratio_up"),
+                    ("down", "payload_ratio_down"),
+                ]
+            ),
+            Column("payload\nMB/step", [_number(row.payload_bytes_step, 1 / _MB) for row in rows]),
+            Column("wire\nMB/step", [_number(row.wire_bytes_step, 1 / _MB) for row in rows]),
+        ],
+        "times": [
+            Column(
+                f"{'fwd+bwd' if phase == 'forward_backward' else phase}\nms",
+                [
+                    _communicate(row)
+                    if phase == "communicate"
+                    else _number(row.phases.get(phase), 1e3)
+                    for row in rows
+                ],
+            )
+            for phase in dict.fromkeys(phase for row in rows for phase in row.phases)
+        ]
+        + [Column("step\nms", [_number(row.step_seconds, 1e3) for row in rows])],
+    }
+    if any(row.skipped_steps for row in rows):
+        groups["quality"].append(Column("skipped\nsteps", [str(row.skipped_steps) for row in rows]))
+    return groups
+
+
+def _notes(rows: Sequence[Row]) -> list[str]:
+    """Return the sentences that a reader needs beside the numbers."""
+    notes = [
+        "Mean ± sample sd over n seeds. vs none: difference from the uncompressed runs of equal "
+        "budget (accuracy in points), over common seeds. in band: whether the mean lies between "
+        "the lowest and the highest of the uncompressed seeds.",
+        "Bytes per worker and step, MB = 10^6 bytes. payload: encoded, up + down; wire: what a "
+        "worker sends over the network, with the collective's own factor.",
+    ]
+    if any(row.difference is not None and not row.pairs for row in rows):
+        notes.append("†: no common seeds; the difference is of the two means.")
+    if any(row.failed for row in rows):
+        notes.append("failed: the run diverged; such seeds are in no mean.")
+    if any(row.step_seconds is not None or any(row.phases.values()) for row in rows):
+        notes.append(
+            "Times: of one worker, median over steps and then over seeds; step: wall clock of all "
+            "of it (in the engine simulate, the workers one after the other)."
+        )
+    links = sorted({(m.link_gbit, m.link_latency_us) for row in rows if (m := row.modelled)})
+    if links:
+        text = " or ".join(f"{gbit:g} Gbit/s and {latency:g} µs" for gbit, latency in links)
+        notes.append(f"~: modelled from a link of {text}, not measured and not part of step.")
+    for field, what in (("machine", "machines: their times do not compare"), ("commit", "commits")):
+        places = {_canonical(run.summary.provenance.get(field)) for row in rows for run in row.runs}
+        if len(places) > 1:
+            notes.append(f"The runs come from {len(places)} {what}.")
+    return notes
+
+
+def _two(rows: Sequence[Row]) -> list[list[Column]]:
+    """Return the columns of the results table and, where times are known, of the times table."""
+    groups = _columns(rows)
+    tables = [groups["which"] + groups["quality"] + groups["traffic"]]
+    if _timed(groups["times"]):
+        tables.append(groups["which"] + groups["times"])
+    return tables
+
+
+def _timed(columns: list[Column]) -> bool:
+    return any(cell != "-" for column in columns for cell in column.cells)
+
+
+def _terminal(columns: Sequence[Column], which: int, wrap: bool) -> Table:
+    from rich import box
+    from rich.cells import cell_len
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for place, column in enumerate(columns):
+        folds = wrap and place == which - 1
+        pieces = [*column.heading.split("\n"), *column.cells]
+        if folds:
+            pieces = [word for piece in pieces for word in piece.split()]
+        table.add_column(
+            Text(column.heading),
+            justify="left" if place < which else "right",
+            vertical="top",
+            no_wrap=not folds,
+            min_width=max(map(cell_len, pieces)),  # rich may shrink the rest to make room
+        )
+    for cells in zip(*(column.cells for column in columns), strict=True):
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _table(rows: Sequence[Row], width: int) -> str:
+    """Return as few tables as fit into `width` columns, none with a word or number cut."""
+    from rich.console import Console
+    from rich.measure import Measurement
+
+    groups = _columns(rows)
+    which = groups.pop("which")
+    if not _timed(groups["times"]):
+        del groups["times"]
+    wide = Console(width=10_000, color_system=None, file=io.StringIO())
+
+    def needed(columns: Sequence[Column], wrap: bool) -> int:
+        table = _terminal([*which, *columns], len(which), wrap)
+        measured = Measurement.get(wide, wide.options, table)
+        return measured.minimum if wrap else measured.maximum
+
+    tables: list[list[Column]] = []
+    for group in groups.values():
+        if tables and needed([*tables[-1], *group], wrap=False) <= width:
+            tables[-1] += group
+        elif needed(group, wrap=True) <= width:
+            tables.append([*group])
+        else:
+            tables.append(group[:1])
+            for column in group[1:]:
+                if needed([*tables[-1], column], wrap=True) <= width:
+                    tables[-1].append(column)
+                else:
+                    tables.append([column])
+    blocks = []
+    for columns in tables:
+        wrap = needed(columns, wrap=False) > width
+        console = Console(
+            file=io.StringIO(),
+            width=max(width, needed(columns, wrap=True)),
+            color_system=None,
+            legacy_windows=False,
+        )
+        with console.capture() as capture:
+            console.print(_terminal([*which, *columns], len(which), wrap))
+        blocks.append("\n".join(line.rstrip() for line in capture.get().rstrip().splitlines()))
+    notes = [textwrap.fill(note, width, break_long_words=False) for note in _notes(rows)]
+    return "\n\n".join([*blocks, "\n".join(notes)])
+
+
+def _markdown(rows: Sequence[Row]) -> str:
+    blocks = []
+    for columns in _two(rows):
+        names = len(rows[0].context) + 1
+        rule = [":-" if place < names else "-:" for place in range(len(columns))]
+        lines = [
+            [column.heading.replace("\n", " ") for column in columns],
+            rule,
+            *zip(*(column.cells for column in columns), strict=True),
+        ]
+        blocks.append(
+            "\n".join(
+                "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |"
+                for line in lines
+            )
+        )
+    return "\n\n".join([*blocks, *_notes(rows)])
+
+
+_LATEX = str.maketrans(
+    {
+        "\\": r"\textbackslash{}",
+        "&": r"\&",
+        "%": r"\%",
+        "$": r"\$",
+        "#": r"\#",
+        "_": r"\_",
+        "{": r"\{",
+        "}": r"\}",
+        "~": r"$\sim$",
+        "^": r"\textasciicircum{}",
+        "<": r"$<$",
+        ">": r"$>$",
+        "±": r"$\pm$",
+        "†": r"$\dagger$",
+        "µ": r"$\mu$",
+    }
+)
+
+
+def _latex_cell(cell: str) -> str:
+    if cell == "-":
+        return "--"
+    sign = f"${cell[0]}$" if cell[0] in "+-" else cell[0].translate(_LATEX)
+    return sign + cell[1:].translate(_LATEX)
+
+
+def _latex(rows: Sequence[Row]) -> str:
+    """Return a tabular for each table (needs the package booktabs), and the notes below."""
+    blocks = []
+    for columns in _two(rows):
+        names = len(rows[0].context) + 1
+        body = [column.heading.replace("\n", " ") for column in columns]
+        lines = [body, *zip(*(column.cells for column in columns), strict=True)]
+        cells = [" & ".join(map(_latex_cell, line)) + r" \\" for line in lines]
+        blocks.append(
+            "\n".join(
+                [
+                    rf"\begin{{tabular}}{{{'l' * names}{'r' * (len(columns) - names)}}}",
+                    r"\toprule",
+                    cells[0],
+                    r"\midrule",
+                    *cells[1:],
+                    r"\bottomrule",
+                    r"\end{tabular}",
+                ]
+            )
+        )
+    notes = " ".join(note.translate(_LATEX) for note in _notes(rows))
+    return "\n\n".join([*blocks, rf"\par\smallskip{{\footnotesize {notes}\par}}"])
+
+
+def _finite(value: Any) -> Any:
+    """Return `value`, None in place of a number that strict JSON cannot hold."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _csv(rows: Sequence[Row]) -> str:
+    """Return one line a row, lists as JSON and an empty cell for what is not known."""
+    records = [row.record() for row in rows]
+    stream = io.StringIO()
+    fields = list(dict.fromkeys(key for record in records for key in record))
+    writer = csv.DictWriter(stream, fields, lineterminator="\n")
+    writer.writeheader()
+    for record in records:
+        writer.writerow(
+            {
+                key: json.dumps(value) if isinstance(value, (list, dict)) else _finite(value)
+                for key, value in record.items()
+            }
+        )
+    return stream.getvalue().rstrip("\n")
+
+
+def _json(rows: Sequence[Row]) -> str:
+    records = [{key: _finite(value) for key, value in row.record().items()} for row in rows]
+    return json.dumps(records, indent=2, allow_nan=False)
+
+
+def render(rows: Sequence[Row], format: str = "table", width: int | None = None) -> str:
+    """Return the rows as text in one of `FORMATS`, without a final line break.
+
+    `width` is in columns and bounds the format "table" alone: wider content is split over more
+    tables. None takes the terminal's, or 200 where the output is no terminal.
+
+    Raises:
+        UsageError: an unknown format, or no rows.
+    """
+    if format not in FORMATS:
+        raise unknown("format", format, FORMATS)
+    if not rows:
+        raise UsageError("no rows to show; load at least one finished run")
+    if format == "table":
+        return _table(rows, width or shutil.get_terminal_size((200, 24)).columns)
+    return {"markdown": _markdown, "csv": _csv, "json": _json, "latex": _latex}[format](rows)

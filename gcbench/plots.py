@@ -1,0 +1,319 @@
+"""Pictures of a comparison: quality against bytes, and training curves, with seeds as spread."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from itertools import product
+from math import hypot
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gcbench.compare import Row, Run, rows
+from gcbench.errors import GcbenchError, UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ENDINGS = (".png", ".svg", ".pdf")
+MARKERS = "osD^vPX<>p*"
+LINES: tuple[Any, ...] = (
+    "-",
+    (0, (5, 1.5)),
+    (0, (1, 1.2)),
+    (0, (5, 1.5, 1, 1.5)),
+    (0, (9, 2)),
+    (0, (3, 1, 1, 1, 1, 1)),
+    (0, (2, 2)),
+)
+_METADATA: dict[str, dict[str, Any]] = {
+    ".png": {"Software": None},
+    ".svg": {"Date": None},
+    ".pdf": {"CreationDate": None},
+}
+_MB = 1e6
+
+
+class Mark(NamedTuple):
+    """A point that wants a label: where, half its error bar (data coordinates), text, colour."""
+
+    x: float
+    y: float
+    spread: float
+    text: str
+    colour: Any
+
+
+def _place(run: Run) -> dict[str, Any]:
+    """Return what decides in which row of panels a run is drawn."""
+    return {key: run.config.get(key) for key in ("task", "task_options", "workers")}
+
+
+def _label(row: Row) -> str:
+    return " ".join([row.method, *(f"{key}={value}" for key, value in row.context.items())])
+
+
+def _shown(row: Row) -> str:
+    return f"{_label(row)} ({len(row.failed)} failed)" if row.failed else _label(row)
+
+
+def curve(run: Run, column: str) -> dict[int, float]:
+    """Return the evaluations of a run by step; empty for a row of a .json file without metrics."""
+
+    def diverged(record: dict[str, Any]) -> bool:  # NaN parameters still have an accuracy
+        return record.get(column) is None or record.get("test_loss", 0.0) is None
+
+    parquet, lines = run.source / "metrics.parquet", run.source / "metrics.jsonl"
+    try:
+        if parquet.exists():
+            from pyarrow import parquet as reader
+
+            records = reader.read_table(parquet).to_pylist()
+        elif lines.exists():
+            records = [json.loads(line) for line in lines.read_text("utf-8").splitlines()]
+        else:
+            return {}
+        return {
+            record["step"]: math.nan if diverged(record) else record[column]
+            for record in records
+            if record["kind"] == "eval"
+        }
+    except (OSError, ValueError, KeyError) as error:
+        raise GcbenchError(
+            f"the metrics in {run.source} cannot be read ({error}); delete that folder and run "
+            "again"
+        ) from error
+
+
+def _spots() -> list[tuple[int, int]]:
+    """Return offsets in points at which a label may stand, the nearest first."""
+    across = (9, -9, 0, 30, -30, 60, -60, 100, -100)
+    along = (0, 10, -10, 20, -20, 32, -32, 46, -46, 62, -62, 80, -80, 100, -100)
+    return sorted(((x, y) for x, y in product(across, along) if x or y), key=lambda at: hypot(*at))
+
+
+def write_labels(axes: Axes, marks: Sequence[Mark]) -> None:
+    """Write a label near each mark: no label lies over a mark, an error bar or another label."""
+    from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
+
+    figure: Any = axes.figure
+    renderer = figure.canvas.get_renderer()
+    points = figure.dpi / 72
+    taken = []
+    for x, y, spread, _, _ in marks:
+        (left, low), (right, high) = axes.transData.transform([(x, y - spread), (x, y + spread)])
+        taken.append(
+            Bbox([[left - 7 * points, low - 7 * points], [right + 7 * points, high + 7 * points]])
+        )
+    frame = axes.get_window_extent(renderer)
+    for mark in marks:
+        best = None
+        for across, along in _spots():
+            far = hypot(across, along) > 24
+            label = axes.annotate(
+                mark.text,
+                (mark.x, mark.y),
+                (across, along),
+                textcoords="offset points",
+                ha="center" if not across else "left" if across > 0 else "right",
+                va="center" if across else "bottom" if along > 0 else "top",
+                color="0.15",
+                fontsize="small",
+                arrowprops={"arrowstyle": "-", "color": mark.colour, "shrinkB": 4} if far else None,
+            )
+            label.update_positions(renderer)
+            box = Text.get_window_extent(label, renderer)  # without the line to the mark
+            hits = sum(box.overlaps(other) for other in taken)
+            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1
+            hits += 10 * (not (inside and frame.y0 <= box.y0 and box.y1 <= frame.y1))
+            if best is not None and hits >= best[0]:
+                label.remove()
+                continue
+            if best is not None:
+                best[1].remove()
+            best = (hits, label, box)
+            if not hits:
+                break
+        assert best is not None
+        taken.append(best[2])
+
+
+def _quality(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]]) -> list[Mark]:
+    """Draw the final metric against payload bytes and return the marks, to be labelled.
+
+    Rows without a finished seed stand at the lower edge.
+    """
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    percent = 100 if panel[0].metric == "accuracy" else 1
+    sizes = [row.payload_bytes_step / _MB for row in panel]
+    bands = {row.band for row in panel if row.is_baseline and row.band}
+    band = bands.pop() if len(bands) == 1 else None  # of one budget, or it would mislead
+    if band:
+        axes.axhspan(percent * band[0], percent * band[1], color="0.5", alpha=0.2, lw=0)
+    marks = []
+    for row, size in zip(panel, sizes, strict=True):
+        if row.mean is None:
+            continue
+        style = styles[_label(row)]
+        spread = percent * (row.sd or 0.0)
+        axes.errorbar(
+            size,
+            percent * row.mean,
+            spread,
+            capsize=4,
+            elinewidth=1.5,
+            ls="",
+            marker=style["marker"],
+            color=style["color"],
+            ms=9,
+            mec="white",
+            mew=0.7,
+        )
+        marks.append(Mark(size, percent * row.mean, spread, _shown(row), style["color"]))
+    low, high = axes.get_ylim()
+    room = 0.12 * (high - low)
+    floor = low - room
+    for row, size in zip(panel, sizes, strict=True):
+        if row.mean is None:
+            style = styles[_label(row)]
+            axes.plot(size, floor, marker="x", color=style["color"], ms=9, mew=2, ls="")
+            marks.append(Mark(size, floor, 0.0, _shown(row), style["color"]))
+    axes.set_ylim(floor - room if any(row.mean is None for row in panel) else floor, high + room)
+    if min(sizes) > 0:
+        axes.set_xscale("log")
+        axes.set_xlim(min(sizes) / 2.5, max(sizes) * 1.8)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
+        narrow = max(sizes) / min(sizes) < 10
+        axes.xaxis.set_minor_formatter("{x:g}" if narrow else NullFormatter())
+    grey = "\ngrey: range of the uncompressed seeds" if band else ""
+    axes.set_xlabel(f"payload per worker and step, up + down (MB){grey}")
+    axes.set_ylabel("test accuracy (%)" if percent == 100 else "test loss")
+    return marks
+
+
+def _curves(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]]) -> None:
+    """Draw the mean of the metric over steps, with the range of the seeds around it.
+
+    A line stops where a seed diverged: the mean of the survivors would flatter the method.
+    """
+    accuracy = panel[0].metric == "accuracy"
+    drawn: list[float] = []
+    late: list[float] = []
+    for row in panel:
+        read = [curve(run, "test_accuracy" if accuracy else "test_loss") for run in row.runs]
+        curves = [points for points in read if points]
+        style = styles[_label(row)]
+        steps, table = [], []
+        for step in sorted(set.intersection(*map(set, curves)) if curves else ()):
+            values = [(100 if accuracy else 1) * points[step] for points in curves]
+            if not all(map(math.isfinite, values)):
+                break
+            steps.append(step)
+            table.append(values)
+        if not steps:
+            axes.plot([], [], label=f"{_shown(row)} (no curve)", **style)
+            continue
+        mean = [sum(values) / len(values) for values in table]
+        axes.plot(
+            steps,
+            mean,
+            label=_shown(row),
+            markevery=max(1, len(steps) // 6),
+            ms=6,
+            mec="white",
+            mew=0.7,
+            lw=2,
+            **style,
+        )
+        axes.fill_between(
+            steps, [*map(min, table)], [*map(max, table)], color=style["color"], alpha=0.18, lw=0
+        )
+        drawn += [value for values in table for value in values]
+        third = row.first.steps / 3
+        late += [min(values) for step, values in zip(steps, table, strict=True) if step >= third]
+    if not accuracy and drawn and min(drawn) > 0 and max(drawn) > 30 * min(drawn):
+        axes.set_yscale("log")
+    elif accuracy and late:  # the first third would squeeze the differences at the end
+        axes.set_ylim(bottom=min(late) - 0.05 * (max(drawn) - min(late)))
+    axes.set_xlabel("step")
+    axes.set_ylabel("test accuracy (%)" if accuracy else "test loss")
+    axes.legend(
+        loc="upper left",
+        bbox_to_anchor=(1.01, 1.02),
+        frameon=False,
+        fontsize="small",
+        handlelength=3.2,
+    )
+
+
+def draw(runs: Sequence[Run], path: Path) -> None:
+    """Write a picture of `runs` to `path`: PNG, SVG or PDF by its ending.
+
+    One row of panels for each task and number of workers. Left: final test accuracy (test loss
+    where the task has none), mean ± sd over seeds, against payload bytes; grey is the band of the
+    uncompressed seeds. Right: the same metric over the steps, mean and range of the seeds.
+
+    Raises:
+        UsageError: another ending, or no runs.
+        GcbenchError: `path` cannot be written, or the metrics of a run cannot be read.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in ENDINGS:
+        raise UsageError(f"{path}: the ending says the format; allowed: {', '.join(ENDINGS)}")
+    if not runs:
+        raise UsageError("no runs to draw; load at least one finished run")
+    import matplotlib as mpl
+    import seaborn
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    places: dict[str, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: (run.summary.task, run.summary.workers)):
+        places.setdefault(json.dumps(_place(run), sort_keys=True, default=str), []).append(run)
+    panels = [rows(part) for part in places.values()]  # labels tell apart what one panel shows
+    palette = seaborn.color_palette("colorblind")
+    styles = {
+        label: {
+            "color": palette[place % len(palette)],
+            "marker": MARKERS[place % len(MARKERS)],
+            "linestyle": LINES[place % len(LINES)],
+        }
+        for place, label in enumerate(
+            dict.fromkeys(_label(row) for panel in panels for row in panel)
+        )
+    }
+    look = {
+        **seaborn.axes_style("ticks", {"axes.grid": True, "grid.color": "0.9"}),
+        **seaborn.plotting_context("notebook", font_scale=1.2),
+        "svg.hashsalt": "gcbench",  # equal runs, equal file
+    }
+    with mpl.rc_context(look):
+        figure = Figure(figsize=(14, 5.2 * len(panels)), dpi=120, layout="constrained")
+        FigureCanvasAgg(figure)
+        labels: list[tuple[Axes, list[Mark]]] = []
+        grid = figure.subplots(len(panels), 2, squeeze=False)
+        for (left, right), panel in zip(grid, panels, strict=True):
+            config = panel[0].runs[0].config
+            title = f"{config['task']}, {config['workers']} workers"
+            counts = sorted({len(row.runs) for row in panel})
+            seeds = f"n = {' to '.join(map(str, {counts[0]: 0, counts[-1]: 0}))} seeds"
+            left.set_title(f"{title}: mean ± sd, {seeds}", loc="left")
+            right.set_title("training: mean and range of the seeds", loc="left")
+            labels.append((left, _quality(left, panel, styles)))
+            _curves(right, panel, styles)
+            seaborn.despine(ax=left)
+            seaborn.despine(ax=right)
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # the axes stand still now, so labels can be placed
+        for axes, marks in labels:
+            write_labels(axes, marks)
+        try:
+            figure.savefig(path, metadata=_METADATA[path.suffix.lower()])
+        except OSError as error:
+            raise GcbenchError(
+                f"cannot write {path} ({error}); name a file in an existing, writable folder"
+            ) from error

@@ -1,0 +1,49 @@
+"""Shared fixtures."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from gcbench.clock import Clock
+from gcbench.world import Link, SimulatedWorld
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    """Undo what a world does to torch's thread count."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def simulated():
+    """Return a function that makes a simulated world, closed after the test."""
+    worlds = []
+
+    def make(workers: int) -> SimulatedWorld:
+        world = SimulatedWorld(workers, torch.device("cpu"), Link(10.0, 50.0), 1, 2)
+        worlds.append(world)
+        return world
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+@pytest.fixture
+def clock():
+    return Clock(torch.device("cpu"))
+
+
+@pytest.fixture
+def real_data() -> Path:
+    """The folder with the real data sets; the test is skipped where there is none."""
+    folder = os.environ.get("GCBENCH_DATA")
+    if not folder:
+        pytest.skip("GCBENCH_DATA is not set: no real data here")
+    return Path(folder)

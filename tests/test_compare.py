@@ -1,0 +1,492 @@
+"""Comparison tables against hand computation, bad input, and pictures that are what they say."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gcbench import plots
+from gcbench.compare import load, render, rows
+from gcbench.errors import GcbenchError, UsageError
+
+NAN = math.nan
+
+
+def summary(name: str = "none", seed: int = 0, accuracy: float | None = 0.5, **over: Any) -> Any:
+    """Return a finished run's summary; `over` replaces fields, and keys of the config."""
+    config = {
+        "task": "digits",
+        "task_options": {},
+        "compressor": name,
+        "options": {},
+        "workers": 2,
+        "engine": "simulate",
+        "collective": "allreduce",
+        "gradients": "loop",
+        "seed": seed,
+        "steps": 100,
+        "batch": 32,
+        "lr": 0.1,
+        "dense_last": False,
+        "log_every": 10,
+    }
+    config |= {key: value for key, value in over.items() if key in config}
+    fields = {
+        "schema": 1,
+        "compressor": f"{name.title()}()",
+        "compressor_name": name,
+        "test_accuracy": accuracy,
+        "test_loss": 0.25,
+        "train_loss": 0.2,
+        "params": 1000,
+        "payload_bytes_up": 40_000_000,
+        "payload_bytes_down": 10_000_000,
+        "wire_bytes": {"per_worker": 75_000_000, "total": 150_000_000},
+        "nominal_ratio": 16.0,
+        "payload_ratio_up": 15.5,
+        "payload_ratio_down": 8.0,
+        "phase_seconds": {
+            "forward_backward": 0.02,
+            "statistic": None,
+            "encode": 0.003,
+            "communicate": None,
+            "decode": 0.001,
+            "update": 0.0005,
+        },
+        "communicate_modelled": {"seconds": 0.00125, "link_gbit": 10.0, "link_latency_us": 50.0},
+        "step_seconds": 0.05,
+        "config_hash": f"{name}{seed}",
+        "skipped_steps": 0,
+        "provenance": {"commit": "abc", "machine": {"cpu": "some"}},
+    }
+    kept = ("task", "workers", "collective", "engine", "gradients", "seed", "steps", "batch")
+    fields |= {key: config[key] for key in kept}
+    return (
+        fields | {key: value for key, value in over.items() if key in fields} | {"config": config}
+    )
+
+
+def write(folder: Path, *summaries: Any) -> Path:
+    """Write each summary as a finished run below `folder`."""
+    for place, one in enumerate(summaries):
+        run = folder / f"{one['task']}-{one['compressor_name']}-{place}"
+        run.mkdir(parents=True)
+        (run / "config.json").write_text(json.dumps(one["config"]))
+        (run / "summary.json").write_text(json.dumps(one))
+        evaluations = [
+            {"kind": "eval", "step": s, "test_accuracy": 0.9 - 1 / s, "test_loss": 1 / s}
+            for s in range(10, 101, 10)
+        ]
+        (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, evaluations)))
+    return folder
+
+
+def table(folder: Path, *summaries: Any) -> list[Any]:
+    return rows(load([write(folder, *summaries)]))
+
+
+BASE = [summary("none", seed, value) for seed, value in enumerate((0.90, 0.92, 0.94))]
+
+
+# --- values
+
+
+def test_mean_sd_difference_band_by_hand(tmp_path: Path) -> None:
+    made = table(
+        tmp_path,
+        *BASE,
+        summary("near", 0, 0.91),
+        summary("near", 1, 0.90),
+        summary("worse", 0, 0.80),
+        summary("better", 7, 0.95),
+    )
+    none, better, near, worse = made
+    assert [row.method for row in made] == ["none", "better", "near", "worse"]
+    assert none.mean == pytest.approx(0.92)
+    assert none.sd == pytest.approx(0.02)  # sqrt((0.02^2 + 0 + 0.02^2) / 2)
+    assert (none.difference, none.in_band) == (None, "baseline")
+    assert near.mean == pytest.approx(0.905)
+    assert near.difference == pytest.approx(-0.005)  # (+0.01 - 0.02) / 2, seeds 0 and 1
+    assert near.difference_sd == pytest.approx(0.03 / math.sqrt(2))
+    assert (near.pairs, near.band, near.in_band) == (2, (0.90, 0.94), "yes")
+    assert worse.sd is None
+    assert worse.difference == pytest.approx(-0.10)  # of seed 0 alone, not of the means
+    assert worse.in_band == "no: worse"
+    assert better.pairs == 0
+    assert better.difference == pytest.approx(0.03)  # no common seed: of the means
+    assert better.in_band == "no: better"
+    text = render(made, "table", 200)
+    assert "92.00 ± 2.00" in text
+    assert "-10.00" in text
+    assert "+3.00 †" in text
+    assert "†: no common seeds" in text
+
+
+def test_band_includes_its_ends(tmp_path: Path) -> None:
+    assert table(tmp_path, *BASE, summary("end", 0, 0.90))[1].in_band == "yes"
+
+
+def test_one_baseline_seed_has_no_band(tmp_path: Path) -> None:
+    row = table(tmp_path, BASE[0], summary("x", 0, 0.90))[1]
+    assert (row.in_band, row.band) == ("n/a (1 seed)", None)
+    assert row.difference == 0
+
+
+@pytest.mark.parametrize("over", [{"lr": 0.2}, {"steps": 200}, {"workers": 4}, {"batch": 8}])
+def test_another_budget_is_no_baseline(tmp_path: Path, over: dict[str, Any]) -> None:
+    row = next(r for r in table(tmp_path, *BASE, summary("x", 0, 0.9, **over)) if r.method == "x")
+    assert (row.in_band, row.difference) == ("no baseline", None)
+    assert list(row.context) == list(over)
+
+
+def test_what_is_no_budget_keeps_the_baseline(tmp_path: Path) -> None:
+    over = {"engine": "spawn", "collective": "twoshot", "gradients": "batched", "log_every": 5}
+    row = table(tmp_path, *BASE, summary("x", 0, 0.90, dense_last=True, **over))[1]
+    assert (row.in_band, row.pairs) == ("yes", 1)
+    assert row.method == "x dense-last [spawn] [batched] [log_every=5]"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("options", "dense_last", "dense_below", "threads", "device", "backend", "eval_every"),
+        *("log_every", "on_nonfinite", "link_gbit", "link_latency_us"),
+    ],
+)
+def test_no_such_key_is_of_the_budget(tmp_path: Path, key: str) -> None:
+    row = summary("x", 0, 0.90)
+    row["config"][key] = {"a": 1} if key == "options" else "other"
+    assert table(tmp_path, *BASE, row)[1].in_band == "yes"
+
+
+def test_the_baseline_with_most_common_seeds_is_taken(tmp_path: Path) -> None:
+    other = [summary("none", seed, 0.1, engine="spawn") for seed in (5, 6, 7, 8)]
+    row = table(tmp_path, *BASE, *other, summary("x", 0, 0.90, engine="spawn"))[-1]
+    assert row.method == "x [spawn]"
+    assert row.difference == 0
+
+
+def test_loss_where_there_is_no_accuracy(tmp_path: Path) -> None:
+    made = table(
+        tmp_path,
+        *(summary("none", s, None, test_loss=v) for s, v in enumerate((0.25, 0.5))),
+        summary("x", 0, None, test_loss=1.0),
+    )
+    assert [row.metric for row in made] == ["test_loss"] * 2
+    assert made[0].mean == 0.375
+    assert made[1].difference == 0.75
+    assert made[1].in_band == "no: worse"  # a higher loss
+    assert "test loss" in render(made, "table", 200)
+
+
+def test_bytes_ratios_and_times(tmp_path: Path) -> None:
+    slow = summary("x", 1) | {"step_seconds": 0.07, "payload_bytes_up": 60_000_000}
+    (row,) = table(tmp_path, summary("x", 0), slow)
+    assert row.payload_bytes_step == 600_000  # (50e6 + 70e6) / 2 / 100
+    assert row.wire_bytes_step == 750_000
+    assert row.step_seconds == pytest.approx(0.06)
+    lines = render([row], "markdown").splitlines()
+    results = dict(zip(lines[0].split(" | "), lines[2].split(" | "), strict=True))
+    assert results["payload MB/step"] == "0.600"
+    assert (results["ratio nominal"], results["ratio up"]) == ("16.0", "15.5")
+    times = dict(zip(lines[4].split(" | "), lines[6].split(" | "), strict=True))
+    assert (times["fwd+bwd ms"], times["statistic ms"]) == ("20.0", "-")
+
+
+def test_modelled_communication_is_never_measured(tmp_path: Path) -> None:
+    measured = summary("x", engine="spawn", communicate_modelled=None)
+    measured["phase_seconds"]["communicate"] = 0.004
+    made = table(tmp_path, summary("x"), measured)
+    text = render(made, "table", 200)
+    assert "~1.25" in text
+    assert " 4.00" in text
+    assert "modelled from a link of 10 Gbit/s and 50 µs, not measured" in text
+    both = summary("x", engine="spawn")
+    both["phase_seconds"]["communicate"] = 0.004
+    assert table(tmp_path / "both", both)[0].modelled is None
+    records = {one["engine"]: one for one in json.loads(render(made, "json"))}
+    assert records["simulate"]["communicate_seconds"] is None
+    assert records["simulate"]["communicate_modelled_seconds"] == 0.00125
+    assert records["spawn"]["communicate_seconds"] == 0.004
+    assert records["spawn"]["communicate_modelled_seconds"] is None
+
+
+def test_labels_show_what_differs(tmp_path: Path) -> None:
+    made = table(
+        tmp_path,
+        summary("topk", compressor="TopK(ratio=0.01, ties='low')", collective="allgather"),
+        summary("topk", compressor="TopK(ratio=0.1, ties='low')", collective="allgather"),
+        summary("topk", compressor="TopK(ratio=0.1, ties='low')", collective="twoshot"),
+        summary("x", compressor="X(clip=2.5)", options={"clip": 2.5}),
+        summary("y", compressor="not a call"),
+        summary("y", compressor="nor this"),
+    )
+    assert [row.method for row in made] == [
+        "nor this",
+        "not a call",
+        "topk ratio=0.01 allgather",
+        "topk ratio=0.1 allgather",
+        "topk ratio=0.1 twoshot",
+        "x clip=2.5",
+    ]
+
+
+def test_numbers_sort_as_numbers(tmp_path: Path) -> None:
+    made = table(tmp_path, *(summary("none", workers=n) for n in (16, 2, 8)))
+    assert [row.context["workers"] for row in made] == [2, 8, 16]
+
+
+def test_other_machines_are_named(tmp_path: Path) -> None:
+    other = summary("x", provenance={"commit": "abc", "machine": {"cpu": "other"}})
+    assert "from 2 machines" in render(table(tmp_path, *BASE, other), "table", 200)
+
+
+def test_skipped_steps_are_shown(tmp_path: Path) -> None:
+    assert "skipped" not in render(table(tmp_path / "a", *BASE), "markdown")
+    assert "skipped" in render(table(tmp_path / "b", summary(skipped_steps=3)), "markdown")
+
+
+# --- failed, unfinished, corrupt, twice
+
+
+@pytest.mark.parametrize(
+    "bad", [{"accuracy": None}, {"accuracy": NAN}, {"test_loss": math.inf}, {"test_loss": None}]
+)
+def test_failed_seeds_are_counted_and_in_no_mean(tmp_path: Path, bad: dict[str, Any]) -> None:
+    row = table(tmp_path, *BASE, summary("x", 0, 0.92), summary("x", **({"seed": 1} | bad)))[1]
+    assert (row.mean, row.failed, row.in_band) == (0.92, (1,), "no: failed")
+    assert "1 (1 failed)" in render([row], "table", 200)
+
+
+def test_a_loss_that_was_not_measured_is_no_failure(tmp_path: Path) -> None:
+    theirs = summary("x", 0, 0.92)
+    del theirs["test_loss"]
+    assert table(tmp_path, *BASE, theirs)[1].failed == ()
+
+
+def test_all_seeds_failed(tmp_path: Path) -> None:
+    made = table(tmp_path, *BASE, summary("x", 0, NAN), summary("x", 1, None))
+    assert made[1].mean is None
+    assert "failed" in render(made, "table", 200).splitlines()[4]
+    record = json.loads(render(made, "json"))[1]
+    assert (record["n"], record["failed"], record["mean"]) == (0, 2, None)
+    plots.draw([run for row in made for run in row.runs], tmp_path / "x.png")
+
+
+def test_unfinished_runs_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "deep" / "er", summary())
+    (tmp_path / "digits-x-half").mkdir()
+    (tmp_path / "digits-x-half" / "config.json").write_text("{}")
+    assert len(load([tmp_path, tmp_path / "digits-x-half"])) == 1
+    assert "1 unfinished run left out: digits-x-half" in capsys.readouterr().err
+    with pytest.raises(GcbenchError, match="1 unfinished run and no finished one: digits-x-half"):
+        load([tmp_path / "digits-x-half"])
+
+
+def test_a_run_found_twice_is_taken_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "runs", summary())
+    (tmp_path / "rows.json").write_text(json.dumps([summary()]))
+    folder = tmp_path / "runs"
+    assert len(load([folder, *folder.iterdir(), tmp_path / "rows.json"])) == 1
+    assert capsys.readouterr().err == ""
+    (tmp_path / "other.json").write_text(json.dumps(summary(accuracy=0.1)))
+    (run,) = load([folder, tmp_path / "other.json"])
+    assert run.summary.test_accuracy == 0.5
+    assert "same config and seed, other results" in capsys.readouterr().err
+
+
+def test_third_party_rows_stand_beside_runs(tmp_path: Path) -> None:
+    write(tmp_path / "runs", *BASE)
+    (tmp_path / "theirs.json").write_text(json.dumps([summary("theirs", 1, 0.93)]))
+    made = rows(load([tmp_path / "runs", tmp_path / "theirs.json"]))
+    assert [(row.method, row.pairs) for row in made] == [("none", 0), ("theirs", 1)]
+
+
+def test_paths_that_are_no_results(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "note.txt").write_text("x")
+    (tmp_path / "none.json").write_text("[]")
+    for path, words in [
+        ("missing", "does not exist"),
+        ("empty", "no run in .*gcbench run"),
+        ("note.txt", "no folder and no .json"),
+        ("none.json", "empty list"),
+    ]:
+        with pytest.raises(UsageError, match=words):
+            load([tmp_path / path])
+    with pytest.raises(UsageError, match="no folder was named"):
+        load([])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "cannot be read"),
+        ("[1]", "list found, a summary object expected"),
+        (json.dumps(summary() | {"schema": 2}), "schema 2, but this gcbench reads 1"),
+        (json.dumps(summary() | {"steps": "many"}), "`steps`: .* integer.*delete it"),
+        (json.dumps(summary() | {"wire_bytes": {}}), r"`wire_bytes\.per_worker`: .*required"),
+        (json.dumps(summary() | {"payload_bytes_up": -1}), "`payload_bytes_up`: .*greater"),
+    ],
+)
+def test_corrupt_summaries_say_what_to_do(tmp_path: Path, text: str, words: str) -> None:
+    write(tmp_path, summary())
+    path = next(tmp_path.glob("*/summary.json"))
+    path.write_text(text)
+    with pytest.raises(GcbenchError, match=words) as caught:
+        load([tmp_path])
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# --- formats
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> list[Any]:
+    """Rows with every kind of cell: two tasks, two engines, a failed seed, special characters."""
+    quadratic = [
+        summary(name, seed, None, task="quadratic", workers=16, engine="spawn", test_loss=loss)
+        for name, seed, loss in [("none", 0, 1e-5), ("none", 1, 2e-5), ("topk", 0, 123.456)]
+    ]
+    odd = summary("odd_100%", 0, 0.91, options={"rule": "a|b&c"}, compressor="Odd(rule='a|b&c')")
+    return table(tmp_path, *BASE, odd, summary("sign", 0, 0.9), summary("sign", 1, NAN), *quadratic)
+
+
+def test_json_and_csv_parse_back(many: list[Any]) -> None:
+    records = json.loads(render(many, "json"))
+    cells = list(csv.DictReader(io.StringIO(render(many, "csv"))))
+    assert [one["method"] for one in cells] == [one["method"] for one in records]
+    assert len(records) == 5
+    for record, cell, row in zip(records, cells, many, strict=True):
+        assert record["mean"] == row.mean
+        assert float(cell["mean"]) == row.mean
+        assert json.loads(cell["values"]) == record["values"] == list(row.values.values())
+        assert cell["sd"] == ("" if row.sd is None else str(row.sd))
+        assert record["task"] == cell["task"] == row.context["task"]
+
+
+def test_json_is_strict(tmp_path: Path) -> None:
+    (record,) = json.loads(render(table(tmp_path, summary(nominal_ratio=NAN)), "json"))
+    assert record["nominal_ratio"] is None
+
+
+def test_markdown_and_latex_keep_their_columns(many: list[Any]) -> None:
+    lines = [line for line in render(many, "markdown").splitlines() if line.startswith("|")]
+    counts = [line.replace("\\|", "").count("|") for line in lines]
+    assert counts == [counts[0]] * 7 + [counts[7]] * 7
+    latex = render(many, "latex")
+    body = [line for line in latex.splitlines() if line.endswith(r"\\")]
+    counts = [line.replace(r"\&", "").count("&") for line in body]
+    assert counts == [counts[0]] * 6 + [counts[6]] * 6
+    assert r"odd\_100\% rule=a|b\&c" in latex
+    assert latex.count(r"\toprule") == latex.count(r"\end{tabular}") == 2
+    assert not set("±~†µ") & set(latex)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200, 400])
+def test_terminal_tables_fit_and_cut_nothing(many: list[Any], width: int) -> None:
+    text = render(many, "table", width)
+    assert max(map(len, text.splitlines())) <= width
+    words = text.split()
+    for record in [*render(many, "markdown").split("\n")]:
+        for word in record.replace("\\|", "¦").replace(" | ", " ").split():
+            if set(word) - set("|:-"):
+                assert word.replace("¦", "|") in words, word
+    assert "…" not in text
+
+
+def test_wide_is_one_table_and_narrow_several(tmp_path: Path) -> None:
+    made = table(tmp_path, *BASE)
+    assert render(made, "table", 400).count("─\n") == 1
+    assert render(made, "table", 80).count("─\n") == 3
+
+
+def test_a_terminal_that_is_too_narrow_still_shows_whole_words(many: list[Any]) -> None:
+    words = render(many, "table", 10).split()
+    assert {"communicate", "quadratic", "rule=a|b&c"} <= set(words)
+
+
+def test_unknown_format_and_no_rows(many: list[Any]) -> None:
+    with pytest.raises(UsageError, match=r"unknown format 'jsn'. Did you mean 'json'\?.*latex"):
+        render(many, "jsn")
+    with pytest.raises(UsageError, match="no rows"):
+        render([])
+
+
+# --- pictures
+
+
+@pytest.mark.parametrize(
+    ("ending", "magic"), [(".png", b"\x89PNG\r\n"), (".svg", b"<?xml"), (".PDF", b"%PDF-")]
+)
+def test_pictures_are_what_their_ending_says(
+    tmp_path: Path, many: list[Any], ending: str, magic: bytes
+) -> None:
+    path = tmp_path / f"picture{ending}"
+    plots.draw([run for row in many for run in row.runs], path)
+    first = path.read_bytes()
+    assert first.startswith(magic)
+    plots.draw([run for row in many for run in row.runs], path)
+    assert path.read_bytes() == first  # equal runs, equal file
+
+
+def test_a_curve_stops_where_a_run_diverged(tmp_path: Path) -> None:
+    (run,) = load([write(tmp_path, summary())])
+    records: list[dict[str, Any]]
+    records = [{"kind": "eval", "step": s, "test_accuracy": 0.1, "test_loss": 1.0} for s in (1, 2)]
+    records[1]["test_loss"] = None  # as the engine writes NaN
+    records.append({"kind": "train", "step": 3, "train_loss": 1.0})
+    (run.source / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    curve = plots.curve(run, "test_accuracy")
+    assert curve[1] == 0.1
+    assert math.isnan(curve[2])
+    assert list(curve) == [1, 2]
+
+
+def test_pictures_of_rows_without_metrics(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps(BASE))
+    plots.draw(load([tmp_path / "rows.json"]), tmp_path / "x.svg")
+    assert (tmp_path / "x.svg").stat().st_size > 1000
+
+
+def test_pictures_refuse(tmp_path: Path) -> None:
+    runs = load([write(tmp_path / "runs", *BASE)])
+    with pytest.raises(UsageError, match=r"allowed: \.png, \.svg, \.pdf"):
+        plots.draw(runs, tmp_path / "x.jpg")
+    with pytest.raises(UsageError, match="no runs"):
+        plots.draw([], tmp_path / "x.png")
+    with pytest.raises(GcbenchError, match="cannot write"):
+        plots.draw(runs, tmp_path / "missing" / "x.png")
+    for name in ("metrics.jsonl", "metrics.parquet"):
+        (runs[0].source / name).write_text("{")
+        with pytest.raises(GcbenchError, match=r"metrics in .* cannot be read"):
+            plots.draw(runs, tmp_path / "x.png")
+
+
+def test_labels_lie_over_no_mark_and_no_label(tmp_path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+    figure = Figure(figsize=(6, 5))
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.set(xlim=(0, 10), ylim=(0, 10))
+    marks = [plots.Mark(4 + i / 2, 5 + i / 9, 0.1, f"method number {i}", "C0") for i in range(6)]
+    plots.write_labels(axes, marks)
+    boxes = [Text.get_window_extent(label) for label in axes.texts]
+    assert len(boxes) == 6
+    for place, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[:place])
+        for mark in marks:
+            for height in (mark.y - mark.spread, mark.y, mark.y + mark.spread):
+                assert not box.contains(*axes.transData.transform((mark.x, height)))

@@ -1,0 +1,228 @@
+"""Exchanges over a simulated world: exact means, and bytes counted from what was handed over."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+import gcbench
+from gcbench import ops
+from gcbench.compressor import TILE, Compressor, Key, Payload, Segments
+from gcbench.errors import PayloadError, UsageError
+from gcbench.exchange import Exchange, Lane, check_legal, dense_tensors, shard_bounds
+
+
+@dataclass(frozen=True)
+class Sparse(Compressor):
+    """Sends the nonzero entries: a method whose payload sizes depend on the data."""
+
+    name = "sparse"
+    collectives: ClassVar[tuple[str, ...]] = ("allgather", "twoshot")
+
+    def encode(self, x, segments, shared, key):
+        places = x.nonzero().view(-1)
+        return Payload((places.int(), x[places]))
+
+    def decode(self, payload, segments, shared):
+        places, values = payload.parts
+        if places.numel() != values.numel():
+            raise PayloadError("as many places as values expected")
+        return torch.zeros(segments.numel).index_put((places.long(),), values)
+
+
+def integers(workers: int, n: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(n + workers)
+    return [torch.randint(-3, 4, (n,), generator=generator).float() for _ in range(workers)]
+
+
+def run(simulated, clock, method, collective, xs, shapes=None, granularity="tensor"):
+    world = simulated(len(xs))
+    segments = Segments.of(shapes or [(len(xs[0]),)], granularity)
+    exchange = Exchange(world, [Lane(method, collective, 0, segments)], 0, clock)
+    clock.start_step()
+    mean = exchange.mean(xs, step=1)
+    clock.end_step()
+    return mean, world
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 8, 64])
+@pytest.mark.parametrize("collective", ["allreduce", "allgather", "twoshot"])
+def test_no_compression_gives_the_exact_mean(simulated, clock, workers, collective):
+    xs = integers(workers, 5000)
+    mean, _ = run(simulated, clock, gcbench.get_compressor("none"), collective, xs)
+    assert torch.equal(mean, sum(xs) / workers)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5, 8, 64])
+def test_terngrad_is_the_same_in_every_collective(simulated, clock, workers):
+    xs = [torch.randn(7000, generator=torch.Generator().manual_seed(i)) for i in range(workers)]
+    shapes = [(100, 40), (3000,)]
+    method = gcbench.get_compressor("terngrad")
+    means = [
+        run(simulated, clock, method, collective, xs, shapes)[0]
+        for collective in ("twoshot", "allreduce", "allgather")
+    ]
+    assert torch.equal(means[0], means[1])
+    assert torch.equal(means[0], means[2])
+    assert means[0].unique().numel() > 3
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 8])
+@pytest.mark.parametrize("collective", ["allgather", "twoshot"])
+def test_sizes_that_depend_on_the_data_travel_and_count(simulated, clock, workers, collective):
+    xs = integers(workers, 3000)
+    for rank, x in enumerate(xs):
+        x[rank * 100 :: 2 + rank] = 0
+    mean, world = run(simulated, clock, Sparse(), collective, xs)
+    torch.testing.assert_close(mean, sum(xs) / workers, rtol=1e-6, atol=1e-6)
+    headers = 2 * 8 * (1 if collective == "allgather" else workers)
+    for x, traffic in zip(xs, world.traffic, strict=True):
+        assert traffic.payload_up == 8 * int((x != 0).sum()) + headers
+
+
+def words(n: int, bits: int) -> int:
+    return 4 * ops.packed_words(n, bits)
+
+
+def test_bytes_of_terngrad(simulated, clock):
+    """Every number by hand: payloads, the agreement on scales, and what crosses the wire."""
+    n, workers, segments = 10_000, 4, 2
+    xs = [torch.randn(n, generator=torch.Generator().manual_seed(i)) for i in range(workers)]
+    shapes = [(50, 100), (5000,)]
+    method = gcbench.get_compressor("terngrad")
+    scales = 4 * segments
+    agreed = 2 * (workers - 1) / workers * scales
+
+    _, world = run(simulated, clock, method, "allgather", xs, shapes)
+    for traffic in world.traffic:
+        assert traffic.payload_up == words(n, 2) + scales
+        assert traffic.payload_down == workers * words(n, 2) + scales
+        assert traffic.wire == (workers - 1) * words(n, 2) + agreed
+
+    _, world = run(simulated, clock, method, "allreduce", xs, shapes)
+    for traffic in world.traffic:
+        assert traffic.payload_up == traffic.payload_down == words(n, 4) + scales
+        assert traffic.wire == 1.5 * words(n, 4) + agreed
+
+    _, world = run(simulated, clock, method, "twoshot", xs, shapes)
+    bounds = shard_bounds(n, workers)
+    sizes = [b - a for a, b in itertools.pairwise(bounds)]
+    for traffic, own in zip(world.traffic, sizes, strict=True):
+        assert traffic.payload_up == words(n, 2) + scales
+        assert traffic.payload_down == words(n, 4) + scales
+        sent = words(n, 2) - words(own, 2) + (workers - 1) * words(own, 4)
+        assert traffic.wire == sent + agreed
+
+
+def test_bytes_of_no_compression(simulated, clock):
+    xs = integers(4, 4096)
+    method = gcbench.get_compressor("none")
+    for collective, down, wire in (
+        ("allreduce", 1, 1.5),
+        ("allgather", 4, 3),
+        ("twoshot", 1, 1.5),
+    ):
+        _, world = run(simulated, clock, method, collective, xs)
+        for traffic in world.traffic:
+            assert traffic.payload_up == 4 * 4096
+            assert traffic.payload_down == down * 4 * 4096
+            assert traffic.wire == wire * 4 * 4096
+
+
+def test_the_count_is_the_length_of_the_tensors(simulated, clock, monkeypatch):
+    """Weigh what reaches the transport, and compare with what was counted."""
+    seen = []
+    world_type = type(simulated(1))
+    for name in ("_all_reduce", "_all_gather", "_all_to_all"):
+        original = getattr(world_type, name)
+
+        def weigh(self, tensors, *rest, _original=original):
+            flat = [t for row in tensors for t in (row if isinstance(row, list) else [row])]
+            seen.append(sum(t.numel() * t.element_size() for t in flat))
+            return _original(self, tensors, *rest)
+
+        monkeypatch.setattr(world_type, name, weigh)
+    xs = [torch.randn(9000, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    _, world = run(simulated, clock, gcbench.get_compressor("terngrad"), "twoshot", xs)
+    agreement, shards, _ = seen
+    assert sum(t.payload_up for t in world.traffic) == agreement + shards
+    ratio = 4 * 9000 / world.traffic[0].payload_up
+    assert 15.9 < ratio <= 16
+
+
+def test_modelled_time_follows_the_link(simulated, clock):
+    xs = integers(4, 1_000_000)
+    _, world = run(simulated, clock, gcbench.get_compressor("none"), "allreduce", xs)
+    assert world.modelled_seconds == pytest.approx(6 * 50e-6 + 1.5 * 4e6 * 8 / 10e9)
+
+
+def test_dense_lane_rides_beside(simulated, clock):
+    """What a policy keeps dense arrives exactly; the rest is ternary."""
+    xs = [torch.randn(3000, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    world = simulated(4)
+    lanes = [
+        Lane(gcbench.get_compressor("terngrad"), "twoshot", 0, Segments.of([(2900,)])),
+        Lane(gcbench.get_compressor("none"), "allreduce", 2900, Segments.of([(100,)])),
+    ]
+    mean = Exchange(world, lanes, 0, clock).mean(xs, 0)
+    expected = ((xs[0] + xs[1] + xs[2] + xs[3]) / 4)[2900:]
+    assert torch.equal(mean[2900:], expected)
+    assert mean[:2900].unique().numel() <= 9
+    assert world.traffic[0].payload_up == words(2900, 2) + 4 + 400
+
+
+def test_dense_policy():
+    names, shapes = ["a.weight", "a.bias", "b.weight"], [(30, 10), (30,), (5, 30)]
+    assert dense_tensors(names, shapes, 0, []) == [False, False, False]
+    assert dense_tensors(names, shapes, 151, ["b.weight"]) == [False, True, True]
+
+
+def test_merge_by_decoding_and_encoding_again(simulated, clock):
+    """The default parameter server: a lossless method loses nothing on its way through it."""
+    xs = integers(3, 2 * TILE + 5)
+    mean, world = run(simulated, clock, Sparse(), "twoshot", xs)
+    torch.testing.assert_close(mean, sum(xs) / 3)
+    assert world.traffic[0].payload_down > 0
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 7])
+@pytest.mark.parametrize("n", [0, 1, 1023, 1024, 1025, 5000])
+def test_shard_bounds_cover_everything_in_whole_tiles(workers, n):
+    bounds = shard_bounds(n, workers)
+    assert bounds[0] == 0
+    assert bounds[-1] == n
+    assert len(bounds) == workers + 1
+    assert all(a <= b for a, b in itertools.pairwise(bounds))
+    assert all(bound % TILE == 0 or bound == n for bound in bounds)
+
+
+def test_illegal_combinations_name_the_legal_ones():
+    own = gcbench.get_compressor("terngrad", share=False)
+    assert check_legal("terngrad", own) == "allgather"
+    with pytest.raises(UsageError, match=r"allreduce: its mean would be wrong. Legal: allgather"):
+        check_legal("terngrad", own, "allreduce")
+    with pytest.raises(UsageError, match="allowed are allreduce, allgather, twoshot"):
+        check_legal("terngrad", own, "ring")
+
+    class Needy(Sparse):
+        memory: ClassVar[str] = "residual"
+
+    with pytest.raises(UsageError, match="needs the memory 'residual'"):
+        check_legal("needy", Needy())
+
+
+def test_random_numbers_follow_rank_and_place(simulated, clock):
+    """A bucket at an offset draws the same numbers as inside one large bucket."""
+    x = torch.ones(4 * TILE)
+    method = gcbench.get_compressor("terngrad", clip=0)
+    segments = Segments.of([(4 * TILE,)])
+    shared = torch.tensor([2.0])
+    whole = method.encode(x, segments, shared, Key(1, 1, 0))
+    part, _ = segments.shard(TILE, 4 * TILE)
+    late = method.encode(x[TILE:], part, shared, Key(1, 1, 0, offset=TILE))
+    expected = method.decode(whole, segments, shared)[TILE:]
+    assert torch.equal(method.decode(late, part, shared), expected)

@@ -1,0 +1,372 @@
+"""TernGrad's provable properties (Wen et al. 2017), its wire format, and its two scale rules."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import gcbench
+from gcbench import ops
+from gcbench.compressor import Key, Payload, Segments
+from gcbench.errors import PayloadError, UsageError
+
+
+def normal(n: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+def one(n: int) -> Segments:
+    return Segments.of([(n,)])
+
+
+def test_unbiased_towards_the_clipped_gradient():
+    """Each coordinate's mean over T draws is f(g) to within 5 sd: error below 3e-5 in all."""
+    method = gcbench.get_compressor("terngrad", clip=1.0)
+    x, draws = normal(48), 6000
+    segments = one(48)
+    shared = method.statistic(x, segments) * 1.3  # another worker has the larger scale
+    f = method.target(x, segments, shared)
+    assert float((f - x).abs().max()) > 0.1, "clipping must bite for this test to mean anything"
+    total = torch.zeros(48, dtype=torch.float64)
+    for step in range(draws):
+        payload = method.encode(x, segments, shared, Key(1, step, 0))
+        total += method.decode(payload, segments, shared).double()
+    sd = ((shared.double() * f.abs() - f.double() ** 2) / draws).sqrt()
+    assert float(((total / draws - f).abs() / sd).max()) < 5
+
+
+def test_exact_second_moment():
+    """E||s t||^2 = s ||f||_1: a sum of Bernoulli variables, whose sd is known too."""
+    method = gcbench.get_compressor("terngrad")
+    x = normal(200_000, 1)
+    segments = one(len(x))
+    shared = method.statistic(x, segments)
+    f = method.target(x, segments, shared).double()
+    s = float(shared)
+    decoded = method.decode(method.encode(x, segments, shared, Key(2, 0, 0)), segments, shared)
+    measured = float((decoded.double() ** 2).sum())
+    p = f.abs() / s
+    sd = s * s * float((p * (1 - p)).sum().sqrt())
+    assert abs(measured - s * float(f.abs().sum())) < 5 * sd  # error probability 6e-7
+    error = float(((decoded.double() - f) ** 2).sum())
+    variance = s * float(f.abs().sum()) - float((f**2).sum())
+    # The error's own sd: each term's fourth moment is below s^4.
+    assert abs(error - variance) < 5 * s * s * math.sqrt(len(x)) * 0.5
+
+
+@pytest.mark.parametrize(
+    ("clip", "length", "degrees"), [(2.5, -1.13, 2.75), (2.0, -4.06, 5.82), (3.0, -0.25, 1.15)]
+)
+def test_gaussian_clip_integrals(clip, length, degrees):
+    """Length and angle of a clipped Gaussian: the integrals behind the paper's 1-1.5 %, 2-3 deg."""
+    method = gcbench.get_compressor("terngrad", clip=clip)
+    x = normal(1_000_000, 2)
+    f = method.target(x, one(len(x)), x.new_empty(0)).double()
+    x = x.double()
+    assert abs(100 * float(f.norm() / x.norm() - 1) - length) < 0.1
+    cosine = float(f @ x / (f.norm() * x.norm()))
+    assert abs(math.degrees(math.acos(cosine)) - degrees) < 0.15
+
+
+def test_gaussian_error_is_the_analytic_one():
+    """||x - decode||^2 / ||x||^2 = 1.00953 at clip 2.5, for n = 1e6 to within 1 %, both sides."""
+    method = gcbench.get_compressor("terngrad")
+    x = normal(1_000_000, 3)
+    segments = one(len(x))
+    shared = method.statistic(x, segments)
+    decoded = method.decode(method.encode(x, segments, shared, Key(3, 0, 0)), segments, shared)
+    error = float(((x - decoded).double() ** 2).sum() / (x.double() ** 2).sum())
+    assert error == pytest.approx(1.00953, rel=0.01)
+    assert float((decoded == 0).double().mean()) == pytest.approx(0.682, abs=0.003)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5, 8, 64])
+def test_at_most_2n_plus_1_levels(workers):
+    method = gcbench.get_compressor("terngrad")
+    xs = [normal(40_000, seed) for seed in range(workers)]
+    segments = one(40_000)
+    shared = torch.stack([method.statistic(x, segments) for x in xs]).amax(0)
+    payloads = [method.encode(x, segments, shared, Key(4, 0, r)) for r, x in enumerate(xs)]
+    levels = method.mean(payloads, segments, shared).unique()
+    assert 3 <= len(levels) <= 2 * workers + 1
+    multiples = levels / (shared / workers)
+    torch.testing.assert_close(multiples, multiples.round(), rtol=0, atol=1e-4)
+    assert float(multiples.abs().max()) <= workers + 1e-4
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5, 8, 64, 127, 128])
+def test_sums_of_known_codes_are_exact_in_every_exchange(workers):
+    """Inputs of +-s and 0 have one possible code each: the mean is known exactly."""
+    method = gcbench.get_compressor("terngrad", clip=0)
+    generator = torch.Generator().manual_seed(workers)
+    codes = torch.randint(-1, 2, (workers, 3000), generator=generator)
+    codes[:, 0], codes[:, 1] = 1, -1  # the extremes of the sum
+    segments = Segments.of([(1000,), (1999,), (1,)])
+    scale = torch.tensor([0.5, 2.0, 0.25])
+    xs = ops.scale_(codes.float().view(-1), scale.repeat(workers), _tiled(segments, workers))
+    payloads = [
+        method.encode(x, segments, scale, Key(0, 0, r))
+        for r, x in enumerate(xs.view(workers, 3000))
+    ]
+    expected = ops.scale_(codes.sum(0).float(), scale / workers, segments)
+    assert torch.equal(method.mean(payloads, segments, scale), expected)
+    merged = method.merge(payloads, segments, scale, Key(0, 0, 0))
+    assert merged.count == workers
+    assert torch.equal(method.decode(merged, segments, scale), expected)
+    bits = math.ceil(math.log2(2 * workers + 1))
+    assert merged.nbytes == 4 * ops.packed_words(3000, bits)
+    widened = [method.summand(p, workers, segments).parts[0] for p in payloads]
+    total = Payload((sum(widened[1:], widened[0]),), workers)
+    assert torch.equal(method.decode_sum(total, segments, scale), expected)
+
+
+def _tiled(segments: Segments, times: int) -> Segments:
+    offsets = [0]
+    for _ in range(times):
+        offsets += [offsets[-1] + length for length in _sums(segments.lengths)]
+    return Segments(tuple(offsets))
+
+
+def _sums(lengths):
+    total = 0
+    for length in lengths:
+        total += length
+        yield total
+
+
+def test_two_bits_an_element():
+    method = gcbench.get_compressor("terngrad")
+    for n in (1, 31, 32, 33, 1023, 1025, 100_003):
+        segments = one(n)
+        x = normal(n)
+        shared = method.statistic(x, segments)
+        payload = method.encode(x, segments, shared, Key(0, 0, 0))
+        assert 8 * payload.nbytes == method.bits(segments)
+        assert 2 * n <= 8 * payload.nbytes < 2 * n + 64
+        assert payload.layout == method.layout(segments)
+
+
+def test_layerwise_bound_is_below_the_global_one():
+    """sum_l ||g_l||_inf ||g_l||_1 <= ||g||_inf ||g||_1, and clipping lowers it again (fig. 4)."""
+    shapes = [(64, 75), (64,), (384, 500), (10, 192)]
+    sizes = [math.prod(shape) for shape in shapes]
+    scales = (1.0, 0.1, 0.02, 3.0)
+    x = torch.cat([normal(n, i) * s for i, (n, s) in enumerate(zip(sizes, scales, strict=True))])
+
+    def second_moment(granularity: str, clip: float) -> float:
+        method = gcbench.get_compressor("terngrad", clip=clip, granularity=granularity)
+        segments = Segments.of(shapes, granularity)
+        shared = method.statistic(x, segments)
+        decoded = [
+            method.decode(method.encode(x, segments, shared, Key(9, t, 0)), segments, shared)
+            for t in range(20)
+        ]
+        return float(torch.stack(decoded).double().square().sum(1).mean())
+
+    clipped, layer, whole = (
+        second_moment("tensor", 2.5),
+        second_moment("tensor", 0),
+        second_moment("model", 0),
+    )
+    exact = [p.abs().max() * p.abs().sum() for p in x.double().split(sizes)]
+    assert layer == pytest.approx(float(sum(exact)), rel=0.02)
+    assert whole == pytest.approx(float(x.double().abs().max() * x.double().abs().sum()), rel=0.02)
+    assert clipped < layer < whole
+
+
+def test_scaler_sharing_raises_the_variance():
+    """var = s ||f||_1 - ||f||^2 grows with the shared scale."""
+    method = gcbench.get_compressor("terngrad")
+    x = normal(100_000, 5)
+    segments = one(len(x))
+    own = method.statistic(x, segments)
+    errors = []
+    for factor in (1.0, 1.5, 3.0):
+        payload = method.encode(x, segments, own * factor, Key(5, 0, 0))
+        decoded = method.decode(payload, segments, own * factor)
+        f = method.target(x, segments, own).double()
+        errors.append(float((decoded.double() - f).square().sum()))
+        exact = float(own * factor) * float(f.abs().sum()) - float(f.square().sum())
+        assert errors[-1] == pytest.approx(exact, rel=0.02)
+    assert errors[0] < errors[1] < errors[2]
+
+
+def test_workers_draw_independently():
+    """The mean of N workers with the same gradient has 1/N of the variance; one stream has all."""
+    method = gcbench.get_compressor("terngrad")
+    x, workers = normal(100_000, 6), 8
+    segments = one(len(x))
+    shared = method.statistic(x, segments)
+    f = method.target(x, segments, shared).double()
+
+    def error(ranks):
+        payloads = [method.encode(x, segments, shared, Key(6, 0, rank)) for rank in ranks]
+        return float((method.mean(payloads, segments, shared).double() - f).square().sum())
+
+    alone = error([0])
+    assert error(range(workers)) == pytest.approx(alone / workers, rel=0.03)
+    assert error([0] * workers) == pytest.approx(alone, rel=1e-4)
+
+
+def test_c_sigma_scale_is_the_authors_code():
+    """s = c sigma, P = min(1, |g| / s) on the unclipped gradient: all beyond s become +-s."""
+    method = gcbench.get_compressor("terngrad", scale="c-sigma", clip=1.0)
+    x = normal(50_000, 7)
+    segments = one(len(x))
+    shared = method.statistic(x, segments)
+    assert float(shared) == pytest.approx(float(x.double().std(correction=0)), rel=1e-6)
+    decoded = method.decode(method.encode(x, segments, shared, Key(7, 0, 0)), segments, shared)
+    beyond = x.abs() >= shared
+    assert torch.equal(decoded[beyond], shared * x[beyond].sign())
+    assert float(beyond.double().mean()) == pytest.approx(0.3173, abs=0.01)
+
+
+def test_c_sigma_differs_from_the_paper_on_small_tensors():
+    """Ten biases rarely reach 2.5 sigma: the authors' scale is larger, and more codes are zero."""
+    x = normal(10, 8)
+    segments = one(10)
+    paper = gcbench.get_compressor("terngrad").statistic(x, segments)
+    code = gcbench.get_compressor("terngrad", scale="c-sigma").statistic(x, segments)
+    assert float(paper) == float(x.abs().max())
+    assert float(code) > float(paper)
+
+
+def test_clipping_sees_whole_segments_when_shards_are_cut():
+    """Two-shot shards carry the codes that the whole bucket would get, wherever the cut falls."""
+    method = gcbench.get_compressor("terngrad", clip=1.0)
+    x = torch.cat([normal(3000, 9), 10 * normal(3000, 10)])
+    segments = one(6000)
+    shared = method.statistic(x, segments)
+    key = Key(8, 1, 2)
+    whole = method.decode(method.encode(x, segments, shared, key), segments, shared)
+    bounds = [0, 2048, 4096, 6000]
+    shards = method.encode_shards(x, segments, shared, key, bounds)
+    pieces = [
+        method.decode(payload, segments.shard(a, b)[0], shared)
+        for payload, a, b in zip(shards, bounds, bounds[1:], strict=False)
+    ]
+    assert torch.equal(torch.cat(pieces), whole)
+
+
+def test_own_scales_travel_without_sharing():
+    method = gcbench.get_compressor("terngrad", share=False, clip=0)
+    segments = Segments.of([(100,), (50,)])
+    xs = [normal(150, 11), 5 * normal(150, 12)]
+    nothing = method.statistic(xs[0], segments)
+    assert nothing.numel() == 0
+    payloads = [method.encode(x, segments, nothing, Key(0, 0, r)) for r, x in enumerate(xs)]
+    assert [p.parts[1].tolist() for p in payloads] == [
+        [float(x[:100].abs().max()), float(x[100:].abs().max())] for x in xs
+    ]
+    expected = sum(method.decode(p, segments, nothing) for p in payloads) / 2
+    torch.testing.assert_close(method.mean(payloads, segments, nothing), expected)
+    assert method.legal_collectives() == ("allgather",)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "model", "column", 64])
+@pytest.mark.parametrize("scale", ["clipped-max", "c-sigma"])
+def test_special_values(granularity, scale):
+    """Zeros, one nonzero, constants, huge and tiny values, -0.0: finite, and zeros stay zero."""
+    method = gcbench.get_compressor("terngrad", granularity=granularity, scale=scale)
+    segments = Segments.of([(8, 25), (100,), (1,)], granularity)
+    n = segments.numel
+    spike = torch.zeros(n)
+    spike[17] = -3.0
+    huge = torch.full((n,), 3e38)
+    huge[::2] *= -1
+    for x in (torch.zeros(n), -torch.zeros(n), spike, torch.ones(n), huge, torch.full((n,), 1e-42)):
+        shared = method.statistic(x, segments)
+        decoded = method.decode(method.encode(x, segments, shared, Key(0, 0, 0)), segments, shared)
+        assert decoded.isfinite().all()
+        assert not decoded[x == 0].any()
+        assert (decoded * x >= 0).all()
+
+
+def test_a_constant_is_exact():
+    method = gcbench.get_compressor("terngrad", clip=0)
+    x = torch.full((10_000,), -0.7)
+    shared = method.statistic(x, one(len(x)))
+    for step in range(20):
+        payload = method.encode(x, one(len(x)), shared, Key(0, step, 0))
+        assert torch.equal(method.decode(payload, one(len(x)), shared), x)
+
+
+def test_encode_is_pure():
+    method = gcbench.get_compressor("terngrad")
+    x = normal(5000)
+    kept = x.clone()
+    segments = one(5000)
+    before = torch.get_rng_state()
+    shared = method.statistic(x, segments)
+    first = method.encode(x, segments, shared, Key(1, 2, 3))
+    again = method.encode(x, segments, shared, Key(1, 2, 3))
+    assert torch.equal(first.parts[0], again.parts[0])
+    assert torch.equal(x, kept)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_corrupt_payloads_are_refused():
+    method = gcbench.get_compressor("terngrad")
+    segments = one(1000)
+    x = normal(1000)
+    shared = method.statistic(x, segments)
+    payload = method.encode(x, segments, shared, Key(0, 0, 0))
+    words = payload.parts[0]
+    bad = [
+        Payload((words[:-1],)),
+        Payload((torch.cat([words, words]),)),
+        Payload((words.float(),)),
+        Payload((words, words)),
+        Payload(()),
+        payload._replace(count=4),
+        Payload((torch.full_like(words, -1),)),  # code 3 stands for nothing
+    ]
+    for wrong in bad:
+        with pytest.raises(PayloadError):
+            method.decode(wrong, segments, shared)
+        with pytest.raises(PayloadError):
+            method.mean([payload, wrong], segments, shared)
+
+
+def test_corrupt_scales_are_refused():
+    method = gcbench.get_compressor("terngrad", share=False)
+    segments = one(100)
+    payload = method.encode(normal(100), segments, torch.empty(0), Key(0, 0, 0))
+    for scale in (math.nan, math.inf, -1.0):
+        wrong = Payload((payload.parts[0], torch.tensor([scale])))
+        with pytest.raises(PayloadError, match="finite"):
+            method.decode(wrong, segments, torch.empty(0))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"clip": -1.0}, {"clip": math.nan}, {"scale": "max"}, {"scale": "c-sigma", "clip": 0}],
+)
+def test_bad_fields_are_refused(fields):
+    with pytest.raises(UsageError, match="terngrad"):
+        gcbench.get_compressor("terngrad", **fields)
+
+
+def test_repr_evaluates_back():
+    method = gcbench.get_compressor("terngrad", clip=2.0, granularity=512)
+    assert eval(repr(method), {"TernGrad": type(method)}) == method
+
+
+def test_golden_bytes():
+    """The wire format: changing it needs a line in CHANGELOG.md."""
+    method = gcbench.get_compressor("terngrad")
+    x = torch.linspace(-1, 1, 40)
+    shared = method.statistic(x, one(40))
+    first = method.encode(x, one(40), shared, Key(1, 2, 3))
+    second = method.encode(-x, one(40), shared, Key(1, 2, 4))
+    merged = method.merge([first, second], one(40), shared, Key(1, 2, 0))
+    assert bytes(first.to_bytes().tolist()).hex() == GOLDEN_ENCODE
+    assert bytes(merged.to_bytes().tolist()).hex() == GOLDEN_MERGE
+    again = Payload.from_bytes(merged.to_bytes(), method.layout(one(40), 2), 2)
+    assert torch.equal(again.parts[0], merged.parts[0])
+
+
+GOLDEN_ENCODE = "0055556540449565a9000000a9000000"
+GOLDEN_MERGE = "92b2499a92944552a24c9104a62892040000000000000000"
