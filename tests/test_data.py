@@ -1,0 +1,405 @@
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import os
+import re
+import socket
+import tarfile
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+
+from gcbench import data
+from gcbench.errors import GcbenchError, UsageError
+
+CONTENT = bytes(range(256)) * 1024
+
+
+class Server(ThreadingHTTPServer):
+    """Serves `files` by name; breaks off once after `cut` bytes; ignores ranges if told."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files: dict[str, bytes] = {}
+        self.cut: int | None = None
+        self.ranges = True
+        self.asked: list[tuple[str, str | None]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        name, wanted = self.path.lstrip("/"), self.headers["Range"]
+        self.server.asked.append((name, wanted))
+        if name not in self.server.files:
+            self.send_error(404)
+            return
+        body, start = self.server.files[name], 0
+        if wanted and self.server.ranges:
+            start = int(wanted.removeprefix("bytes=").rstrip("-"))
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
+        else:
+            self.send_response(200)
+        self.send_header("Content-Length", str(len(body) - start))
+        self.end_headers()
+        self.wfile.write(body[start:][: self.server.cut])
+        self.server.cut = None
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    running = Server()
+    thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield running
+    running.shutdown()
+    thread.join()
+    running.server_close()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("GCBENCH_CACHE", str(folder))
+    for variable in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+        monkeypatch.delenv(variable.upper(), raising=False)
+    return folder
+
+
+def entry(name: str, content: bytes) -> data.File:
+    return data.File(name, len(content), hashlib.sha256(content).hexdigest())
+
+
+def publish(monkeypatch: pytest.MonkeyPatch, *mirrors: str, content: bytes = CONTENT) -> None:
+    """Let the data set `mnist` be one file, a.gz."""
+    source = data.Source("mnist", (entry("a.gz", content),), mirrors)
+    monkeypatch.setitem(data.SOURCES, "mnist", source)
+
+
+def closed_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{probe.getsockname()[1]}/"
+
+
+def test_download_goes_to_the_cache_once(
+    server: Server,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    publish(monkeypatch, server.url)
+    server.files["a.gz"] = CONTENT
+    assert data.find("mnist") == [cache / "mnist" / "a.gz"]
+    assert (cache / "mnist" / "a.gz").read_bytes() == CONTENT
+    assert data.get("mnist") == data.path("mnist") == cache / "mnist"
+    assert server.asked == [("a.gz", None)]
+    assert capfd.readouterr() == ("", ""), "neither pooch's notes nor a bar without a terminal"
+
+
+def test_cut_download_is_kept_and_continued(
+    server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(monkeypatch, server.url)
+    server.files["a.gz"], server.cut = CONTENT, 100_000
+    with pytest.raises(GcbenchError, match=r"the connection broke\)\. Try again, it goes on where"):
+        data.get("mnist")
+    part = cache / "mnist" / "a.gz.part"
+    assert part.read_bytes() == CONTENT[: data.CHUNK], "whole chunks are kept"
+    data.get("mnist")
+    assert server.asked == [("a.gz", None), ("a.gz", f"bytes={data.CHUNK}-")]
+    assert (cache / "mnist" / "a.gz").read_bytes() == CONTENT
+    assert not part.exists()
+
+
+def test_second_mirror_continues_what_the_first_began(
+    server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(monkeypatch, closed_port(), server.url + "gone/", server.url, server.url)
+    server.files["a.gz"], server.cut = CONTENT, 100_000
+    data.get("mnist")
+    rest = f"bytes={data.CHUNK}-"
+    assert server.asked == [("gone/a.gz", None), ("a.gz", None), ("a.gz", rest)]
+    assert (cache / "mnist" / "a.gz").read_bytes() == CONTENT
+
+
+def test_server_without_ranges_starts_again(
+    server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(monkeypatch, server.url)
+    server.files["a.gz"], server.ranges = CONTENT, False
+    (cache / "mnist").mkdir(parents=True)
+    (cache / "mnist" / "a.gz.part").write_bytes(CONTENT[:77])
+    data.get("mnist")
+    assert (cache / "mnist" / "a.gz").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("stale", [b"x" * 10, b"x" * len(CONTENT), b"x" * 2 * len(CONTENT)])
+def test_part_of_another_file_is_thrown_away(
+    server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch, stale: bytes
+) -> None:
+    publish(monkeypatch, server.url)
+    server.files["a.gz"] = CONTENT
+    (cache / "mnist").mkdir(parents=True)
+    (cache / "mnist" / "a.gz.part").write_bytes(stale)
+    data.get("mnist")
+    assert (cache / "mnist" / "a.gz").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize(
+    ("served", "message"),
+    [
+        (
+            CONTENT[:-1] + b"?",
+            "what came has the wrong SHA-256: [0-9a-f]{64}, expected [0-9a-f]{64}",
+        ),
+        (CONTENT + b"?", "the server has 262,145 bytes, 262,144 expected"),
+        (b"<html>please log in</html>", "the server has 26 bytes, 262,144 expected"),
+    ],
+)
+def test_wrong_content_is_refused_and_not_kept(
+    server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch, served: bytes, message: str
+) -> None:
+    publish(monkeypatch, server.url)
+    server.files["a.gz"] = served
+    with pytest.raises(GcbenchError, match=message):
+        data.get("mnist")
+    assert [file.name for file in cache.glob("mnist/*")] == []
+
+
+def test_damaged_file_in_the_cache_is_fetched_again(
+    server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(monkeypatch, server.url)
+    server.files["a.gz"] = CONTENT
+    (cache / "mnist").mkdir(parents=True)
+    (cache / "mnist" / "a.gz").write_bytes(CONTENT[:-1] + b"?")
+    data.get("mnist")
+    assert (cache / "mnist" / "a.gz").read_bytes() == CONTENT
+
+
+def test_get_fills_a_named_folder_but_overwrites_nothing(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(monkeypatch, server.url)
+    server.files["a.gz"] = CONTENT
+    assert data.get("mnist", tmp_path) == tmp_path / "mnist"
+    assert data.find("mnist", tmp_path) == [tmp_path / "mnist" / "a.gz"]
+    (tmp_path / "mnist" / "a.gz").write_bytes(b"mine")
+    with pytest.raises(GcbenchError, match=r"a\.gz is cut short: 4 of 262,144 bytes"):
+        data.get("mnist", tmp_path)
+    assert (tmp_path / "mnist" / "a.gz").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("name", data.NAMES)
+def test_without_network_the_message_says_what_to_do(
+    name: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = data.SOURCES[name]
+    urls = real.mirrors
+    dead = data.Source(real.folder, real.files, (closed_port(),) * len(urls), real.archive)
+    monkeypatch.setitem(data.SOURCES, name, dead)
+    with pytest.raises(GcbenchError) as caught:
+        data.find(name)
+    message = str(caught.value)
+    for part in (
+        real.downloads[0].name + " cannot be downloaded (no connection)",
+        "Download ",
+        dead.mirrors[0],
+        str(cache),
+        "--data-dir or GCBENCH_DATA",
+        "`--task digits` needs no download",
+    ):
+        assert part in message
+    assert "\n" not in message
+    assert "Error" not in message
+
+
+def test_the_published_addresses() -> None:
+    assert data.SOURCES["cifar10"].mirrors == ("https://www.cs.toronto.edu/~kriz/",)
+    assert [mirror.split("/")[2] for mirror in data.SOURCES["mnist"].mirrors] == [
+        "ossci-datasets.s3.amazonaws.com",
+        "storage.googleapis.com",
+    ]
+
+
+def test_server_that_does_not_answer(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "TIMEOUT", 0.05)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        publish(monkeypatch, f"http://127.0.0.1:{silent.getsockname()[1]}/")
+        with pytest.raises(GcbenchError, match=r"no answer within 0\.05 s"):
+            data.get("mnist")
+
+
+def test_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GCBENCH_CACHE", str(tmp_path / "file"))
+    with pytest.raises(GcbenchError, match=r"cannot be stored in .*GCBENCH_CACHE"):
+        data.get("mnist")
+
+
+def test_archive_is_unpacked_safely(
+    server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+        for name, content in (("set/one.bin", b"1"), ("set/two.bin", b"22"), ("../evil", b"!")):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    server.files["set.tar.gz"] = packed.getvalue()
+    files = (entry("one.bin", b"1"), entry("two.bin", b"22"))
+    archive = entry("set.tar.gz", packed.getvalue())
+    source = data.Source("set", files, (server.url,), archive)
+    monkeypatch.setitem(data.SOURCES, "cifar10", source)
+    assert [file.read_bytes() for file in data.find("cifar10")] == [b"1", b"22"]
+    kept = sorted(str(file.relative_to(cache.parent)) for file in cache.parent.rglob("*.*"))
+    assert [name for name in kept if not name.endswith(".lock")] == [
+        "cache/set/one.bin",
+        "cache/set/two.bin",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "is missing. Download "),
+        (CONTENT[:-1], "is cut short: 262,143 of 262,144 bytes. Download "),
+        (CONTENT + b"?", "is too long: 262,145 bytes, 262,144 expected. Download "),
+        (
+            CONTENT[:-1] + b"?",
+            "has the wrong SHA-256: [0-9a-f]{64}, expected [0-9a-f]{64}. Download ",
+        ),
+    ],
+)
+def test_files_in_a_named_folder_are_checked_and_not_downloaded(
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    content: bytes | None,
+    message: str,
+) -> None:
+    publish(monkeypatch, server.url)
+    server.files["a.gz"] = CONTENT
+    (tmp_path / "mnist").mkdir()
+    if content is not None:
+        (tmp_path / "mnist" / "a.gz").write_bytes(content)
+    with pytest.raises(GcbenchError, match=r"mnist/a\.gz " + message):
+        data.find("mnist", tmp_path)
+    assert server.asked == []
+
+
+def test_unknown_name() -> None:
+    expected = re.escape("unknown data set 'mnits'. Did you mean 'mnist'? Known: cifar10, mnist.")
+    for function in (data.path, data.find, data.get):
+        with pytest.raises(UsageError, match=expected):
+            function("mnits")
+
+
+def test_path_touches_nothing(tmp_path: Path, cache: Path) -> None:
+    assert data.path("cifar10") == cache / "cifar-10-batches-bin"
+    assert data.path("mnist", tmp_path) == tmp_path / "mnist"
+    assert not cache.exists()
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def test_cifar_rows_are_label_then_red_green_blue_by_rows(tmp_path: Path) -> None:
+    pixels = torch.arange(2 * 3072).remainder(251).to(torch.uint8).view(2, 3072)
+    rows = torch.cat([torch.tensor([[7], [0]], dtype=torch.uint8), pixels], 1)
+    (tmp_path / "batch.bin").write_bytes(rows.numpy().tobytes())
+    images, labels = data.cifar_rows(tmp_path / "batch.bin")
+    assert labels.tolist() == [7, 0]
+    assert (images.shape, images.dtype) == ((2, 3, 32, 32), torch.uint8)
+    # Colour 2, row 5, column 9 of the second image is byte 3072 + 2 * 1024 + 5 * 32 + 9.
+    assert images[1, 2, 5, 9] == (3072 + 2 * 1024 + 5 * 32 + 9) % 251
+
+
+@pytest.mark.parametrize("size", [0, 3072, 3074])
+def test_cifar_file_that_is_cut_short(tmp_path: Path, size: int) -> None:
+    (tmp_path / "batch.bin").write_bytes(b"\1" * size)
+    with pytest.raises(GcbenchError, match=f"{size:,} bytes are not rows of 3,073"):
+        data.cifar_rows(tmp_path / "batch.bin")
+
+
+def test_cifar_label_out_of_range(tmp_path: Path) -> None:
+    (tmp_path / "batch.bin").write_bytes(b"\x0a" + b"\0" * 3072)
+    with pytest.raises(GcbenchError, match="label 10, 0 to 9 are allowed"):
+        data.cifar_rows(tmp_path / "batch.bin")
+
+
+def test_idx(tmp_path: Path) -> None:
+    head = b"\0\0\x08\x03" + b"".join(size.to_bytes(4, "big") for size in (2, 3, 4))
+    (tmp_path / "a.gz").write_bytes(gzip.compress(head + bytes(range(24))))
+    read = data.idx(tmp_path / "a.gz")
+    assert read.dtype == torch.uint8
+    assert torch.equal(read, torch.arange(24, dtype=torch.uint8).view(2, 3, 4))
+
+
+HEAD = b"\0\0\x08\x01\0\0\0\4"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"no gzip", "not a whole gzip file"),
+        (gzip.compress(HEAD + b"1234")[:-9], "not a whole gzip file"),
+        (gzip.compress(b""), "no idx file"),
+        (gzip.compress(b"\0\0\x0d\x01\0\0\0\4" + b"1234"), "no idx file of unsigned bytes"),
+        (gzip.compress(b"\0\0\x08\x02\0\0\0\4"), "no idx file"),
+        (gzip.compress(HEAD + b"123"), r"3 bytes behind the head, which says \[4\]: 4 expected"),
+        (gzip.compress(HEAD + b"12345"), r"5 bytes behind the head, which says \[4\]: 4 expected"),
+        (
+            gzip.compress(b"\0\0\x08\x04" + b"\xff" * 16 + b"1234"),
+            "4 bytes behind the head, which says .*expected",
+        ),
+    ],
+)
+def test_idx_refuses(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a.gz").write_bytes(content)
+    with pytest.raises(GcbenchError, match=message):
+        data.idx(tmp_path / "a.gz")
+
+
+REAL = os.environ.get("GCBENCH_DATA")
+
+
+@pytest.mark.skipif(not REAL, reason="GCBENCH_DATA names no folder with the published files")
+def test_the_published_files() -> None:
+    assert REAL is not None
+    (images, labels), (test, test_labels) = data.cifar10(Path(REAL))
+    assert images.shape == (50_000, 3, 32, 32)
+    assert test.shape == (10_000, 3, 32, 32)
+    assert labels.bincount().tolist() == [5000] * 10
+    assert test_labels.bincount().tolist() == [1000] * 10
+    assert test_labels[:10].tolist() == [3, 8, 8, 0, 6, 6, 1, 6, 3, 1]
+    mean = images.numpy().mean((0, 2, 3)) / 255
+    assert mean.tolist() == pytest.approx([0.4914, 0.4822, 0.4465], abs=1e-4)
+
+    (images, labels), (test, test_labels) = data.mnist(Path(REAL))
+    assert images.shape == (60_000, 1, 28, 28)
+    assert test.shape == (10_000, 1, 28, 28)
+    assert labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
+    assert test_labels[:10].tolist() == [7, 2, 1, 0, 4, 1, 4, 9, 5, 9]
+    assert images.float().mean().item() / 255 == pytest.approx(0.1307, abs=1e-4)
