@@ -30,8 +30,8 @@ TINY = 2.0**-100
 """A scale below this counts as zero: its segment is sent as zeros. Far below any gradient, and it
 keeps every product of the codecs out of the denormal range."""
 
-CACHED_TILES = 64
-"""Tiles that are worked on at once, so that intermediate results stay in a core's cache."""
+BLOCK = 128 * TILE
+"""Elements worked on at once, so that intermediate results stay in a core's cache."""
 
 _WORD = 0xFFFFFFFF
 # Philox4x32: multipliers and Weyl increments (Salmon et al. 2011, table 2 and Random123's header).
@@ -250,7 +250,7 @@ def _row_moments(rows: Tensor) -> tuple[Tensor, Tensor]:
     flat = tiles.view(-1, tiles.shape[2])
     sums = [flat.new_zeros(0, dtype=torch.float64)] * 2
     parts: list[tuple[Tensor, Tensor]] = []
-    for block in torch.split(flat, max(1, CACHED_TILES * TILE // tiles.shape[2])):
+    for block in torch.split(flat, max(1, BLOCK // tiles.shape[2])):
         wide = block.double()
         parts.append((_halve(wide), _halve(wide * wide)))
     if parts:
@@ -300,14 +300,20 @@ def ternary_encode(
     no clipping) and the scale of each segment. P(t != 0) is |x| / scale to within 2^-24, and
     exactly 1 at the scale and above. A scale below 2^-100 gives zeros.
     """
-    magnitude = x.abs()
-    if limit is not None:
-        clamp_(magnitude, limit, segments)
     step = torch.where(scale < TINY, torch.inf, scale * 2.0**-24)
-    draws = draws24(key, x.numel(), x.device).float().add_(0.5)
-    hit = scale_(draws, step, segments) <= magnitude
-    # 1 + t: 2 for +s, 0 for -s, 1 for 0
-    codes = hit.to(torch.int8).mul_(torch.signbit(x).to(torch.int8).mul_(-2).add_(1)).add_(1)
+    codes = torch.empty(x.numel(), dtype=torch.int8, device=x.device)
+    for start in range(0, x.numel(), BLOCK):
+        stop = min(start + BLOCK, x.numel())
+        part, which = segments.shard(start, stop)
+        magnitude = x[start:stop].abs()
+        if limit is not None:
+            clamp_(magnitude, limit[which.start : which.stop], part)
+        place = key._replace(offset=key.offset + start)
+        draws = draws24(place, stop - start, x.device).float().add_(0.5)
+        hit = scale_(draws, step[which.start : which.stop], part) <= magnitude
+        # 1 + t: 2 for +s, 0 for -s, 1 for 0
+        sign = torch.signbit(x[start:stop]).to(torch.int8).mul_(-2).add_(1)
+        torch.mul(hit.to(torch.int8), sign, out=codes[start:stop]).add_(1)
     return pack(codes, 2)
 
 
