@@ -119,7 +119,9 @@ def run(
     eps: Annotated[S, _opt("Adam's epsilon.", TRAIN)] = None,
     schedule: Annotated[S, _opt("constant, poly or step.", TRAIN)] = None,
     schedule_power: Annotated[S, _opt("Power of poly.", TRAIN)] = None,
-    schedule_steps: Annotated[S, _opt("Milestones of step, e.g. 500/750.", TRAIN)] = None,
+    schedule_steps: Annotated[
+        S, _opt("Milestones of step: 500/750, or 0.5/0.75 of all.", TRAIN)
+    ] = None,
     schedule_gamma: Annotated[S, _opt("Factor at each milestone.", TRAIN)] = None,
     weight_decay: Annotated[S, _opt("L2 factor.", TRAIN)] = None,
     decay: Annotated[S, _opt("loss: before compression; update: after decoding.", TRAIN)] = None,
@@ -294,5 +296,6 @@ def main() -> None:
     except Exception as error:  # the last line of defence: one line, and how to see more
         if os.environ.get("GCBENCH_DEBUG"):
             raise
-        _say(f"gcbench: {type(error).__name__}: {error} (`gcbench --debug ...` shows where)")
+        said = (str(error).splitlines() or [""])[0]
+        _say(f"gcbench: {type(error).__name__}: {said} (`gcbench --debug ...` shows where)")
         sys.exit(1)

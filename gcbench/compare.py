@@ -639,7 +639,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     if any(row.step_seconds is not None or any(row.phases.values()) for row in rows):
         notes.append(
             "Times: of one worker, median over steps and then over seeds; step: wall clock of all "
-            "of it (in the engine simulate, the workers one after the other)."
+            "of it (in the engine simulate, of all workers in one process)."
         )
     links = sorted({(m.link_gbit, m.link_latency_us) for row in rows if (m := row.modelled)})
     if links:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import logging
+import math
 import os
 import tarfile
 import tempfile
@@ -427,7 +428,7 @@ def idx(file: Path) -> Tensor:
         raise GcbenchError(f"{file}: starts with {content[:4]!r}: no idx file of unsigned bytes")
     start = 4 + 4 * axes
     shape = np.frombuffer(content, ">u4", axes, offset=4).tolist()
-    if len(content) - start != (expected := int(np.prod(shape, dtype=object))):
+    if len(content) - start != (expected := math.prod(shape)):
         raise GcbenchError(
             f"{file}: {len(content) - start:,} bytes behind the head, which says {shape}: "
             f"{expected:,} expected"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,34 +29,49 @@ from gcbench.train import Interrupted, Options, Trainer
 from gcbench.world import DistributedWorld, Link, SimulatedWorld, World
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl: the signal to get when the parent dies."""
 
 
 @contextmanager
-def _stop_on_signals(*signals: signal.Signals) -> Iterator[Callable[[], bool]]:
-    """Turn the first of these signals into a flag; a second one acts as usual."""
+def _stop_on_signals(*, launched: bool) -> Iterator[Callable[[], bool]]:
+    """Turn the first Ctrl-C or SIGTERM into a flag; a second one acts as usual.
+
+    Not in a launched worker: it gets the terminal's signal and then the launcher's, and it is the
+    launcher that loses patience.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
     asked = threading.Event()
-    before = {number: signal.getsignal(number) for number in signals}
+    with _signals_restored() as before:
 
-    def handle(number: int, frame: object) -> None:
-        asked.set()
-        signal.signal(number, before[signal.Signals(number)])
+        def handle(number: int, frame: object) -> None:
+            asked.set()
+            if not launched:
+                signal.signal(number, before[signal.Signals(number)])
 
-    for number in signals:
-        signal.signal(number, handle)
-    try:
+        for number in before:
+            signal.signal(number, handle)
         yield asked.is_set
+
+
+@contextmanager
+def _signals_restored() -> Iterator[dict[signal.Signals, Any]]:
+    """Give the handlers of Ctrl-C and SIGTERM, and put them back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield before
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
-def _fit(config: Config, world: World, run: Run, options: Options, *stops: signal.Signals) -> None:
+def _fit(config: Config, world: World, run: Run, options: Options, *, launched: bool) -> None:
     """Train this process's workers; where worker 0 lives, finish the run."""
     try:
-        with _stop_on_signals(*stops) as stop:
+        with _stop_on_signals(launched=launched) as stop:
             trainer = Trainer(config, world, run, options)
             summary = trainer.fit(stop)
     finally:
@@ -72,7 +90,7 @@ def simulate(config: Config, run: Run, options: Options) -> None:
     parallel = 1 if device.type == "cuda" else max(1, experiment.cores() // threads)
     link = Link(config.link_gbit, config.link_latency_us)
     world = SimulatedWorld(config.workers, device, link, threads, min(parallel, config.workers))
-    _fit(config, world, run, options, signal.SIGINT)
+    _fit(config, world, run, options, launched=False)
 
 
 def _join(config: Config) -> World:
@@ -96,20 +114,29 @@ def torchrun(config: Config, run: Run, options: Options) -> None:
     """
     size = int(os.environ["WORLD_SIZE"])
     if size != config.workers:
-        raise UsageError(f"--workers {config.workers} under torchrun with {size} processes")
-    _fit(config, _join(config), run, options, signal.SIGINT, signal.SIGTERM)
+        raise UsageError(
+            f"--workers {config.workers} under torchrun with {size} processes: they are the "
+            f"workers; give --workers {size}"
+        )
+    _fit(config, _join(config), run, options, launched=True)
 
 
-def _error_file(folder: Path, rank: int) -> Path:
-    return folder / f"error-{rank}.json"
+def _die_with_parent() -> None:
+    """Have the kernel end this process with its parent: no worker goes on writing unwatched."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _spawned(config_json: str, folder: str, options: Options) -> None:
-    """Be one local worker process; leave what went wrong in a file for the parent."""
+def _error_file(folder: str, rank: int) -> Path:
+    return Path(folder) / f"error-{rank}.json"
+
+
+def _spawned(config_json: str, folder: str, options: Options, errors: str) -> None:
+    """Be one local worker process; leave what went wrong in a file in `errors` for the parent."""
+    _die_with_parent()
     rank = int(os.environ["RANK"])
-    run = Run(Path(folder))
     try:
-        torchrun(Config.model_validate_json(config_json), run, options)
+        torchrun(Config.model_validate_json(config_json), Run(Path(folder)), options)
     except Exception as error:
         known = isinstance(error, GcbenchError)
         message = {
@@ -120,7 +147,7 @@ def _spawned(config_json: str, folder: str, options: Options) -> None:
             "trace": traceback.format_exc(),
         }
         with suppress(OSError):
-            _error_file(run.folder, rank).write_text(json.dumps(message))
+            _error_file(errors, rank).write_text(json.dumps(message))
         # A peer that waits in a collective is brought down by the launcher, not by this exit.
         sys.stdout.flush()
         os._exit(1)
@@ -137,8 +164,6 @@ def spawn(config: Config, run: Run, options: Options) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    for rank in range(config.workers):
-        _error_file(run.folder, rank).unlink(missing_ok=True)
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -150,11 +175,17 @@ def spawn(config: Config, run: Run, options: Options) -> None:
         monitor_interval=0.1,
         start_method="spawn",
     )
-    try:
-        with _environment(OMP_NUM_THREADS=str(experiment.threads_per_worker(config))):
-            elastic_launch(launch, _spawned)(config.model_dump_json(), str(run.folder), options)
-    except (ChildFailedError, SignalException, KeyboardInterrupt) as failure:
-        raise _first_error(config, run, failure) from failure
+    threads = str(experiment.threads_per_worker(config))
+    with TemporaryDirectory(prefix="gcbench-") as errors, _signals_restored():
+        try:
+            with _environment(OMP_NUM_THREADS=threads):
+                worker = elastic_launch(launch, _spawned)
+                worker(config.model_dump_json(), str(run.folder), options, errors)
+        except ChildFailedError as failure:
+            died = GcbenchError(f"a worker process died without a word ({failure!s:.200})")
+            raise _first_error(config, errors, died) from failure
+        except (SignalException, KeyboardInterrupt) as failure:
+            raise _first_error(config, errors, Interrupted("stopped by the user")) from failure
 
 
 @contextmanager
@@ -171,22 +202,21 @@ def _environment(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _first_error(config: Config, run: Run, failure: BaseException) -> GcbenchError:
-    """Return what went wrong first in any worker, as an error of this process."""
+def _first_error(config: Config, errors: str, silent: GcbenchError) -> GcbenchError:
+    """Return what went wrong first in any worker, as an error of this process.
+
+    `silent` is the error if no worker said anything.
+    """
     found = []
     for rank in range(config.workers):
-        path = _error_file(run.folder, rank)
         with suppress(OSError, ValueError):
-            found.append(json.loads(path.read_text()))
-            path.unlink()
+            found.append(json.loads(_error_file(errors, rank).read_text()))
     # A worker that fails by itself says so in our words; its peers only see the connection break.
     found.sort(key=lambda error: (not error["known"], error["time"]))
-    if found and found[0]["exit_code"] == Interrupted.exit_code:
+    if not found or (isinstance(silent, Interrupted) and not found[0]["known"]):
+        return silent
+    if found[0]["exit_code"] == Interrupted.exit_code:
         return Interrupted(found[0]["message"])
-    if not found and not isinstance(failure, Exception | SystemExit):
-        return Interrupted("stopped by the user")
-    if not found:
-        return GcbenchError(f"a worker process died without a word ({failure!s:.200})")
     error = UsageError if found[0]["exit_code"] == UsageError.exit_code else GcbenchError
     result = error(found[0]["message"])
     result.add_note(found[0]["trace"])

@@ -25,7 +25,7 @@ class PayloadError(GcbenchError, ValueError):
 def unknown(kind: str, name: str, known: Iterable[str], hint: str = "") -> UsageError:
     """Return the error for an unknown `name`: the closest known one first, then all of them."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     nearest = f" Did you mean {close[0]!r}?" if close else ""
     tail = f" {hint}" if hint else ""
     return UsageError(f"unknown {kind} {name!r}.{nearest} Known: {', '.join(names)}.{tail}")

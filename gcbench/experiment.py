@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -60,7 +61,7 @@ class Config(BaseModel):
     eps: Annotated[Finite, Field(ge=0)] = 1e-8
     schedule: Literal["constant", "poly", "step"] = "constant"
     schedule_power: Annotated[Finite, Field(gt=0)] = 0.5
-    schedule_steps: list[Positive] = []
+    schedule_steps: list[Annotated[Finite, Field(gt=0)]] = []  # below 1: a fraction of `steps`
     schedule_gamma: Annotated[Finite, Field(gt=0)] = 0.1
     weight_decay: Annotated[Finite, Field(ge=0)] = 0.0
     decay: Literal["loss", "update"] = "loss"
@@ -113,7 +114,7 @@ class Config(BaseModel):
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs momentum > 0")
         if self.schedule == "step" and not self.schedule_steps:
-            raise ValueError("schedule=step needs schedule_steps, e.g. --schedule-steps 500/750")
+            raise ValueError("schedule=step needs schedule_steps, e.g. --schedule-steps 0.5/0.75")
         return self
 
     @property
@@ -144,7 +145,8 @@ class Config(BaseModel):
             case "poly":
                 return float(self.lr * (1 - step / self.steps) ** self.schedule_power)
             case "step":
-                reached = sum(step >= milestone for milestone in self.schedule_steps)
+                marks = [m * self.steps if m < 1 else m for m in self.schedule_steps]
+                reached = sum(step >= mark for mark in marks)
                 return float(self.lr * self.schedule_gamma**reached)
             case _:
                 return self.lr
@@ -244,23 +246,32 @@ def command(config: Config) -> str:
     """Return the `gcbench run` command that makes this run again: what differs from defaults."""
     task = config.make_task()
     usual = {**task.defaults(), "collective": config.make_compressor().legal_collectives()[0]}
-    words = ["gcbench run", f"--task {config.task}", f"--compressor {config.compressor}"]
+    words = ["gcbench", "run", "--task", config.task, "--compressor", config.compressor]
+    if config.engine == "torchrun":
+        words[:1] = ["torchrun", "--nproc-per-node", str(config.workers), "-m", "gcbench"]
+        usual["engine"] = "torchrun"
     for key, value in config.model_dump(mode="json").items():
-        default = Config.model_fields[key].default
-        if key in ("task", "compressor") or value == usual.get(key, default):
+        default = usual.get(key, Config.model_fields[key].default)
+        default = list(default) if isinstance(default, tuple) else default
+        if key in ("task", "compressor") or value == default:
             continue
         flag = "--" + key.replace("_", "-")
-        if key == "options":
-            words += [f"--set {name}={setting}" for name, setting in value.items()]
-        elif key == "task_options":
-            words += [f"--task-set {name}={setting}" for name, setting in value.items()]
+        if key in ("options", "task_options"):
+            flag = "--set" if key == "options" else "--task-set"
+            for name, setting in value.items():
+                words += [flag, f"{name}={_word(setting)}"]
         elif isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-", 1))
-        elif isinstance(value, list):
-            words.append(f"{flag} {'/'.join(map(str, value))}")
         else:
-            words.append(f"{flag} {value}")
-    return " ".join(words)
+            words += [flag, _word(value)]
+    return shlex.join(words)
+
+
+def _word(value: Any) -> str:
+    """Return how the command line writes a value."""
+    if isinstance(value, list):
+        return "/".join(map(str, value)) or "null"
+    return "null" if value is None else str(value)
 
 
 def nominal_ratio(method: Compressor) -> float | None:

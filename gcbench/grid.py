@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,21 @@ SEQUENCES = ("betas", "schedule_steps")
 """Settings whose value is itself a list; on the command line its items are joined by slashes."""
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1, but 2e-4 is a number, as everywhere else."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    [*"-+0123456789"],
+)
+
+
 def _scalar(text: str) -> Any:
-    """Return what YAML reads in one word, and 2e-4 as the number that it is."""
+    """Return what YAML reads in one word; what is no YAML is a word."""
     try:
-        return float(text) if "e" in text.lower() else yaml.safe_load(text)
+        return yaml.load(text, _Loader)
     except (ValueError, yaml.YAMLError):
         return text
 
@@ -55,11 +67,11 @@ def pairs(flag: str, words: Iterable[str] | None) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = yaml.safe_load(path.read_text())
+        found = yaml.load(path.read_text(), _Loader)
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise UsageError(f"--config {path} is no YAML: {error}") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise UsageError(f"--config {path} is no YAML: {' '.join(str(error).split())}") from None
     if found is None:
         return {}
     if not isinstance(found, dict):
@@ -72,6 +84,7 @@ def _choices(key: str, given: Any) -> list[Any]:
     if key in SEQUENCES:
         nested = isinstance(given, list) and any(isinstance(v, list | tuple) for v in given)
         alternatives = given if nested else [given]
+        alternatives = [[] if v is None else v for v in alternatives]
         return [[v] if not isinstance(v, list | tuple) else list(v) for v in alternatives]
     if isinstance(given, tuple):
         raise UsageError(f"{key}: one value expected, not {'/'.join(map(str, given))}")

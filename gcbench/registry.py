@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from gcbench.errors import GcbenchError, UsageError, unknown
 
@@ -110,7 +110,7 @@ def _class(kind: str, entries: dict[str, Entry], name: str) -> type[Any]:
     if name not in entries:
         raise unknown(kind, name, entries)
     cls = entries[name].load()
-    if not cls.name:
+    if not vars(cls).get("name"):  # a subclass does not inherit its parent's
         cls.name = name
     return cls
 
@@ -132,6 +132,21 @@ def fields(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
     return {field.name: field for field in dataclasses.fields(cls) if field.init}
 
 
+def _check_types(what: str, cls: type[Any], options: dict[str, Any]) -> None:
+    """Compare values with the annotations of their fields: "no" is not False, "abc" no number."""
+    from pydantic import TypeAdapter, ValidationError
+    from pydantic.errors import PydanticUserError
+
+    for name, value in options.items():
+        try:
+            TypeAdapter(get_type_hints(cls)[name]).validate_python(value, strict=True)
+        except ValidationError as error:
+            problems = dict.fromkeys(problem["msg"].lower() for problem in error.errors())
+            raise UsageError(f"{what}: {name}={value!r}: {', or '.join(problems)}") from None
+        except (NameError, PydanticUserError):
+            continue  # a type of a third party that only its own constructor can judge
+
+
 def _make(what: str, cls: type[T], options: dict[str, Any]) -> T:
     known = fields(cls)
     for option in options:
@@ -139,6 +154,7 @@ def _make(what: str, cls: type[T], options: dict[str, Any]) -> T:
             if not known:
                 raise UsageError(f"{what} has no fields to set; {option!r} came")
             raise unknown(f"field of {what}:", option, known)
+    _check_types(what, cls, options)
     try:
         return cls(**options)
     except (TypeError, ValueError) as error:

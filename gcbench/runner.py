@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,7 +57,8 @@ class Runner:
             try:
                 done.append(self.one(config, f"[{number}/{len(configs)}]", leads=leads))
             except Interrupted as stopped:
-                self._explain_interruption(stopped, config, len(configs) - len(done))
+                if leads:
+                    self._explain_interruption(stopped, config, len(configs) - number + 1)
                 raise
             except GcbenchError as error:
                 if len(configs) > 1:
@@ -96,7 +98,7 @@ class Runner:
             return {}
         run.create()
         with run.locked():
-            resumed = not self.force and self._can_resume(config, run)
+            resumed = not self.force and run.can_resume(config.model_dump(mode="json"))
             if resumed:
                 _say(f"{place} {config.run_name}: goes on from its checkpoint")
             else:
@@ -114,22 +116,15 @@ class Runner:
             raise GcbenchError(f"{run.folder} has no summary after its run")
         return summary
 
-    def _can_resume(self, config: Config, run: Run) -> bool:
-        """Return whether an earlier attempt at this very config left a checkpoint."""
-        path = run.folder / "config.json"
-        if not (run.folder / "checkpoint.pt").exists() or not path.exists():
-            return False
-        stored = jsonlib.loads(path.read_text())
-        return bool(stored == config.model_dump(mode="json"))
-
     def _engine(self, config: Config, run: Run) -> None:
         options = Options(self.data_dir, self.checkpoint_seconds, self.progress)
         engines.ENGINES[config.engine](config, run, options)
 
     def _explain_interruption(self, stopped: Interrupted, config: Config, left: int) -> None:
         _say(f"\n{config.run_name}: {stopped}; what is done is kept in {self.results}")
-        words = " ".join(sys.argv[1:])
-        _say(f"{left} run(s) left. Go on with: gcbench {words}")
+        words = shlex.join(word for word in sys.argv[1:] if word != "--force")
+        start = "the same torchrun command" if config.engine == "torchrun" else f"gcbench {words}"
+        _say(f"{left} run(s) left. Go on with: {start}")
 
     def _print(self, done: Sequence[dict[str, Any]], *, single: bool, json: bool) -> None:
         if json:

@@ -78,16 +78,9 @@ class Run:
         Raises:
             GcbenchError: the file is there but holds no JSON object.
         """
-        path = self.folder / "summary.json"
-        if not path.exists():
+        if not (self.folder / "summary.json").exists():
             return None
-        try:
-            value = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise GcbenchError(f"{path} cannot be read ({error}); run again with --force") from None
-        if not isinstance(value, dict):
-            raise GcbenchError(f"{path} holds no JSON object; run again with --force")
-        return value
+        return self._object("summary.json")
 
     def create(self) -> None:
         """Make the folder, if it is not there.
@@ -107,7 +100,7 @@ class Run:
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 raise GcbenchError(
                     f"{self.folder} is being written by another gcbench process; wait for it"
                 ) from None
@@ -122,10 +115,35 @@ class Run:
             with _explained(self.folder / name):
                 (self.folder / name).unlink(missing_ok=True)
 
-    def read_provenance(self) -> dict[str, Any]:
-        """Return the provenance of the attempt that is being resumed."""
-        value: dict[str, Any] = json.loads((self.folder / "provenance.json").read_text())
+    def _object(self, name: str) -> dict[str, Any]:
+        """Return the JSON object in a file of this run.
+
+        Raises:
+            GcbenchError: the file cannot be read or holds something else.
+        """
+        path = self.folder / name
+        try:
+            value = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise GcbenchError(f"{path} cannot be read ({error}); run again with --force") from None
+        if not isinstance(value, dict):
+            raise GcbenchError(f"{path} holds no JSON object; run again with --force")
         return value
+
+    def read_provenance(self) -> dict[str, Any]:
+        """Return the provenance of the attempt that is being resumed; GcbenchError if damaged."""
+        return self._object("provenance.json")
+
+    def can_resume(self, config: Mapping[str, Any]) -> bool:
+        """Return whether an earlier attempt at this very config left a checkpoint.
+
+        Raises:
+            GcbenchError: it did, and what belongs to it is damaged.
+        """
+        if not (self.folder / "checkpoint.pt").exists():
+            return False
+        self.read_provenance()
+        return self._object("config.json") == config
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add one line to the metrics; it is in the file when this returns."""
@@ -139,7 +157,7 @@ class Run:
         if not path.exists():
             return []
         found = []
-        for line in path.read_text().splitlines():
+        for line in path.read_text(errors="replace").splitlines():
             try:
                 found.append(json.loads(line))
             except ValueError:
@@ -171,7 +189,7 @@ class Run:
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:
             raise GcbenchError(
-                f"{path} cannot be read ({error}); start over with --force"
+                f"{path} cannot be read ({type(error).__name__}); start over with --force"
             ) from error
         return state
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -287,8 +288,8 @@ class Trainer:
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def train_step(self) -> float:
-        """Do one step; return the mean loss of the local workers."""
+    def train_step(self) -> list[float]:
+        """Do one step; return the local workers' losses."""
         self.clock.start_step()
         lr = self.config.lr_at(self.step)
         buckets, losses = self._gradients()
@@ -301,7 +302,7 @@ class Trainer:
             self.skipped += 1
         self.step += 1
         self.clock.end_step()
-        return sum(losses) / len(losses)
+        return losses
 
     def _update(self, mean: Tensor, lr: float) -> None:
         pieces = torch.split(mean, self.sizes)
@@ -352,7 +353,7 @@ class Trainer:
         return self.world.ranks[0] == 0
 
     def _record(self, kind: str, values: Mapping[str, Any]) -> None:
-        traffic = self.world.traffic
+        traffic = self.world.collect(self.world.traffic)
         record = {
             "kind": kind,
             "step": self.step,
@@ -390,13 +391,14 @@ class Trainer:
         saved = time.monotonic()
         last_eval: dict[str, float | None] = {}
         while self.step < config.steps:
-            loss = self.train_loss = self.train_step()
+            losses = self.train_step()
             self.observer.step(self.step)
             self.seconds += self.clock.steps[-1][-1]
             done = self.step == config.steps
             if self.step % config.log_every == 0 or done:
-                lr = config.lr_at(self.step - 1)
-                self._record("train", {"train_loss": experiment.finite(loss), "lr": lr})
+                self.train_loss = statistics.fmean(self.world.collect(losses))
+                loss, lr = experiment.finite(self.train_loss), config.lr_at(self.step - 1)
+                self._record("train", {"train_loss": loss, "lr": lr})
             if done or (config.eval_every and self.step % config.eval_every == 0):
                 self._check_replicas()
                 last_eval = self._evaluate_once()

@@ -125,7 +125,7 @@ class Cifar10(Task):
             "weight_decay": 1e-4,
             "decay": "update",
             "schedule": "step",
-            "schedule_steps": [1000, 1500],
+            "schedule_steps": [0.5, 0.75],
             "schedule_gamma": 0.1,
             "ema": 0.0,
             "eval_every": 500,

@@ -14,8 +14,9 @@ from gcbench.world import Link, SimulatedWorld
 
 @pytest.fixture(autouse=True)
 def _threads():
-    """Undo what a world does to torch's thread count."""
+    """One thread a test, so that tests do not crowd each other out; undo what a world changes."""
     before = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 

@@ -1,0 +1,55 @@
+"""What the documents say is done as they say it."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from gcbench.compressor import Segments
+from gcbench.exchange import Exchange, Lane
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_example_of_contributing_works(simulated, clock):
+    """The file that CONTRIBUTING.md shows is a compressor, in every collective that it lists."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    source = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert source
+    module = types.ModuleType("halves")
+    sys.modules["halves"] = module
+    try:
+        exec(source.group(1), module.__dict__)
+    finally:
+        del sys.modules["halves"]
+    method = module.Halves()
+    xs = [torch.full((3000,), float(rank)) for rank in range(4)]
+    for collective in method.collectives:
+        world = simulated(4)
+        exchange = Exchange(world, [Lane(method, collective, 0, Segments((0, 3000)))], 0, clock)
+        assert torch.equal(exchange.mean(xs, 0), torch.full((3000,), 1.5))
+        assert world.traffic[0].payload_up == 2 * 3000
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "results/README.md"])
+def test_files_that_documents_name_exist(name):
+    """Every path in backticks or in a link that looks like one of ours is there."""
+    text = (ROOT / name).read_text()
+    paths = re.findall(r"[`(]((?:gcbench|compressors|tasks|cuda|results|tests)/[\w./-]+)[`)]", text)
+    base = (ROOT, (ROOT / name).parent)
+    missing = [
+        path
+        for path in paths
+        if not any((folder / path).exists() for folder in base)
+        and not path.startswith(("results/runs", "compressors/halves.py"))
+    ]
+    assert not missing
