@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test test-all lint clean
+.PHONY: run test lint clean
 
 run: $(VENV)/installed
 	$(BIN)/gcbench run --task digits --compressor none,terngrad --seed 0,1,2
@@ -11,9 +11,6 @@ run: $(VENV)/installed
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest
-
-test-all: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m ""
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
@@ -29,6 +26,6 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt $$($(PYTHON) -c \
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $$($(BIN)/python -c \
 	  'import tomllib; print(*(r.replace(" ", "") for r in tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["dev"]))')
 	touch $@

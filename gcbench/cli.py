@@ -204,10 +204,11 @@ def compare(
 ) -> None:
     """Compare finished runs: accuracy over seeds, bytes, time by phase."""
     from gcbench import compare as comparing
+    from gcbench import tables
 
     runs = comparing.load(folders or [RESULTS])
     chosen = "json" if json else format_.value
-    print(comparing.render(comparing.rows(runs), chosen))
+    print(tables.render(comparing.rows(runs), chosen))
     if plot is not None:
         from gcbench import plots
 

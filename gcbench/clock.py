@@ -10,7 +10,8 @@ from typing import TypeVar
 
 import torch
 
-PHASES = ("forward_backward", "statistic", "encode", "communicate", "decode", "update")
+from gcbench.schema import PHASES
+
 T = TypeVar("T")
 
 

@@ -137,23 +137,37 @@ def _cell(value: Any) -> str:
     if isinstance(value, Mapping):
         return " ".join(f"{key}={item}" for key, item in value.items()) or "-"
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return " ".join(map(str, value))
+        return ", ".join(map(str, value))
     return str(value)
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows as a table on stdout."""
+    """Print rows as blocks on stdout: the name and what it is, then the rest, indented."""
+    import shutil
+    import textwrap
+
+    width = shutil.get_terminal_size((100, 24)).columns
+    for row in rows:
+        rest = {k: v for k, v in row.items() if k not in ("name", "what", "defaults")}
+        print(textwrap.fill(f"{row['name']}: {row.get('what', '')}".removesuffix(": "), width))
+        for key, value in rest.items():
+            line = f"{key.replace('_', ' ')}: {_cell(value)}"
+            indent = "    "
+            print(textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent * 2))
+
+
+def show_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows of short cells as a table on stdout."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    columns = list(dict.fromkeys(key for row in rows for key in row if key != "defaults"))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    for column in rows[0]:
+        table.add_column(column, no_wrap=column == "run", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(_cell(row.get(column))) for column in columns))
+        table.add_row(*(Text(_cell(value)) for value in row.values()))
     Console().print(table)
 
 

@@ -14,7 +14,8 @@ from gcbench import engines, experiment, listing
 from gcbench.errors import GcbenchError, UsageError
 from gcbench.experiment import Config
 from gcbench.progress import Mode
-from gcbench.store import SCHEMA, Run
+from gcbench.schema import SCHEMA
+from gcbench.store import Run
 from gcbench.train import Interrupted, Options
 
 
@@ -130,5 +131,5 @@ class Runner:
         if json:
             print(jsonlib.dumps(done[0] if single and done else list(done), indent=2))
         elif done:
-            listing.show(listing.summaries(done))
+            listing.show_table(listing.summaries(done))
             _say(f"runs in {self.results}; compare them: gcbench compare {self.results}")

@@ -18,20 +18,7 @@ from typing import Any
 import torch
 
 from gcbench.errors import GcbenchError
-
-SCHEMA = 1
-METRIC_COLUMNS = (
-    "kind",
-    "step",
-    "train_loss",
-    "lr",
-    "test_accuracy",
-    "test_loss",
-    "payload_bytes_up",
-    "payload_bytes_down",
-    "wire_bytes",
-    "seconds",
-)
+from gcbench.schema import METRIC_COLUMNS
 
 
 @contextlib.contextmanager
@@ -104,8 +91,10 @@ class Run:
                 raise GcbenchError(
                     f"{self.folder} is being written by another gcbench process; wait for it"
                 ) from None
-            yield
-            path.unlink(missing_ok=True)
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
 
     def start(self, config: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
         """Write the config and the provenance, and forget records of an earlier attempt."""

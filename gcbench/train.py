@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from gcbench import experiment, ops, progress, registry, streams
-from gcbench.clock import PHASES, Clock
+from gcbench.clock import Clock
 from gcbench.compressor import Key, Segments
 from gcbench.errors import GcbenchError, UsageError
 from gcbench.exchange import Exchange, Lane, dense_tensors
 from gcbench.experiment import Config
-from gcbench.store import SCHEMA, Run
+from gcbench.schema import PHASES, SCHEMA
+from gcbench.store import Run
 from gcbench.task import Task
 from gcbench.world import World
 
@@ -458,9 +459,18 @@ class Trainer:
         state = self.run.checkpoint()
         if state is None:
             return
-        self.step = state["step"]
+        try:
+            self._restore(state)
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+            raise GcbenchError(
+                f"{self.run.folder}/checkpoint.pt does not fit this run "
+                f"({type(error).__name__}); start over with --force"
+            ) from error
         if self.leads:
             self.run.rewind(self.step)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self.step = state["step"]
         with torch.no_grad():
             for parameter, value in zip(self.parameters, state["parameters"], strict=True):
                 parameter.copy_(value)

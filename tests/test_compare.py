@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from gcbench import plots
-from gcbench.compare import load, render, rows
+from gcbench.compare import load, rows
 from gcbench.errors import GcbenchError, UsageError
+from gcbench.tables import render
 
 NAN = math.nan
 

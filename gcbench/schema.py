@@ -1,0 +1,17 @@
+"""The schema of results on disk; results/README.md explains it. Light: imports nothing."""
+
+SCHEMA = 1
+PHASES = ("forward_backward", "statistic", "encode", "communicate", "decode", "update")
+"""The phases of a step that are timed apart, in their order."""
+METRIC_COLUMNS = (
+    "kind",
+    "step",
+    "train_loss",
+    "lr",
+    "test_accuracy",
+    "test_loss",
+    "payload_bytes_up",
+    "payload_bytes_down",
+    "wire_bytes",
+    "seconds",
+)

@@ -1,0 +1,343 @@
+"""Rows of a comparison as a terminal table, Markdown, CSV, JSON or LaTeX."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import shutil
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gcbench.compare import Row, canonical, text
+from gcbench.errors import UsageError, unknown
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+FORMATS = ("table", "markdown", "csv", "json", "latex")
+MB = 1e6
+
+
+class Column(NamedTuple):
+    """One column of a table: a heading (a line break where it may be two lines) and its cells."""
+
+    heading: str
+    cells: list[str]
+
+
+def _number(value: float | None, scale: float = 1.0) -> str:
+    """Return about three significant digits, without an exponent where that stays readable."""
+    if value is None:
+        return "-"
+    scaled = value * scale
+    if scaled == 0 or not 1e-4 <= abs(scaled) < 1e7:
+        return f"{scaled:.3g}"
+    return f"{scaled:.{max(0, 2 - math.floor(math.log10(abs(scaled))))}f}"
+
+
+def _quality(row: Row, mixed: bool) -> str:
+    if row.mean is None:
+        return "failed"
+    prefix = "loss " if mixed and row.metric == "test_loss" else ""
+    if row.metric == "accuracy":
+        spread = "" if row.sd is None else f" ± {100 * row.sd:.2f}"
+        return f"{prefix}{100 * row.mean:.2f}{spread}"
+    return f"{prefix}{row.mean:.4g}" + ("" if row.sd is None else f" ± {row.sd:.2g}")
+
+
+def _versus(row: Row) -> str:
+    if row.difference is None:
+        return "-"
+    number = (
+        f"{100 * row.difference:+.2f}" if row.metric == "accuracy" else f"{row.difference:+.2g}"
+    )
+    return number if row.pairs else f"{number} †"
+
+
+def _communicate(row: Row) -> str:
+    if row.modelled:
+        return f"~{_number(row.modelled.seconds, 1e3)}"
+    return _number(row.phases.get("communicate"), 1e3)
+
+
+def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
+    """Return the groups of columns: which row it is, quality, traffic and times."""
+    metrics = {row.metric for row in rows}
+    heading = {"accuracy": "accuracy %", "test_loss": "test loss"}
+    quality = heading[rows[0].metric] if len(metrics) == 1 else "accuracy %\nor loss"
+    counts = [
+        str(len(row.values)) + (f" ({len(row.failed)} failed)" if row.failed else "")
+        for row in rows
+    ]
+    groups = {
+        "which": [
+            *(Column(key, [text(row.context[key]) for row in rows]) for key in rows[0].context),
+            Column("method", [row.method for row in rows]),
+        ],
+        "quality": [
+            Column(quality, [_quality(row, len(metrics) > 1) for row in rows]),
+            Column("n", counts),
+            Column("vs none", [_versus(row) for row in rows]),
+            Column("in band", [row.in_band for row in rows]),
+        ],
+        "traffic": [
+            Column("collective", [row.first.collective for row in rows]),
+            *(
+                Column(f"ratio\n{name}", [_number(row.average(field)) for row in rows])
+                for name, field in [
+                    ("nominal", "nominal_ratio"),
+                    ("up", "payload_ratio_up"),
+                    ("down", "payload_ratio_down"),
+                ]
+            ),
+            Column("payload\nMB/step", [_number(row.payload_bytes_step, 1 / MB) for row in rows]),
+            Column("wire\nMB/step", [_number(row.wire_bytes_step, 1 / MB) for row in rows]),
+        ],
+        "times": [
+            Column(
+                f"{'fwd+bwd' if phase == 'forward_backward' else phase}\nms",
+                [
+                    _communicate(row)
+                    if phase == "communicate"
+                    else _number(row.phases.get(phase), 1e3)
+                    for row in rows
+                ],
+            )
+            for phase in dict.fromkeys(phase for row in rows for phase in row.phases)
+        ]
+        + [Column("step\nms", [_number(row.step_seconds, 1e3) for row in rows])],
+    }
+    if any(row.skipped_steps for row in rows):
+        groups["quality"].append(Column("skipped\nsteps", [str(row.skipped_steps) for row in rows]))
+    return groups
+
+
+def _notes(rows: Sequence[Row]) -> list[str]:
+    """Return the sentences that a reader needs beside the numbers."""
+    notes = [
+        "Mean ± sample sd over n seeds. vs none: difference from the uncompressed runs of equal "
+        "budget (accuracy in points), over common seeds. in band: whether the mean lies between "
+        "the lowest and the highest of the uncompressed seeds.",
+        "Bytes per worker and step, MB = 10^6 bytes. payload: encoded, up + down; wire: what a "
+        "worker sends over the network, with the collective's own factor.",
+    ]
+    if any(row.difference is not None and not row.pairs for row in rows):
+        notes.append("†: no common seeds; the difference is of the two means.")
+    if any(row.failed for row in rows):
+        notes.append("failed: the run diverged; such seeds are in no mean.")
+    if any(row.step_seconds is not None or any(row.phases.values()) for row in rows):
+        notes.append(
+            "Times: of one worker, median over steps and then over seeds; step: wall clock of all "
+            "of it (in the engine simulate, of all workers in one process)."
+        )
+    links = sorted({(m.link_gbit, m.link_latency_us) for row in rows if (m := row.modelled)})
+    if links:
+        link = " or ".join(f"{gbit:g} Gbit/s and {latency:g} µs" for gbit, latency in links)
+        notes.append(f"~: modelled from a link of {link}, not measured and not part of step.")
+    for field, what in (("machine", "machines: their times do not compare"), ("commit", "commits")):
+        places = {canonical(run.summary.provenance.get(field)) for row in rows for run in row.runs}
+        if len(places) > 1:
+            notes.append(f"The runs come from {len(places)} {what}.")
+    return notes
+
+
+def _two(rows: Sequence[Row]) -> list[list[Column]]:
+    """Return the columns of the results table and, where times are known, of the times table."""
+    groups = _columns(rows)
+    tables = [groups["which"] + groups["quality"] + groups["traffic"]]
+    if _timed(groups["times"]):
+        tables.append(groups["which"] + groups["times"])
+    return tables
+
+
+def _timed(columns: list[Column]) -> bool:
+    return any(cell != "-" for column in columns for cell in column.cells)
+
+
+def _terminal(columns: Sequence[Column], which: int, wrap: bool) -> Table:
+    from rich import box
+    from rich.cells import cell_len
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for place, column in enumerate(columns):
+        folds = wrap and place == which - 1
+        pieces = [*column.heading.split("\n"), *column.cells]
+        if folds:
+            pieces = [word for piece in pieces for word in piece.split()]
+        table.add_column(
+            Text(column.heading),
+            justify="left" if place < which else "right",
+            vertical="top",
+            no_wrap=not folds,
+            min_width=max(map(cell_len, pieces)),  # rich may shrink the rest to make room
+        )
+    for cells in zip(*(column.cells for column in columns), strict=True):
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _table(rows: Sequence[Row], width: int) -> str:
+    """Return as few tables as fit into `width` columns, none with a word or number cut."""
+    from rich.console import Console
+    from rich.measure import Measurement
+
+    groups = _columns(rows)
+    which = groups.pop("which")
+    if not _timed(groups["times"]):
+        del groups["times"]
+    wide = Console(width=10_000, color_system=None, file=io.StringIO())
+
+    def needed(columns: Sequence[Column], wrap: bool) -> int:
+        table = _terminal([*which, *columns], len(which), wrap)
+        measured = Measurement.get(wide, wide.options, table)
+        return measured.minimum if wrap else measured.maximum
+
+    tables: list[list[Column]] = []
+    for group in groups.values():
+        if tables and needed([*tables[-1], *group], wrap=False) <= width:
+            tables[-1] += group
+        elif needed(group, wrap=True) <= width:
+            tables.append([*group])
+        else:
+            tables.append(group[:1])
+            for column in group[1:]:
+                if needed([*tables[-1], column], wrap=True) <= width:
+                    tables[-1].append(column)
+                else:
+                    tables.append([column])
+    blocks = []
+    for columns in tables:
+        wrap = needed(columns, wrap=False) > width
+        console = Console(
+            file=io.StringIO(),
+            width=max(width, needed(columns, wrap=True)),
+            color_system=None,
+            legacy_windows=False,
+        )
+        with console.capture() as capture:
+            console.print(_terminal([*which, *columns], len(which), wrap))
+        blocks.append("\n".join(line.rstrip() for line in capture.get().rstrip().splitlines()))
+    notes = [textwrap.fill(note, width, break_long_words=False) for note in _notes(rows)]
+    return "\n\n".join([*blocks, "\n".join(notes)])
+
+
+def _markdown(rows: Sequence[Row]) -> str:
+    blocks = []
+    for columns in _two(rows):
+        names = len(rows[0].context) + 1
+        rule = [":-" if place < names else "-:" for place in range(len(columns))]
+        lines = [
+            [column.heading.replace("\n", " ") for column in columns],
+            rule,
+            *zip(*(column.cells for column in columns), strict=True),
+        ]
+        blocks.append(
+            "\n".join(
+                "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |"
+                for line in lines
+            )
+        )
+    return "\n\n".join([*blocks, *_notes(rows)])
+
+
+_LATEX = str.maketrans(
+    {
+        "\\": r"\textbackslash{}",
+        "&": r"\&",
+        "%": r"\%",
+        "$": r"\$",
+        "#": r"\#",
+        "_": r"\_",
+        "{": r"\{",
+        "}": r"\}",
+        "~": r"$\sim$",
+        "^": r"\textasciicircum{}",
+        "<": r"$<$",
+        ">": r"$>$",
+        "±": r"$\pm$",
+        "†": r"$\dagger$",
+        "µ": r"$\mu$",
+    }
+)
+
+
+def _latex_cell(cell: str) -> str:
+    if cell == "-":
+        return "--"
+    sign = f"${cell[0]}$" if cell[0] in "+-" else cell[0].translate(_LATEX)
+    return sign + cell[1:].translate(_LATEX)
+
+
+def _latex(rows: Sequence[Row]) -> str:
+    """Return a tabular for each table (needs the package booktabs), and the notes below."""
+    blocks = []
+    for columns in _two(rows):
+        names = len(rows[0].context) + 1
+        body = [column.heading.replace("\n", " ") for column in columns]
+        lines = [body, *zip(*(column.cells for column in columns), strict=True)]
+        cells = [" & ".join(map(_latex_cell, line)) + r" \\" for line in lines]
+        blocks.append(
+            "\n".join(
+                [
+                    rf"\begin{{tabular}}{{{'l' * names}{'r' * (len(columns) - names)}}}",
+                    r"\toprule",
+                    cells[0],
+                    r"\midrule",
+                    *cells[1:],
+                    r"\bottomrule",
+                    r"\end{tabular}",
+                ]
+            )
+        )
+    notes = " ".join(note.translate(_LATEX) for note in _notes(rows))
+    return "\n\n".join([*blocks, rf"\par\smallskip{{\footnotesize {notes}\par}}"])
+
+
+def _finite(value: Any) -> Any:
+    """Return `value`, None in place of a number that strict JSON cannot hold."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _csv(rows: Sequence[Row]) -> str:
+    """Return one line a row, lists as JSON and an empty cell for what is not known."""
+    records = [row.record() for row in rows]
+    stream = io.StringIO()
+    fields = list(dict.fromkeys(key for record in records for key in record))
+    writer = csv.DictWriter(stream, fields, lineterminator="\n")
+    writer.writeheader()
+    for record in records:
+        writer.writerow(
+            {
+                key: json.dumps(value) if isinstance(value, (list, dict)) else _finite(value)
+                for key, value in record.items()
+            }
+        )
+    return stream.getvalue().rstrip("\n")
+
+
+def _json(rows: Sequence[Row]) -> str:
+    records = [{key: _finite(value) for key, value in row.record().items()} for row in rows]
+    return json.dumps(records, indent=2, allow_nan=False)
+
+
+def render(rows: Sequence[Row], format: str = "table", width: int | None = None) -> str:
+    """Return the rows as text in one of `FORMATS`, without a final line break.
+
+    `width` is in columns and bounds the format "table" alone: wider content is split over more
+    tables. None takes the terminal's, or 200 where the output is no terminal.
+
+    Raises:
+        UsageError: an unknown format, or no rows.
+    """
+    if format not in FORMATS:
+        raise unknown("format", format, FORMATS)
+    if not rows:
+        raise UsageError("no rows to show; load at least one finished run")
+    if format == "table":
+        return _table(rows, width or shutil.get_terminal_size((200, 24)).columns)
+    return {"markdown": _markdown, "csv": _csv, "json": _json, "latex": _latex}[format](rows)
