@@ -32,6 +32,8 @@ from gcbench.task import Task
 from gcbench.world import World
 
 EVALUATION_BATCH = 500
+THREADS_FROM = 1 << 17
+"""Parameters from which simulated workers run on threads; below, the interpreter is the limit."""
 AGREE_EVERY = 10
 """Steps between agreements to pause; between processes each costs a message."""
 EMA_WARM_UP = 10
@@ -108,6 +110,7 @@ class Trainer:
                 "use gradients=loop for this model"
             )
         self._lay_out()
+        world.inline = self.total < THREADS_FROM
         self.exchange = Exchange(world, self.lanes, config.seed, self.clock)
         self.optimizer = self._optimizer()
         ema = config.ema > 0

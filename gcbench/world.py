@@ -57,6 +57,8 @@ class World(ABC):
     size: int
     ranks: range
     device: torch.device
+    inline: bool = False
+    """Whether a worker's work is too little to be worth handing to threads."""
 
     def __init__(self, link: Link | None = None) -> None:
         self.traffic = [Traffic() for _ in self.ranks]
@@ -161,7 +163,9 @@ class SimulatedWorld(World):
         )
 
     def map(self, call: Callable[[int], T]) -> list[T]:  # noqa: D102
-        return list(map(call, self.ranks) if self.pool is None else self.pool.map(call, self.ranks))
+        if self.pool is None or self.inline:
+            return list(map(call, self.ranks))
+        return list(self.pool.map(call, self.ranks))
 
     def collect(self, values: Sequence[T]) -> list[T]:  # noqa: D102
         return list(values)

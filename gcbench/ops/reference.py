@@ -156,38 +156,40 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def _unpack_rows(words: Tensor, bits: int) -> Tensor:
-    """Unpack (tiles, bits, lanes) int32 words into (tiles, 32 rows, lanes) int32 codes."""
-    tiles, _, lanes = words.shape
-    rows = torch.empty((tiles, 32, lanes), dtype=torch.int32, device=words.device)
+    """Unpack (..., bits, lanes) int32 words into (..., 32 rows, lanes) int32 codes."""
+    rows = words.new_empty((*words.shape[:-2], 32, words.shape[-1]))
     mask = (1 << bits) - 1
     for j in range(32):
         k, shift = divmod(j * bits, 32)
         # The shift of a signed word smears its sign; masks cut that off.
-        code = words[:, k] >> shift
+        code = words[..., k, :] >> shift
         if shift + bits > 32:
-            code = (code & ((1 << (32 - shift)) - 1)) | (words[:, k + 1] << (32 - shift))
-        rows[:, j] = code & mask
+            code = (code & ((1 << (32 - shift)) - 1)) | (words[..., k + 1, :] << (32 - shift))
+        torch.bitwise_and(code, mask, out=rows[..., j, :])
     return rows
 
 
 def unpack(words: Tensor, bits: int, n: int) -> Tensor:
-    """Return the `n` codes of `bits` bits in int32 `words`, int32, shape (n,).
+    """Return the codes of `bits` bits in int32 `words`, shape (..., words), int32, shape (..., n).
 
     Raises:
-        PayloadError: `words` is not int32 or has another length than `packed_words(n, bits)`.
+        PayloadError: `words` is not int32 or its last axis is not `packed_words(n, bits)` long.
     """
     _check_bits(bits)
-    if words.dtype != torch.int32 or words.numel() != packed_words(n, bits):
+    if words.dtype != torch.int32 or words.shape[-1] != packed_words(n, bits):
         raise PayloadError(
-            f"{words.numel()} words of {words.dtype} for {n} codes of {bits} bits: "
+            f"{words.shape[-1]} words of {words.dtype} for {n} codes of {bits} bits: "
             f"{packed_words(n, bits)} of torch.int32 expected"
         )
-    split = bits * LANES * (n // TILE)
-    pieces = [_unpack_rows(words[:split].view(-1, bits, LANES), bits).view(-1)]
-    if n % TILE:
-        lanes = -(-(n % TILE) // LANES)
-        pieces.append(_unpack_rows(words[split:].view(1, bits, lanes), bits).view(-1)[: n % TILE])
-    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+    lead, full = words.shape[:-1], n - n % TILE
+    split = packed_words(full, bits)
+    tiles = _unpack_rows(words[..., :split].reshape(*lead, full // TILE, bits, LANES), bits)
+    codes = tiles.view(*lead, full)
+    if full == n:
+        return codes
+    tail = words[..., split:]
+    rest = _unpack_rows(tail.reshape(*lead, bits, tail.shape[-1] // bits), bits)
+    return torch.cat([codes, rest.view(*lead, -1)[..., : n - full]], dim=-1)
 
 
 # ---- statistics of segments ----------------------------------------------------------------------
@@ -318,13 +320,15 @@ def ternary_encode(
 
 
 def ternary_unpack(words: Tensor, count: int, bits: int, n: int) -> Tensor:
-    """Return the sums of `count` workers' codes, int32, shape (n,), from fields of `bits` bits.
+    """Return the sums of `count` workers' codes, int32, (..., n), from fields of `bits` bits.
+
+    `words`: int32, (..., words).
 
     Raises:
         PayloadError: another number of words, or a code beyond 2 * count.
     """
     codes = unpack(words, bits, n)
-    if n and (top := int(codes.amax())) > 2 * count:
+    if codes.numel() and (top := int(codes.amax())) > 2 * count:
         raise PayloadError(f"ternary payload of {count} worker(s): code {top} above {2 * count}")
     return codes.sub_(count)
 
@@ -338,8 +342,15 @@ def ternary_sum(words: Sequence[Tensor], counts: Sequence[int], n: int) -> Tenso
         PayloadError: see `ternary_unpack`.
     """
     total = torch.zeros(n, dtype=torch.int32, device=words[0].device)
-    for word, count in zip(words, counts, strict=True):
-        total += ternary_unpack(word, count, ternary_bits(count), n)
+    at_once = max(1, BLOCK // max(n, 1))
+    for count in sorted(set(counts)):
+        bits = ternary_bits(count)
+        alike = [word for word, own in zip(words, counts, strict=True) if own == count]
+        if any(word.shape != (packed_words(n, bits),) for word in alike):
+            raise PayloadError(f"ternary payloads of {n} codes in {bits} bits: a length is wrong")
+        for start in range(0, len(alike), at_once):
+            stack = torch.stack(alike[start : start + at_once])
+            total += ternary_unpack(stack, count, bits, n).sum(0, dtype=torch.int32)
     return total
 
 
