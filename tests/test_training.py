@@ -1,0 +1,161 @@
+"""The training loop: who sees which examples, what is applied, and that it learns."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from gcbench.experiment import Config
+from gcbench.store import Run
+from gcbench.train import Options, Trainer
+from gcbench.world import SimulatedWorld
+
+
+@pytest.fixture
+def trainer(simulated, tmp_path):
+    def make(**given) -> Trainer:
+        config = Config.make({"task": "digits", "compressor": "none", **given})
+        data_dir = given.get("data_dir")
+        return Trainer(config, simulated(config.workers), Run(tmp_path), Options(data_dir))
+
+    return make
+
+
+def fit(tmp_path: Path, data_dir: Path | None = None, **given) -> dict:
+    config = Config.make(given)
+    world = SimulatedWorld(config.workers, torch.device("cpu"), None, 1, 2)
+    run = Run(tmp_path / config.run_name)
+    run.create()
+    try:
+        return Trainer(config, world, run, Options(data_dir)).fit()
+    finally:
+        world.close()
+
+
+def test_workers_share_out_every_epoch(trainer):
+    """In an epoch no example is seen twice, by any worker; the next epoch has another order."""
+    made = trainer(batch=64, workers=4)
+    per_epoch = len(made.train) // 64
+    epochs = []
+    for epoch in range(2):
+        seen = []
+        for step in range(per_epoch):
+            made.step = epoch * per_epoch + step
+            seen += [made._indices(rank) for rank in range(4)]
+        flat = torch.cat(seen)
+        assert len(flat) == per_epoch * 64
+        assert len(flat.unique()) == len(flat)
+        epochs.append(flat)
+    assert not torch.equal(epochs[0], epochs[1])
+
+
+def test_the_mean_of_workers_is_the_gradient_of_the_batch(trainer):
+    """Four workers of 16 and one of 64 take the same step, to rounding."""
+    four, alone = trainer(workers=4, batch=64), trainer(workers=1, batch=64)
+    for made in (four, alone):
+        for _ in range(5):
+            made.train_step()
+    for a, b in zip(four.parameters, alone.parameters, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_sgd_step_by_hand(trainer):
+    made = trainer(lr=0.5, momentum=0.0, schedule="constant", weight_decay=0.0, ema=0.0)
+    before = [p.detach().clone() for p in made.parameters]
+    buckets, _ = made._gradients()
+    made.train_step()
+    mean = torch.stack(buckets).mean(0).split(made.sizes)
+    for old, gradient, new in zip(before, mean, made.parameters, strict=True):
+        torch.testing.assert_close(new.detach(), old - 0.5 * gradient.view_as(old))
+
+
+def test_decay_in_the_loss_is_compressed_and_in_the_update_is_not(trainer):
+    """The L2 term is part of each worker's bucket, or of the optimizer: never of both."""
+    plain = trainer(weight_decay=0.0)
+    loss = trainer(weight_decay=0.1, decay="loss")
+    update = trainer(weight_decay=0.1, decay="update")
+    buckets = [made._gradients()[0][0] for made in (plain, loss, update)]
+    weights = torch.cat([p.detach().view(-1) for p in plain.parameters])
+    mask = torch.cat(
+        [torch.full((n,), float(on)) for n, on in zip(plain.sizes, plain.decayed, strict=True)]
+    )
+    torch.testing.assert_close(buckets[1], buckets[0] + 0.1 * mask * weights)
+    assert torch.equal(buckets[2], buckets[0])
+    for made in (loss, update):
+        for _ in range(3):
+            made.train_step()
+    for a, b in zip(loss.parameters, update.parameters, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_moving_average_by_hand(trainer):
+    made = trainer(ema=0.9, workers=1)
+    average = [p.detach().clone() for p in made.parameters]
+    for t in range(30):
+        made.train_step()
+        decay = min(0.9, (1 + t) / (10 + t))
+        average = [
+            decay * a + (1 - decay) * p for a, p in zip(average, made.parameters, strict=True)
+        ]
+    for a, b in zip(average, made.ema, strict=True):
+        torch.testing.assert_close(a.detach(), b, rtol=1e-4, atol=1e-6)
+
+
+def test_schedules():
+    poly = Config.make({"lr": 0.1, "steps": 100, "schedule": "poly", "schedule_power": 0.5})
+    assert [poly.lr_at(t) for t in (0, 75)] == pytest.approx([0.1, 0.05])
+    for marks in ([50, 80], [0.5, 0.8]):
+        step = Config.make({"lr": 1.0, "steps": 100, "schedule": "step", "schedule_steps": marks})
+        assert [step.lr_at(t) for t in (49, 50, 80)] == pytest.approx([1.0, 0.1, 0.01])
+    flat = Config.make({"lr": 0.3, "steps": 9, "schedule": "constant"})
+    assert flat.lr_at(0) == flat.lr_at(8) == 0.3
+
+
+def test_dense_last_layer_keeps_its_bytes(tmp_path):
+    """The classifier in fp32, all else at 2 bits: the bytes say which tensors went where."""
+    common = {"task": "digits", "compressor": "terngrad", "workers": 2, "steps": 2}
+    dense = fit(tmp_path, **common, dense_last=True)
+    biases = fit(tmp_path, **common, dense_below=200)
+    widths = {"w1": 64 * 128, "b1": 128, "w2": 1280, "b2": 10}
+
+    def bytes_up(compressed: list[str], plain: list[str]) -> int:
+        n = sum(widths[name] for name in compressed)
+        packed = 2 * 4 * (32 * (n // 1024) + math.ceil(n % 1024 / 32))
+        return packed + 4 * len(compressed) + 4 * sum(widths[name] for name in plain)
+
+    assert dense["payload_bytes_up"] == 2 * bytes_up(["w1", "b1"], ["w2", "b2"])
+    assert biases["payload_bytes_up"] == 2 * bytes_up(["w1", "w2"], ["b1", "b2"])
+
+
+def test_everything_dense_is_no_compression(tmp_path):
+    common = {"task": "digits", "workers": 2, "steps": 3}
+    dense = fit(tmp_path, **common, compressor="terngrad", dense_below=10**9)
+    plain = fit(tmp_path, **common, compressor="none")
+    assert dense["params_sha256"] == plain["params_sha256"]
+    assert dense["payload_ratio_up"] == 1
+
+
+@pytest.mark.parametrize("compressor", ["none", "terngrad"])
+def test_digits_are_learnt(tmp_path, compressor):
+    summary = fit(tmp_path, task="digits", compressor=compressor, workers=4, steps=200)
+    assert summary["test_accuracy"] > 0.93
+    assert summary["skipped_steps"] == 0
+
+
+def test_quadratic_goes_to_its_known_minimum(tmp_path):
+    start = fit(tmp_path, task="quadratic", compressor="terngrad", steps=1)
+    end = fit(tmp_path, task="quadratic", compressor="terngrad", steps=300, schedule="poly")
+    assert end["test_accuracy"] is None
+    assert 0 <= end["test_loss"] < start["test_loss"] / 20
+
+
+def test_real_mnist_is_learnt(tmp_path, real_data):
+    given = {"task": "mnist", "workers": 2, "steps": 100}
+    summary = fit(tmp_path, real_data, compressor="terngrad", **given)
+    assert summary["params"] == 1_256_080
+    assert summary["test_accuracy"] > 0.85
+    assert summary["payload_ratio_up"] == pytest.approx(16, abs=0.01)
+    assert summary["payload_ratio_down"] == pytest.approx(32 / 3, abs=0.01)
