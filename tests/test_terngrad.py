@@ -223,6 +223,23 @@ def test_c_sigma_scale_is_the_authors_code():
     assert float(beyond.double().mean()) == pytest.approx(0.3173, abs=0.01)
 
 
+def test_c_sigma_clips_at_the_shared_scale_only():
+    """With a larger scale elsewhere, values beyond the own c sigma keep their mean."""
+    method = gcbench.get_compressor("terngrad", scale="c-sigma", clip=1.0)
+    x = normal(200_000, 13)
+    segments = one(len(x))
+    own = method.statistic(x, segments)
+    shared = 2 * own
+    decoded = method.decode(method.encode(x, segments, shared, Key(7, 1, 0)), segments, shared)
+    between = (x.abs() > 1.2 * own) & (x.abs() < 1.8 * own)
+    p = x[between].abs().double() / float(shared)
+    sd = float(shared) * float((p * (1 - p)).sum().sqrt())
+    got = float((decoded * x.sign())[between].double().sum())
+    assert abs(got - float(x[between].abs().double().sum())) < 5 * sd  # error probability 6e-7
+    target = method.target(x, segments, shared)
+    assert torch.equal(target, x.clamp(-float(shared), float(shared)))
+
+
 def test_c_sigma_differs_from_the_paper_on_small_tensors():
     """Ten biases rarely reach 2.5 sigma: the authors' scale is larger, and more codes are zero."""
     x = normal(10, 8)
