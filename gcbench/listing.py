@@ -110,11 +110,11 @@ def summaries(done: Sequence[Mapping[str, Any]]) -> list[Row]:
         loss = summary["test_loss"]
         rows.append(
             {
-                "run": summary["compressor_name"],
+                "name": summary["compressor_name"],
                 "seed": summary["seed"],
                 "steps": summary["steps"],
-                "test accuracy": "-" if accuracy is None else f"{100 * accuracy:.2f} %",
-                "test loss": "not finite" if loss is None else f"{loss:.4g}",
+                "accuracy": "-" if accuracy is None else f"{100 * accuracy:.2f} %",
+                "loss": "not finite" if loss is None else f"{loss:.4g}",
                 "ratio up": _ratio(summary["payload_ratio_up"]),
                 "ratio down": _ratio(summary["payload_ratio_down"]),
                 "step": f"{1e3 * summary['step_seconds']:.0f} ms",
@@ -157,18 +157,24 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def show_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows of short cells as a table on stdout."""
+    """Print rows of short cells as a table on stdout, or as blocks where that is too wide."""
+    import shutil
+
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column in rows[0]:
-        table.add_column(column, no_wrap=column == "run", overflow="fold")
+        table.add_column(column, no_wrap=True)
     for row in rows:
         table.add_row(*(Text(_cell(value)) for value in row.values()))
-    Console().print(table)
+    width = shutil.get_terminal_size((100, 24)).columns
+    if Console(width=1000).measure(table).maximum <= width:
+        Console(width=width).print(table)
+    else:
+        show(rows)
 
 
 def show_info(found: Row) -> None:

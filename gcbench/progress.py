@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 Mode = Literal["auto", "bar", "plain", "none"]
+WIDE = 90
+"""Columns from which the bar has room for the latest numbers."""
 PLAIN_SECONDS = 10.0
 """Seconds between lines in a pipe; evaluations always get one."""
 
@@ -35,11 +37,15 @@ class Silent:
         pass
 
 
-def _words(record: Mapping[str, Any]) -> str:
+def _words(record: Mapping[str, Any], *, short: bool = False) -> str:
     if record["kind"] == "train":
         loss = record["train_loss"]
         return "loss not finite" if loss is None else f"loss {loss:.4f}"
     accuracy, loss = record["test_accuracy"], record["test_loss"]
+    if short:
+        figure = loss if accuracy is None else 100 * accuracy
+        unit = "" if accuracy is None else " %"
+        return "test loss not finite" if figure is None else f"test {figure:.4g}{unit}"
     parts = [] if accuracy is None else [f"test accuracy {100 * accuracy:.2f} %"]
     parts.append("test loss not finite" if loss is None else f"test loss {loss:.4g}")
     return ", ".join(parts)
@@ -71,24 +77,31 @@ class Bar:
 
     def __init__(self, name: str, steps: int) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            ProgressColumn,
+            TextColumn,
+        )
         from rich.progress import TimeRemainingColumn as Remaining
 
         self.name, self.said = name, {"train": "", "eval": ""}
-        text = TextColumn("{task.description}")
-        said = TextColumn("{task.fields[said]}")
         console = Console(stderr=True)
-        self.bar = Progress(
-            text, BarColumn(None), MofNCompleteColumn(), Remaining(), said, console=console
-        )
-        self.task = self.bar.add_task(name, total=steps, said="")
+        columns: list[ProgressColumn] = [TextColumn("{task.description}"), BarColumn(16)]
+        columns += [MofNCompleteColumn(), Remaining(compact=True)]
+        if console.width >= WIDE:
+            columns.append(TextColumn("{task.fields[said]}"))
+        self.bar = Progress(*columns, console=console)
+        short = name if console.width >= WIDE else name.rsplit("-", 1)[0]
+        self.task = self.bar.add_task(short, total=steps, said="")
         self.bar.start()
 
     def step(self, step: int) -> None:  # noqa: D102
         self.bar.update(self.task, completed=step)
 
     def record(self, record: Mapping[str, Any]) -> None:  # noqa: D102
-        self.said[record["kind"]] = _words(record)
+        self.said[record["kind"]] = _words(record, short=True)
         said = "  ".join(filter(None, self.said.values()))
         self.bar.update(self.task, said=said)
 
