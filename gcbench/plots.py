@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ENDINGS = (".png", ".svg", ".pdf")
+LEAST_POINTS = 1.0
+"""Percentage points that the axis of accuracies spans at least."""
 MARKERS = "osD^vPX<>p*"
 LINES: tuple[Any, ...] = (
     "-",
@@ -174,6 +176,9 @@ def _quality(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]]
         )
         marks.append(Mark(size, percent * row.mean, spread, _shown(row), style["color"]))
     low, high = axes.get_ylim()
+    if percent == 100 and high - low < LEAST_POINTS:  # do not blow up what is noise
+        middle = (low + high) / 2
+        low, high = middle - LEAST_POINTS / 2, middle + LEAST_POINTS / 2
     room = 0.12 * (high - low)
     floor = low - room
     for row, size in zip(panel, sizes, strict=True):
@@ -255,7 +260,8 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 
     One row of panels for each task and number of workers. Left: final test accuracy (test loss
     where the task has none), mean ± sd over seeds, against payload bytes; grey is the band of the
-    uncompressed seeds. Right: the same metric over the steps, mean and range of the seeds.
+    uncompressed seeds. Right: the same metric over the steps, mean and range of the seeds. A single
+    seed has neither sd nor range.
 
     Raises:
         UsageError: another ending, or no runs.
@@ -300,9 +306,12 @@ def draw(runs: Sequence[Run], path: Path) -> None:
             config = panel[0].runs[0].config
             title = f"{config['task']}, {config['workers']} workers"
             counts = sorted({len(row.runs) for row in panel})
-            seeds = f"n = {' to '.join(map(str, {counts[0]: 0, counts[-1]: 0}))} seeds"
-            left.set_title(f"{title}: mean ± sd, {seeds}", loc="left")
-            right.set_title("training: mean and range of the seeds", loc="left")
+            several = counts[-1] > 1
+            number = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+            spread = f"mean ± sd, n = {number} seeds" if several else "1 seed"
+            left.set_title(f"{title}: {spread}", loc="left")
+            told = "training: mean and range of the seeds" if several else "training"
+            right.set_title(told, loc="left")
             labels.append((left, _quality(left, panel, styles)))
             _curves(right, panel, styles)
             seaborn.despine(ax=left)
