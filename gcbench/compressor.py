@@ -80,7 +80,7 @@ class Payload(NamedTuple):
             )
         # Parts may lie at any byte; a copy aligns the ones that a dtype view would refuse.
         parts = tuple(
-            piece.clone().view(dtype) if dtype.itemsize > 1 else piece
+            (piece.clone() if dtype.itemsize > 1 else piece).view(dtype)
             for piece, (dtype, _) in zip(torch.split(data, sizes), layout, strict=True)
         )
         return cls(parts, count)

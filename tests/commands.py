@@ -1,0 +1,98 @@
+"""Run the command line: in this process where that is enough, in one of its own otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+from gcbench import cli
+
+ROOT = Path(__file__).parents[1]
+PATIENCE = 120.0
+"""Seconds until a process that should have got somewhere counts as stuck."""
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        assert self.code == 0, self.err
+        return json.loads(self.out)
+
+
+def invoke(*words: object) -> Result:
+    """Run `gcbench *words` in this process."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    argv = ["gcbench", *map(str, words)]
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch.object(sys, "argv", argv),
+    ):
+        try:
+            cli.main()
+        except SystemExit as done:
+            code = int(done.code or 0)
+    return Result(code, out.getvalue(), err.getvalue())
+
+
+def start(*words: object, module: str = "gcbench", **environment: str) -> subprocess.Popen[str]:
+    """Start `python -m module *words` from the checkout, in a session of its own."""
+    path = os.pathsep.join(filter(None, [environment.pop("path", ""), str(ROOT)]))
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+    )
+
+
+def end(process: subprocess.Popen[str]) -> Result:
+    """Wait for a process."""
+    try:
+        out, err = process.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return Result(process.returncode, out, err)
+
+
+def gcbench(*words: object, **environment: str) -> Result:
+    """Run `gcbench *words` in a process of its own."""
+    return end(start(*words, **environment))
+
+
+def wait_for(what, process: subprocess.Popen[str] | None = None):
+    """Wait until `what()` is true, while the process lives."""
+    patience = time.monotonic() + PATIENCE
+    while not (found := what()):
+        if process is not None and process.poll() is not None:
+            raise AssertionError(f"ended too early: {process.communicate()}")
+        assert time.monotonic() < patience, "waited in vain"
+        time.sleep(0.005)
+    return found
+
+
+def members(session: int) -> list[int]:
+    """Return the living processes of a session: those that a command left behind, too."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, sid = path.read_text().rpartition(")")[2].split()[:4]
+            if int(sid) == session and state != "Z":
+                found.append(int(path.parent.name))
+    return found

@@ -1,0 +1,394 @@
+"""The command line: what it prints where, its exit codes, and that a failure loses nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import shlex
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from commands import gcbench, invoke
+
+from gcbench import registry
+from gcbench.compressor import Compressor
+from gcbench.store import METRIC_COLUMNS, Run
+
+QUICK = ("--task", "quadratic", "--workers", 2, "--steps", 12, "--progress", "none")
+KEYS = {
+    "task",
+    "compressor",
+    "workers",
+    "collective",
+    "engine",
+    "seed",
+    "steps",
+    "test_accuracy",
+    "test_loss",
+    "train_loss",
+    "params",
+    "payload_bytes_up",
+    "payload_bytes_down",
+    "wire_bytes",
+    "nominal_ratio",
+    "payload_ratio_up",
+    "payload_ratio_down",
+    "phase_seconds",
+    "skipped_steps",
+    "params_sha256",
+    "config_hash",
+    "provenance",
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return a function that runs a quick task with more words."""
+
+    def go(*words):
+        return invoke("run", *QUICK, "--results", tmp_path, *words)
+
+    return go
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def refused(done, code, *parts):
+    """Check for one clear line on stderr, and nothing else."""
+    lines = [line for line in done.err.splitlines() if line.startswith("gcbench: ")]
+    assert done.code == code, done.err
+    assert len(lines) == 1, done.err
+    assert "Traceback" not in done.err
+    for part in parts:
+        assert part in lines[0]
+
+
+# -- what comes out --------------------------------------------------------------------------------
+
+
+def test_one_document_on_stdout_and_the_rest_on_stderr(tmp_path):
+    done = gcbench("run", "--task", "digits", "--steps", 30, "--results", tmp_path, "--json")
+    summary = done.json
+    assert set(summary) >= KEYS
+    assert summary["compressor"] == (
+        "TernGrad(clip=2.5, scale='clipped-max', share=True, granularity='tensor')"
+    )
+    terngrad = registry.compressor_class("terngrad")
+    assert eval(summary["compressor"], {"TernGrad": terngrad}) == terngrad()
+    assert (summary["task"], summary["engine"], summary["seed"]) == ("digits", "simulate", 0)
+    assert (summary["workers"], summary["collective"], summary["steps"]) == (4, "twoshot", 30)
+    assert summary["params"] == 9610
+    assert 0.6 < summary["test_accuracy"] <= 1
+    assert summary["nominal_ratio"] == pytest.approx(20.19, abs=0.01)
+    assert 15.5 < summary["payload_ratio_up"] < 16
+    assert 7.5 < summary["payload_ratio_down"] < 8
+    up = 4 * 9610 * 30 / summary["payload_ratio_up"]
+    assert summary["payload_bytes_up"] == pytest.approx(up)
+    wire = summary["wire_bytes"]
+    assert wire["total"] == 4 * wire["per_worker"] > 0
+    assert len(summary["params_sha256"]) == 64
+    assert "digits-terngrad" in done.err
+    assert "test accuracy" in done.err
+
+    (folder,) = tmp_path.iterdir()
+    assert folder.name == f"digits-terngrad-{summary['config_hash']}"
+    files = {path.name for path in folder.iterdir()}
+    assert files == {
+        "config.json",
+        "metrics.jsonl",
+        "metrics.parquet",
+        "provenance.json",
+        "summary.json",
+    }
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    table = pq.read_table(folder / "metrics.parquet")
+    assert tuple(table.column_names) == METRIC_COLUMNS
+    assert table.num_rows == len(Run(folder).records()) == 4
+
+    provenance = summary["provenance"]
+    assert provenance["versions"]["torch"] == torch.__version__
+    assert {"command", "started", "finished", "commit", "machine"} <= set(provenance)
+    again = invoke(*shlex.split(provenance["command"])[1:], "--results", tmp_path, "--json")
+    assert "finished before, skipped" in again.err
+    assert again.json == summary
+
+
+def test_a_table_without_json(run):
+    done = run("--compressor", "none,terngrad")
+    assert done.code == 0
+    assert "none" in done.out
+    assert "terngrad" in done.out
+    assert "gcbench compare" in done.err
+    assert done.out.count("\n") < 8
+
+
+def test_finished_runs_are_skipped_unless_forced(run, tmp_path):
+    first = run("--json").json
+    (folder,) = tmp_path.iterdir()
+    before = content(tmp_path)
+    second = run("--json")
+    assert second.json == first
+    assert "finished before, skipped (--force runs it again)" in second.err
+    assert content(tmp_path) == before
+    forced = run("--json", "--force")
+    assert "skipped" not in forced.err
+    assert forced.json["params_sha256"] == first["params_sha256"]
+    assert forced.json["seconds"] != first["seconds"]
+    assert len(list(tmp_path.iterdir())) == 1
+    assert not (folder / "lock").exists()
+
+
+def test_a_grid_is_a_list_and_goes_on_where_it_was(run, tmp_path):
+    assert run("--seed", 1, "--compressor", "terngrad").code == 0
+    done = run("--seed", "0,1", "--compressor", "none,terngrad", "--set", "clip=2.5,0", "--json")
+    assert [(s["compressor_name"], s["seed"]) for s in done.json] == [
+        ("none", 0),
+        ("none", 1),
+        *[("terngrad", seed) for seed in (0, 0, 1, 1)],
+    ]
+    assert len({summary["params_sha256"] for summary in done.json}) == 6
+    assert "[6/6]" in done.err
+    assert len(list(tmp_path.iterdir())) == 7  # no options and clip=2.5 are two configs
+
+
+def test_a_file_of_settings(run, tmp_path):
+    path = tmp_path / "settings.yaml"
+    path.write_text("compressor: none\nlr: 5e-2\nsteps: 1000000\n")
+    summary = run("--config", path, "--json").json
+    assert summary["config"]["lr"] == 0.05
+    assert (summary["compressor"], summary["steps"]) == ("NoCompression()", 12)
+
+
+def test_listings():
+    rows = invoke("list", "compressors", "--json").json
+    assert {row["name"] for row in rows} >= {"none", "terngrad"}
+    (terngrad,) = [row for row in rows if row["name"] == "terngrad"]
+    assert terngrad["collectives"] == ["twoshot", "allreduce", "allgather"]
+    assert terngrad["source"] == "built-in"
+    assert terngrad["fields"]["clip"] == 2.5
+    assert {row["name"] for row in invoke("list", "tasks", "--json").json} >= {"digits", "mnist"}
+    assert invoke("list", "backends", "--json").json[0]["name"] == "reference"
+    assert "terngrad" in invoke("list").out
+    assert invoke("info", "--json").json["versions"]["torch"] == torch.__version__
+    assert "backends" in invoke("info").out
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--task", "quadratik"], ["unknown task 'quadratik'", "'quadratic'", "Known: "]),
+        (["--compressor", "tern"], ["unknown compressor 'tern'", "Known: none, terngrad"]),
+        (["--set", "klip=2"], ["unknown field", "'klip'", "'clip'"]),
+        (["--workers", "3"], ["batch 32 does not divide", "try --batch 33"]),
+        (["--steps", "ten"], ["steps='ten'"]),
+        (["--lr", "nan"], ["lr='nan'", "finite"]),
+        (["--set", "share=false", "--collective", "twoshot"], ["Legal: allgather"]),
+        (["--config", "no/such.yaml"], ["no/such.yaml", "No such file"]),
+        (["--device", "gpu"], ["device 'gpu'", "'cpu', 'cuda'"]),
+        (["--batch", "2048", "--workers", "2"], ["batch 2048 is larger than the 1024"]),
+    ],
+)
+def test_usage_errors_exit_with_2_and_one_line(run, tmp_path, words, parts):
+    done = run(*words)
+    refused(done, 2, "gcbench: usage: ", *parts)
+    assert done.out == ""
+    assert not list(tmp_path.glob("*/summary.json"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_a_device_that_is_not_there(run):
+    refused(run("--device", "cuda"), 2, "device 'cuda': torch sees no CUDA device")
+
+
+@pytest.mark.parametrize("words", [["--stepz", "3"], ["--checkpoint-seconds", "-1"], ["--steps"]])
+def test_unknown_flags_exit_with_2(run, words):
+    done = run(*words)
+    assert done.code == 2
+    assert "Traceback" not in done.err
+    assert words[0] in done.err
+
+
+def test_no_command_shows_the_help_and_debug_the_traceback(monkeypatch):
+    monkeypatch.delenv("GCBENCH_DEBUG", raising=False)
+    assert "Usage" in invoke("--help").out
+    assert invoke("--version").out.startswith("gcbench 0.")
+    done = gcbench("--debug", "run", "--task", "quadratik")
+    assert done.code == 1
+    assert "Traceback" in done.err
+    assert "unknown task 'quadratik'" in done.err
+
+
+def test_a_gradient_that_explodes(run, tmp_path):
+    absurd = ("--lr", 1e30, "--compressor", "none")
+    refused(run(*absurd), 1, "non-finite gradient in layer x of worker 0 at step", "Lower --lr")
+    (folder,) = tmp_path.iterdir()
+    assert not (folder / "summary.json").exists()
+    summary = run(*absurd, "--on-nonfinite", "skip", "--json").json
+    assert 0 < summary["skipped_steps"] < 12
+    assert summary["test_loss"] is None  # infinite: JSON has no number for it
+    sent = (12 - summary["skipped_steps"]) * 4 * summary["params"]
+    assert summary["payload_bytes_up"] == sent + 12 * 4  # the workers agree at every step
+
+
+def test_one_failure_of_a_grid_does_not_stop_the_others(run):
+    done = run("--compressor", "none", "--lr", "1e30,0.1", "--json")
+    assert done.code == 1
+    (summary,) = json.loads(done.out)
+    assert summary["config"]["lr"] == 0.1
+    assert "non-finite gradient" in done.err
+
+
+def test_missing_data_without_a_network(tmp_path, monkeypatch):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.setenv("GCBENCH_DATA", str(empty))
+    done = invoke("run", "--task", "mnist", "--results", tmp_path / "runs")
+    refused(done, 1, str(empty))
+
+
+@pytest.mark.parametrize("below", ["file", "file/deeper"])
+def test_a_results_folder_that_cannot_be_made(tmp_path, below):
+    (tmp_path / "file").write_text("mine")
+    done = invoke("run", *QUICK, "--results", tmp_path / below)
+    refused(done, 1, "cannot write", "choose another folder with --results")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@contextlib.contextmanager
+def files_of_at_most(nbytes: int):
+    """Let the system refuse to write more than that into a file, as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "file", "words"),
+    [
+        (100, "config.json", ()),
+        (2500, "metrics.jsonl", ("--log-every", 1, "--steps", 100)),
+        (2500, "checkpoint.pt", ("--checkpoint-seconds", 0)),
+    ],
+)
+def test_a_full_disk_loses_nothing(run, tmp_path, nbytes, file, words):
+    finished = run("--compressor", "none", "--json").json
+    before = content(tmp_path)
+    with files_of_at_most(nbytes):
+        done = run(*words)
+    refused(done, 1, "cannot write", f"{file}: File too large", "--results")
+    after = content(tmp_path)
+    assert {name: after[name] for name in before} == before
+    assert not [name for name in after if name.endswith(".part")]
+    assert run("--compressor", "none", "--json").json == finished
+    whole = run(*words, "--json").json
+    (metrics,) = tmp_path.glob("*terngrad*/metrics.jsonl")
+    records = Run(metrics.parent).records()
+    assert len(records) == len(metrics.read_text().splitlines())
+    assert records[-1]["step"] == whole["steps"]
+
+
+def test_a_checkpoint_survives_a_disk_that_fills_later(run, tmp_path):
+    steps = ("--steps", 80, "--log-every", 1, "--checkpoint-seconds", 0)
+    with files_of_at_most(12_000):
+        refused(run(*steps), 1, "metrics.jsonl: File too large")
+    (path,) = tmp_path.glob("*/checkpoint.pt")
+    step = torch.load(path, weights_only=True)["step"]
+    assert 10 < step < 80
+    done = run(*steps, "--json")
+    assert "goes on from its checkpoint" in done.err
+    assert [r["step"] for r in Run(path.parent).records() if "lr" in r] == list(range(1, 81))
+
+
+# -- damaged folders -------------------------------------------------------------------------------
+
+
+def interrupted(run, tmp_path) -> Path:
+    """Make a run that failed and left a checkpoint; return its folder."""
+    with files_of_at_most(12_000):
+        run("--steps", 80, "--log-every", 1, "--checkpoint-seconds", 0)
+    (folder,) = tmp_path.iterdir()
+    assert (folder / "checkpoint.pt").exists()
+    return folder
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff\xfe", b"12"])
+def test_a_corrupt_summary(run, tmp_path, text):
+    expected = run("--json").json
+    (path,) = tmp_path.glob("*/summary.json")
+    path.write_bytes(text)
+    refused(run(), 1, str(path), "run again with --force")
+    assert path.read_bytes() == text
+    assert run("--force", "--json").json["params_sha256"] == expected["params_sha256"]
+
+
+@pytest.mark.parametrize("name", ["checkpoint.pt", "config.json", "provenance.json"])
+@pytest.mark.parametrize("damage", ["cut", "noise"])
+def test_a_damaged_interrupted_run(run, tmp_path, name, damage):
+    folder = interrupted(run, tmp_path)
+    path = folder / name
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2] if damage == "cut" else b"\x80\x04noise")
+    steps = ("--steps", 80, "--log-every", 1, "--checkpoint-seconds", 0)
+    before = content(tmp_path)
+    refused(run(*steps), 1, str(path), "cannot be read", "with --force")
+    assert content(tmp_path) == before
+    assert run(*steps, "--force").code == 0
+
+
+@pytest.mark.parametrize("state", [{}, {"step": 3, "parameters": [], "ema": []}])
+def test_a_checkpoint_of_something_else(run, tmp_path, state):
+    folder = interrupted(run, tmp_path)
+    torch.save(state, folder / "checkpoint.pt")
+    done = run("--steps", 80, "--log-every", 1, "--checkpoint-seconds", 0)
+    refused(done, 1, "does not fit this run", "--force")
+
+
+def test_a_folder_that_another_process_writes(run, tmp_path):
+    assert run().code == 0
+    (folder,) = tmp_path.iterdir()
+    with Run(folder).locked():
+        before = content(tmp_path)
+        refused(run("--force"), 1, "is being written by another gcbench process; wait for it")
+        assert content(tmp_path) == before
+    assert run("--force").code == 0
+
+
+def test_the_file_of_a_lock_holds_nobody(run, tmp_path):
+    assert run().code == 0
+    (folder,) = tmp_path.iterdir()
+    (folder / "lock").touch()  # what a killed process leaves
+    assert run("--force").code == 0
+
+
+def test_a_run_that_was_cut_in_the_middle_of_a_line(run, tmp_path):
+    folder = interrupted(run, tmp_path)
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"kind": "train", "st\xff')
+    done = run("--steps", 80, "--log-every", 1, "--checkpoint-seconds", 0)
+    assert done.code == 0
+    assert [r["step"] for r in Run(folder).records() if "lr" in r] == list(range(1, 81))
+
+
+def test_an_unexpected_error_is_one_line_too(run, monkeypatch):
+    class Buggy(Compressor):
+        def encode(self, x, segments, shared, key):
+            raise ZeroDivisionError("first\nsecond")
+
+        def decode(self, payload, segments, shared):
+            raise NotImplementedError
+
+    entry = registry.Entry("buggy", "test", lambda: Buggy)
+    monkeypatch.setitem(registry.compressors(), "buggy", entry)
+    refused(run("--compressor", "buggy"), 1, "ZeroDivisionError: first", "--debug")

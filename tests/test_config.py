@@ -1,0 +1,257 @@
+"""From flags and files to configs: grids, precedence, hashes, and commands that come back."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from unittest import mock
+
+import pytest
+
+import gcbench
+from gcbench import cli, experiment, grid
+from gcbench.errors import UsageError
+from gcbench.experiment import Config
+from gcbench.runner import Runner
+
+
+def parse(command: str) -> list[Config]:
+    """Return the configs of a `gcbench run` command, without running them."""
+    words = shlex.split(command)
+    found: list[Config] = []
+
+    def keep(self, configs, *, json):
+        found.extend(configs)
+
+    with mock.patch.object(Runner, "all", keep):
+        cli.app(words[words.index("run") :], standalone_mode=False)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("2.0", 2.0),
+        ("3", 3),
+        ("2e-4", 2e-4),
+        ("1E3", 1000.0),
+        ("-1e+2", -100.0),
+        ("true", True),
+        ("False", False),
+        ("null", None),
+        ("clipped-max", "clipped-max"),
+        ("e", "e"),
+        ("0,1,2", [0, 1, 2]),
+        ("none, terngrad", ["none", "terngrad"]),
+        ("500/750", (500, 750)),
+        ("0.9/0.999,0.5/0.9", [(0.9, 0.999), (0.5, 0.9)]),
+        ("some/path", "some/path"),
+    ],
+)
+def test_values_of_flags(text, value):
+    found = grid.value(text)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_false_is_no_true_word():
+    (made,) = parse("gcbench run --set share=False")
+    assert made.make_compressor().share is False
+    assert made.collective == "allgather"
+
+
+def test_a_grid_is_the_product_of_its_lists():
+    made = parse("gcbench run --compressor none,terngrad --seed 0,1,2 --set clip=0,2.0")
+    assert len(made) == 3 + 3 * 2  # none has no clip: it comes once a seed
+    assert len({one.hash for one in made}) == 9
+    assert {one.options.get("clip") for one in made if one.compressor == "none"} == {None}
+    assert {one.options["clip"] for one in made if one.compressor == "terngrad"} == {0, 2.0}
+    assert len(parse("gcbench run --seed 1,1,1")) == 1
+
+
+def test_lists_of_sequences():
+    made = parse("gcbench run --schedule step --schedule-steps 5/7,9 --optimizer adam")
+    assert [one.schedule_steps for one in made] == [[5, 7], [9]]
+    made = parse("gcbench run --optimizer adam --betas 0.5/0.9,0.9/0.99")
+    assert [one.betas for one in made] == [(0.5, 0.9), (0.9, 0.99)]
+
+
+def test_a_file_has_the_same_keys_and_flags_win(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "task: quadratic\ncompressor: [none, terngrad]\nsteps: 7\nlr: 2e-3\nseed: [4, 5]\n"
+        "options: {clip: 1e-1, scale: c-sigma}\ntask_options: {dimension: 16}\n"
+        "schedule: step\nschedule_steps: [2, 4]\n"
+    )
+    made = parse(f"gcbench run --config {path} --seed 9 --set clip=3.0")
+    assert [(one.compressor, one.seed, one.steps, one.lr) for one in made] == [
+        ("none", 9, 7, 2e-3),
+        ("terngrad", 9, 7, 2e-3),
+    ]
+    assert made[1].options == {"clip": 3.0, "scale": "c-sigma"}
+    assert made[1].task_options == {"dimension": 16}
+    assert made[1].schedule_steps == [2, 4]
+    (alone,) = parse(f"gcbench run --config {path} --seed 9 --compressor terngrad")
+    assert alone.options["clip"] == 0.1
+
+
+COMMANDS = [
+    "",
+    "--task quadratic --compressor none --workers 8 --seed 3",
+    "--set clip=0 --set share=False --set granularity=512",
+    "--set clip=1e-05 --set scale=c-sigma --collective allgather",
+    "--set granularity=column --dense-last --dense-below 20",
+    "--task quadratic --task-set noise=0.5 --task-set dimension=33 --momentum 0.5 --nesterov",
+    "--network conv --optimizer adam --betas 0.5/0.99 --eps 1e-05 --ema 0.99",
+    "--schedule step --schedule-steps 5/7 --schedule-gamma 0.5 --weight-decay 5e-4 --decay update",
+    "--schedule step --schedule-steps 9 --no-nesterov --no-dense-last",
+    "--schedule step --schedule-steps 0.5/0.75",
+    "--schedule constant --momentum 0 --engine spawn --threads 1 --eval-every 0",
+    "--task cifar10 --steps 10 --batch 128 --lr 0.2",
+    "--task mnist --weight-decay 0 --ema 0 --gradients batched --on-nonfinite skip",
+    "--link-gbit 0.5 --link-latency-us 1e3 --log-every 3 --backend reference",
+]
+
+
+@pytest.mark.parametrize("flags", COMMANDS)
+def test_the_recorded_command_gives_the_same_config(flags):
+    (made,) = parse(f"gcbench run {flags}")
+    (again,) = parse(experiment.command(made))
+    assert again == made
+    assert again.hash == made.hash
+
+
+@pytest.mark.parametrize("task", ["quadratic", "digits", "mnist", "cifar10"])
+def test_the_recorded_command_says_only_what_differs(task):
+    (made,) = parse(f"gcbench run --task {task}")
+    assert experiment.command(made) == f"gcbench run --task {task} --compressor terngrad"
+
+
+def test_words_with_blanks_are_quoted():
+    made = Config.make({"task": "quadratic", "device": "a b; c"})
+    assert "--device 'a b; c'" in experiment.command(made)
+
+
+def test_the_hash_names_the_config():
+    base = {"task": "quadratic"}
+    made = Config.make(base)
+    assert len(made.hash) == 10
+    assert made.run_name == f"quadratic-terngrad-{made.hash}"
+    assert Config.model_validate_json(made.model_dump_json()).hash == made.hash
+    assert Config.make({**base, "batch": 32}).hash == made.hash  # the task's own default
+    for other in ({"seed": 1}, {"lr": 0.2}, {"options": {"clip": 1.0}}, {"engine": "spawn"}):
+        assert Config.make({**base, **other}).hash != made.hash
+
+
+def test_the_repr_of_a_method_evaluates_back():
+    from gcbench.registry import compressor_class
+
+    method = gcbench.get_compressor("terngrad", clip=1.5, share=False, granularity=64)
+    assert eval(repr(method), {"TernGrad": compressor_class("terngrad")}) == method
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ({"schedule": "constant"}, [1.0, 1.0, 1.0, 1.0]),
+        ({"schedule": "poly", "schedule_power": 0.5}, [1.0, 0.75**0.5, 0.5**0.5, 0.5]),
+        ({"schedule": "step", "schedule_steps": [1, 3]}, [1.0, 0.1, 0.1, 0.01]),
+        ({"schedule": "step", "schedule_steps": [0.5, 3]}, [1.0, 1.0, 0.1, 0.01]),
+    ],
+)
+def test_learning_rates(schedule, rates):
+    made = Config.make({"task": "quadratic", "lr": 1.0, "steps": 4, **schedule})
+    assert [made.lr_at(step) for step in range(4)] == pytest.approx(rates)
+
+
+BAD = {
+    "--task digit": "unknown task 'digit'. Did you mean 'digits'? Known: cifar10, digits",
+    "--compressor ternary": "unknown compressor 'ternary'. Did you mean 'terngrad'? Known: ",
+    "--set clp=2": "unknown field of compressor terngrad: 'clp'. Did you mean 'clip'? Known: clip",
+    "--compressor none --set clip=2": "unknown field of compressor none: 'clip'",
+    "--task-set netwrk=conv": "unknown field of task digits: 'netwrk'. Did you mean 'network'?",
+    "--network resnet": "unknown network 'resnet'",
+    "--set clip": "--set 'clip': NAME=VALUE expected",
+    "--set clip=1 --set clip=2": "--set clip came twice; for a grid write clip=1,2",
+    "--set clip=abc": "clip='abc': input should be a valid number",
+    "--set clip=-1": "clip=-1",
+    "--set clip=.nan": "clip=nan",
+    "--set share=maybe": "share='maybe': input should be a valid boolean",
+    "--set granularity=0": "granularity 0: allowed are",
+    "--set granularity=row": "granularity 'row': allowed are",
+    "--task quadratic --task-set dimension=1.5": "dimension=1.5: input should be a valid integer",
+    "--collective ring": "collective 'ring': allowed are allreduce, allgather, twoshot",
+    "--set share=false --collective twoshot": "cannot be exchanged by twoshot",
+    "--compressor none,terngrad --set share=false --collective allreduce": "Legal: allgather",
+    "--workers 5": "batch 64 does not divide among 5 workers; try --batch 65",
+    "--workers 100": "try --batch 100",
+    "--workers 0": "workers=0: input should be greater than or equal to 1",
+    "--workers 2.5": "workers=2.5: input should be a valid integer",
+    "--workers four": "workers='four': input should be a valid integer",
+    "--batch -64": "batch=-64",
+    "--steps 0": "steps=0",
+    "--seed -1": "seed=-1",
+    "--seed 0,,1": "seed=None",
+    "--lr nan": "lr='nan': input should be a finite number",
+    "--lr .inf": "lr=inf: input should be a finite number",
+    "--lr 0": "lr=0: input should be greater than 0",
+    "--lr fast": "lr='fast': input should be a valid number",
+    "--momentum 1": "momentum=1",
+    "--momentum 0 --nesterov": "nesterov needs momentum > 0",
+    "--schedule step": "schedule=step needs schedule_steps, e.g. --schedule-steps 0.5/0.75",
+    "--schedule linear": "schedule='linear': input should be 'constant', 'poly' or 'step'",
+    "--betas 0.9": "betas",
+    "--betas 0.9/1.5": "betas.1=1.5",
+    "--lr 0.1/0.2": "lr: one value expected, not 0.1/0.2",
+    "--optimizer lion": "optimizer='lion': input should be 'sgd' or 'adam'",
+    "--engine mpi": "engine='mpi': input should be 'simulate', 'spawn' or 'torchrun'",
+    "--gradients batched --engine spawn": "use gradients=loop",
+    "--link-gbit 0": "link_gbit=0",
+}
+
+
+@pytest.mark.parametrize("flags", BAD)
+def test_bad_settings_are_refused_in_one_line(flags):
+    with pytest.raises(UsageError) as caught:
+        parse(f"gcbench run {flags}")
+    assert BAD[flags] in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stepz: 5\n", "unknown setting 'stepz'. Did you mean 'steps'? Known: backend, batch"),
+        ("5: 5\n", "unknown setting 5. Known: backend"),
+        ("steps: [1, 2\nlr: }", "is no YAML: while parsing"),
+        ("\x00", "is no YAML"),
+        ("- steps\n", "a mapping of settings expected"),
+        ("options: 3\n", "options: a mapping of fields expected, not 3"),
+        ("options: {7: 3}\n", "unknown field of compressor terngrad: 7"),
+        ("seed: []\n", "seed: an empty list"),
+        ("task: {a: b}\n", "unknown task"),
+        ("lr: {a: b}\n", "lr={'a': 'b'}"),
+    ],
+)
+def test_bad_files_are_refused_in_one_line(tmp_path, text, message):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        parse(f"gcbench run --config {path}")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unreadable_files(tmp_path):
+    with pytest.raises(UsageError, match="No such file or directory"):
+        grid.expand({}, tmp_path / "none.yaml")
+    with pytest.raises(UsageError, match="Is a directory"):
+        grid.expand({}, tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x9d\x00")
+    with pytest.raises(UsageError, match="is no YAML"):
+        grid.expand({}, tmp_path / "binary.yaml")
+
+
+def test_configs_are_json_all_the_way():
+    (made,) = parse("gcbench run --optimizer adam --betas 0.5/0.9 --set granularity=512")
+    assert json.loads(json.dumps(made.model_dump(mode="json"))) == made.model_dump(mode="json")

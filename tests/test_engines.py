@@ -1,0 +1,435 @@
+"""Engines: the same bits in every one of them, through kills, stops and faults."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from commands import end, invoke, members, start, wait_for
+from torch import nn
+
+from gcbench import engines, registry
+from gcbench.errors import GcbenchError, UsageError
+from gcbench.experiment import Config
+from gcbench.store import Run
+from gcbench.train import Interrupted, Options, Trainer
+from gcbench.world import Link, SimulatedWorld
+
+COLLECTIVES = ("twoshot", "allreduce", "allgather")
+SAME = (
+    "params_sha256",
+    "train_loss",
+    "test_loss",
+    "test_accuracy",
+    "payload_bytes_up",
+    "payload_bytes_down",
+    "wire_bytes",
+    "payload_ratio_up",
+    "payload_ratio_down",
+)
+
+
+def config(**given) -> Config:
+    return Config.make({"task": "quadratic", "workers": 2, "steps": 30, "log_every": 1, **given})
+
+
+def fit(made: Config, folder: Path, **options) -> dict:
+    run = Run(folder / made.run_name)
+    run.create()
+    run.start(made.model_dump(mode="json"), {})
+    engines.ENGINES[made.engine](made, run, Options(**options))
+    return run.summary
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    """Return a function that makes a simulated trainer on one folder."""
+    worlds = []
+
+    def make(made: Config, **options) -> Trainer:
+        worlds.append(SimulatedWorld(made.workers, torch.device("cpu"), Link(10, 50), 1, 1))
+        run = Run(tmp_path / made.run_name)
+        run.create()
+        return Trainer(made, worlds[-1], run, Options(**options))
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+@pytest.fixture
+def normed(monkeypatch):
+    """A task whose model has batch-norm statistics, one set for each worker."""
+
+    class Normed(registry.task_class("digits")):
+        def model(self):
+            return nn.Sequential(
+                nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10)
+            )
+
+    entry = registry.Entry("normed", "test", lambda: Normed)
+    monkeypatch.setitem(registry.tasks(), "normed", entry)
+    return "normed"
+
+
+# -- the same bits ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+WIDE = ("--task", "quadratic", "--task-set", "dimension=5000")  # five tiles: shards of 2 and 3
+TWO = (*WIDE, "--workers", 2, "--steps", 30, "--log-every", 10, "--eval-every", 10)
+
+
+@pytest.fixture(scope="module")
+def two(results):
+    """Two workers in both local engines, every collective: summaries by (engine, collective)."""
+    grid = ("--engine", "simulate,spawn", "--collective", ",".join(COLLECTIVES))
+    found = invoke("run", *TWO, *grid, "--results", results, "--json").json
+    return {(summary["engine"], summary["collective"]): summary for summary in found}
+
+
+@pytest.fixture(scope="module")
+def three(results):
+    """Three workers, convolutions, two lanes, weight decay, Adam and averages."""
+    shape = ("--network", "conv", "--dense-last", "--workers", 3, "--batch", 48)
+    train = ("--optimizer", "adam", "--lr", 1e-3, "--ema", 0.9, "--weight-decay", 1e-3)
+    grid = ("--steps", 12, "--log-every", 5, "--engine", "simulate,spawn")
+    found = invoke("run", *shape, *train, *grid, "--results", results, "--json").json
+    return {(summary["engine"], "twoshot"): summary for summary in found}
+
+
+def check_twins(results, found, collective):
+    here, there = found["simulate", collective], found["spawn", collective]
+    assert {key: here[key] for key in SAME} == {key: there[key] for key in SAME}
+    records = []
+    for summary in (here, there):
+        name = f"{summary['task']}-terngrad-{summary['config_hash']}"
+        lines = (results / name / "metrics.jsonl").read_text().splitlines()
+        records.append([{**json.loads(line), "seconds": 0} for line in lines])
+    assert records[0] == records[1]
+    assert len(records[0]) > 2
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_two_processes_do_what_the_simulation_does(results, two, collective):
+    check_twins(results, two, collective)
+
+
+def test_three_processes_do_what_the_simulation_does(results, three):
+    check_twins(results, three, "twoshot")
+
+
+def test_times_are_measured_or_modelled_and_never_mixed(two):
+    simulated, spawned = two["simulate", "twoshot"], two["spawn", "twoshot"]
+    assert simulated["phase_seconds"]["communicate"] is None
+    assert simulated["communicate_modelled"]["seconds"] > 0
+    assert spawned["phase_seconds"]["communicate"] > 0
+    assert spawned["communicate_modelled"] is None
+    for summary in (simulated, spawned):
+        phases = summary["phase_seconds"]
+        named = ("forward_backward", "statistic", "encode", "communicate", "decode", "update")
+        assert tuple(phases) == named
+        assert all(seconds is None or seconds > 0 for seconds in phases.values())
+
+
+def test_torchrun_is_found_and_gives_the_same_bits(two, tmp_path):
+    launch = ("--nproc-per-node", 2, "-m", "gcbench", "run", *TWO)
+    command = (*launch, "--results", tmp_path, "--json")
+    done = end(start(*command, module="torch.distributed.run", OMP_NUM_THREADS="1"))
+    summary = done.json  # exactly one document, although there are two processes
+    assert summary["engine"] == "torchrun"
+    expected = two["simulate", "twoshot"]
+    assert {key: summary[key] for key in SAME} == {key: expected[key] for key in SAME}
+    assert summary["provenance"]["command"].startswith(
+        "torchrun --nproc-per-node 2 -m gcbench run --task quadratic --compressor terngrad"
+    )
+    assert "--engine" not in summary["provenance"]["command"]
+
+
+def test_torchrun_with_another_number_of_workers(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
+    done = invoke("run", "--workers", 2, "--results", tmp_path)
+    assert done.code == 2
+    assert "--workers 2 under torchrun with 3 processes" in done.err
+    assert "--workers 3" in done.err
+
+
+def test_torchrun_cannot_be_asked_for():
+    done = invoke("run", "--engine", "torchrun")
+    assert done.code == 2
+    assert "torchrun --nproc-per-node N -m gcbench run" in done.err
+
+
+# -- gradients of all workers in one pass ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [{}, {"task_options": {"network": "conv"}, "weight_decay": 1e-3}])
+def test_batched_gradients_agree_with_the_loop(trainer, given):
+    """Relative to the largest entry within 1e-6 a step, within 1e-5 after twenty."""
+    common = {"task": "digits", "workers": 4, "compressor": "none", "steps": 20, **given}
+    loop, batched = (trainer(config(**common, gradients=how)) for how in ("loop", "batched"))
+    (xs, losses), (ys, other) = loop._gradients(), batched._gradients()
+    assert losses == pytest.approx(other, rel=1e-6)
+    for x, y in zip(xs, ys, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-6 * float(x.abs().max()))
+    assert not torch.equal(xs[0], xs[1])
+    start = torch.cat([p.detach().flatten() for p in loop.parameters])
+    for _ in range(20):
+        loop.train_step()
+        batched.train_step()
+    x, y = (torch.cat([p.detach().flatten() for p in t.parameters]) for t in (loop, batched))
+    torch.testing.assert_close(x, y, rtol=0, atol=1e-5 * float(x.abs().max()))
+    assert float((x - start).abs().max()) > 0.01
+
+
+def test_batched_is_recorded_and_refused_where_it_is_wrong(normed, tmp_path):
+    quick = ("--steps", 3, "--results", tmp_path)
+    assert invoke("run", *quick, "--gradients", "batched", "--json").json["gradients"] == "batched"
+    done = invoke("run", *quick, "--gradients", "batched", "--engine", "spawn")
+    assert done.code == 2
+    assert "use gradients=loop" in done.err
+    done = invoke("run", *quick, "--gradients", "batched", "--task", normed)
+    assert done.code == 2
+    assert "batch-norm" in done.err
+
+
+def test_each_worker_keeps_its_own_statistics(trainer, normed):
+    some = trainer(config(task=normed, workers=2))
+    some.train_step()
+    first, second = (replica[2].running_mean for replica in some.replicas)
+    assert not torch.equal(first, second)
+    assert some.replicas[0][1].weight is some.replicas[1][1].weight
+
+
+# -- going on --------------------------------------------------------------------------------------
+
+RECIPES = {
+    "plain": {"task": "quadratic"},
+    "adam": {"optimizer": "adam", "lr": 1e-3, "ema": 0.9},
+    "nesterov": {"momentum": 0.9, "nesterov": True, "schedule": "step", "schedule_steps": [4, 9]},
+    "statistics": {"task": "normed", "eval_every": 4},
+}
+
+
+class Crash(Exception):
+    """What a fault raises."""
+
+
+def crash_at_twenty(step, rank, bucket):
+    if step == 20:
+        raise Crash
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("moments", [[1], [0, 5, 13]])
+def test_a_crash_loses_nothing(trainer, normed, tmp_path, recipe, moments):
+    made = config(**{"task": "digits", **RECIPES[recipe], "steps": 14, "log_every": 2})
+    expected = fit(made, tmp_path / "whole")
+    whole = Run(tmp_path / "whole" / made.run_name).records()
+    for moment in moments:
+
+        def fault(step, rank, bucket, moment=moment):
+            if step == moment:
+                raise Crash
+
+        with pytest.raises(Crash):
+            trainer(made, checkpoint_seconds=0, fault=fault).fit()
+    resumed = trainer(made)
+    summary = resumed.fit()
+    assert {key: summary[key] for key in SAME} == {key: expected[key] for key in SAME}
+    assert len(resumed.clock.steps) == 14
+    records = resumed.run.records()
+    assert [{**r, "seconds": 0} for r in records] == [{**r, "seconds": 0} for r in whole]
+
+
+def test_a_stop_saves_and_goes_on(trainer):
+    made = config(optimizer="adam", ema=0.5)
+    expected = trainer(config(optimizer="adam", ema=0.5, log_every=3)).fit()
+    steps = iter(range(100))
+    with pytest.raises(Interrupted, match="stopped after step 8 of 30"):
+        trainer(made).fit(lambda: next(steps) == 7)
+    with pytest.raises(Crash):  # records run ahead of the checkpoint
+        trainer(made, fault=crash_at_twenty).fit()
+    last = trainer(made)
+    assert last.run.records()[-1]["step"] == 20
+    assert last.fit()["params_sha256"] == expected["params_sha256"]
+    assert [r["step"] for r in last.run.records() if "lr" in r] == list(range(1, 31))
+
+
+def long_run(results: Path, engine: str, steps: int) -> tuple:
+    recipe = ("--optimizer", "adam", "--ema", 0.9, "--lr", 0.01, "--workers", 2, "--steps", steps)
+    often = ("--log-every", 1, "--checkpoint-seconds", 0, "--progress", "none", "--json")
+    return "run", "--task", "quadratic", *recipe, *often, "--engine", engine, "--results", results
+
+
+def lines(results: Path, name: str = "metrics.jsonl") -> int:
+    """Return the number of lines in that file of the only run; 0 before it is there."""
+    found = list(results.glob(f"*/{name}"))
+    return len(found[0].read_text().splitlines()) if found else 0
+
+
+def steps_of(results: Path) -> list[int]:
+    (path,) = results.glob("*/metrics.jsonl")
+    return [r["step"] for r in map(json.loads, path.read_text().splitlines()) if "lr" in r]
+
+
+def stop(process, sign: signal.Signals) -> None:
+    """End a command as the terminal does, or its leading process alone as the kernel does."""
+    if sign == signal.SIGINT:
+        os.killpg(process.pid, sign)
+    else:
+        process.send_signal(sign)
+
+
+def test_a_simulation_survives_kills_and_ctrl_c(tmp_path):
+    parts, whole = tmp_path / "parts", tmp_path / "whole"
+    command = long_run(parts, "simulate", 200)
+    for sign, file, reached in (
+        (signal.SIGKILL, "config.json", 1),
+        (signal.SIGKILL, "metrics.jsonl", 4),
+        (signal.SIGINT, "metrics.jsonl", 30),
+    ):
+        process = start(*command)
+        wait_for(lambda file=file, reached=reached: lines(parts, file) >= reached, process)
+        stop(process, sign)
+        done = end(process)
+        assert not list(parts.glob("*/summary.json")), "the signal came too late to test anything"
+        if sign == signal.SIGKILL:
+            assert done.code == -sign
+    assert done.code == 130
+    assert done.out == ""
+    assert "Traceback" not in done.err
+    assert "Go on with: gcbench run --task quadratic" in done.err
+    assert "goes on from its checkpoint" in done.err
+    last = invoke(*command)
+    assert "goes on from its checkpoint" in last.err
+    expected = invoke(*long_run(whole, "simulate", 200)).json
+    assert last.json["params_sha256"] == expected["params_sha256"]
+    assert last.json["wire_bytes"] == expected["wire_bytes"]
+    assert steps_of(parts) == list(range(1, 201))
+
+
+def test_processes_survive_a_kill_and_ctrl_c_and_none_is_left(tmp_path):
+    parts, whole = tmp_path / "parts", tmp_path / "whole"
+    command = long_run(parts, "spawn", 200)
+    for sign, reached in ((signal.SIGKILL, 25), (signal.SIGINT, 50)):
+        process = start(*command)
+        wait_for(lambda reached=reached: lines(parts) >= reached, process)
+        assert len(members(process.pid)) >= 3
+        stop(process, sign)
+        process.wait()
+        wait_for(lambda process=process: not members(process.pid))
+        assert not list(parts.glob("*/summary.json")), "the signal came too late to test anything"
+        done = end(process)
+    assert done.code == 130
+    assert "Traceback" not in done.err
+    assert "stopped after step" in done.err
+    assert "Go on with: gcbench run --task quadratic" in done.err
+    (saved,) = parts.glob("*/checkpoint.pt")
+    step = torch.load(saved, weights_only=True)["step"]
+    assert f"stopped after step {step} of 200" in done.err
+    last = invoke(*command)
+    expected = invoke(*long_run(whole, "simulate", 200)).json
+    assert last.json["params_sha256"] == expected["params_sha256"]
+    assert last.json["wire_bytes"] == expected["wire_bytes"]
+    assert steps_of(parts) == list(range(1, 201))
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_signal_acts_as_usual(sign):
+    before = signal.getsignal(sign)
+    with engines._stop_on_signals(launched=False) as asked:
+        assert not asked()
+        os.kill(os.getpid(), sign)
+        assert asked()
+        assert signal.getsignal(sign) is before
+    with engines._stop_on_signals(launched=True) as asked:
+        os.kill(os.getpid(), sign)
+        os.kill(os.getpid(), sign)  # the launcher repeats what the terminal sent to all
+        assert asked()
+    assert signal.getsignal(sign) is before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's service is Linux's")
+def test_a_worker_dies_with_its_parent_at_once():
+    """By SIGKILL: torch asks for SIGINT, at which a worker would go on and write a checkpoint."""
+    libc, found = ctypes.CDLL(None), ctypes.c_int()
+    try:
+        engines._die_with_parent()
+        libc.prctl(2, ctypes.byref(found))  # PR_GET_PDEATHSIG
+    finally:
+        libc.prctl(engines.PR_SET_PDEATHSIG, 0)
+    assert found.value == signal.SIGKILL
+    assert "_die_with_parent" in engines._spawned.__code__.co_names
+
+
+# -- faults ----------------------------------------------------------------------------------------
+
+
+def spoil(step, rank, bucket):
+    """Break one entry of one worker's gradient, in two steps."""
+    if rank == 1 and step in (3, 7):
+        bucket[0] = torch.inf if step == 3 else torch.nan
+
+
+def test_a_non_finite_gradient_names_layer_worker_and_step(tmp_path):
+    def last_layer(step, rank, bucket):
+        if rank == 2 and step == 4:
+            bucket[-1] = torch.nan
+
+    made = config(task="digits", workers=4)
+    with pytest.raises(GcbenchError, match=r"layer 3\.bias of worker 2 at step 4"):
+        fit(made, tmp_path, fault=last_layer)
+    assert len(Run(tmp_path / made.run_name).records()) == 4
+
+
+def test_all_workers_skip_a_step_together(tmp_path):
+    here = fit(config(on_nonfinite="skip"), tmp_path, fault=spoil)
+    there = fit(config(on_nonfinite="skip", engine="spawn"), tmp_path, fault=spoil)
+    assert here["skipped_steps"] == there["skipped_steps"] == 2
+    assert {key: here[key] for key in SAME} == {key: there[key] for key in SAME}
+    clean = fit(config(on_nonfinite="skip"), tmp_path / "clean")
+    assert clean["skipped_steps"] == 0
+    assert clean["params_sha256"] != here["params_sha256"]
+
+
+def test_a_failing_process_is_named_and_its_peers_end(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    made = config(engine="spawn")
+    with pytest.raises(GcbenchError, match="layer x of worker 1 at step 3"):
+        fit(made, tmp_path, fault=spoil)
+    assert len(Run(tmp_path / made.run_name).records()) == 3
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_large_but_finite_gradients_are_no_fault(tmp_path):
+    def large(step, rank, bucket):
+        bucket.fill_(3e38)  # their sum overflows, they do not
+
+    assert fit(config(steps=1, compressor="terngrad"), tmp_path, fault=large)["skipped_steps"] == 0
+
+
+def test_replicas_that_drift_apart_stop_the_run(tmp_path, monkeypatch):
+    def collect(self, values):
+        return [f"{v}{i // 2}" if isinstance(v, str) and v else v for i, v in enumerate(values)]
+
+    monkeypatch.setattr(SimulatedWorld, "collect", collect)
+    with pytest.raises(GcbenchError, match=r"drifted apart by step 10: worker\(s\) \[2, 3\]"):
+        fit(config(workers=4, eval_every=10), tmp_path)
+
+
+def test_a_batch_larger_than_the_data_set(tmp_path):
+    with pytest.raises(UsageError, match="batch 2000 is larger than the 1437 training examples"):
+        fit(config(task="digits", batch=2000), tmp_path)

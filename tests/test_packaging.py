@@ -1,0 +1,130 @@
+"""What is shipped: the wheel's files, no name of others taken, light imports, true examples."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from commands import ROOT
+
+import gcbench
+
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def python(*words: str, path: Path = ROOT, cwd: Path = ROOT) -> str:
+    """Run a fresh interpreter; return what it prints."""
+    environment = {**os.environ, "PYTHONPATH": str(path), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=cwd, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> zipfile.ZipFile:
+    folder = tmp_path_factory.mktemp("dist")
+    python("-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT))
+    (path,) = folder.glob("*.whl")
+    with zipfile.ZipFile(path) as file:
+        yield file
+
+
+def test_the_wheel_has_one_folder_and_every_module(wheel):
+    names = set(wheel.namelist())
+    assert {name.split("/")[0] for name in names} == {
+        "gcbench",
+        f"gcbench-{gcbench.__version__}.dist-info",
+    }
+    expected = {str(path.relative_to(ROOT)) for path in (ROOT / "gcbench").rglob("*.py")}
+    for folder in ("compressors", "tasks"):
+        expected |= {f"gcbench/{path.relative_to(ROOT)}" for path in ROOT.glob(f"{folder}/*.py")}
+    assert {name for name in names if name.endswith(".py")} == expected
+    assert "gcbench/compressors/terngrad.py" in expected
+    assert any(name.startswith("gcbench/csrc/") for name in names)
+
+
+def test_the_wheel_works_beside_a_folder_of_the_same_name(wheel, tmp_path):
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    wheel.extractall(site)
+    empty.mkdir()
+    (empty / "tasks.py").write_text("mine = True\n")
+    rows = json.loads(
+        python("-m", "gcbench", "list", "compressors", "--json", path=site, cwd=empty)
+    )
+    assert {row["name"] for row in rows} >= {"none", "terngrad"}
+    code = "import tasks, gcbench; print(tasks.mine, gcbench.__file__)"
+    told = python("-c", code, path=site, cwd=empty)
+    assert told.split() == ["True", str(site / "gcbench/__init__.py")]
+
+
+def test_our_cuda_folder_shadows_nobody(tmp_path):
+    """NVIDIA's `cuda` is a namespace of many distributions, of which torch imports some."""
+    (tmp_path / "cuda").mkdir()
+    (tmp_path / "cuda" / "pathfinder.py").write_text("value = 'theirs'\n")
+    assert (ROOT / "cuda").is_dir()
+    for path in (tmp_path, f"{ROOT}{os.pathsep}{tmp_path}"):
+        told = python("-c", "import gcbench, cuda.pathfinder as p; print(p.value)", path=path)
+        assert told == "theirs\n"
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"]])
+def test_help_imports_nothing_heavy(words):
+    code = (
+        "import sys, atexit\n"
+        "atexit.register(lambda: print('modules', *sys.modules))\n"
+        f"sys.argv = ['gcbench', *{words}]\n"
+        "from gcbench.cli import main; main()\n"
+    )
+    told = python("-c", code)
+    assert "Usage: gcbench" in told
+    modules = set(told.rpartition("modules ")[2].split())
+    heavy = {"torch", "numpy", "yaml", "pyarrow", "matplotlib", "sklearn", "pooch"}
+    if words == ["--help"]:
+        heavy.add("pydantic")  # with a command's help, newer typers import it themselves
+    assert "gcbench.cli" in modules
+    assert modules & heavy == set()
+    assert not modules & {"gcbench.experiment", "gcbench.listing", "gcbench.registry"}
+
+
+def test_the_module_runs_like_the_script():
+    assert python("-m", "gcbench", "--version") == f"gcbench {gcbench.__version__}\n"
+    module, _, function = PYPROJECT["project"]["scripts"]["gcbench"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_versions_agree():
+    assert PYPROJECT["project"]["version"] == gcbench.__version__
+
+
+def sources() -> list[str]:
+    """Return the names of the modules whose docstrings have examples."""
+    paths = [*(ROOT / "gcbench").rglob("*.py"), *ROOT.glob("compressors/*.py")]
+    paths += ROOT.glob("tasks/*.py")
+    names = []
+    for path in sorted(paths):
+        if ">>>" in path.read_text():
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            parts = parts if parts[0] == "gcbench" else ("gcbench", *parts)
+            names.append(".".join(parts).removesuffix(".__init__"))
+    return names
+
+
+@pytest.mark.parametrize("name", sources())
+def test_examples_in_docstrings_are_true(name):
+    found = doctest.testmod(importlib.import_module(name))
+    assert found.attempted > 0
+    assert found.failed == 0
+
+
+def test_some_docstrings_have_examples():
+    assert "gcbench" in sources()

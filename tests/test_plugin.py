@@ -1,0 +1,185 @@
+"""A third party's package: installed with pip, found by its entry points, held to our rules."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from commands import gcbench
+
+PYPROJECT = """
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "somebodys-methods"
+version = "1.0"
+
+[project.entry-points."gcbench.compressors"]
+theirs = "somebodys:Theirs"
+drifting = "somebodys:Drifting"
+heir = "somebodys:Heir"
+broken = "somebodys.nowhere:Lost"
+number = "somebodys:NUMBER"
+terngrad = "somebodys:Theirs"
+
+[project.entry-points."gcbench.tasks"]
+theirs = "somebodys:Line"
+
+[tool.hatch.build.targets.wheel]
+only-include = ["somebodys.py"]
+"""
+
+MODULE = '''
+"""Every value rounded to halves, in bytes. Nobody publishes it."""
+
+import os
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+import gcbench
+from gcbench.compressor import Compressor, Payload
+from gcbench.task import Batch, Split, Task
+
+NUMBER = 3
+
+
+@dataclass(frozen=True)
+class Theirs(Compressor):
+    steps: float = 64.0  # levels in a unit
+
+    unbiased: ClassVar[bool] = False
+
+    def encode(self, x, segments, shared, key):
+        return Payload(((x * self.steps).round().clamp(-127, 127).to(torch.int8),))
+
+    def decode(self, payload, segments, shared):
+        return payload.parts[0].float() / self.steps
+
+
+class Drifting(Theirs):
+    """Decodes differently in every process."""
+
+    def decode(self, payload, segments, shared):
+        return super().decode(payload, segments, shared) + 1e-3 * int(os.environ.get("RANK", 0))
+
+
+class Heir(type(gcbench.get_compressor("terngrad"))):
+    """TernGrad under another name."""
+
+
+@dataclass(frozen=True)
+class Line(Task):
+    examples: int = 64
+
+    def defaults(self):
+        return {"batch": 8, "steps": 20, "lr": 0.1}
+
+    def load(self, data_dir):
+        x = torch.linspace(-1, 1, self.examples)[:, None]
+        return Split(x, 3 * x), Split(x, 3 * x)
+
+    def model(self):
+        return torch.nn.Linear(1, 1)
+
+    def batch(self, split, indices, key):
+        return Batch(split.inputs[indices], split.targets[indices])
+
+    def loss(self, outputs, targets):
+        return ((outputs - targets) ** 2).mean()
+
+    def correct(self, outputs, targets):
+        return None
+'''
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A folder with the installed package, to be put on PYTHONPATH."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
+    (source / "pyproject.toml").write_text(PYPROJECT)
+    (source / "somebodys.py").write_text(MODULE)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    offline = ["--no-index", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, *offline, "--target", str(target), str(source)], check=True)
+    return str(target)
+
+
+@pytest.fixture(scope="module")
+def listed(site):
+    done = gcbench("list", "compressors", "--json", path=site)
+    return {row["name"]: row for row in done.json}, done.err
+
+
+def test_their_method_and_task_run_in_every_engine(site, tmp_path):
+    words = ("--task", "theirs", "--compressor", "theirs", "--workers", 2, "--set", "steps=32")
+    command = ("run", *words, "--engine", "simulate,spawn", "--results", tmp_path, "--json")
+    here, there = gcbench(*command, path=site).json
+    assert here["compressor"] == "Theirs(steps=32)"
+    assert here["collective"] == "allgather"
+    assert here["params"] == 2
+    assert here["params_sha256"] == there["params_sha256"]
+    # Two elements are two bytes; the sizes that no layout declares travel along, 8 bytes each.
+    assert here["payload_bytes_up"] == there["payload_bytes_up"] == 20 * (2 + 8)
+    assert here["test_loss"] < 1
+
+
+def test_their_field_is_checked_like_ours(site, tmp_path):
+    words = ("--task", "theirs", "--compressor", "theirs", "--results", tmp_path)
+    done = gcbench("run", *words, "--set", "step=2", path=site)
+    assert done.code == 2
+    assert "Did you mean 'steps'? Known: steps" in done.err
+
+
+def test_lists_name_the_package(listed):
+    rows, _ = listed
+    assert rows["theirs"]["source"] == "somebodys-methods"
+    assert rows["theirs"]["what"] == "Every value rounded to halves, in bytes. Nobody publishes it."
+    assert rows["theirs"]["collectives"] == ["allgather"]
+    assert rows["none"]["source"] == "built-in"
+
+
+def test_a_taken_name_stays_ours_and_is_said(listed):
+    rows, said = listed
+    assert rows["terngrad"]["source"] == "built-in"
+    assert rows["terngrad"]["fields"]["clip"] == 2.5
+    assert "'terngrad' of the package somebodys-methods is ignored" in said
+    assert "taken by built-in" in said
+
+
+def test_what_is_broken_matters_only_when_asked_for(site, listed, tmp_path):
+    rows, _ = listed
+    assert "'broken' of the package somebodys-methods does not load" in rows["broken"]["what"]
+    assert "is no subclass of gcbench's Compressor" in rows["number"]["what"]
+    done = gcbench("run", "--compressor", "broken", "--results", tmp_path, path=site)
+    assert done.code == 1
+    said = done.err.splitlines()[-1]
+    assert said.startswith("gcbench: 'broken' of the package somebodys-methods does not load")
+    assert "ModuleNotFoundError" in said
+
+
+def test_replicas_that_really_drift_apart_are_found(site, tmp_path):
+    words = ("--task", "theirs", "--compressor", "drifting", "--workers", 2)
+    done = gcbench("run", *words, "--engine", "spawn", "--results", tmp_path, path=site)
+    assert done.code == 1
+    assert "replicas have drifted apart by step 20: worker(s) [1] differ from worker 0" in done.err
+
+
+def test_an_heir_has_a_name_of_its_own(site, monkeypatch):
+    from gcbench import registry
+
+    monkeypatch.syspath_prepend(site)
+    for cached in (registry.compressors, registry.tasks):
+        cached.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="'terngrad' of the package somebodys-methods"):
+            assert registry.compressor("terngrad").name == "terngrad"
+        assert registry.compressor("heir").name == "heir"
+        assert registry.compressor("terngrad").name == "terngrad"
+    finally:
+        for cached in (registry.compressors, registry.tasks):
+            cached.cache_clear()
