@@ -30,8 +30,11 @@ TINY = 2.0**-100
 """A scale below this counts as zero: its segment is sent as zeros. Far below any gradient, and it
 keeps every product of the codecs out of the denormal range."""
 
-BLOCK = 128 * TILE
-"""Elements worked on at once, so that intermediate results stay in a core's cache."""
+BLOCK = 1024 * TILE
+"""Elements worked on at once: bounds the memory of intermediate results. Much smaller blocks cost
+more in calls, and in threads that wait for the interpreter, than they gain in the cache."""
+MOMENTS_BLOCK = 256 * TILE
+"""The same for sums in float64, which touch fresh memory at every halving."""
 
 _WORD = 0xFFFFFFFF
 # Philox4x32: multipliers and Weyl increments (Salmon et al. 2011, table 2 and Random123's header).
@@ -252,7 +255,7 @@ def _row_moments(rows: Tensor) -> tuple[Tensor, Tensor]:
     flat = tiles.view(-1, tiles.shape[2])
     sums = [flat.new_zeros(0, dtype=torch.float64)] * 2
     parts: list[tuple[Tensor, Tensor]] = []
-    for block in torch.split(flat, max(1, BLOCK // tiles.shape[2])):
+    for block in torch.split(flat, max(1, MOMENTS_BLOCK // tiles.shape[2])):
         wide = block.double()
         parts.append((_halve(wide), _halve(wide * wide)))
     if parts:
