@@ -90,8 +90,8 @@ def _opt(text: str, panel: str) -> Any:
 
 @app.command()
 def run(
-    task: Annotated[S, _opt("Task [digits]. See `gcbench list tasks`.", RUN)] = None,
-    compressor: Annotated[S, _opt("Compressor(s) [terngrad].", RUN)] = None,
+    task: Annotated[S, _opt("Task; default digits. See `gcbench list tasks`.", RUN)] = None,
+    compressor: Annotated[S, _opt("Compressor(s); default terngrad.", RUN)] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", help="A compressor's field, e.g. clip=2.0.", rich_help_panel=RUN),
@@ -101,14 +101,18 @@ def run(
         typer.Option(help="A task's field, e.g. network=resnet20.", rich_help_panel=RUN),
     ] = None,
     network: Annotated[S, _opt("Short for --task-set network=...", RUN)] = None,
-    workers: Annotated[S, _opt("Number of workers [4].", RUN)] = None,
-    engine: Annotated[S, _opt("simulate, spawn; torchrun is found [simulate].", RUN)] = None,
-    collective: Annotated[S, _opt("allreduce, allgather or twoshot [the method's].", RUN)] = None,
-    dense_last: Annotated[
-        bool | None, _opt("Keep the last (classifier) layer dense [no].", RUN)
+    workers: Annotated[S, _opt("Number of workers; default 4.", RUN)] = None,
+    engine: Annotated[S, _opt("simulate, spawn; torchrun is found; default simulate.", RUN)] = None,
+    collective: Annotated[
+        S, _opt("allreduce, allgather or twoshot; default the method's.", RUN)
     ] = None,
-    dense_below: Annotated[S, _opt("Keep tensors below this many elements dense [0].", RUN)] = None,
-    seed: Annotated[S, _opt("Seed(s) [0].", RUN)] = None,
+    dense_last: Annotated[
+        bool | None, _opt("Keep the last (classifier) layer dense; default no.", RUN)
+    ] = None,
+    dense_below: Annotated[
+        S, _opt("Keep tensors below this many elements dense; default 0.", RUN)
+    ] = None,
+    seed: Annotated[S, _opt("Seed(s); default 0.", RUN)] = None,
     steps: Annotated[S, _opt("Training steps.", TRAIN)] = None,
     batch: Annotated[S, _opt("Examples a step, over all workers.", TRAIN)] = None,
     optimizer: Annotated[S, _opt("sgd or adam, after decoding.", TRAIN)] = None,
@@ -127,18 +131,20 @@ def run(
     decay: Annotated[S, _opt("loss: before compression; update: after decoding.", TRAIN)] = None,
     ema: Annotated[S, _opt("Decay of the average evaluated; 0: none.", TRAIN)] = None,
     eval_every: Annotated[S, _opt("Steps between evaluations; 0: only at the end.", TRAIN)] = None,
-    log_every: Annotated[S, _opt("Steps between records [10].", TRAIN)] = None,
-    on_nonfinite: Annotated[S, _opt("stop or skip at a NaN gradient [stop].", TRAIN)] = None,
+    log_every: Annotated[S, _opt("Steps between records; default 10.", TRAIN)] = None,
+    on_nonfinite: Annotated[S, _opt("stop or skip at a NaN gradient; default stop.", TRAIN)] = None,
     gradients: Annotated[
-        S, _opt("loop: worker by worker; batched: one pass for all [loop].", WHERE)
+        S, _opt("loop: worker by worker; batched: one pass for all; default loop.", WHERE)
     ] = None,
-    device: Annotated[S, _opt("cpu or cuda [cpu].", WHERE)] = None,
-    backend: Annotated[S, _opt("auto or reference [auto].", WHERE)] = None,
+    device: Annotated[S, _opt("cpu or cuda; default cpu.", WHERE)] = None,
+    backend: Annotated[S, _opt("auto or reference; default auto.", WHERE)] = None,
     threads: Annotated[
-        S, _opt("Threads in an operation of a worker [cores/workers].", WHERE)
+        S, _opt("Threads in an operation of a worker; default cores/workers.", WHERE)
     ] = None,
-    link_gbit: Annotated[S, _opt("Link of the modelled communication time [10].", WHERE)] = None,
-    link_latency_us: Annotated[S, _opt("Its latency in microseconds [50].", WHERE)] = None,
+    link_gbit: Annotated[
+        S, _opt("Link of the modelled communication time; default 10.", WHERE)
+    ] = None,
+    link_latency_us: Annotated[S, _opt("Its latency in microseconds; default 50.", WHERE)] = None,
     config: Annotated[
         Path | None, typer.Option(help="YAML file with the same keys; flags win over it.")
     ] = None,
@@ -153,8 +159,9 @@ def run(
 ) -> None:
     """Train a task with N workers whose gradients are compressed.
 
-    Lists with commas make a grid: --compressor none,terngrad --seed 0,1,2. Finished runs are
-    skipped, interrupted ones go on where they were.
+    Lists with commas make a grid: --compressor none,terngrad --seed 0,1,2
+
+    Finished runs are skipped, interrupted ones go on where they were.
     """
     settings = {
         key: value
