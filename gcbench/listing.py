@@ -9,6 +9,8 @@ from gcbench import experiment, ops, registry
 from gcbench.errors import GcbenchError
 
 Row = dict[str, Any]
+AXES = ("task", "task_options", "options", "workers", "engine", "gradients", "batch", "lr")
+"""Settings of a grid that the table at a run's end shows where they vary."""
 
 
 def _card(cls: type[Any]) -> str:
@@ -103,14 +105,16 @@ def info() -> Row:
 
 
 def summaries(done: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Return the short table that a run ends with."""
+    """Return the short table that a run ends with; what differs between runs has a column."""
     rows = []
+    axes = [key for key in AXES if len({str(summary["config"][key]) for summary in done}) > 1]
     for summary in done:
         accuracy = summary["test_accuracy"]
         loss = summary["test_loss"]
         rows.append(
             {
                 "name": summary["compressor_name"],
+                **{key.replace("_", " "): summary["config"][key] for key in axes},
                 "seed": summary["seed"],
                 "steps": summary["steps"],
                 "accuracy": "-" if accuracy is None else f"{100 * accuracy:.2f} %",
