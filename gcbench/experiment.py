@@ -89,7 +89,10 @@ class Config(BaseModel):
         task = registry.task(given.get("task", "digits"), **task_options)
         values = {**task.defaults(), **given}
         name = values.get("compressor", "terngrad")
-        method = registry.compressor(name, **(values.get("options") or {}))
+        options = values.get("options") or {}
+        method = registry.compressor(name, **options)
+        # As the method has them, so that clip=2 and clip=2.0 are one config.
+        values["options"] = {key: getattr(method, key) for key in options}
         chosen = values.get("collective")
         values["collective"] = check_legal(name, method, None if chosen == "auto" else chosen)
         Segments.of([(1,)], method.granularity)

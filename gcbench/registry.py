@@ -11,7 +11,7 @@ import importlib
 import inspect
 import pkgutil
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
@@ -132,19 +132,22 @@ def fields(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
     return {field.name: field for field in dataclasses.fields(cls) if field.init}
 
 
-def _check_types(what: str, cls: type[Any], options: dict[str, Any]) -> None:
-    """Compare values with the annotations of their fields: "no" is not False, "abc" no number."""
+def _typed(what: str, cls: type[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the values in their fields' types: 2 is 2.0, but "no" not False, "abc" no number."""
     from pydantic import TypeAdapter, ValidationError
     from pydantic.errors import PydanticUserError
 
+    typed = dict(options)
     for name, value in options.items():
         try:
-            TypeAdapter(get_type_hints(cls)[name]).validate_python(value, strict=True)
+            field = TypeAdapter(get_type_hints(cls)[name])
+            typed[name] = field.validate_python(value, strict=True)
         except ValidationError as error:
             problems = dict.fromkeys(problem["msg"].lower() for problem in error.errors())
             raise UsageError(f"{what}: {name}={value!r}: {', or '.join(problems)}") from None
         except (NameError, PydanticUserError):
             continue  # a type of a third party that only its own constructor can judge
+    return typed
 
 
 def _make(what: str, cls: type[T], options: dict[str, Any]) -> T:
@@ -154,9 +157,9 @@ def _make(what: str, cls: type[T], options: dict[str, Any]) -> T:
             if not known:
                 raise UsageError(f"{what} has no fields to set; {option!r} came")
             raise unknown(f"field of {what}:", option, known)
-    _check_types(what, cls, options)
+    typed = _typed(what, cls, options)
     try:
-        return cls(**options)
+        return cls(**typed)
     except (TypeError, ValueError) as error:
         raise UsageError(f"{what}: {error}") from error
 
@@ -169,8 +172,3 @@ def compressor(name: str, **options: Any) -> Compressor:
 def task(name: str, **options: Any) -> Task:
     """Return a task with its fields set; UsageError for an unknown name, field or value."""
     return _make(f"task {name!r}", task_class(name), options)
-
-
-def field_owners(names: Iterable[str], field: str) -> list[str]:
-    """Return which of the compressors `names` have a field called `field`."""
-    return [name for name in names if field in fields(compressor_class(name))]

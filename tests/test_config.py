@@ -255,3 +255,9 @@ def test_unreadable_files(tmp_path):
 def test_configs_are_json_all_the_way():
     (made,) = parse("gcbench run --optimizer adam --betas 0.5/0.9 --set granularity=512")
     assert json.loads(json.dumps(made.model_dump(mode="json"))) == made.model_dump(mode="json")
+
+
+def test_equal_options_are_one_config():
+    two = Config.make({"compressor": "terngrad", "options": {"clip": 2}})
+    assert two.options == {"clip": 2.0}
+    assert two.hash == Config.make({"compressor": "terngrad", "options": {"clip": 2.0}}).hash

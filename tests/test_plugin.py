@@ -119,7 +119,7 @@ def test_their_method_and_task_run_in_every_engine(site, tmp_path):
     words = ("--task", "theirs", "--compressor", "theirs", "--workers", 2, "--set", "steps=32")
     command = ("run", *words, "--engine", "simulate,spawn", "--results", tmp_path, "--json")
     here, there = gcbench(*command, path=site).json
-    assert here["compressor"] == "Theirs(steps=32)"
+    assert here["compressor"] == "Theirs(steps=32.0)"
     assert here["collective"] == "allgather"
     assert here["params"] == 2
     assert here["params_sha256"] == there["params_sha256"]
