@@ -412,6 +412,8 @@ def text(value: Any) -> str:
     """Return a setting's value in few words."""
     if isinstance(value, float):
         return f"{value:g}"
+    if value is None:
+        return "auto"
     return (value if isinstance(value, str) else json.dumps(value, default=str)).replace(" ", "")
 
 

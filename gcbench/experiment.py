@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from gcbench import registry
+from gcbench import ops, registry
 from gcbench.compressor import Compressor, Segments
 from gcbench.errors import GcbenchError, UsageError, unknown
 from gcbench.exchange import check_legal
@@ -69,7 +69,7 @@ class Config(BaseModel):
     eval_every: NotNegative = 0
     log_every: Positive = 10
     device: str = "cpu"
-    backend: Literal["auto", "reference"] = "auto"
+    backend: str = "auto"
     threads: Positive | None = None
     on_nonfinite: Literal["stop", "skip"] = "stop"
     link_gbit: Annotated[Finite, Field(gt=0)] = 10.0
@@ -96,6 +96,7 @@ class Config(BaseModel):
         chosen = values.get("collective")
         values["collective"] = check_legal(name, method, None if chosen == "auto" else chosen)
         Segments.of([(1,)], method.granularity)
+        ops.choose(str(values.get("backend", "auto")))
         try:
             return cls(**values)
         except ValidationError as error:
@@ -239,7 +240,7 @@ def provenance(config: Config) -> dict[str, Any]:
         "commit": _commit(),
         "versions": versions(),
         "machine": machine(),
-        "backend": "reference",
+        "backend": ops.choose(config.backend),
         "threads": threads_per_worker(config),
         "python": sys.executable.rsplit("/", 1)[-1],
     }

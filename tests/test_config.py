@@ -261,3 +261,11 @@ def test_equal_options_are_one_config():
     two = Config.make({"compressor": "terngrad", "options": {"clip": 2}})
     assert two.options == {"clip": 2.0}
     assert two.hash == Config.make({"compressor": "terngrad", "options": {"clip": 2.0}}).hash
+
+
+def test_a_missing_backend_is_an_error_with_the_reason():
+    assert Config.make({"backend": "auto"}).backend == "auto"
+    with pytest.raises(UsageError, match=r"backend 'cuda' is missing: .*no CUDA kernels"):
+        Config.make({"backend": "cuda"})
+    with pytest.raises(UsageError, match=r"unknown backend 'refrence'. Did you mean 'reference'"):
+        Config.make({"backend": "refrence"})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from gcbench.errors import UsageError, unknown
 from gcbench.ops.reference import (
     TINY,
     clamp_,
@@ -36,6 +37,7 @@ __all__ = [
     "TINY",
     "Backend",
     "backends",
+    "choose",
     "clamp_",
     "draws24",
     "normal",
@@ -75,3 +77,19 @@ def backends() -> list[Backend]:
         Backend("cpu", False, "this version has no native CPU kernels"),
         Backend("cuda", False, "this version has no CUDA kernels; reference runs on CUDA tensors"),
     ]
+
+
+def choose(backend: str) -> str:
+    """Return the name of the backend that serves `backend`; "auto" takes the best there is.
+
+    Raises:
+        UsageError: an unknown one, or one that is missing here, with the reason.
+    """
+    known = {found.name: found for found in backends()}
+    if backend == "auto":
+        return next(name for name in ("cuda", "cpu", "reference") if known[name].available)
+    if backend not in known:
+        raise unknown("backend", backend, ["auto", *known])
+    if not known[backend].available:
+        raise UsageError(f"backend {backend!r} is missing: {known[backend].detail}; use auto")
+    return backend
