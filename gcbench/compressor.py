@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -179,14 +180,12 @@ class Segments:
         """
         if not 0 <= start <= stop <= self.numel:
             raise ValueError(f"shard [{start}, {stop}) of {self.numel} elements")
-        inside = [
-            i
-            for i, (a, b) in enumerate(zip(self.offsets, self.offsets[1:], strict=False))
-            if a < stop and b > start
-        ]
-        if not inside:
+        if (start, stop) == (0, self.numel):
+            return self, range(len(self))
+        first = bisect_right(self.offsets, start, lo=1) - 1
+        which = range(first, bisect_left(self.offsets, stop, hi=len(self)))
+        if not which:
             return Segments((0,)), range(0)
-        which = range(inside[0], inside[-1] + 1)
         edges = [min(max(self.offsets[i], start), stop) - start for i in which]
         return Segments((*edges, stop - start)), which
 

@@ -11,10 +11,10 @@ twoshot: shards go to their owners (all-to-all), the owner merges its shard and 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -88,6 +88,7 @@ class Exchange:
     """Turns the local workers' buckets into the mean over all workers."""
 
     def __init__(self, world: World, lanes: Sequence[Lane], seed: int, clock: Clock) -> None:
+        self._cuts: dict[int, list[tuple[Segments, range]]] = {}
         self.world, self.lanes, self.seed, self.clock = world, tuple(lanes), seed, clock
 
     def mean(self, buckets: Sequence[Tensor], step: int) -> Tensor:
@@ -160,7 +161,9 @@ class Exchange:
     def _twoshot(self, lane: Lane, xs: Sequence[Tensor], shared: Tensor, key: Key) -> Tensor:
         world, method, ranks = self.world, lane.compressor, self.world.ranks
         bounds = shard_bounds(lane.segments.numel, world.size)
-        cuts = [lane.segments.shard(a, b) for a, b in itertools.pairwise(bounds)]
+        if lane.start not in self._cuts:  # the same at every step
+            self._cuts[lane.start] = [lane.segments.shard(*edge) for edge in pairwise(bounds)]
+        cuts = self._cuts[lane.start]
         shards = [segments for segments, _ in cuts]
         scales = [shared[w.start : w.stop] if shared.numel() else shared for _, w in cuts]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -233,3 +234,19 @@ def test_segments_shard():
     assert (shard.offsets, which) == ((0, 20), range(2, 3))
     shard, which = segments.shard(40, 40)
     assert (shard.offsets, which) == ((0,), range(0))
+
+
+def test_segments_shard_by_brute_force():
+    """Every shard of a layout with empty and cut segments, against the definition."""
+    segments = Segments((0, 0, 3, 3, 3, 7, 8, 8))
+    pairs = list(pairwise(segments.offsets))
+    for start in range(9):
+        for stop in range(start, 9):
+            shard, which = segments.shard(start, stop)
+            if (start, stop) == (0, 8):
+                assert (shard, which) == (segments, range(7))
+                continue
+            inside = [i for i, (a, b) in enumerate(pairs) if a < stop and b > start]
+            assert list(which) == inside
+            kept = [min(pairs[i][1], stop) - max(pairs[i][0], start) for i in inside]
+            assert list(shard.lengths) == kept
