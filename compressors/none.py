@@ -23,7 +23,10 @@ class NoCompression(Compressor):
     """The gradient in float32. A payload of `count` workers holds their sum."""
 
     collectives: ClassVar[tuple[str, ...]] = ("allreduce", "allgather", "twoshot")
-    unbiased: ClassVar[bool] = True
+    unbiased = True
+    contractive = True
+    requantizes = False
+    exact_for = ("ternary", "integers", "bytes", "sparse", "signs")
 
     def nominal_bits(self) -> float:  # noqa: D102
         return 32.0

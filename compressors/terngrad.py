@@ -47,7 +47,10 @@ class TernGrad(Compressor):
     granularity: str | int = "tensor"  # or "model", "column", or a group size
 
     collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allreduce", "allgather")
-    unbiased: ClassVar[bool] = True
+    unbiased = True
+    requantizes = False
+    exact_for = ("ternary",)
+    variants = ({}, {"clip": 0.0}, {"scale": "c-sigma"}, {"share": False}, {"granularity": 512})
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.clip) and self.clip >= 0):

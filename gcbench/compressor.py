@@ -11,10 +11,10 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,15 +93,20 @@ class Segments:
 
     `offsets` has one entry more than there are segments: segment i is `[offsets[i],
     offsets[i + 1])`, and `offsets[-1]` is the length of the flat tensor. Segments may be empty.
+    `shapes` are those of the tensors that lie one after the other in the flat tensor, whatever the
+    segments are; a shard has none, and then each segment stands for a vector.
     """
 
     offsets: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.offsets or self.offsets[0] != 0:
             raise ValueError(f"offsets must start at 0, not {self.offsets[:1]}")
         if any(a > b for a, b in zip(self.offsets, self.offsets[1:], strict=False)):
             raise ValueError("offsets must not decrease")
+        if self.shapes and sum(map(math.prod, self.shapes)) != self.offsets[-1]:
+            raise ValueError(f"tensors of shapes {self.shapes} for {self.offsets[-1]} elements")
 
     @classmethod
     def of(cls, shapes: Sequence[Sequence[int]], granularity: str | int = "tensor") -> Segments:
@@ -116,8 +121,9 @@ class Segments:
             UsageError: `granularity` is none of these.
         """
         sizes = [math.prod(shape) for shape in shapes]
+        kept = tuple(tuple(shape) for shape in shapes)
         if granularity == "model":
-            return cls((0, sum(sizes)))
+            return cls((0, sum(sizes)), kept)
         lengths: list[int] = []
         for shape, size in zip(shapes, sizes, strict=True):
             if granularity == "tensor":
@@ -140,7 +146,7 @@ class Segments:
         offsets = [0]
         for length in lengths:
             offsets.append(offsets[-1] + length)
-        return cls(tuple(offsets))
+        return cls(tuple(offsets), kept)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -165,6 +171,13 @@ class Segments:
             else:
                 runs.append((slice(i, i + 1), start, length))
         return tuple(runs)
+
+    @cached_property
+    def tensors(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """The tensors, as (first element, shape)."""
+        shapes = self.shapes or tuple((length,) for length in self.lengths)
+        starts = itertools.accumulate(map(math.prod, shapes), initial=0)
+        return tuple(zip(starts, shapes, strict=False))
 
     def views(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Yield each run of `x`, shape (n,), as a matrix view: its segments, (segments, length)."""
@@ -203,11 +216,56 @@ class Compressor(ABC):
     collectives: ClassVar[tuple[str, ...]] = ("allgather",)
     """Collectives that compute this method's mean correctly, the default first."""
     memory: ClassVar[str] = "none"
-    """What the published method carries from step to step."""
-    unbiased: ClassVar[bool] = False
-    """Whether the expectation of `decode(encode(x))` is `target(x)`."""
+    """What the published method carries from step to step: a name of `gcbench.memory`."""
+    memory_options: ClassVar[Mapping[str, Any]] = {}
+    """Fields of that memory where the published method differs from the memory's defaults."""
     granularity: str | int = "tensor"
     """Where scales live, see `Segments.of`; a field where a method lets the user choose."""
+
+    # Declarations, which the contract test holds a method to. Plain attributes in a subclass, or
+    # properties where they depend on its fields.
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether the expectation of `decode(encode(x))` is `target(x)`."""
+        return False
+
+    @property
+    def contractive(self) -> bool:
+        """Whether the error stays below the input, see `error_bound`: error feedback converges."""
+        return False
+
+    @property
+    def requantizes(self) -> bool:
+        """Whether an owner encodes the mean again (`merge` by default), losing some of it.
+
+        A residual memory then keeps on the owner what this loses. A method that overrides `merge`
+        with one that loses nothing more says False: then all collectives give the same mean.
+        """
+        return True
+
+    @property
+    def aggregate(self) -> str:
+        """What `mean` is: "mean" of the decoded payloads, their majority "vote", or "other"."""
+        return "mean"
+
+    @property
+    def portable(self) -> bool:
+        """Whether the same input gives the same bytes on every machine.
+
+        False where a library's Fourier transform or matrix product decides the last bits.
+        """
+        return True
+
+    @property
+    def exact_for(self) -> tuple[str, ...]:
+        """Families of inputs that arrive exactly: names of `gcbench.verify.FAMILIES`."""
+        return ()
+
+    @property
+    def variants(self) -> tuple[Mapping[str, Any], ...]:
+        """Configurations that the contract test runs and that have golden bytes; {} is default."""
+        return ({},)
 
     def legal_collectives(self) -> tuple[str, ...]:
         """Return the collectives of this configuration; fields may narrow the class's list."""
@@ -215,6 +273,31 @@ class Compressor(ABC):
 
     def nominal_bits(self) -> float | None:
         """Return the bits an element that the source quotes for the way up (None: it has none)."""
+        return None
+
+    def gaussian_error(self) -> float | None:
+        """Return ||x - decode||^2 / ||x||^2 for long segments of independent normal values.
+
+        None: not known in closed form.
+        """
+        return None
+
+    def error_bound(self, x: Tensor, segments: Segments) -> float | None:
+        """Return a proven bound on ||x - decode(encode(x))||^2 of a contractive method.
+
+        It is below ||x||^2 unless x = 0. A bound that holds in expectation is tested on a mean.
+        """
+        return None
+
+    def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor | None:
+        """Return the exact variance of each decoded element of an unbiased method.
+
+        float64, shape (n,); None: not known.
+        """
+        return None
+
+    def variance_bound(self, x: Tensor, segments: Segments, shared: Tensor) -> float | None:
+        """Return the source's bound on the sum of `variance`, if it has one."""
         return None
 
     def target(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
@@ -227,6 +310,14 @@ class Compressor(ABC):
         The element-wise maximum over all workers is handed to the other methods as `shared`.
         """
         return x.new_empty(0)
+
+    def draw_shared(self, segments: Segments, key: Key) -> Tensor | None:
+        """Return what all workers draw alike from the shared seed, with no message: as `shared`.
+
+        `key` is the same on every worker. None (the default): `statistic` decides. A method that
+        draws so needs no `statistic` and no two-shot exchange.
+        """
+        return None
 
     @abstractmethod
     def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
@@ -309,9 +400,66 @@ class Compressor(ABC):
         Raises:
             PayloadError: another number of parts, another dtype, too long or too short.
         """
+        if payload.count < 1:
+            raise PayloadError(f"{self.name}: payload of {payload.count} workers")
         declared = self.layout(segments, payload.count)
         if declared is not None and payload.layout != declared:
             raise PayloadError(
                 f"{self.name or type(self).__name__}: payload {payload.layout} for "
                 f"{segments.numel} elements of {payload.count} worker(s): {declared} expected"
             )
+
+    def check_finite(self, values: Tensor) -> Tensor:
+        """Return `values`, decoded or about to be.
+
+        Raises:
+            PayloadError: one is NaN or infinite, which no encoder sends.
+        """
+        if not math.isfinite(float(values.sum())) and not values.isfinite().all():
+            raise PayloadError(f"{self.name}: a payload's values are not finite")
+        return values
+
+
+class MultiRoundCompressor(Compressor):
+    """A method in rounds of all-reduce: what a worker adds depends on the means of earlier rounds.
+
+    Every round's summand is a float32 vector. Nothing is sent but these, so all workers end with
+    the same means; `state` is what is carried to the next step, the same on all workers.
+    """
+
+    collectives: ClassVar[tuple[str, ...]] = ("allreduce",)
+    rounds: ClassVar[int] = 1
+
+    @property
+    def requantizes(self) -> bool:  # noqa: D102
+        return False
+
+    @abstractmethod
+    def initial_state(self, segments: Segments, key: Key) -> Tensor:
+        """Return the state before the first step; `key` is the same on every worker."""
+
+    @abstractmethod
+    def contribute(
+        self, x: Tensor, segments: Segments, state: Tensor, means: Sequence[Tensor]
+    ) -> Tensor:
+        """Return this worker's summand of round len(means), float32, 1-D."""
+
+    @abstractmethod
+    def reconstruct(self, means: Sequence[Tensor], segments: Segments) -> Tensor:
+        """Return the approximate mean gradient, float32, shape (n,), from the rounds' means."""
+
+    @abstractmethod
+    def next_state(self, means: Sequence[Tensor], segments: Segments) -> Tensor:
+        """Return the state for the next step."""
+
+    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
+        """Return the summands of a worker that is alone, from the initial state."""
+        state = self.initial_state(segments, key._replace(rank=0))
+        means: list[Tensor] = []
+        for _ in range(self.rounds):
+            means.append(self.contribute(x, segments, state, means))
+        return Payload(tuple(means))
+
+    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:  # noqa: D102
+        self.check(payload, segments)
+        return self.reconstruct(payload.parts, segments)
