@@ -94,7 +94,11 @@ def run(
     compressor: Annotated[S, _opt("Compressor(s); default terngrad.", RUN)] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="A compressor's field, e.g. clip=2.0.", rich_help_panel=RUN),
+        typer.Option(
+            "--set",
+            help="A compressor's field, e.g. clip=2.0; by step: ratio=0:0.25/100:0.01.",
+            rich_help_panel=RUN,
+        ),
     ] = None,
     task_set: Annotated[
         list[str] | None,
@@ -105,6 +109,20 @@ def run(
     engine: Annotated[S, _opt("simulate, spawn; torchrun is found; default simulate.", RUN)] = None,
     collective: Annotated[
         S, _opt("allreduce, allgather or twoshot; default the method's.", RUN)
+    ] = None,
+    memory: Annotated[
+        S, _opt("none, residual, momentum or dgc; default what the method's source carries.", RUN)
+    ] = None,
+    memory_set: Annotated[
+        list[str] | None,
+        typer.Option(help="A memory's field, e.g. decay=0.9.", rich_help_panel=RUN),
+    ] = None,
+    start_step: Annotated[S, _opt("Steps before it are exchanged in fp32; default 0.", RUN)] = None,
+    delay: Annotated[
+        S, _opt("1: apply each mean one step late (double buffering); default 0.", RUN)
+    ] = None,
+    rebroadcast_every: Annotated[
+        S, _opt("Steps between broadcasts of worker 0's parameters; default 0: none.", RUN)
     ] = None,
     dense_last: Annotated[
         bool | None, _opt("Keep the last (classifier) layer dense; default no.", RUN)
@@ -173,6 +191,7 @@ def run(
     given = {
         "options": grid.pairs("--set", set_),
         "task_options": grid.pairs("--task-set", task_set),
+        "memory_options": grid.pairs("--memory-set", memory_set),
     }
     if network is not None:
         given["task_options"]["network"] = grid.value(network)
@@ -187,6 +206,7 @@ def run(
 _NOT_SETTINGS = {
     "set_",
     "task_set",
+    "memory_set",
     "network",
     "config",
     "data_dir",

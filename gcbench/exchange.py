@@ -7,13 +7,17 @@ allreduce: payloads in a form that can be added, summed by the collective, decod
 allgather: every worker gets every payload and takes the mean of all.
 twoshot: shards go to their owners (all-to-all), the owner merges its shard and all-gathers it: the
     sharded parameter server.
+
+The memory of a lane (`gcbench.memory`) stands between gradient and encoder. It learns what was
+sent by decoding the worker's own payload, here and nowhere else; an owner that encodes the mean
+again keeps what that loses.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeVar
 
@@ -22,14 +26,21 @@ from torch import Tensor
 
 from gcbench import streams
 from gcbench.clock import Clock
-from gcbench.compressor import COLLECTIVES, TILE, Compressor, Key, Layout, Payload, Segments
+from gcbench.compressor import (
+    COLLECTIVES,
+    TILE,
+    Compressor,
+    Key,
+    Layout,
+    MultiRoundCompressor,
+    Payload,
+    Segments,
+)
 from gcbench.errors import UsageError
+from gcbench.memory import Memory, NoMemory, State
 from gcbench.world import World
 
 T = TypeVar("T")
-
-MEMORIES = ("none",)
-"""What this engine can carry for a worker from step to step."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +51,19 @@ class Lane:
     collective: str
     start: int
     segments: Segments
+    memory: Memory = field(default_factory=NoMemory)
 
 
-def check_legal(name: str, compressor: Compressor, collective: str | None = None) -> str:
+Piece = tuple[Payload, Segments, Tensor]
+"""A payload with the segments and the shared values that decode it."""
+
+
+def check_legal(compressor: Compressor, collective: str | None = None) -> str:
     """Return the collective to use (the method's first by default).
 
     Raises:
-        UsageError: the method's mean is wrong under this collective, with the legal ones; or it
-            needs a memory that this engine does not have.
+        UsageError: the method's mean is wrong under this collective, with the legal ones.
     """
-    if compressor.memory not in MEMORIES:
-        raise UsageError(
-            f"{name} needs the memory {compressor.memory!r}; this version has: "
-            f"{', '.join(MEMORIES)}"
-        )
     legal = compressor.legal_collectives()
     if collective is None:
         return legal[0]
@@ -85,22 +95,56 @@ def dense_tensors(
 
 
 class Exchange:
-    """Turns the local workers' buckets into the mean over all workers."""
+    """Turns the local workers' buckets into the mean over all workers.
+
+    What it carries from step to step is in `workers`, one dict of lists for each local worker, and
+    `joint`, the state of methods in rounds, which is the same on all workers.
+    """
 
     def __init__(self, world: World, lanes: Sequence[Lane], seed: int, clock: Clock) -> None:
-        self._cuts: dict[int, list[tuple[Segments, range]]] = {}
-        self.world, self.lanes, self.seed, self.clock = world, tuple(lanes), seed, clock
+        self.world, self.seed, self.clock = world, seed, clock
+        self.lanes: tuple[Lane, ...] = ()
+        self.lr: float | None = None
+        self.workers: list[list[State]] = [[] for _ in world.ranks]
+        self.joint: list[Tensor | None] = []
+        self.change(lanes)
 
-    def mean(self, buckets: Sequence[Tensor], step: int) -> Tensor:
+    def change(self, lanes: Sequence[Lane]) -> None:
+        """Exchange by other compressors from here on; what is carried stays."""
+        if self.lanes and [(a.start, a.segments.numel) for a in self.lanes] != [
+            (b.start, b.segments.numel) for b in lanes
+        ]:
+            raise ValueError("lanes may change their compressor, not their place")
+        self._cuts: dict[int, list[tuple[Segments, range]]] = {}
+        if not self.lanes:
+            self.joint = [None] * len(lanes)
+            for states in self.workers:
+                for lane in lanes:
+                    like = torch.zeros(lane.segments.numel, device=self.world.device)
+                    states.append(lane.memory.state(like))
+        for i, (old, new) in enumerate(zip(self.lanes, lanes, strict=False)):
+            if old.compressor != new.compressor:
+                self.joint[i] = None
+        self.lanes = tuple(lanes)
+
+    def mean(self, buckets: Sequence[Tensor], step: int, lr: float = 1.0) -> Tensor:
         """Return the mean gradient, float32, shape (n,), the same bits on every replica.
 
-        `buckets`: one float32 tensor of shape (n,) for each local worker.
+        `buckets`: one float32 tensor of shape (n,) for each local worker; `lr`: the learning rate
+        that the mean will be applied with, which residuals follow.
         """
+        if self.lr is not None and lr != self.lr:
+            for states in self.workers:
+                for lane, state in zip(self.lanes, states, strict=True):
+                    lane.memory.rescale(state, self.lr / lr)
+                    if "owner" in state:
+                        state["owner"].mul_(self.lr / lr)
+        self.lr = lr
         means = []
-        for lane in self.lanes:
+        for number, lane in enumerate(self.lanes):
             stop = lane.start + lane.segments.numel
             xs = [bucket[lane.start : stop] for bucket in buckets]
-            means.append(self._lane(lane, xs, step))
+            means.append(self._lane(number, xs, step))
         return torch.cat(means) if len(means) > 1 else means[0]
 
     def _workers(self, phase: str, call: Callable[[int], T]) -> list[T]:
@@ -109,19 +153,31 @@ class Exchange:
         timed = self.clock.timed(lambda rank: call(rank - first))
         return self.clock.workers(phase, self.world.map(timed))
 
-    def _lane(self, lane: Lane, xs: Sequence[Tensor], step: int) -> Tensor:
-        shared = self._agree(lane, xs)
+    def _lane(self, number: int, gradients: Sequence[Tensor], step: int) -> Tensor:
+        lane = self.lanes[number]
+        states = [worker[number] for worker in self.workers]
+        xs = list(gradients)
+        if not isinstance(lane.memory, NoMemory):
+            offer, size = lane.memory.offer, self.world.size
+            xs = self._workers("encode", lambda i: offer(gradients[i], states[i], size))
         key = Key(self.seed, step, 0, lane.start, streams.ENCODE)
+        if isinstance(lane.compressor, MultiRoundCompressor):
+            return self._rounds(number, lane.compressor, xs, states, key)
+        shared = self._agree(lane, xs, key)
         match lane.collective:
             case "allreduce":
-                return self._allreduce(lane, xs, shared, key)
+                return self._allreduce(lane, xs, states, shared, key)
             case "allgather":
-                return self._allgather(lane, xs, shared, key)
+                return self._allgather(lane, xs, states, shared, key)
             case _:
-                return self._twoshot(lane, xs, shared, key)
+                return self._twoshot(lane, xs, states, shared, key)
 
-    def _agree(self, lane: Lane, xs: Sequence[Tensor]) -> Tensor:
-        """Return the maximum over workers of the method's statistic, or an empty tensor."""
+    def _agree(self, lane: Lane, xs: Sequence[Tensor], key: Key) -> Tensor:
+        """Return what all workers draw alike, or the maximum of their statistics, or nothing."""
+        with self.clock.phase("statistic"):
+            drawn = lane.compressor.draw_shared(lane.segments, key)
+        if drawn is not None:
+            return drawn
         statistic = lane.compressor.statistic
         own = self._workers("statistic", lambda i: statistic(xs[i], lane.segments))
         if not own[0].numel():
@@ -129,18 +185,31 @@ class Exchange:
         with self.clock.phase("communicate"):
             return self.world.all_reduce(own, "max")
 
-    def _encode(self, lane: Lane, xs: Sequence[Tensor], shared: Tensor, key: Key) -> list[Payload]:
+    def _keep(self, lane: Lane, x: Tensor, state: State, pieces: Sequence[Piece]) -> None:
+        """Tell a worker's memory what was sent of `x`: what others will decode."""
+        if lane.memory.feedback:
+            sent = torch.cat([lane.compressor.decode(*piece) for piece in pieces])
+            lane.memory.keep(x, sent, state)
+
+    def _encode(
+        self, lane: Lane, xs: Sequence[Tensor], states: Sequence[State], shared: Tensor, key: Key
+    ) -> list[Payload]:
         """Return the local workers' payloads, each drawn from its own rank's stream."""
         ranks = self.world.ranks
 
         def encode(i: int) -> Payload:
-            return lane.compressor.encode(xs[i], lane.segments, shared, key._replace(rank=ranks[i]))
+            place = key._replace(rank=ranks[i])
+            payload = lane.compressor.encode(xs[i], lane.segments, shared, place)
+            self._keep(lane, xs[i], states[i], [(payload, lane.segments, shared)])
+            return payload
 
         return self._workers("encode", encode)
 
-    def _allreduce(self, lane: Lane, xs: Sequence[Tensor], shared: Tensor, key: Key) -> Tensor:
+    def _allreduce(
+        self, lane: Lane, xs: Sequence[Tensor], states: Sequence[State], shared: Tensor, key: Key
+    ) -> Tensor:
         world, method = self.world, lane.compressor
-        payloads = self._encode(lane, xs, shared, key)
+        payloads = self._encode(lane, xs, states, shared, key)
         widen = method.summand
         summands = self._workers("encode", lambda i: widen(payloads[i], world.size, lane.segments))
         with self.clock.phase("communicate"):
@@ -149,16 +218,20 @@ class Exchange:
         with self.clock.phase("decode"):
             return method.decode_sum(Payload(total, world.size), lane.segments, shared)
 
-    def _allgather(self, lane: Lane, xs: Sequence[Tensor], shared: Tensor, key: Key) -> Tensor:
+    def _allgather(
+        self, lane: Lane, xs: Sequence[Tensor], states: Sequence[State], shared: Tensor, key: Key
+    ) -> Tensor:
         world, method = self.world, lane.compressor
-        payloads = self._encode(lane, xs, shared, key)
+        payloads = self._encode(lane, xs, states, shared, key)
         with self.clock.phase("communicate"):
             layouts = [method.layout(lane.segments)] * world.size
             gathered = self._gather(payloads, layouts, [1] * world.size)
         with self.clock.phase("decode"):
             return method.mean(gathered, lane.segments, shared)
 
-    def _twoshot(self, lane: Lane, xs: Sequence[Tensor], shared: Tensor, key: Key) -> Tensor:
+    def _twoshot(
+        self, lane: Lane, xs: Sequence[Tensor], states: Sequence[State], shared: Tensor, key: Key
+    ) -> Tensor:
         world, method, ranks = self.world, lane.compressor, self.world.ranks
         bounds = shard_bounds(lane.segments.numel, world.size)
         if lane.start not in self._cuts:  # the same at every step
@@ -169,12 +242,24 @@ class Exchange:
 
         def encode(i: int) -> list[Payload]:
             place = key._replace(rank=ranks[i])
-            return method.encode_shards(xs[i], lane.segments, shared, place, bounds)
+            payloads = method.encode_shards(xs[i], lane.segments, shared, place, bounds)
+            pieces = list(zip(payloads, shards, scales, strict=True))
+            self._keep(lane, xs[i], states[i], pieces)
+            return payloads
 
         def merge(i: int) -> Payload:
             owner = ranks[i]
             place = Key(key.seed, key.step, owner, key.offset + bounds[owner], streams.MERGE)
-            return method.merge(received[i], shards[owner], scales[owner], place)
+            here = shards[owner], scales[owner]
+            if not (lane.memory.owner and method.requantizes):
+                return method.merge(received[i], *here, place)
+            # As `Compressor.merge`, with what the owner lost at earlier steps.
+            mean = method.mean(received[i], *here)
+            residual = states[i].setdefault("owner", torch.zeros_like(mean))
+            mean += residual
+            merged = method.encode(mean, *here, place)._replace(count=world.size)
+            torch.sub(mean, method.decode(merged, *here), out=residual)
+            return merged
 
         sent = self._workers("encode", encode)
         with self.clock.phase("communicate"):
@@ -186,6 +271,34 @@ class Exchange:
         with self.clock.phase("decode"):
             pieces = map(method.decode, gathered, shards, scales)
             return torch.cat(list(pieces))
+
+    def _rounds(
+        self,
+        number: int,
+        method: MultiRoundCompressor,
+        xs: Sequence[Tensor],
+        states: Sequence[State],
+        key: Key,
+    ) -> Tensor:
+        """Exchange by all-reduce in rounds; what was sent is the common reconstruction."""
+        world, lane = self.world, self.lanes[number]
+        before = self.joint[number]
+        state = method.initial_state(lane.segments, key) if before is None else before
+        means: list[Tensor] = []
+
+        def contribute(i: int) -> Tensor:
+            return method.contribute(xs[i], lane.segments, state, means)
+
+        for _ in range(method.rounds):
+            parts = self._workers("encode", contribute)
+            with self.clock.phase("communicate"):
+                means.append(world.all_reduce(parts, "sum").div_(world.size))
+        with self.clock.phase("decode"):
+            mean = method.reconstruct(means, lane.segments)
+            self.joint[number] = method.next_state(means, lane.segments)
+        if lane.memory.feedback:
+            self._workers("encode", lambda i: lane.memory.keep(xs[i], mean, states[i]))
+        return mean
 
     def _gather(
         self,

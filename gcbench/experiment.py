@@ -16,17 +16,28 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from gcbench import ops, registry
+from gcbench import memory, ops, registry, schedule
 from gcbench.compressor import Compressor, Segments
 from gcbench.errors import GcbenchError, UsageError, unknown
 from gcbench.exchange import check_legal
+from gcbench.memory import Memory
 from gcbench.task import Task
 
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+ADDED = {
+    "memory": "none",
+    "memory_options": {},
+    "start_step": 0,
+    "delay": 0,
+    "rebroadcast_every": 0,
+}
+"""Keys that the first results did not have: they count in the hash where they say more than this,
+so that a config keeps its name."""
 
 
 class Config(BaseModel):
@@ -44,6 +55,11 @@ class Config(BaseModel):
     workers: Positive = 4
     engine: Literal["simulate", "spawn", "torchrun"] = "simulate"
     collective: str
+    memory: str = "none"
+    memory_options: dict[str, Any] = {}
+    start_step: NotNegative = 0  # steps before it are exchanged in fp32
+    delay: Annotated[int, Field(ge=0, le=1)] = 0  # steps by which a mean is applied late
+    rebroadcast_every: NotNegative = 0  # steps between broadcasts of worker 0's parameters
     dense_last: bool = False
     dense_below: NotNegative = 0
     gradients: Literal["loop", "batched"] = "loop"
@@ -90,17 +106,40 @@ class Config(BaseModel):
         values = {**task.defaults(), **given}
         name = values.get("compressor", "terngrad")
         options = values.get("options") or {}
-        method = registry.compressor(name, **options)
+        options = {key: schedule.normalize(key, value) for key, value in options.items()}
+        stages = {
+            start: registry.compressor(name, **schedule.at(options, start))
+            for start in schedule.starts(options)
+        }
         # As the method has them, so that clip=2 and clip=2.0 are one config.
-        values["options"] = {key: getattr(method, key) for key in options}
+        values["options"] = {
+            key: {start: getattr(stages[start], key) for start in value}
+            if isinstance(value, Mapping)
+            else getattr(stages[0], key)
+            for key, value in options.items()
+        }
         chosen = values.get("collective")
-        values["collective"] = check_legal(name, method, None if chosen == "auto" else chosen)
-        Segments.of([(1,)], method.granularity)
+        chosen = None if chosen == "auto" else chosen
+        carried: Any = values.get("memory")
+        for method in stages.values():
+            chosen = values["collective"] = check_legal(method, chosen)
+            carried = values["memory"] = method.memory if carried in (None, "auto") else carried
+            memory.check_legal(carried, method)
+            Segments.of([(1,)], method.granularity)
+        own = stages[0].memory_options if carried == stages[0].memory else {}
+        given_options = {**own, **(values.get("memory_options") or {})}
+        made = memory.make(carried, given_options)
+        values["memory_options"] = {key: getattr(made, key) for key in given_options}
         ops.choose(str(values.get("backend", "auto")))
         try:
             return cls(**values)
         except ValidationError as error:
             raise UsageError(_one_line(error)) from None
+
+    @field_validator("options")
+    @classmethod
+    def _steps_are_numbers(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return {key: schedule.normalize(key, item) for key, item in value.items()}
 
     @model_validator(mode="after")
     def _fits_together(self) -> Config:
@@ -124,7 +163,11 @@ class Config(BaseModel):
     @property
     def hash(self) -> str:
         """Ten hex digits that name this config: of its canonical JSON."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        known = self.model_dump(mode="json")
+        for key, neutral in ADDED.items():
+            if known[key] == neutral:
+                del known[key]
+        text = json.dumps(known, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:10]
 
     @property
@@ -136,9 +179,17 @@ class Config(BaseModel):
         """Return the task with its options."""
         return registry.task(self.task, **self.task_options)
 
-    def make_compressor(self) -> Compressor:
-        """Return the compressor with its fields set."""
-        return registry.compressor(self.compressor, **self.options)
+    def stages(self) -> list[int]:
+        """Return the steps from which another compressor or other values of its fields hold."""
+        return sorted({*schedule.starts(self.options), self.start_step})
+
+    def make_compressor(self, step: int = 0) -> Compressor:
+        """Return the compressor with the fields that hold at `step`."""
+        return registry.compressor(self.compressor, **schedule.at(self.options, step))
+
+    def make_memory(self) -> Memory:
+        """Return the memory with its fields set."""
+        return memory.make(self.memory, self.memory_options)
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of `step` (counted from 0).
@@ -249,7 +300,13 @@ def provenance(config: Config) -> dict[str, Any]:
 def command(config: Config) -> str:
     """Return the `gcbench run` command that makes this run again: what differs from defaults."""
     task = config.make_task()
-    usual = {**task.defaults(), "collective": config.make_compressor().legal_collectives()[0]}
+    method = config.make_compressor()
+    usual = {
+        **task.defaults(),
+        "collective": method.legal_collectives()[0],
+        "memory": method.memory,
+        "memory_options": method.memory_options if config.memory == method.memory else {},
+    }
     words = ["gcbench", "run", "--task", config.task, "--compressor", config.compressor]
     if config.engine == "torchrun":
         words[:1] = ["torchrun", "--nproc-per-node", str(config.workers), "-m", "gcbench"]
@@ -260,10 +317,9 @@ def command(config: Config) -> str:
         if key in ("task", "compressor") or value == default:
             continue
         flag = "--" + key.replace("_", "-")
-        if key in ("options", "task_options"):
-            flag = "--set" if key == "options" else "--task-set"
+        if key in SET_FLAGS:
             for name, setting in value.items():
-                words += [flag, f"{name}={_word(setting)}"]
+                words += [SET_FLAGS[key], f"{name}={_word(setting)}"]
         elif isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-", 1))
         else:
@@ -271,8 +327,14 @@ def command(config: Config) -> str:
     return shlex.join(words)
 
 
+SET_FLAGS = {"options": "--set", "task_options": "--task-set", "memory_options": "--memory-set"}
+"""The flags of the settings that are mappings."""
+
+
 def _word(value: Any) -> str:
     """Return how the command line writes a value."""
+    if isinstance(value, Mapping):
+        return schedule.text(value)
     if isinstance(value, list):
         return "/".join(map(str, value)) or "null"
     return "null" if value is None else str(value)

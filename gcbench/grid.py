@@ -13,9 +13,14 @@ import yaml
 from gcbench import registry
 from gcbench.errors import UsageError, unknown
 from gcbench.experiment import Config
+from gcbench.memory import MEMORIES, Memory
 
 SEQUENCES = ("betas", "schedule_steps")
 """Settings whose value is itself a list; on the command line its items are joined by slashes."""
+_STAGE = re.compile(r"([0-9]+):(.+)")
+"""One stage of a schedule: the step from which a value holds, and the value."""
+NESTED = ("options", "task_options", "memory_options")
+"""Settings that are mappings of fields."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -38,9 +43,12 @@ def _scalar(text: str) -> Any:
 
 
 def value(text: str) -> Any:
-    """Return the value of a flag: a scalar, or a list for a grid where it has commas."""
+    """Return the value of a flag: a scalar, a schedule, or a list for a grid at its commas."""
     if "," in text:
         return [value(part.strip()) for part in text.split(",")]
+    stages = [_STAGE.fullmatch(part.strip()) for part in text.split("/")]
+    if all(stages):
+        return {int(stage[1]): _scalar(stage[2]) for stage in stages if stage}
     if "/" in text and all(part.strip() for part in text.split("/")):
         parts = [_scalar(part) for part in text.split("/")]
         if all(isinstance(part, int | float) for part in parts):
@@ -102,22 +110,32 @@ def _product(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def _memory(point: Mapping[str, Any]) -> type[Memory]:
+    """Return the memory of one point of the grid: its own, or what its method carries."""
+    name = point.get("memory")
+    if name in (None, "auto"):
+        name = registry.compressor_class(str(point.get("compressor", "terngrad"))).memory
+    if name not in MEMORIES:
+        raise unknown("memory", name, MEMORIES)
+    return MEMORIES[name]
+
+
 def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
     """Return the configs of the grid, in the order of the lists, equal ones once.
 
     A compressor's field (`options`) goes to the compressors of the grid that have it, a task's
-    field to the tasks that have it.
+    field to the tasks that have it, a memory's to the memories.
 
     Raises:
         UsageError: see `Config.make`; or a field that none of the grid's compressors has.
     """
     given = _read(file) if file else {}
-    for key in ("options", "task_options"):
+    for key in NESTED:
         own = given.get(key) or {}
         if not isinstance(own, dict):
             raise UsageError(f"{key}: a mapping of fields expected, not {own!r}")
         given[key] = {**own, **flags.get(key, {})}
-    given = {**given, **{k: v for k, v in flags.items() if k not in ("options", "task_options")}}
+    given = {**given, **{k: v for k, v in flags.items() if k not in NESTED}}
     fields = {
         "options": ("compressor", "terngrad", registry.compressor_class),
         "task_options": ("task", "digits", registry.task_class),
@@ -130,13 +148,23 @@ def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
             if not any(field in own for own in known.values()):
                 every = sorted({name for own in known.values() for name in own})
                 raise unknown(f"field of {owner} {', '.join(known)}:", field, every)
+    carried = given.pop("memory_options")
+    unused = set(carried)
     configs: dict[str, Config] = {}
     for point in _product(given):
         inner = []
         for key, (owner, default, load) in fields.items():
             own = registry.fields(load(str(point.get(owner, default))))
             inner.append(_product({k: v for k, v in nested[key].items() if k in own}))
-        for options, task_options in itertools.product(*inner):
-            made = Config.make({**point, "options": options, "task_options": task_options})
+        own = registry.fields(_memory(point))
+        unused -= own.keys()
+        inner.append(_product({k: v for k, v in carried.items() if k in own}))
+        for options, task_options, memory_options in itertools.product(*inner):
+            choice = {"options": options, "task_options": task_options}
+            made = Config.make({**point, **choice, "memory_options": memory_options})
             configs.setdefault(made.hash, made)
+    if unused:
+        fields_of = ", ".join(sorted({_memory(point).__name__ for point in _product(given)}))
+        every = sorted({name for cls in MEMORIES.values() for name in registry.fields(cls)})
+        raise unknown(f"field of memory {fields_of}:", sorted(unused)[0], every)
     return list(configs.values())

@@ -9,7 +9,10 @@ from gcbench import experiment, ops, registry
 from gcbench.errors import GcbenchError
 
 Row = dict[str, Any]
-AXES = ("task", "task_options", "options", "workers", "engine", "gradients", "batch", "lr")
+AXES = (
+    *("task", "task_options", "options", "memory", "memory_options", "start_step", "delay"),
+    *("rebroadcast_every", "workers", "engine", "gradients", "batch", "lr"),
+)
 """Settings of a grid that the table at a run's end shows where they vary."""
 
 
@@ -42,8 +45,8 @@ def compressors() -> list[Row]:
                 "what": _card(cls),
                 "bits": method.nominal_bits(),
                 "collectives": list(method.legal_collectives()),
-                "memory": cls.memory,
-                "unbiased": cls.unbiased,
+                "memory": method.memory,
+                "unbiased": method.unbiased,
                 "fields": {n: getattr(method, n) for n in registry.fields(cls)},
             }
         )

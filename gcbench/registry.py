@@ -150,7 +150,8 @@ def _typed(what: str, cls: type[Any], options: dict[str, Any]) -> dict[str, Any]
     return typed
 
 
-def _make(what: str, cls: type[T], options: dict[str, Any]) -> T:
+def make(what: str, cls: type[T], options: dict[str, Any]) -> T:
+    """Return `cls(**options)` with the values in its fields' types; UsageError otherwise."""
     known = fields(cls)
     for option in options:
         if option not in known:
@@ -166,9 +167,9 @@ def _make(what: str, cls: type[T], options: dict[str, Any]) -> T:
 
 def compressor(name: str, **options: Any) -> Compressor:
     """Return a compressor with its fields set; UsageError for an unknown name, field or value."""
-    return _make(f"compressor {name!r}", compressor_class(name), options)
+    return make(f"compressor {name!r}", compressor_class(name), options)
 
 
 def task(name: str, **options: Any) -> Task:
     """Return a task with its fields set; UsageError for an unknown name, field or value."""
-    return _make(f"task {name!r}", task_class(name), options)
+    return make(f"task {name!r}", task_class(name), options)

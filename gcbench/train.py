@@ -90,7 +90,7 @@ class Trainer:
         self.observer: progress.Observer = progress.Silent()
         self.device = world.device
         self.task: Task = config.make_task()
-        self.compressor = config.make_compressor()
+        self.compressor = config.make_compressor(config.steps - 1)  # the one that it ends with
         self.clock = Clock(self.device)
         train, test = self.task.load(options.data_dir)
         if config.batch > len(train):
@@ -111,7 +111,9 @@ class Trainer:
             )
         self._lay_out()
         world.inline = self.total < THREADS_FROM
-        self.exchange = Exchange(world, self.lanes, config.seed, self.clock)
+        self.exchange = Exchange(world, self._lanes(0), config.seed, self.clock)
+        self.stages = set(config.stages())
+        self.late: Tensor | None = None  # a mean that is applied at the next step
         self.optimizer = self._optimizer()
         ema = config.ema > 0
         self.ema = [p.detach().clone() for p in self.parameters] if ema else []
@@ -137,15 +139,27 @@ class Trainer:
         self.total = sum(self.sizes)
         split = len(dense) - sum(dense)
         ordered = [shapes[i] for i in order]
-        kept = Segments.of(ordered[:split], self.compressor.granularity)
-        self.lanes = []
-        if split:
-            self.lanes.append(Lane(self.compressor, config.collective, 0, kept))
-        if split < len(dense):
-            plain = registry.compressor("none")
-            rest = Segments.of(ordered[split:])
-            self.lanes.append(Lane(plain, "allreduce", kept.numel if split else 0, rest))
+        self.shapes = ordered[:split], ordered[split:]
         self.decayed = [self.task.decayed(name) for name in self.names]
+
+    def _lanes(self, step: int) -> list[Lane]:
+        """Return how the bucket is exchanged from `step` on, until the next stage."""
+        config, memory = self.config, self.config.make_memory()
+        plain = registry.compressor("none")
+        compressed, dense = self.shapes
+        lanes = []
+        if compressed:
+            if step < config.start_step:
+                segments = Segments.of(compressed)
+                lanes.append(Lane(plain, "allreduce", 0, segments, memory))
+            else:
+                method = config.make_compressor(step)
+                segments = Segments.of(compressed, method.granularity)
+                lanes.append(Lane(method, config.collective, 0, segments, memory))
+        if dense:
+            start = lanes[0].segments.numel if lanes else 0
+            lanes.append(Lane(plain, "allreduce", start, Segments.of(dense), memory.dense()))
+        return lanes
 
     def _optimizer(self) -> torch.optim.Optimizer:
         config = self.config
@@ -295,18 +309,44 @@ class Trainer:
     def train_step(self) -> list[float]:
         """Do one step; return the local workers' losses."""
         self.clock.start_step()
-        lr = self.config.lr_at(self.step)
+        config = self.config
+        if self.step in self.stages and self.step:
+            self.exchange.change(self._lanes(self.step))
         buckets, losses = self._gradients()
         finite = self._all_finite(buckets)
         if finite:
-            mean = self.exchange.mean(buckets, self.step)
+            applied = min(self.step + config.delay, config.steps - 1)
+            mean = self.exchange.mean(buckets, self.step, config.lr_at(applied))
             with self.clock.phase("update"):
-                self._update(mean, lr)
+                self._apply(mean)
         else:
             self.skipped += 1
         self.step += 1
+        if config.rebroadcast_every and self.step % config.rebroadcast_every == 0:
+            with self.clock.phase("communicate"):
+                self._rebroadcast()
         self.clock.end_step()
         return losses
+
+    def _apply(self, mean: Tensor) -> None:
+        """Update with this step's mean; with a delay, with the one before and, at the end, both."""
+        lr = self.config.lr_at(self.step)
+        if not self.config.delay:
+            self._update(mean, lr)
+            return
+        if self.late is not None:
+            self._update(self.late, lr)
+        self.late = mean
+        if self.step == self.config.steps - 1:
+            self._update(mean, lr)
+
+    def _rebroadcast(self) -> None:
+        """Send worker 0's parameters to all: equal ones already, but the bytes are spent."""
+        flat = torch.cat([parameter.detach().view(-1) for parameter in self.parameters])
+        pieces = torch.split(self.world.broadcast(flat), self.sizes)
+        with torch.no_grad():
+            for parameter, piece in zip(self.parameters, pieces, strict=True):
+                parameter.copy_(piece.view_as(parameter))
 
     def _update(self, mean: Tensor, lr: float) -> None:
         pieces = torch.split(mean, self.sizes)
@@ -435,8 +475,11 @@ class Trainer:
             {
                 "buffers": {k: v.cpu() for k, v in replica.named_buffers()},
                 "traffic": [t.payload_up, t.payload_down, t.wire],
+                "memory": [{k: v.cpu() for k, v in state.items()} for state in states],
             }
-            for replica, t in zip(self.replicas, self.world.traffic, strict=True)
+            for replica, t, states in zip(
+                self.replicas, self.world.traffic, self.exchange.workers, strict=True
+            )
         ]
 
     def save(self) -> None:
@@ -451,6 +494,9 @@ class Trainer:
                 "optimizer": self.optimizer.state_dict(),
                 "ema": [average.cpu() for average in self.ema],
                 "workers": workers,
+                "joint": [None if state is None else state.cpu() for state in self.exchange.joint],
+                "exchange_lr": self.exchange.lr,
+                "late": None if self.late is None else self.late.cpu(),
                 "skipped": self.skipped,
                 "seconds": self.seconds,
                 "modelled_seconds": self.world.modelled_seconds,
@@ -480,10 +526,17 @@ class Trainer:
             for average, value in zip(self.ema, state["ema"], strict=True):
                 average.copy_(value)
         self.optimizer.load_state_dict(state["optimizer"])
-        for rank, replica, traffic in zip(
-            self.world.ranks, self.replicas, self.world.traffic, strict=True
+        exchange = self.exchange
+        exchange.change(self._lanes(self.step))
+        exchange.lr = state["exchange_lr"]
+        exchange.joint = [None if v is None else v.to(self.device) for v in state["joint"]]
+        self.late = None if state["late"] is None else state["late"].to(self.device)
+        for rank, replica, traffic, own in zip(
+            self.world.ranks, self.replicas, self.world.traffic, exchange.workers, strict=True
         ):
             worker = state["workers"][rank]
+            for mine, saved in zip(own, worker["memory"], strict=True):
+                mine.update({k: v.to(self.device) for k, v in saved.items()})
             for name, buffer in replica.named_buffers():
                 buffer.copy_(worker["buffers"][name])
             traffic.payload_up, traffic.payload_down, traffic.wire = worker["traffic"]

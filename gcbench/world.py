@@ -7,7 +7,8 @@ every worker receives, so the code above it is the same in both.
 Bytes, for each worker: `payload_up` is what it hands over to be aggregated, `payload_down` is what
 it gets back to decode; its own part is in both, as a parameter server would count. `wire` is what
 leaves it for other workers: 2 (N - 1) / N of an all-reduced tensor (ring), N - 1 times an
-all-gathered one, the shards of others in an all-to-all.
+all-gathered one, the shards of others in an all-to-all, (N - 1) / N of a broadcast one (a pipeline
+through all workers, on average).
 """
 
 from __future__ import annotations
@@ -117,6 +118,18 @@ class World(ABC):
         self._model(self.size - 1, wire)
         return self._all_to_all(chunks, sizes)
 
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Return worker 0's tensor, on every worker; passed on from each to the next."""
+        size = _nbytes(tensor)
+        up = [size if rank == 0 else 0 for rank in self.ranks]
+        wire = [size * (self.size - 1) / self.size] * len(up)
+        self._count(up, [size] * len(up), wire)
+        self._model(self.size - 1, wire)
+        return self._broadcast(tensor)
+
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor) -> Tensor: ...
+
     @abstractmethod
     def _all_reduce(self, tensors: Sequence[Tensor], op: Op) -> Tensor: ...
 
@@ -174,6 +187,9 @@ class SimulatedWorld(World):
         if self.pool is not None:
             self.pool.shutdown()
 
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        return tensor
+
     def _all_reduce(self, tensors: Sequence[Tensor], op: Op) -> Tensor:
         total = tensors[0].clone()
         for tensor in tensors[1:]:
@@ -208,6 +224,11 @@ class DistributedWorld(World):
 
     def close(self) -> None:  # noqa: D102
         dist.destroy_process_group()
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        received = tensor.clone()
+        dist.broadcast(received, 0)
+        return received
 
     def _all_reduce(self, tensors: Sequence[Tensor], op: Op) -> Tensor:
         tensor = tensors[0]

@@ -10,7 +10,7 @@ import torch
 
 from gcbench.experiment import Config
 from gcbench.store import Run
-from gcbench.train import Options, Trainer
+from gcbench.train import Interrupted, Options, Trainer
 from gcbench.world import SimulatedWorld
 
 
@@ -163,3 +163,107 @@ def test_real_mnist_is_learnt(tmp_path, real_data):
     assert summary["test_accuracy"] > 0.85
     assert summary["payload_ratio_up"] == pytest.approx(16, abs=0.01)
     assert summary["payload_ratio_down"] == pytest.approx(32 / 3, abs=0.01)
+
+
+# ---- schedules, late and dense steps, broadcasts, memories ---------------------------------------
+
+
+def parameters(made: Trainer) -> torch.Tensor:
+    return torch.cat([p.detach().view(-1) for p in made.parameters])
+
+
+def take(made: Trainer, steps: int) -> torch.Tensor:
+    for _ in range(steps):
+        made.train_step()
+    return parameters(made)
+
+
+def test_dense_steps_come_first(trainer):
+    """A cold start: until --start-step the bytes and the parameters are those of fp32."""
+    plain = trainer(compressor="none", steps=9, workers=2)
+    cold = trainer(compressor="terngrad", steps=9, start_step=3, workers=2)
+    assert torch.equal(take(plain, 3), take(cold, 3))
+    dense = plain.world.traffic[0].payload_up
+    assert cold.world.traffic[0].payload_up == dense
+    cold.train_step()
+    assert cold.world.traffic[0].payload_up - dense < dense / 3 / 15
+
+
+def test_a_schedule_changes_the_compressor_at_its_step(trainer):
+    first = trainer(compressor="terngrad", options={"clip": 1.0}, steps=8, workers=2)
+    both = trainer(compressor="terngrad", options={"clip": {0: 1.0, 4: 0}}, steps=8, workers=2)
+    assert torch.equal(take(first, 4), take(both, 4))
+    assert not torch.equal(take(first, 1), take(both, 1))
+    assert repr(both.compressor).startswith("TernGrad(clip=0.0")  # the one that it ends with
+    assert both.exchange.lanes[0].compressor.clip == 0.0
+    groups = trainer(compressor="terngrad", options={"granularity": {0: "tensor", 2: 512}}, steps=8)
+    take(groups, 2)
+    segments = len(groups.exchange.lanes[0].segments)
+    take(groups, 1)
+    assert len(groups.exchange.lanes[0].segments) > segments
+
+
+def test_a_late_mean_is_applied_one_step_later(trainer):
+    """x_{t+1} = x_t - lr_t mean_{t-1}, with mean_t computed at x_t; the last step applies both."""
+    made = trainer(delay=1, steps=4, lr=0.5, schedule="poly", momentum=0.0, weight_decay=0.0)
+    means, expected = [], parameters(made)
+    for step in range(4):
+        torch.testing.assert_close(parameters(made), expected)
+        buckets, _ = made._gradients()
+        means.append(torch.stack(buckets).mean(0))
+        made.train_step()
+        due = means[step - 1 : step] + (means[step:] if step == 3 else [])
+        for mean in due:
+            expected = expected - made.config.lr_at(step) * mean
+    torch.testing.assert_close(parameters(made), expected)
+
+
+def test_broadcast_parameters_cost_their_bytes(trainer):
+    quiet = trainer(steps=6, workers=2)
+    loud = trainer(steps=6, workers=2, rebroadcast_every=3)
+    assert torch.equal(take(quiet, 6), take(loud, 6))
+    size = 4 * quiet.total
+    for rank in range(2):
+        extra = {
+            name: getattr(loud.world.traffic[rank], name) - getattr(quiet.world.traffic[rank], name)
+            for name in ("payload_up", "payload_down", "wire")
+        }
+        up = 2 * size if rank == 0 else 0
+        assert extra == {"payload_up": up, "payload_down": 2 * size, "wire": 2 * size / 2}
+
+
+RECIPES = {
+    "residual in two-shot": {"compressor": "onebit", "schedule": "poly"},
+    "dgc with a warm-up": {
+        "compressor": "topk",
+        "memory": "dgc",
+        "options": {"ratio": {0: 0.2, 4: 0.05}},
+        "dense_below": 200,
+    },
+    "signum": {"compressor": "signsgd", "memory": "momentum", "lr": 0.001},
+    "low rank": {"compressor": "powersgd"},
+    "late, after dense steps": {"compressor": "efsignsgd", "delay": 1, "start_step": 3},
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_carried_is_in_the_checkpoint(tmp_path, simulated, recipe):
+    """Stopped at step 5 and gone on: the same bits as without a stop."""
+    config = Config.make(
+        {"task": "digits", "workers": 3, "batch": 66, **RECIPES[recipe], "steps": 9}
+    )
+    digests = []
+    for stops in ([], [5]):
+        run = Run(tmp_path / str(len(stops)))
+        run.create()
+        for at in (*stops, 9):
+            made = Trainer(config, simulated(3), run, Options(checkpoint_seconds=1e9))
+            if at < 9:
+                with pytest.raises(Interrupted):
+                    made.fit(lambda made=made, at=at: made.step == at)
+            else:
+                made.fit()
+        digests.append(made.parameter_hash())
+        for states in made.exchange.workers:
+            assert all(bool(value.any()) for value in states[0].values())
+    assert digests[0] == digests[1]

@@ -1,0 +1,207 @@
+"""What a worker carries from step to step, owned by the engine: error feedback, momentum, DGC.
+
+A memory turns the gradient g of a worker into what is offered to the compressor, and learns what
+was really sent: the decoding of the worker's own payload. Its buffers are float32 tensors of the
+gradient's shape, in gradient units.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gcbench import registry
+from gcbench.compressor import Compressor
+from gcbench.errors import UsageError, unknown
+
+State = dict[str, Tensor]
+
+
+class Memory(ABC):
+    """One rule of what is carried; its fields are set by `--memory-set name=value`."""
+
+    buffers: ClassVar[tuple[str, ...]] = ()
+    residuals: ClassVar[tuple[str, ...]] = ()
+    """The buffers that hold what is still to be applied: they follow the learning rate."""
+
+    @property
+    def feedback(self) -> bool:
+        """Whether the error of one step is offered again at the next: the code must contract."""
+        return bool(self.residuals)
+
+    @property
+    def owner(self) -> bool:
+        """Whether an owner of a two-shot exchange keeps what encoding the mean again loses."""
+        return self.feedback
+
+    def state(self, like: Tensor) -> State:
+        """Return the buffers before the first step: zeros."""
+        return {name: torch.zeros_like(like) for name in self.buffers}
+
+    @abstractmethod
+    def offer(self, gradient: Tensor, state: State, workers: int) -> Tensor:
+        """Return what is compressed, shape (n,); updates the momentum in `state`."""
+
+    def keep(self, offered: Tensor, sent: Tensor, state: State) -> None:  # noqa: B027 - optional
+        """Update `state` after `sent`, the decoding of what this worker sent of `offered`."""
+
+    def dense(self) -> Memory:
+        """Return the memory of tensors that a policy keeps dense: nothing of them is lost."""
+        return NoMemory()
+
+    def rescale(self, state: State, factor: float) -> None:
+        """Multiply the residuals by `factor` = old / new learning rate.
+
+        A residual of e gradient units stands for an update of eta * e (Karimireddy et al. 2019
+        carry that product); when eta changes, e must change for the update to stay.
+        """
+        for name in self.residuals:
+            state[name].mul_(factor)
+
+
+@dataclass(frozen=True)
+class NoMemory(Memory):
+    """Nothing is carried."""
+
+    def offer(self, gradient: Tensor, state: State, workers: int) -> Tensor:  # noqa: D102
+        return gradient
+
+
+@dataclass(frozen=True)
+class Residual(Memory):
+    """Error feedback: p = g + decay * e; e = p - what was sent of p.
+
+    Seide et al. 2014 (with the carried term that their formula leaves out), Karimireddy et al.
+    2019. On the owner of a shard: the same with the mean of all workers in the place of g.
+    """
+
+    decay: float = 1.0  # share of the residual that is offered again
+    at_owner: bool = True  # two-shot: the owner keeps the error of encoding the mean, too
+
+    buffers: ClassVar[tuple[str, ...]] = ("residual",)
+    residuals: ClassVar[tuple[str, ...]] = ("residual",)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay={self.decay}: above 0 and at most 1 allowed")
+
+    @property
+    def owner(self) -> bool:  # noqa: D102
+        return self.at_owner
+
+    def offer(self, gradient: Tensor, state: State, workers: int) -> Tensor:  # noqa: D102
+        return torch.add(gradient, state["residual"], alpha=self.decay)
+
+    def keep(self, offered: Tensor, sent: Tensor, state: State) -> None:  # noqa: D102
+        torch.sub(offered, sent, out=state["residual"])
+
+
+@dataclass(frozen=True)
+class Momentum(Memory):
+    """Momentum on every worker: m = beta m + (1 - beta) g, never synchronized, is what is sent.
+
+    With the sign as compressor this is Signum (Bernstein et al. 2018, algorithm 2).
+    """
+
+    beta: float = 0.9
+
+    buffers: ClassVar[tuple[str, ...]] = ("momentum",)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.beta < 1:
+            raise ValueError(f"beta={self.beta}: from 0 to below 1 allowed")
+
+    def offer(self, gradient: Tensor, state: State, workers: int) -> Tensor:  # noqa: D102
+        return state["momentum"].mul_(self.beta).add_(gradient, alpha=1 - self.beta).clone()
+
+    def dense(self) -> Memory:  # noqa: D102
+        return self
+
+
+@dataclass(frozen=True)
+class Dgc(Memory):
+    """Deep gradient compression (Lin et al. 2018): momentum correction and factor masking.
+
+    u = m u + g; v = v + u (Nesterov: u = m (u + g); v = v + u + g); v is offered; what was sent
+    leaves v, and with masking u is cleared where something was sent. The optimizer adds no further
+    momentum. g is clipped first to a 2-norm of clip / sqrt(N).
+
+    Tensors that stay dense send u (with Nesterov u + g): plain momentum.
+    """
+
+    momentum: float = 0.9
+    masking: bool = True
+    nesterov: bool = False
+    clip: float = 0.0  # threshold of the global gradient's 2-norm; 0: no clipping
+
+    buffers: ClassVar[tuple[str, ...]] = ("velocity", "residual")
+    residuals: ClassVar[tuple[str, ...]] = ("residual",)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum={self.momentum}: from 0 to below 1 allowed")
+        if not (math.isfinite(self.clip) and self.clip >= 0):
+            raise ValueError(f"clip={self.clip}: a 2-norm, 0 for none")
+
+    def offer(self, gradient: Tensor, state: State, workers: int) -> Tensor:  # noqa: D102
+        if self.clip:
+            # A norm beyond float32 clips to zero in float32; float64 holds every sum of squares.
+            norm = float(gradient.double().square().sum().sqrt())
+            limit = self.clip / math.sqrt(workers)
+            if norm > limit:
+                gradient = gradient * (limit / norm)
+        u, v = state["velocity"], state["residual"]
+        if self.nesterov:
+            u.add_(gradient).mul_(self.momentum)
+            v.add_(u).add_(gradient)
+        else:
+            u.mul_(self.momentum).add_(gradient)
+            v.add_(u)
+        return v.clone()
+
+    def keep(self, offered: Tensor, sent: Tensor, state: State) -> None:  # noqa: D102
+        torch.sub(offered, sent, out=state["residual"])
+        if self.masking:
+            state["velocity"].masked_fill_(sent != 0, 0.0)
+
+    def dense(self) -> Memory:  # noqa: D102
+        # Everything is sent, so masking would clear the momentum at every step.
+        return Dgc(self.momentum, masking=False, nesterov=self.nesterov, clip=self.clip)
+
+
+FORCED = "forced-residual"
+"""Error feedback around a code that does not contract: what the user must ask for by name."""
+MEMORIES: Mapping[str, type[Memory]] = {
+    "none": NoMemory,
+    "residual": Residual,
+    FORCED: Residual,
+    "momentum": Momentum,
+    "dgc": Dgc,
+}
+
+
+def make(name: str, options: Mapping[str, Any]) -> Memory:
+    """Return the memory of this name; UsageError for an unknown name, field or value."""
+    if name not in MEMORIES:
+        raise unknown("memory", name, MEMORIES)
+    return registry.make(f"memory {name!r}", MEMORIES[name], dict(options))
+
+
+def check_legal(name: str, method: Compressor) -> None:
+    """Refuse error feedback around a code whose error may exceed its input.
+
+    Raises:
+        UsageError: with what would happen, and how to ask for it all the same.
+    """
+    if name in MEMORIES and MEMORIES[name].residuals and name != FORCED and not method.contractive:
+        raise UsageError(
+            f"memory {name!r} feeds the error of {method!r} back, but the method does not "
+            "contract: its error may exceed the gradient, and nothing bounds the residual. "
+            f"Use --memory none, or ask for it by name: --memory {FORCED}"
+        )

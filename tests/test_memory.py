@@ -1,0 +1,257 @@
+"""What workers carry from step to step: identities that hold to rounding, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+import gcbench
+from gcbench import memory
+from gcbench.compressor import Compressor, Payload, Segments
+from gcbench.errors import UsageError
+from gcbench.exchange import Exchange, Lane
+from gcbench.memory import Dgc, Momentum, NoMemory, Residual
+
+
+@dataclass(frozen=True)
+class Largest(Compressor):
+    """Keeps the largest `share` of all elements: the simplest contractive code."""
+
+    share: float = 0.25
+    name = "largest"
+    collectives: ClassVar[tuple[str, ...]] = ("allgather", "twoshot")
+    contractive = True
+
+    def encode(self, x, segments, shared, key):
+        kept = x.abs().topk(math.ceil(self.share * len(x))).indices.sort().values
+        return Payload((kept.int(), x[kept]))
+
+    def decode(self, payload, segments, shared):
+        out = torch.zeros(segments.numel)
+        out[payload.parts[0].long()] = payload.parts[1]
+        return out
+
+
+def gradients(steps: int, workers: int, n: int) -> torch.Tensor:
+    """Return noisy gradients with a common part, shape (steps, workers, n)."""
+    draw = torch.Generator().manual_seed(steps + workers + n)
+    common = torch.randn(n, generator=draw)
+    return common + torch.randn(steps, workers, n, generator=draw)
+
+
+def exchange(simulated, clock, method, collective, kept, workers, n) -> Exchange:
+    lane = Lane(method, collective, 0, Segments.of([(n,)]), kept)
+    clock.start_step()
+    return Exchange(simulated(workers), [lane], 0, clock)
+
+
+def carried(made: Exchange, name: str) -> list[torch.Tensor]:
+    return [states[0][name] for states in made.workers]
+
+
+@pytest.mark.parametrize("collective", ["allgather", "twoshot"])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_nothing_is_lost_over_200_steps(simulated, clock, collective, workers):
+    """Sum of what was applied + what is still carried, on workers and owners = sum of gradients."""
+    n, steps = 2100, 200
+    made = exchange(simulated, clock, Largest(), collective, Residual(), workers, n)
+    grads = gradients(steps, workers, n)
+    applied = torch.zeros(n, dtype=torch.float64)
+    for step in range(steps):
+        applied += made.mean(list(grads[step]), step).double()
+    left = torch.stack(carried(made, "residual")).double().mean(0)
+    if collective == "twoshot":
+        owners = torch.cat(carried(made, "owner")).double()
+        assert workers == 1 or float(owners.abs().max()) > 0.1, "the owners lose something"
+        left = left + owners
+    total = grads.double().mean(1).sum(0)
+    assert float((applied + left - total).abs().max()) < 1e-3
+    assert float((applied - total).abs().max()) > 1
+
+
+def test_forgetting_the_owners_residual_loses_gradient(simulated, clock):
+    n, steps, kept = 2100, 50, Residual(at_owner=False)
+    made = exchange(simulated, clock, Largest(), "twoshot", kept, 3, n)
+    grads = gradients(steps, 3, n)
+    applied = sum(made.mean(list(grads[step]), step).double() for step in range(steps))
+    left = torch.stack(carried(made, "residual")).double().mean(0)
+    assert float((applied + left - grads.double().mean(1).sum(0)).abs().max()) > 1
+    assert "owner" not in made.workers[0][0]
+
+
+def test_the_residual_is_what_went_in_minus_what_was_sent(simulated, clock):
+    """By hand, with decay: p = g + 0.5 e, the largest of four elements is sent."""
+    made = exchange(simulated, clock, Largest(), "allgather", Residual(decay=0.5), 1, 4)
+    first = made.mean([torch.tensor([1.0, -4.0, 2.0, 0.0])], 0)
+    assert first.tolist() == [0.0, -4.0, 0.0, 0.0]
+    assert carried(made, "residual")[0].tolist() == [1.0, 0.0, 2.0, 0.0]
+    second = made.mean([torch.tensor([1.0, 1.0, 1.0, 0.0])], 1)
+    assert second.tolist() == [0.0, 0.0, 2.0, 0.0]
+    assert carried(made, "residual")[0].tolist() == [1.5, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("collective", ["allgather", "twoshot"])
+def test_learning_rate_changes_keep_the_update(simulated, clock, collective):
+    """Sum of eta_t * applied_t + eta * carried = sum of eta_t * g_t: the virtual iterate."""
+    n, steps, workers = 1500, 40, 3
+    rates = [0.1 * (1 - t / steps) ** 0.5 for t in range(steps)]
+    made = exchange(simulated, clock, Largest(), collective, Residual(), workers, n)
+    grads = gradients(steps, workers, n)
+    moved = torch.zeros(n, dtype=torch.float64)
+    for step, lr in enumerate(rates):
+        moved += lr * made.mean(list(grads[step]), step, lr).double()
+    left = torch.stack(carried(made, "residual")).double().mean(0)
+    if collective == "twoshot":
+        left = left + torch.cat(carried(made, "owner")).double()
+    rate = torch.tensor(rates, dtype=torch.float64).view(-1, 1)
+    expected = (rate * grads.double().mean(1)).sum(0)
+    assert float((moved + rates[-1] * left - expected).abs().max()) < 1e-5
+
+
+def test_momentum_on_every_worker_by_hand(simulated, clock):
+    plain = gcbench.get_compressor("none")
+    made = exchange(simulated, clock, plain, "allgather", Momentum(beta=0.5), 2, 2)
+    assert made.mean([torch.tensor([2.0, 4.0]), torch.tensor([0.0, 8.0])], 0).tolist() == [0.5, 3.0]
+    made.mean([torch.tensor([2.0, 0.0]), torch.tensor([4.0, 0.0])], 1)
+    assert [m.tolist() for m in carried(made, "momentum")] == [[1.5, 1.0], [2.0, 2.0]]
+
+
+def heavy_ball(grads: torch.Tensor, momentum: float, *, nesterov: bool) -> torch.Tensor:
+    """Return what torch's SGD adds up to with learning rate 1; gradients: (steps, n)."""
+    x = torch.nn.Parameter(torch.zeros(grads.shape[1]))
+    optimizer = torch.optim.SGD([x], lr=1.0, momentum=momentum, nesterov=nesterov)
+    for gradient in grads:
+        x.grad = gradient.clone()
+        optimizer.step()
+    return -x.detach()
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_dgc_that_sends_everything_is_momentum_or_plain_sgd(simulated, clock, nesterov):
+    """Keep all: without masking it is momentum SGD, with masking (u is cleared) plain SGD."""
+    grads = gradients(20, 2, 50)
+    plain = gcbench.get_compressor("none")
+    for masking in (False, True):
+        kept = Dgc(0.9, masking=masking, nesterov=nesterov)
+        made = exchange(simulated, clock, plain, "allreduce", kept, 2, 50)
+        total = sum(made.mean(list(g), t) for t, g in enumerate(grads))
+        beta = 0.0 if masking else 0.9
+        expected = heavy_ball(grads.mean(1), beta, nesterov=nesterov and not masking)
+        if masking and nesterov:
+            expected = 1.9 * expected  # u = m g is cleared at once: every g counts 1 + m times
+        torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_dgc_without_momentum_and_masking_is_error_feedback(simulated, clock):
+    grads = gradients(30, 3, 400)
+    means = []
+    for kept in (Dgc(momentum=0.0, masking=False), Residual()):
+        made = exchange(simulated, clock, Largest(), "allgather", kept, 3, 400)
+        means.append([made.mean(list(g), t) for t, g in enumerate(grads)])
+    for a, b in zip(*means, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_dgc_conserves_the_velocity_without_masking_only(simulated, clock):
+    """Sum of what was sent + v = sum of all u: true without masking, by design false with it."""
+    grads = gradients(60, 1, 400)
+    velocity, total = torch.zeros(400), torch.zeros(400)
+    for gradient in grads:
+        velocity = 0.9 * velocity + gradient[0]
+        total += velocity
+    for masking in (False, True):
+        kept = Dgc(0.9, masking=masking)
+        made = exchange(simulated, clock, Largest(), "allgather", kept, 1, 400)
+        sent = sum(made.mean(list(g), t) for t, g in enumerate(grads))
+        gap = float((sent + carried(made, "residual")[0] - total).abs().max())
+        assert (gap > 1) if masking else (gap < 1e-2)
+
+
+def test_dgc_masks_the_velocity_where_something_was_sent(simulated, clock):
+    made = exchange(simulated, clock, Largest(), "allgather", Dgc(0.5), 1, 4)
+    made.mean([torch.tensor([1.0, -4.0, 2.0, 0.0])], 0)
+    assert carried(made, "velocity")[0].tolist() == [1.0, 0.0, 2.0, 0.0]
+    assert carried(made, "residual")[0].tolist() == [1.0, 0.0, 2.0, 0.0]
+    made.mean([torch.tensor([1.0, 1.0, 1.0, 0.0])], 1)
+    # u = [1.5, 1, 2, 0], v = [2.5, 1, 4, 0]: the third is sent
+    assert carried(made, "velocity")[0].tolist() == [1.5, 1.0, 0.0, 0.0]
+    assert carried(made, "residual")[0].tolist() == [2.5, 1.0, 0.0, 0.0]
+
+
+def test_dgc_clips_before_it_accumulates():
+    """A gradient of norm 5 among 4 workers with clip 2: each may have 2 / sqrt(4) = 1."""
+    kept = Dgc(momentum=0.0, clip=2.0)
+    state = kept.state(torch.zeros(2))
+    offered = kept.offer(torch.tensor([3.0, 4.0]), state, 4)
+    torch.testing.assert_close(offered, torch.tensor([0.6, 0.8]))
+    small = torch.tensor([0.3, 0.4])
+    torch.testing.assert_close(kept.offer(small, kept.state(small), 4), small)
+    huge = torch.full((2,), 1e30)
+    torch.testing.assert_close(
+        kept.offer(huge, kept.state(huge), 1), torch.full((2,), math.sqrt(2))
+    )
+
+
+def test_tensors_kept_dense_lose_nothing_and_keep_their_momentum(simulated, clock):
+    """The dense lane under DGC is momentum SGD, under a residual plain SGD."""
+    grads = gradients(20, 2, 30)
+    plain = gcbench.get_compressor("none")
+    for kept, beta in ((Dgc(0.9), 0.9), (Residual(), 0.0)):
+        made = exchange(simulated, clock, plain, "allreduce", kept.dense(), 2, 30)
+        total = sum(made.mean(list(g), t) for t, g in enumerate(grads))
+        expected = heavy_ball(grads.mean(1), beta, nesterov=False)
+        torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
+    assert Momentum(0.5).dense() == Momentum(0.5)
+    assert isinstance(NoMemory().dense(), NoMemory)
+
+
+def test_what_is_carried_survives_another_compressor(simulated, clock):
+    """A schedule changes the compressor: the residual stays, the place of a lane may not change."""
+    made = exchange(simulated, clock, Largest(0.25), "allgather", Residual(), 1, 4)
+    made.mean([torch.tensor([1.0, -4.0, 2.0, 0.0])], 0)
+    lane = Lane(Largest(1.0), "allgather", 0, Segments.of([(4,)]), Residual())
+    made.change([lane])
+    assert made.mean([torch.zeros(4)], 1).tolist() == [1.0, 0.0, 2.0, 0.0]
+    with pytest.raises(ValueError, match="not their place"):
+        made.change([Lane(Largest(), "allgather", 0, Segments.of([(5,)]), Residual())])
+
+
+def test_error_feedback_around_a_code_that_does_not_contract_is_refused():
+    terngrad = gcbench.get_compressor("terngrad")
+    for name in ("residual", "dgc"):
+        with pytest.raises(UsageError, match="ask for it by name: --memory forced-residual"):
+            memory.check_legal(name, terngrad)
+    for name in ("none", "momentum", "forced-residual"):
+        memory.check_legal(name, terngrad)
+    memory.check_legal("residual", Largest())
+
+
+def test_error_feedback_around_terngrad_piles_up_when_forced(simulated, clock):
+    """Why it is refused: the residual grows to ten times the gradient within 60 steps."""
+    method = gcbench.get_compressor("terngrad", clip=0)
+    made = exchange(simulated, clock, method, "allgather", Residual(), 1, 1000)
+    grads = gradients(60, 1, 1000)
+    for step in range(60):
+        made.mean(list(grads[step]), step)
+    assert float(carried(made, "residual")[0].norm()) > 8 * float(grads[-1].norm())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("residuals", {}, "unknown memory 'residuals'. Did you mean 'residual'?"),
+        ("residual", {"decay": 0}, "decay=0.0: above 0 and at most 1 allowed"),
+        ("residual", {"beta": 0.5}, "unknown field of memory 'residual': 'beta'"),
+        ("momentum", {"beta": 1}, "beta=1.0: from 0 to below 1 allowed"),
+        ("dgc", {"momentum": -1}, "momentum=-1.0: from 0 to below 1"),
+        ("dgc", {"clip": -1}, "clip=-1.0: a 2-norm, 0 for none"),
+    ],
+)
+def test_bad_memories_are_refused(name, options, message):
+    with pytest.raises(UsageError) as caught:
+        memory.make(name, options)
+    assert message in str(caught.value)
