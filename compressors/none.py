@@ -28,17 +28,20 @@ class NoCompression(Compressor):
     requantizes = False
     exact_for = ("ternary", "integers", "bytes", "sparse", "signs")
 
-    def nominal_bits(self) -> float:  # noqa: D102
+    def nominal_bits(self) -> float:
         return 32.0
 
-    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:  # noqa: D102
+    def error_bound(self, x: Tensor, segments: Segments) -> float:
+        return 0.0
+
+    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
         return Payload((x.contiguous(),))
 
-    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:  # noqa: D102
+    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
         self.check(payload, segments)
-        return payload.parts[0] / payload.count
+        return self.check_finite(payload.parts[0] / payload.count)
 
-    def merge(  # noqa: D102
+    def merge(
         self, payloads: Sequence[Payload], segments: Segments, shared: Tensor, key: Key
     ) -> Payload:
         total = payloads[0].parts[0].clone()
@@ -46,9 +49,9 @@ class NoCompression(Compressor):
             total += payload.parts[0]
         return Payload((total,), sum(payload.count for payload in payloads))
 
-    def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:  # noqa: D102
+    def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
         key = Key(0, 0, 0)  # the sum draws no random numbers
         return self.decode(self.merge(payloads, segments, shared, key), segments, shared)
 
-    def layout(self, segments: Segments, count: int = 1) -> Layout:  # noqa: D102
+    def layout(self, segments: Segments, count: int = 1) -> Layout:
         return ((torch.float32, segments.numel),)

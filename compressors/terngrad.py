@@ -5,7 +5,8 @@ s = max over workers and elements of |f(g)|;  t_k = sign(f_k) b_k,  P(b_k = 1) =
 every worker applies s * sum_i t_i / N.
 
 Bias and variance: unbiased for f(g), hence for g without clipping; E||s t||^2 = s ||f||_1 exactly,
-so the variance is s ||f||_1 - ||f||^2. Not contractive: no error feedback.
+so the variance is s ||f||_1 - ||f||^2. Not contractive: no error feedback. A segment of equal
+values, or of one, has sigma = 0 and is clipped to zeros: keep such tensors dense, or clip=0.
 Wire: up 2 bits an element (log2 3 = 1.585 are the nominal ones); down the sum of N workers' codes
 in ceil(log2(2N + 1)) bits (two-shot), or fields of the next power of two both ways (all-reduce);
 one float32 a segment for the agreement on s. With `share=False` each payload carries its scales.
@@ -28,18 +29,11 @@ from torch import Tensor
 
 from gcbench import ops
 from gcbench.compressor import Compressor, Key, Layout, Payload, Segments
-from gcbench.errors import PayloadError
-
-FLOAT_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
 class TernGrad(Compressor):
-    """Stochastic ternary quantization with clipping and scaler sharing.
-
-    A payload of `count` workers holds the sum of their codes, offset by count, and with
-    `share=False` the worker's scales.
-    """
+    """Stochastic ternary codes; a payload of `count` workers holds their sum, offset by count."""
 
     clip: float = 2.5  # standard deviations; 0 switches clipping off
     scale: str = "clipped-max"  # or "c-sigma", the rule of the authors' code
@@ -49,7 +43,6 @@ class TernGrad(Compressor):
     collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allreduce", "allgather")
     unbiased = True
     requantizes = False
-    exact_for = ("ternary",)
     variants = ({}, {"clip": 0.0}, {"scale": "c-sigma"}, {"share": False}, {"granularity": 512})
 
     def __post_init__(self) -> None:
@@ -57,52 +50,53 @@ class TernGrad(Compressor):
             raise ValueError(f"clip={self.clip}: a number of standard deviations, 0 for none")
         if self.scale not in ("clipped-max", "c-sigma"):
             raise ValueError(f"scale={self.scale!r}: 'clipped-max' or 'c-sigma' allowed")
-        if self.scale == "c-sigma" and self.clip == 0:
+        if self.scale == "c-sigma" and not self.clip:
             raise ValueError("scale='c-sigma' is clip * sigma: it needs clip > 0")
 
+    @property
+    def exact_for(self) -> tuple[str, ...]:
+        return () if self.clip else ("ternary",)
+
     def legal_collectives(self) -> tuple[str, ...]:
-        """Return the collectives; codes of different scales cannot be added as integers."""
+        # Codes of different scales cannot be added as integers.
         return self.collectives if self.share else ("allgather",)
 
-    def nominal_bits(self) -> float:  # noqa: D102
+    def nominal_bits(self) -> float:
         return math.log2(3)
 
-    def _limit(self, x: Tensor, segments: Segments) -> Tensor | None:
-        """Return the clipping threshold c sigma of each segment, shape (m,), or None."""
-        if not self.clip:
-            return None
-        return ops.segment_std(x, segments).mul_(self.clip).clamp_(max=FLOAT_MAX)
+    def gaussian_error(self) -> float | None:
+        # Integrals over the normal density; tests/test_terngrad.py computes them.
+        known = {2.0: 0.65281, 2.5: 1.00953, 3.0: 1.39676}
+        return None if isinstance(self.granularity, int) else known.get(self.clip)
 
-    def _scale(self, x: Tensor, segments: Segments, limit: Tensor | None) -> Tensor:
-        """Return this worker's own scale of each segment, shape (m,)."""
-        if limit is None:
-            return ops.segment_absmax(x, segments)
-        if self.scale == "c-sigma":
-            return limit
-        return torch.minimum(ops.segment_absmax(x, segments), limit)
+    def _own(self, x: Tensor, segments: Segments) -> tuple[Tensor | None, Tensor]:
+        """Return c sigma of each segment, shape (m,), or None, and the worker's own scales."""
+        largest = ops.segment_absmax(x, segments)
+        if not self.clip:
+            return None, largest
+        limit = ops.segment_std(x, segments).mul_(self.clip).clamp_(max=3e38)
+        return limit, limit if self.scale == "c-sigma" else torch.minimum(largest, limit)
 
     def target(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
-        """Return f(x): clipped at c sigma, or at the scale in force for scale="c-sigma"."""
-        limit = self._limit(x, segments)
-        if limit is None:
-            return x
+        limit, _ = self._own(x, segments)
         if self.scale == "c-sigma" and self.share:
-            limit = shared
-        return ops.clamp_(x.clone(), limit, segments)
+            limit = shared  # what is in force, of all workers
+        return x if limit is None else ops.clamp_(x.clone(), limit, segments)
+
+    def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
+        f = self.target(x, segments, shared).double()
+        scale = shared if self.share else self._own(x, segments)[1]
+        return ops.scale_(f.abs(), scale.double(), segments) - f * f
 
     def statistic(self, x: Tensor, segments: Segments) -> Tensor:
-        """Return the own scales, shape (m,), to be agreed on; empty with `share=False`."""
-        if not self.share:
-            return x.new_empty(0)
-        return self._scale(x, segments, self._limit(x, segments))
+        return self._own(x, segments)[1] if self.share else x.new_empty(0)
 
-    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:  # noqa: D102
-        limit = self._limit(x, segments)
-        scale = shared if self.share else self._scale(x, segments, limit)
+    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
+        limit, own = self._own(x, segments)
         if self.scale == "c-sigma":
             limit = None  # the authors' code ternarizes the unclipped gradient
-        words = ops.ternary_encode(x, limit, scale, segments, key)
-        return Payload((words,) if self.share else (words, scale))
+        words = ops.ternary_encode(x, limit, shared if self.share else own, segments, key)
+        return Payload((words,) if self.share else (words, own))
 
     def encode_shards(
         self, x: Tensor, segments: Segments, shared: Tensor, key: Key, bounds: Sequence[int]
@@ -115,19 +109,13 @@ class TernGrad(Compressor):
         """Return the sum of the workers' codes, int32, shape (n,), and the number of workers."""
         for payload in payloads:
             self.check(payload, segments)
-        counts = [payload.count for payload in payloads]
-        words = [payload.parts[0] for payload in payloads]
-        return ops.ternary_sum(words, counts, segments.numel), sum(counts)
+        return ops.ternary_sum([(p.parts[0], p.count) for p in payloads], segments.numel)
 
-    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:  # noqa: D102
-        total, count = self._sum([payload], segments)
-        scale = shared if self.share else payload.parts[1]
-        if not self.share and not (scale.isfinite() & (scale >= 0)).all():
-            raise PayloadError("terngrad: a payload's scales must be finite and not negative")
-        return ops.ternary_decode(total, count, scale, segments)
+    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
+        codes = self._sum([payload], segments)
+        return ops.ternary_decode(*codes, shared if self.share else payload.parts[1], segments)
 
     def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
-        """Return the mean; with a shared scale the codes are added as integers, exactly."""
         if not self.share:
             return super().mean(payloads, segments, shared)
         return ops.ternary_decode(*self._sum(payloads, segments), shared, segments)
@@ -136,20 +124,17 @@ class TernGrad(Compressor):
         self, payloads: Sequence[Payload], segments: Segments, shared: Tensor, key: Key
     ) -> Payload:
         """Return the integer sum of the codes, in ceil(log2(2N + 1)) bits: nothing is lost."""
-        total, count = self._sum(payloads, segments)
-        return Payload((ops.ternary_pack(total, count),), count)
+        codes = self._sum(payloads, segments)
+        return Payload((ops.ternary_pack(*codes),), codes[1])
 
     def summand(self, payload: Payload, workers: int, segments: Segments) -> Payload:
-        """Return the codes in fields wide enough that packed words can be added."""
-        words = ops.ternary_summand(payload.parts[0], workers, segments.numel)
-        return Payload((words,))
+        return Payload((ops.ternary_summand(payload.parts[0], workers, segments.numel),))
 
-    def decode_sum(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:  # noqa: D102
-        bits, n = ops.summand_bits(payload.count), segments.numel
-        total = ops.ternary_unpack(payload.parts[0], payload.count, bits, n)
-        return ops.ternary_decode(total, payload.count, shared, segments)
+    def decode_sum(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
+        bits, count = ops.summand_bits(payload.count), payload.count
+        total = ops.ternary_unpack(payload.parts[0], count, bits, segments.numel)
+        return ops.ternary_decode(total, count, shared, segments)
 
-    def layout(self, segments: Segments, count: int = 1) -> Layout:  # noqa: D102
-        bits = ops.ternary_bits(count)
-        codes = (torch.int32, ops.packed_words(segments.numel, bits))
+    def layout(self, segments: Segments, count: int = 1) -> Layout:
+        codes = (torch.int32, ops.packed_words(segments.numel, ops.ternary_bits(count)))
         return (codes,) if self.share else (codes, (torch.float32, len(segments)))

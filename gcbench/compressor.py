@@ -332,8 +332,11 @@ class Compressor(ABC):
         a scale on each side. Bounds are multiples of `TILE`, or the bucket's end: a method whose
         packed words can be cut there encodes once instead.
         """
-        payloads = []
+        payloads: list[Payload] = []
         for start, stop in itertools.pairwise(bounds):
+            if payloads and stop == start == bounds[-1] and bounds[len(payloads) - 1] == start:
+                payloads.append(payloads[-1])  # empty shards are alike; with many workers, many
+                continue
             shard, which = segments.shard(start, stop)
             scales = shared[which.start : which.stop] if shared.numel() else shared
             place = key._replace(offset=key.offset + start)
@@ -449,8 +452,8 @@ class MultiRoundCompressor(Compressor):
         """Return the approximate mean gradient, float32, shape (n,), from the rounds' means."""
 
     @abstractmethod
-    def next_state(self, means: Sequence[Tensor], segments: Segments) -> Tensor:
-        """Return the state for the next step."""
+    def next_state(self, means: Sequence[Tensor], segments: Segments, key: Key) -> Tensor:
+        """Return the state for the next step, whose shared `key` this is."""
 
     def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
         """Return the summands of a worker that is alone, from the initial state."""

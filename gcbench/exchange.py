@@ -177,7 +177,7 @@ class Exchange:
         with self.clock.phase("statistic"):
             drawn = lane.compressor.draw_shared(lane.segments, key)
         if drawn is not None:
-            return drawn
+            return drawn.to(self.world.device)
         statistic = lane.compressor.statistic
         own = self._workers("statistic", lambda i: statistic(xs[i], lane.segments))
         if not own[0].numel():
@@ -284,6 +284,7 @@ class Exchange:
         world, lane = self.world, self.lanes[number]
         before = self.joint[number]
         state = method.initial_state(lane.segments, key) if before is None else before
+        state = state.to(world.device)
         means: list[Tensor] = []
 
         def contribute(i: int) -> Tensor:
@@ -295,7 +296,8 @@ class Exchange:
                 means.append(world.all_reduce(parts, "sum").div_(world.size))
         with self.clock.phase("decode"):
             mean = method.reconstruct(means, lane.segments)
-            self.joint[number] = method.next_state(means, lane.segments)
+            later = key._replace(step=key.step + 1)
+            self.joint[number] = method.next_state(means, lane.segments, later)
         if lane.memory.feedback:
             self._workers("encode", lambda i: lane.memory.keep(xs[i], mean, states[i]))
         return mean

@@ -336,25 +336,26 @@ def ternary_unpack(words: Tensor, count: int, bits: int, n: int) -> Tensor:
     return codes.sub_(count)
 
 
-def ternary_sum(words: Sequence[Tensor], counts: Sequence[int], n: int) -> Tensor:
-    """Return the sum of the workers' ternary codes, int32, shape (n,), within +-sum(counts).
+def ternary_sum(payloads: Sequence[tuple[Tensor, int]], n: int) -> tuple[Tensor, int]:
+    """Return the sum of ternary codes, int32, shape (n,), and over how many workers it is.
 
-    `words[i]` holds sums over counts[i] workers in `ternary_bits(counts[i])` bits.
+    `payloads`: words that hold sums over a number of workers in `ternary_bits(number)` bits each,
+    and that number.
 
     Raises:
         PayloadError: see `ternary_unpack`.
     """
-    total = torch.zeros(n, dtype=torch.int32, device=words[0].device)
+    total = torch.zeros(n, dtype=torch.int32, device=payloads[0][0].device)
     at_once = max(1, BLOCK // max(n, 1))
-    for count in sorted(set(counts)):
+    for count in sorted({count for _, count in payloads}):
         bits = ternary_bits(count)
-        alike = [word for word, own in zip(words, counts, strict=True) if own == count]
-        if any(word.shape != (packed_words(n, bits),) for word in alike):
+        alike = [words for words, own in payloads if own == count]
+        if any(words.shape != (packed_words(n, bits),) for words in alike):
             raise PayloadError(f"ternary payloads of {n} codes in {bits} bits: a length is wrong")
         for start in range(0, len(alike), at_once):
             stack = torch.stack(alike[start : start + at_once])
             total += ternary_unpack(stack, count, bits, n).sum(0, dtype=torch.int32)
-    return total
+    return total, sum(count for _, count in payloads)
 
 
 def ternary_pack(total: Tensor, count: int) -> Tensor:
@@ -363,7 +364,13 @@ def ternary_pack(total: Tensor, count: int) -> Tensor:
 
 
 def ternary_decode(total: Tensor, count: int, scale: Tensor, segments: Segments) -> Tensor:
-    """Return total * (scale / count), float32, shape (n,)."""
+    """Return total * (scale / count), float32, shape (n,).
+
+    Raises:
+        PayloadError: a scale is negative or not finite.
+    """
+    if not (scale.isfinite() & (scale >= 0)).all():
+        raise PayloadError("ternary payload: scales must be finite and not negative")
     unit = torch.where(scale < TINY, 0.0, scale / count)
     return scale_(total.float(), unit, segments)
 

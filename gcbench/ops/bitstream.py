@@ -1,0 +1,316 @@
+"""Streams of variable-length codes: Elias omega, and the two forms of QSGD, in plain torch.
+
+Bit order. Bit i of a stream is bit 31 - i % 32 of int32 word i // 32, so a word's most significant
+bit comes first, and a code's too. The last word is filled up with zeros; a stream of no bits has no
+words.
+
+Elias omega code of k >= 1 (Elias 1975, as QSGD uses it): a final "0"; while k > 1, the binary
+digits of k are put in front, and k becomes their number less one. Lengths: 1 bit for 1, 3 for 2
+and 3, 6 for 4 to 7, 7 for 8 to 15, 11 for 16 to 31.
+
+Reading. Where a code starts is known only once all before it are read. So the length of the code
+that would start at each bit is computed for all bits at once, and then the real starts are found by
+doubling: from the starts of every second code those between follow by one jump each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from gcbench.compressor import TILE
+from gcbench.errors import PayloadError
+
+OMEGA_MAX = 2**31
+"""The largest number that is coded; its code has 43 bits."""
+
+_WORD = 0xFFFFFFFF
+_OMEGA_BITS = 43
+_GROUPS = 4
+"""Groups of binary digits in front of the final zero of OMEGA_MAX's code, the most there are."""
+_CHUNK = 1 << 16
+"""Bits of a stream whose codes' starts are found together: small enough for the cache."""
+_AHEAD = 64
+"""Bits beyond a chunk in which lengths are computed too: the second code of a pair starts there."""
+_PREFIX = 16
+"""Bits of a table that knows the lengths of short codes."""
+BLOCK = 1024 * TILE
+"""Codes worked on at once: bounds the memory of intermediate results."""
+
+
+def omega_codes(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the Elias omega codes of integers and their lengths in bits, int64 both.
+
+    `values`: any shape, each in [1, 2^31].
+
+    Raises:
+        ValueError: a value outside that range.
+    """
+    rest = values.long()
+    if rest.numel() and not 1 <= int(rest.amin()) <= int(rest.amax()) <= OMEGA_MAX:
+        raise ValueError(f"omega codes of [{rest.min()}, {rest.max()}]: 1 to 2^31 allowed")
+    codes, lengths = torch.zeros_like(rest), torch.ones_like(rest)
+    for _ in range(_GROUPS):
+        # frexp's exponent is the number of binary digits; 1 has ended and adds nothing
+        width = torch.where(rest > 1, torch.frexp(rest.double()).exponent.long(), 0)
+        codes |= torch.where(rest > 1, rest << lengths, 0)
+        lengths += width
+        rest = torch.where(rest > 1, width - 1, 1)
+    return codes, lengths
+
+
+def write_codes(codes: Tensor, lengths: Tensor) -> Tensor:
+    """Return the codes one after the other as a stream, int32 words.
+
+    `codes`, `lengths`: int64, shape (m,); code i is its lowest lengths[i] bits, 0 to 63, all
+    higher ones being zero.
+    """
+    if not len(codes):
+        return torch.empty(0, dtype=torch.int32, device=codes.device)
+    ends = lengths.cumsum(0)
+    words = torch.zeros((int(ends[-1]) + 31) // 32 + 2, dtype=torch.int64, device=codes.device)
+    # A code begins at any bit of its first word, and so reaches at most two words more.
+    reached = (31 + int(lengths.amax()) + 31) // 32
+    for code, length, end in zip(
+        *(torch.split(t, BLOCK) for t in (codes, lengths, ends)), strict=True
+    ):
+        first = (end - length) >> 5
+        reach = end - (first << 5)  # bits from the first word's start to the code's end
+        for j in range(reached):
+            shift = 32 * (j + 1) - reach
+            part = (code >> (-shift).clamp_(min=0)) << shift.clamp_(0, 63)
+            # No two codes share a bit, so adding is setting, in any order.
+            words.scatter_add_(0, first + j, part & _WORD)
+    return _signed(words[:-2])
+
+
+def _signed(words: Tensor) -> Tensor:
+    """Turn int64 words in [0, 2^32) into int32 of the same 32 bits."""
+    return ((words ^ 0x80000000) - 0x80000000).int()
+
+
+def _windows(words: Tensor, positions: Tensor) -> Tensor:
+    """Return the 64 bits from each position on, int64, shape of `positions`.
+
+    `words`: int64 in [0, 2^32), two more than the last position's own.
+    """
+    index, shift = positions >> 5, positions & 31
+    high = words.take(index) << 32 | words.take(index + 1)
+    return high << shift | words.take(index + 2) >> (32 - shift)
+
+
+def _scan(windows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return value and length of the omega code that each 64-bit window begins with, int64.
+
+    What is no code of 1 to 2^31 has the value 2^32.
+    """
+    values, lengths = torch.ones_like(windows), torch.zeros_like(windows)
+    for _ in range(_GROUPS):
+        # A group begins with 1, and so is negative; more than 32 digits leave a value as it is.
+        width = torch.where((windows < 0) & (values < 32), values + 1, 0)
+        values = torch.where(width > 0, (windows >> 32 & _WORD) >> (32 - width), values)
+        lengths += width
+        windows = windows << width
+    bad = (windows < 0) | (values > OMEGA_MAX)
+    return values.masked_fill_(bad, 1 << 32), lengths.add_(1)
+
+
+@cache
+def _short_lengths(device: torch.device) -> Tensor:
+    """Return the length of the code that each 16 bits begin with, int64, (2^16,); 0: longer."""
+    values, lengths = _scan(torch.arange(1 << _PREFIX, device=device) << (64 - _PREFIX))
+    return lengths.masked_fill_((lengths > _PREFIX) | (values > OMEGA_MAX), 0)
+
+
+def _lengths(words: Tensor) -> Tensor:
+    """Return the length of the omega code that would start at each bit of all words but three.
+
+    `words`: int64 in [0, 2^32), shape (w + 3,). int64, shape (32 w,); 1 where no code starts.
+    """
+    count = len(words) - 3
+    pairs = (words[:count] << 32 | words[1 : count + 1]).unsqueeze(1)
+    shifts = torch.arange(64 - _PREFIX, 32 - _PREFIX, -1, device=words.device)
+    prefixes = (pairs >> shifts & ((1 << _PREFIX) - 1)).view(-1)
+    lengths = _short_lengths(words.device).take(prefixes)
+    long = (lengths == 0).nonzero().squeeze(1)
+    values, exact = _scan(_windows(words, long))
+    lengths[long] = exact.masked_fill_(values > OMEGA_MAX, 1)
+    return lengths
+
+
+def _starts(
+    words: Tensor, first: int, count: int, jump: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, int]:
+    """Return where `count` records start, int64, shape (count,), and where the last one ends.
+
+    `words`: int64 in [0, 2^32); `first`: the first record's bit. `jump(places, lengths)` returns
+    where a record at each of `places` ends, given the lengths of the omega codes at all places, of
+    which there are 64 more.
+
+    Raises:
+        PayloadError: the stream ends before.
+    """
+    found: list[Tensor] = []
+    missing, bits = count, 32 * len(words)
+    while missing > 0:
+        if first >= bits:
+            raise PayloadError(f"bit stream of {bits} bits ends {missing} of {count} codes early")
+        base = first & ~31
+        size = min(_CHUNK, bits - base)
+        have = words[base >> 5 : (base + size + _AHEAD >> 5) + 3]
+        need = (size + _AHEAD >> 5) + 3
+        lengths = _lengths(torch.nn.functional.pad(have, (0, need - len(have))))
+        places = torch.arange(size + 2 * _AHEAD, device=words.device)
+        # Places beyond the chunk lead to themselves: there the next chunk begins.
+        hop = places.int()
+        hop[:size] = jump(places[:size], lengths)
+        hops = [hop]
+        while int(hops[-1][first - base]) < size and 1 << len(hops) < missing:
+            hops.append(hops[-1].index_select(0, hops[-1]))
+        starts = hop.new_tensor([first - base])
+        for hop in reversed(hops):
+            starts = torch.stack([starts, hop.index_select(0, starts)], dim=1).view(-1)
+        starts = starts[starts < size][:missing].long()
+        found.append(starts + base)
+        missing -= len(starts)
+        first = base + int(hops[0][starts[-1]])
+    return torch.cat(found) if found else words.new_zeros(0), first
+
+
+def _unsigned(words: Tensor) -> Tensor:
+    """Return the words of a payload as int64 in [0, 2^32).
+
+    Raises:
+        PayloadError: they are not one-dimensional int32.
+    """
+    if words.dtype != torch.int32 or words.dim() != 1:
+        raise PayloadError(f"bit stream of {words.dtype}, shape {tuple(words.shape)}: int32, 1-D")
+    return words.long() & _WORD
+
+
+def _read(words: Tensor, positions: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Return the omega codes' values at bit positions, and their ends, int64; see `omega_read`."""
+    padded = torch.nn.functional.pad(words, (0, 6))
+    pieces = [_scan(_windows(padded, block)) for block in torch.split(positions, BLOCK)]
+    values, lengths = (torch.cat(column) for column in zip(*pieces, strict=True))
+    if len(values) and int(values.amax()) > top:
+        raise PayloadError(f"bit stream: a code stands for more than {top}, or for nothing")
+    return values, positions + lengths
+
+
+def _check_end(words: Tensor, end: int) -> None:
+    """Check that a stream ends at bit `end`, in its last word, and that zeros fill this up."""
+    bits = 32 * len(words)
+    if not end <= bits < end + 32:
+        raise PayloadError(f"bit stream of {bits} bits: its codes end at bit {end}")
+    if end < bits and int(words[-1]) & ((1 << (bits - end)) - 1):
+        raise PayloadError(f"bit stream: bits after its end at {end} of {bits} are not zero")
+
+
+def _bit(words: Tensor, positions: Tensor) -> Tensor:
+    """Return the bits at positions, bool; False beyond the end."""
+    padded = torch.nn.functional.pad(words, (0, 6))
+    return (padded.take(positions >> 5) >> (31 - (positions & 31)) & 1).bool()
+
+
+def omega_read(words: Tensor, count: int, top: int) -> Tensor:
+    """Return `count` numbers from a stream of omega codes and nothing else, int64, shape (count,).
+
+    `words`: int32, 1-D; `top`: the largest number that is allowed.
+
+    Raises:
+        PayloadError: the stream holds fewer or more codes, a larger number, or padding that is not
+            zero.
+    """
+    stream = _unsigned(words)
+    starts, end = _starts(stream, 0, count, lambda places, lengths: places + lengths[: len(places)])
+    values, _ = _read(stream, starts, top)
+    _check_end(stream, end)
+    return values
+
+
+def omega_dense_write(codes: Tensor, levels: int) -> Tensor:
+    """Return the stream of signed codes in QSGD's dense form, int32 words.
+
+    `codes`: integers in [-levels, levels], shape (n,). Each takes Elias(|code| + 1), then a sign
+    bit (1: negative) unless it is zero (Alistarh et al. 2017, appendix A.3).
+    """
+    symbols = torch.arange(-levels, levels + 1, device=codes.device)
+    table, lengths = omega_codes(symbols.abs() + 1)
+    signed = symbols != 0
+    table, lengths = torch.where(signed, table << 1 | (symbols < 0), table), lengths + signed
+    index = codes.long() + levels
+    return write_codes(table.take(index), lengths.take(index))
+
+
+def omega_dense_read(words: Tensor, n: int, levels: int) -> Tensor:
+    """Return the n codes of a stream by `omega_dense_write`, int32, shape (n,).
+
+    Raises:
+        PayloadError: no codes within +-levels give this stream.
+    """
+    stream = _unsigned(words)
+    starts, end = _starts(stream, 0, n, _dense_jump)
+    values, ends = _read(stream, starts, levels + 1)
+    _check_end(stream, end)
+    values -= 1
+    return torch.where((values > 0) & _bit(stream, ends), -values, values).int()
+
+
+def _dense_jump(places: Tensor, lengths: Tensor) -> Tensor:
+    """Return the ends of omega codes with a sign bit behind all but that of 1, the shortest."""
+    own = lengths[: len(places)]
+    return places + own + (own > 1)
+
+
+def omega_sparse_write(codes: Tensor, levels: int) -> Tensor:
+    """Return the stream of signed codes in QSGD's sparse form, int32 words.
+
+    `codes`: integers in [-levels, levels], shape (n,). First Elias(1 + number of nonzero codes):
+    whole words do not tell where a stream ends. Then for each nonzero one Elias(distance to the one
+    before; for the first, its index plus 1), a sign bit (1: negative) and Elias(|code|) (Alistarh
+    et al. 2017, section 3.1 and appendix A.2).
+    """
+    places = codes.nonzero().squeeze(1)
+    found = codes.take(places).long()
+    gaps = torch.diff(places, prepend=places.new_tensor([-1]))
+    gap_codes, gap_lengths = omega_codes(gaps)
+    table, table_lengths = omega_codes(torch.arange(1, levels + 1, device=codes.device))
+    size = found.abs() - 1
+    lengths = table_lengths.take(size)
+    signed = table.take(size) | (found < 0).long() << lengths
+    head = omega_codes(places.new_tensor([len(places) + 1]))
+    stream = torch.cat([head[0], torch.stack([gap_codes, signed], dim=1).view(-1)])
+    return write_codes(
+        stream, torch.cat([head[1], torch.stack([gap_lengths, lengths + 1], dim=1).view(-1)])
+    )
+
+
+def omega_sparse_read(words: Tensor, n: int, levels: int) -> Tensor:
+    """Return the n codes of a stream by `omega_sparse_write`, int32, shape (n,).
+
+    Raises:
+        PayloadError: no codes within +-levels give this stream.
+    """
+    stream = _unsigned(words)
+    head, first = _read(stream, stream.new_zeros(1), n + 1)
+    count = int(head) - 1
+    starts, end = _starts(stream, int(first), count, _sparse_jump)
+    gaps, signs = _read(stream, starts, n)
+    values, _ = _read(stream, signs + 1, levels)
+    _check_end(stream, end)
+    places = gaps.cumsum(0) - 1
+    if count and int(places[-1]) >= n:
+        raise PayloadError(f"bit stream: index {int(places[-1])} of {n} codes")
+    codes = torch.zeros(n, dtype=torch.int32, device=words.device)
+    codes[places] = torch.where(_bit(stream, signs), -values, values).int()
+    return codes
+
+
+def _sparse_jump(places: Tensor, lengths: Tensor) -> Tensor:
+    """Return the ends of records of an omega code, a sign bit and another omega code."""
+    second = places + lengths[: len(places)] + 1
+    return second + lengths.take(second)

@@ -1,0 +1,111 @@
+"""The range-based float of Wang et al. 2020: N-bit floats whose codes all lie in the group's range.
+
+u(a) = round(float_bits(a) / 2^(23 - m)) cuts a magnitude to exponent and m bits of mantissa; u is
+monotone, and one more of it is one step of relative size 2^-m or less. A group has the grid
+(base, P): codes 1..P are the positive values with u = base, base + 1, ...; codes P + 1..2^N - 1
+the negative ones; code 0 is zero. So the step doubles every 2^m codes, P / 2^m octaves are
+covered, and the smallest magnitude is eps = value(base).
+
+With A = u(max) + 1 or 1, B = u(-min) + 1 or 1 (1: the sign does not occur) and M = 2^N - 1,
+    base = max(1, A - M, B - M, ceil((A + B - M) / 2)),  P = min(max(A - base, 0), M)
+is the smallest base whose codes reach from min to max. The third term is the usual one. It is
+rounded up: rounded down, the codes would be one too few for every second range, and min would
+saturate. The first two serve ranges that lie all but on one side of zero. base = 1 says that the
+codes reach down to the smallest denormals: some of them then stay unused.
+
+Error: |q(x) - x| <= |x| 2^-(m+1) for |x| >= eps, if eps is a normal float, and |x| at most below
+eps, where x goes to the nearer of 0 and eps (to 0 if its sign has no codes). Values outside
+[min, max], rounded, saturate; so do those that would round up to infinity.
+On the wire: codes of N bits and, a group, one int32, base * 2^N + P.
+Source: Wang et al., HPDC 2020, section 3 (the range-based quantizer). The paper searches eps by
+iteration from .002; the closed form is where that ends (tests/test_rangefloat.py::test_iteration).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+RANGE_BITS = 16
+"""The widest code: what `pack` takes."""
+RANGE_WIRE = 23
+"""Bits and mantissa bits together: more would not leave a grid its 8 + m + N bits of an int32."""
+
+
+def range_check(bits: int, mantissa: int) -> None:
+    """Check the format of a range float.
+
+    Raises:
+        ValueError: fewer than 2 or more than 16 bits, a negative mantissa, or more than 23 in all.
+    """
+    if not (2 <= bits <= RANGE_BITS and mantissa >= 0 and bits + mantissa <= RANGE_WIRE):
+        raise ValueError(
+            f"bits={bits}, mantissa={mantissa}: 2 to {RANGE_BITS} bits, a mantissa of at least 0 "
+            f"and at most {RANGE_WIRE} together allowed"
+        )
+
+
+def _steps(x: Tensor, mantissa: int) -> Tensor:
+    """Return u(|x|), int32, at most the largest that stands for a finite float."""
+    half = 1 << (22 - mantissa)
+    steps = ((x.view(torch.int32) & 0x7FFFFFFF) + half) >> (23 - mantissa)
+    return steps.clamp_(max=(255 << mantissa) - 1)
+
+
+def _values(steps: Tensor, mantissa: int) -> Tensor:
+    """Return the floats with u = `steps`, int32; infinity where that is not finite."""
+    return (steps.clamp(max=255 << mantissa) << (23 - mantissa)).view(torch.float32)
+
+
+def range_grid(low: Tensor, high: Tensor, bits: int, mantissa: int) -> Tensor:
+    """Return the grid of each group, int32, as it goes over the wire: base * 2^bits + P.
+
+    `low`, `high`: smallest and largest value of each group, float32, of one shape. Infinite ones
+    count as the largest floats.
+    """
+    codes = (1 << bits) - 1
+    up = _steps(high.clamp(min=0), mantissa) + 1
+    down = _steps(low.clamp(max=0), mantissa) + 1
+    base = torch.maximum(torch.maximum(up, down) - codes, (up + down - codes + 1) >> 1)
+    base.clamp_(min=1)
+    return base << bits | (up - base).clamp_(0, codes)
+
+
+def range_valid(grid: Tensor, bits: int, mantissa: int) -> Tensor:
+    """Return, for each group, whether `range_grid` can have produced `grid`, bool."""
+    base, positive = grid >> bits, grid & ((1 << bits) - 1)
+    return (base >= 1) & (base + positive <= 255 << mantissa)
+
+
+def range_eps(grid: Tensor, bits: int, mantissa: int) -> Tensor:
+    """Return the smallest magnitude of each group's grid, float32."""
+    return _values(grid >> bits, mantissa)
+
+
+def range_encode(values: Tensor, grid: Tensor, bits: int, mantissa: int) -> Tensor:
+    """Return the code of each value, int32, in [0, 2^bits), of the shape of `values`.
+
+    `values`: float32, not NaN; `grid`: int32, broadcast against it, such as (groups, 1).
+    """
+    base, positive = grid >> bits, grid & ((1 << bits) - 1)
+    negative = torch.signbit(values)
+    code = _steps(values, mantissa).sub_(base - 1)
+    # From eps / 2 on, eps is nearer than 0 is, though fewer than base steps away from it.
+    near = (values.abs() >= range_eps(grid, bits, mantissa) * 0.5).int()
+    torch.maximum(code, near, out=code)
+    top = torch.where(negative, (1 << bits) - 1 - positive, positive)
+    torch.minimum(code, top, out=code)
+    return code.add_(torch.where(negative & (code > 0), positive, 0))
+
+
+def range_decode(codes: Tensor, grid: Tensor, bits: int, mantissa: int) -> Tensor:
+    """Return the value of each code, float32, of the shape of `codes`.
+
+    `codes`: int32, in [0, 2^bits); `grid`: int32, broadcast against it. A code that no encoder
+    sends, as it lies beyond the finite floats, gives an infinity.
+    """
+    base, positive = grid >> bits, grid & ((1 << bits) - 1)
+    negative = codes > positive
+    steps = codes - torch.where(negative, positive, 0)
+    values = _values(steps.add_(base - 1), mantissa).masked_fill_(codes == 0, 0.0)
+    return torch.where(negative, -values, values)

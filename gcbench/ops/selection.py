@@ -1,0 +1,430 @@
+"""Operations of the sparsifiers: which elements of a segment are kept, and how they travel.
+
+A selection keeps exactly k = max(1, ceil(ratio * d)) of the d elements of each nonempty segment, so
+every size follows from the segments and the ratio, and no header travels. Positions are indices of
+the flat tensor of n elements, strictly increasing: p_0 < p_1 < ... < p_{K-1}, K the sum of all k.
+
+Codings of the positions:
+
+int32   each p_j as it is: 32 bits a position.
+bitmap  1 bit an element, set where it is kept, packed by `pack`.
+gaps    Elias and Fano: q_j = p_j - j does not decrease and is at most n - K. Its low l bits are
+        packed by `pack`; the high ones are a bitmap of K + ((n - K) >> l) bits with bit
+        (q_j >> l) + j set, which is the unary code of their increments. With the l that is
+        smallest, about log2(ln 2 (n - K) / K), that is l + 1 + (n - K) / (K 2^l) bits a position,
+        at most 2 + log2(n / K) and within 0.6 of the entropy of all choices of K out of n when
+        K << n. With l = 0 it is the bitmap.
+        Elias, Efficient storage and retrieval by content and address of static files, JACM 21,
+        1974; Fano, On the number of bits required to implement an associative memory, MIT 1971.
+
+Codings of the values:
+
+fp32    as they are.
+fp16    rounded to the nearest, ties to even, saturating at +-65504: 16 bits a value.
+range   the range float of `gcbench.ops.rangefloat`, 10 bits with 6 of mantissa: 8 octaves when
+        both signs occur. 10 bits a value, and an int32, the grid, for each nonempty segment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gcbench.compressor import Key, Layout, Segments
+from gcbench.errors import PayloadError
+from gcbench.ops.rangefloat import range_decode, range_encode, range_grid, range_valid
+from gcbench.ops.reference import (
+    BLOCK,
+    MAX_BITS,
+    pack,
+    packed_words,
+    philox,
+    segment_absmax,
+    segment_moments,
+    unpack,
+)
+
+POSITION_CODINGS = ("int32", "bitmap", "gaps")
+"""How positions can travel; of equal sizes the first is taken."""
+
+VALUE_CODINGS = ("fp32", "fp16", "range")
+"""How values can travel."""
+HALF_MAX = 65504.0
+"""The largest finite number of fp16."""
+RANGE_BITS, RANGE_MANTISSA = 10, 6
+
+ROUNDING = 2.0**-40
+"""Relative rounding of a sum in float64, with room to spare."""
+
+_WORD = 0xFFFFFFFF
+
+
+class KeptRun(NamedTuple):
+    """Neighbouring segments of one length, and how many elements of each are kept."""
+
+    start: int
+    """First element of the flat tensor."""
+    rows: int
+    """Segments."""
+    length: int
+    """Elements of each segment."""
+    keep: int
+    """Elements kept of each segment."""
+
+    @property
+    def inverse(self) -> float:
+        """d/k, and 0 for empty segments."""
+        return self.length / max(1, self.keep)
+
+
+# ---- which elements ------------------------------------------------------------------------------
+
+
+def kept_runs(segments: Segments, ratio: float) -> tuple[KeptRun, ...]:
+    """Return the runs of `segments` with k = max(1, ceil(ratio * d)), 0 for empty segments.
+
+    `ratio`, above 0 and at most 1, may be off by the rounding of a float: 0.07 of 100 elements are
+    7, though 0.07 * 100 is above 7 in floats, and 5 / 9 of 9 are 5.
+    """
+    share = ratio * (1 - 2.0**-50)
+    return tuple(
+        KeptRun(start, which.stop - which.start, length, max(1, math.ceil(share * length)))
+        if length
+        else KeptRun(start, which.stop - which.start, 0, 0)
+        for which, start, length in segments.runs
+    )
+
+
+def kept_total(runs: Sequence[KeptRun]) -> int:
+    """Return K, the number of elements that are kept in all."""
+    return sum(run.rows * run.keep for run in runs)
+
+
+def kept_values(values: Sequence[float], runs: Sequence[KeptRun]) -> Tensor:
+    """Return one value a run, repeated for each kept element: float32, shape (K,), on the CPU."""
+    counts = torch.tensor([run.rows * run.keep for run in runs], dtype=torch.int64)
+    return torch.tensor(values, dtype=torch.float32).repeat_interleave(counts)
+
+
+def dropped_energy(x: Tensor, segments: Segments, runs: Sequence[KeptRun]) -> float:
+    """Return sum over segments of (1 - k/d) ||x||^2, and a little more for its own rounding.
+
+    A random selection drops that on average, the k largest at most that (Stich et al. 2018,
+    lemma A.1). `runs` as `kept_runs(segments, ...)` gives them.
+    """
+    square = segment_moments(x, segments)[1]
+    dropped = 0.0
+    for (which, _, length), run in zip(segments.runs, runs, strict=True):
+        if run.keep < length:
+            dropped += (length - run.keep) / length * float(square[which].sum())
+    return min(dropped * (1 + ROUNDING), float(square.sum()))
+
+
+def magnitude_order(x: Tensor) -> Tensor:
+    """Return integers that order as |x|, int32, shape (n,): the bits of float32 without sign."""
+    return x.contiguous().view(torch.int32) & 0x7FFFFFFF
+
+
+def largest(scores: Tensor, runs: Sequence[KeptRun]) -> Tensor:
+    """Return the positions of each segment's largest scores, int64, shape (K,), increasing.
+
+    `scores`: int32, shape (n,). Exactly k a segment; of equal scores the lowest positions.
+    """
+    found = [torch.empty(0, dtype=torch.int64, device=scores.device)]
+    for start, rows, length, keep in runs:
+        stop = start + rows * length
+        if keep == length:
+            found.append(torch.arange(start, stop, device=scores.device))
+            continue
+        table = scores[start:stop].view(rows, length)
+        limit = torch.topk(table, keep, dim=1, sorted=False).values.amin(1, keepdim=True)
+        kept = table >= limit
+        places = kept.view(-1).nonzero().squeeze(1)
+        if len(places) > rows * keep:  # more elements tie at a limit than there is room for
+            above = table > limit
+            tied = kept & ~above
+            room = keep - above.sum(1, keepdim=True)
+            kept = above | (tied & (tied.cumsum(1) <= room))
+            places = kept.view(-1).nonzero().squeeze(1)
+        found.append(places.add_(start))
+    return torch.cat(found)
+
+
+def random_words(key: Key, n: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return independent integers uniform on [-2^31, 2^31), int32, shape (n,).
+
+    Element e of the bucket takes word e % 4 of Philox block e // 4, so no two share a bit; the
+    counters are none of those of `draws24`. Elements are key.offset + [0, n).
+    """
+    out = torch.empty(n, dtype=torch.int32, device=device)
+    for start in range(0, n, BLOCK):
+        stop = min(start + BLOCK, n)
+        first, last = (key.offset + start) // 4, (key.offset + stop - 1) // 4
+        block = torch.arange(first, last + 1, device=device)
+        who = key.stream << 24 | key.rank
+        seed = key.seed & 0xFFFFFFFFFFFFFFFF
+        words = philox(
+            (
+                block & _WORD,
+                (block >> 32 << 8) | 2,  # draws24 has 0 and 1 here
+                torch.full_like(block, key.step),
+                torch.full_like(block, who),
+            ),
+            (seed & _WORD, seed >> 32),
+        )
+        skip = key.offset + start - 4 * first
+        flat = torch.stack(words, dim=1).view(-1)[skip : skip + stop - start]
+        out[start:stop] = flat - 2**31
+    return out
+
+
+def scatter(values: Tensor, positions: Tensor, n: int) -> Tensor:
+    """Return zeros, float32, shape (n,), with `values`, shape (K,), at `positions`."""
+    out = torch.zeros(n, dtype=torch.float32, device=values.device)
+    out[positions] = values.float()
+    return out
+
+
+# ---- how positions travel ------------------------------------------------------------------------
+
+
+def _gaps_words(n: int, total: int, low: int) -> tuple[int, int]:
+    """Return the words of the low bits and of the unary bitmap with `low` low bits."""
+    return packed_words(total, low), packed_words(total + ((n - total) >> low), 1)
+
+
+def gaps_low_bits(n: int, total: int) -> int:
+    """Return the number of low bits that makes "gaps" shortest for `total` positions below n."""
+    return min(range(MAX_BITS + 1), key=lambda low: sum(_gaps_words(n, total, low)))
+
+
+def position_layout(coding: str, n: int, total: int) -> Layout:
+    """Return dtype and size of each part that holds `total` positions below n."""
+    match position_coding(coding, n, total):
+        case "int32":
+            if n > 2**31:
+                raise ValueError(f"positions='int32' for {n} elements: at most 2^31 have one")
+            return ((torch.int32, total),)
+        case "bitmap":
+            return ((torch.int32, packed_words(n, 1)),)
+        case "gaps":
+            words = _gaps_words(n, total, gaps_low_bits(n, total))
+            return tuple((torch.int32, size) for size in words)
+    raise ValueError(f"positions={coding!r}: smallest, {', '.join(POSITION_CODINGS)} allowed")
+
+
+def position_coding(coding: str, n: int, total: int) -> str:
+    """Return `coding`, or for "smallest" the one with the fewest bytes for `total` positions."""
+    if coding != "smallest":
+        return coding
+    codings = [name for name in POSITION_CODINGS if name != "int32" or n <= 2**31]
+    return min(codings, key=lambda c: sum(size for _, size in position_layout(c, n, total)))
+
+
+def _bitmap(places: Tensor, n: int) -> Tensor:
+    """Return `n` bits, set at `places`, as int32 words."""
+    flags = torch.zeros(n, dtype=torch.int8, device=places.device)
+    flags[places] = 1
+    return pack(flags, 1)
+
+
+def pack_positions(positions: Tensor, n: int, coding: str) -> tuple[Tensor, ...]:
+    """Return the parts that hold `positions`, int64, shape (K,), increasing and below n."""
+    coding = position_coding(coding, n, positions.numel())
+    if coding == "int32":
+        return (positions.int(),)
+    if coding == "bitmap":
+        return (_bitmap(positions, n),)
+    total = positions.numel()
+    low = gaps_low_bits(n, total)
+    index = torch.arange(total, device=positions.device)
+    rest = positions - index
+    words = pack(rest & ((1 << low) - 1), low) if low else positions.new_empty(0).int()
+    return words, _bitmap((rest >> low) + index, total + ((n - total) >> low))
+
+
+def _clean(words: Tensor, bits: int, n: int, name: str) -> Tensor:
+    """Return the codes in `words`, int32, shape (n,); PayloadError for bits set after the last."""
+    held = packed_words(n, bits) // bits * 32  # codes that have room in the words
+    codes = unpack(words, bits, held)
+    if codes[n:].any():
+        raise PayloadError(f"{name}: a bit is set after the last of {n} codes")
+    return codes[:n]
+
+
+def _set_bits(words: Tensor, n: int, total: int, name: str) -> Tensor:
+    """Return where the `total` bits of a bitmap of `n` are set, int64, increasing."""
+    places = _clean(words, 1, n, name).nonzero().squeeze(1)
+    if places.numel() != total:
+        raise PayloadError(f"{name}: a bitmap with {places.numel()} bits set: {total} expected")
+    return places
+
+
+def unpack_positions(
+    parts: Sequence[Tensor], n: int, coding: str, runs: Sequence[KeptRun], name: str
+) -> Tensor:
+    """Return the positions, int64, shape (K,), from parts that have the declared layout.
+
+    Raises:
+        PayloadError: they do not increase, or a segment has not exactly its own k of them, or a
+            bit is set where none belongs; the message begins with `name`.
+    """
+    total = kept_total(runs)
+    coding = position_coding(coding, n, total)
+    if coding == "int32":
+        positions = parts[0].long()
+    elif coding == "bitmap":
+        positions = _set_bits(parts[0], n, total, name)
+    else:
+        low = gaps_low_bits(n, total)
+        index = torch.arange(total, device=parts[1].device)
+        high = _set_bits(parts[1], total + ((n - total) >> low), total, name) - index
+        positions = (high << low) + index
+        if low:
+            positions += _clean(parts[0], low, total, name)
+    _check_positions(positions, runs, name)
+    return positions
+
+
+def _check_positions(positions: Tensor, runs: Sequence[KeptRun], name: str) -> None:
+    """Raise PayloadError unless positions increase and each segment has its own k of them."""
+    device = positions.device
+    alive = [run for run in runs if run.keep]
+    if not alive:
+        return
+    if not (positions[1:] > positions[:-1]).all():
+        raise PayloadError(f"{name}: positions must increase")
+    start, rows, length, keep = torch.tensor(alive, device=device).unbind(1)
+    # One entry a segment: its first element and its length, and where its positions begin and end.
+    row = torch.arange(int(rows.sum()), device=device)
+    row -= (rows.cumsum(0) - rows).repeat_interleave(rows)
+    length = length.repeat_interleave(rows)
+    start = start.repeat_interleave(rows) + row * length
+    end = keep.repeat_interleave(rows).cumsum(0)
+    begin = end - keep.repeat_interleave(rows)
+    if (positions[begin] < start).any() or (positions[end - 1] >= start + length).any():
+        raise PayloadError(f"{name}: a segment has more or fewer positions than its own")
+
+
+# ---- how values travel ---------------------------------------------------------------------------
+
+
+def value_layout(coding: str, runs: Sequence[KeptRun]) -> Layout:
+    """Return dtype and size of each part that holds the values of the kept elements."""
+    total = kept_total(runs)
+    match coding:
+        case "fp32":
+            return ((torch.float32, total),)
+        case "fp16":
+            return ((torch.float16, total),)
+        case "range":
+            grids = sum(run.rows for run in runs if run.keep)
+            return (torch.int32, packed_words(total, RANGE_BITS)), (torch.int32, grids)
+    raise ValueError(f"values={coding!r}: {', '.join(VALUE_CODINGS)} allowed")
+
+
+def _spread(grid: Tensor, runs: Sequence[KeptRun]) -> Tensor:
+    """Return one entry a nonempty segment, repeated for its kept elements, shape (K,)."""
+    alive = torch.tensor([(run.rows, run.keep) for run in runs if run.keep], dtype=torch.int64)
+    rows, keep = alive.view(-1, 2).to(grid.device).unbind(1)
+    return grid.repeat_interleave(keep.repeat_interleave(rows))
+
+
+def pack_values(values: Tensor, coding: str, runs: Sequence[KeptRun]) -> tuple[Tensor, ...]:
+    """Return the parts that hold `values`, float32, finite, shape (K,), in the given coding."""
+    if coding == "fp32":
+        return (values,)
+    if coding == "fp16":
+        return (values.clamp(-HALF_MAX, HALF_MAX).half(),)
+    limits = [values.new_empty(2, 0)]
+    start = 0
+    for run in (run for run in runs if run.keep):
+        rows = values[start : start + run.rows * run.keep].view(run.rows, run.keep)
+        limits.append(torch.stack((rows.amin(1), rows.amax(1))))
+        start += rows.numel()
+    low, high = torch.cat(limits, dim=1)
+    grid = range_grid(low, high, RANGE_BITS, RANGE_MANTISSA)
+    codes = range_encode(values, _spread(grid, runs), RANGE_BITS, RANGE_MANTISSA)
+    return pack(codes, RANGE_BITS), grid
+
+
+def unpack_values(
+    parts: Sequence[Tensor], coding: str, runs: Sequence[KeptRun], name: str
+) -> Tensor:
+    """Return the values, float32, shape (K,), from parts that have the declared layout.
+
+    Raises:
+        PayloadError: a value or a grid that no encoder sends; the message begins with `name`.
+    """
+    if coding == "range":
+        words, grid = parts
+        if not range_valid(grid, RANGE_BITS, RANGE_MANTISSA).all():
+            raise PayloadError(f"{name}: a range that no values have")
+        codes = _clean(words, RANGE_BITS, kept_total(runs), name)
+        values = range_decode(codes, _spread(grid, runs), RANGE_BITS, RANGE_MANTISSA)
+    else:
+        values = parts[0].float()
+    if not values.isfinite().all():
+        raise PayloadError(f"{name}: a payload's values are not finite")
+    return values
+
+
+def value_error(x: Tensor, segments: Segments, coding: str, runs: Sequence[KeptRun]) -> float:
+    """Return a bound on the squared error of the values of the kept elements of `x`, shape (n,).
+
+    fp16: 2^-11 |x| from 2^-14 on, 2^-25 below, |x| - 65504 above. range: 2^-6 |x| from eps on
+    (half of that unless it would round up to infinity), eps below, and 2^-132 where eps is no
+    normal float. A segment's grid has steps for 510 codes below its largest magnitude, so
+    eps^2 <= 2^-13 max |x|^2.
+    """
+    if coding == "fp32":
+        return 0.0
+    square = float(segment_moments(x, segments)[1].sum()) * (1 + ROUNDING)
+    total = kept_total(runs)
+    if coding == "fp16":
+        beyond = float((x.abs().double() - HALF_MAX).clamp_(min=0).square().sum())
+        return 2.0**-22 * square + 2.0**-50 * total + beyond * (1 + ROUNDING)
+    top = segment_absmax(x, segments).double().square()
+    below = 0.0
+    for (which, *_), run in zip(segments.runs, runs, strict=True):
+        below += run.keep * float(top[which].sum())
+    return 2.0**-12 * square + 2.0**-13 * below + 2.0**-264 * total
+
+
+# ---- both ----------------------------------------------------------------------------------------
+
+
+def sparse_layout(n: int, runs: Sequence[KeptRun], positions: str, values: str) -> Layout:
+    """Return the parts of a sparse payload: those of the positions, then those of the values."""
+    where = position_layout(positions, n, kept_total(runs))
+    return (*where, *value_layout(values, runs))
+
+
+def sparse_pack(
+    x: Tensor, kept: Tensor, runs: Sequence[KeptRun], positions: str, values: str
+) -> tuple[Tensor, ...]:
+    """Return the parts that hold the elements of `x`, shape (n,), at `kept`, int64, shape (K,)."""
+    where = pack_positions(kept, x.numel(), positions)
+    return (*where, *pack_values(x[kept], values, runs))
+
+
+def sparse_unpack(
+    parts: Sequence[Tensor],
+    n: int,
+    runs: Sequence[KeptRun],
+    positions: str,
+    values: str,
+    name: str,
+) -> tuple[Tensor, Tensor]:
+    """Return the positions, int64, and the values, float32, shape (K,) each.
+
+    Raises:
+        PayloadError: see `unpack_positions` and `unpack_values`.
+    """
+    cut = len(parts) - len(value_layout(values, runs))
+    kept = unpack_positions(parts[:cut], n, positions, runs, name)
+    return kept, unpack_values(parts[cut:], values, runs, name)
