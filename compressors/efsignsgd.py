@@ -1,0 +1,80 @@
+"""EF-signSGD: the sign times the mean magnitude, with error feedback.
+
+p = gradient + residual;  C(p) = (||p||_1 / d) sign(p) for a segment of d elements, sign(0) = +1;
+new residual = p - C(p);  every worker applies mean_i C(p_i).
+
+Bias and bound: biased; ||C(p) - p||^2 = (1 - phi(p)) ||p||^2 exactly, with the density
+phi(p) = ||p||_1^2 / (d ||p||^2), from 1/d (one nonzero) to 1 (constant magnitude); 2/pi for long
+normal segments. The residual obeys E||e||^2 <= 4 (1 - delta) sigma^2 / delta^2 for gradients of
+E||g||^2 <= sigma^2 and phi >= delta, so the iterates stay close to those of SGD.
+Wire: 1 bit an element and one float32 a segment, up and down. All-gather, every worker decoding
+all, is the paper's exchange; under two-shot the owner encodes the mean again, with its residual.
+Source: Karimireddy et al., ICML 2019, arXiv:1901.09847, algorithm 1 (EF-SIGNSGD), lemma 3, and
+theorem II.
+The residual is kept in units of the gradient and follows the learning rate, which multiplies what
+arrives: the updates are the paper's p = lr g + e, the first one included
+(tests/test_signsgd.py::test_ef_first_step_has_the_learning_rate_of_all). The theory is that of one
+worker. The authors' code takes one scale a tensor, the default here; finer ones raise phi.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gcbench import ops
+from gcbench.compressor import Compressor, Key, Layout, Payload, Segments
+from gcbench.errors import PayloadError
+
+
+@dataclass(frozen=True)
+class EFSignSGD(Compressor):
+    """Signs scaled by the mean magnitude of their segment; parts are the bits and the scales."""
+
+    granularity: str | int = "tensor"  # or "column", "model", or a group size
+
+    collectives: ClassVar[tuple[str, ...]] = ("allgather", "twoshot")
+    memory: ClassVar[str] = "residual"
+    contractive = True
+    exact_for = ("signs",)
+    variants = ({}, {"granularity": 512})
+
+    def __post_init__(self) -> None:
+        Segments.of([(1,)], self.granularity)  # refuses what it does not know
+
+    def nominal_bits(self) -> float:
+        return 1.0
+
+    def gaussian_error(self) -> float:
+        return 1 - 2 / math.pi
+
+    def _moments(self, x: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the scale, float32, then d, ||x||_1 and ||x||^2, float64, shape (m,) each."""
+        total, square = ops.segment_moments(x.abs(), segments)
+        count = torch.tensor(segments.lengths, dtype=torch.float64, device=x.device)
+        return ops.class_means(count, total), count, total, square
+
+    def error_bound(self, x: Tensor, segments: Segments) -> float:
+        """Return sum (1 - phi) ||x||^2 over the segments: exact, but for float64 rounding."""
+        return ops.mean_error(*self._moments(x, segments))
+
+    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
+        return Payload((ops.sign_pack(x), self._moments(x, segments)[0]))
+
+    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
+        self.check(payload, segments)
+        words, scale = payload.parts
+        signs = ops.sign_unpack(words, 1, segments.numel, self.name)
+        if (self.check_finite(scale) < 0).any():
+            raise PayloadError(f"{self.name}: a scale is a mean magnitude, not below 0")
+        if scale[torch.tensor(segments.lengths, device=scale.device) == 0].any():
+            raise PayloadError(f"{self.name}: the scale of a segment without elements must be 0")
+        return ops.scale_(signs.float(), scale, segments)
+
+    def layout(self, segments: Segments, count: int = 1) -> Layout:
+        words = ops.packed_words(segments.numel, 1)
+        return ((torch.int32, words), (torch.float32, len(segments)))

@@ -1,0 +1,79 @@
+"""1-bit SGD: one bit an element, and the mean of each of the two classes.
+
+V = gradient + residual;  bit = [V >= 0];  m1 = mean{V : V >= 0}, m0 = mean{V : V < 0} of a column
+(0 for an empty class);  V^ = m1 where the bit is 1, m0 elsewhere;  new residual = V - V^.
+
+Bias and bound: biased; the sum of each class survives, and (m0, m1) is the pair of least squared
+error for the threshold 0: ||V - V^||^2 = ||V||^2 - sum_columns (n1 m1^2 + n0 m0^2), which is at most
+(1 - 1/d) ||V||^2 for columns of d, and (1 - 2/pi) ||V||^2 for long normal ones.
+Wire: 1 bit an element and two float32 a column, up and down; the owner of a shard encodes the mean
+again and keeps what that loses, so there are two residuals. A column of d costs 1 + 64/d bits.
+Source: Seide et al., Interspeech 2014: quantization with error feedback, the means of a column, the
+exchange in stripes. Its double buffering is `--delay 1` with half the batch, and its cold start
+`--start-step k`.
+It differs from the paper and CNTK: the residual is V - V^, as in CNTK; the paper prints G - V^,
+which loses what was carried (tests/test_onebit.py::test_the_printed_residual_loses_mass). Workers
+are averaged where the paper sums. CNTK stores weights column-major as outputs x inputs, so its
+column is one input's outgoing weights; here a column is one output's incoming weights, the stretch
+that is contiguous in torch, and a vector is one column (test_a_column_is_one_output_unit).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gcbench import ops
+from gcbench.compressor import Compressor, Key, Layout, Payload, Segments
+from gcbench.errors import PayloadError
+
+
+@dataclass(frozen=True)
+class OneBit(Compressor):
+    """One-bit quantization to two class means a segment; parts are the bits, m0 and m1."""
+
+    granularity: str | int = "column"  # or "tensor", "model", or a group size
+
+    collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather")
+    memory: ClassVar[str] = "residual"
+    contractive = True
+    exact_for = ("signs",)
+    variants = ({}, {"granularity": "tensor"}, {"granularity": 512})
+
+    def __post_init__(self) -> None:
+        Segments.of([(1,)], self.granularity)  # refuses what it does not know
+
+    def nominal_bits(self) -> float:
+        return 1.0
+
+    def gaussian_error(self) -> float:
+        return 1 - 2 / math.pi
+
+    def error_bound(self, x: Tensor, segments: Segments) -> float:
+        """Return ||x||^2 - sum(n1 m1^2 + n0 m0^2): the exact error, but for float64 rounding."""
+        count, total, square = ops.class_moments(x, segments)
+        return ops.mean_error(ops.class_means(count, total), count, total, square)
+
+    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
+        count, total, _ = ops.class_moments(x, segments)
+        low, high = ops.class_means(count, total)
+        return Payload((ops.sign_pack(x), low, high))
+
+    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
+        self.check(payload, segments)
+        words, low, high = payload.parts
+        signs = ops.sign_unpack(words, 1, segments.numel, self.name)
+        means = self.check_finite(torch.stack([low, high]))
+        if (low > 0).any() or (high < 0).any():
+            raise PayloadError(f"{self.name}: m0 must not be above 0, nor m1 below")
+        if means[ops.class_counts(signs > 0, segments) == 0].any():
+            raise PayloadError(f"{self.name}: the mean of a class without elements must be 0")
+        return ops.sign_values(signs, low, high, segments)
+
+    def layout(self, segments: Segments, count: int = 1) -> Layout:
+        means = (torch.float32, len(segments))
+        return ((torch.int32, ops.packed_words(segments.numel, 1)), means, means)

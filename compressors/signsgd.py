@@ -1,0 +1,120 @@
+"""signSGD with majority vote: one bit an element up, one bit down, no scale.
+
+Worker i sends sign(g_i), the owner answers V = sign(sum_i sign(g_i)): every worker steps by the
+learning rate times V, in each element, so learning rates are those of Adam (1e-4 to 1e-3).
+
+Bias and bound: biased, and magnitudes are lost, so not contractive. With unimodal symmetric noise
+of standard deviation sigma, the vote of M workers is wrong with probability at most sigma /
+(sqrt(M) |g|); with skewed noise it can be wrong almost surely, the more so with more workers.
+Wire: 1 bit an element, up and down. With `abstain` 2 bits both ways, with `quorum` 2 bits down.
+Source: Bernstein et al., ICML 2018, arXiv:1802.04434, algorithms 1 (signSGD), 2 (Signum) and 3
+(vote), theorems 1 and 2. Signum is `--memory momentum`: each worker sends the sign of its own.
+sign(0) = +1 and a tied vote is +1, as in the authors' bit-packed vote (arXiv:1810.05291); their
+first code sent 0 (tests/test_signsgd.py::test_zeros_and_ties_count_as_plus). So weights that get no
+gradient drift by the learning rate at every step, unless a tiny `abstain` stops them. Abstention
+is theirs without a rule; here a worker sends 0 where |g| < abstain * rms of its tensor, or g = 0,
+and the vote is 0, as in a tie, where it is won by fewer than min(quorum, M) votes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gcbench import ops
+from gcbench.compressor import Compressor, Key, Layout, Payload, Segments
+from gcbench.errors import UsageError
+
+
+@dataclass(frozen=True)
+class SignSGD(Compressor):
+    """Signs and their majority vote. A payload of `count` workers holds the outcome."""
+
+    ties: str = "plus"  # a tied vote is +1, or a fair "coin": M workers are as good as M - 1
+    abstain: float = 0.0  # in root mean squares of the tensor; 0: nobody abstains
+    quorum: int = 1  # votes by which a majority must win
+
+    collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather")
+    requantizes = False
+    variants = ({}, {"ties": "coin"}, {"abstain": 0.5}, {"quorum": 2})
+
+    def __post_init__(self) -> None:
+        if self.ties not in ("plus", "coin"):
+            raise ValueError(f"ties={self.ties!r}: 'plus' or 'coin' allowed")
+        if not (math.isfinite(self.abstain) and self.abstain >= 0):
+            raise ValueError(f"abstain={self.abstain}: root mean squares, 0 for no abstention")
+        if self.quorum < 1:
+            raise ValueError(f"quorum={self.quorum}: at least 1 vote")
+        if self.ties == "coin" and self._bits(2) == 2:
+            raise ValueError("ties='coin': with abstain or quorum a tied vote is 0")
+
+    @property
+    def aggregate(self) -> str:
+        return "vote" if self.quorum == 1 else "other"
+
+    @property
+    def exact_for(self) -> tuple[str, ...]:
+        # The magnitude of signs, 1 = rms, must not be an abstention; zeros need one.
+        return () if self.abstain > 1 else ("signs", "ternary") if self.abstain else ("signs",)
+
+    def legal_collectives(self) -> tuple[str, ...]:
+        return self.collectives[:1] if self.ties == "coin" else self.collectives  # owners toss it
+
+    def nominal_bits(self) -> float | None:
+        return None if self.abstain else 1.0
+
+    def _bits(self, count: int) -> int:
+        """Return the bits of a code; one worker alone always reaches the quorum."""
+        return 2 if self.abstain or (self.quorum > 1 and count > 1) else 1
+
+    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
+        if self.abstain:
+            return Payload((ops.sign_pack_above(x, self.abstain, segments),))
+        return Payload((ops.sign_pack(x),))
+
+    def encode_shards(
+        self, x: Tensor, segments: Segments, shared: Tensor, key: Key, bounds: Sequence[int]
+    ) -> list[Payload]:
+        words = self.encode(x, segments, shared, key).parts[0]  # abstention sees whole tensors
+        return [Payload((piece,)) for piece in ops.split_words(words, self._bits(1), bounds)]
+
+    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
+        self.check(payload, segments)
+        words, bits = payload.parts[0], self._bits(payload.count)
+        return ops.sign_unpack(words, bits, segments.numel, self.name).float()
+
+    def _vote(self, payloads: Sequence[Payload], segments: Segments, key: Key | None) -> Tensor:
+        """Return the outcome, int32 of -1, 0 or 1, shape (n,)."""
+        for payload in payloads:
+            self.check(payload, segments)
+        counts = [payload.count for payload in payloads]
+        words, workers = [payload.parts[0] for payload in payloads], sum(counts)
+        total = ops.sign_votes(words, counts, map(self._bits, counts), segments.numel, self.name)
+        if self._bits(2) == 2:
+            return total.sign() * (total.abs() >= min(self.quorum, workers))
+        plus = total >= 0
+        if self.ties == "coin" and workers % 2 == 0:
+            if key is None:
+                raise UsageError(f"{self!r} needs collective twoshot: a mean has no coin to toss")
+            coin = ops.draws24(key, segments.numel, total.device) < 1 << 23
+            plus = (total > 0) | ((total == 0) & coin)
+        return plus.int().mul_(2).sub_(1)
+
+    def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
+        """Return the vote, as `merge` does; UsageError if it may take a coin, having no key."""
+        return self._vote(payloads, segments, None).float()
+
+    def merge(
+        self, payloads: Sequence[Payload], segments: Segments, shared: Tensor, key: Key
+    ) -> Payload:
+        """Return the majority vote, an integer sum of signs: the parameter server's step."""
+        vote, workers = self._vote(payloads, segments, key), sum(p.count for p in payloads)
+        return Payload((ops.sign_pack(vote, self._bits(workers)),), workers)
+
+    def layout(self, segments: Segments, count: int = 1) -> Layout:
+        return ((torch.int32, ops.packed_words(segments.numel, self._bits(count))),)
