@@ -1,0 +1,120 @@
+"""Random-k: k elements of each segment, the same on all workers, scaled so that the mean is right.
+
+x'_i = (d/k) x_i for k = max(1, ceil(rho d)) positions drawn uniformly without replacement in a
+segment of d, else 0; with `scaled=False` x'_i = x_i there.
+
+Bias and variance: scaled, E[x'] = x with variance (d/k - 1) x_i^2, so E||x' - x||^2 =
+(d/k - 1) ||x||^2 exactly: 99 times the signal at rho = .01, for the mean of many workers too, as
+all keep the same positions. Unscaled, E||x' - x||^2 = (1 - k/d) ||x||^2: contractive in
+expectation, for error feedback: `--set scaled=false --memory residual`.
+Positions: the k largest of one random 32-bit word an element, of equal ones the lowest, so P(kept)
+is k/d to within 2^-32. They follow from seed, step and element: no index travels.
+Wire: 32 k bits, 32 rho an element, and nothing else, up and down. Values of the same positions can
+be added, so an all-reduce takes them as they are; the sum is divided and scaled once.
+Source: Stich et al., NeurIPS 2018, arXiv:1809.07599, definition 2.2 and lemma A.1 (rand_k,
+unscaled, with memory); scaled, from a seed: the subsampling of Konecny et al. 2016,
+arXiv:1610.05492. Theirs differ from worker to worker; here all share them, as in the comparison of
+Vogels et al., NeurIPS 2019 (tests/test_randomk.py::test_positions_are_shared_and_fresh).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gcbench import ops
+from gcbench.compressor import Compressor, Key, Layout, Payload, Segments
+
+FLOAT_MAX = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class RandomK(Compressor):
+    """The values at positions that all workers draw alike; a payload of `count` holds their sum."""
+
+    ratio: float = 0.01  # share of the elements of a segment that is kept
+    scaled: bool = True  # times d/k: unbiased; without: for error feedback
+    granularity: str | int = "tensor"  # or "model", "column", or a group size
+
+    collectives: ClassVar[tuple[str, ...]] = ("allreduce", "allgather")
+    requantizes = False
+    variants = ({}, {"scaled": False}, {"ratio": 0.1, "granularity": "model"}, {"ratio": 1.0})
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"ratio={self.ratio}: above 0 and at most 1 allowed")
+        Segments.of([(1,)], self.granularity)  # refuses what it does not know
+
+    @property
+    def unbiased(self) -> bool:
+        return self.scaled
+
+    @property
+    def contractive(self) -> bool:
+        return not self.scaled
+
+    @property
+    def exact_for(self) -> tuple[str, ...]:
+        return () if self.ratio < 1 else ("signs", "ternary", "integers", "bytes", "sparse")
+
+    def nominal_bits(self) -> float:
+        return 32 * self.ratio
+
+    def gaussian_error(self) -> float:
+        return 1 / self.ratio - 1 if self.scaled else 1 - self.ratio
+
+    def error_bound(self, x: Tensor, segments: Segments) -> float | None:
+        """Return sum (1 - k/d) ||x||^2 over the segments, the expectation of the unscaled error."""
+        mean_error = ops.dropped_energy(x, segments, ops.kept_runs(segments, self.ratio))
+        return None if self.scaled else mean_error
+
+    def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor | None:
+        """Return (d/k - 1) x^2, float64, shape (n,); None for the unscaled method."""
+        if not self.scaled:
+            return None
+        out = x.double().square()
+        runs = ops.kept_runs(segments, self.ratio)
+        for (_, rows), run in zip(segments.views(out), runs, strict=True):
+            rows.mul_(run.inverse - 1)
+        return out
+
+    def draw_shared(self, segments: Segments, key: Key) -> Tensor:
+        """Return the positions that are kept, int64, shape (K,), increasing."""
+        words = ops.random_words(key, segments.numel)
+        return ops.largest(words, ops.kept_runs(segments, self.ratio))
+
+    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
+        return Payload((x[shared],))
+
+    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
+        self.check(payload, segments)
+        values = self.check_finite(payload.parts[0]) / payload.count
+        if self.scaled:
+            runs = ops.kept_runs(segments, self.ratio)
+            factor = ops.kept_values([run.inverse for run in runs], runs)
+            # A value that scaling would take beyond float32 saturates.
+            values.mul_(factor.to(values.device)).clamp_(-FLOAT_MAX, FLOAT_MAX)
+        return ops.scatter(values, shared, segments.numel)
+
+    def merge(
+        self, payloads: Sequence[Payload], segments: Segments, shared: Tensor, key: Key
+    ) -> Payload:
+        """Return the sum of the payloads, in the order of ranks: nothing more is lost."""
+        for payload in payloads:
+            self.check(payload, segments)
+        total = payloads[0].parts[0].clone()
+        for payload in payloads[1:]:
+            total += payload.parts[0]
+        return Payload((total,), sum(payload.count for payload in payloads))
+
+    def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
+        """Return the decoding of the sum: the bits of an all-reduce in the order of ranks."""
+        merged = self.merge(payloads, segments, shared, Key(0, 0, 0))
+        return self.decode(merged, segments, shared)
+
+    def layout(self, segments: Segments, count: int = 1) -> Layout:
+        return ((torch.float32, ops.kept_total(ops.kept_runs(segments, self.ratio))),)

@@ -1,0 +1,119 @@
+"""Top-k: the k largest elements of each segment, and where they are.
+
+x'_i = x_i for the k = max(1, ceil(rho d)) elements of largest |x_i| in a segment of d, else 0; of
+equal magnitudes the lowest indices. Exactly k are sent, zeros too: the layout is static.
+
+Bias and bound: biased; ||x - x'||^2 <= (1 - k/d) ||x||^2, an equality for equal magnitudes, and no
+k-sparse vector is closer. Of a long normal x, 1 - rho - 2 tau phi(tau), tau = Q^-1(rho/2), is lost:
+0.91551 at rho = .01. `values="fp16"` rounds by 2^-11 |x_i|, or 2^-25 if that is more, and saturates
+at 65504; "range" by 2^-7 |x_i|, over 8 octaves. The error never exceeds ||x||^2, and a residual
+subtracts what was sent.
+Wire: 32 k bits of values (fp16: 16 k, range: 10 k and 32 a segment) and the positions: 32 k
+("int32"), d ("bitmap"), or about (2 + log2(d/k)) k ("gaps", Elias and Fano, both codings in
+`gcbench.ops.selection`); "smallest" takes the fewest bytes, which the sizes decide. At rho = .01
+0.64, 1.32 and 0.41 bits an element, 50x, 24x and 79x: the positions cost 32, 100 and 8.55 bits a
+kept element, their entropy being 8.08.
+The same down, under two-shot: each shard is a bucket with its own k, and the owner sparsifies the
+mean again. All-gather sends no second round: the mean has between k and min(d, N k) nonzeros.
+Source: Aji & Heafield, EMNLP 2017, arXiv:1704.05021, section 3; Alistarh et al., NeurIPS 2018,
+arXiv:1809.10505, algorithm 1; the bound: Stich et al., NeurIPS 2018, arXiv:1809.07599, lemma A.1.
+Aji & Heafield estimate one threshold of the model from a sample, so their count varies; here it is
+exact (tests/test_topk.py::test_exactly_k_by_magnitude_then_index), and `granularity="model"` is
+their global choice. Wang et al. 2020 compare without error feedback: `--memory none`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gcbench import ops
+from gcbench.compressor import Compressor, Key, Layout, Payload, Segments
+
+ROUNDING = {"fp32": 0.0, "fp16": 2.0**-22, "range": 2.0**-14}  # squared, relative
+
+
+@dataclass(frozen=True)
+class TopK(Compressor):
+    """The largest elements; parts are the positions, in one or two tensors, and the values."""
+
+    ratio: float = 0.01  # share of the elements of a segment that is kept
+    positions: str = "smallest"  # or "int32", "bitmap", "gaps"
+    values: str = "fp32"  # or "fp16", "range"
+    granularity: str | int = "tensor"  # or "model", "column", or a group size
+
+    collectives: ClassVar[tuple[str, ...]] = ("allgather", "twoshot")
+    memory: ClassVar[str] = "residual"
+    contractive = True
+    variants = (
+        {},
+        *({"positions": coding} for coding in ops.POSITION_CODINGS),
+        *({"values": coding} for coding in ops.VALUE_CODINGS[1:]),
+        {"granularity": "model"},
+        {"ratio": 0.15},
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"ratio={self.ratio}: above 0 and at most 1 allowed")
+        for field, allowed in (
+            ("positions", ("smallest", *ops.POSITION_CODINGS)),
+            ("values", ops.VALUE_CODINGS),
+        ):
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"{field}={getattr(self, field)!r}: {', '.join(allowed)} allowed")
+        Segments.of([(1,)], self.granularity)  # refuses what it does not know
+
+    @property
+    def exact_for(self) -> tuple[str, ...]:
+        return ("sparse",) + ("signs", "ternary", "integers", "bytes") * (self.ratio == 1)
+
+    def nominal_bits(self) -> float:
+        """Return 64 rho: an index and a value of 32 bits each."""
+        return 64 * self.ratio
+
+    def gaussian_error(self) -> float | None:
+        """Return what is dropped; None where the rounding of values would be seen beside it."""
+        normal = NormalDist()
+        tau = -normal.inv_cdf(self.ratio / 2)
+        dropped = max(0.0, 1 - self.ratio - 2 * tau * normal.pdf(tau))
+        return dropped if dropped >= 100 * ROUNDING[self.values] else None
+
+    def error_bound(self, x: Tensor, segments: Segments) -> float:
+        """Return sum (1 - k/d) ||x||^2 over the segments, plus a bound on the values' rounding."""
+        runs = ops.kept_runs(segments, self.ratio)
+        rounding = ops.value_error(x, segments, self.values, runs)
+        square = float(ops.segment_moments(x, segments)[1].sum())
+        return min(ops.dropped_energy(x, segments, runs) + rounding, square)
+
+    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
+        runs = ops.kept_runs(segments, self.ratio)
+        kept = ops.largest(ops.magnitude_order(x), runs)
+        return Payload(ops.sparse_pack(x, kept, runs, self.positions, self.values))
+
+    def _open(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor]:
+        """Return the positions, int64, and the values, float32, shape (K,) each, once checked."""
+        self.check(payload, segments)
+        runs, n = ops.kept_runs(segments, self.ratio), segments.numel
+        return ops.sparse_unpack(payload.parts, n, runs, self.positions, self.values, self.name)
+
+    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
+        positions, values = self._open(payload, segments)
+        return ops.scatter(values, positions, segments.numel)
+
+    def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
+        """Return the mean over all workers, 0 for what one did not send, in the order of ranks."""
+        total = torch.zeros(segments.numel, device=payloads[0].parts[0].device)
+        for payload in payloads:
+            positions, values = self._open(payload, segments)
+            total[positions] += values * payload.count
+        return total.div_(sum(payload.count for payload in payloads))
+
+    def layout(self, segments: Segments, count: int = 1) -> Layout:
+        runs = ops.kept_runs(segments, self.ratio)
+        return ops.sparse_layout(segments.numel, runs, self.positions, self.values)
