@@ -1,0 +1,114 @@
+"""QSGD: each segment's gradient rounded at random to s evenly spaced levels of its norm.
+
+Q(v)_i = ||v|| sgn(v_i) xi_i;  with a = |v_i| / ||v|| and l = floor(a s),
+xi_i = (l + 1) / s with probability a s - l, else l / s;  zeta_i = s xi_i is what travels.
+
+Bias and variance: unbiased, to within 2^-23 of a step by 24-bit draws; Var Q(v)_i =
+(||v|| / s)^2 p (1 - p) exactly, p = a s - l. Sum over a segment of d: with the 2-norm at most
+min(d / s^2, sqrt(d) / s) ||v||_2^2 (d / 4 s^2 holds too); with the largest magnitude at most
+min(d ||v||_inf^2 / 4 s^2, ||v||_inf ||v||_1 / s). Not contractive: no error feedback.
+Wire: ceil(log2(2s + 1)) bits an element ("fixed"), or one bit stream over all segments:
+"omega-dense" Elias(zeta + 1), then a sign if zeta > 0, for each element; "omega-sparse" for each
+nonzero one Elias(distance), a sign, Elias(zeta). One float32 norm a segment, a short one too.
+Source: Alistarh et al., NeurIPS 2017, arXiv:1610.02132: quantizer and both codes section 3.1,
+bounds Theorem 3.2 and Corollary 3.3; buckets and norm="max", as in all experiments, section 4.
+Differs from the paper: the positions of "omega-sparse" run on across segments, behind the number
+of nonzeros; 2.8 bits at s = sqrt(d) are not reached (tests/test_qsgd.py::test_claimed_*). The
+2-norm of a whole tensor drowns it in noise (tests/test_qsgd.py::test_whole_tensor_*).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gcbench import ops
+from gcbench.compressor import Compressor, Key, Layout, Payload, Segments
+from gcbench.errors import PayloadError
+
+
+@dataclass(frozen=True)
+class QSGD(Compressor):
+    """Stochastic rounding to levels -s..s of a norm. A payload of `count` workers: their mean."""
+
+    levels: int = 7  # s, the levels above zero; 2^(b - 1) - 1 of them fill b bits
+    norm: str = "max"  # or "2"
+    granularity: int | str = 512  # the bucket; or "tensor", "column", "model"
+    coding: str = "fixed"  # or "omega-dense", "omega-sparse"
+
+    collectives: ClassVar[tuple[str, ...]] = ("allgather", "twoshot")
+    unbiased = True
+    variants = (
+        {},
+        {"levels": 1, "granularity": "tensor"},
+        {"norm": "2", "levels": 127, "granularity": 128},
+        {"norm": "2", "levels": 32, "granularity": 1024, "coding": "omega-dense"},
+        {"norm": "2", "levels": 4, "coding": "omega-sparse"},
+    )
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.levels < 2**15:
+            raise ValueError(f"levels={self.levels}: 1 to {2**15 - 1} allowed")
+        if self.norm not in ops.LEVEL_NORMS:
+            raise ValueError(f"norm={self.norm!r}: allowed are {', '.join(ops.LEVEL_NORMS)}")
+        if self.coding not in ops.LEVEL_CODINGS:
+            raise ValueError(f"coding={self.coding!r}: allowed are {', '.join(ops.LEVEL_CODINGS)}")
+
+    @property
+    def exact_for(self) -> tuple[str, ...]:
+        """Inputs of which every element lies on a level; a bucket of one element always does."""
+        if self.granularity == 1:
+            return ("signs", "ternary", "integers", "bytes", "sparse")
+        if self.norm == "2":
+            return ("sparse",)
+        whole = [name for name, top in (("integers", 7), ("bytes", 127)) if self.levels % top == 0]
+        return ("signs", "ternary", "sparse", *whole)
+
+    def nominal_bits(self) -> float | None:
+        """Return code and norm; for "omega-dense" at s = sqrt(d) what Corollary 3.3 claims."""
+        bucket = self.granularity if isinstance(self.granularity, int) else 0
+        side = 32 / bucket if bucket else 0.0
+        if self.coding == "fixed":
+            return ops.level_bits(self.levels) + side
+        claimed = self.coding == "omega-dense" and self.norm == "2" and self.levels**2 == bucket
+        return 2.8 + side if claimed else None
+
+    def _norms(self, x: Tensor, segments: Segments) -> Tensor:
+        return ops.level_norms(x, segments, self.norm, self.levels)
+
+    def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:  # noqa: D102
+        return ops.level_variance(x, self._norms(x, segments), self.levels, segments)
+
+    def variance_bound(self, x: Tensor, segments: Segments, shared: Tensor) -> float:  # noqa: D102
+        norms, s = self._norms(x, segments).double(), self.levels
+        d = torch.tensor(segments.lengths, dtype=torch.float64, device=x.device)
+        if self.norm == "2":
+            return float((torch.minimum(d / s**2, d.sqrt() / s) * norms.square()).sum())
+        length = ops.segment_moments(x.abs(), segments)[0]
+        return float(torch.minimum(d * (norms / (2 * s)).square(), norms * length / s).sum())
+
+    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:  # noqa: D102
+        norms = self._norms(x, segments)
+        codes = ops.level_codes(x, norms, self.levels, segments, key)
+        return Payload((ops.level_pack(codes, self.levels, self.coding), norms))
+
+    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:  # noqa: D102
+        self.check(payload, segments)
+        if len(payload.parts) != 2:
+            raise PayloadError(f"{self.name}: {len(payload.parts)} parts: words and norms expected")
+        words, norms = payload.parts
+        try:
+            codes = ops.level_unpack(words, norms, self.norm, self.levels, self.coding, segments)
+        except PayloadError as error:
+            raise PayloadError(f"{self.name}: {error}") from None
+        return ops.level_values(codes, norms, self.levels, segments)
+
+    def layout(self, segments: Segments, count: int = 1) -> Layout | None:
+        """Return words and norms; None where the words depend on the data."""
+        if self.coding != "fixed":
+            return None
+        words = ops.packed_words(segments.numel, ops.level_bits(self.levels))
+        return (torch.int32, words), (torch.float32, len(segments))
