@@ -243,6 +243,37 @@ def compare(
         _say(f"wrote {plot}")
 
 
+@app.command()
+def verify(
+    name: Annotated[str, typer.Argument(help="A compressor; see `gcbench list compressors`.")],
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A field, e.g. clip=2.0; without, all declared variants."),
+    ] = None,
+    processes: Annotated[
+        bool, typer.Option(help="Compare the simulation with real processes, too.")
+    ] = True,
+    json: Json = False,
+) -> None:
+    """Check a compressor against its declarations; exit code 1 if one does not hold."""
+    from gcbench import grid, listing
+    from gcbench import verify as verifying
+
+    options = grid.pairs("--set", set_)
+    for field, value in options.items():
+        if isinstance(value, list | dict):
+            raise UsageError(f"--set {field}: one value expected; verify takes no grid")
+    rows = verifying.verify(name, options, processes=processes)
+    if json:
+        _print_json(rows)
+    else:
+        listing.show_verdicts(rows)
+    failed = sum(row["verdict"] == "fails" for row in rows)
+    _say(f"{name}: {len(rows) - failed} of {len(rows)} checks hold or do not apply")
+    if failed:
+        raise typer.Exit(1)
+
+
 @app.command(name="list")
 def list_(
     kind: Annotated[Kind, typer.Argument(help="What to list.")] = Kind.compressors,

@@ -24,17 +24,30 @@ def _card(cls: type[Any]) -> str:
     return text.strip().splitlines()[0] if text.strip() else ""
 
 
+def _source(cls: type[Any]) -> str | None:
+    """Return what the card of a method cites first, to the year and the paper's number."""
+    import re
+    import sys
+
+    text = " ".join((sys.modules[cls.__module__].__doc__ or "").split())
+    cited = re.search(r"Source: (.*?\b\d{4}\b(?:, (?:arXiv|doi):[\w./]*\w)?)", text)
+    return cited[1] if cited and len(cited[1]) < 100 else None
+
+
 def _broken(entry: registry.Entry, error: GcbenchError) -> Row:
     return {"name": entry.name, "source": entry.source, "what": f"does not load: {error}"}
 
 
 def compressors() -> list[Row]:
-    """Return one row a registered compressor."""
+    """Return one row a registered compressor; `measured_bits` is what four workers really send."""
+    from gcbench import measured
+
     rows = []
     for entry in registry.compressors().values():
         try:
             cls = registry.compressor_class(entry.name)
             method = cls()
+            up, down = measured.bits(method)
         except GcbenchError as error:
             rows.append(_broken(entry, error))
             continue
@@ -43,10 +56,14 @@ def compressors() -> list[Row]:
                 "name": entry.name,
                 "source": entry.source,
                 "what": _card(cls),
-                "bits": method.nominal_bits(),
+                "paper": _source(cls),
+                "nominal_bits": method.nominal_bits(),
+                "measured_bits": {"up": round(up, 3), "down": round(down, 3)},
                 "collectives": list(method.legal_collectives()),
                 "memory": method.memory,
+                "two_way": method.legal_collectives()[0] != "allgather" and down < 32,
                 "unbiased": method.unbiased,
+                "contractive": method.contractive,
                 "fields": {n: getattr(method, n) for n in registry.fields(cls)},
             }
         )
@@ -182,6 +199,31 @@ def show_table(rows: Sequence[Mapping[str, Any]]) -> None:
         Console(width=width).print(table)
     else:
         show(rows)
+
+
+def show_verdicts(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the checks of `gcbench verify` on stdout, one table for each configuration."""
+    import itertools
+    import shutil
+
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    styles = {"holds": "green", "fails": "bold red", "not declared": "dim"}
+    console = Console(width=shutil.get_terminal_size((100, 24)).columns)
+    for configuration, group in itertools.groupby(rows, lambda row: row["configuration"]):
+        table = Table(
+            box=box.SIMPLE_HEAD, pad_edge=False, title=configuration, title_justify="left"
+        )
+        for column in ("check", "measured", "bound", "verdict", "note"):
+            table.add_column(column)
+        for row in group:
+            cells = [Text(row[column]) for column in ("check", "measured", "bound")]
+            verdict = Text(row["verdict"], styles[row["verdict"]])
+            table.add_row(*cells, verdict, Text(row["note"]))
+        console.print(table)
 
 
 def show_info(found: Row) -> None:

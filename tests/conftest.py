@@ -12,6 +12,12 @@ from gcbench.clock import Clock
 from gcbench.world import Link, SimulatedWorld
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--update-golden", action="store_true", help="write the golden bytes of all compressors"
+    )
+
+
 @pytest.fixture(autouse=True)
 def _threads():
     """One thread a test, so that tests do not crowd each other out; undo what a world changes."""

@@ -1,0 +1,233 @@
+"""The contract, over every registered compressor and configuration, third parties' too.
+
+Nothing here knows a method by name: gcbench/verify.py is driven by what is declared. Golden records
+are tests/golden/<name>.json; `pytest tests/test_contract.py --update-golden` writes those of methods
+that have none, and of changed ones: a changed wire format needs a line in CHANGELOG.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import gcbench
+from gcbench import registry, verify
+from gcbench.compressor import Compressor, Key, MultiRoundCompressor, Payload, Segments
+from gcbench.errors import PayloadError
+
+GOLDEN = Path(__file__).parent / "golden"
+ALL = [
+    (name, number)
+    for name in registry.compressors()
+    for number in range(len(verify.configurations(name)))
+]
+IDS = [
+    f"{name}[{verify.configurations(name)[number][0] or 'default'}]".replace(" ", ",")
+    for name, number in ALL
+]
+every = pytest.mark.parametrize(("name", "number"), ALL, ids=IDS)
+
+
+def configured(name: str, number: int) -> Compressor:
+    return verify.configurations(name)[number][1]
+
+
+@pytest.mark.parametrize("check", verify.CHECKS)
+@every
+def test_declared_is_true(name, number, check):
+    outcome = verify.run(configured(name, number), check)
+    if outcome.verdict == "not declared":
+        pytest.skip(f"not declared: {outcome.note}")
+    assert outcome.verdict == "holds", outcome
+
+
+# ---- simulate = spawn ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def spawned():
+    """What three real processes exchange, by (name, number)."""
+    methods = [(name, dict(registry.compressor(name).variants[number])) for name, number in ALL]
+    return dict(zip(ALL, verify.in_processes(methods), strict=True))
+
+
+@every
+def test_processes_exchange_the_same_bits(spawned, name, number):
+    assert verify.exchange_digests(configured(name, number)) == spawned[name, number]
+
+
+# ---- golden bytes --------------------------------------------------------------------------------
+
+SMALL, LARGE = ((5, 7), (9,)), ((33, 40), (1025,), (3,))
+
+
+def sha(*tensors: torch.Tensor) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def record(method: Compressor) -> dict:
+    """Return what a method's wire format is: bytes, or values where a library decides the bits."""
+    found: dict = {}
+    for size, shapes in (("small", SMALL), ("large", LARGE)):
+        segments = Segments.of(shapes, method.granularity)
+        xs = [verify.normal(segments.numel, rank) for rank in range(3)]
+        shared = verify._shared(method, xs, segments, Key(7, 3, 0))
+        payloads = [method.encode(x, segments, shared, Key(7, 3, r)) for r, x in enumerate(xs)]
+        found[f"{size} layout"] = [
+            f"{dtype} {n}".removeprefix("torch.") for dtype, n in payloads[0].layout
+        ]
+        mean = method.mean(payloads, segments, shared)
+        if not method.portable:
+            found[f"{size} norm"] = float(mean.double().norm())
+            found[f"{size} values"] = [float(value) for value in mean[:: max(1, len(mean) // 8)]]
+            continue
+        if size == "small":
+            found["small bytes"] = payloads[0].to_bytes().numpy().tobytes().hex()
+        found[f"{size} payloads"] = sha(*(payload.to_bytes() for payload in payloads))
+        if not isinstance(method, MultiRoundCompressor):
+            found[f"{size} mean"] = sha(mean)
+        if "twoshot" in method.legal_collectives():
+            merged = method.merge(payloads, segments, shared, Key(7, 3, 0, 0, 1))
+            found[f"{size} merged"] = sha(merged.to_bytes())
+    return found
+
+
+@every
+def test_golden_bytes(name, number, request):
+    if registry.compressors()[name].source != "built-in":
+        pytest.skip("a third party keeps its own golden bytes")
+    method = configured(name, number)
+    path = GOLDEN / f"{name}.json"
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    label = verify.configurations(name)[number][0] or "default"
+    found = record(method)
+    if request.config.getoption("--update-golden"):
+        path.write_text(json.dumps({**known, label: found}, indent=1, sort_keys=True) + "\n")
+        return
+    assert label in known, f"no golden record: run pytest with --update-golden, look, commit {path}"
+    if method.portable:
+        assert found == known[label]
+        return
+    for key, value in known[label].items():
+        if key.endswith("layout"):
+            assert found[key] == value
+        else:  # a Fourier transform of another library rounds otherwise
+            assert found[key] == pytest.approx(value, rel=1e-3, abs=2e-3)
+
+
+def test_no_golden_record_is_left_over():
+    labels = {
+        name: {text or "default" for text, _ in verify.configurations(name)} for name, _ in ALL
+    }
+    for path in GOLDEN.glob("*.json"):
+        assert set(json.loads(path.read_text())) == labels[path.stem], path
+
+
+# ---- corrupt payloads ----------------------------------------------------------------------------
+
+
+@cache
+def sample(name: str, number: int) -> tuple[Compressor, Payload, Segments, torch.Tensor]:
+    method = configured(name, number)
+    segments = Segments.of([(13, 11), (1,), (40,)], method.granularity)
+    payload, shared = verify._encode(method, verify.normal(segments.numel), segments)
+    return method, payload, segments, shared
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+@every
+def test_corrupt_bytes_raise_or_are_finite(name, number, data):
+    """Any bytes in any part: PayloadError, or finite values of the right shape."""
+    method, payload, segments, shared = sample(name, number)
+    parts = list(payload.parts)
+    for _ in range(data.draw(st.integers(1, 3))):
+        i = data.draw(st.integers(0, len(parts) - 1))
+        raw = bytearray(parts[i].contiguous().view(torch.uint8).numpy().tobytes())
+        match data.draw(st.sampled_from(["flip", "random", "cut", "extend"])):
+            case "flip" if raw:
+                raw[data.draw(st.integers(0, len(raw) - 1))] ^= data.draw(st.integers(1, 255))
+            case "random":
+                raw = bytearray(data.draw(st.binary(min_size=len(raw), max_size=len(raw))))
+            case "cut":
+                raw = raw[: data.draw(st.integers(0, len(raw)))]
+            case "extend":
+                raw += data.draw(st.binary(min_size=1, max_size=9))
+        whole = len(raw) % parts[i].element_size() == 0
+        dtype = parts[i].dtype if whole else torch.uint8
+        parts[i] = torch.tensor(list(raw), dtype=torch.uint8).view(dtype)
+    broken = Payload(tuple(parts), payload.count)
+    must = method.layout(segments) is not None and broken.layout != payload.layout
+    assert verify.judge_corrupt(method, broken, segments, shared, must=must) == ""
+
+
+# ---- the contract test itself --------------------------------------------------------------------
+
+
+def mutated(name: str, options: dict, **methods) -> Compressor:
+    """Return a heir of a registered method with some of its methods broken."""
+    cls = type("Broken", (registry.compressor_class(name),), {"name": name, **methods})
+    return cls(**options)
+
+
+def test_a_wrong_method_is_found():
+    """Faults that accuracy hides, each found by the check that is about them."""
+    terngrad = registry.compressor_class("terngrad")
+    onebit = registry.compressor_class("onebit")
+
+    def encode_alike(self, x, segments, shared, key):
+        return terngrad.encode(self, x, segments, shared, key._replace(rank=0))
+
+    def decode_negated(self, payload, segments, shared):
+        return -onebit.decode(self, payload, segments, shared)
+
+    def mean_of_nodes(self, payloads, segments, shared):
+        return onebit.mean(self, payloads, segments, shared) * 2
+
+    def impure(self, x, segments, shared, key):
+        return onebit.encode(self, x.mul_(1.5), segments, shared, key)
+
+    def uncounted(self, segments, count=1):
+        return onebit.layout(self, segments, count)[1:]
+
+    def accepts_anything(self, payload, segments, shared):
+        try:
+            return onebit.decode(self, payload, segments, shared)
+        except PayloadError:
+            return torch.zeros(segments.numel)
+
+    cases = [
+        (mutated("terngrad", {"clip": 0.0}, encode=encode_alike), "independent noise"),
+        (mutated("onebit", {}, decode=decode_negated), "contraction"),
+        (mutated("onebit", {}, mean=mean_of_nodes), "exact small integers"),
+        (mutated("onebit", {}, encode=impure), "pure and deterministic"),
+        (mutated("onebit", {}, layout=uncounted), "every size and input"),
+        (mutated("onebit", {}, decode=accepts_anything), "corrupt payloads"),
+        (mutated("terngrad", {}, contractive=True), "contraction"),
+        (mutated("onebit", {}, unbiased=True), "unbiased"),
+        (mutated("onebit", {}, collectives=("allreduce",)), "exact small integers"),
+    ]
+    for method, check in cases:
+        assert verify.run(method, check).verdict == "fails", check
+
+
+def test_a_method_of_the_readme_passes():
+    """The checks ask for nothing that an honest short method does not have."""
+    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+    source = text.split("```python\n")[1].split("```")[0]
+    space: dict = {"__name__": "halves"}
+    exec(source, space)
+    method = space["Halves"]()
+    failures = [o for o in (verify.run(method, c) for c in verify.CHECKS) if o.verdict == "fails"]
+    assert [failure.check for failure in failures] in ([], ["every size and input"])
+    assert gcbench.get_compressor("none").variants == ({},)
