@@ -29,12 +29,24 @@ METHOD_KEYS = frozenset(
         *("seed", "compressor", "options", "collective", "dense_last", "dense_below", "engine"),
         *("gradients", "threads", "device", "backend", "eval_every", "log_every"),
         *("on_nonfinite", "link_gbit", "link_latency_us"),
+        *("memory", "memory_options", "start_step", "delay", "rebroadcast_every"),
     }
 )
 """Config keys in which a row and its baseline may differ; all the others are the budget."""
+TUNED_KEYS = frozenset(
+    {
+        *("optimizer", "lr", "momentum", "nesterov", "betas", "eps", "weight_decay", "decay"),
+        *("schedule", "schedule_power", "schedule_steps", "schedule_gamma"),
+    }
+)
+"""Keys of the budget that a method may need otherwise (signs want a small learning rate): where no
+baseline has a row's own values, the best of the other baselines serves, and the table says so."""
 
 _TAG_KEYS = ("engine", "gradients", "device", "backend")
-_TAG_PAIRS = ("threads", "eval_every", "log_every", "on_nonfinite", "link_gbit", "link_latency_us")
+_TAG_PAIRS = (
+    *("start_step", "delay", "rebroadcast_every", "threads", "eval_every", "log_every"),
+    *("on_nonfinite", "link_gbit", "link_latency_us"),
+)
 _RUN_FILES = ("config.json", "provenance.json", "metrics.jsonl", "metrics.parquet")
 
 
@@ -127,6 +139,8 @@ class Row:
     baseline: Mapping[int, float]
     """The metric of each seed of the `none` row of equal budget; empty without one."""
     phases: Mapping[str, float | None]
+    tuned: tuple[str, ...] = ()
+    """The keys of TUNED_KEYS in which that row differs, where none has equal ones."""
 
     @property
     def first(self) -> Summary:
@@ -437,6 +451,12 @@ def _labels(runs: Sequence[Run]) -> list[str]:
         words += [f"{name}={text(fields[name])}" for name in shown if name in fields]
         if len({one.collective for one in same}) > 1:
             words.append(summary.collective)
+        if len({one.config.get("memory") for one in runs if one.summary in same}) > 1:
+            words.append(f"memory={config.get('memory')}")
+        carried = [one.config.get("memory_options") for one in runs if one.summary in same]
+        if len({canonical(options or {}) for options in carried}) > 1:
+            own = config.get("memory_options") or {}
+            words += [f"{name}={text(value)}" for name, value in own.items()]
         if config.get("dense_last"):
             words.append("dense-last")
         if config.get("dense_below"):
@@ -455,21 +475,37 @@ def _budget(run: Run) -> dict[str, Any]:
     return {key: value for key, value in run.config.items() if key not in METHOD_KEYS}
 
 
-def _baseline(run: Run, seeds: set[int], rows: Sequence[Row]) -> Mapping[int, float]:
-    """Return the values of the `none` row of equal budget.
+def _baseline(
+    run: Run, seeds: set[int], rows: Sequence[Row]
+) -> tuple[Mapping[int, float], tuple[str, ...]]:
+    """Return the values of the `none` row of equal budget, and the tuned keys that differ.
 
     Of several (other engines, collectives, ...) the one with most common seeds, then most seeds,
-    then most equal keys.
+    then most equal keys. Without one of equal budget: the best that differs in tuned keys only.
     """
-    budget = canonical(_budget(run))
 
     def closeness(row: Row) -> tuple[int, int, int]:
         other = row.runs[0].config
         equal = sum(other.get(key) == run.config.get(key) for key in METHOD_KEYS)
         return len(seeds & row.values.keys()), len(row.values), equal
 
-    equals = [row for row in rows if row.is_baseline and canonical(_budget(row.runs[0])) == budget]
-    return max(equals, key=closeness).values if equals else {}
+    def differing(row: Row) -> tuple[str, ...]:
+        other = _budget(row.runs[0])
+        return tuple(key for key in _budget(run) | other if other.get(key) != run.config.get(key))
+
+    def quality(row: Row) -> float:
+        best = row.mean if row.metric == "accuracy" else -(row.mean or math.inf)
+        return -math.inf if best is None else best
+
+    baselines = [row for row in rows if row.is_baseline]
+    equals = [row for row in baselines if not differing(row)]
+    if equals:
+        return max(equals, key=closeness).values, ()
+    near = [row for row in baselines if TUNED_KEYS.issuperset(differing(row))]
+    if not near:
+        return {}, ()
+    best = max(near, key=quality)
+    return best.values, differing(best)
 
 
 def _order(value: Any) -> tuple[int, float, str]:
@@ -507,7 +543,10 @@ def rows(runs: Sequence[Run]) -> list[Row]:
                 },
             )
         )
-    made = [replace(row, baseline=_baseline(row.runs[0], set(row.values), bare)) for row in bare]
+    made = []
+    for row in bare:
+        best, tuned = _baseline(row.runs[0], set(row.values), bare)
+        made.append(replace(row, baseline=best, tuned=tuned))
     return sorted(
         made,
         key=lambda row: (

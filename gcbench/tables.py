@@ -54,7 +54,7 @@ def _versus(row: Row) -> str:
     number = (
         f"{100 * row.difference:+.2f}" if row.metric == "accuracy" else f"{row.difference:+.2g}"
     )
-    return number if row.pairs else f"{number} †"
+    return number + ("" if row.pairs else " †") + (" ‡" if row.tuned else "")
 
 
 def _communicate(row: Row) -> str:
@@ -126,6 +126,11 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     ]
     if any(row.difference is not None and not row.pairs for row in rows):
         notes.append("†: no common seeds; the difference is of the two means.")
+    keys = sorted({key for row in rows for key in row.tuned})
+    if keys:
+        notes.append(
+            f"‡: the uncompressed runs differ in {', '.join(keys)}; of several the best was taken."
+        )
     if any(row.failed for row in rows):
         notes.append("failed: the run diverged; such seeds are in no mean.")
     if any(row.step_seconds is not None or any(row.phases.values()) for row in rows):
@@ -261,6 +266,7 @@ _LATEX = str.maketrans(
         ">": r"$>$",
         "±": r"$\pm$",
         "†": r"$\dagger$",
+        "‡": r"$\ddagger$",
         "µ": r"$\mu$",
     }
 )

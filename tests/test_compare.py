@@ -139,11 +139,23 @@ def test_one_baseline_seed_has_no_band(tmp_path: Path) -> None:
     assert row.difference == 0
 
 
-@pytest.mark.parametrize("over", [{"lr": 0.2}, {"steps": 200}, {"workers": 4}, {"batch": 8}])
+@pytest.mark.parametrize("over", [{"steps": 200}, {"workers": 4}, {"batch": 8}])
 def test_another_budget_is_no_baseline(tmp_path: Path, over: dict[str, Any]) -> None:
     row = next(r for r in table(tmp_path, *BASE, summary("x", 0, 0.9, **over)) if r.method == "x")
     assert (row.in_band, row.difference) == ("no baseline", None)
     assert list(row.context) == list(over)
+
+
+def test_a_method_with_its_own_learning_rate_meets_the_best_baseline(tmp_path: Path) -> None:
+    """Signs need another rate than the baseline: compared, and marked; an equal rate wins."""
+    worse = [summary("none", seed, 0.2, lr=0.5) for seed in (0, 1)]
+    rows = table(tmp_path, *BASE, *worse, summary("x", 0, 0.90, lr=0.001))
+    row = next(row for row in rows if row.method == "x")
+    assert (row.difference, row.tuned) == (0, ("lr",))
+    own = [summary("none", seed, 0.85, lr=0.001) for seed in (0, 1)]
+    rows = table(tmp_path / "own", *BASE, *own, summary("x", 0, 0.90, lr=0.001))
+    row = next(row for row in rows if row.method == "x")
+    assert (row.difference, row.tuned) == (pytest.approx(0.05), ())
 
 
 def test_what_is_no_budget_keeps_the_baseline(tmp_path: Path) -> None:
