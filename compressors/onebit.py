@@ -4,7 +4,7 @@ V = gradient + residual;  bit = [V >= 0];  m1 = mean{V : V >= 0}, m0 = mean{V : 
 (0 for an empty class);  V^ = m1 where the bit is 1, m0 elsewhere;  new residual = V - V^.
 
 Bias and bound: biased; the sum of each class survives, and (m0, m1) is the pair of least squared
-error for the threshold 0: ||V - V^||^2 = ||V||^2 - sum_columns (n1 m1^2 + n0 m0^2), which is at most
+error for the threshold 0: ||V - V^||^2 = ||V||^2 - sum_columns (n1 m1^2 + n0 m0^2), at most
 (1 - 1/d) ||V||^2 for columns of d, and (1 - 2/pi) ||V||^2 for long normal ones.
 Wire: 1 bit an element and two float32 a column, up and down; the owner of a shard encodes the mean
 again and keeps what that loses, so there are two residuals. A column of d costs 1 + 64/d bits.

@@ -13,7 +13,7 @@ import yaml
 from gcbench import registry
 from gcbench.errors import UsageError, unknown
 from gcbench.experiment import Config
-from gcbench.memory import MEMORIES, Memory
+from gcbench.memory import MEMORIES
 
 SEQUENCES = ("betas", "schedule_steps")
 """Settings whose value is itself a list; on the command line its items are joined by slashes."""
@@ -110,14 +110,14 @@ def _product(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _memory(point: Mapping[str, Any]) -> type[Memory]:
+def _memory(point: Mapping[str, Any]) -> str:
     """Return the memory of one point of the grid: its own, or what its method carries."""
     name = point.get("memory")
     if name in (None, "auto"):
         name = registry.compressor_class(str(point.get("compressor", "terngrad"))).memory
     if name not in MEMORIES:
         raise unknown("memory", name, MEMORIES)
-    return MEMORIES[name]
+    return str(name)
 
 
 def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
@@ -156,7 +156,7 @@ def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
         for key, (owner, default, load) in fields.items():
             own = registry.fields(load(str(point.get(owner, default))))
             inner.append(_product({k: v for k, v in nested[key].items() if k in own}))
-        own = registry.fields(_memory(point))
+        own = registry.fields(MEMORIES[_memory(point)])
         unused -= own.keys()
         inner.append(_product({k: v for k, v in carried.items() if k in own}))
         for options, task_options, memory_options in itertools.product(*inner):
@@ -164,7 +164,13 @@ def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
             made = Config.make({**point, **choice, "memory_options": memory_options})
             configs.setdefault(made.hash, made)
     if unused:
-        fields_of = ", ".join(sorted({_memory(point).__name__ for point in _product(given)}))
+        field = min(unused)
+        here = ", ".join(sorted({_memory(point) for point in _product(given)}))
+        having = [name for name, cls in MEMORIES.items() if field in registry.fields(cls)]
+        if having:
+            raise UsageError(
+                f"memory {here} has no field {field!r}; {' and '.join(having)} do: --memory NAME"
+            )
         every = sorted({name for cls in MEMORIES.values() for name in registry.fields(cls)})
-        raise unknown(f"field of memory {fields_of}:", sorted(unused)[0], every)
+        raise unknown(f"field of memory {here}:", field, every)
     return list(configs.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shlex
 from unittest import mock
@@ -44,6 +45,9 @@ def parse(command: str) -> list[Config]:
         ("0,1,2", [0, 1, 2]),
         ("none, terngrad", ["none", "terngrad"]),
         ("500/750", (500, 750)),
+        ("0:0.25/100:0.01", {0: 0.25, 100: 0.01}),
+        ("0:2e-1,0.5", [{0: 0.2}, 0.5]),
+        ("0:tensor/7:512", {0: "tensor", 7: 512}),
         ("0.9/0.999,0.5/0.9", [(0.9, 0.999), (0.5, 0.9)]),
         ("some/path", "some/path"),
     ],
@@ -67,6 +71,49 @@ def test_a_grid_is_the_product_of_its_lists():
     assert {one.options.get("clip") for one in made if one.compressor == "none"} == {None}
     assert {one.options["clip"] for one in made if one.compressor == "terngrad"} == {0, 2.0}
     assert len(parse("gcbench run --seed 1,1,1")) == 1
+
+
+def test_a_memory_is_the_methods_own_unless_given():
+    made = parse("gcbench run --compressor none,onebit,demo,topk")
+    assert [one.memory for one in made] == ["none", "residual", "residual", "residual"]
+    assert [one.memory_options for one in made] == [{}, {}, {"decay": 0.999}, {}]
+    made = parse("gcbench run --compressor topk --memory none,residual --memory-set decay=0.5,1")
+    assert [(one.memory, one.memory_options) for one in made] == [
+        ("none", {}),
+        ("residual", {"decay": 0.5}),
+        ("residual", {"decay": 1.0}),
+    ]
+
+
+def test_schedules_hold_from_their_steps():
+    (made,) = parse("gcbench run --compressor topk --set ratio=0:0.25/100:0.01 --start-step 7")
+    assert made.options == {"ratio": {0: 0.25, 100: 0.01}}
+    assert made.stages() == [0, 7, 100]
+    assert [made.make_compressor(step).ratio for step in (0, 99, 100)] == [0.25, 0.25, 0.01]
+    again = Config.model_validate_json(made.model_dump_json())
+    assert again == made
+    assert again.hash == made.hash
+
+
+def test_a_schedule_in_a_file_is_a_mapping(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("compressor: topk\noptions: {ratio: {0: 0.25, 100: 1e-2}}\nmemory: dgc\n")
+    (made,) = parse(f"gcbench run --config {path} --memory-set momentum=0.5")
+    assert made.options == {"ratio": {0: 0.25, 100: 0.01}}
+    assert (made.memory, made.memory_options) == ("dgc", {"momentum": 0.5})
+
+
+def test_new_settings_leave_the_names_of_older_runs_alone():
+    """The hash of a config that says nothing new is what it was before these settings came."""
+    base = Config.make({"task": "quadratic"})
+    known = base.model_dump(mode="json")
+    for key in experiment.ADDED:
+        del known[key]
+    text = json.dumps(known, sort_keys=True)
+    assert base.hash == hashlib.sha256(text.encode()).hexdigest()[:10]
+    for other in ({"start_step": 1}, {"delay": 1}, {"rebroadcast_every": 1}):
+        assert Config.make({"task": "quadratic", **other}).hash != base.hash
+    assert Config.make({"memory": "momentum"}).hash != Config.make({}).hash
 
 
 def test_lists_of_sequences():
@@ -109,6 +156,12 @@ COMMANDS = [
     "--schedule constant --momentum 0 --engine spawn --threads 1 --eval-every 0",
     "--task cifar10 --steps 10 --batch 128 --lr 0.2",
     "--task mnist --weight-decay 0 --ema 0 --gradients batched --on-nonfinite skip",
+    "--compressor topk --set ratio=0:0.25/100:0.01 --memory dgc --memory-set momentum=0.5",
+    "--compressor demo --memory-set decay=0.9 --delay 1 --rebroadcast-every 10 --start-step 5",
+    "--compressor onebit --memory none --set granularity=tensor",
+    "--compressor onebit --memory-set at_owner=false",
+    "--compressor terngrad --memory forced-residual --set clip=0:2.5/50:0",
+    "--compressor signsgd --memory momentum",
     "--link-gbit 0.5 --link-latency-us 1e3 --log-every 3 --backend reference",
 ]
 
@@ -207,6 +260,18 @@ BAD = {
     "--engine mpi": "engine='mpi': input should be 'simulate', 'spawn' or 'torchrun'",
     "--gradients batched --engine spawn": "use gradients=loop",
     "--link-gbit 0": "link_gbit=0",
+    "--memory residual": "ask for it by name: --memory forced-residual",
+    "--memory residul": "unknown memory 'residul'. Did you mean 'residual'?",
+    "--memory-set decay=0.5": "memory none has no field 'decay'; residual and forced-residual do",
+    "--memory-set dekay=0.5": "unknown field of memory none: 'dekay'. Did you mean 'decay'?",
+    "--compressor topk --memory-set decay=2": "decay=2.0: above 0 and at most 1 allowed",
+    "--compressor topk --set ratio=5:0.1": "a schedule says what holds from step 0 on",
+    "--compressor topk --set ratio=0:0.1/9:7": "ratio=7.0",
+    "--compressor topk --set ratio=0:0.1/x:7": "ratio='0:0.1/x:7': input should be a valid number",
+    "--compressor randomk --set scaled=0:false/9:true --memory residual": "does not contract",
+    "--delay 2": "delay=2: input should be less than or equal to 1",
+    "--start-step -1": "start_step=-1",
+    "--rebroadcast-every x": "rebroadcast_every='x'",
 }
 
 

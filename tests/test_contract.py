@@ -1,8 +1,8 @@
 """The contract, over every registered compressor and configuration, third parties' too.
 
 Nothing here knows a method by name: gcbench/verify.py is driven by what is declared. Golden records
-are tests/golden/<name>.json; `pytest tests/test_contract.py --update-golden` writes those of methods
-that have none, and of changed ones: a changed wire format needs a line in CHANGELOG.md.
+are tests/golden/<name>.json; `pytest tests/test_contract.py --update-golden` writes what is missing
+or has changed: a changed wire format needs a line in CHANGELOG.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import gcbench
 from gcbench import registry, verify
 from gcbench.compressor import Compressor, Key, MultiRoundCompressor, Payload, Segments
 from gcbench.errors import PayloadError
@@ -219,15 +218,3 @@ def test_a_wrong_method_is_found():
     ]
     for method, check in cases:
         assert verify.run(method, check).verdict == "fails", check
-
-
-def test_a_method_of_the_readme_passes():
-    """The checks ask for nothing that an honest short method does not have."""
-    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
-    source = text.split("```python\n")[1].split("```")[0]
-    space: dict = {"__name__": "halves"}
-    exec(source, space)
-    method = space["Halves"]()
-    failures = [o for o in (verify.run(method, c) for c in verify.CHECKS) if o.verdict == "fails"]
-    assert [failure.check for failure in failures] in ([], ["every size and input"])
-    assert gcbench.get_compressor("none").variants == ({},)

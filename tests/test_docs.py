@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gcbench import verify
 from gcbench.compressor import Segments
 from gcbench.exchange import Exchange, Lane
 
@@ -34,6 +35,8 @@ def test_the_example_of_contributing_works(simulated, clock):
         exchange = Exchange(world, [Lane(method, collective, 0, Segments((0, 3000)))], 0, clock)
         assert torch.equal(exchange.mean(xs, 0), torch.full((3000,), 1.5))
         assert world.traffic[0].payload_up == 2 * 3000
+    outcomes = [verify.run(method, check) for check in verify.CHECKS]
+    assert [outcome for outcome in outcomes if outcome.verdict == "fails"] == []
 
 
 def test_readme_is_short():
