@@ -79,10 +79,10 @@ class QSGD(Compressor):
     def _norms(self, x: Tensor, segments: Segments) -> Tensor:
         return ops.level_norms(x, segments, self.norm, self.levels)
 
-    def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:  # noqa: D102
+    def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
         return ops.level_variance(x, self._norms(x, segments), self.levels, segments)
 
-    def variance_bound(self, x: Tensor, segments: Segments, shared: Tensor) -> float:  # noqa: D102
+    def variance_bound(self, x: Tensor, segments: Segments, shared: Tensor) -> float:
         norms, s = self._norms(x, segments).double(), self.levels
         d = torch.tensor(segments.lengths, dtype=torch.float64, device=x.device)
         if self.norm == "2":
@@ -90,12 +90,12 @@ class QSGD(Compressor):
         length = ops.segment_moments(x.abs(), segments)[0]
         return float(torch.minimum(d * (norms / (2 * s)).square(), norms * length / s).sum())
 
-    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:  # noqa: D102
+    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
         norms = self._norms(x, segments)
         codes = ops.level_codes(x, norms, self.levels, segments, key)
         return Payload((ops.level_pack(codes, self.levels, self.coding), norms))
 
-    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:  # noqa: D102
+    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
         self.check(payload, segments)
         if len(payload.parts) != 2:
             raise PayloadError(f"{self.name}: {len(payload.parts)} parts: words and norms expected")

@@ -248,6 +248,22 @@ def test_corrupt_streams_are_refused(form, n, levels, bits, message):
         read(form, tensor(words_of(bits)), n, levels)
 
 
+@pytest.mark.parametrize("value", [2**31 + 1, 2**32 - 1, 2**32, 2**33 + 5, 2**63, 2**2000])
+def test_larger_numbers_are_refused(value):
+    """Codes of more than 2^31, and of 33 digits and more, also behind other codes."""
+    for before, count in (("", 0), ("0" * 20, 20), (omega(2**31), 1)):
+        with pytest.raises(PayloadError, match="more than 2147483648, or for nothing"):
+            ops.omega_read(tensor(words_of(before + omega(value))), count + 1, 2**31)
+
+
+@pytest.mark.usefixtures("tiny_chunks")
+def test_the_longest_records_stay_inside():
+    """A record of 87 bits leads beyond a chunk of 32 and what is looked at ahead of it."""
+    bits = omega(6) + "000" * 2 + (omega(2**31) + "0") * 20
+    with pytest.raises(PayloadError, match="more than 9"):
+        read("sparse", tensor(words_of(bits)), 9, 3)
+
+
 @pytest.mark.parametrize("form", ["dense", "sparse"])
 @pytest.mark.parametrize(
     "words",

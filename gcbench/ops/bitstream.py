@@ -35,8 +35,9 @@ _CHUNK = 1 << 16
 """Bits of a stream whose codes' starts are found together: small enough for the cache."""
 _AHEAD = 64
 """Bits beyond a chunk in which lengths are computed too: the second code of a pair starts there."""
-_PREFIX = 16
-"""Bits of a table that knows the lengths of short codes."""
+_PREFIX = 11
+"""Bits that tell a code's length. Only a number below 32 is the length of one more group that can
+be read, and such numbers, with the bit that says whether the group follows, end by bit 11."""
 BLOCK = 1024 * TILE
 """Codes worked on at once: bounds the memory of intermediate results."""
 
@@ -105,40 +106,34 @@ def _windows(words: Tensor, positions: Tensor) -> Tensor:
 def _scan(windows: Tensor) -> tuple[Tensor, Tensor]:
     """Return value and length of the omega code that each 64-bit window begins with, int64.
 
-    What is no code of 1 to 2^31 has the value 2^32.
+    What is the beginning of no code of less than 2^32 has the value 2^32 and any length up to 43.
     """
     values, lengths = torch.ones_like(windows), torch.zeros_like(windows)
     for _ in range(_GROUPS):
-        # A group begins with 1, and so is negative; more than 32 digits leave a value as it is.
+        # A group begins with 1, which makes the window negative; 32 digits are read at most.
         width = torch.where((windows < 0) & (values < 32), values + 1, 0)
         values = torch.where(width > 0, (windows >> 32 & _WORD) >> (32 - width), values)
         lengths += width
         windows = windows << width
-    bad = (windows < 0) | (values > OMEGA_MAX)
-    return values.masked_fill_(bad, 1 << 32), lengths.add_(1)
+    return values.masked_fill_(windows < 0, 1 << 32), lengths.add_(1)
 
 
 @cache
-def _short_lengths(device: torch.device) -> Tensor:
-    """Return the length of the code that each 16 bits begin with, int64, (2^16,); 0: longer."""
-    values, lengths = _scan(torch.arange(1 << _PREFIX, device=device) << (64 - _PREFIX))
-    return lengths.masked_fill_((lengths > _PREFIX) | (values > OMEGA_MAX), 0)
+def _prefix_lengths(device: torch.device) -> Tensor:
+    """Return the lengths of the codes that begin with each `_PREFIX` bits, int64, (2^11,)."""
+    return _scan(torch.arange(1 << _PREFIX, device=device) << (64 - _PREFIX))[1]
 
 
 def _lengths(words: Tensor) -> Tensor:
-    """Return the length of the omega code that would start at each bit of all words but three.
+    """Return the length of the omega code that would start at each bit of all words but the last.
 
-    `words`: int64 in [0, 2^32), shape (w + 3,). int64, shape (32 w,); 1 where no code starts.
+    `words`: int64 in [0, 2^32), shape (w + 1,). int64, shape (32 w,); some length up to 43 where
+    no code starts: who reads the value there refuses it.
     """
-    count = len(words) - 3
-    pairs = (words[:count] << 32 | words[1 : count + 1]).unsqueeze(1)
+    pairs = (words[:-1] << 32 | words[1:]).unsqueeze(1)
     shifts = torch.arange(64 - _PREFIX, 32 - _PREFIX, -1, device=words.device)
-    prefixes = (pairs >> shifts & ((1 << _PREFIX) - 1)).view(-1)
-    lengths = _short_lengths(words.device).take(prefixes)
-    long = (lengths == 0).nonzero().squeeze(1)
-    values, exact = _scan(_windows(words, long))
-    lengths[long] = exact.masked_fill_(values > OMEGA_MAX, 1)
-    return lengths
+    prefixes = pairs >> shifts & ((1 << _PREFIX) - 1)
+    return _prefix_lengths(words.device).take(prefixes.view(-1))
 
 
 def _starts(
@@ -160,8 +155,8 @@ def _starts(
             raise PayloadError(f"bit stream of {bits} bits ends {missing} of {count} codes early")
         base = first & ~31
         size = min(_CHUNK, bits - base)
-        have = words[base >> 5 : (base + size + _AHEAD >> 5) + 3]
-        need = (size + _AHEAD >> 5) + 3
+        need = (size + _AHEAD) // 32 + 1
+        have = words[base // 32 : base // 32 + need]
         lengths = _lengths(torch.nn.functional.pad(have, (0, need - len(have))))
         places = torch.arange(size + 2 * _AHEAD, device=words.device)
         # Places beyond the chunk lead to themselves: there the next chunk begins.

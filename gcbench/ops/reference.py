@@ -294,6 +294,21 @@ def ternary_bits(count: int) -> int:
     return (2 * count).bit_length()
 
 
+def ternary_scales(
+    x: Tensor, segments: Segments, clip: float, *, at_limit: bool = False
+) -> tuple[Tensor | None, Tensor]:
+    """Return the clipping thresholds and the scales of ternary codes, float32, shape (m,) each.
+
+    The threshold is `clip` standard deviations (None for clip = 0), the scale the largest clipped
+    magnitude. With `at_limit` the scale is that threshold, and nothing is clipped before it.
+    """
+    largest = segment_absmax(x, segments)
+    if not clip:
+        return None, largest
+    limit = segment_std(x, segments).mul_(clip).clamp_(max=torch.finfo(torch.float32).max)
+    return (None, limit) if at_limit else (limit, torch.minimum(largest, limit))
+
+
 def ternary_encode(
     x: Tensor, limit: Tensor | None, scale: Tensor, segments: Segments, key: Key
 ) -> Tensor:
@@ -302,7 +317,7 @@ def ternary_encode(
     t = sign(x) * [ (u + 1/2) * scale / 2^24 <= min(|x|, limit) ], u uniform on [0, 2^24).
 
     `x`: float32, shape (n,); `limit`, `scale`: float32, shape (m,), a clipping threshold (None:
-    no clipping) and the scale of each segment. P(t != 0) is |x| / scale to within 2^-24, and
+    no clipping) and the scale of each segment. P(t != 0) is |x| / scale to within 2^-23, and
     exactly 1 at the scale and above. A scale below 2^-100 gives zeros.
     """
     step = torch.where(scale < TINY, torch.inf, scale * 2.0**-24)
@@ -371,7 +386,8 @@ def ternary_decode(total: Tensor, count: int, scale: Tensor, segments: Segments)
     """
     if not (scale.isfinite() & (scale >= 0)).all():
         raise PayloadError("ternary payload: scales must be finite and not negative")
-    unit = torch.where(scale < TINY, 0.0, scale / count)
+    # By a tensor: a device may turn the division by a number into a product.
+    unit = torch.where(scale < TINY, 0.0, scale / scale.new_tensor(float(count)))
     return scale_(total.float(), unit, segments)
 
 
@@ -387,3 +403,12 @@ def ternary_summand(words: Tensor, workers: int, n: int) -> Tensor:
     """Widen one worker's 2-bit codes to fields whose packed words add up over `workers`."""
     bits = summand_bits(workers)
     return words if bits == 2 else pack(unpack(words, 2, n), bits)
+
+
+def ternary_unsum(words: Tensor, workers: int, n: int) -> Tensor:
+    """Return the sums of codes, int32, shape (n,), from added words of `ternary_summand`.
+
+    Raises:
+        PayloadError: see `ternary_unpack`.
+    """
+    return ternary_unpack(words, workers, summand_bits(workers), n)
