@@ -9,7 +9,7 @@ denormal range, clipping. Normal input of any scale has a relative squared error
 Wire: 16 bits an element, up and down. Two-shot and all-gather add in float32, and two-shot rounds
 the mean once more on the way down. There is no all-reduce: halves that are added as halves lose a
 bit at every worker, which no residual sees.
-Source: the upper half of a float32, Kalamkar et al. 2019, arXiv:1905.12322.
+Source: Kalamkar et al. 2019, arXiv:1905.12322: the upper half of a float32.
 A plain cast sends infinity above 3.396e38; here nothing infinite is ever sent
 (tests/test_half.py::test_nothing_infinite_is_sent).
 """

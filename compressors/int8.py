@@ -10,7 +10,7 @@ energy, stochastic twice that.
 Wire: 8 bits an element and one float32 (a) a block: 8.125 bits at 256, up and down; the owner adds
 in float32 and encodes the mean again. 256 is the middle: at 64 scales cost 0.5 bits for 28 % less
 error, at 4096 they cost nothing and the error is 56 % larger. Code -128 is never sent.
-Source: the linear 8-bit quantization compared in Dettmers, ICLR 2016, arXiv:1511.04561, with
+Source: Dettmers, ICLR 2016, arXiv:1511.04561: the linear 8-bit quantization compared there, with
 blocks as in Dettmers et al., ICLR 2022, arXiv:2110.02861, section 2.1.
 Differs from code that sends the scale a / 127: sending a makes the block's largest element exact,
 and blocks near the largest float32 finite (tests/test_int8.py::test_block_maxima_are_exact).

@@ -263,14 +263,17 @@ def verify(
     for field, value in options.items():
         if isinstance(value, list | dict):
             raise UsageError(f"--set {field}: one value expected; verify takes no grid")
-    rows = verifying.verify(name, options, processes=processes)
+    rows: list[dict[str, Any]] = []
+    for table in verifying.verify(name, options, processes=processes):
+        rows += table
+        if not json:
+            listing.show_verdicts(table)
     if json:
         _print_json(rows)
-    else:
-        listing.show_verdicts(rows)
-    failed = sum(row["verdict"] == "fails" for row in rows)
-    _say(f"{name}: {len(rows) - failed} of {len(rows)} checks hold or do not apply")
-    if failed:
+    verdicts = [row["verdict"] for row in rows]
+    hold, fail = verdicts.count("holds"), verdicts.count("fails")
+    _say(f"{name}: {hold} hold, {fail} fail, {len(rows) - hold - fail} not declared")
+    if fail:
         raise typer.Exit(1)
 
 

@@ -475,7 +475,7 @@ def _collectives(method: Compressor) -> _Found:
         xs = [normal(math.prod((40, 33)) + 1031, rank) for rank in range(workers)]
         means = [_mean(method, collective, xs, shapes) for collective in legal]
         wrong += sum(not _same(means[0], other) for other in means[1:])
-    return _Found(wrong, 0, wrong == 0, f"different means among {', '.join(legal)}")
+    return _Found(f"{wrong} means differ", "0", wrong == 0, ", ".join(legal))
 
 
 def _telescoping(method: Compressor) -> _Found:
@@ -624,7 +624,7 @@ def _corrupt(method: Compressor) -> _Found:
 
 
 CHECKS: Mapping[str, Callable[[Compressor], _Found]] = {
-    "pure and deterministic": _pure,
+    "purity": _pure,
     "every size and input": _sizes,
     "bytes": _bytes,
     "bucketing": _bucketing,
@@ -666,24 +666,22 @@ def configurations(name: str) -> tuple[tuple[str, Compressor], ...]:
 
 def verify(
     name: str, options: Mapping[str, Any] | None = None, *, processes: bool = False
-) -> list[dict[str, Any]]:
-    """Return the table of all checks: of one configuration, or of all that a method declares.
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield a table of all checks: for one configuration, or for each that a method declares.
 
-    With `processes` it starts three and compares what they exchange with the simulation.
+    With `processes` it first starts three and compares what they exchange with the simulation.
     """
     if options:
         given = " ".join(f"{key}={value}" for key, value in options.items())
         chosen = [(given, registry.compressor(name, **options))]
     else:
         chosen = list(configurations(name))
-    rows = []
     there = in_processes([(name, dict(m)) for m in _options(name, options)]) if processes else None
     for i, (text, method) in enumerate(chosen):
         outcomes = [run(method, check) for check in CHECKS]
         if there is not None:
             outcomes.append(_compared(exchange_digests(method), there[i]))
-        rows += [{"configuration": text or "default", **each._asdict()} for each in outcomes]
-    return rows
+        yield [{"configuration": text or "default", **each._asdict()} for each in outcomes]
 
 
 def _options(name: str, options: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:

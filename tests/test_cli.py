@@ -392,3 +392,37 @@ def test_an_unexpected_error_is_one_line_too(run, monkeypatch):
     entry = registry.Entry("buggy", "test", lambda: Buggy)
     monkeypatch.setitem(registry.compressors(), "buggy", entry)
     refused(run("--compressor", "buggy"), 1, "ZeroDivisionError: first", "--debug")
+
+
+# -- verify ----------------------------------------------------------------------------------------
+
+
+def test_verify_prints_a_table_and_its_exit_code_is_the_verdict():
+    done = gcbench("verify", "none", "--no-processes")
+    assert done.code == 0
+    for word in ("check", "measured", "bound", "verdict", "corrupt payloads", "holds"):
+        assert word in done.out
+    assert "none: 11 hold, 0 fail, 3 not declared" in done.err
+    rows = gcbench("verify", "none", "--no-processes", "--json").json
+    assert {row["configuration"] for row in rows} == {"default"}
+    assert len(rows) == 14
+
+
+def test_verify_refuses_what_it_cannot_check():
+    refused(gcbench("verify", "nune"), 2, "Did you mean 'none'?")
+    refused(gcbench("verify", "none", "--set", "a=1"), 2, "has no fields to set")
+    refused(gcbench("verify", "terngrad", "--set", "clip=1,2"), 2, "verify takes no grid")
+
+
+def test_the_list_says_what_is_really_sent():
+    """One row a method: what the source quotes, and what four workers hand over and get back."""
+    rows = {row["name"]: row for row in gcbench("list", "compressors", "--json").json}
+    assert rows["none"]["measured_bits"] == {"up": 32.0, "down": 32.0}
+    terngrad = rows["terngrad"]
+    assert terngrad["paper"] == "Wen et al., NeurIPS 2017, arXiv:1705.07878"
+    assert terngrad["nominal_bits"] == pytest.approx(1.585, abs=1e-3)
+    assert terngrad["measured_bits"] == {"up": 2.007, "down": 4.007}
+    assert (terngrad["two_way"], terngrad["unbiased"], terngrad["memory"]) == (True, True, "none")
+    for row in rows.values():
+        assert set(row["measured_bits"]) == {"up", "down"}
+        assert 0 < row["measured_bits"]["up"] <= 32

@@ -209,7 +209,7 @@ def test_a_wrong_method_is_found():
         (mutated("terngrad", {"clip": 0.0}, encode=encode_alike), "independent noise"),
         (mutated("onebit", {}, decode=decode_negated), "contraction"),
         (mutated("onebit", {}, mean=mean_of_nodes), "exact small integers"),
-        (mutated("onebit", {}, encode=impure), "pure and deterministic"),
+        (mutated("onebit", {}, encode=impure), "purity"),
         (mutated("onebit", {}, layout=uncounted), "every size and input"),
         (mutated("onebit", {}, decode=accepts_anything), "corrupt payloads"),
         (mutated("terngrad", {}, contractive=True), "contraction"),

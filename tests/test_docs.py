@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gcbench import verify
+from gcbench import listing, verify
 from gcbench.compressor import Segments
 from gcbench.exchange import Exchange, Lane
 
@@ -37,6 +37,21 @@ def test_the_example_of_contributing_works(simulated, clock):
         assert world.traffic[0].payload_up == 2 * 3000
     outcomes = [verify.run(method, check) for check in verify.CHECKS]
     assert [outcome for outcome in outcomes if outcome.verdict == "fails"] == []
+
+
+def test_the_table_of_methods_is_what_the_list_says():
+    """Every registered method of ours has its row in the README, with the measured bits."""
+    rows = {row["name"]: row for row in listing.compressors() if row["source"] == "built-in"}
+    table = re.findall(r"^\| `(\w+)` \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    told = {name: cells.split(" | ") for name, cells in table if name in rows}
+    assert told.keys() == rows.keys()
+    for name, (_, nominal, up, down, collectives, memory, two_way, unbiased) in told.items():
+        row = rows[name]
+        assert nominal == ("-" if row["nominal_bits"] is None else f"{row['nominal_bits']:g}")
+        assert {"up": float(up), "down": float(down)} == row["measured_bits"]
+        assert collectives.split(", ") == row["collectives"]
+        assert (memory, two_way == "yes") == (row["memory"], row["two_way"])
+        assert (unbiased != "no") == row["unbiased"]
 
 
 def test_readme_is_short():

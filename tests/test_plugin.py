@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -126,6 +127,18 @@ def test_their_method_and_task_run_in_every_engine(site, tmp_path):
     # Two elements are two bytes; the sizes that no layout declares travel along, 8 bytes each.
     assert here["payload_bytes_up"] == there["payload_bytes_up"] == 20 * (2 + 8)
     assert here["test_loss"] < 1
+
+
+def test_their_method_is_verified_like_ours(site):
+    """A decode that takes any number of bytes breaks the contract; all else holds."""
+    done = gcbench("verify", "theirs", "--json", path=site)
+    assert done.code == 1
+    verdicts = {row["check"]: row["verdict"] for row in json.loads(done.out)}
+    assert [check for check, verdict in verdicts.items() if verdict == "fails"] == [
+        "corrupt payloads"
+    ]
+    assert verdicts["simulation = 3 processes"] == "holds"
+    assert "1 fail" in done.err
 
 
 def test_their_field_is_checked_like_ours(site, tmp_path):
