@@ -478,6 +478,23 @@ def _collectives(method: Compressor) -> _Found:
     return _Found(f"{wrong} means differ", "0", wrong == 0, ", ".join(legal))
 
 
+def _alike(method: Compressor) -> _Found:
+    """Workers with one gradient apply what one worker alone would: a mean, and no sum."""
+    common = method.draw_shared(_segments(method, [(4,)]), KEY) is not None
+    if _random(method) and not common:
+        raise _NotDeclaredError("every worker draws its own numbers")
+    # In a two-shot exchange shards are cut elsewhere for another number of workers.
+    legal = [name for name in method.legal_collectives() if name != "twoshot"]
+    shapes = [(40, 33), (0,), (1,), (1030,)]
+    x = normal(40 * 33 + 1031)
+    worst = 0.0
+    for collective, workers in itertools.product(legal, (2, 3, 8)):
+        alone = _mean(method, collective, [x], shapes).double()
+        together = _mean(method, collective, [x] * workers, shapes).double()
+        worst = max(worst, float((together - alone).norm() / alone.norm()))
+    return _Found(f"{worst:.1e}", "1e-5", worst < 1e-5, ", ".join(legal))
+
+
 def _telescoping(method: Compressor) -> _Found:
     """Applied + carried (on workers and owners) = the sum of all gradients, after 200 steps.
 
@@ -635,6 +652,7 @@ CHECKS: Mapping[str, Callable[[Compressor], _Found]] = {
     "error on normal input": _gaussian,
     "exact small integers": _exact,
     "same mean in collectives": _collectives,
+    "equal workers": _alike,
     "nothing lost in 200 steps": _telescoping,
     "illegal refused": _illegal,
     "corrupt payloads": _corrupt,

@@ -220,3 +220,32 @@ def test_random_numbers_follow_rank_and_place(simulated, clock):
     late = method.encode(x[TILE:], part, shared, Key(1, 1, 0, offset=TILE))
     expected = method.decode(whole, segments, shared)[TILE:]
     assert torch.equal(method.decode(late, part, shared), expected)
+
+
+def low_rank_errors(simulated, clock, steps: int, **options) -> list[float]:
+    """Return the relative errors of PowerSGD on one constant matrix, step by step."""
+    generator = torch.Generator().manual_seed(4)
+    left, _ = torch.linalg.qr(torch.randn(60, 40, generator=generator))
+    right, _ = torch.linalg.qr(torch.randn(40, 40, generator=generator))
+    x = (left @ torch.diag(1 / torch.arange(1.0, 41)) @ right.T).reshape(-1)
+    method = gcbench.get_compressor("powersgd", **options)
+    lane = Lane(method, "allreduce", 0, Segments.of([(60, 40)]))
+    exchange = Exchange(simulated(3), [lane], 0, clock)
+    clock.start_step()
+    means = [exchange.mean([x, x, x], step) for step in range(steps)]
+    return [float((mean - x).norm() / x.norm()) for mean in means]
+
+
+def test_the_state_of_a_method_in_rounds_is_kept(simulated, clock):
+    """Warm start: power iteration goes on over the steps, to the best approximation of rank 2."""
+    errors = low_rank_errors(simulated, clock, 8)
+    spectrum = 1 / torch.arange(1.0, 41)
+    best = float(spectrum[2:].norm() / spectrum.norm())
+    assert errors[0] > 1.1 * best
+    assert errors == sorted(errors, reverse=True)
+    assert best * (1 - 1e-5) < errors[-1] < 1.01 * best
+
+
+def test_a_method_in_rounds_may_draw_anew_at_every_step(simulated, clock):
+    errors = low_rank_errors(simulated, clock, 6, warm_start=False)
+    assert len(set(errors)) == 6

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gcbench.experiment import Config
+from gcbench.memory import Dgc, NoMemory, Residual
 from gcbench.store import Run
 from gcbench.train import Interrupted, Options, Trainer
 from gcbench.world import SimulatedWorld
@@ -196,6 +197,8 @@ def test_a_schedule_changes_the_compressor_at_its_step(trainer):
     assert not torch.equal(take(first, 1), take(both, 1))
     assert repr(both.compressor).startswith("TernGrad(clip=0.0")  # the one that it ends with
     assert both.exchange.lanes[0].compressor.clip == 0.0
+    ranks = trainer(compressor="powersgd", options={"rank": {0: 1, 2: 3}}, steps=4, workers=2)
+    assert torch.isfinite(take(ranks, 4)).all()  # a state of rank 1 is no start for rank 3
     groups = trainer(compressor="terngrad", options={"granularity": {0: "tensor", 2: 512}}, steps=8)
     take(groups, 2)
     segments = len(groups.exchange.lanes[0].segments)
@@ -216,6 +219,22 @@ def test_a_late_mean_is_applied_one_step_later(trainer):
         for mean in due:
             expected = expected - made.config.lr_at(step) * mean
     torch.testing.assert_close(parameters(made), expected)
+
+
+def test_residuals_follow_the_rate_that_a_mean_is_applied_with(trainer):
+    """With a delay that is the next step's rate; the last step's mean is applied at once."""
+    for delay, ahead in ((0, [0, 1, 2]), (1, [1, 2, 2])):
+        made = trainer(compressor="onebit", delay=delay, steps=3, schedule="poly")
+        for step in ahead:
+            made.train_step()
+            assert made.exchange.lr == made.config.lr_at(step)
+
+
+def test_dense_tensors_have_the_memory_of_dense_tensors(trainer):
+    made = trainer(compressor="topk", memory="dgc", dense_below=200, steps=3)
+    assert [lane.memory for lane in made.exchange.lanes] == [Dgc(), Dgc(masking=False)]
+    made = trainer(compressor="topk", dense_below=200, steps=3)
+    assert [lane.memory for lane in made.exchange.lanes] == [Residual(), NoMemory()]
 
 
 def test_broadcast_parameters_cost_their_bytes(trainer):

@@ -1,0 +1,49 @@
+"""What the two 16-bit floating-point formats share; fp16.py and bf16.py are the methods."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gcbench.compressor import Compressor, Key, Layout, Payload, Segments
+
+
+@dataclass(frozen=True)
+class HalfPrecision(Compressor):
+    """The gradient rounded to a floating-point format of 16 bits, clipped to its largest value."""
+
+    dtype: ClassVar[torch.dtype]
+    unit: ClassVar[float]  # unit roundoff
+    half_step: ClassVar[float]  # half the distance of denormals
+
+    collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather")
+    contractive = True
+    exact_for = ("signs", "ternary", "integers", "bytes", "sparse")
+
+    def nominal_bits(self) -> float:
+        return 16.0
+
+    def gaussian_error(self) -> float:
+        """Return u^2 / 3 times the mean of 4^-f, f uniform on [0, 1): the place in a binade."""
+        return self.unit**2 / (8 * math.log(2))
+
+    def error_bound(self, x: Tensor, segments: Segments) -> float:
+        """Return the sum of the squared bounds; what half a denormal step swallows counts full."""
+        size = x.double().abs()
+        rounding = torch.maximum(self.unit * size, size.clamp(max=self.half_step))
+        return float(torch.maximum(rounding, size - torch.finfo(self.dtype).max).square().sum())
+
+    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
+        largest = torch.finfo(self.dtype).max
+        return Payload((x.clamp(-largest, largest).to(self.dtype),))
+
+    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
+        self.check(payload, segments)
+        return self.check_finite(payload.parts[0].float())
+
+    def layout(self, segments: Segments, count: int = 1) -> Layout:
+        return ((self.dtype, segments.numel),)
