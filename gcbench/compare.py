@@ -13,14 +13,16 @@ import os
 import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from gcbench import schedule
 from gcbench.errors import GcbenchError, UsageError
-from gcbench.schema import PHASES, SCHEMA
+from gcbench.schema import ADDED, PHASES, SCHEMA
 
 BASELINE = "none"
 
@@ -111,14 +113,16 @@ class Run:
     def config(self) -> dict[str, Any]:
         """The full config without the seed; values that the run resolved win over the asked."""
         resolved = ("task", "workers", "collective", "engine", "gradients", "steps", "batch")
-        config = self.summary.config | {key: getattr(self.summary, key) for key in resolved}
+        resolutions = {key: getattr(self.summary, key) for key in resolved}
+        config = ADDED | self.summary.config | resolutions
         return {key: value for key, value in config.items() if key != "seed"}
 
     @property
     def method(self) -> str:
         """What tells this run from others except its seed, as canonical JSON."""
         config = {key: value for key, value in self.config.items() if key != "options"}
-        return canonical([self.summary.compressor_name, self.summary.compressor, config])
+        by_step = _schedules(self.summary)
+        return canonical([self.summary.compressor_name, self.summary.compressor, config, by_step])
 
 
 @dataclass(frozen=True)
@@ -408,18 +412,27 @@ def _metric(run: Run, metric: str) -> float | None:
     return None if diverged else value
 
 
+def _schedules(summary: Summary) -> dict[str, str]:
+    """Return the fields that changed by step, as the command line writes them."""
+    options = summary.config.get("options") or {}
+    return {
+        name: schedule.text(value) for name, value in options.items() if isinstance(value, Mapping)
+    }
+
+
 def _fields(summary: Summary) -> dict[str, Any]:
-    """Return the compressor's fields by its stored repr; by the config where that is no call."""
+    """Return the compressor's fields by its stored repr; by the config where that is no call.
+
+    The repr is of the last step: fields that changed by step are shown as their schedule.
+    """
     options = dict(summary.config.get("options") or {})
-    try:
+    with suppress(SyntaxError, ValueError):
         call = ast.parse(summary.compressor, mode="eval").body
         if isinstance(call, ast.Call):
-            return options | {
+            options |= {
                 word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg
             }
-    except (SyntaxError, ValueError):
-        pass
-    return options
+    return options | _schedules(summary)
 
 
 def text(value: Any) -> str:

@@ -23,21 +23,12 @@ from gcbench.compressor import Compressor, Segments
 from gcbench.errors import GcbenchError, UsageError, unknown
 from gcbench.exchange import check_legal
 from gcbench.memory import Memory
+from gcbench.schema import ADDED
 from gcbench.task import Task
 
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-
-ADDED = {
-    "memory": "none",
-    "memory_options": {},
-    "start_step": 0,
-    "delay": 0,
-    "rebroadcast_every": 0,
-}
-"""Keys that the first results did not have: they count in the hash where they say more than this,
-so that a config keeps its name."""
 
 
 class Config(BaseModel):

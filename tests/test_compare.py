@@ -158,6 +158,26 @@ def test_a_method_with_its_own_learning_rate_meets_the_best_baseline(tmp_path: P
     assert (row.difference, row.tuned) == (pytest.approx(0.05), ())
 
 
+def test_schedules_are_methods_of_their_own(tmp_path: Path) -> None:
+    """The stored repr is of the last step; what came before tells two schedules apart."""
+    one = summary("x", 0, 0.8, options={"clip": {"0": 2.0, "50": 1.0}})
+    two = summary("x", 0, 0.7, options={"clip": {"0": 3.0, "50": 1.0}})
+    labels = [row.method for row in table(tmp_path, *BASE, one, two)]
+    assert labels == ["none", "x clip=0:2.0/50:1.0", "x clip=0:3.0/50:1.0"]
+
+
+def test_rows_from_before_a_setting_was_added_read_as_they_were(tmp_path: Path) -> None:
+    old, new = summary("x", 0, 0.8), summary("x", 1, 0.9)
+    new["config"] |= {"memory": "none", "memory_options": {}, "start_step": 0, "delay": 0}
+    rows = table(tmp_path, *BASE, old, new)
+    assert [row.method for row in rows] == ["none", "x"]
+    assert rows[1].values == {0: 0.8, 1: 0.9}
+    other = summary("x", 0, 0.6)
+    other["config"]["memory"] = "residual"
+    labels = [row.method for row in table(tmp_path / "two", *BASE, old, other)]
+    assert labels == ["none", "x memory=none", "x memory=residual"]
+
+
 def test_what_is_no_budget_keeps_the_baseline(tmp_path: Path) -> None:
     over = {"engine": "spawn", "collective": "twoshot", "gradients": "batched", "log_every": 5}
     row = table(tmp_path, *BASE, summary("x", 0, 0.90, dense_last=True, **over))[1]
