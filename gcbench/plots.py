@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ENDINGS = (".png", ".svg", ".pdf")
+MANY = 8
+"""Rows of a panel from which points carry the number of their line in the legend, best first."""
 LEAST_POINTS = 1.0
 """Percentage points that the axis of accuracies spans at least."""
 MARKERS = "osD^vPX<>p*"
@@ -142,6 +144,12 @@ def write_labels(axes: Axes, marks: Sequence[Mark]) -> None:
         taken.append(best[2])
 
 
+def _ranked(panel: Sequence[Row]) -> list[Row]:
+    """Return the rows, the best final metric first, those without one last."""
+    sign = -1 if panel[0].metric == "accuracy" else 1
+    return sorted(panel, key=lambda row: math.inf if row.mean is None else sign * row.mean)
+
+
 def _quality(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]]) -> list[Mark]:
     """Draw the final metric against payload bytes and return the marks, to be labelled.
 
@@ -156,7 +164,8 @@ def _quality(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]]
     if band:
         axes.axhspan(percent * band[0], percent * band[1], color="0.5", alpha=0.2, lw=0)
     marks = []
-    for row, size in zip(panel, sizes, strict=True):
+    texts = [str(i) if len(panel) > MANY else _shown(row) for i, row in enumerate(panel, 1)]
+    for row, size, text in zip(panel, sizes, texts, strict=True):
         if row.mean is None:
             continue
         style = styles[_label(row)]
@@ -174,18 +183,18 @@ def _quality(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]]
             mec="white",
             mew=0.7,
         )
-        marks.append(Mark(size, percent * row.mean, spread, _shown(row), style["color"]))
+        marks.append(Mark(size, percent * row.mean, spread, text, style["color"]))
     low, high = axes.get_ylim()
     if percent == 100 and high - low < LEAST_POINTS:  # do not blow up what is noise
         middle = (low + high) / 2
         low, high = middle - LEAST_POINTS / 2, middle + LEAST_POINTS / 2
     room = 0.12 * (high - low)
     floor = low - room
-    for row, size in zip(panel, sizes, strict=True):
+    for row, size, text in zip(panel, sizes, texts, strict=True):
         if row.mean is None:
             style = styles[_label(row)]
             axes.plot(size, floor, marker="x", color=style["color"], ms=9, mew=2, ls="")
-            marks.append(Mark(size, floor, 0.0, _shown(row), style["color"]))
+            marks.append(Mark(size, floor, 0.0, text, style["color"]))
     axes.set_ylim(floor - room if any(row.mean is None for row in panel) else floor, high + room)
     if min(sizes) > 0:
         axes.set_xscale("log")
@@ -195,7 +204,8 @@ def _quality(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]]
         narrow = max(sizes) / min(sizes) < 10
         axes.xaxis.set_minor_formatter("{x:g}" if narrow else NullFormatter())
     grey = "\ngrey: range of the uncompressed seeds" if band else ""
-    axes.set_xlabel(f"payload per worker and step, up + down (MB){grey}")
+    fold = "\n" if len(panel) > MANY else " "  # the legend is wide, and this panel narrow
+    axes.set_xlabel(f"payload per worker and step,{fold}up + down (MB){grey}")
     axes.set_ylabel("test accuracy (%)" if percent == 100 else "test loss")
     return marks
 
@@ -208,7 +218,8 @@ def _curves(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]])
     accuracy = panel[0].metric == "accuracy"
     drawn: list[float] = []
     late: list[float] = []
-    for row in panel:
+    for number, row in enumerate(panel, 1):
+        name = f"{number}  {_shown(row)}" if len(panel) > MANY else _shown(row)
         read = [curve(run, "test_accuracy" if accuracy else "test_loss") for run in row.runs]
         curves = [points for points in read if points]
         style = styles[_label(row)]
@@ -220,13 +231,13 @@ def _curves(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]])
             steps.append(step)
             table.append(values)
         if not steps:
-            axes.plot([], [], label=f"{_shown(row)} (no curve)", **style)
+            axes.plot([], [], label=f"{name} (no curve)", **style)
             continue
         mean = [sum(values) / len(values) for values in table]
         axes.plot(
             steps,
             mean,
-            label=_shown(row),
+            label=name,
             markevery=max(1, len(steps) // 6),
             ms=6,
             mec="white",
@@ -281,6 +292,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     for run in sorted(runs, key=lambda run: (run.summary.task, run.summary.workers)):
         places.setdefault(json.dumps(_place(run), sort_keys=True, default=str), []).append(run)
     panels = [rows(part) for part in places.values()]  # labels tell apart what one panel shows
+    panels = [_ranked(panel) if len(panel) > MANY else panel for panel in panels]
     palette = seaborn.color_palette("colorblind")
     styles = {
         label: {
@@ -298,7 +310,9 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         "svg.hashsalt": "gcbench",  # equal runs, equal file
     }
     with mpl.rc_context(look):
-        figure = Figure(figsize=(14, 5.2 * len(panels)), dpi=120, layout="constrained")
+        height = sum(max(5.2, 0.3 * len(panel) + 0.8) for panel in panels)
+        width = 17 if any(len(panel) > MANY for panel in panels) else 14
+        figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
         FigureCanvasAgg(figure)
         labels: list[tuple[Axes, list[Mark]]] = []
         grid = figure.subplots(len(panels), 2, squeeze=False)

@@ -106,9 +106,10 @@ class Runner:
                 run.start(config.model_dump(mode="json"), experiment.provenance(config))
                 budget = config.make_task().paper_steps
                 told = f" (the paper: {budget})" if budget else ""
+                carried = "" if config.memory == "none" else f", memory {config.memory}"
                 _say(
                     f"{place} {config.run_name}: {config.make_compressor()!r}, "
-                    f"{config.workers} workers, {config.engine}, {config.collective}, "
+                    f"{config.workers} workers, {config.engine}, {config.collective}{carried}, "
                     f"{config.steps} steps of batch {config.batch}{told}; "
                     f"backend {ops.choose(config.backend)}"
                 )

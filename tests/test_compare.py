@@ -523,3 +523,30 @@ def test_labels_lie_over_no_mark_and_no_label(tmp_path: Path) -> None:
         for mark in marks:
             for height in (mark.y - mark.spread, mark.y, mark.y + mark.spread):
                 assert not box.contains(*axes.transData.transform((mark.x, height)))
+
+
+def test_many_points_carry_the_numbers_of_the_legend(tmp_path: Path) -> None:
+    """Best first; up to eight rows the labels are the names."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    for many in (plots.MANY, plots.MANY + 1):
+        found = table(
+            tmp_path / str(many),
+            *(summary(f"m{i}", 0, 0.5 + 0.04 * (i * 7 % many)) for i in range(many)),
+        )
+        ranked = plots._ranked(found)
+        assert [row.mean for row in ranked] == sorted((row.mean for row in found), reverse=True)
+        figure = Figure()
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        styles = {row.method: {"color": "C0", "marker": "o", "linestyle": "-"} for row in ranked}
+        marks = plots._quality(axes, ranked, styles)
+        plots._curves(axes, ranked, styles)
+        names = [text.get_text() for text in axes.get_legend().get_texts()]
+        if many > plots.MANY:
+            assert [mark.text for mark in marks] == [str(i + 1) for i in range(many)]
+            assert names == [f"{i}  {row.method}" for i, row in enumerate(ranked, 1)]
+        else:
+            assert [mark.text for mark in marks] == [row.method for row in ranked]
+            assert names == [row.method for row in ranked]
