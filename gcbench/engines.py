@@ -44,7 +44,7 @@ def _stop_on_signals(*, launched: bool) -> Iterator[Callable[[], bool]]:
         yield lambda: False
         return
     asked = threading.Event()
-    with _signals_restored() as before:
+    with signals_restored() as before:
 
         def handle(number: int, frame: object) -> None:
             asked.set()
@@ -57,7 +57,7 @@ def _stop_on_signals(*, launched: bool) -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def _signals_restored() -> Iterator[dict[signal.Signals, Any]]:
+def signals_restored() -> Iterator[dict[signal.Signals, Any]]:
     """Give the handlers of Ctrl-C and SIGTERM, and put them back."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -153,6 +153,26 @@ def _spawned(config_json: str, folder: str, options: Options, errors: str) -> No
         os._exit(1)
 
 
+def local_launch(workers: int, name: str) -> Any:
+    """Return the settings of torch's elastic launcher for local processes; it stays quiet."""
+    from torch.distributed.launcher.api import LaunchConfig
+
+    for logger in logging.root.manager.loggerDict:
+        if logger.startswith("torch.distributed.elastic"):  # each has a level of its own
+            logging.getLogger(logger).setLevel(logging.CRITICAL)
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=workers,
+        run_id=name,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="spawn",
+    )
+
+
 def spawn(config: Config, run: Run, options: Options) -> None:
     """Run every worker in a process of its own on this machine, by torch's elastic launcher.
 
@@ -161,24 +181,11 @@ def spawn(config: Config, run: Run, options: Options) -> None:
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
-    for name in logging.root.manager.loggerDict:
-        if name.startswith("torch.distributed.elastic"):  # each has a level of its own
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-    launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=config.workers,
-        run_id=config.hash,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="spawn",
-    )
+    launch = local_launch(config.workers, config.hash)
     threads = str(experiment.threads_per_worker(config))
-    with TemporaryDirectory(prefix="gcbench-") as errors, _signals_restored():
+    with TemporaryDirectory(prefix="gcbench-") as errors, signals_restored():
         try:
             with _environment(OMP_NUM_THREADS=threads):
                 worker = elastic_launch(launch, _spawned)

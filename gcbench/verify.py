@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -699,7 +700,7 @@ def verify(
     for i, (text, method) in enumerate(chosen):
         outcomes = [run(method, check) for check in CHECKS]
         if there is not None:
-            outcomes.append(_compared(exchange_digests(method), there[i]))
+            outcomes.append(_compared(_digests(method), there[i]))
         yield [{"configuration": text or "default", **each._asdict()} for each in outcomes]
 
 
@@ -745,13 +746,21 @@ def exchange_digests(method: Compressor, world: World | None = None) -> dict[str
     return found
 
 
+def _digests(method: Compressor, world: World | None = None) -> dict[str, str]:
+    """Return `exchange_digests`, or what the method raised, under "error"."""
+    try:
+        return exchange_digests(method, world)
+    except Exception as error:  # a finding like another, and not this process's end
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
 def _worker(methods: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, str]]:
     """Be one of three processes."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
     world = DistributedWorld(torch.device("cpu"))
     try:
-        return [exchange_digests(registry.compressor(n, **o), world) for n, o in methods]
+        return [_digests(registry.compressor(name, **options), world) for name, options in methods]
     finally:
         world.close()
 
@@ -759,30 +768,39 @@ def _worker(methods: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, 
 def in_processes(methods: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, str]]:
     """Return `exchange_digests` of the methods (name, options), from three real processes.
 
-    Raises:
-        GcbenchError: the processes disagree among themselves.
-    """
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    Where the processes do not agree, that is the error of the method.
 
-    launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=PROCESSES,
-        run_id="verify",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="spawn",
-    )
-    found = elastic_launch(launch, _worker)(list(methods))
-    if any(found[rank] != found[0] for rank in range(PROCESSES)):
-        raise GcbenchError("the replicas of three processes differ: decode is not deterministic")
-    return list(found[0])
+    Raises:
+        GcbenchError: a process died.
+        KeyboardInterrupt: the user asked to stop.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    from gcbench.engines import local_launch, signals_restored
+
+    try:
+        with signals_restored():
+            found = elastic_launch(local_launch(PROCESSES, "verify"), _worker)(list(methods))
+    except ChildFailedError as failure:
+        raise GcbenchError(
+            "one of three processes died; --no-processes leaves them out"
+        ) from failure
+    except SignalException:
+        raise KeyboardInterrupt from None
+    replicas = [found[rank] for rank in range(PROCESSES)]
+    apart = {"error": "the replicas of three processes differ"}
+    return [own if own == a == b else apart for own, a, b in zip(*replicas, strict=True)]
 
 
 def _compared(here: Mapping[str, str], there: Mapping[str, str]) -> Outcome:
+    """Return the line of the table about simulation and processes."""
+    name, bound = "simulation = 3 processes", "the same bits"
+    for found in (here, there):
+        if "error" in found:
+            return Outcome(name, "-", bound, "fails", found["error"])
     wrong = [collective for collective in here if here[collective] != there[collective]]
-    verdict = "fails" if wrong else "holds"
-    measured = ", ".join(wrong) + " differ" if wrong else f"{len(here)} collectives equal"
-    return Outcome("simulation = 3 processes", measured, "the same bits", verdict)
+    if wrong:
+        return Outcome(name, f"{', '.join(wrong)} differ", bound, "fails")
+    return Outcome(name, f"{len(here)} collectives equal", bound, "holds")

@@ -141,6 +141,13 @@ def test_their_method_is_verified_like_ours(site):
     assert "1 fail" in done.err
 
 
+def test_replicas_that_differ_fail_the_verification(site):
+    done = gcbench("verify", "drifting", "--json", path=site)
+    assert done.code == 1
+    (row,) = [row for row in json.loads(done.out) if row["check"] == "simulation = 3 processes"]
+    assert (row["verdict"], row["note"]) == ("fails", "the replicas of three processes differ")
+
+
 def test_their_field_is_checked_like_ours(site, tmp_path):
     words = ("--task", "theirs", "--compressor", "theirs", "--results", tmp_path)
     done = gcbench("run", *words, "--set", "step=2", path=site)
