@@ -339,10 +339,26 @@ def _root(
         os.environ["GCBENCH_DEBUG"] = "1"
 
 
+def _leave() -> None:
+    """End a worker that torchrun started, its work done, without the interpreter's teardown.
+
+    Threads of torch's process group may outlive it for a moment, and then now and then abort the
+    teardown: torchrun takes that for a failure and kills the other workers before they have
+    printed.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def main() -> None:
     """Run the command line; exit code 2 for usage, 1 for failures, 130 when interrupted."""
     try:
         app()
+    except SystemExit as done:
+        if "TORCHELASTIC_RUN_ID" in os.environ and done.code in (None, 0):
+            _leave()
+        raise
     except GcbenchError as error:
         if os.environ.get("GCBENCH_DEBUG"):
             raise
