@@ -97,8 +97,8 @@ def dense_tensors(
 class Exchange:
     """Turns the local workers' buckets into the mean over all workers.
 
-    What it carries from step to step is in `workers`, one dict of lists for each local worker, and
-    `joint`, the state of methods in rounds, which is the same on all workers.
+    What it carries from step to step is in `workers`, for each local worker one dict a lane, and in
+    `joint`, a lane's state of a method in rounds, which is the same on all workers.
     """
 
     def __init__(self, world: World, lanes: Sequence[Lane], seed: int, clock: Clock) -> None:
@@ -255,7 +255,9 @@ class Exchange:
                 return method.merge(received[i], *here, place)
             # As `Compressor.merge`, with what the owner lost at earlier steps.
             mean = method.mean(received[i], *here)
-            residual = states[i].setdefault("owner", torch.zeros_like(mean))
+            if "owner" not in states[i]:
+                states[i]["owner"] = torch.zeros_like(mean)
+            residual = states[i]["owner"]
             mean += residual
             merged = method.encode(mean, *here, place)._replace(count=world.size)
             torch.sub(mean, method.decode(merged, *here), out=residual)

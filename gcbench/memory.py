@@ -130,7 +130,8 @@ class Dgc(Memory):
 
     u = m u + g; v = v + u (Nesterov: u = m (u + g); v = v + u + g); v is offered; what was sent
     leaves v, and with masking u is cleared where something was sent. The optimizer adds no further
-    momentum. g is clipped first to a 2-norm of clip / sqrt(N).
+    momentum. g is clipped first to a 2-norm of clip / sqrt(N), the compressed and the dense tensors
+    each by themselves.
 
     Tensors that stay dense send u (with Nesterov u + g): plain momentum.
     """
@@ -138,7 +139,7 @@ class Dgc(Memory):
     momentum: float = 0.9
     masking: bool = True
     nesterov: bool = False
-    clip: float = 0.0  # threshold of the global gradient's 2-norm; 0: no clipping
+    clip: float = 0.0  # threshold of the 2-norm of the mean gradient; 0: no clipping
 
     buffers: ClassVar[tuple[str, ...]] = ("velocity", "residual")
     residuals: ClassVar[tuple[str, ...]] = ("residual",)
@@ -151,7 +152,7 @@ class Dgc(Memory):
 
     def offer(self, gradient: Tensor, state: State, workers: int) -> Tensor:  # noqa: D102
         if self.clip:
-            # A norm beyond float32 clips to zero in float32; float64 holds every sum of squares.
+            # In float32 a sum of squares may overflow, and the gradient would be clipped to zero.
             norm = float(gradient.double().square().sum().sqrt())
             limit = self.clip / math.sqrt(workers)
             if norm > limit:

@@ -21,8 +21,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from gcbench.compressor import TILE
 from gcbench.errors import PayloadError
+from gcbench.ops.reference import BLOCK
 
 OMEGA_MAX = 2**31
 """The largest number that is coded; its code has 43 bits."""
@@ -38,8 +38,6 @@ _AHEAD = 64
 _PREFIX = 11
 """Bits that tell a code's length. Only a number below 32 is the length of one more group that can
 be read, and such numbers, with the bit that says whether the group follows, end by bit 11."""
-BLOCK = 1024 * TILE
-"""Codes worked on at once: bounds the memory of intermediate results."""
 
 
 def omega_codes(values: Tensor) -> tuple[Tensor, Tensor]:
