@@ -88,32 +88,32 @@ class TernGrad(Compressor):
         (words,) = self.encode(x, segments, shared, key).parts
         return [Payload((piece,)) for piece in ops.split_words(words, 2, bounds)]
 
-    def _sum(self, payloads: Sequence[Payload], segments: Segments) -> tuple[Tensor, int]:
+    def _words(self, payloads: Sequence[Payload], segments: Segments) -> list[tuple[Tensor, int]]:
         for payload in payloads:
             self.check(payload, segments)
-        return ops.ternary_sum([(p.parts[0], p.count) for p in payloads], segments.numel)
+        return [(payload.parts[0], payload.count) for payload in payloads]
 
     def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
-        codes = self._sum([payload], segments)
-        return ops.ternary_decode(*codes, shared if self.share else payload.parts[1], segments)
+        words = self._words([payload], segments)
+        return ops.ternary_mean(words, shared if self.share else payload.parts[1], segments)
 
     def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
         if not self.share:
             return super().mean(payloads, segments, shared)
-        return ops.ternary_decode(*self._sum(payloads, segments), shared, segments)
+        return ops.ternary_mean(self._words(payloads, segments), shared, segments)
 
     def merge(
         self, payloads: Sequence[Payload], segments: Segments, shared: Tensor, key: Key
     ) -> Payload:
-        total, count = self._sum(payloads, segments)
-        return Payload((ops.ternary_pack(total, count),), count)
+        words, count = ops.ternary_merge(self._words(payloads, segments), segments.numel)
+        return Payload((words,), count)
 
     def summand(self, payload: Payload, workers: int, segments: Segments) -> Payload:
         return Payload((ops.ternary_summand(payload.parts[0], workers, segments.numel),))
 
     def decode_sum(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
-        total = ops.ternary_unsum(payload.parts[0], payload.count, segments.numel)
-        return ops.ternary_decode(total, payload.count, shared, segments)
+        bits, summed = ops.summand_bits(payload.count), (payload.parts[0], payload.count)
+        return ops.ternary_mean([summed], shared, segments, bits=bits)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         codes = (torch.int32, ops.packed_words(segments.numel, ops.ternary_bits(count)))

@@ -44,6 +44,19 @@ class Key(NamedTuple):
     stream: int = 0
     """What the numbers are for: one of the constants of `gcbench.streams`."""
 
+    def words(self) -> tuple[tuple[int, int], int, int]:
+        """Return Philox's two 32-bit key words, and the counter's two that are the same for all.
+
+        Raises:
+            ValueError: step, rank or stream do not fit.
+        """
+        if not (0 <= self.step < 2**32 and 0 <= self.rank < 2**24 and 0 <= self.stream < 2**8):
+            raise ValueError(
+                f"{self}: step below 2^32, rank below 2^24 and stream below 2^8 allowed"
+            )
+        seed = self.seed & 0xFFFFFFFFFFFFFFFF
+        return (seed & 0xFFFFFFFF, seed >> 32), self.step, self.stream << 24 | self.rank
+
 
 class Payload(NamedTuple):
     """What one worker hands to a collective: packed, contiguous tensors."""
@@ -171,6 +184,16 @@ class Segments:
             else:
                 runs.append((slice(i, i + 1), start, length))
         return tuple(runs)
+
+    @cached_property
+    def table(self) -> Tensor:
+        """Return what kernels walk by, int64, shape (2, m + 1), on the CPU.
+
+        Row 0 has the offsets; row 1 how many tiles of 1024 elements, each inside one segment, lie
+        before each segment, and in all.
+        """
+        tiles = itertools.accumulate((-(-n // TILE) for n in self.lengths), initial=0)
+        return torch.tensor([self.offsets, tuple(tiles)])
 
     @cached_property
     def tensors(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -323,6 +346,18 @@ class Compressor(ABC):
     def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
         """Return the payload of one worker (`count` is 1)."""
 
+    def encode_feedback(
+        self, x: Tensor, residual: Tensor, segments: Segments, shared: Tensor, key: Key
+    ) -> Payload:
+        """Encode x + residual, and leave in `residual`, shape (n,), what the payload loses of it.
+
+        A method may override it with an operation that does all in one pass; same bits.
+        """
+        residual += x
+        payload = self.encode(residual, segments, shared, key)
+        residual -= self.decode(payload, segments, shared)
+        return payload
+
     def encode_shards(
         self, x: Tensor, segments: Segments, shared: Tensor, key: Key, bounds: Sequence[int]
     ) -> list[Payload]:
@@ -356,10 +391,22 @@ class Compressor(ABC):
 
         By default each is decoded and they are added in the order of ranks.
         """
-        total = self.decode(payloads[0], segments, shared) * payloads[0].count
+        total = self.decode(payloads[0], segments, shared)
+        if payloads[0].count > 1:
+            total *= payloads[0].count
         for payload in payloads[1:]:
-            total += self.decode(payload, segments, shared) * payload.count
+            self.decode_onto(payload, segments, shared, total)
         return total.div_(sum(payload.count for payload in payloads))
+
+    def decode_onto(
+        self, payload: Payload, segments: Segments, shared: Tensor, total: Tensor
+    ) -> None:
+        """Add the sum over the payload's workers, `decode` times its count, to `total`, (n,).
+
+        A method may override it with an operation that writes no decoded tensor; same bits.
+        """
+        decoded = self.decode(payload, segments, shared)
+        total += decoded * payload.count if payload.count > 1 else decoded
 
     def merge(
         self, payloads: Sequence[Payload], segments: Segments, shared: Tensor, key: Key

@@ -121,7 +121,8 @@ class Config(BaseModel):
         given_options = {**own, **(values.get("memory_options") or {})}
         made = memory.make(carried, given_options)
         values["memory_options"] = {key: getattr(made, key) for key in given_options}
-        ops.choose(str(values.get("backend", "auto")))
+        place = str(values.get("device", "cpu")).partition(":")[0]
+        ops.choose(str(values.get("backend", "auto")), place)
         try:
             return cls(**values)
         except ValidationError as error:
@@ -282,10 +283,17 @@ def provenance(config: Config) -> dict[str, Any]:
         "commit": _commit(),
         "versions": versions(),
         "machine": machine(),
-        "backend": ops.choose(config.backend),
+        "backend": serving(config),
         "threads": threads_per_worker(config),
         "python": sys.executable.rsplit("/", 1)[-1],
     }
+
+
+def serving(config: Config) -> str:
+    """Return the backend that serves a run, with what its kernels are: "cpu (..., avx512)"."""
+    name = ops.choose(config.backend, config.device.partition(":")[0])
+    detail = {found.name: found.detail for found in ops.backends()}[name]
+    return name if name == "reference" else f"{name} ({detail})"
 
 
 def command(config: Config) -> str:

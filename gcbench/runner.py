@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gcbench import engines, experiment, listing, ops
+from gcbench import engines, experiment, listing
 from gcbench.errors import GcbenchError, UsageError
 from gcbench.experiment import Config
 from gcbench.progress import Mode
@@ -111,7 +111,7 @@ class Runner:
                     f"{place} {config.run_name}: {config.make_compressor()!r}, "
                     f"{config.workers} workers, {config.engine}, {config.collective}{carried}, "
                     f"{config.steps} steps of batch {config.batch}{told}; "
-                    f"backend {ops.choose(config.backend)}"
+                    f"backend {experiment.serving(config)}"
                 )
             self._engine(config, run)
         summary = run.summary

@@ -88,6 +88,7 @@ class Trainer:
     def __init__(self, config: Config, world: World, run: Run, options: Options) -> None:
         self.config, self.world, self.run, self.options = config, world, run, options
         self.observer: progress.Observer = progress.Silent()
+        ops.use(config.backend)
         self.device = world.device
         self.task: Task = config.make_task()
         self.compressor = config.make_compressor(config.steps - 1)  # the one that it ends with

@@ -5,9 +5,8 @@ Same arguments, same bytes: a backend may only be faster than `gcbench.ops.refer
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from gcbench.errors import UsageError, unknown
+from gcbench.ops.backend import NAMES as BACKENDS
+from gcbench.ops.backend import Backend, backends, choose, op, use, using
 from gcbench.ops.bitstream import (
     OMEGA_MAX,
     omega_codes,
@@ -65,14 +64,11 @@ from gcbench.ops.reference import (
     split_words,
     summand_bits,
     ternary_bits,
-    ternary_decode,
     ternary_encode,
-    ternary_pack,
+    ternary_mean,
+    ternary_merge,
     ternary_scales,
-    ternary_sum,
     ternary_summand,
-    ternary_unpack,
-    ternary_unsum,
     uniform,
     unpack,
 )
@@ -119,6 +115,7 @@ from gcbench.ops.spectrum import (
 )
 
 __all__ = [
+    "BACKENDS",
     "LEVEL_CODINGS",
     "LEVEL_NORMS",
     "OMEGA_MAX",
@@ -165,6 +162,7 @@ __all__ = [
     "omega_read",
     "omega_sparse_read",
     "omega_sparse_write",
+    "op",
     "orthonormalize",
     "pack",
     "packed_words",
@@ -203,49 +201,15 @@ __all__ = [
     "split_words",
     "summand_bits",
     "ternary_bits",
-    "ternary_decode",
     "ternary_encode",
-    "ternary_pack",
+    "ternary_mean",
+    "ternary_merge",
     "ternary_scales",
-    "ternary_sum",
     "ternary_summand",
-    "ternary_unpack",
-    "ternary_unsum",
     "uniform",
     "unpack",
+    "use",
+    "using",
     "value_error",
     "write_codes",
 ]
-
-
-class Backend(NamedTuple):
-    """A set of kernels: whether it can be used here, and the reason or what it is."""
-
-    name: str
-    available: bool
-    detail: str
-
-
-def backends() -> list[Backend]:
-    """Return all backends, the ones that are missing with the reason."""
-    return [
-        Backend("reference", True, "plain torch, any device, the definition"),
-        Backend("cpu", False, "this version has no native CPU kernels"),
-        Backend("cuda", False, "this version has no CUDA kernels; reference runs on CUDA tensors"),
-    ]
-
-
-def choose(backend: str) -> str:
-    """Return the name of the backend that serves `backend`; "auto" takes the best there is.
-
-    Raises:
-        UsageError: an unknown one, or one that is missing here, with the reason.
-    """
-    known = {found.name: found for found in backends()}
-    if backend == "auto":
-        return next(name for name in ("cuda", "cpu", "reference") if known[name].available)
-    if backend not in known:
-        raise unknown("backend", backend, ["auto", *known])
-    if not known[backend].available:
-        raise UsageError(f"backend {backend!r} is missing: {known[backend].detail}; use auto")
-    return backend

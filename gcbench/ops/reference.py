@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gcbench.compressor import TILE, Key, Segments
 from gcbench.errors import PayloadError
+from gcbench.ops.backend import op
 
 LANES = 32
 MAX_BITS = 16
@@ -40,6 +41,11 @@ _WORD = 0xFFFFFFFF
 # Philox4x32: multipliers and Weyl increments (Salmon et al. 2011, table 2 and Random123's header).
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
+
+
+def into(out: Tensor | None, result: Tensor) -> Tensor:
+    """Return `result`, copied into `out` if there is one."""
+    return result if out is None else out.copy_(result)
 
 
 # ---- random numbers ------------------------------------------------------------------------------
@@ -63,10 +69,10 @@ def philox(counter: Sequence[Tensor], key: tuple[int, int], rounds: int = 10) ->
     return [c0, c1, c2, c3]
 
 
+@op
 def draws24(key: Key, n: int, device: torch.device | str = "cpu") -> Tensor:
     """Return integers uniform on [0, 2^24), int32, shape (n,), for elements key.offset + [0, n)."""
-    if not (0 <= key.step < 2**32 and 0 <= key.rank < 2**24 and 0 <= key.stream < 2**8):
-        raise ValueError(f"{key}: step below 2^32, rank below 2^24 and stream below 2^8 allowed")
+    seed, key_step, who = key.words()
     if n == 0:
         return torch.empty(0, dtype=torch.int32, device=device)
     first, last = key.offset // TILE, (key.offset + n - 1) // TILE
@@ -77,10 +83,8 @@ def draws24(key: Key, n: int, device: torch.device | str = "cpu") -> Tensor:
     shape = (tiles, 2, LANES)
     low = (lane & _WORD).expand(shape)
     high = ((lane >> 32 << 8) | half).expand(shape)
-    step = torch.full(shape, key.step, device=device)
-    who = torch.full(shape, key.stream << 24 | key.rank, device=device)
-    seed = key.seed & 0xFFFFFFFFFFFFFFFF
-    words = philox((low, high, step, who), (seed & _WORD, seed >> 32))
+    steps = torch.full(shape, key_step, device=device)
+    words = philox((low, high, steps, torch.full(shape, who, device=device)), seed)
     out = torch.empty((tiles, 2, 16, LANES), dtype=torch.int32, device=device)
     for row in range(16):
         word, after = words[row >> 2], words[((row >> 2) + 1) & 3]
@@ -141,6 +145,7 @@ def _pack_rows(rows: Tensor, bits: int) -> Tensor:
     return words
 
 
+@op
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack integer codes, shape (n,), each in [0, 2^bits), into int32 words, 1 to 16 bits each.
 
@@ -172,6 +177,7 @@ def _unpack_rows(words: Tensor, bits: int) -> Tensor:
     return rows
 
 
+@op
 def unpack(words: Tensor, bits: int, n: int) -> Tensor:
     """Return the codes of `bits` bits in int32 `words`, shape (..., words), int32, shape (..., n).
 
@@ -198,6 +204,7 @@ def unpack(words: Tensor, bits: int, n: int) -> Tensor:
 # ---- statistics of segments ----------------------------------------------------------------------
 
 
+@op
 def segment_absmax(x: Tensor, segments: Segments) -> Tensor:
     """Return max |x| of each segment, float32, shape (m,); 0 for an empty segment."""
     out = x.new_zeros(len(segments))
@@ -266,6 +273,7 @@ def _row_moments(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (total.squeeze(1), square.squeeze(1)) if shape[1] else (total.sum(1), square.sum(1))
 
 
+@op
 def segment_moments(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
     """Return the sum and the sum of squares of each segment, float64, shape (m,) each.
 
@@ -294,6 +302,7 @@ def ternary_bits(count: int) -> int:
     return (2 * count).bit_length()
 
 
+@op
 def ternary_scales(
     x: Tensor, segments: Segments, clip: float, *, at_limit: bool = False
 ) -> tuple[Tensor | None, Tensor]:
@@ -309,8 +318,15 @@ def ternary_scales(
     return (None, limit) if at_limit else (limit, torch.minimum(largest, limit))
 
 
+@op
 def ternary_encode(
-    x: Tensor, limit: Tensor | None, scale: Tensor, segments: Segments, key: Key
+    x: Tensor,
+    limit: Tensor | None,
+    scale: Tensor,
+    segments: Segments,
+    key: Key,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Draw ternary codes and pack code + 1 in 2 bits, int32 words.
 
@@ -334,7 +350,7 @@ def ternary_encode(
         # 1 + t: 2 for +s, 0 for -s, 1 for 0
         sign = torch.signbit(x[start:stop]).to(torch.int8).mul_(-2).add_(1)
         torch.mul(hit.to(torch.int8), sign, out=codes[start:stop]).add_(1)
-    return pack(codes, 2)
+    return into(out, pack(codes, 2))
 
 
 def ternary_unpack(words: Tensor, count: int, bits: int, n: int) -> Tensor:
@@ -351,11 +367,13 @@ def ternary_unpack(words: Tensor, count: int, bits: int, n: int) -> Tensor:
     return codes.sub_(count)
 
 
-def ternary_sum(payloads: Sequence[tuple[Tensor, int]], n: int) -> tuple[Tensor, int]:
+def ternary_sum(
+    payloads: Sequence[tuple[Tensor, int]], n: int, bits: int | None = None
+) -> tuple[Tensor, int]:
     """Return the sum of ternary codes, int32, shape (n,), and over how many workers it is.
 
-    `payloads`: words that hold sums over a number of workers in `ternary_bits(number)` bits each,
-    and that number.
+    `payloads`: words that hold sums over a number of workers, and that number; a code has `bits`
+    bits, or `ternary_bits(number)`.
 
     Raises:
         PayloadError: see `ternary_unpack`.
@@ -363,32 +381,57 @@ def ternary_sum(payloads: Sequence[tuple[Tensor, int]], n: int) -> tuple[Tensor,
     total = torch.zeros(n, dtype=torch.int32, device=payloads[0][0].device)
     at_once = max(1, BLOCK // max(n, 1))
     for count in sorted({count for _, count in payloads}):
-        bits = ternary_bits(count)
+        width = bits or ternary_bits(count)
         alike = [words for words, own in payloads if own == count]
-        if any(words.shape != (packed_words(n, bits),) for words in alike):
-            raise PayloadError(f"ternary payloads of {n} codes in {bits} bits: a length is wrong")
+        if any(words.shape != (packed_words(n, width),) for words in alike):
+            raise PayloadError(f"ternary payloads of {n} codes in {width} bits: a length is wrong")
         for start in range(0, len(alike), at_once):
             stack = torch.stack(alike[start : start + at_once])
-            total += ternary_unpack(stack, count, bits, n).sum(0, dtype=torch.int32)
+            total += ternary_unpack(stack, count, width, n).sum(0, dtype=torch.int32)
     return total, sum(count for _, count in payloads)
 
 
-def ternary_pack(total: Tensor, count: int) -> Tensor:
-    """Pack sums of `count` workers' codes, int32, shape (n,), in `ternary_bits(count)` bits."""
-    return pack(total + count, ternary_bits(count))
-
-
 def ternary_decode(total: Tensor, count: int, scale: Tensor, segments: Segments) -> Tensor:
-    """Return total * (scale / count), float32, shape (n,).
-
-    Raises:
-        PayloadError: a scale is negative or not finite.
-    """
-    if not (scale.isfinite() & (scale >= 0)).all():
-        raise PayloadError("ternary payload: scales must be finite and not negative")
+    """Return total * (scale / count), float32, shape (n,)."""
     # By a tensor: a device may turn the division by a number into a product.
     unit = torch.where(scale < TINY, 0.0, scale / scale.new_tensor(float(count)))
     return scale_(total.float(), unit, segments)
+
+
+@op
+def ternary_mean(
+    payloads: Sequence[tuple[Tensor, int]],
+    scale: Tensor,
+    segments: Segments,
+    *,
+    bits: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the mean of all workers, sum of codes * (scale / number of workers), float32, (n,).
+
+    `payloads`: int32 words that hold sums over a number of workers, and that number; a code has
+    `bits` bits, or `ternary_bits(number)`. `scale`: float32, shape (m,). `out`: where to write.
+
+    Raises:
+        PayloadError: see `ternary_unpack`; or a scale is negative or not finite.
+    """
+    if not (scale.isfinite() & (scale >= 0)).all():
+        raise PayloadError("ternary payload: scales must be finite and not negative")
+    total, count = ternary_sum(payloads, segments.numel, bits)
+    return into(out, ternary_decode(total, count, scale, segments))
+
+
+@op
+def ternary_merge(
+    payloads: Sequence[tuple[Tensor, int]], n: int, *, out: Tensor | None = None
+) -> tuple[Tensor, int]:
+    """Return the sum of `n` ternary codes of all payloads, packed as they are, and its workers.
+
+    Raises:
+        PayloadError: see `ternary_unpack`.
+    """
+    total, count = ternary_sum(payloads, n)
+    return into(out, pack(total + count, ternary_bits(count))), count
 
 
 def summand_bits(count: int) -> int:
@@ -403,12 +446,3 @@ def ternary_summand(words: Tensor, workers: int, n: int) -> Tensor:
     """Widen one worker's 2-bit codes to fields whose packed words add up over `workers`."""
     bits = summand_bits(workers)
     return words if bits == 2 else pack(unpack(words, 2, n), bits)
-
-
-def ternary_unsum(words: Tensor, workers: int, n: int) -> Tensor:
-    """Return the sums of codes, int32, shape (n,), from added words of `ternary_summand`.
-
-    Raises:
-        PayloadError: see `ternary_unpack`.
-    """
-    return ternary_unpack(words, workers, summand_bits(workers), n)

@@ -160,21 +160,20 @@ def random_words(key: Key, n: int, device: torch.device | str = "cpu") -> Tensor
     Element e of the bucket takes word e % 4 of Philox block e // 4, so no two share a bit; the
     counters are none of those of `draws24`. Elements are key.offset + [0, n).
     """
+    seed, step, who = key.words()
     out = torch.empty(n, dtype=torch.int32, device=device)
     for start in range(0, n, BLOCK):
         stop = min(start + BLOCK, n)
         first, last = (key.offset + start) // 4, (key.offset + stop - 1) // 4
         block = torch.arange(first, last + 1, device=device)
-        who = key.stream << 24 | key.rank
-        seed = key.seed & 0xFFFFFFFFFFFFFFFF
         words = philox(
             (
                 block & _WORD,
                 (block >> 32 << 8) | 2,  # draws24 has 0 and 1 here
-                torch.full_like(block, key.step),
+                torch.full_like(block, step),
                 torch.full_like(block, who),
             ),
-            (seed & _WORD, seed >> 32),
+            seed,
         )
         skip = key.offset + start - 4 * first
         flat = torch.stack(words, dim=1).view(-1)[skip : skip + stop - start]

@@ -1,0 +1,198 @@
+// Largest magnitude, sum and sum of squares of segments on the CPU, in one pass: 4 bytes an element.
+//
+// Sums are in float64, over tiles of 1024 that begin where their segment does: element i is added to i + 512, then
+// i + 256, and so on, and tiles' sums are added the same way until one is left. Tiles do not depend on threads.
+#include <math.h>
+#include <stdlib.h>
+
+#include "loops.hpp"
+
+using namespace gc;
+
+namespace {
+
+struct Moments {
+  double sum, square;
+  uint32_t top;  // bits of the largest magnitude: as integers, they order as magnitudes do, and NaN above all
+};
+
+// Halve `width` (a power of two) values until one is left.
+inline double halve(double* values, int width) {
+  for (int half = width / 2; half >= 8; half /= 2) {
+    GC_SIMD for (int i = 0; i < half; ++i) values[i] += values[i + half];
+  }
+  for (int half = width < 16 ? width / 2 : 4; half >= 1; half /= 2) {
+    for (int i = 0; i < half; ++i) values[i] += values[i + half];
+  }
+  return values[0];
+}
+
+// Sum as `gcbench.ops.reference._row_moments` sums tiles' sums; `values` is overwritten.
+double halve_all(double* values, int64_t n) {
+  while (n > 1) {
+    GC_ALIGNED double row[TILE];
+    int width = TILE;
+    if (n <= TILE / 2) {
+      width = 1;
+      while (width < n) width *= 2;
+    }
+    int64_t rows = 0;
+    for (int64_t start = 0; start < n; start += width) {
+      const int count = (int)(n - start < width ? n - start : width);
+      for (int i = 0; i < width; ++i) row[i] = i < count ? values[start + i] : 0.0;
+      values[rows++] = halve(row, width);
+    }
+    n = rows;
+  }
+  return values[0];
+}
+
+template <class Load>
+inline Moments tile_moments(Load load, int count) {
+  GC_ALIGNED double sum[TILE / 2], square[TILE / 2];
+  uint32_t top = 0;
+  if (count == TILE) {
+#pragma omp simd reduction(max : top)
+    for (int i = 0; i < TILE / 2; ++i) {
+      const float x = load(i), y = load(i + TILE / 2);
+      const double a = x, b = y;
+      sum[i] = a + b;
+      square[i] = a * a + b * b;
+      const uint32_t u = bits_of(x) & 0x7fffffffu, v = bits_of(y) & 0x7fffffffu;
+      top = u > top ? u : top;
+      top = v > top ? v : top;
+    }
+    return {halve(sum, TILE / 2), halve(square, TILE / 2), top};
+  }
+  int width = TILE;
+  if (count <= TILE / 2) {
+    width = 1;
+    while (width < count) width *= 2;
+  }
+  if (width == 1) {
+    const float x = load(0);
+    return {(double)x, (double)x * x, bits_of(x) & 0x7fffffffu};
+  }
+  const int half = width / 2, both = count - half;  // count > half: the first halves have all their elements
+#pragma omp simd reduction(max : top)
+  for (int i = 0; i < both; ++i) {
+    const float x = load(i), y = load(i + half);
+    const double a = x, b = y;
+    sum[i] = a + b;
+    square[i] = a * a + b * b;
+    const uint32_t u = bits_of(x) & 0x7fffffffu, v = bits_of(y) & 0x7fffffffu;
+    top = u > top ? u : top;
+    top = v > top ? v : top;
+  }
+#pragma omp simd reduction(max : top)
+  for (int i = both; i < half; ++i) {
+    const float x = load(i);
+    sum[i] = (double)x + 0.0;
+    square[i] = (double)x * x;
+    const uint32_t u = bits_of(x) & 0x7fffffffu;
+    top = u > top ? u : top;
+  }
+  return {halve(sum, half), halve(square, half), top};
+}
+
+uint32_t largest(const float* x, int64_t n) {
+  uint32_t top = 0;
+#pragma omp simd reduction(max : top)
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t u = bits_of(x[i]) & 0x7fffffffu;
+    top = u > top ? u : top;
+  }
+  return top;
+}
+
+// Call take(segment, moments) for each segment, in any order and from any thread.
+template <class Take>
+void for_segments(const float* x, const Segments& segments, int threads, Take take) {
+  const int64_t tiles = segments.tiles[segments.count];
+  double* sums = (double*)malloc(2 * sizeof(double) * (tiles + 1));
+  double* squares = sums + tiles;
+  uint32_t* tops = (uint32_t*)malloc(sizeof(uint32_t) * (tiles + 1));
+  parallel(tiles, threads, [&](int64_t first, int64_t last) {
+    int64_t s = segments.of_tile(first);
+    for (int64_t t = first; t < last; ++t) {
+      while (segments.tiles[s + 1] <= t) ++s;
+      const int64_t start = segments.offsets[s] + (t - segments.tiles[s]) * TILE, left = segments.offsets[s + 1] - start;
+      const float* part = x + start;
+      const Moments got = tile_moments([=](int i) { return part[i]; }, (int)(left < TILE ? left : TILE));
+      sums[t] = got.sum;
+      squares[t] = got.square;
+      tops[t] = got.top;
+    }
+  });
+  for (int64_t s = 0; s < segments.count; ++s) {
+    const int64_t first = segments.tiles[s], number = segments.tiles[s + 1] - first;
+    Moments all{0.0, 0.0, 0};
+    for (int64_t t = first; t < first + number; ++t) all.top = tops[t] > all.top ? tops[t] : all.top;
+    if (number) {
+      all.sum = halve_all(sums + first, number);
+      all.square = halve_all(squares + first, number);
+    }
+    take(s, all);
+  }
+  free(sums);
+  free(tops);
+}
+
+}  // namespace
+
+// Each output, (m,), may be null.
+GC_API int64_t gc_segment_statistics(const float* x, const int64_t* table, int64_t m, float* absmax, double* sum,
+                                     double* square, int threads) {
+  const Segments segments(table, m);
+  for_segments(x, segments, threads, [&](int64_t s, const Moments& got) {
+    if (absmax) absmax[s] = float_of(got.top);
+    if (sum) sum[s] = got.sum;
+    if (square) square[s] = got.square;
+  });
+  return 0;
+}
+
+// The largest magnitude alone, (m,).
+GC_API int64_t gc_segment_absmax(const float* x, const int64_t* table, int64_t m, float* absmax, int threads) {
+  const Segments segments(table, m);
+  const int64_t tiles = segments.tiles[m];
+  uint32_t* tops = (uint32_t*)absmax;  // bits of floats: integers order as magnitudes do
+  for (int64_t s = 0; s < m; ++s) tops[s] = 0;
+  parallel(tiles, threads, [&](int64_t first, int64_t last) {
+    for (int64_t t = first, s = segments.of_tile(first); t < last;) {
+      while (segments.tiles[s + 1] <= t) ++s;
+      const int64_t end = segments.tiles[s + 1] < last ? segments.tiles[s + 1] : last;
+      const int64_t start = segments.offsets[s] + (t - segments.tiles[s]) * TILE;
+      int64_t stop = segments.offsets[s] + (end - segments.tiles[s]) * TILE;
+      if (stop > segments.offsets[s + 1]) stop = segments.offsets[s + 1];
+      const uint32_t top = largest(x + start, stop - start);
+#pragma omp critical
+      tops[s] = top > tops[s] ? top : tops[s];
+      t = end;
+    }
+  });
+  return 0;
+}
+
+// Thresholds and scales of ternary codes, (m,) each: `gcbench.ops.reference.ternary_scales`. `limit` is null for
+// clip = 0, and with `at_limit` only `scale` is written.
+GC_API int64_t gc_ternary_scales(const float* x, const int64_t* table, int64_t m, float clip, int at_limit, float* limit,
+                                 float* scale, int threads) {
+  const Segments segments(table, m);
+  if (clip == 0) return gc_segment_absmax(x, table, m, scale, threads);
+  for_segments(x, segments, threads, [&](int64_t s, const Moments& got) {
+    const int64_t length = segments.offsets[s + 1] - segments.offsets[s];
+    const double count = length > 0 ? (double)length : 1.0, mean = got.sum / count;
+    const double spread = got.square / count - mean * mean;
+    float bound = (float)sqrt(spread < 0 ? 0.0 : spread) * clip;
+    if (bound > FLOAT_MAX) bound = FLOAT_MAX;
+    const float largest = float_of(got.top);
+    if (at_limit) {
+      scale[s] = bound;
+    } else {
+      limit[s] = bound;
+      scale[s] = largest < bound || largest != largest ? largest : bound;
+    }
+  });
+  return 0;
+}

@@ -1,0 +1,186 @@
+// Ternary codes on the CPU. Encoding reads 4 and writes 1/4 bytes an element, decoding the reverse.
+#include "ternary.cuh"
+#include "loops.hpp"
+
+using namespace gc;
+
+// Codes of x, (n,), with the clipping threshold `limit` (null: none) and the scale of each segment.
+GC_API int64_t gc_ternary_encode(const float* x, int64_t n, const int64_t* table, int64_t m, const float* limit,
+                                 const float* scale, uint64_t seed, uint64_t offset, uint32_t step, uint32_t who,
+                                 uint32_t* out, int threads) {
+  const Segments segments(table, m);
+  const Key key{seed, offset, step, who};
+  parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
+    auto spread = spread_values<2>(segments, first * TILE, [=](int64_t s, float* values) {
+      values[0] = limit ? limit[s] : __builtin_inff();
+      values[1] = ternary_step(scale[s]);
+    });
+    Draws draws(key, first);
+    for (int64_t t = first; t < last; ++t) {
+      const float* part = x + t * TILE;
+      const int count = (int)(n - t * TILE < TILE ? n - t * TILE : TILE);
+      spread.tile(t * TILE, count);
+      const uint32_t* draw = draws.tile();
+      const float *limits = spread.row[0], *steps = spread.row[1];
+      pack_tile<2>(
+          [=](int i) { return ternary_code(part[i], limits[i], steps[i], draw[i]); }, count,
+          out + t * 2 * LANES);
+    }
+  });
+  return 0;
+}
+
+namespace {
+
+// Add the codes of one tile of a payload to `sums`, and return the largest.
+template <int B>
+uint32_t add_codes(const uint32_t* words, int count, int32_t* sums) {
+  GC_ALIGNED uint32_t codes[TILE];
+  unpack_tile<B>(words, count, [&](int i, uint32_t code) { codes[i] = code; });
+  uint32_t top = 0;
+#pragma omp simd reduction(max : top)
+  for (int i = 0; i < count; ++i) {
+    sums[i] += (int32_t)codes[i];
+    top = codes[i] > top ? codes[i] : top;
+  }
+  return top;
+}
+
+// Payloads of one worker each, 2 bits a code: fields are added within words, four to a word, and then spread. At most
+// 127 payloads, so that no byte overflows. Returns 3 if a code 3 is among them, as 2 is the largest.
+uint32_t add_pairs(const uint32_t* const* words, int payloads, int64_t place, int lanes, int32_t* sums) {
+  uint32_t bad = 0;
+  GC_ROLLED for (int k = 0; k < 2; ++k) {
+    GC_ALIGNED uint32_t field[4][LANES] = {};
+    GC_ROLLED for (int p = 0; p < payloads; ++p) {
+      const uint32_t* word = words[p] + place + k * lanes;
+#pragma omp simd reduction(| : bad)
+      for (int l = 0; l < lanes; ++l) {
+        const uint32_t w = word[l];
+        bad |= w & (w >> 1) & 0x55555555u;
+        field[0][l] += w & 0x03030303u;
+        field[1][l] += (w >> 2) & 0x03030303u;
+        field[2][l] += (w >> 4) & 0x03030303u;
+        field[3][l] += (w >> 6) & 0x03030303u;
+      }
+    }
+    GC_ROLLED for (int j = 0; j < 16; ++j) {
+      const uint32_t* f = field[j & 3];
+      const int shift = 8 * (j >> 2);
+      int32_t* row = sums + (16 * k + j) * lanes;
+      GC_SIMD for (int l = 0; l < lanes; ++l) row[l] += (int32_t)((f[l] >> shift) & 0xffu);
+    }
+  }
+  return bad ? 3 : 0;
+}
+
+struct Payloads {
+  const uint32_t* const* words;
+  const int32_t* bits;   // of a code
+  const int32_t* tops;   // the largest code that is allowed: twice the number of workers
+  int64_t number;
+};
+
+// Sums of all payloads' codes for the tile at `start`; returns 1 + the first payload with a code above its top.
+int64_t add_all(const Payloads& in, int64_t start, int count, int32_t* sums) {
+  memset(sums, 0, TILE * sizeof *sums);
+  const int lanes = count == TILE ? LANES : (count + LANES - 1) / LANES;
+  for (int64_t p = 0; p < in.number;) {
+    uint32_t top = 0;
+    int64_t next = p;
+    while (next < in.number && next < p + 127 && in.bits[next] == 2 && in.tops[next] == 2) ++next;
+    if (next > p) {
+      top = add_pairs(in.words + p, (int)(next - p), start / TILE * 2 * LANES, lanes, sums);
+      if (top > 2) {
+        // The last lanes' codes beyond the count are ignored, as they are by the definition.
+        for (int64_t q = p; q < next; ++q) {
+          GC_ALIGNED int32_t scratch[TILE] = {};
+          if (add_codes<2>(in.words[q] + start / TILE * 2 * LANES, count, scratch) > 2) return q + 1;
+        }
+      }
+      p = next;
+      continue;
+    }
+    const int bits = in.bits[p];
+    with_bits(bits, [&](auto b) {
+      top = add_codes<decltype(b)::value>(in.words[p] + start / TILE * bits * LANES, count, sums);
+    });
+    if (top > (uint32_t)in.tops[p]) return p + 1;
+    ++p;
+  }
+  return 0;
+}
+
+int64_t first_bad(int64_t a, int64_t b) { return a && (!b || a < b) ? a : b; }
+
+}  // namespace
+
+// (sum of codes - count) * (scale / count), (n,), from `number` payloads. Returns 0, or 1 + the index of the first
+// payload that has a code above its top.
+GC_API int64_t gc_ternary_mean(const uint32_t* const* words, const int32_t* bits, const int32_t* tops, int64_t number,
+                               int64_t workers, const float* scale, int64_t n, const int64_t* table, int64_t m,
+                               float* out, int threads) {
+  const Segments segments(table, m);
+  const Payloads in{words, bits, tops, number};
+  const bool stream = n >= STREAM_FROM;
+  const bool single = number == 1 && bits[0] == 2 && tops[0] == 2;
+  int64_t bad = 0;
+  parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
+    auto spread = spread_values<1>(segments, first * TILE, [=](int64_t s, float* values) {
+      values[0] = ternary_unit(scale[s], (float)workers);
+    });
+    GC_ALIGNED float tile[TILE];
+    GC_ALIGNED int32_t sums[TILE];
+    int64_t wrong = 0;
+    for (int64_t t = first; t < last && !wrong; ++t) {
+      const int count = (int)(n - t * TILE < TILE ? n - t * TILE : TILE);
+      spread.tile(t * TILE, count);
+      const float* units = spread.row[0];
+      if (single && count == TILE) {
+        uint32_t both = 0;
+        const uint32_t* word = words[0] + t * 2 * LANES;
+        GC_SIMD for (int l = 0; l < 2 * LANES; ++l) both |= word[l] & (word[l] >> 1) & 0x55555555u;
+        if (both) wrong = 1;
+        unpack_tile<2>(word, TILE, [&](int i, uint32_t code) {
+          tile[i] = (float)((int32_t)code - 1) * units[i];
+        });
+      } else {
+        wrong = add_all(in, t * TILE, count, sums);
+        GC_SIMD for (int i = 0; i < count; ++i) {
+          tile[i] = (float)(sums[i] - (int32_t)workers) * units[i];
+        }
+      }
+      write_tile(out + t * TILE, tile, count, stream);
+    }
+    if (stream) end_stream();
+    if (wrong) {
+#pragma omp critical
+      bad = first_bad(wrong, bad);
+    }
+  });
+  return bad;
+}
+
+// The sums of all payloads' codes in `width` bits each. Returns as gc_ternary_mean.
+GC_API int64_t gc_ternary_merge(const uint32_t* const* words, const int32_t* bits, const int32_t* tops, int64_t number,
+                                int64_t n, int width, uint32_t* out, int threads) {
+  const Payloads in{words, bits, tops, number};
+  int64_t bad = 0;
+  parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
+    GC_ALIGNED int32_t sums[TILE];
+    int64_t wrong = 0;
+    for (int64_t t = first; t < last && !wrong; ++t) {
+      const int count = (int)(n - t * TILE < TILE ? n - t * TILE : TILE);
+      wrong = add_all(in, t * TILE, count, sums);
+      with_bits(width, [&](auto b) {
+        constexpr int B = decltype(b)::value;
+        pack_tile<B>([&](int i) { return (uint32_t)sums[i]; }, count, out + t * B * LANES);
+      });
+    }
+    if (wrong) {
+#pragma omp critical
+      bad = first_bad(wrong, bad);
+    }
+  });
+  return bad;
+}

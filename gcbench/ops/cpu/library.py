@@ -1,0 +1,135 @@
+"""The native library: found, checked, loaded, called.
+
+It is a plain C interface, built from `cuda/*.cpp` when the package is installed, once for each
+instruction set; the best that the processor has is taken. `GCBENCH_ISA` takes another one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gcbench
+from gcbench.compressor import Key
+from gcbench.ops import sources
+
+ISAS = ("baseline", "avx2", "avx512")
+"""Instruction sets from the least to the most; other processors than x86-64 have the first."""
+FOLDER = Path(gcbench.__file__).parent / "_native"
+REBUILD = "pip install again (`pip install -e .` in a checkout) with a C++ compiler at hand"
+
+_TYPES = {
+    "p": ctypes.c_void_p,
+    "l": ctypes.c_int64,
+    "i": ctypes.c_int,
+    "f": ctypes.c_float,
+    "d": ctypes.c_double,
+    "Q": ctypes.c_uint64,
+    "I": ctypes.c_uint32,
+}
+
+
+class Functions:
+    """The C functions of one library at a time, as attributes; each returns an int."""
+
+    def __init__(self) -> None:
+        self.isa = ""
+
+    def load(self, isa: str, signatures: Mapping[str, str]) -> None:
+        """Take the functions of this instruction set's library in place of those before."""
+        library = ctypes.CDLL(str(FOLDER / f"{isa}.so"))
+        for name, letters in signatures.items():
+            function = getattr(library, name)
+            function.argtypes = [_TYPES[letter] for letter in letters]
+            function.restype = ctypes.c_int64
+            setattr(self, name, function)
+        self.isa = isa
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        raise AttributeError(f"the native library has no function {name}, or is not loaded")
+
+
+c = Functions()
+"""What the kernels call."""
+
+
+class Missing(Exception):
+    """There is no native library for this machine, and why."""
+
+
+def levels() -> tuple[str, ...]:
+    """Return the instruction sets that were built and that this processor has, least first.
+
+    Raises:
+        Missing: none, or they were built from other sources than those that are installed.
+    """
+    base = FOLDER / "baseline.so"
+    if not base.exists():
+        raise Missing(f"it was not built; {REBUILD}")
+    try:
+        library = ctypes.CDLL(str(base))
+    except OSError as error:
+        raise Missing(f"it does not load: {error}; {REBUILD}") from None
+    library.gc_sources.restype = ctypes.c_char_p
+    if library.gc_sources().decode() != sources.digest(".cpp", ".hpp", ".cuh"):
+        raise Missing(f"it was built from other sources than these; {REBUILD}")
+    usable = ISAS[: 1 + library.gc_level()]
+    return tuple(isa for isa in usable if (FOLDER / f"{isa}.so").exists())
+
+
+def best() -> str:
+    """Return the instruction set to use: the best of `levels`, or what GCBENCH_ISA says.
+
+    Raises:
+        Missing: there is none, or not that one.
+    """
+    found = levels()
+    isa = os.environ.get("GCBENCH_ISA") or found[-1]
+    if isa not in found:
+        raise Missing(f"GCBENCH_ISA={isa}: this machine has {', '.join(found)}")
+    return isa
+
+
+def address(tensor: Tensor, dtype: torch.dtype, numel: int) -> int:
+    """Return where the elements of a tensor lie, for a kernel that takes it on trust.
+
+    Raises:
+        ValueError: another dtype, length or device, or not contiguous.
+    """
+    if (
+        tensor.dtype is not dtype
+        or tensor.numel() != numel
+        or not tensor.is_cpu
+        or not tensor.is_contiguous()
+    ):
+        raise ValueError(
+            f"{tensor.numel()} {tensor.dtype} on {tensor.device}, strides {tensor.stride()}: "
+            f"{numel} contiguous {dtype} on the CPU expected"
+        )
+    return tensor.data_ptr()
+
+
+def output(given: Tensor | None, dtype: torch.dtype, numel: int) -> Tensor:
+    """Return the tensor to write into: `given`, or a new one."""
+    return torch.empty(numel, dtype=dtype) if given is None else given
+
+
+def stream(key: Key) -> tuple[int, int, int, int]:
+    """Return a key as the kernels take it: seed, offset, step, who.
+
+    Raises:
+        ValueError: see `Key.words`.
+    """
+    (low, high), step, who = key.words()
+    return high << 32 | low, key.offset, step, who
+
+
+def pointers(addresses: list[int]) -> Any:
+    """Return a C array of pointers."""
+    return (ctypes.c_void_p * len(addresses))(*addresses)

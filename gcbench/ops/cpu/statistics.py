@@ -1,0 +1,73 @@
+"""Native statistics of segments."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gcbench.compressor import Segments
+from gcbench.ops.cpu.library import address, c
+
+SIGNATURES = {
+    "gc_segment_statistics": "pplpppi",
+    "gc_segment_absmax": "pplpi",
+    "gc_ternary_scales": "pplfippi",
+}
+
+
+def segment_absmax(x: Tensor, segments: Segments) -> Tensor:
+    """Serve `ops.segment_absmax`."""
+    m, table, x = len(segments), segments.table, x.contiguous()
+    out = torch.empty(m)
+    c.gc_segment_absmax(
+        address(x, torch.float32, segments.numel),
+        table.data_ptr(),
+        m,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def segment_moments(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    """Serve `ops.segment_moments`."""
+    m, table, x = len(segments), segments.table, x.contiguous()
+    total = torch.empty(m, dtype=torch.float64)
+    square = torch.empty(m, dtype=torch.float64)
+    c.gc_segment_statistics(
+        address(x, torch.float32, segments.numel),
+        table.data_ptr(),
+        m,
+        None,
+        total.data_ptr(),
+        square.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return total, square
+
+
+def ternary_scales(
+    x: Tensor, segments: Segments, clip: float, *, at_limit: bool = False
+) -> tuple[Tensor | None, Tensor]:
+    """Serve `ops.ternary_scales`."""
+    m, table, x = len(segments), segments.table, x.contiguous()
+    scale = torch.empty(m)
+    limit = torch.empty(m) if clip and not at_limit else None
+    c.gc_ternary_scales(
+        address(x, torch.float32, segments.numel),
+        table.data_ptr(),
+        m,
+        clip,
+        at_limit,
+        None if limit is None else limit.data_ptr(),
+        scale.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return limit, scale
+
+
+KERNELS = {
+    "segment_absmax": segment_absmax,
+    "segment_moments": segment_moments,
+    "ternary_scales": ternary_scales,
+}

@@ -1,0 +1,122 @@
+"""Native ternary codes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gcbench.compressor import Key, Segments
+from gcbench.errors import PayloadError
+from gcbench.ops.cpu.library import address, c, output, pointers, stream
+from gcbench.ops.reference import packed_words, ternary_bits
+
+SIGNATURES = {
+    "gc_ternary_encode": "plplppQQIIpi",
+    "gc_ternary_mean": "pppllplplpi",
+    "gc_ternary_merge": "pppllipi",
+}
+
+
+def ternary_encode(
+    x: Tensor,
+    limit: Tensor | None,
+    scale: Tensor,
+    segments: Segments,
+    key: Key,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Serve `ops.ternary_encode`."""
+    n, m, x = segments.numel, len(segments), x.contiguous()
+    words = packed_words(n, 2)
+    out = output(out, torch.int32, words)
+    c.gc_ternary_encode(
+        address(x, torch.float32, n),
+        n,
+        segments.table.data_ptr(),
+        m,
+        None if limit is None else address(limit, torch.float32, m),
+        address(scale, torch.float32, m),
+        *stream(key),
+        address(out, torch.int32, words),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def _payloads(
+    payloads: Sequence[tuple[Tensor, int]], n: int, bits: int | None
+) -> tuple[int, tuple[object, int, int, int], tuple[Tensor, ...]]:
+    """Return the workers of all payloads, the C arguments, and what these point into."""
+    widths = [bits or ternary_bits(count) for _, count in payloads]
+    for (words, _), width in zip(payloads, widths, strict=True):
+        if words.dtype != torch.int32 or words.shape != (packed_words(n, width),):
+            raise PayloadError(f"ternary payloads of {n} codes in {width} bits: a length is wrong")
+    kept = [words.contiguous() for words, _ in payloads]
+    sizes = torch.tensor([widths, [2 * count for _, count in payloads]], dtype=torch.int32)
+    places = [
+        address(words, torch.int32, packed_words(n, width))
+        for words, width in zip(kept, widths, strict=True)
+    ]
+    arguments = pointers(places), sizes.data_ptr(), sizes[1].data_ptr(), len(kept)
+    return sum(count for _, count in payloads), arguments, (sizes, *kept)
+
+
+def _check(bad: int, payloads: Sequence[tuple[Tensor, int]]) -> None:
+    if bad:
+        _, count = payloads[bad - 1]
+        raise PayloadError(
+            f"ternary payload of {count} worker(s), number {bad - 1}: a code above {2 * count}"
+        )
+
+
+def ternary_mean(
+    payloads: Sequence[tuple[Tensor, int]],
+    scale: Tensor,
+    segments: Segments,
+    *,
+    bits: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Serve `ops.ternary_mean`."""
+    n, m = segments.numel, len(segments)
+    if not (scale.isfinite() & (scale >= 0)).all():
+        raise PayloadError("ternary payload: scales must be finite and not negative")
+    workers, arguments, _kept = _payloads(payloads, n, bits)
+    out = output(out, torch.float32, n)
+    bad = c.gc_ternary_mean(
+        *arguments,
+        workers,
+        address(scale, torch.float32, m),
+        n,
+        segments.table.data_ptr(),
+        m,
+        address(out, torch.float32, n),
+        torch.get_num_threads(),
+    )
+    _check(bad, payloads)
+    return out
+
+
+def ternary_merge(
+    payloads: Sequence[tuple[Tensor, int]], n: int, *, out: Tensor | None = None
+) -> tuple[Tensor, int]:
+    """Serve `ops.ternary_merge`."""
+    workers, arguments, _kept = _payloads(payloads, n, None)
+    width = ternary_bits(workers)
+    words = packed_words(n, width)
+    out = output(out, torch.int32, words)
+    bad = c.gc_ternary_merge(
+        *arguments, n, width, address(out, torch.int32, words), torch.get_num_threads()
+    )
+    _check(bad, payloads)
+    return out, workers
+
+
+KERNELS = {
+    "ternary_encode": ternary_encode,
+    "ternary_mean": ternary_mean,
+    "ternary_merge": ternary_merge,
+}

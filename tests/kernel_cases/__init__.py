@@ -1,0 +1,82 @@
+"""Inputs for the operations that kernels serve, one module a family.
+
+A module has `cases(n)`, which yields the calls that are made with tensors of n elements. A call is
+made in plain torch and with every kernel there is, and all must return the same bytes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gcbench.compressor import Key, Segments
+
+SIZES = (0, 1, 31, 33, 1000, 1024, 1025, 5000, 70_007)
+"""No tile, parts of one, one, more; and enough for two threads."""
+
+KEYS = (Key(3, 5, 2), Key(2**63 + 11, 2**32 - 1, 7, 2**37 + 4321, 1))
+"""The first draws from the beginning of tiles, the second from within them, beyond 2^32 lanes."""
+
+
+class Call(NamedTuple):
+    """One call of an operation."""
+
+    op: str
+    what: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = MappingProxyType({})
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.what}"
+
+
+def values(n: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield named inputs, float32, shape (n,): random ones, and those that break careless code."""
+    generator = torch.Generator().manual_seed(n)
+
+    def normal() -> Tensor:
+        return torch.randn(n, generator=generator)
+
+    yield "normal", normal()
+    yield "heavy", normal() / normal().abs().clamp(min=1e-6) ** 2
+    yield "ties", normal().mul(2).round().div(2)
+    yield "constant", torch.full((n,), -0.3)
+    yield "zeros", torch.zeros(n).copysign(normal())
+    yield "denormal", normal() * 1e-41
+    yield "tiny", normal() * 2.0**-101
+    yield "huge", normal().clamp(-1, 1) * 3e38
+    mixed = normal()
+    mixed[::7] = 0.0
+    mixed[1::7] = -0.0
+    mixed[2::7] *= 1e-42
+    mixed[3::7] *= 1e36
+    yield "mixed", mixed
+
+
+def nonfinite(n: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield inputs with infinities and NaN."""
+    for name, value in (("inf", torch.inf), ("-inf", -torch.inf), ("nan", torch.nan)):
+        x = torch.randn(n, generator=torch.Generator().manual_seed(n))
+        x[n // 3 :: 1500] = value
+        yield name, x
+
+
+def segmentations(n: int) -> Iterator[tuple[str, Segments]]:
+    """Yield ways to cut n elements: one segment, groups, columns, tensors and empty ones."""
+    yield "model", Segments((0, n))
+    yield "groups", Segments.of([(n,)], 512)
+    yield "columns", Segments.of([(n // 27, 27), (n % 27,)], "column")
+    edges = [0, 0, 1, 3, 3, 40, 552, 1064, 1576, 3624, 3624, 8000, 20_000]
+    yield "tensors", Segments((*(edge for edge in edges if edge < n), n, n))
+
+
+def families() -> dict[str, Any]:
+    """Return the modules of this package."""
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    return {name: importlib.import_module(f"{__name__}.{name}") for name in names}
