@@ -37,7 +37,7 @@ from gcbench.compressor import (
     Segments,
 )
 from gcbench.errors import UsageError
-from gcbench.memory import Memory, NoMemory, State
+from gcbench.memory import Memory, NoMemory, Residual, State
 from gcbench.world import World
 
 T = TypeVar("T")
@@ -52,6 +52,22 @@ class Lane:
     start: int
     segments: Segments
     memory: Memory = field(default_factory=NoMemory)
+
+    @property
+    def fused(self) -> bool:
+        """Whether adding the residual and keeping what is lost can be left to the method.
+
+        Not where the residual decays, where the workers agree on a statistic of the sum first, or
+        where the method cuts its own packed words into shards.
+        """
+        method = type(self.compressor)
+        return (
+            isinstance(self.memory, Residual)
+            and self.memory.decay == 1
+            and method.statistic is Compressor.statistic
+            and method.encode_shards is Compressor.encode_shards
+            and not issubclass(method, MultiRoundCompressor)
+        )
 
 
 Piece = tuple[Payload, Segments, Tensor]
@@ -157,7 +173,7 @@ class Exchange:
         lane = self.lanes[number]
         states = [worker[number] for worker in self.workers]
         xs = list(gradients)
-        if not isinstance(lane.memory, NoMemory):
+        if not (isinstance(lane.memory, NoMemory) or lane.fused):
             offer, size = lane.memory.offer, self.world.size
             xs = self._workers("encode", lambda i: offer(gradients[i], states[i], size))
         key = Key(self.seed, step, 0, lane.start, streams.ENCODE)
@@ -199,6 +215,10 @@ class Exchange:
 
         def encode(i: int) -> Payload:
             place = key._replace(rank=ranks[i])
+            if lane.fused:
+                residual = states[i]["residual"]
+                feed = lane.compressor.encode_feedback
+                return feed(xs[i], residual, lane.segments, shared, place)
             payload = lane.compressor.encode(xs[i], lane.segments, shared, place)
             self._keep(lane, xs[i], states[i], [(payload, lane.segments, shared)])
             return payload
@@ -242,6 +262,20 @@ class Exchange:
 
         def encode(i: int) -> list[Payload]:
             place = key._replace(rank=ranks[i])
+            if lane.fused:
+                residual = states[i]["residual"]
+                return [
+                    method.encode_feedback(
+                        xs[i][start:stop],
+                        residual[start:stop],
+                        shard,
+                        scale,
+                        place._replace(offset=place.offset + start),
+                    )
+                    for start, stop, shard, scale in zip(
+                        bounds[:-1], bounds[1:], shards, scales, strict=True
+                    )
+                ]
             payloads = method.encode_shards(xs[i], lane.segments, shared, place, bounds)
             pieces = list(zip(payloads, shards, scales, strict=True))
             self._keep(lane, xs[i], states[i], pieces)
@@ -257,11 +291,8 @@ class Exchange:
             mean = method.mean(received[i], *here)
             if "owner" not in states[i]:
                 states[i]["owner"] = torch.zeros_like(mean)
-            residual = states[i]["owner"]
-            mean += residual
-            merged = method.encode(mean, *here, place)._replace(count=world.size)
-            torch.sub(mean, method.decode(merged, *here), out=residual)
-            return merged
+            merged = method.encode_feedback(mean, states[i]["owner"], *here, place)
+            return merged._replace(count=world.size)
 
         sent = self._workers("encode", encode)
         with self.clock.phase("communicate"):

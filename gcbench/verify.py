@@ -646,6 +646,34 @@ def _corrupt(method: Compressor) -> _Found:
     return _Found("; ".join(faults[:2]) or f"{done} refused", f"{done} cases", not faults)
 
 
+def _fused(method: Compressor) -> _Found:
+    """What a method does in one operation are the bits of the steps that it stands for."""
+    own = type(method)
+    feeds = own.encode_feedback is not Compressor.encode_feedback
+    adds = own.decode_onto is not Compressor.decode_onto
+    if not (feeds or adds):
+        raise _NotDeclaredError("no fused operation of its own")
+    segments = _segments(method, [(40, 33), (0,), (1,), (70, 512), (5000,)])
+    x, carried = normal(segments.numel), normal(segments.numel, 1)
+    payload, shared = _encode(method, x + carried, segments)
+    decoded = method.decode(payload, segments, shared)
+    done = []
+    if feeds:
+        residual = carried.clone()
+        fed = method.encode_feedback(x, residual, segments, shared, KEY)
+        done.append(torch.equal(fed.to_bytes(), payload.to_bytes()))
+        done.append(torch.equal(residual, x + carried - decoded))
+    if adds:
+        for merged in (payload._replace(count=count) for count in (1, 3)):
+            if method.layout(segments, merged.count) == payload.layout:
+                total = carried.clone()
+                method.decode_onto(merged, segments, shared, total)
+                steps = method.decode(merged, segments, shared) * merged.count
+                done.append(torch.equal(total, carried + steps))
+    names = ["encode_feedback"] * feeds + ["decode_onto"] * adds
+    return _Found(f"{sum(done)} of {len(done)} equal", "all", all(done), ", ".join(names))
+
+
 CHECKS: Mapping[str, Callable[[Compressor], _Found]] = {
     "purity": _pure,
     "every size and input": _sizes,
@@ -660,6 +688,7 @@ CHECKS: Mapping[str, Callable[[Compressor], _Found]] = {
     "same mean in collectives": _collectives,
     "equal workers": _alike,
     "nothing lost over steps": _telescoping,
+    "fused operations": _fused,
     "illegal refused": _illegal,
     "corrupt payloads": _corrupt,
 }

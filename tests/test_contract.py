@@ -17,9 +17,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gcbench import registry, verify
+from gcbench import ops, registry, verify
 from gcbench.compressor import Compressor, Key, MultiRoundCompressor, Payload, Segments
 from gcbench.errors import PayloadError
+from gcbench.ops import cpu
+from gcbench.ops.cpu import library
 
 GOLDEN = Path(__file__).parent / "golden"
 ALL = [
@@ -124,6 +126,22 @@ def test_golden_bytes(name, number, request):
             assert found[key] == pytest.approx(value, rel=1e-3, abs=2e-3)
 
 
+@every
+def test_golden_bytes_on_every_backend(name, number):
+    """The reference and each instruction set make the bytes that are recorded."""
+    method = configured(name, number)
+    if not method.portable:
+        pytest.skip("not portable: a library decides the last bits, and backends share it")
+    with ops.using("reference"):
+        known = record(method)
+    available, why = cpu.status()
+    if not available:
+        pytest.skip(why)
+    for isa in library.levels():
+        with ops.using("cpu"), cpu.using_isa(isa):
+            assert record(method) == known, isa
+
+
 def test_no_golden_record_is_left_over():
     labels = {
         name: {text or "default" for text, _ in verify.configurations(name)} for name, _ in ALL
@@ -205,7 +223,17 @@ def test_a_wrong_method_is_found():
         except PayloadError:
             return torch.zeros(segments.numel)
 
+    def feeds_alone(self, x, residual, segments, shared, key):
+        payload = onebit.encode(self, x + residual, segments, shared, key)
+        torch.sub(x, self.decode(payload, segments, shared), out=residual)
+        return payload
+
+    def adds_once(self, payload, segments, shared, total):
+        total += self.decode(payload, segments, shared)
+
     cases = [
+        (mutated("onebit", {}, encode_feedback=feeds_alone), "fused operations"),
+        (mutated("onebit", {}, decode_onto=adds_once), "fused operations"),
         (mutated("terngrad", {"clip": 0.0}, encode=encode_alike), "independent noise"),
         (mutated("onebit", {}, decode=decode_negated), "contraction"),
         (mutated("onebit", {}, mean=mean_of_nodes), "exact small integers"),

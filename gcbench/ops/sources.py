@@ -1,26 +1,32 @@
-"""Where the kernels' sources are, and what they are."""
+"""Where the kernel sources are: `cuda/` of a checkout, `gcbench/csrc/` of a wheel."""
 
 from __future__ import annotations
 
-import hashlib
 from functools import cache
 from pathlib import Path
 
-import gcbench
+from gcbench.errors import GcbenchError
+
+_PACKAGE = Path(__file__).parents[1]
 
 
 @cache
-def folder() -> Path:
-    """Return the folder of the kernel sources: `csrc` of an installed package, else `cuda`."""
-    package = Path(gcbench.__file__).parent
-    inside = package / "csrc"
-    return inside if inside.is_dir() else package.parent / "cuda"
+def kernel_sources() -> Path:
+    """Return the folder of the `*.cuh`, `*.cu` and `*.cpp` files.
+
+    Raises:
+        GcbenchError: neither place has them: the installation is not complete.
+    """
+    places = (_PACKAGE / "csrc", _PACKAGE.parent / "cuda")
+    for place in places:
+        if (place / "common.cuh").is_file():
+            return place
+    raise GcbenchError(
+        f"kernel sources are missing: common.cuh is in neither {places[0]} nor {places[1]}; "
+        "install gcbench again"
+    )
 
 
-def digest(*suffixes: str) -> str:
-    """Return the SHA-256 of all sources with these suffixes, names and contents, in hexadecimal."""
-    total = hashlib.sha256()
-    for path in sorted(folder().iterdir()):
-        if path.suffix in suffixes:
-            total.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return total.hexdigest()
+def cuda_families() -> list[str]:
+    """Return the names of the CUDA kernel files, without `.cu`, in alphabetical order."""
+    return sorted(path.stem for path in kernel_sources().glob("*.cu"))

@@ -1,0 +1,173 @@
+"""CUDA kernels compiled at run time: NVRTC through cuda-core, results kept on disk.
+
+The target is a cubin of one architecture, so neither a driver nor a GPU is needed to compile, and
+no translation is left for the driver. cuda-core is imported when something is compiled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import io
+import os
+import tempfile
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gcbench.errors import GcbenchError
+from gcbench.ops.sources import cuda_families, kernel_sources
+
+INSTALL = "pip install 'gcbench[cuda]'"
+"""What brings cuda-core; NVRTC comes with every CUDA build of torch."""
+
+OPTIONS: dict[str, Any] = {
+    "std": "c++17",
+    "fma": False,  # no contraction: a second lock behind the rules of common.cuh
+    "ftz": False,
+    "prec_div": True,
+    "prec_sqrt": True,
+}
+"""Arguments of `cuda.core.ProgramOptions`: those that decide about bytes are all named."""
+
+_DIGEST = hashlib.sha256().digest_size
+_warned = False
+
+
+class CompileError(GcbenchError):
+    """A kernel file that NVRTC refuses, with its log, or no NVRTC here."""
+
+
+class Compiled(NamedTuple):
+    """What the compiler returned."""
+
+    cubin: bytes
+    log: str
+    """What ptxas says of registers and spills, where that was asked for."""
+
+
+def _core() -> Any:
+    try:
+        return importlib.import_module("cuda.core")
+    except ImportError as error:
+        raise CompileError(f"cuda-core cannot be imported ({error}): {INSTALL}") from error
+
+
+@cache
+def nvrtc_version() -> tuple[int, int]:
+    """Return NVRTC's version, (major, minor).
+
+    Raises:
+        CompileError: no NVRTC here.
+    """
+    try:
+        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+        code, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:
+        raise CompileError(
+            f"NVRTC cannot be loaded ({error}): it comes with CUDA builds of torch, or by "
+            "pip install cuda-bindings nvidia-cuda-nvrtc"
+        ) from error
+    if int(code):
+        raise CompileError(f"NVRTC does not tell its version: {code}")
+    return int(major), int(minor)
+
+
+def _path(family: str) -> Path:
+    path = kernel_sources() / f"{family}.cu"
+    if not path.is_file():
+        known = ", ".join(cuda_families())
+        raise CompileError(f"no kernel file {family}.cu in {path.parent}: there are {known}")
+    return path
+
+
+def compile_family(family: str, arch: str, *, verbose: bool = False) -> Compiled:
+    """Compile `<family>.cu` for `arch` ("sm_90"), without the cache.
+
+    With `verbose` the log says how many registers and spilled bytes each kernel has.
+
+    Raises:
+        CompileError: an unknown family, a fault in the source, an architecture that this NVRTC
+            does not know, or no NVRTC.
+    """
+    path, core = _path(family), _core()
+    nvrtc_version()
+    log = io.StringIO()
+    try:
+        options = core.ProgramOptions(
+            name=path.name,
+            arch=arch,
+            include_path=str(path.parent),
+            ptxas_options="-v" if verbose else None,
+            **OPTIONS,
+        )
+        program = core.Program(path.read_text(), "c++", options)
+        cubin = bytes(program.compile("cubin", logs=log).code)
+    except Exception as error:  # cuda-core has its own, which carry NVRTC's log
+        raise CompileError(f"{path.name} does not compile for {arch}: {error}") from error
+    return Compiled(cubin, log.getvalue())
+
+
+def cache_folder() -> Path:
+    """Return the folder of compiled kernels: `kernels` in the project's cache."""
+    from gcbench import data  # brings pooch, which an import of the operations need not
+
+    return data.cache() / "kernels"
+
+
+def _key(family: str, arch: str) -> str:
+    """Return the name of a compiled family: what went into it, hashed."""
+    path = _path(family)
+    found = hashlib.sha256()
+    for piece in (arch, repr(sorted(OPTIONS.items())), repr(nvrtc_version())):
+        found.update(piece.encode() + b"\0")
+    for source in (path, *sorted(path.parent.glob("*.cuh"))):
+        text = source.read_bytes()
+        found.update(f"{source.name} {len(text)}\0".encode() + text)
+    return f"{family}-{arch}-{found.hexdigest()[:32]}.cubin"
+
+
+def cached_cubin(family: str, arch: str) -> bytes:
+    """Return `<family>.cu` compiled for `arch`, from the disk where it was compiled before.
+
+    An entry that is cut or altered is compiled again. A cache that cannot be written is told once,
+    as a RuntimeWarning, and costs a compilation (about a second) in each process.
+
+    Raises:
+        CompileError: see `compile_family`.
+    """
+    folder, name = cache_folder(), _key(family, arch)
+    try:
+        entry = (folder / name).read_bytes()
+    except OSError:
+        entry = b""
+    cubin = entry[_DIGEST:]
+    if cubin and hashlib.sha256(cubin).digest() == entry[:_DIGEST]:
+        return cubin
+    cubin = compile_family(family, arch).cubin
+    _store(folder, name, hashlib.sha256(cubin).digest() + cubin)
+    return cubin
+
+
+def _store(folder: Path, name: str, entry: bytes) -> None:
+    """Write a cache entry: whole or not at all, also beside other processes."""
+    global _warned
+    part = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".part", delete=False) as file:
+            part = Path(file.name)
+            file.write(entry)
+        os.replace(part, folder / name)
+    except OSError as error:
+        if part is not None:
+            part.unlink(missing_ok=True)
+        if not _warned:
+            _warned = True
+            warnings.warn(
+                f"compiled kernels cannot be kept in {folder} ({error}): every process compiles "
+                "them again; another folder can be named with GCBENCH_CACHE",
+                RuntimeWarning,
+                stacklevel=3,
+            )

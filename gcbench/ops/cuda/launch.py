@@ -1,0 +1,296 @@
+"""Kernel launches behind one interface: on a CUDA device, or where a test puts something else.
+
+Host code of an operation asks `launcher(device)` for the launcher of the device that its tensors
+are on, and calls `launch` with the arguments that `cuLaunchKernel` takes. It never asks which
+launcher it has, so that what the tests run is what a GPU runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from ctypes import c_double as f64
+from ctypes import c_float as f32
+from ctypes import c_int32 as i32
+from ctypes import c_int64 as i64
+from ctypes import c_uint32 as u32
+from ctypes import c_uint64 as u64
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gcbench.compressor import Key
+from gcbench.errors import GcbenchError
+from gcbench.ops.cuda.compile import cached_cubin
+from gcbench.ops.sources import cuda_families
+
+__all__ = [
+    "Argument",
+    "DeviceLauncher",
+    "KeyArgument",
+    "LaunchError",
+    "Launcher",
+    "blocks_for",
+    "f32",
+    "f64",
+    "i32",
+    "i64",
+    "launcher",
+    "packed",
+    "u32",
+    "u64",
+    "use_launcher",
+]
+
+Scalar: TypeAlias = f32 | f64 | i32 | i64 | u32 | u64
+Argument: TypeAlias = Tensor | Scalar | ctypes.Structure | None
+"""A kernel's argument: a tensor or None is a pointer, everything else is passed by value."""
+Grid: TypeAlias = int | tuple[int, ...]
+
+MAX_GRID = (2**31 - 1, 65535, 65535)
+MAX_THREADS = 1024
+MAX_SHARED = 48 * 1024
+"""Bytes of dynamic shared memory that every device gives without being asked."""
+
+
+class LaunchError(GcbenchError):
+    """A launch that cannot be, or one that the driver refuses."""
+
+
+class KeyArgument(ctypes.Structure):
+    """`gc::Key` of common.cuh."""
+
+    _fields_ = (("seed", u64), ("offset", u64), ("step", u32), ("who", u32))
+
+    @classmethod
+    def of(cls, key: Key) -> KeyArgument:
+        """Return `key` as the kernels take it.
+
+        Raises:
+            ValueError: step, rank or stream out of range.
+        """
+        if not (0 <= key.step < 2**32 and 0 <= key.rank < 2**24 and 0 <= key.stream < 2**8):
+            raise ValueError(f"{key}: step below 2^32, rank below 2^24 and stream below 2^8 allowed")
+        return cls(key.seed & (2**64 - 1), key.offset, key.step, key.stream << 24 | key.rank)
+
+
+class Launcher(Protocol):
+    """Something that runs the kernels of `cuda/*.cu` on the tensors of one device."""
+
+    def launch(
+        self,
+        family: str,
+        kernel: str,
+        grid: Grid,
+        block: Grid,
+        args: Sequence[Argument],
+        *,
+        shared: int = 0,
+    ) -> None:
+        """Launch `kernel` of `<family>.cu` on `grid` blocks of `block` threads.
+
+        `shared`: bytes of dynamic shared memory. Nothing is waited for and nothing allocated.
+
+        Raises:
+            LaunchError: a shape out of range, an unknown kernel, or a refusal of the driver.
+        """
+
+    def warm(self, families: Sequence[str] = ()) -> None:
+        """Compile and load `families` (all of them by default), so that no later launch does."""
+
+
+def blocks_for(threads: int, block: int) -> int:
+    """Return how many blocks of `block` threads hold `threads`."""
+    return -(-threads // block)
+
+
+def packed(args: Sequence[Argument]) -> tuple[ctypes.Array[ctypes.c_void_p], list[Any]]:
+    """Return `args` as cuLaunchKernel's array of addresses, and what must live as long as it.
+
+    Raises:
+        LaunchError: a tensor that is not contiguous, or something without a C type.
+    """
+    values: list[Any] = []
+    for place, arg in enumerate(args):
+        if isinstance(arg, Tensor):
+            if not arg.is_contiguous():
+                raise LaunchError(f"kernel argument {place}: the tensor is not contiguous")
+            values.append(ctypes.c_void_p(arg.data_ptr()))
+        elif arg is None:
+            values.append(ctypes.c_void_p())
+        elif isinstance(arg, ctypes.Structure | f32 | f64 | i32 | i64 | u32 | u64):
+            values.append(arg)
+        else:
+            raise LaunchError(
+                f"kernel argument {place} is {type(arg).__name__}: a tensor, None, a ctypes "
+                "structure or one of i32, i64, u32, u64, f32, f64 expected"
+            )
+    return (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values)), values
+
+
+def checked_shape(grid: Grid, block: Grid, shared: int) -> tuple[int, int, int, int, int, int]:
+    """Return grid and block in three dimensions each.
+
+    Raises:
+        LaunchError: beyond what every device allows.
+    """
+    g = (grid,) if isinstance(grid, int) else grid
+    b = (block,) if isinstance(block, int) else block
+    g, b = (*g, 1, 1)[:3], (*b, 1, 1)[:3]
+    threads = b[0] * b[1] * b[2]
+    if not (
+        all(1 <= size <= limit for size, limit in zip(g, MAX_GRID, strict=True))
+        and min(b) >= 1
+        and b[2] <= 64
+        and threads <= MAX_THREADS
+        and 0 <= shared <= MAX_SHARED
+    ):
+        raise LaunchError(
+            f"grid {g}, block {b}, {shared} bytes of shared memory: grids of 1 to {MAX_GRID}, "
+            f"blocks of 1 to {MAX_THREADS} threads and {MAX_SHARED} bytes allowed"
+        )
+    return (*g, *b)
+
+
+class DeviceLauncher:
+    """Launches on a CUDA device, in torch's current stream.
+
+    Modules are loaded at the first launch of a family, or by `warm`, which has to come before a
+    CUDA graph is captured: loading is not allowed inside.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda" or device.index is None:
+            raise LaunchError(f"{device}: a CUDA device with its number expected")
+        self.device = device
+        major, minor = torch.cuda.get_device_capability(device)
+        self.arch = f"sm_{major}{minor}"
+        self._driver: Any = importlib.import_module("cuda.bindings.driver")
+        self._core: Any = importlib.import_module("cuda.core")
+        self._functions: dict[str, dict[str, Any]] = {}
+        self._streams: dict[int, Any] = {}
+        self._thread = threading.local()
+        self._lock = threading.Lock()
+
+    def _enter(self) -> None:
+        """Make the device's context current in this thread: torch does so only when it has to."""
+        if not getattr(self._thread, "entered", False):
+            with torch.cuda.device(self.device):
+                self._core.Device(self.device.index).set_current()
+            self._thread.entered = True
+
+    def _load(self, family: str) -> dict[str, Any]:
+        """Return the functions of a family, loaded into the device's context."""
+        with self._lock:
+            if family not in self._functions:
+                cubin = cached_cubin(family, self.arch)
+                module = self._core.ObjectCode.from_cubin(cubin, name=family)
+                functions = {}
+                for name in kernels_of(cubin):
+                    kernel = module.get_kernel(name)
+                    # Asking for the function loads it now; a kernel alone would load at its launch.
+                    error, function = self._driver.cuKernelGetFunction(kernel.handle)
+                    self._raise(error, f"{family}.cu: {name} cannot be loaded")
+                    functions[name] = function
+                functions[""] = module  # lives as long as its functions
+                self._functions[family] = functions
+            return self._functions[family]
+
+    def _raise(self, error: Any, what: str) -> None:
+        if int(error):
+            raise LaunchError(f"{what} on {self.device}: {getattr(error, 'name', error)}")
+
+    def warm(self, families: Sequence[str] = ()) -> None:
+        """Compile and load `families`, all of them by default."""
+        with torch.cuda.device(self.device):
+            self._enter()
+            for family in families or cuda_families():
+                self._load(family)
+
+    def launch(
+        self,
+        family: str,
+        kernel: str,
+        grid: Grid,
+        block: Grid,
+        args: Sequence[Argument],
+        *,
+        shared: int = 0,
+    ) -> None:
+        """Launch in torch's current stream of the device; see `Launcher`."""
+        for place, arg in enumerate(args):
+            if isinstance(arg, Tensor) and arg.device != self.device:
+                raise LaunchError(f"{kernel}: argument {place} is on {arg.device}: {self.device}")
+        shape = checked_shape(grid, block, shared)
+        if torch.cuda.current_device() == self.device.index:
+            self._launch(family, kernel, shape, args, shared)
+        else:
+            with torch.cuda.device(self.device):
+                self._launch(family, kernel, shape, args, shared)
+
+    def _launch(
+        self,
+        family: str,
+        kernel: str,
+        shape: tuple[int, int, int, int, int, int],
+        args: Sequence[Argument],
+        shared: int,
+    ) -> None:
+        self._enter()
+        functions = self._functions.get(family) or self._load(family)
+        if kernel not in functions or not kernel:
+            known = ", ".join(sorted(filter(None, functions)))
+            raise LaunchError(f"{family}.cu has no kernel {kernel!r}: there are {known}")
+        handle = torch.cuda.current_stream(self.device).cuda_stream
+        stream = self._streams.get(handle)
+        if stream is None:
+            stream = self._streams[handle] = self._driver.CUstream(handle)
+        pointers, alive = packed(args)
+        # The driver copies the arguments before it returns: `alive` need not outlive the call.
+        (error,) = self._driver.cuLaunchKernel(
+            functions[kernel], *shape, shared, stream, ctypes.addressof(pointers), 0
+        )
+        del alive
+        self._raise(error, f"{family}.cu: {kernel} cannot be launched")
+
+
+def kernels_of(cubin: bytes) -> list[str]:
+    """Return the names of the kernels in a cubin: each has a section of code of its own."""
+    return sorted({name.decode() for name in re.findall(rb"\0\.text\.([A-Za-z_]\w*)(?=\0)", cubin)})
+
+
+_launchers: dict[torch.device, Launcher] = {}
+
+
+def launcher(device: torch.device | str) -> Launcher:
+    """Return the launcher of `device`; it stays for the life of the process.
+
+    Raises:
+        LaunchError: `device` is no CUDA device, and no other launcher stands in for it.
+    """
+    where = torch.device(device)
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    found = _launchers.get(where)
+    if found is None:
+        found = _launchers[where] = DeviceLauncher(where)
+    return found
+
+
+@contextlib.contextmanager
+def use_launcher(device: torch.device | str, stand_in: Launcher) -> Iterator[None]:
+    """Let `stand_in` run the kernels for tensors on `device` within the context."""
+    where = torch.device(device)
+    before = _launchers.get(where)
+    _launchers[where] = stand_in
+    try:
+        yield
+    finally:
+        _launchers.pop(where)
+        if before is not None:
+            _launchers[where] = before
