@@ -2,7 +2,7 @@
 
 Without a C++ compiler the package is built all the same and says that the reference backend serves;
 GCBENCH_REQUIRE_NATIVE=1 makes that, and a failed compilation, an error. The compiler is $CXX, or
-c++. `python hatch_build.py` builds in place.
+c++. `python hatch_build.py [flag ...]` builds in place, with further flags for the compiler.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,31 +38,46 @@ class BuildError(Exception):
     """The native kernels could not be built."""
 
 
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise BuildError(f"{command[0]} does not run: {error}") from None
     if done.returncode:
         raise BuildError(f"{' '.join(command)}\n{done.stderr}")
+    return done.stdout
+
+
+def _digest(paths: Iterable[Path]) -> str:
+    total = hashlib.sha256()  # as gcbench.ops.sources.digest
+    for path in sorted(paths):
+        total.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return total.hexdigest()
 
 
 def build(root: Path, extra: tuple[str, ...] = ()) -> None:
     """Compile `root/cuda/*.cpp` for each instruction set into `root/gcbench/_native/*.so`.
 
-    `extra`: further flags, such as those of a sanitizer.
+    `extra`: further flags, such as those of a sanitizer. What is there from the same sources,
+    flags and compiler stays.
 
     Raises:
         BuildError: there is no compiler, or it failed, with what it said.
     """
     target = root / "gcbench" / "_native"
-    shutil.rmtree(target, ignore_errors=True)
     compiler = os.environ.get("CXX") or shutil.which("c++")
     if not compiler:
+        shutil.rmtree(target, ignore_errors=True)
         raise BuildError("there is no C++ compiler: neither $CXX nor c++ is one")
     folder = root / "cuda"
-    total = hashlib.sha256()  # as gcbench.ops.sources.digest
-    for path in sorted(folder.iterdir()):
-        if path.suffix in (".cpp", ".hpp", ".cuh"):
-            total.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    define = f'-DGC_SOURCES="{total.hexdigest()}"'
+    headers = (path for path in folder.iterdir() if path.suffix in (".cpp", ".hpp", ".cuh"))
+    sources = _digest(headers)
+    recipe = "\n".join([sources, _digest([Path(__file__)]), _run([compiler, "--version"]), *extra])
+    stamp = target / "recipe"
+    if stamp.is_file() and stamp.read_text() == recipe:
+        return
+    shutil.rmtree(target, ignore_errors=True)
+    define = f'-DGC_SOURCES="{sources}"'
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = []
         objects: dict[str, list[str]] = {}
@@ -73,10 +90,13 @@ def build(root: Path, extra: tuple[str, ...] = ()) -> None:
                 jobs.append(pool.submit(_run, compile_))
         for job in jobs:
             job.result()
-        target.mkdir()
-        for isa, made in objects.items():
-            link = [compiler, "-shared", "-fopenmp", *extra, *made, "-o", str(target / f"{isa}.so")]
+        for isa, parts in objects.items():
+            link = [compiler, "-shared", "-fopenmp", *extra, *parts, "-o", f"{scratch}/{isa}.so"]
             _run(link)
+        target.mkdir()
+        for isa in objects:
+            shutil.move(f"{scratch}/{isa}.so", target)
+    stamp.write_text(recipe)
 
 
 class NativeKernels(BuildHookInterface[Any]):
@@ -87,7 +107,7 @@ class NativeKernels(BuildHookInterface[Any]):
         try:
             build(Path(self.root))
         except BuildError as error:
-            if os.environ.get("GCBENCH_REQUIRE_NATIVE"):
+            if os.environ.get("GCBENCH_REQUIRE_NATIVE", "0") != "0":
                 raise
             self.app.display_warning(f"gcbench: no native kernels, reference serves: {error}")
             return
@@ -97,4 +117,4 @@ class NativeKernels(BuildHookInterface[Any]):
 
 
 if __name__ == "__main__":
-    build(Path(__file__).parent)
+    build(Path(__file__).resolve().parent, tuple(sys.argv[1:]))

@@ -290,10 +290,13 @@ def provenance(config: Config) -> dict[str, Any]:
 
 
 def serving(config: Config) -> str:
-    """Return the backend that serves a run, with what its kernels are: "cpu (..., avx512)"."""
-    name = ops.choose(config.backend, config.device.partition(":")[0])
-    detail = {found.name: found.detail for found in ops.backends()}[name]
-    return name if name == "reference" else f"{name} ({detail})"
+    """Return the backend that serves a run, with what its kernels are, or why it has none."""
+    place = config.device.partition(":")[0]
+    name = ops.choose(config.backend, place)
+    if name == config.backend == "reference":
+        return name
+    detail = {found.name: found.detail for found in ops.backends()}[place]
+    return f"{name} ({detail})"
 
 
 def command(config: Config) -> str:

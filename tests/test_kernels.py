@@ -6,6 +6,7 @@ For every instruction set that this machine has, one and two threads; the inputs
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from gcbench import ops
 from gcbench.errors import GcbenchError
-from gcbench.ops import cpu
+from gcbench.ops import cpu, sources
 from gcbench.ops.backend import DEFINITIONS
 from gcbench.ops.cpu import library
 
@@ -77,3 +78,50 @@ def test_every_kernel_has_an_operation_and_inputs():
     tried = {call.op for family in FAMILIES.values() for call in family.cases(1025)}
     assert set(cpu.KERNELS) <= set(DEFINITIONS)
     assert set(cpu.KERNELS) <= tried
+
+
+LETTERS = {
+    "float": "f",
+    "double": "d",
+    "int": "i",
+    "int64_t": "l",
+    "uint64_t": "Q",
+    "uint32_t": "I",
+}
+
+
+def test_signatures_are_those_of_the_sources():
+    """What Python passes is what C takes: nobody else checks it."""
+    found = {}
+    for path in sources.kernel_sources().glob("*.cpp"):
+        for name, inside in re.findall(r"GC_API int64_t (gc_\w+)\(([^)]*)\)", path.read_text()):
+            parameters = [word.strip().rpartition(" ")[0] for word in inside.split(",")]
+            letters = ["p" if "*" in text else LETTERS[text] for text in parameters if text]
+            found[name] = "".join(letters)
+    found.pop("gc_level")
+    assert found == dict(cpu.SIGNATURES)
+
+
+@needs_native
+def test_a_library_of_other_sources_is_refused(monkeypatch):
+    monkeypatch.setattr(sources, "digest", lambda *suffixes: "another")
+    with pytest.raises(library.Missing, match="built from other sources than these; pip install"):
+        library.levels()
+
+
+@needs_native
+def test_an_instruction_set_can_be_asked_for(monkeypatch):
+    monkeypatch.setenv("GCBENCH_ISA", "baseline")
+    assert library.best() == "baseline"
+    monkeypatch.setenv("GCBENCH_ISA", "avx1024")
+    with pytest.raises(library.Missing, match="GCBENCH_ISA=avx1024: this machine has baseline"):
+        library.best()
+
+
+@needs_native
+def test_a_kernel_takes_only_what_it_was_made_for():
+    x = torch.zeros(64)
+    for wrong in (x[:63], x.double(), x.view(2, 32).t()):
+        with pytest.raises(ValueError, match="64 contiguous torch"):
+            library.address(wrong, torch.float32, 64)
+    assert library.address(x, torch.float32, 64) == x.data_ptr()

@@ -6,8 +6,10 @@ import doctest
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -51,6 +53,46 @@ def test_the_wheel_has_one_folder_and_every_module(wheel):
     assert {name for name in names if name.endswith(".py")} == expected
     assert "gcbench/compressors/terngrad.py" in expected
     assert any(name.startswith("gcbench/csrc/") for name in names)
+
+
+def copy_of_the_project(folder: Path) -> Path:
+    """Copy what a wheel is built from."""
+    for name in ("gcbench", "compressors", "tasks", "cuda"):
+        leave = shutil.ignore_patterns("__pycache__", "_native")
+        shutil.copytree(ROOT / name, folder / name, ignore=leave)
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="there is no C++ compiler")
+def test_the_wheel_has_native_kernels_for_this_platform(wheel):
+    built = {name for name in wheel.namelist() if name.startswith("gcbench/_native/")}
+    assert "gcbench/_native/baseline.so" in built
+    assert all(name.endswith(".so") for name in built)
+    tags = wheel.read(f"gcbench-{gcbench.__version__}.dist-info/WHEEL").decode()
+    assert "Root-Is-Purelib: false" in tags
+    assert f"Tag: py3-none-{sysconfig.get_platform().replace('-', '_')}" in tags
+
+
+def test_without_a_compiler_the_reference_serves_and_says_so(tmp_path, monkeypatch):
+    root = copy_of_the_project(tmp_path / "project")
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    build = ["-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(root)]
+    done = subprocess.run([sys.executable, *build], capture_output=True, text=True, check=True)
+    assert "no native kernels, reference serves: /nowhere/c++ does not run" in done.stderr
+    (path,) = tmp_path.glob("*-py3-none-any.whl")
+    with zipfile.ZipFile(path) as file:
+        file.extractall(tmp_path / "site")
+    words = ["-m", "gcbench", "list", "backends", "--json"]
+    told = python(*words, path=tmp_path / "site", cwd=tmp_path)
+    (row,) = (row for row in json.loads(told) if row["name"] == "cpu")
+    assert not row["available"]
+    assert "it was not built; pip install again" in row["detail"]
+    monkeypatch.setenv("GCBENCH_REQUIRE_NATIVE", "1")
+    done = subprocess.run([sys.executable, *build], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "/nowhere/c++ does not run" in done.stdout + done.stderr
 
 
 def test_the_wheel_works_beside_a_folder_of_the_same_name(wheel, tmp_path):

@@ -121,7 +121,8 @@ def packed_words(n: int, bits: int) -> int:
     return bits * (LANES * tiles + -(-rest // LANES))
 
 
-def _check_bits(bits: int) -> None:
+def check_bits(bits: int) -> None:
+    """Raise ValueError for a width that `pack` does not take."""
     if not 1 <= bits <= MAX_BITS:
         raise ValueError(f"{bits} bits a code: 1 to {MAX_BITS} allowed")
 
@@ -151,7 +152,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
     The module docstring has the layout; the result has `packed_words(n, bits)` words.
     """
-    _check_bits(bits)
+    check_bits(bits)
     n = codes.numel()
     full = n - n % TILE
     pieces = [_pack_rows(codes[:full].view(-1, 32, LANES), bits).view(-1)]
@@ -184,7 +185,7 @@ def unpack(words: Tensor, bits: int, n: int) -> Tensor:
     Raises:
         PayloadError: `words` is not int32 or its last axis is not `packed_words(n, bits)` long.
     """
-    _check_bits(bits)
+    check_bits(bits)
     if words.dtype != torch.int32 or words.shape[-1] != packed_words(n, bits):
         raise PayloadError(
             f"{words.shape[-1]} words of {words.dtype} for {n} codes of {bits} bits: "

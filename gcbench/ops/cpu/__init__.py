@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from gcbench.errors import GcbenchError
 from gcbench.ops.backend import Kernels
-from gcbench.ops.cpu import library, statistics, ternary
+from gcbench.ops.cpu import library, packing, statistics, ternary
 from gcbench.ops.cpu.library import c
 
-FAMILIES: tuple[Any, ...] = (statistics, ternary)
+FAMILIES: tuple[Any, ...] = (packing, statistics, ternary)
 KERNELS: Kernels = {name: call for family in FAMILIES for name, call in family.KERNELS.items()}
 SIGNATURES: Mapping[str, str] = {
     name: letters for family in FAMILIES for name, letters in family.SIGNATURES.items()
@@ -31,7 +32,7 @@ def status() -> tuple[bool, str]:
         try:
             c.load(library.best(), SIGNATURES)
             _status = True, f"native kernels, {c.isa}"
-        except library.Missing as error:
+        except GcbenchError as error:
             _status = False, f"no native library: {error}"
     return _status
 

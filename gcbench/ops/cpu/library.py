@@ -17,6 +17,7 @@ from torch import Tensor
 
 import gcbench
 from gcbench.compressor import Key
+from gcbench.errors import GcbenchError
 from gcbench.ops import sources
 
 ISAS = ("baseline", "avx2", "avx512")
@@ -59,7 +60,7 @@ c = Functions()
 """What the kernels call."""
 
 
-class Missing(Exception):
+class Missing(GcbenchError):
     """There is no native library for this machine, and why."""
 
 

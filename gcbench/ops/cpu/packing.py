@@ -1,0 +1,68 @@
+"""Native packing and drawing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gcbench.compressor import Key
+from gcbench.errors import PayloadError
+from gcbench.ops.cpu.library import address, c, stream
+from gcbench.ops.reference import check_bits, packed_words
+
+SIGNATURES = {
+    "gc_pack": "pilipi",
+    "gc_unpack": "pllipi",
+    "gc_draws24": "QQIIlpi",
+}
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Serve `ops.pack`."""
+    check_bits(bits)
+    if codes.is_floating_point():
+        raise ValueError(f"codes of {codes.dtype}: integers expected")
+    n, codes = codes.numel(), codes.contiguous()
+    out = torch.empty(packed_words(n, bits), dtype=torch.int32)
+    c.gc_pack(
+        address(codes, codes.dtype, n),
+        codes.element_size(),
+        n,
+        bits,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def unpack(words: Tensor, bits: int, n: int) -> Tensor:
+    """Serve `ops.unpack`."""
+    check_bits(bits)
+    size = packed_words(n, bits)
+    if words.dtype != torch.int32 or words.shape[-1] != size:
+        raise PayloadError(
+            f"{words.shape[-1]} words of {words.dtype} for {n} codes of {bits} bits: "
+            f"{size} of torch.int32 expected"
+        )
+    words = words.contiguous()
+    out = torch.empty((*words.shape[:-1], n), dtype=torch.int32)
+    rows = out.numel() // n if n else 0
+    c.gc_unpack(
+        address(words, torch.int32, rows * size if n else words.numel()),
+        rows,
+        n,
+        bits,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def draws24(key: Key, n: int, device: torch.device | str = "cpu") -> Tensor:
+    """Serve `ops.draws24`."""
+    out = torch.empty(n, dtype=torch.int32)
+    c.gc_draws24(*stream(key), n, out.data_ptr(), torch.get_num_threads())
+    return out
+
+
+KERNELS = {"pack": pack, "unpack": unpack, "draws24": draws24}
