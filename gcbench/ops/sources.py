@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from functools import cache
 from pathlib import Path
 
@@ -30,3 +31,12 @@ def kernel_sources() -> Path:
 def cuda_families() -> list[str]:
     """Return the names of the CUDA kernel files, without `.cu`, in alphabetical order."""
     return sorted(path.stem for path in kernel_sources().glob("*.cu"))
+
+
+def digest(*suffixes: str) -> str:
+    """Return the SHA-256 of all sources with these suffixes, names and contents, in hexadecimal."""
+    total = hashlib.sha256()
+    for path in sorted(kernel_sources().iterdir()):
+        if path.suffix in suffixes:
+            total.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return total.hexdigest()

@@ -1,4 +1,4 @@
-"""Codes to words and back, draws."""
+"""Codes to words and back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from gcbench import ops
-from kernel_cases import KEYS, Call
+from kernel_cases import Call
 
 
 def cases(n: int) -> Iterator[Call]:
@@ -25,7 +25,3 @@ def cases(n: int) -> Iterator[Call]:
     stack = torch.randint(-(2**31), 2**31, (2, 3, ops.packed_words(n, 3)), dtype=torch.int32)
     yield Call("unpack", "a stack", (stack, 3, n))
     yield Call("pack", "every second code", (torch.arange(2 * n)[::2] % 8, 3))
-    for key in KEYS:
-        for skew in (0, 1, 31, 32, 1000):
-            place = key._replace(offset=key.offset + skew)
-            yield Call("draws24", f"{place}", (place, n))

@@ -1,12 +1,105 @@
-"""CUDA kernels."""
+"""The CUDA kernels: one module a family, each the host code of one `cuda/<family>.cu`.
+
+To add a family:
+
+1. Write `cuda/<family>.cu` over the element codecs of `cuda/*.cuh`: `extern "C" __global__`
+   functions, formula and bytes per element in the header, 64-bit indices, `random.cu` as model.
+   It is found by its name, here and in the tests; there is no list of kernels to keep.
+2. Write its host code in `gcbench/ops/cuda/<family>.py`: a function of the operation's name and
+   arguments that makes outputs and scratch buffers, computes the grid and calls
+   `launcher(x.device).launch("<family>", "<kernel>", grid, block, args)`; an operation may launch
+   several. Arguments are contiguous tensors, None (a null pointer), numbers of a stated C type
+   (`i64(n)`), or a `ctypes.Structure` of the kernel's layout (`KeyArgument.of(key)`). Nothing
+   may wait for the device. The module ends with its `KERNELS`.
+3. Name the module in `FAMILIES` below.
+4. Write its inputs in `tests/kernel_cases/<family>.py`, if the CPU kernels have not done so.
+   `tests/test_cuda.py` then makes every call of an operation in `KERNELS` on the CPU shim of
+   `tests/cusim` (on a GPU too, where there is one), compares with plain torch, and compiles the
+   file for all architectures.
+
+The modules import torch alone; cuda-core is imported when the first kernel is launched.
+"""
 
 from __future__ import annotations
 
-from gcbench.ops.backend import Kernels
+import importlib.util
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
 
-KERNELS: Kernels = {}
+import torch
+
+from gcbench.ops.backend import Kernels
+from gcbench.ops.cuda import packing, random, statistics, ternary
+from gcbench.ops.cuda.compile import INSTALL
+from gcbench.ops.cuda.launch import launcher
+
+FAMILIES: tuple[Any, ...] = (packing, random, statistics, ternary)
+KERNELS: Kernels = {name: call for family in FAMILIES for name, call in family.KERNELS.items()}
+
+_NVRTC = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
+
+
+def _version(*distributions: str) -> str | None:
+    """Return the version of the first of `distributions` that is installed."""
+    for name in distributions:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _driver() -> str:
+    """Return the version of NVIDIA's kernel driver, where the system tells it."""
+    try:
+        words = Path("/proc/driver/nvidia/version").read_text().split("Kernel Module", 1)[1].split()
+        return next(word for word in words if word[0].isdigit())
+    except (OSError, IndexError, StopIteration):
+        return "of unknown version"
+
+
+def _missing() -> str | None:
+    """Return why the kernels cannot run here, None if they can."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA"
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} finds no usable NVIDIA GPU"
+    if _version("cuda-core") is None:
+        return f"cuda-core is not installed: {INSTALL}"
+    if importlib.util.find_spec("cuda.bindings") is None:
+        return f"cuda-bindings is not installed, which CUDA builds of torch bring: {INSTALL}"
+    return None
 
 
 def status() -> tuple[bool, str]:
-    """Return whether the kernels can be used here, and what they are or why not."""
-    return False, "there are no CUDA kernels yet"
+    """Return whether the kernels can be used here, and what they are or why not.
+
+    It imports nothing of CUDA beyond torch, compiles nothing and raises nothing.
+    """
+    try:
+        missing = _missing()
+        if missing is not None:
+            return False, missing
+        device = torch.cuda.current_device()
+        major, minor = torch.cuda.get_device_capability(device)
+        nvrtc = _version(*_NVRTC) or f"of CUDA {torch.version.cuda}"
+        return True, (
+            f"{torch.cuda.get_device_name(device)} (sm_{major}{minor}), driver {_driver()}, "
+            f"cuda-core {_version('cuda-core')}, NVRTC {nvrtc}"
+        )
+    except Exception as error:  # a listing of what there is must not end with a broken driver
+        return False, f"CUDA fails here: {type(error).__name__}: {error}"
+
+
+def warm(device: torch.device | str = "cuda", families: Sequence[str] = ()) -> None:
+    """Compile and load the kernels, of `families` (file names without `.cu`) or all.
+
+    Without it the first launch of each family does. To be called before a CUDA graph is captured,
+    which allows no loading.
+
+    Raises:
+        GcbenchError: no cuda-core or no NVRTC here, or a kernel that cannot be loaded.
+    """
+    launcher(device).warm(families)

@@ -51,6 +51,9 @@ Scalar: TypeAlias = f32 | f64 | i32 | i64 | u32 | u64
 Argument: TypeAlias = Tensor | Scalar | ctypes.Structure | None
 """A kernel's argument: a tensor or None is a pointer, everything else is passed by value."""
 Grid: TypeAlias = int | tuple[int, ...]
+Shape: TypeAlias = tuple[int, int, int, int, int, int]
+
+_BY_VALUE = (ctypes.Structure, f32, f64, i32, i64, u32, u64)
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_THREADS = 1024
@@ -75,7 +78,9 @@ class KeyArgument(ctypes.Structure):
             ValueError: step, rank or stream out of range.
         """
         if not (0 <= key.step < 2**32 and 0 <= key.rank < 2**24 and 0 <= key.stream < 2**8):
-            raise ValueError(f"{key}: step below 2^32, rank below 2^24 and stream below 2^8 allowed")
+            raise ValueError(
+                f"{key}: step below 2^32, rank below 2^24 and stream below 2^8 allowed"
+            )
         return cls(key.seed & (2**64 - 1), key.offset, key.step, key.stream << 24 | key.rank)
 
 
@@ -123,7 +128,7 @@ def packed(args: Sequence[Argument]) -> tuple[ctypes.Array[ctypes.c_void_p], lis
             values.append(ctypes.c_void_p(arg.data_ptr()))
         elif arg is None:
             values.append(ctypes.c_void_p())
-        elif isinstance(arg, ctypes.Structure | f32 | f64 | i32 | i64 | u32 | u64):
+        elif isinstance(arg, _BY_VALUE):
             values.append(arg)
         else:
             raise LaunchError(
@@ -133,28 +138,29 @@ def packed(args: Sequence[Argument]) -> tuple[ctypes.Array[ctypes.c_void_p], lis
     return (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values)), values
 
 
-def checked_shape(grid: Grid, block: Grid, shared: int) -> tuple[int, int, int, int, int, int]:
+def checked_shape(grid: Grid, block: Grid, shared: int) -> Shape:
     """Return grid and block in three dimensions each.
 
     Raises:
         LaunchError: beyond what every device allows.
     """
-    g = (grid,) if isinstance(grid, int) else grid
-    b = (block,) if isinstance(block, int) else block
-    g, b = (*g, 1, 1)[:3], (*b, 1, 1)[:3]
-    threads = b[0] * b[1] * b[2]
+    gx, gy, gz = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
+    bx, by, bz = (block, 1, 1) if isinstance(block, int) else (*block, 1, 1)[:3]
     if not (
-        all(1 <= size <= limit for size, limit in zip(g, MAX_GRID, strict=True))
-        and min(b) >= 1
-        and b[2] <= 64
-        and threads <= MAX_THREADS
+        1 <= gx <= MAX_GRID[0]
+        and 1 <= gy <= MAX_GRID[1]
+        and 1 <= gz <= MAX_GRID[2]
+        and min(bx, by, bz) >= 1
+        and bz <= 64
+        and bx * by * bz <= MAX_THREADS
         and 0 <= shared <= MAX_SHARED
     ):
         raise LaunchError(
-            f"grid {g}, block {b}, {shared} bytes of shared memory: grids of 1 to {MAX_GRID}, "
-            f"blocks of 1 to {MAX_THREADS} threads and {MAX_SHARED} bytes allowed"
+            f"grid {gx, gy, gz}, block {bx, by, bz}, {shared} bytes of shared memory: grids of 1 "
+            f"to {MAX_GRID}, blocks of 1 to {MAX_THREADS} threads, 64 of them in the third "
+            f"dimension, and {MAX_SHARED} bytes allowed"
         )
-    return (*g, *b)
+    return gx, gy, gz, bx, by, bz
 
 
 class DeviceLauncher:
@@ -237,7 +243,7 @@ class DeviceLauncher:
         self,
         family: str,
         kernel: str,
-        shape: tuple[int, int, int, int, int, int],
+        shape: Shape,
         args: Sequence[Argument],
         shared: int,
     ) -> None:

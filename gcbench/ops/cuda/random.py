@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gcbench.compressor import TILE, Key
+from gcbench.ops.backend import Kernels
 from gcbench.ops.cuda.launch import KeyArgument, blocks_for, i64, launcher
 
 THREADS = 256
@@ -41,3 +42,6 @@ def random_words(key: Key, n: int, device: torch.device | str = "cuda") -> Tenso
         args = (out, i64(n), i64(blocks), argument)
         launcher(out.device).launch("random", "random_words", grid, THREADS, args)
     return out
+
+
+KERNELS: Kernels = {"draws24": draws24, "random_words": random_words}

@@ -1,0 +1,26 @@
+"""Random numbers: `draws24` and `random_words`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gcbench.compressor import Key
+from kernel_cases import KEYS, Call
+
+OFFSETS = (1, 31, 32, 1023, 1024, 70_001, 2**37 - 700, 2**37)
+"""Within and at the ends of lanes and tiles; where a lane's number passes 2^32, as 2^37 / 32."""
+
+
+def keys() -> Iterator[Key]:
+    yield from KEYS
+    for offset in OFFSETS:
+        yield Key(7, 11, 3, offset, 2)
+    yield Key(-1, 0, 2**24 - 1, 5, 255)
+    # a block of `random_words` has 4 elements: the number of the last one here passes 2^32
+    yield Key(2**32, 2**32 - 1, 0, 2**34 - 9)
+
+
+def cases(n: int) -> Iterator[Call]:
+    for key in keys():
+        yield Call("draws24", str(key), (key, n), {"device": "cpu"})
+        yield Call("random_words", str(key), (key, n), {"device": "cpu"})
