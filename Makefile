@@ -1,9 +1,10 @@
-# make run: a first comparison; make test: the test suite. Each makes what it needs.
+# make run: a first comparison; make test: the test suite; make bench: kernel timings, of all sizes
+# or of SIZES=1e4,1e6. Each makes what it needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test lint clean
+.PHONY: run test lint bench sanitize clean
 
 run: $(VENV)/installed
 	$(BIN)/gcbench run --task digits --compressor none,terngrad --seed 0,1,2
@@ -17,10 +18,27 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+SIZES ?= 1e4,1e6,resnet50,25e6
+TIMINGS ?= results/kernels.json
+bench: $(VENV)/installed-dev
+	mkdir -p build
+	$(BIN)/python -m pytest tests/benchmarks --quiet --benchmark-quiet --sizes $(SIZES) \
+	  --benchmark-json build/kernels.json
+	$(BIN)/gcbench kernels build/kernels.json --json > $(TIMINGS)
+	$(BIN)/gcbench kernels $(TIMINGS)
+
+# The kernels' tests with every access to memory checked; the libraries are built anew before and after.
+sanitize: $(VENV)/installed-dev
+	$(BIN)/python hatch_build.py -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
+	  ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest tests/test_kernels.py tests/test_contract.py \
+	  -k "definition or corrupt or every_backend"; \
+	status=$$?; $(BIN)/python hatch_build.py && exit $$status
+
 clean:
 	rm -rf $(VENV)
 
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/installed: pyproject.toml constraints.txt hatch_build.py $(wildcard cuda/*.cpp cuda/*.hpp cuda/*.cuh)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
 	touch $@

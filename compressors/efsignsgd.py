@@ -28,7 +28,6 @@ from torch import Tensor
 
 from gcbench import ops
 from gcbench.compressor import Compressor, Key, Layout, Payload, Segments
-from gcbench.errors import PayloadError
 
 
 @dataclass(frozen=True)
@@ -52,28 +51,34 @@ class EFSignSGD(Compressor):
     def gaussian_error(self) -> float:
         return 1 - 2 / math.pi
 
-    def _moments(self, x: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the scale, float32, then d, ||x||_1 and ||x||^2, float64, shape (m,) each."""
-        total, square = ops.segment_moments(x.abs(), segments)
-        count = torch.tensor(segments.lengths, dtype=torch.float64, device=x.device)
-        return ops.class_means(count, total), count, total, square
-
     def error_bound(self, x: Tensor, segments: Segments) -> float:
         """Return sum (1 - phi) ||x||^2 over the segments: exact, but for float64 rounding."""
-        return ops.mean_error(*self._moments(x, segments))
+        total, square = ops.segment_moments(x.abs(), segments)
+        count = torch.tensor(segments.lengths, dtype=torch.float64, device=x.device)
+        return ops.mean_error(ops.class_means(count, total), count, total, square)
 
     def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
-        return Payload((ops.sign_pack(x), self._moments(x, segments)[0]))
+        return Payload(ops.scaled_encode(x, segments))
+
+    def encode_feedback(
+        self, x: Tensor, residual: Tensor, segments: Segments, shared: Tensor, key: Key
+    ) -> Payload:
+        *parts, _ = ops.scaled_feedback(x, residual, segments, self.name, out=residual)
+        return Payload(tuple(parts))
 
     def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
         self.check(payload, segments)
         words, scale = payload.parts
-        signs = ops.sign_unpack(words, 1, segments.numel, self.name)
-        if (self.check_finite(scale) < 0).any():
-            raise PayloadError(f"{self.name}: a scale is a mean magnitude, not below 0")
-        if scale[torch.tensor(segments.lengths, device=scale.device) == 0].any():
-            raise PayloadError(f"{self.name}: the scale of a segment without elements must be 0")
-        return ops.scale_(signs.float(), scale, segments)
+        return ops.scaled_decode(words, scale, segments, self.name)
+
+    def decode_onto(
+        self, payload: Payload, segments: Segments, shared: Tensor, total: Tensor
+    ) -> None:
+        self.check(payload, segments)
+        words, scale = payload.parts
+        ops.scaled_decode(
+            words, scale, segments, self.name, total=total, count=payload.count, out=total
+        )
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         words = ops.packed_words(segments.numel, 1)

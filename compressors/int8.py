@@ -43,7 +43,7 @@ class Int8(Compressor):
     variants = ({}, {"rounding": "stochastic"}, {"granularity": "tensor"})
 
     def __post_init__(self) -> None:
-        if self.rounding not in ("nearest", "stochastic"):
+        if self.rounding not in ops.INT8_ROUNDINGS:
             raise ValueError(f"rounding={self.rounding!r}: 'nearest' or 'stochastic' allowed")
 
     @property
@@ -80,27 +80,24 @@ class Int8(Compressor):
         return torch.where(step.isinf(), 0.0, step.square() * part * (1 - part))
 
     def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
-        top = ops.segment_absmax(x, segments)
-        divisor = torch.where(top < ops.TINY, torch.inf, top)
-        top = torch.where(top < ops.TINY, 0.0, top)
-        scaled = torch.empty_like(x)
-        for (which, rows), (_, out) in zip(segments.views(x), segments.views(scaled), strict=True):
-            torch.div(rows, divisor[which].unsqueeze(1), out=out)
-        scaled.mul_(TOP)  # the quotient first: a / a * 127 is 127, and k / 127 * 127 is k
-        if self.rounding == "nearest":
-            return Payload((scaled.round_().to(torch.int8), top))
-        low = scaled.abs().floor_()
-        up = ops.uniform(key, len(x), x.device) < scaled.abs().sub_(low)
-        return Payload((low.add_(up).copysign_(scaled).to(torch.int8), top))
+        return Payload(ops.int8_encode(x, segments, self.rounding, key))
+
+    def _decode(self, payload: Payload, segments: Segments, total: Tensor | None) -> Tensor:
+        self.check(payload, segments)
+        codes, scales = payload.parts
+        count = payload.count
+        try:
+            return ops.int8_decode(codes, scales, segments, onto=total, count=count, out=total)
+        except PayloadError as error:
+            raise PayloadError(f"{self.name}: {error}") from None
 
     def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
-        self.check(payload, segments)
-        codes, top = payload.parts
-        if not (top.isfinite() & ((top == 0) | (top >= ops.TINY))).all():
-            raise PayloadError(f"{self.name}: a block's scale is 0, or finite and at least 2^-100")
-        if codes.numel() and int(codes.amin()) < -TOP:
-            raise PayloadError(f"{self.name}: code -128 stands for nothing")
-        return ops.scale_(codes.float().div_(TOP), top, segments)
+        return self._decode(payload, segments, None)
+
+    def decode_onto(
+        self, payload: Payload, segments: Segments, shared: Tensor, total: Tensor
+    ) -> None:
+        self._decode(payload, segments, total)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         return ((torch.int8, segments.numel), (torch.float32, len(segments)))

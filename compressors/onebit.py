@@ -29,7 +29,6 @@ from torch import Tensor
 
 from gcbench import ops
 from gcbench.compressor import Compressor, Key, Layout, Payload, Segments
-from gcbench.errors import PayloadError
 
 
 @dataclass(frozen=True)
@@ -59,20 +58,27 @@ class OneBit(Compressor):
         return ops.mean_error(ops.class_means(count, total), count, total, square)
 
     def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
-        count, total, _ = ops.class_moments(x, segments)
-        low, high = ops.class_means(count, total)
-        return Payload((ops.sign_pack(x), low, high))
+        return Payload(ops.class_encode(x, segments))
+
+    def encode_feedback(
+        self, x: Tensor, residual: Tensor, segments: Segments, shared: Tensor, key: Key
+    ) -> Payload:
+        *parts, _ = ops.class_feedback(x, residual, segments, self.name, out=residual)
+        return Payload(tuple(parts))
 
     def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
         self.check(payload, segments)
         words, low, high = payload.parts
-        signs = ops.sign_unpack(words, 1, segments.numel, self.name)
-        means = self.check_finite(torch.stack([low, high]))
-        if (low > 0).any() or (high < 0).any():
-            raise PayloadError(f"{self.name}: m0 must not be above 0, nor m1 below")
-        if means[ops.class_counts(signs > 0, segments) == 0].any():
-            raise PayloadError(f"{self.name}: the mean of a class without elements must be 0")
-        return ops.sign_values(signs, low, high, segments)
+        return ops.class_decode(words, low, high, segments, self.name)
+
+    def decode_onto(
+        self, payload: Payload, segments: Segments, shared: Tensor, total: Tensor
+    ) -> None:
+        self.check(payload, segments)
+        words, low, high = payload.parts
+        ops.class_decode(
+            words, low, high, segments, self.name, total=total, count=payload.count, out=total
+        )
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         means = (torch.float32, len(segments))

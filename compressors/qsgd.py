@@ -76,14 +76,12 @@ class QSGD(Compressor):
         claimed = self.coding == "omega-dense" and self.norm == "2" and self.levels**2 == bucket
         return 2.8 + side if claimed else None
 
-    def _norms(self, x: Tensor, segments: Segments) -> Tensor:
-        return ops.level_norms(x, segments, self.norm, self.levels)
-
     def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
-        return ops.level_variance(x, self._norms(x, segments), self.levels, segments)
+        norms = ops.level_norms(x, segments, self.norm, self.levels)
+        return ops.level_variance(x, norms, self.levels, segments)
 
     def variance_bound(self, x: Tensor, segments: Segments, shared: Tensor) -> float:
-        norms, s = self._norms(x, segments).double(), self.levels
+        norms, s = ops.level_norms(x, segments, self.norm, self.levels).double(), self.levels
         d = torch.tensor(segments.lengths, dtype=torch.float64, device=x.device)
         if self.norm == "2":
             return float((torch.minimum(d / s**2, d.sqrt() / s) * norms.square()).sum())
@@ -91,20 +89,28 @@ class QSGD(Compressor):
         return float(torch.minimum(d * (norms / (2 * s)).square(), norms * length / s).sum())
 
     def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
-        norms = self._norms(x, segments)
-        codes = ops.level_codes(x, norms, self.levels, segments, key)
-        return Payload((ops.level_pack(codes, self.levels, self.coding), norms))
+        norms = ops.level_norms(x, segments, self.norm, self.levels)
+        words = ops.level_encode(x, norms, self.levels, self.coding, segments, key)
+        return Payload((words, norms))
 
-    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
+    def _decode(self, payload: Payload, segments: Segments, total: Tensor | None) -> Tensor:
         self.check(payload, segments)
         if len(payload.parts) != 2:
             raise PayloadError(f"{self.name}: {len(payload.parts)} parts: words and norms expected")
         words, norms = payload.parts
+        code = (words, norms, self.norm, self.levels, self.coding, segments)
         try:
-            codes = ops.level_unpack(words, norms, self.norm, self.levels, self.coding, segments)
+            return ops.level_decode(*code, onto=total, count=payload.count, out=total)
         except PayloadError as error:
             raise PayloadError(f"{self.name}: {error}") from None
-        return ops.level_values(codes, norms, self.levels, segments)
+
+    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
+        return self._decode(payload, segments, None)
+
+    def decode_onto(
+        self, payload: Payload, segments: Segments, shared: Tensor, total: Tensor
+    ) -> None:
+        self._decode(payload, segments, total)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout | None:
         """Return words and norms; None where the words depend on the data."""

@@ -84,11 +84,10 @@ class RandomK(Compressor):
 
     def draw_shared(self, segments: Segments, key: Key) -> Tensor:
         """Return the positions that are kept, int64, shape (K,), increasing."""
-        words = ops.random_words(key, segments.numel)
-        return ops.largest(words, ops.kept_runs(segments, self.ratio))
+        return ops.random_positions(key, ops.kept_runs(segments, self.ratio))
 
     def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
-        return Payload((x[shared],))
+        return Payload((ops.gather(x, shared),))
 
     def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
         self.check(payload, segments)

@@ -85,36 +85,34 @@ class SignSGD(Compressor):
 
     def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
         self.check(payload, segments)
-        words, bits = payload.parts[0], self._bits(payload.count)
-        return ops.sign_unpack(words, bits, segments.numel, self.name).float()
+        bits = self._bits(payload.count)
+        return ops.sign_decode(payload.parts[0], bits, segments.numel, self.name)
 
-    def _vote(self, payloads: Sequence[Payload], segments: Segments, key: Key | None) -> Tensor:
-        """Return the outcome, int32 of -1, 0 or 1, shape (n,)."""
+    def _vote(self, payloads: Sequence[Payload], segments: Segments, key: Key | None) -> Payload:
         for payload in payloads:
             self.check(payload, segments)
         counts = [payload.count for payload in payloads]
-        words, workers = [payload.parts[0] for payload in payloads], sum(counts)
-        total = ops.sign_votes(words, counts, map(self._bits, counts), segments.numel, self.name)
-        if self._bits(2) == 2:
-            return total.sign() * (total.abs() >= min(self.quorum, workers))
-        plus = total >= 0
+        workers, coin = sum(counts), None
         if self.ties == "coin" and workers % 2 == 0:
             if key is None:
                 raise UsageError(f"{self!r} needs collective twoshot: a mean has no coin to toss")
-            coin = ops.draws24(key, segments.numel, total.device) < 1 << 23
-            plus = (total > 0) | ((total == 0) & coin)
-        return plus.int().mul_(2).sub_(1)
+            coin = key
+        words, bits = [payload.parts[0] for payload in payloads], list(map(self._bits, counts))
+        vote = ops.sign_vote(
+            words, counts, bits, segments.numel, self.name,
+            width=self._bits(workers), quorum=self.quorum, coin=coin,
+        )  # fmt: skip
+        return Payload((vote,), workers)
 
     def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
         """Return the vote, as `merge` does; UsageError if it may take a coin, having no key."""
-        return self._vote(payloads, segments, None).float()
+        return self.decode(self._vote(payloads, segments, None), segments, shared)
 
     def merge(
         self, payloads: Sequence[Payload], segments: Segments, shared: Tensor, key: Key
     ) -> Payload:
         """Return the majority vote, an integer sum of signs: the parameter server's step."""
-        vote, workers = self._vote(payloads, segments, key), sum(p.count for p in payloads)
-        return Payload((ops.sign_pack(vote, self._bits(workers)),), workers)
+        return self._vote(payloads, segments, key)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         return ((torch.int32, ops.packed_words(segments.numel, self._bits(count))),)

@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from gcbench import ops
@@ -93,8 +92,7 @@ class TopK(Compressor):
 
     def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
         runs = ops.kept_runs(segments, self.ratio)
-        kept = ops.largest(ops.magnitude_order(x), runs)
-        return Payload(ops.sparse_pack(x, kept, runs, self.positions, self.values))
+        return Payload(ops.sparse_encode(x, runs, self.positions, self.values))
 
     def _open(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor]:
         """Return the positions, int64, and the values, float32, shape (K,) each, once checked."""
@@ -108,11 +106,12 @@ class TopK(Compressor):
 
     def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
         """Return the mean over all workers, 0 for what one did not send, in the order of ranks."""
-        total = torch.zeros(segments.numel, device=payloads[0].parts[0].device)
+        sparse = []
         for payload in payloads:
             positions, values = self._open(payload, segments)
-            total[positions] += values * payload.count
-        return total.div_(sum(payload.count for payload in payloads))
+            sparse.append((values * payload.count if payload.count > 1 else values, positions))
+        workers = sum(payload.count for payload in payloads)
+        return ops.scatter_mean(sparse, segments.numel, workers)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         runs = ops.kept_runs(segments, self.ratio)

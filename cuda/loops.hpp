@@ -264,21 +264,9 @@ class Draws {
 
 // ---- packing ---------------------------------------------------------------------------------------------------
 
-// Pack codes[row * lanes + lane] of B bits, `lanes` lanes of 32 rows.
-template <int B>
-static inline void pack_lanes(const uint32_t* codes, int lanes, uint32_t* out) {
-  GC_SIMD for (int l = 0; l < lanes; ++l) {
-    uint32_t words[B] = {};
-    GC_UNROLL
-    for (int j = 0; j < 32; ++j) {
-      const int k = j * B / 32, shift = j * B % 32;
-      const uint32_t code = codes[j * lanes + l];
-      words[k] |= code << shift;
-      if (shift + B > 32) words[k + 1] |= code >> (32 - shift);
-    }
-    for (int k = 0; k < B; ++k) out[k * lanes + l] = words[k];
-  }
-}
+// Pack codes[row * lanes + lane], `lanes` lanes of 32 rows, of 1 to 16 bits; and back. In packing.cpp.
+void pack_codes(int bits, const uint32_t* codes, int lanes, uint32_t* out);
+void unpack_codes(int bits, const uint32_t* words, int lanes, uint32_t* codes);
 
 // Pack the codes code(0) ... code(1023), below 2^B, of a whole tile.
 template <int B, class F>
@@ -296,7 +284,7 @@ static inline void pack_whole(F code, uint32_t* out) {
   } else {
     GC_ALIGNED uint32_t codes[TILE];
     GC_SIMD for (int i = 0; i < TILE; ++i) codes[i] = code(i);
-    pack_lanes<B>(codes, LANES, out);
+    pack_codes(B, codes, LANES, out);
   }
 }
 
@@ -307,7 +295,7 @@ static inline void pack_rest(F code, int count, uint32_t* out) {
   const int lanes = (count + LANES - 1) / LANES;
   for (int i = 0; i < count; ++i) codes[i] = code(i);
   for (int i = count; i < LANES * lanes; ++i) codes[i] = 0;
-  pack_lanes<B>(codes, lanes, out);
+  pack_codes(B, codes, lanes, out);
 }
 
 template <int B, class F>
@@ -337,15 +325,9 @@ static inline void unpack_lanes(const uint32_t* words, int lanes, F put) {
       }
     }
   } else {
-    GC_SIMD for (int l = 0; l < lanes; ++l) {
-      GC_UNROLL
-      for (int j = 0; j < 32; ++j) {
-        const int k = j * B / 32, shift = j * B % 32;
-        uint32_t code = words[k * lanes + l] >> shift;
-        if (shift + B > 32) code |= words[(k + 1) * lanes + l] << (32 - shift);
-        put(j * lanes + l, code & MASK);
-      }
-    }
+    GC_ALIGNED uint32_t codes[TILE];
+    unpack_codes(B, words, lanes, codes);
+    GC_SIMD for (int i = 0; i < 32 * lanes; ++i) put(i, codes[i]);
   }
 }
 
@@ -377,7 +359,52 @@ static inline void with_bits(int bits, F f) {
   }
 }
 
-// ---- writing ---------------------------------------------------------------------------------------------------
+// ---- sums in a fixed order --------------------------------------------------------------------------------------
+
+// Halve `width` (a power of two) values until one is left: i + width / 2 is added to i, two levels at a time.
+static inline double halve(double* v, int width) {
+  for (; width >= 32; width /= 4) {
+    const int q = width / 4;
+    GC_SIMD for (int i = 0; i < q; ++i) v[i] = (v[i] + v[i + 2 * q]) + (v[i + q] + v[i + 3 * q]);
+  }
+  if (width == 16) {
+    GC_SIMD for (int i = 0; i < 8; ++i) v[i] += v[i + 8];
+    width = 8;
+  }
+  if (width == 8) return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+  if (width == 4) return (v[0] + v[2]) + (v[1] + v[3]);
+  return width == 2 ? v[0] + v[1] : v[0];
+}
+
+static inline int width_of(int64_t n) {
+  if (n > TILE / 2) return TILE;
+  int width = 1;
+  while (width < n) width *= 2;
+  return width;
+}
+
+// Sum as `gcbench.ops.reference._row_moments` sums the sums of tiles; `values` is overwritten.
+static inline double halve_all(double* values, int64_t n) {
+  while (n > 1) {
+    GC_ALIGNED double row[TILE];
+    const int width = width_of(n);
+    int64_t rows = 0;
+    for (int64_t start = 0; start < n; start += width) {
+      for (int i = 0; i < width; ++i) row[i] = start + i < n ? values[start + i] : 0.0;
+      values[rows++] = halve(row, width);
+    }
+    n = rows;
+  }
+  return values[0];
+}
+
+// ---- reading and writing ----------------------------------------------------------------------------------------
+
+// A tile is a page of memory, beyond which no hardware fetches ahead: ask for the one after the next, while others are
+// worked on. What lies beyond the end of a tensor is not read by that.
+static inline void ask_ahead(const float* tile) {
+  for (int i = 0; i < TILE; i += 16) __builtin_prefetch(tile + 2 * TILE + i, 0, 2);
+}
 
 constexpr int64_t STREAM_FROM = 1 << 22;  // elements of an output that no cache would keep for its reader
 

@@ -6,17 +6,57 @@ using namespace gc;
 
 namespace {
 
+template <int B>
+void pack_lanes(const uint32_t* codes, int lanes, uint32_t* out) {
+  GC_SIMD for (int l = 0; l < lanes; ++l) {
+    uint32_t words[B] = {};
+    GC_UNROLL
+    for (int j = 0; j < 32; ++j) {
+      const int k = j * B / 32, shift = j * B % 32;
+      const uint32_t code = codes[j * lanes + l];
+      words[k] |= code << shift;
+      if (shift + B > 32) words[k + 1] |= code >> (32 - shift);
+    }
+    for (int k = 0; k < B; ++k) out[k * lanes + l] = words[k];
+  }
+}
+
+template <int B>
+void unpack_codes_of(const uint32_t* words, int lanes, uint32_t* codes) {
+  GC_SIMD for (int l = 0; l < lanes; ++l) {
+    GC_UNROLL
+    for (int j = 0; j < 32; ++j) {
+      const int k = j * B / 32, shift = j * B % 32;
+      uint32_t code = words[k * lanes + l] >> shift;
+      if (shift + B > 32) code |= words[(k + 1) * lanes + l] << (32 - shift);
+      codes[j * lanes + l] = code & ((1u << B) - 1);
+    }
+  }
+}
+
+}  // namespace
+
+void gc::pack_codes(int bits, const uint32_t* codes, int lanes, uint32_t* out) {
+  with_bits(bits, [=](auto b) { pack_lanes<decltype(b)::value>(codes, lanes, out); });
+}
+
+void gc::unpack_codes(int bits, const uint32_t* words, int lanes, uint32_t* codes) {
+  with_bits(bits, [=](auto b) { unpack_codes_of<decltype(b)::value>(words, lanes, codes); });
+}
+
+namespace {
+
 template <class T>
 void pack_all(const T* codes, int64_t n, int bits, uint32_t* out, int threads) {
-  with_bits(bits, [&](auto b) {
-    constexpr int B = decltype(b)::value;
-    parallel(tiles_of(n), threads, [=](int64_t first, int64_t last) {
-      for (int64_t t = first; t < last; ++t) {
-        const T* part = codes + t * TILE;
-        const int count = (int)(n - t * TILE < TILE ? n - t * TILE : TILE);
-        pack_tile<B>([=](int i) { return (uint32_t)part[i]; }, count, out + t * B * LANES);
-      }
-    });
+  parallel(tiles_of(n), threads, [=](int64_t first, int64_t last) {
+    GC_ALIGNED uint32_t tile[TILE];
+    for (int64_t t = first; t < last; ++t) {
+      const T* part = codes + t * TILE;
+      const int count = (int)(n - t * TILE < TILE ? n - t * TILE : TILE), lanes = (count + LANES - 1) / LANES;
+      GC_SIMD for (int i = 0; i < count; ++i) tile[i] = (uint32_t)part[i];
+      for (int i = count; i < LANES * lanes; ++i) tile[i] = 0;
+      pack_codes(bits, tile, lanes, out + t * bits * LANES);
+    }
   });
 }
 
@@ -35,20 +75,16 @@ GC_API int64_t gc_pack(const void* codes, int size, int64_t n, int bits, uint32_
 
 // Unpack n codes from each of `rows` stretches of words.
 GC_API int64_t gc_unpack(const uint32_t* words, int64_t rows, int64_t n, int bits, int32_t* out, int threads) {
-  with_bits(bits, [&](auto b) {
-    constexpr int B = decltype(b)::value;
-    for (int64_t row = 0; row < rows; ++row, words += words_of(n, B), out += n) {
-      parallel(tiles_of(n), threads, [=](int64_t first, int64_t last) {
-        GC_ALIGNED uint32_t tile[TILE];
-        for (int64_t t = first; t < last; ++t) {
-          const int count = (int)(n - t * TILE < TILE ? n - t * TILE : TILE);
-          uint32_t* to = tile;
-          unpack_tile<B>(words + t * B * LANES, count, [=](int i, uint32_t code) { to[i] = code; });
-          memcpy(out + t * TILE, tile, count * sizeof *out);
-        }
-      });
-    }
-  });
+  for (int64_t row = 0; row < rows; ++row, words += words_of(n, bits), out += n) {
+    parallel(tiles_of(n), threads, [=](int64_t first, int64_t last) {
+      GC_ALIGNED uint32_t tile[TILE];
+      for (int64_t t = first; t < last; ++t) {
+        const int count = (int)(n - t * TILE < TILE ? n - t * TILE : TILE);
+        unpack_codes(bits, words + t * bits * LANES, (count + LANES - 1) / LANES, tile);
+        memcpy(out + t * TILE, tile, count * sizeof *out);
+      }
+    });
+  }
   return 0;
 }
 

@@ -16,85 +16,6 @@ struct Moments {
   uint32_t top;  // bits of the largest magnitude: as integers, they order as magnitudes do, and NaN above all
 };
 
-// Halve `width` (a power of two) values until one is left.
-inline double halve(double* values, int width) {
-  for (int half = width / 2; half >= 8; half /= 2) {
-    GC_SIMD for (int i = 0; i < half; ++i) values[i] += values[i + half];
-  }
-  for (int half = width < 16 ? width / 2 : 4; half >= 1; half /= 2) {
-    for (int i = 0; i < half; ++i) values[i] += values[i + half];
-  }
-  return values[0];
-}
-
-// Sum as `gcbench.ops.reference._row_moments` sums tiles' sums; `values` is overwritten.
-double halve_all(double* values, int64_t n) {
-  while (n > 1) {
-    GC_ALIGNED double row[TILE];
-    int width = TILE;
-    if (n <= TILE / 2) {
-      width = 1;
-      while (width < n) width *= 2;
-    }
-    int64_t rows = 0;
-    for (int64_t start = 0; start < n; start += width) {
-      const int count = (int)(n - start < width ? n - start : width);
-      for (int i = 0; i < width; ++i) row[i] = i < count ? values[start + i] : 0.0;
-      values[rows++] = halve(row, width);
-    }
-    n = rows;
-  }
-  return values[0];
-}
-
-template <class Load>
-inline Moments tile_moments(Load load, int count) {
-  GC_ALIGNED double sum[TILE / 2], square[TILE / 2];
-  uint32_t top = 0;
-  if (count == TILE) {
-#pragma omp simd reduction(max : top)
-    for (int i = 0; i < TILE / 2; ++i) {
-      const float x = load(i), y = load(i + TILE / 2);
-      const double a = x, b = y;
-      sum[i] = a + b;
-      square[i] = a * a + b * b;
-      const uint32_t u = bits_of(x) & 0x7fffffffu, v = bits_of(y) & 0x7fffffffu;
-      top = u > top ? u : top;
-      top = v > top ? v : top;
-    }
-    return {halve(sum, TILE / 2), halve(square, TILE / 2), top};
-  }
-  int width = TILE;
-  if (count <= TILE / 2) {
-    width = 1;
-    while (width < count) width *= 2;
-  }
-  if (width == 1) {
-    const float x = load(0);
-    return {(double)x, (double)x * x, bits_of(x) & 0x7fffffffu};
-  }
-  const int half = width / 2, both = count - half;  // count > half: the first halves have all their elements
-#pragma omp simd reduction(max : top)
-  for (int i = 0; i < both; ++i) {
-    const float x = load(i), y = load(i + half);
-    const double a = x, b = y;
-    sum[i] = a + b;
-    square[i] = a * a + b * b;
-    const uint32_t u = bits_of(x) & 0x7fffffffu, v = bits_of(y) & 0x7fffffffu;
-    top = u > top ? u : top;
-    top = v > top ? v : top;
-  }
-#pragma omp simd reduction(max : top)
-  for (int i = both; i < half; ++i) {
-    const float x = load(i);
-    sum[i] = (double)x + 0.0;
-    square[i] = (double)x * x;
-    const uint32_t u = bits_of(x) & 0x7fffffffu;
-    top = u > top ? u : top;
-  }
-  return {halve(sum, half), halve(square, half), top};
-}
-
 uint32_t largest(const float* x, int64_t n) {
   uint32_t top = 0;
 #pragma omp simd reduction(max : top)
@@ -103,6 +24,37 @@ uint32_t largest(const float* x, int64_t n) {
     top = u > top ? u : top;
   }
   return top;
+}
+
+Moments tile_moments(const float* x, int count) {
+  GC_ALIGNED double sum[TILE / 2], square[TILE / 2];
+  // Reading in the order of addresses first: the sums' order defeats the prefetcher.
+  const uint32_t top = largest(x, count);
+  if (count == TILE) {
+    constexpr int PART = TILE / 4;
+    GC_SIMD for (int i = 0; i < PART; ++i) {
+      const double a = x[i], b = x[i + PART], c = x[i + 2 * PART], d = x[i + 3 * PART];
+      sum[i] = (a + c) + (b + d);
+      square[i] = (a * a + c * c) + (b * b + d * d);
+    }
+    return {halve(sum, PART), halve(square, PART), top};
+  }
+  // Zeros up to a power of two; more than half of it are elements.
+  const int width = width_of(count), half = width > 1 ? width / 2 : 1, both = count - half;
+  GC_SIMD for (int i = 0; i < half; ++i) {
+    const double a = x[i];
+    sum[i] = a;
+    square[i] = a * a;
+  }
+  if (width > 1) {
+    GC_SIMD for (int i = 0; i < both; ++i) {
+      const double b = x[i + half];
+      sum[i] += b;
+      square[i] += b * b;
+    }
+    GC_SIMD for (int i = both; i < half; ++i) sum[i] += 0.0;  // -0.0 becomes 0.0
+  }
+  return {halve(sum, half), halve(square, half), top};
 }
 
 // Call take(segment, moments) for each segment, in any order and from any thread.
@@ -117,8 +69,8 @@ void for_segments(const float* x, const Segments& segments, int threads, Take ta
     for (int64_t t = first; t < last; ++t) {
       while (segments.tiles[s + 1] <= t) ++s;
       const int64_t start = segments.offsets[s] + (t - segments.tiles[s]) * TILE, left = segments.offsets[s + 1] - start;
-      const float* part = x + start;
-      const Moments got = tile_moments([=](int i) { return part[i]; }, (int)(left < TILE ? left : TILE));
+      ask_ahead(x + start);
+      const Moments got = tile_moments(x + start, (int)(left < TILE ? left : TILE));
       sums[t] = got.sum;
       squares[t] = got.square;
       tops[t] = got.top;
@@ -166,8 +118,12 @@ GC_API int64_t gc_segment_absmax(const float* x, const int64_t* table, int64_t m
       int64_t stop = segments.offsets[s] + (end - segments.tiles[s]) * TILE;
       if (stop > segments.offsets[s + 1]) stop = segments.offsets[s + 1];
       const uint32_t top = largest(x + start, stop - start);
+      if (segments.tiles[s] >= first && segments.tiles[s + 1] <= last) {
+        tops[s] = top;
+      } else {  // another thread has the rest
 #pragma omp critical
-      tops[s] = top > tops[s] ? top : tops[s];
+        tops[s] = top > tops[s] ? top : tops[s];
+      }
       t = end;
     }
   });

@@ -19,6 +19,7 @@ GC_API int64_t gc_ternary_encode(const float* x, int64_t n, const int64_t* table
     for (int64_t t = first; t < last; ++t) {
       const float* part = x + t * TILE;
       const int count = (int)(n - t * TILE < TILE ? n - t * TILE : TILE);
+      ask_ahead(part);
       spread.tile(t * TILE, count);
       const uint32_t* draw = draws.tile();
       const float *limits = spread.row[0], *steps = spread.row[1];
@@ -33,10 +34,9 @@ GC_API int64_t gc_ternary_encode(const float* x, int64_t n, const int64_t* table
 namespace {
 
 // Add the codes of one tile of a payload to `sums`, and return the largest.
-template <int B>
-uint32_t add_codes(const uint32_t* words, int count, int32_t* sums) {
+uint32_t add_codes(const uint32_t* words, int bits, int count, int32_t* sums) {
   GC_ALIGNED uint32_t codes[TILE];
-  unpack_tile<B>(words, count, [&](int i, uint32_t code) { codes[i] = code; });
+  unpack_codes(bits, words, (count + LANES - 1) / LANES, codes);
   uint32_t top = 0;
 #pragma omp simd reduction(max : top)
   for (int i = 0; i < count; ++i) {
@@ -95,16 +95,14 @@ int64_t add_all(const Payloads& in, int64_t start, int count, int32_t* sums) {
         // The last lanes' codes beyond the count are ignored, as they are by the definition.
         for (int64_t q = p; q < next; ++q) {
           GC_ALIGNED int32_t scratch[TILE] = {};
-          if (add_codes<2>(in.words[q] + start / TILE * 2 * LANES, count, scratch) > 2) return q + 1;
+          if (add_codes(in.words[q] + start / TILE * 2 * LANES, 2, count, scratch) > 2) return q + 1;
         }
       }
       p = next;
       continue;
     }
     const int bits = in.bits[p];
-    with_bits(bits, [&](auto b) {
-      top = add_codes<decltype(b)::value>(in.words[p] + start / TILE * bits * LANES, count, sums);
-    });
+    top = add_codes(in.words[p] + start / TILE * bits * LANES, bits, count, sums);
     if (top > (uint32_t)in.tops[p]) return p + 1;
     ++p;
   }
@@ -116,11 +114,14 @@ int64_t first_bad(int64_t a, int64_t b) { return a && (!b || a < b) ? a : b; }
 }  // namespace
 
 // (sum of codes - count) * (scale / count), (n,), from `number` payloads. Returns 0, or 1 + the index of the first
-// payload that has a code above its top.
+// payload that has a code above its top, or -1 if a scale is negative or not finite.
 GC_API int64_t gc_ternary_mean(const uint32_t* const* words, const int32_t* bits, const int32_t* tops, int64_t number,
                                int64_t workers, const float* scale, int64_t n, const int64_t* table, int64_t m,
                                float* out, int threads) {
   const Segments segments(table, m);
+  for (int64_t s = 0; s < m; ++s) {
+    if (!(scale[s] >= 0 && scale[s] <= FLOAT_MAX)) return -1;
+  }
   const Payloads in{words, bits, tops, number};
   const bool stream = n >= STREAM_FROM;
   const bool single = number == 1 && bits[0] == 2 && tops[0] == 2;
@@ -172,10 +173,9 @@ GC_API int64_t gc_ternary_merge(const uint32_t* const* words, const int32_t* bit
     for (int64_t t = first; t < last && !wrong; ++t) {
       const int count = (int)(n - t * TILE < TILE ? n - t * TILE : TILE);
       wrong = add_all(in, t * TILE, count, sums);
-      with_bits(width, [&](auto b) {
-        constexpr int B = decltype(b)::value;
-        pack_tile<B>([&](int i) { return (uint32_t)sums[i]; }, count, out + t * B * LANES);
-      });
+      const int lanes = (count + LANES - 1) / LANES;
+      for (int i = count; i < LANES * lanes; ++i) sums[i] = 0;
+      pack_codes(width, (const uint32_t*)sums, lanes, out + t * width * LANES);
     }
     if (wrong) {
 #pragma omp critical

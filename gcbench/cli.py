@@ -22,6 +22,7 @@ data_app = typer.Typer(no_args_is_help=True, help="Fetch data sets, or say where
 app.add_typer(data_app, name="data")
 
 RESULTS = Path("results/runs")
+TIMINGS = Path("results/kernels.json")
 
 
 class Progress(StrEnum):
@@ -49,6 +50,14 @@ class Format(StrEnum):
     csv = "csv"
     json = "json"
     latex = "latex"
+
+
+class KernelFormat(StrEnum):
+    """How to print timings."""
+
+    table = "table"
+    markdown = "markdown"
+    json = "json"
 
 
 class DataName(StrEnum):
@@ -155,7 +164,7 @@ def run(
         S, _opt("loop: worker by worker; batched: one pass for all; default loop.", WHERE)
     ] = None,
     device: Annotated[S, _opt("cpu or cuda; default cpu.", WHERE)] = None,
-    backend: Annotated[S, _opt("auto or reference; default auto.", WHERE)] = None,
+    backend: Annotated[S, _opt("auto, reference, cpu or cuda; default auto.", WHERE)] = None,
     threads: Annotated[
         S, _opt("Threads in an operation of a worker; default cores/workers.", WHERE)
     ] = None,
@@ -302,6 +311,28 @@ def info(json: Json = False) -> None:
         _print_json(found)
     else:
         listing.show_info(found)
+
+
+@app.command()
+def kernels(
+    file: Annotated[Path, typer.Argument(help="What `make bench` wrote.")] = TIMINGS,
+    op: Annotated[
+        S, typer.Option(help="Only operations and methods with this in the name.")
+    ] = None,
+    backend: Annotated[S, typer.Option(help="Only backends that begin so, e.g. cpu.")] = None,
+    size: Annotated[S, typer.Option(help="Only this size, e.g. 25e6 or resnet50.")] = None,
+    threads: Annotated[S, typer.Option(help="Only this number of threads.")] = None,
+    format_: Annotated[
+        KernelFormat, typer.Option("--format", help="How to print.")
+    ] = KernelFormat.table,
+    json: Json = False,
+) -> None:
+    """Show saved kernel timings beside copy_, eager torch and the fewest bytes that must move."""
+    from gcbench import kernels as timing
+
+    timings = timing.load(file)
+    rows = timing.select(timings.rows, size=size, threads=threads, op=op, backend=backend)
+    print(timing.render(timings, rows, "json" if json else format_.value))
 
 
 @data_app.command("get")

@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gcbench import ops
 from gcbench.errors import PayloadError
-from gcbench.ops import bitstream
+from gcbench.ops import bitstream, cpu
 
 BY_HAND = {
     1: "0",
@@ -30,7 +30,13 @@ BY_HAND = {
     65536: "10 100 10000 10000000000000000 0",
     2**31: "10 100 11111 10000000000000000000000000000000 0",
 }
-quick = settings(deadline=None, max_examples=60, derandomize=True)
+# The fixture that chooses the backend holds for all examples of a test.
+quick = settings(
+    deadline=None,
+    max_examples=60,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 
 
 def omega(k: int) -> str:
@@ -80,6 +86,15 @@ def read(form: str, words: torch.Tensor, n: int, levels: int) -> torch.Tensor:
 def write(form: str, codes: torch.Tensor, levels: int) -> torch.Tensor:
     writer = ops.omega_dense_write if form == "dense" else ops.omega_sparse_write
     return writer(codes, levels)
+
+
+@pytest.fixture(autouse=True, params=["reference", "cpu"])
+def backend(request):
+    """Every test with plain torch and with the native kernels, if there are any."""
+    if not cpu.status()[0] and request.param == "cpu":
+        pytest.skip(cpu.status()[1])
+    with ops.using(request.param):
+        yield
 
 
 @pytest.fixture
@@ -209,6 +224,13 @@ def test_tiny_chunks_change_nothing(form):
     text = dense(codes.tolist()) if form == "dense" else sparse(codes.tolist())
     assert unsigned(words) == words_of(text)
     assert torch.equal(read(form, words, 700, 2000), codes)
+
+
+@pytest.mark.parametrize("form", ["dense", "sparse"])
+@pytest.mark.parametrize("code", [-4, 4, 2**31 - 1])
+def test_codes_beyond_the_levels_are_refused(form, code):
+    with pytest.raises(ValueError, match="-3 to 3 allowed"):
+        write(form, torch.tensor([0, code, 1]), 3)
 
 
 @pytest.mark.parametrize("form", ["dense", "sparse"])

@@ -189,6 +189,22 @@ def test_tiny_blocks_are_sent_as_zeros(rounding):
     assert payload.parts[0][[0, 4]].tolist() == [127, 127]
 
 
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_gradients_that_are_not_finite_are_refused(rounding, value):
+    """Their block has no codes and a scale that no reader takes; the other blocks are as before."""
+    x = normal(600, 8)
+    x[300] = value
+    method = gcbench.get_compressor("int8", rounding=rounding)
+    payload = method.encode(x, blocks(600), NOTHING, FIRST)
+    assert not payload.parts[0][256:512].any()
+    assert payload.parts[1].isfinite().tolist() == [True, False, True]
+    with pytest.raises(PayloadError, match="int8: a block's scale"):
+        method.decode(payload, blocks(600), NOTHING)
+    x[256:512] = 0
+    assert torch.equal(method.encode(x, blocks(600), NOTHING, FIRST).parts[0], payload.parts[0])
+
+
 def test_corrupt_payloads_are_refused():
     method = gcbench.get_compressor("int8")
     segments = blocks(600)

@@ -6,6 +6,7 @@ For every instruction set that this machine has, one and two threads; the inputs
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,10 @@ from gcbench.ops.cpu import library
 
 FAMILIES = kernel_cases.families()
 NATIVE = cpu.status()
+if not NATIVE[0] and os.environ.get("GCBENCH_REQUIRE_NATIVE", "0") != "0":
+    raise RuntimeError(
+        f"GCBENCH_REQUIRE_NATIVE is set, and the native kernels are missing: {NATIVE[1]}"
+    )
 
 
 def bits(value: Any) -> Any:

@@ -215,11 +215,32 @@ def test_rounding_rule_at_its_borders(levels, scale, monkeypatch):
     for u in (border * 0, border * 0 + 2**24 - 1, border - 1, border, border + 1):
         draws = u.clamp(0, 2**24 - 1).int()
         monkeypatch.setattr("gcbench.ops.quantize.draws24", lambda *_, draws=draws: draws)
-        codes = ops.level_codes(x, norm, levels, one(len(x)), Key(0, 0, 0))
+        with ops.using("reference"):  # kernels draw for themselves; they are compared elsewhere
+            codes = ops.level_codes(x, norm, levels, one(len(x)), Key(0, 0, 0))
+            mirrored = ops.level_codes(-x, norm, levels, one(len(x)), Key(0, 0, 0))
         assert torch.equal(codes, below + ((draws + 0.5) * 2.0**-24 * gap <= distance))
-        assert torch.equal(ops.level_codes(-x, norm, levels, one(len(x)), Key(0, 0, 0)), -codes)
+        assert torch.equal(mirrored, -codes)
         values = ops.level_values(codes, norm, levels, one(len(x)))
         assert torch.equal(values, grid[codes.long()])
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3, 127, 4093])
+def test_no_bit_depends_on_denormals(levels):
+    """The reciprocal of the largest norms is denormal; a process that flushes these sends the same.
+
+    Magnitudes on levels of norms up to the largest float32.
+    """
+    norm = torch.tensor([3.4e38])
+    codes = torch.arange(5 * 1024).remainder(2 * levels + 1) - levels
+    x = ops.level_values(codes, norm, levels, one(len(codes)))
+    before = ops.level_codes(x, norm, levels, one(len(x)), Key(20, 0, 0))
+    assert torch.set_flush_denormal(True)
+    try:
+        after = ops.level_codes(x, norm, levels, one(len(x)), Key(20, 0, 0))
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(before, codes.int())
+    assert torch.equal(after, codes.int())
 
 
 # ---- sparsity and code lengths ---------------------------------------------------------------
@@ -593,6 +614,22 @@ def test_codings_and_norms_that_cannot_be():
             sparse.decode(Payload(parts), TWO, NOTHING)
     with pytest.raises(PayloadError, match="qsgd"):
         sparse.decode(other._replace(count=0), TWO, NOTHING)
+
+
+@pytest.mark.parametrize("norm", ["max", "2"])
+@pytest.mark.parametrize("coding", CODINGS)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_gradients_that_are_not_finite_are_refused(norm, coding, value):
+    """Their bucket has no codes and a norm that no reader takes; others are as before."""
+    x = normal(1200, 24)
+    x[600] = value
+    method, segments = qsgd(norm=norm, coding=coding), Segments.of([(1200,)], 512)
+    words, norms = method.encode(x, segments, NOTHING, Key(19, 0, 0)).parts
+    assert norms.isfinite().tolist() == [True, False, True]
+    with pytest.raises(PayloadError, match="qsgd: norms"):
+        method.decode(Payload((words, norms)), segments, NOTHING)
+    x[512:1024] = 0
+    assert torch.equal(method.encode(x, segments, NOTHING, Key(19, 0, 0)).parts[0], words)
 
 
 @settings(deadline=None, max_examples=150, derandomize=True)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gcbench.errors import PayloadError
+from gcbench.ops.backend import op
 from gcbench.ops.reference import BLOCK
 
 OMEGA_MAX = 2**31
@@ -173,14 +174,33 @@ def _starts(
     return torch.cat(found) if found else words.new_zeros(0), first
 
 
-def _unsigned(words: Tensor) -> Tensor:
-    """Return the words of a payload as int64 in [0, 2^32).
+def check_stream(words: Tensor) -> None:
+    """Check that the words of a payload may be a stream.
 
     Raises:
         PayloadError: they are not one-dimensional int32.
     """
     if words.dtype != torch.int32 or words.dim() != 1:
         raise PayloadError(f"bit stream of {words.dtype}, shape {tuple(words.shape)}: int32, 1-D")
+
+
+def check_codes(codes: Tensor, levels: int) -> None:
+    """Check that codes can be written.
+
+    Raises:
+        ValueError: one is not in [-levels, levels].
+    """
+    if codes.numel() and not -levels <= int(codes.amin()) <= int(codes.amax()) <= levels:
+        raise ValueError(f"codes of [{codes.min()}, {codes.max()}]: -{levels} to {levels} allowed")
+
+
+def _unsigned(words: Tensor) -> Tensor:
+    """Return the words of a payload as int64 in [0, 2^32).
+
+    Raises:
+        PayloadError: see `check_stream`.
+    """
+    check_stream(words)
     return words.long() & _WORD
 
 
@@ -225,12 +245,17 @@ def omega_read(words: Tensor, count: int, top: int) -> Tensor:
     return values
 
 
+@op
 def omega_dense_write(codes: Tensor, levels: int) -> Tensor:
     """Return the stream of signed codes in QSGD's dense form, int32 words.
 
     `codes`: integers in [-levels, levels], shape (n,). Each takes Elias(|code| + 1), then a sign
     bit (1: negative) unless it is zero (Alistarh et al. 2017, appendix A.3).
+
+    Raises:
+        ValueError: a code outside that range.
     """
+    check_codes(codes, levels)
     symbols = torch.arange(-levels, levels + 1, device=codes.device)
     table, lengths = omega_codes(symbols.abs() + 1)
     signed = symbols != 0
@@ -239,6 +264,7 @@ def omega_dense_write(codes: Tensor, levels: int) -> Tensor:
     return write_codes(table.take(index), lengths.take(index))
 
 
+@op
 def omega_dense_read(words: Tensor, n: int, levels: int) -> Tensor:
     """Return the n codes of a stream by `omega_dense_write`, int32, shape (n,).
 
@@ -259,6 +285,7 @@ def _dense_jump(places: Tensor, lengths: Tensor) -> Tensor:
     return places + own + (own > 1)
 
 
+@op
 def omega_sparse_write(codes: Tensor, levels: int) -> Tensor:
     """Return the stream of signed codes in QSGD's sparse form, int32 words.
 
@@ -266,7 +293,11 @@ def omega_sparse_write(codes: Tensor, levels: int) -> Tensor:
     whole words do not tell where a stream ends. Then for each nonzero one Elias(distance to the one
     before; for the first, its index plus 1), a sign bit (1: negative) and Elias(|code|) (Alistarh
     et al. 2017, section 3.1 and appendix A.2).
+
+    Raises:
+        ValueError: a code outside that range.
     """
+    check_codes(codes, levels)
     places = codes.nonzero().squeeze(1)
     found = codes.take(places).long()
     gaps = torch.diff(places, prepend=places.new_tensor([-1]))
@@ -282,6 +313,7 @@ def omega_sparse_write(codes: Tensor, levels: int) -> Tensor:
     )
 
 
+@op
 def omega_sparse_read(words: Tensor, n: int, levels: int) -> Tensor:
     """Return the n codes of a stream by `omega_sparse_write`, int32, shape (n,).
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gcbench.compressor import Key, Segments
 from gcbench.errors import PayloadError
+from gcbench.ops.backend import op
 from gcbench.ops.bitstream import (
     omega_dense_read,
     omega_dense_write,
@@ -17,6 +18,7 @@ from gcbench.ops.reference import (
     BLOCK,
     TINY,
     draws24,
+    into,
     pack,
     scale_,
     segment_absmax,
@@ -28,22 +30,28 @@ LEVEL_NORMS = ("max", "2")
 LEVEL_CODINGS = ("fixed", "omega-dense", "omega-sparse")
 FLOAT_MAX = torch.finfo(torch.float32).max
 
+BAD_NORMS = "norms must be finite and not negative"
+BAD_CODES = "a segment's codes are too large or too small for its norm"
+
 
 def level_bits(levels: int) -> int:
     """Return the bits of the 2 levels + 1 symbols of the fixed coding."""
     return (2 * levels).bit_length()
 
 
+@op
 def level_norms(x: Tensor, segments: Segments, norm: str, levels: int) -> Tensor:
     """Return the norms ("max" or "2") of the segments, float32, shape (m,), never below max |x|.
 
-    0 where a step, norm / levels, would be below TINY; at most the largest float32.
+    0 where a step, norm / levels, would be below TINY; of finite elements at most the largest
+    float32.
     """
     if norm == "max":
         norms = segment_absmax(x, segments)
     else:
         # Every rounding here keeps the order, so the root is never below the largest element.
-        norms = segment_moments(x, segments)[1].sqrt().clamp_(max=FLOAT_MAX).float()
+        roots = segment_moments(x, segments)[1].sqrt_()
+        norms = torch.where(roots.isinf(), roots, roots.clamp(max=FLOAT_MAX)).float()
     return torch.where(norms < TINY * levels, 0.0, norms)
 
 
@@ -56,6 +64,7 @@ def _levels(codes: Tensor, divisor: Tensor, norms: Tensor) -> Tensor:
     return codes.div(divisor).mul_(norms)
 
 
+@op
 def level_codes(x: Tensor, norms: Tensor, levels: int, segments: Segments, key: Key) -> Tensor:
     """Return codes in [-levels, levels], int32, shape (n,).
 
@@ -65,11 +74,12 @@ def level_codes(x: Tensor, norms: Tensor, levels: int, segments: Segments, key: 
 
     `x`: float32, shape (n,); `norms`: float32, shape (m,), at least max |x| of the segment, and at
     least TINY * levels, so that no product is denormal; or 0, and all |x| are below that: zeros.
-    `levels`: 1 to 2^15 - 1.
+    `levels`: 1 to 2^15 - 1. In a segment whose norm is not finite all codes are zero.
     """
     codes = torch.empty(x.numel(), dtype=torch.int32, device=x.device)
     divisor = x.new_tensor(float(levels))
     safe = torch.where(norms == 0, 1.0, norms)  # next to 1 such values are never rounded up
+    finite = bool(norms.isfinite().all())
     for start in range(0, x.numel(), BLOCK):
         stop = min(start + BLOCK, x.numel())
         part, which = segments.shard(start, stop)
@@ -83,6 +93,8 @@ def level_codes(x: Tensor, norms: Tensor, levels: int, segments: Segments, key: 
         place = key._replace(offset=key.offset + start)
         draws = draws24(place, stop - start, x.device).float().add_(0.5).mul_(2.0**-24)
         code += draws.mul_(gap) <= size.sub_(below)
+        if not finite:
+            code.masked_fill_(~norm.isfinite(), 0.0)
         codes[start:stop] = code.copysign_(x[start:stop])
     return codes
 
@@ -129,7 +141,7 @@ def level_unpack(
     if norms.dtype != torch.float32 or norms.shape != (len(segments),):
         raise PayloadError(f"norms of {norms.dtype}, {tuple(norms.shape)}: {len(segments)} float32")
     if not (((norms == 0) | (norms >= TINY * levels)) & norms.isfinite()).all():
-        raise PayloadError("norms must be finite and not negative")
+        raise PayloadError(BAD_NORMS)
     n = segments.numel
     if coding == "fixed":
         codes = unpack(words, level_bits(levels), n).sub_(levels)
@@ -140,5 +152,49 @@ def level_unpack(
     tops = segment_absmax(codes.float(), segments)
     most = levels * (norms > 0)
     if (tops != most if norm == "max" else tops > most).any():
-        raise PayloadError("a segment's codes are too large or too small for its norm")
+        raise PayloadError(BAD_CODES)
     return codes
+
+
+@op
+def level_encode(
+    x: Tensor,
+    norms: Tensor,
+    levels: int,
+    coding: str,
+    segments: Segments,
+    key: Key,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the int32 words of x's codes: `level_codes`, then `level_pack`.
+
+    `out`: where to write them, of that length, which depends on x unless the coding is "fixed".
+    """
+    return into(out, level_pack(level_codes(x, norms, levels, segments, key), levels, coding))
+
+
+@op
+def level_decode(
+    words: Tensor,
+    norms: Tensor,
+    norm: str,
+    levels: int,
+    coding: str,
+    segments: Segments,
+    *,
+    onto: Tensor | None = None,
+    count: int = 1,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return what words stand for, float32, shape (n,); with `onto` that plus `count` times it.
+
+    `level_unpack`, then `level_values`. `out`: where to write, which may be `onto`; after an error
+    what it holds is not defined.
+
+    Raises:
+        PayloadError: see `level_unpack`.
+    """
+    codes = level_unpack(words, norms, norm, levels, coding, segments)
+    values = level_values(codes, norms, levels, segments)
+    return into(out, values if onto is None else onto + values * count)

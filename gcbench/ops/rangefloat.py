@@ -23,13 +23,22 @@ from .002; the closed form is where that ends (tests/test_rangefloat.py::test_it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from gcbench.errors import PayloadError
+from gcbench.ops.backend import op
+from gcbench.ops.reference import into, pack, packed_words, unpack
 
 RANGE_BITS = 16
 """The widest code: what `pack` takes."""
 RANGE_WIRE = 23
 """Bits and mantissa bits together: more would not leave a grid its 8 + m + N bits of an int32."""
+
+Groups = Sequence[tuple[int, int]]
+"""Consecutive groups of values, as (how many, values of each); none is empty."""
 
 
 def range_check(bits: int, mantissa: int) -> None:
@@ -109,3 +118,71 @@ def range_decode(codes: Tensor, grid: Tensor, bits: int, mantissa: int) -> Tenso
     steps = codes - torch.where(negative, positive, 0)
     values = _values(steps.add_(base - 1), mantissa).masked_fill_(codes == 0, 0.0)
     return torch.where(negative, -values, values)
+
+
+# ---- packed --------------------------------------------------------------------------------------
+
+
+def grouped_values(groups: Groups) -> int:
+    """Return the number of values of all groups."""
+    return sum(rows * length for rows, length in groups)
+
+
+def grouped_grids(groups: Groups) -> int:
+    """Return the number of groups."""
+    return sum(rows for rows, _ in groups)
+
+
+def _spread(grids: Tensor, groups: Groups) -> Tensor:
+    """Return the grid of each value, from one of each group."""
+    table = torch.tensor(list(groups), dtype=torch.int64).view(-1, 2).to(grids.device)
+    rows, length = table.unbind(1)
+    return grids.repeat_interleave(length.repeat_interleave(rows))
+
+
+@op
+def range_pack(values: Tensor, groups: Groups, bits: int, mantissa: int) -> tuple[Tensor, Tensor]:
+    """Return the packed codes of `values`, int32 words, and the grid of each group, int32.
+
+    `values`: float32, not NaN, shape (n,): those of the first group, of the second, ...
+    """
+    limits = [values.new_empty(2, 0)]
+    start = 0
+    for count, length in groups:
+        rows = values[start : start + count * length].view(count, length)
+        limits.append(torch.stack((rows.amin(1), rows.amax(1))))
+        start += count * length
+    low, high = torch.cat(limits, dim=1)
+    grids = range_grid(low, high, bits, mantissa)
+    return pack(range_encode(values, _spread(grids, groups), bits, mantissa), bits), grids
+
+
+@op
+def range_unpack(
+    words: Tensor,
+    grids: Tensor,
+    groups: Groups,
+    bits: int,
+    mantissa: int,
+    name: str,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the values, float32, finite, shape (n,), that `range_pack` packed. `out`: where to.
+
+    `words`, `grids`: int32, of the sizes that `range_pack` returns.
+
+    Raises:
+        PayloadError: a grid, a code or a bit that it does not return; the message begins with
+            `name`.
+    """
+    if not range_valid(grids, bits, mantissa).all():
+        raise PayloadError(f"{name}: a range that no values have")
+    n = grouped_values(groups)
+    codes = unpack(words, bits, packed_words(n, bits) // bits * 32)
+    if codes[n:].any():
+        raise PayloadError(f"{name}: a bit is set after the last of {n} codes")
+    values = range_decode(codes[:n], _spread(grids, groups), bits, mantissa)
+    if not values.isfinite().all():
+        raise PayloadError(f"{name}: a payload's values are not finite")
+    return into(out, values)

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -36,10 +37,12 @@ from torch import Tensor
 
 from gcbench.compressor import Key, Layout, Segments
 from gcbench.errors import PayloadError
-from gcbench.ops.rangefloat import range_decode, range_encode, range_grid, range_valid
+from gcbench.ops.backend import op
+from gcbench.ops.rangefloat import Groups, grouped_grids, range_pack, range_unpack
 from gcbench.ops.reference import (
     BLOCK,
     MAX_BITS,
+    into,
     pack,
     packed_words,
     philox,
@@ -154,6 +157,17 @@ def largest(scores: Tensor, runs: Sequence[KeptRun]) -> Tensor:
     return torch.cat(found)
 
 
+@op
+def largest_elements(x: Tensor, runs: Sequence[KeptRun]) -> tuple[Tensor, Tensor]:
+    """Return where each segment's elements of largest magnitude are, and these elements.
+
+    `x`: float32, shape (n,). Positions, int64, increasing, and values, float32, shape (K,) each:
+    exactly k a segment; of equal magnitudes the lowest positions, and NaN above infinity.
+    """
+    kept = largest(magnitude_order(x), runs)
+    return kept, x[kept]
+
+
 def random_words(key: Key, n: int, device: torch.device | str = "cpu") -> Tensor:
     """Return independent integers uniform on [-2^31, 2^31), int32, shape (n,).
 
@@ -181,11 +195,53 @@ def random_words(key: Key, n: int, device: torch.device | str = "cpu") -> Tensor
     return out
 
 
-def scatter(values: Tensor, positions: Tensor, n: int) -> Tensor:
-    """Return zeros, float32, shape (n,), with `values`, shape (K,), at `positions`."""
-    out = torch.zeros(n, dtype=torch.float32, device=values.device)
-    out[positions] = values.float()
-    return out
+@op
+def random_positions(
+    key: Key, runs: Sequence[KeptRun], device: torch.device | str = "cpu"
+) -> Tensor:
+    """Return the positions of each segment's largest random words, int64, shape (K,), increasing.
+
+    Uniform choices without replacement; of equal words the lowest positions.
+    """
+    n = max((run.start + run.rows * run.length for run in runs), default=0)
+    return largest(random_words(key, n, device), runs)
+
+
+@op
+def gather(x: Tensor, positions: Tensor) -> Tensor:
+    """Return the elements of `x`, float32, shape (n,), at `positions`, int64, shape (K,).
+
+    Raises:
+        IndexError: a position is not below n.
+    """
+    return x[positions]
+
+
+@op
+def scatter(values: Tensor, positions: Tensor, n: int, *, out: Tensor | None = None) -> Tensor:
+    """Return zeros, float32, shape (n,), with `values`, float32, shape (K,), at `positions`.
+
+    `positions`: int64, increasing, below n. `out`: where to write.
+    """
+    dense = torch.zeros(n, dtype=torch.float32, device=values.device)
+    dense[positions] = values
+    return into(out, dense)
+
+
+@op
+def scatter_mean(
+    sparse: Sequence[tuple[Tensor, Tensor]], n: int, count: int, *, out: Tensor | None = None
+) -> Tensor:
+    """Return the sum of sparse tensors of n elements, in their order, divided by `count`.
+
+    `sparse`: the values, float32, shape (K,), and their positions, int64, increasing, below n, of
+    each, one at least; K may differ. Returns float32, shape (n,). `out`: where to write.
+    """
+    total = torch.zeros(n, dtype=torch.float32, device=sparse[0][0].device)
+    for values, positions in sparse:
+        total[positions] += values
+    # By a tensor: a device may turn the division by a number into a product.
+    return into(out, total.div_(total.new_tensor(float(count))))
 
 
 # ---- how positions travel ------------------------------------------------------------------------
@@ -196,6 +252,7 @@ def _gaps_words(n: int, total: int, low: int) -> tuple[int, int]:
     return packed_words(total, low), packed_words(total + ((n - total) >> low), 1)
 
 
+@cache
 def gaps_low_bits(n: int, total: int) -> int:
     """Return the number of low bits that makes "gaps" shortest for `total` positions below n."""
     return min(range(MAX_BITS + 1), key=lambda low: sum(_gaps_words(n, total, low)))
@@ -216,6 +273,7 @@ def position_layout(coding: str, n: int, total: int) -> Layout:
     raise ValueError(f"positions={coding!r}: smallest, {', '.join(POSITION_CODINGS)} allowed")
 
 
+@cache
 def position_coding(coding: str, n: int, total: int) -> str:
     """Return `coding`, or for "smallest" the one with the fewest bytes for `total` positions."""
     if coding != "smallest":
@@ -231,6 +289,7 @@ def _bitmap(places: Tensor, n: int) -> Tensor:
     return pack(flags, 1)
 
 
+@op
 def pack_positions(positions: Tensor, n: int, coding: str) -> tuple[Tensor, ...]:
     """Return the parts that hold `positions`, int64, shape (K,), increasing and below n."""
     coding = position_coding(coding, n, positions.numel())
@@ -263,6 +322,7 @@ def _set_bits(words: Tensor, n: int, total: int, name: str) -> Tensor:
     return places
 
 
+@op
 def unpack_positions(
     parts: Sequence[Tensor], n: int, coding: str, runs: Sequence[KeptRun], name: str
 ) -> Tensor:
@@ -321,16 +381,14 @@ def value_layout(coding: str, runs: Sequence[KeptRun]) -> Layout:
         case "fp16":
             return ((torch.float16, total),)
         case "range":
-            grids = sum(run.rows for run in runs if run.keep)
+            grids = grouped_grids(kept_groups(runs))
             return (torch.int32, packed_words(total, RANGE_BITS)), (torch.int32, grids)
     raise ValueError(f"values={coding!r}: {', '.join(VALUE_CODINGS)} allowed")
 
 
-def _spread(grid: Tensor, runs: Sequence[KeptRun]) -> Tensor:
-    """Return one entry a nonempty segment, repeated for its kept elements, shape (K,)."""
-    alive = torch.tensor([(run.rows, run.keep) for run in runs if run.keep], dtype=torch.int64)
-    rows, keep = alive.view(-1, 2).to(grid.device).unbind(1)
-    return grid.repeat_interleave(keep.repeat_interleave(rows))
+def kept_groups(runs: Sequence[KeptRun], width: int = 1) -> Groups:
+    """Return the kept elements of each nonempty segment as groups, `width` values an element."""
+    return [(run.rows, width * run.keep) for run in runs if run.rows and run.keep]
 
 
 def pack_values(values: Tensor, coding: str, runs: Sequence[KeptRun]) -> tuple[Tensor, ...]:
@@ -339,16 +397,7 @@ def pack_values(values: Tensor, coding: str, runs: Sequence[KeptRun]) -> tuple[T
         return (values,)
     if coding == "fp16":
         return (values.clamp(-HALF_MAX, HALF_MAX).half(),)
-    limits = [values.new_empty(2, 0)]
-    start = 0
-    for run in (run for run in runs if run.keep):
-        rows = values[start : start + run.rows * run.keep].view(run.rows, run.keep)
-        limits.append(torch.stack((rows.amin(1), rows.amax(1))))
-        start += rows.numel()
-    low, high = torch.cat(limits, dim=1)
-    grid = range_grid(low, high, RANGE_BITS, RANGE_MANTISSA)
-    codes = range_encode(values, _spread(grid, runs), RANGE_BITS, RANGE_MANTISSA)
-    return pack(codes, RANGE_BITS), grid
+    return range_pack(values, kept_groups(runs), RANGE_BITS, RANGE_MANTISSA)
 
 
 def unpack_values(
@@ -360,13 +409,9 @@ def unpack_values(
         PayloadError: a value or a grid that no encoder sends; the message begins with `name`.
     """
     if coding == "range":
-        words, grid = parts
-        if not range_valid(grid, RANGE_BITS, RANGE_MANTISSA).all():
-            raise PayloadError(f"{name}: a range that no values have")
-        codes = _clean(words, RANGE_BITS, kept_total(runs), name)
-        values = range_decode(codes, _spread(grid, runs), RANGE_BITS, RANGE_MANTISSA)
-    else:
-        values = parts[0].float()
+        words, grids = parts
+        return range_unpack(words, grids, kept_groups(runs), RANGE_BITS, RANGE_MANTISSA, name)
+    values = parts[0].float()
     if not values.isfinite().all():
         raise PayloadError(f"{name}: a payload's values are not finite")
     return values
@@ -403,12 +448,13 @@ def sparse_layout(n: int, runs: Sequence[KeptRun], positions: str, values: str) 
     return (*where, *value_layout(values, runs))
 
 
-def sparse_pack(
-    x: Tensor, kept: Tensor, runs: Sequence[KeptRun], positions: str, values: str
+def sparse_encode(
+    x: Tensor, runs: Sequence[KeptRun], positions: str, values: str
 ) -> tuple[Tensor, ...]:
-    """Return the parts that hold the elements of `x`, shape (n,), at `kept`, int64, shape (K,)."""
+    """Return the parts that hold the largest elements of each segment of `x`, shape (n,)."""
+    kept, largest_values = largest_elements(x, runs)
     where = pack_positions(kept, x.numel(), positions)
-    return (*where, *pack_values(x[kept], values, runs))
+    return (*where, *pack_values(largest_values, values, runs))
 
 
 def sparse_unpack(

@@ -25,13 +25,13 @@ from torch import Tensor
 
 from gcbench.compressor import Layout, Segments
 from gcbench.errors import PayloadError
-from gcbench.ops.rangefloat import range_decode, range_encode, range_grid, range_valid
-from gcbench.ops.reference import TINY, pack, packed_words, segment_moments, unpack
+from gcbench.ops.rangefloat import grouped_grids, range_pack, range_unpack
+from gcbench.ops.reference import TINY, packed_words, segment_moments
 from gcbench.ops.selection import (
     KeptRun,
+    kept_groups,
     kept_total,
-    largest,
-    magnitude_order,
+    largest_elements,
     pack_positions,
     unpack_positions,
 )
@@ -132,7 +132,7 @@ def spectrum_largest(energy: Tensor, runs: Sequence[KeptRun]) -> Tensor:
 
     `energy`: float32, not negative, shape (bins,). Of equal ones the lowest bins.
     """
-    return largest(magnitude_order(energy), runs)
+    return largest_elements(energy, runs)[0]
 
 
 def spectrum_error(
@@ -165,16 +165,9 @@ def spectrum_error(
 def spectrum_layout(runs: Sequence[KeptRun], bits: int, width: int) -> Layout:
     """Return the parts of a payload: see the module docstring."""
     codes = packed_words(2 * kept_total(runs), bits)
-    grids = sum(run.rows for run in runs if run.keep)
+    grids = grouped_grids(kept_groups(runs))
     sizes = packed_words(width * spectrum_bins(runs), 1), codes, grids
     return tuple((torch.int32, size) for size in sizes)
-
-
-def _spread(grids: Tensor, runs: Sequence[KeptRun]) -> Tensor:
-    """Return each nonempty segment's grid for each of its kept parts, shape (2 K,)."""
-    alive = torch.tensor([(run.rows, 2 * run.keep) for run in runs if run.keep], dtype=torch.int64)
-    rows, parts = alive.view(-1, 2).to(grids.device).unbind(1)
-    return grids.repeat_interleave(parts.repeat_interleave(rows))
 
 
 def _pairs(kept: Tensor) -> Tensor:
@@ -187,19 +180,7 @@ def spectrum_pack(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the parts of a payload that holds the bins `kept`, int64, shape (K,), increasing."""
     (bitmap,) = pack_positions(_pairs(kept) if width == 2 else kept, width * len(bins), "bitmap")
-    values = bins[kept].view(-1)
-    limits = [values.new_empty(2, 0)]
-    start = 0
-    for run in runs:
-        if run.keep:
-            stop = start + 2 * run.rows * run.keep
-            rows = values[start:stop].view(run.rows, -1)
-            limits.append(torch.stack((rows.amin(1), rows.amax(1))))
-            start = stop
-    low, high = torch.cat(limits, 1)
-    grids = range_grid(low, high, bits, mantissa)
-    codes = range_encode(values, _spread(grids, runs), bits, mantissa)
-    return bitmap, pack(codes, bits), grids
+    return bitmap, *range_pack(bins[kept].view(-1), kept_groups(runs, 2), bits, mantissa)
 
 
 def spectrum_unpack(
@@ -227,11 +208,5 @@ def spectrum_unpack(
         pairs, kept = kept, kept[::2] // 2
         if not torch.equal(pairs, _pairs(kept)):
             raise PayloadError(f"{name}: a bitmap that keeps half a bin")
-    codes = unpack(words, bits, len(words) // bits * 32)
-    total = 2 * len(kept)
-    if codes[total:].any() or not range_valid(grids, bits, mantissa).all():
-        raise PayloadError(f"{name}: a code after the last of {total}, or a range of no values")
-    values = range_decode(codes[:total], _spread(grids, runs), bits, mantissa)
-    if not values.isfinite().all():
-        raise PayloadError(f"{name}: a code beyond the finite numbers")
+    values = range_unpack(words, grids, kept_groups(runs, 2), bits, mantissa, name)
     return kept, values.view(-1, 2)

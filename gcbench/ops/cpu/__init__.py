@@ -13,10 +13,31 @@ from typing import Any
 
 from gcbench.errors import GcbenchError
 from gcbench.ops.backend import Kernels
-from gcbench.ops.cpu import library, packing, statistics, ternary
+from gcbench.ops.cpu import (
+    bitstream,
+    blocks,
+    levels,
+    library,
+    packing,
+    rangefloat,
+    selection,
+    signs,
+    statistics,
+    ternary,
+)
 from gcbench.ops.cpu.library import c
 
-FAMILIES: tuple[Any, ...] = (packing, statistics, ternary)
+FAMILIES: tuple[Any, ...] = (
+    bitstream,
+    blocks,
+    levels,
+    packing,
+    rangefloat,
+    selection,
+    signs,
+    statistics,
+    ternary,
+)
 KERNELS: Kernels = {name: call for family in FAMILIES for name, call in family.KERNELS.items()}
 SIGNATURES: Mapping[str, str] = {
     name: letters for family in FAMILIES for name, letters in family.SIGNATURES.items()

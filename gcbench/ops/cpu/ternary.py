@@ -65,6 +65,8 @@ def _payloads(
 
 
 def _check(bad: int, payloads: Sequence[tuple[Tensor, int]]) -> None:
+    if bad < 0:
+        raise PayloadError("ternary payload: scales must be finite and not negative")
     if bad:
         _, count = payloads[bad - 1]
         raise PayloadError(
@@ -82,8 +84,6 @@ def ternary_mean(
 ) -> Tensor:
     """Serve `ops.ternary_mean`."""
     n, m = segments.numel, len(segments)
-    if not (scale.isfinite() & (scale >= 0)).all():
-        raise PayloadError("ternary payload: scales must be finite and not negative")
     workers, arguments, _kept = _payloads(payloads, n, bits)
     out = output(out, torch.float32, n)
     bad = c.gc_ternary_mean(

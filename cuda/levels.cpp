@@ -1,0 +1,354 @@
+// Levels of a norm (QSGD) on the CPU. Encoding reads 4 and writes bits / 8 bytes an element, decoding the reverse.
+#include <math.h>
+#include <stdlib.h>
+
+#include "levels.cuh"
+#include "loops.hpp"
+
+using namespace gc;
+
+GC_API int64_t gc_segment_statistics(const float* x, const int64_t* table, int64_t m, float* absmax, double* sum,
+                                     double* square, int threads);
+GC_API int64_t gc_segment_absmax(const float* x, const int64_t* table, int64_t m, float* absmax, int threads);
+
+// Norms of segments, (m,): the 2-norm if `two`, else the largest magnitude; 0 below TINY * levels.
+GC_API int64_t gc_level_norms(const float* x, const int64_t* table, int64_t m, int two, int levels, float* norms,
+                              int threads) {
+  if (two) {
+    double* squares = (double*)malloc(sizeof(double) * (m + 1));
+    gc_segment_statistics(x, table, m, nullptr, nullptr, squares, threads);
+    for (int64_t s = 0; s < m; ++s) {
+      // Every rounding keeps the order, so the root is never below the largest element.
+      const double root = sqrt(squares[s]);
+      norms[s] = (float)(root > FLOAT_MAX && root < __builtin_inf() ? FLOAT_MAX : root);
+    }
+    free(squares);
+  } else {
+    gc_segment_absmax(x, table, m, norms, threads);
+  }
+  const float least = TINY * (float)levels;
+  for (int64_t s = 0; s < m; ++s) norms[s] = norms[s] < least ? 0.0f : norms[s];
+  return 0;
+}
+
+namespace {
+
+// Above this a tile of 1024 has too often an element that is guessed wrong: levels * 2^-21 of all are.
+constexpr int GUESSED_LEVELS = 512;
+
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16;
+#else
+constexpr int WIDTH = 8;
+#endif
+constexpr int TABLE_LEVELS = WIDTH - 1;
+typedef float Floats __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
+
+// What codes are drawn with in one segment of few levels, looked up in registers: what each level stands for, and
+// the distance to the next one, times 2^-24.
+class LevelTable {
+ public:
+  explicit LevelTable(int levels) : levels_((float)levels) {
+    float ratio[WIDTH + 1];
+    for (int k = 0; k <= WIDTH; ++k) ratio[k] = (float)k / levels_;
+    memcpy(&ratio_, ratio, sizeof ratio_);
+    memcpy(&next_, ratio + 1, sizeof next_);
+  }
+
+  // False where guesses may be above `levels`, for which there is no room, and in a segment that is not finite.
+  bool set(float divisor) {
+    guess = level_guess(divisor, levels_);
+    value = ratio_ * divisor;
+    gap = (next_ * divisor - value) * 0x1p-24f;
+    return divisor < 0x1p100f;
+  }
+
+  Floats value = {}, gap = {};
+  float guess = 0;
+
+ private:
+  float levels_;
+  Floats ratio_, next_;
+};
+
+// As level_code_guessed, for `count` elements, a multiple of WIDTH. Returns whether a guess was wrong.
+bool table_codes(const LevelTable& table, const float* x, const uint32_t* draw, int count, int32_t* codes) {
+  const Floats value = table.value, gap = table.gap;
+  const float guess = table.guess;
+  Ints wrong = {};
+  GC_ROLLED for (int i = 0; i < count; i += WIDTH) {
+    Ints bits, drawn;
+    memcpy(&bits, x + i, sizeof bits);
+    memcpy(&drawn, draw + i, sizeof drawn);
+    const Floats size = (Floats)(bits & 0x7fffffff);
+    const Ints k = __builtin_convertvector(size * guess, Ints);
+    const Floats below = __builtin_shuffle(value, k);
+    wrong |= below > size;
+    const Floats half = __builtin_convertvector(drawn, Floats) + 0.5f;
+    const Ints code = k - (half * __builtin_shuffle(gap, k) <= size - below), sign = bits >> 31;
+    const Ints result = (code ^ sign) - sign;
+    memcpy(codes + i, &result, sizeof result);
+  }
+  int32_t any = 0;
+  for (int i = 0; i < WIDTH; ++i) any |= wrong[i];
+  return any;
+}
+
+// Codes of one whole tile after the other by tables, where segments begin at multiples of WIDTH.
+class ByTable {
+ public:
+  ByTable(const Segments& segments, const float* norms, int levels, int64_t first_element)
+      : segments_(segments), norms_(norms), levels_(levels), at_(segments.holding(first_element)), table_(levels) {}
+
+  // Whether `codes` holds the codes now; if not, they are to be found in another way.
+  bool tile(const float* x, int64_t start, const uint32_t* draw, int32_t* codes) {
+    if (levels_ > TABLE_LEVELS) return false;
+    const int64_t* offsets = segments_.offsets;
+    while (offsets[at_ + 1] <= start) ++at_;
+    int64_t s = at_;
+    for (int done = 0; done < TILE; ++s) {
+      const int64_t end = offsets[s + 1] - start;
+      const int stop = (int)(end < TILE ? end : TILE);
+      if (stop % WIDTH) return false;
+      if (stop == done) continue;
+      if (s != set_) usable_ = table_.set(level_divisor(norms_[s]));
+      set_ = s;
+      if (!usable_ || table_codes(table_, x + done, draw + done, stop - done, codes + done)) return false;
+      done = stop;
+    }
+    return true;
+  }
+
+ private:
+  const Segments& segments_;
+  const float* norms_;
+  int levels_;
+  int64_t at_, set_ = -1;
+  bool usable_ = false;
+  LevelTable table_;
+};
+#else
+struct ByTable {
+  ByTable(const Segments&, const float*, int, int64_t) {}
+  bool tile(const float*, int64_t, const uint32_t*, int32_t*) { return false; }
+};
+#endif
+
+// Call put(tile, codes of the tile, count) for the codes of x, in any order and from any thread.
+template <class Put>
+void for_codes(const float* x, int64_t n, const Segments& segments, const float* norms, int levels, const Key& key,
+               int threads, Put put) {
+  const float top = (float)levels, reciprocal = 1.0f / top;
+  parallel(tiles_of(n), threads, [=, &segments, &key](int64_t first, int64_t last) {
+    auto spread = spread_values<2>(segments, first * TILE, [=](int64_t s, float* values) {
+      values[0] = level_divisor(norms[s]);
+      values[1] = level_guess(values[0], top);
+    });
+    ByTable tables(segments, norms, levels, first * TILE);
+    Draws draws(key, first);
+    GC_ALIGNED int32_t codes[TILE];
+    for (int64_t t = first; t < last; ++t) {
+      const float* part = x + t * TILE;
+      const int count = (int)(n - t * TILE < TILE ? n - t * TILE : TILE);
+      ask_ahead(part);
+      const uint32_t* draw = draws.tile();
+      if (count < TILE || !tables.tile(part, t * TILE, draw, codes)) {
+        spread.tile(t * TILE, count);
+        const float *divisor = spread.row[0], *guess = spread.row[1];
+        uint32_t any = (uint32_t)(levels > GUESSED_LEVELS);
+        if (!any) {
+#pragma omp simd reduction(| : any)
+          for (int i = 0; i < count; ++i) {
+            uint32_t wrong;
+            codes[i] = level_code_guessed(part[i], divisor[i], guess[i], top, reciprocal, draw[i], wrong);
+            any |= wrong;
+          }
+        }
+        if (any) {
+          GC_SIMD for (int i = 0; i < count; ++i) {
+            codes[i] = level_code(part[i], divisor[i], level_guess24(divisor[i], top), top, reciprocal, draw[i]);
+          }
+        }
+      }
+      put(t, codes, count);
+    }
+  });
+}
+
+}  // namespace
+
+// Codes of x, (n,), in [-levels, levels].
+GC_API int64_t gc_level_codes(const float* x, int64_t n, const int64_t* table, int64_t m, const float* norms,
+                              int levels, uint64_t seed, uint64_t offset, uint32_t step, uint32_t who, int32_t* out,
+                              int threads) {
+  for_codes(x, n, Segments(table, m), norms, levels, Key{seed, offset, step, who}, threads,
+            [=](int64_t t, const int32_t* codes, int count) { memcpy(out + t * TILE, codes, count * sizeof *out); });
+  return 0;
+}
+
+// Code + levels in `bits` bits each.
+GC_API int64_t gc_level_encode(const float* x, int64_t n, const int64_t* table, int64_t m, const float* norms,
+                               int levels, int bits, uint64_t seed, uint64_t offset, uint32_t step, uint32_t who,
+                               uint32_t* out, int threads) {
+  for_codes(x, n, Segments(table, m), norms, levels, Key{seed, offset, step, who}, threads,
+            [=](int64_t t, const int32_t* codes, int count) {
+              with_bits(bits, [=](auto b) {
+                constexpr int B = decltype(b)::value;
+                pack_tile<B>([=](int i) { return (uint32_t)(codes[i] + levels); }, count, out + t * B * LANES);
+              });
+            });
+  return 0;
+}
+
+namespace {
+
+// Whether segments reach what their norms say: decoded, the largest magnitude is the norm itself (`exact`), or at
+// most that. A segment that several threads share is judged when all are done.
+struct Judge {
+  const Segments& segments;
+  const float* norms;
+  bool exact;
+  struct Edge {
+    int64_t segment;
+    uint32_t top;
+  };
+  Edge* edges;  // two for each thread, at most
+  int used = 0;
+  bool bad = false;
+
+  bool good(int64_t s, uint32_t top) const {
+    const uint32_t norm = bits_of(norms[s]) & 0x7fffffffu;  // as integers, bits order as magnitudes do
+    return exact ? top == norm : top <= norm;
+  }
+
+  void share(int64_t s, uint32_t top) {
+    for (int e = 0; e < used; ++e) {
+      if (edges[e].segment == s) {
+        edges[e].top = top > edges[e].top ? top : edges[e].top;
+        return;
+      }
+    }
+    edges[used++] = {s, top};
+  }
+
+  bool all_good() const {
+    bool fine = !bad;
+    for (int e = 0; e < used; ++e) fine &= good(edges[e].segment, edges[e].top);
+    return fine;
+  }
+};
+
+uint32_t largest(const float* values, int count) {
+  uint32_t top = 0;
+#pragma omp simd reduction(max : top)
+  for (int i = 0; i < count; ++i) {
+    const uint32_t u = bits_of(values[i]) & 0x7fffffffu;
+    top = u > top ? u : top;
+  }
+  return top;
+}
+
+// One thread's walk over the segments of its tiles.
+class Walk {
+ public:
+  Walk(Judge& judge, int64_t first_element)
+      : judge_(judge), first_(first_element), at_(judge.segments.holding(first_element)) {}
+
+  void tile(int64_t start, int count, const float* values) {
+    const int64_t* offsets = judge_.segments.offsets;
+    for (int done = 0; done < count;) {
+      const int64_t end = offsets[at_ + 1] - start;
+      const int stop = (int)(end < count ? end : count);
+      const uint32_t top = largest(values + done, stop - done);
+      top_ = top > top_ ? top : top_;
+      if (end > count) return;
+      if (offsets[at_] < first_) {
+#pragma omp critical
+        judge_.share(at_, top_);
+      } else {
+        bad_ |= !judge_.good(at_, top_);
+      }
+      ++at_;
+      top_ = 0;
+      done = stop;
+    }
+  }
+
+  void end(int64_t last_element) {
+#pragma omp critical
+    {
+      if (at_ < judge_.segments.count && judge_.segments.offsets[at_] < last_element) judge_.share(at_, top_);
+      judge_.bad |= bad_;
+    }
+  }
+
+ private:
+  Judge& judge_;
+  int64_t first_, at_;
+  uint32_t top_ = 0;
+  bool bad_ = false;
+};
+
+}  // namespace
+
+// (code / levels) * norm, times `count`, added to `onto` (null: not), from code + levels in `bits` bits, or with bits
+// = 0 from int32 codes in [-levels, levels]. `exact`: norms are the largest magnitudes. Returns 1 if the norms, 2 if
+// the codes are what no encoder sends. `out` may be `onto`.
+GC_API int64_t gc_level_decode(const uint32_t* words, int bits, const float* norms, int exact, int levels, int64_t n,
+                               const int64_t* table, int64_t m, const float* onto, float count, float* out,
+                               int threads) {
+  const Segments segments(table, m);
+  const float least = TINY * (float)levels;
+  for (int64_t s = 0; s < m; ++s) {
+    if (!(norms[s] == 0 || (norms[s] >= least && norms[s] <= FLOAT_MAX))) return 1;
+  }
+  if (exact) {
+    for (int64_t s = 0; s < m; ++s) {
+      if (norms[s] != 0 && segments.offsets[s] == segments.offsets[s + 1]) return 2;
+    }
+  }
+  Judge judge{segments, norms, exact != 0, (Judge::Edge*)malloc(sizeof(Judge::Edge) * 2 * (threads + 1))};
+  const bool stream = n >= STREAM_FROM && onto != out;
+  const float top = (float)levels, reciprocal = 1.0f / top;
+  parallel(tiles_of(n), threads, [=, &segments, &judge](int64_t first, int64_t last) {
+    // Of a segment of norm 0 all codes are zero, or it is refused: next to 1 (with the norm's sign) others show.
+    auto spread = spread_values<1>(segments, first * TILE, [=](int64_t s, float* values) {
+      values[0] = norms[s] == 0 ? float_of(bits_of(norms[s]) | 0x3f800000u) : norms[s];
+    });
+    Walk walk(judge, first * TILE);
+    GC_ALIGNED float tile[TILE];
+    float* values = tile;
+    for (int64_t t = first; t < last; ++t) {
+      const int64_t start = t * TILE;
+      const int some = (int)(n - start < TILE ? n - start : TILE);
+      spread.tile(start, some);
+      const float* norm = spread.row[0];
+      if (bits) {
+        with_bits(bits, [=](auto b) {
+          constexpr int B = decltype(b)::value;
+          unpack_tile<B>(words + t * B * LANES, some, [=](int i, uint32_t code) {
+            values[i] = level_ratio((float)((int32_t)code - levels), top, reciprocal) * norm[i];
+          });
+        });
+      } else {
+        const int32_t* codes = (const int32_t*)words + start;
+        GC_SIMD for (int i = 0; i < some; ++i) {
+          values[i] = level_ratio((float)codes[i], top, reciprocal) * norm[i];
+        }
+      }
+      walk.tile(start, some, values);
+      if (onto) {
+        const float* base = onto + start;
+        GC_SIMD for (int i = 0; i < some; ++i) values[i] = base[i] + values[i] * count;
+      }
+      write_tile(out + start, values, some, stream);
+    }
+    walk.end(last * TILE < n ? last * TILE : n);
+    if (stream) end_stream();
+  });
+  const bool good = judge.all_good();
+  free(judge.edges);
+  return good ? 0 : 2;
+}

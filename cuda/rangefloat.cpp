@@ -1,0 +1,171 @@
+// Range floats on the CPU: packing reads 8 bytes an element, for the range and for the codes, and writes bits / 8.
+#include "loops.hpp"
+#include "rangefloat.cuh"
+
+using namespace gc;
+
+namespace {
+
+struct GroupRun {  // neighbouring groups of one length
+  int64_t rows, length;
+};
+
+// The groups of consecutive values, from the one that holds a given value on.
+class Groups {
+ public:
+  Groups(const GroupRun* runs, int64_t value) : run_(runs) {
+    int64_t start = 0;
+    while (start + run_->rows * run_->length <= value) {
+      start += run_->rows * run_->length;
+      index_ += run_->rows;
+      ++run_;
+    }
+    row_ = (value - start) / run_->length;
+    index_ += row_;
+    end_ = start + (row_ + 1) * run_->length;
+  }
+
+  int64_t index() const { return index_; }
+  int64_t end() const { return end_; }  // the first value that is not in it
+
+  void next() {  // there is one, as long as there are values
+    ++index_;
+    if (++row_ == run_->rows) {
+      row_ = 0;
+      ++run_;
+    }
+    end_ += run_->length;
+  }
+
+ private:
+  const GroupRun* run_;
+  int64_t row_, end_, index_ = 0;
+};
+
+void raise_to(uint32_t* peak, uint32_t value) {
+  uint32_t before = __atomic_load_n(peak, __ATOMIC_RELAXED);
+  while (before < value &&
+         !__atomic_compare_exchange_n(peak, &before, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
+
+// For each tile of n values, call f(tile, count, base, positive, at): at(i) is the place of value i's grid in the
+// rows `base` and `positive`, one for all where a tile lies within a group.
+template <class F>
+void each_tile(const GroupRun* runs, const RangeFormat form, const int32_t* grids, int64_t n, int threads, F f) {
+  parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
+    GC_ALIGNED int32_t base[TILE], positive[TILE];
+    Groups groups(runs, first * TILE);
+    for (int64_t t = first; t < last; ++t) {
+      const int64_t start = t * TILE;
+      const int count = (int)(n - start < TILE ? n - start : TILE);
+      while (groups.end() <= start) groups.next();
+      if (groups.end() >= start + count) {
+        const int32_t grid = grids[groups.index()];
+        base[0] = form.base(grid);
+        positive[0] = form.positive(grid);
+        f(t, count, base, positive, [](int) { return 0; });
+        continue;
+      }
+      for (int done = 0;; groups.next()) {
+        const int32_t grid = grids[groups.index()], own = form.base(grid), above = form.positive(grid);
+        const int stop = groups.end() - start < count ? (int)(groups.end() - start) : count;
+        GC_SIMD for (int i = done; i < stop; ++i) {
+          base[i] = own;
+          positive[i] = above;
+        }
+        done = stop;
+        if (stop == count) break;
+      }
+      for (int i = count; i < TILE; ++i) base[i] = positive[i] = 0;
+      f(t, count, base, positive, [](int i) { return i; });
+    }
+    end_stream();
+  });
+}
+
+}  // namespace
+
+// The grid of each group of values, (n,), and their packed codes. `runs` are (rows, length) of groups, none empty.
+GC_API int64_t gc_range_pack(const float* values, int64_t n, const int64_t* runs, int64_t groups, int bits,
+                             int mantissa, int32_t* grids, uint32_t* words, int threads) {
+  const RangeFormat form{bits, mantissa};
+  const GroupRun* all = (const GroupRun*)runs;
+  const uint32_t* raw = (const uint32_t*)values;
+  uint32_t* peaks = new uint32_t[2 * groups]();
+  parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
+    const int64_t stop = last * TILE < n ? last * TILE : n;
+    const uint32_t* own = raw;  // a capture, the compiler would load it again for each element
+    Groups group(all, first * TILE);
+    for (int64_t at = first * TILE; at < stop; group.next()) {
+      const int64_t end = group.end() < stop ? group.end() : stop;
+      int32_t up = 0, down = 0;  // as integers, floats of the other sign are below 0
+#pragma omp simd reduction(max : up, down)
+      for (int64_t i = at; i < end; ++i) {
+        const int32_t here = (int32_t)own[i], other = (int32_t)(own[i] ^ 0x80000000u);
+        up = here > up ? here : up;
+        down = other > down ? other : down;
+      }
+      raise_to(peaks + 2 * group.index(), (uint32_t)up);
+      raise_to(peaks + 2 * group.index() + 1, (uint32_t)down);
+      if (end == n) break;
+      at = end;
+    }
+  });
+  for (int64_t g = 0; g < groups; ++g) grids[g] = form.grid(peaks[2 * g], peaks[2 * g + 1]);
+  delete[] peaks;
+  each_tile(all, form, grids, n, threads, [=](int64_t t, int count, const int32_t* base, const int32_t* positive,
+                                              auto at) {
+    GC_ALIGNED uint32_t codes[TILE];
+    const uint32_t* part = raw + t * TILE;
+    const RangeFormat own = form;
+    GC_SIMD for (int i = 0; i < count; ++i) {
+      const int32_t from = base[at(i)];
+      codes[i] = own.encode(part[i], from, positive[at(i)], float_of(own.value(from)) * 0.5f);
+    }
+    with_bits(bits, [=, c = codes](auto b) {
+      constexpr int B = decltype(b)::value;
+      pack_tile<B>([=](int i) { return c[i]; }, count, words + t * B * LANES);
+    });
+  });
+  return 0;
+}
+
+// The values of packed codes, (n,). Returns 1 if a grid is none that groups have, 2 for a code after the last, 3 if a
+// value is not finite.
+GC_API int64_t gc_range_unpack(const uint32_t* words, const int32_t* grids, int64_t groups, int64_t n,
+                               const int64_t* runs, int bits, int mantissa, float* out, int threads) {
+  const RangeFormat form{bits, mantissa};
+  for (int64_t g = 0; g < groups; ++g) {
+    if (!form.valid(grids[g])) return 1;
+  }
+  int64_t after = 0, infinite = 0;
+  each_tile((const GroupRun*)runs, form, grids, n, threads,
+            [&](int64_t t, int count, const int32_t* base, const int32_t* positive, auto at) {
+              GC_ALIGNED uint32_t codes[TILE], values[TILE];
+              with_bits(bits, [=, c = codes](auto b) {
+                constexpr int B = decltype(b)::value;
+                unpack_tile<B>(words + t * B * LANES, count, [=](int i, uint32_t code) { c[i] = code; });
+              });
+              const RangeFormat own = form;
+              uint32_t beyond = 0;
+#pragma omp simd reduction(| : beyond)
+              for (int i = 0; i < count; ++i) {
+                const uint32_t value = own.decode(codes[i], base[at(i)], positive[at(i)]);
+                values[i] = value;
+                beyond |= (uint32_t)((value & 0x7fffffffu) >= 0x7f800000u);
+              }
+              uint32_t more = 0;
+              for (int i = count; i < (count + LANES - 1) / LANES * LANES; ++i) more |= codes[i];
+              if (more) {
+#pragma omp atomic write
+                after = 1;
+              }
+              if (beyond) {
+#pragma omp atomic write
+                infinite = 1;
+              }
+              write_tile(out + t * TILE, (const float*)values, count, n >= STREAM_FROM);
+            });
+  return after ? 2 : infinite ? 3 : 0;
+}

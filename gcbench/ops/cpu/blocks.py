@@ -1,0 +1,68 @@
+"""Native blockwise 8-bit codes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gcbench.compressor import Key, Segments
+from gcbench.errors import PayloadError
+from gcbench.ops.blocks import BAD_CODE, BAD_SCALE
+from gcbench.ops.cpu.library import address, c, output, stream
+
+SIGNATURES = {
+    "gc_int8_encode": "plpliQQIIppi",
+    "gc_int8_decode": "pplplpfpi",
+}
+
+
+def int8_encode(
+    x: Tensor, segments: Segments, rounding: str, key: Key, *, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Serve `ops.int8_encode`."""
+    n, m, x = segments.numel, len(segments), x.contiguous()
+    codes, scales = output(out, torch.int8, n), torch.empty(m)
+    c.gc_int8_encode(
+        address(x, torch.float32, n),
+        n,
+        segments.table.data_ptr(),
+        m,
+        rounding == "stochastic",
+        *stream(key),
+        address(codes, torch.int8, n),
+        scales.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return codes, scales
+
+
+def int8_decode(
+    codes: Tensor,
+    scales: Tensor,
+    segments: Segments,
+    *,
+    onto: Tensor | None = None,
+    count: int = 1,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Serve `ops.int8_decode`."""
+    n, m = segments.numel, len(segments)
+    codes, scales = codes.contiguous(), scales.contiguous()
+    out = output(out, torch.float32, n)
+    fault = c.gc_int8_decode(
+        address(codes, torch.int8, n),
+        address(scales, torch.float32, m),
+        n,
+        segments.table.data_ptr(),
+        m,
+        None if onto is None else address(onto, torch.float32, n),
+        count,
+        address(out, torch.float32, n),
+        torch.get_num_threads(),
+    )
+    if fault:
+        raise PayloadError(BAD_SCALE if fault == 1 else BAD_CODE)
+    return out
+
+
+KERNELS = {"int8_encode": int8_encode, "int8_decode": int8_decode}

@@ -1,0 +1,144 @@
+"""Native levels of a norm (QSGD)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gcbench.compressor import Key, Segments
+from gcbench.errors import PayloadError
+from gcbench.ops.cpu.bitstream import (
+    omega_dense_read,
+    omega_dense_write,
+    omega_sparse_read,
+    omega_sparse_write,
+)
+from gcbench.ops.cpu.library import address, c, output, stream
+from gcbench.ops.quantize import BAD_CODES, BAD_NORMS, level_bits
+from gcbench.ops.reference import into, packed_words
+
+SIGNATURES = {
+    "gc_level_norms": "ppliipi",
+    "gc_level_codes": "plplpiQQIIpi",
+    "gc_level_encode": "plplpiiQQIIpi",
+    "gc_level_decode": "pipiilplpfpi",
+}
+
+
+def level_norms(x: Tensor, segments: Segments, norm: str, levels: int) -> Tensor:
+    """Serve `ops.level_norms`."""
+    m, x = len(segments), x.contiguous()
+    norms = torch.empty(m)
+    c.gc_level_norms(
+        address(x, torch.float32, segments.numel),
+        segments.table.data_ptr(),
+        m,
+        norm == "2",
+        levels,
+        norms.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return norms
+
+
+def level_codes(x: Tensor, norms: Tensor, levels: int, segments: Segments, key: Key) -> Tensor:
+    """Serve `ops.level_codes`."""
+    n, m, x, norms = segments.numel, len(segments), x.contiguous(), norms.contiguous()
+    codes = torch.empty(n, dtype=torch.int32)
+    c.gc_level_codes(
+        address(x, torch.float32, n),
+        n,
+        segments.table.data_ptr(),
+        m,
+        address(norms, torch.float32, m),
+        levels,
+        *stream(key),
+        codes.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return codes
+
+
+def level_encode(
+    x: Tensor,
+    norms: Tensor,
+    levels: int,
+    coding: str,
+    segments: Segments,
+    key: Key,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Serve `ops.level_encode`."""
+    if coding != "fixed":
+        write = omega_dense_write if coding == "omega-dense" else omega_sparse_write
+        return into(out, write(level_codes(x, norms, levels, segments, key), levels))
+    n, m, bits = segments.numel, len(segments), level_bits(levels)
+    x, norms, words = x.contiguous(), norms.contiguous(), packed_words(n, bits)
+    out = output(out, torch.int32, words)
+    c.gc_level_encode(
+        address(x, torch.float32, n),
+        n,
+        segments.table.data_ptr(),
+        m,
+        address(norms, torch.float32, m),
+        levels,
+        bits,
+        *stream(key),
+        address(out, torch.int32, words),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def level_decode(
+    words: Tensor,
+    norms: Tensor,
+    norm: str,
+    levels: int,
+    coding: str,
+    segments: Segments,
+    *,
+    onto: Tensor | None = None,
+    count: int = 1,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Serve `ops.level_decode`."""
+    n, m = segments.numel, len(segments)
+    if norms.dtype != torch.float32 or norms.shape != (m,):
+        raise PayloadError(f"norms of {norms.dtype}, {tuple(norms.shape)}: {m} float32")
+    bits, numel = level_bits(levels), packed_words(n, level_bits(levels))
+    if coding != "fixed":
+        read = omega_dense_read if coding == "omega-dense" else omega_sparse_read
+        words, bits, numel = read(words, n, levels), 0, n
+    elif words.dtype != torch.int32 or words.shape != (numel,):
+        raise PayloadError(
+            f"words of {words.dtype}, {tuple(words.shape)}: {numel} int32 for {n} codes"
+        )
+    words, norms = words.contiguous(), norms.contiguous()
+    out = output(out, torch.float32, n)
+    fault = c.gc_level_decode(
+        address(words, torch.int32, numel),
+        bits,
+        address(norms, torch.float32, m),
+        norm == "max",
+        levels,
+        n,
+        segments.table.data_ptr(),
+        m,
+        None if onto is None else address(onto, torch.float32, n),
+        count,
+        address(out, torch.float32, n),
+        torch.get_num_threads(),
+    )
+    if fault:
+        raise PayloadError(BAD_NORMS if fault == 1 else BAD_CODES)
+    return out
+
+
+KERNELS = {
+    "level_norms": level_norms,
+    "level_codes": level_codes,
+    "level_encode": level_encode,
+    "level_decode": level_decode,
+}

@@ -1,0 +1,83 @@
+"""Native range floats."""
+
+from __future__ import annotations
+
+import ctypes
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcbench.errors import PayloadError
+from gcbench.ops.cpu.library import address, c, output
+from gcbench.ops.rangefloat import Groups, grouped_grids, grouped_values, range_check
+from gcbench.ops.reference import packed_words
+
+SIGNATURES = {
+    "gc_range_pack": "plpliippi",
+    "gc_range_unpack": "ppllpiipi",
+}
+
+
+def _table(groups: Groups) -> Any:
+    """Return groups as the kernels take them: a C array of int64, two a run."""
+    return (ctypes.c_int64 * (2 * len(groups)))(*chain.from_iterable(groups))
+
+
+def range_pack(values: Tensor, groups: Groups, bits: int, mantissa: int) -> tuple[Tensor, Tensor]:
+    """Serve `ops.range_pack`."""
+    range_check(bits, mantissa)
+    n, values = grouped_values(groups), values.contiguous()
+    grids = torch.empty(grouped_grids(groups), dtype=torch.int32)
+    words = torch.empty(packed_words(n, bits), dtype=torch.int32)
+    c.gc_range_pack(
+        address(values, torch.float32, n),
+        n,
+        _table(groups),
+        len(grids),
+        bits,
+        mantissa,
+        grids.data_ptr(),
+        words.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return words, grids
+
+
+def range_unpack(
+    words: Tensor,
+    grids: Tensor,
+    groups: Groups,
+    bits: int,
+    mantissa: int,
+    name: str,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Serve `ops.range_unpack`."""
+    range_check(bits, mantissa)
+    n, m = grouped_values(groups), grouped_grids(groups)
+    words, grids, out = words.contiguous(), grids.contiguous(), output(out, torch.float32, n)
+    bad = c.gc_range_unpack(
+        address(words, torch.int32, packed_words(n, bits)),
+        address(grids, torch.int32, m),
+        m,
+        n,
+        _table(groups),
+        bits,
+        mantissa,
+        address(out, torch.float32, n),
+        torch.get_num_threads(),
+    )
+    if bad:
+        reason = {
+            1: "a range that no values have",
+            2: f"a bit is set after the last of {n} codes",
+            3: "a payload's values are not finite",
+        }[bad]
+        raise PayloadError(f"{name}: {reason}")
+    return out
+
+
+KERNELS = {"range_pack": range_pack, "range_unpack": range_unpack}

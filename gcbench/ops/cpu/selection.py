@@ -1,0 +1,203 @@
+"""Native selection of the largest elements, their positions on the wire, scatter and gather."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcbench.compressor import Key
+from gcbench.errors import PayloadError
+from gcbench.ops.cpu.library import address, c, output, pointers, stream
+from gcbench.ops.reference import packed_words
+from gcbench.ops.selection import KeptRun, gaps_low_bits, kept_total, position_coding
+
+SIGNATURES = {
+    "gc_largest_elements": "pplppi",
+    "gc_random_positions": "QQIIplpi",
+    "gc_pack_bitmap": "pllpi",
+    "gc_pack_gaps": "pllippi",
+    "gc_unpack_bitmap": "plpllppi",
+    "gc_unpack_gaps": "ppilpllppi",
+    "gc_unpack_int32": "ppllpi",
+    "gc_scatter": "pplpli",
+    "gc_scatter_mean": "ppplfpli",
+    "gc_gather": "plplpi",
+}
+
+
+def _table(runs: Sequence[KeptRun]) -> Any:
+    """Return runs as the kernels take them: a C array of int64, four a run."""
+    return (ctypes.c_int64 * (4 * len(runs)))(*chain.from_iterable(runs))
+
+
+def _end(runs: Sequence[KeptRun]) -> int:
+    """Return how many elements a tensor of these runs has at least."""
+    return max((run.start + run.rows * run.length for run in runs), default=0)
+
+
+def largest_elements(x: Tensor, runs: Sequence[KeptRun]) -> tuple[Tensor, Tensor]:
+    """Serve `ops.largest_elements`."""
+    n, total, x = x.numel(), kept_total(runs), x.contiguous()
+    if _end(runs) > n:
+        raise ValueError(f"segments that end at {_end(runs)} in a tensor of {n} elements")
+    positions, values = torch.empty(total, dtype=torch.int64), torch.empty(total)
+    c.gc_largest_elements(
+        address(x, torch.float32, n),
+        _table(runs),
+        len(runs),
+        positions.data_ptr(),
+        values.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return positions, values
+
+
+def random_positions(
+    key: Key, runs: Sequence[KeptRun], device: torch.device | str = "cpu"
+) -> Tensor:
+    """Serve `ops.random_positions`."""
+    positions = torch.empty(kept_total(runs), dtype=torch.int64)
+    c.gc_random_positions(
+        *stream(key), _table(runs), len(runs), positions.data_ptr(), torch.get_num_threads()
+    )
+    return positions
+
+
+def gather(x: Tensor, positions: Tensor) -> Tensor:
+    """Serve `ops.gather`."""
+    n, total, x, positions = x.numel(), positions.numel(), x.contiguous(), positions.contiguous()
+    out = torch.empty(total)
+    bad = c.gc_gather(
+        address(x, torch.float32, n),
+        n,
+        address(positions, torch.int64, total),
+        total,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    if bad:
+        raise IndexError(f"a position is not in [0, {n})")
+    return out
+
+
+def scatter(values: Tensor, positions: Tensor, n: int, *, out: Tensor | None = None) -> Tensor:
+    """Serve `ops.scatter`."""
+    total, values, positions = positions.numel(), values.contiguous(), positions.contiguous()
+    out = output(out, torch.float32, n)
+    bad = c.gc_scatter(
+        address(values, torch.float32, total),
+        address(positions, torch.int64, total),
+        total,
+        address(out, torch.float32, n),
+        n,
+        torch.get_num_threads(),
+    )
+    if bad:
+        raise IndexError(f"positions do not increase, or one is not in [0, {n})")
+    return out
+
+
+def scatter_mean(
+    sparse: Sequence[tuple[Tensor, Tensor]], n: int, count: int, *, out: Tensor | None = None
+) -> Tensor:
+    """Serve `ops.scatter_mean`."""
+    kept = [(values.contiguous(), positions.contiguous()) for values, positions in sparse]
+    totals = [positions.numel() for _, positions in kept]
+    values = pointers(
+        [
+            address(own, torch.float32, own_total)
+            for (own, _), own_total in zip(kept, totals, strict=True)
+        ]
+    )
+    positions = pointers(
+        [
+            address(own, torch.int64, own_total)
+            for (_, own), own_total in zip(kept, totals, strict=True)
+        ]
+    )
+    out = output(out, torch.float32, n)
+    bad = c.gc_scatter_mean(
+        values,
+        positions,
+        (ctypes.c_int64 * len(totals))(*totals),
+        len(totals),
+        count,
+        address(out, torch.float32, n),
+        n,
+        torch.get_num_threads(),
+    )
+    if bad:
+        raise IndexError(f"positions do not increase, or one is not in [0, {n})")
+    return out
+
+
+def pack_positions(positions: Tensor, n: int, coding: str) -> tuple[Tensor, ...]:
+    """Serve `ops.pack_positions`."""
+    total, positions = positions.numel(), positions.contiguous()
+    coding = position_coding(coding, n, total)
+    if coding == "int32":
+        return (positions.int(),)
+    where, threads = address(positions, torch.int64, total), torch.get_num_threads()
+    if coding == "bitmap":
+        words = torch.empty(packed_words(n, 1), dtype=torch.int32)
+        bad = c.gc_pack_bitmap(where, total, n, words.data_ptr(), threads)
+        parts: tuple[Tensor, ...] = (words,)
+    else:
+        low = gaps_low_bits(n, total)
+        codes = torch.empty(packed_words(total, low), dtype=torch.int32)
+        bits = torch.empty(packed_words(total + ((n - total) >> low), 1), dtype=torch.int32)
+        bad = c.gc_pack_gaps(where, total, n, low, codes.data_ptr(), bits.data_ptr(), threads)
+        parts = codes, bits
+    if bad:
+        raise IndexError(f"positions do not increase, or one is not in [0, {n})")
+    return parts
+
+
+def unpack_positions(
+    parts: Sequence[Tensor], n: int, coding: str, runs: Sequence[KeptRun], name: str
+) -> Tensor:
+    """Serve `ops.unpack_positions`."""
+    total = kept_total(runs)
+    coding = position_coding(coding, n, total)
+    parts = [part.contiguous() for part in parts]
+    positions = torch.empty(total, dtype=torch.int64)
+    wanted = _table(runs), len(runs), total, positions.data_ptr()
+    found, threads = ctypes.c_int64(), torch.get_num_threads()
+    held, low = n, 0
+    if coding == "int32":
+        bad = c.gc_unpack_int32(address(parts[0], torch.int32, total), *wanted, threads)
+    elif coding == "bitmap":
+        words = address(parts[0], torch.int32, packed_words(n, 1))
+        bad = c.gc_unpack_bitmap(words, n, *wanted, ctypes.addressof(found), threads)
+    else:
+        low = gaps_low_bits(n, total)
+        held = total + ((n - total) >> low)
+        codes = address(parts[0], torch.int32, packed_words(total, low))
+        words = address(parts[1], torch.int32, packed_words(held, 1))
+        bad = c.gc_unpack_gaps(codes, words, low, n, *wanted, ctypes.addressof(found), threads)
+    if bad:
+        reason = {
+            1: f"a bit is set after the last of {held} codes",
+            2: f"a bitmap with {found.value} bits set: {total} expected",
+            3: "positions must increase",
+            4: "a segment has more or fewer positions than its own",
+            5: f"a bit is set after the last of {total} codes",
+        }[bad]
+        raise PayloadError(f"{name}: {reason}")
+    return positions
+
+
+KERNELS = {
+    "gather": gather,
+    "largest_elements": largest_elements,
+    "pack_positions": pack_positions,
+    "random_positions": random_positions,
+    "scatter": scatter,
+    "scatter_mean": scatter_mean,
+    "unpack_positions": unpack_positions,
+}

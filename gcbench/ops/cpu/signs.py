@@ -1,0 +1,256 @@
+"""Native signs: packing, values, votes, 1-bit codes with the means of their classes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gcbench.compressor import Key, Segments
+from gcbench.errors import PayloadError
+from gcbench.ops.cpu.library import address, c, output, pointers, stream
+from gcbench.ops.reference import packed_words
+from gcbench.ops.sign import sign_voters, wrong
+
+SIGNATURES = {
+    "gc_sign_pack": "plipi",
+    "gc_sign_pack_above": "pplpdpi",
+    "gc_sign_decode": "plipi",
+    "gc_sign_values": "pplpppfpi",
+    "gc_sign_vote": "pppllliliQQIIpi",
+    "gc_sign_encode": "ppplppppi",
+}
+
+
+def sign_pack(x: Tensor, bits: int = 1, *, out: Tensor | None = None) -> Tensor:
+    """Serve `ops.sign_pack`."""
+    n, x = x.numel(), x.contiguous()
+    words = packed_words(n, bits)
+    out = output(out, torch.int32, words)
+    c.gc_sign_pack(
+        address(x, torch.float32, n),
+        n,
+        bits,
+        address(out, torch.int32, words),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def sign_pack_above(
+    x: Tensor, factor: float, segments: Segments, *, out: Tensor | None = None
+) -> Tensor:
+    """Serve `ops.sign_pack_above`."""
+    n, m, x = segments.numel, len(segments), x.contiguous()
+    words = packed_words(n, 2)
+    out = output(out, torch.int32, words)
+    square = torch.empty(m, dtype=torch.float64)
+    threads, table = torch.get_num_threads(), segments.table.data_ptr()
+    place = address(x, torch.float32, n)
+    c.gc_segment_statistics(place, table, m, None, None, square.data_ptr(), threads)
+    c.gc_sign_pack_above(
+        place, table, m, square.data_ptr(), factor, address(out, torch.int32, words), threads
+    )
+    return out
+
+
+def _packed(words: Tensor, bits: int, n: int) -> Tensor:
+    """Return `words`, contiguous.
+
+    Raises:
+        PayloadError: they are not int32, or not as many as n codes take.
+    """
+    expected = packed_words(n, bits)
+    if words.dtype != torch.int32 or words.shape != (expected,):
+        raise PayloadError(
+            f"{tuple(words.shape)} words of {words.dtype} for {n} codes of {bits} bits: "
+            f"{expected} of torch.int32 expected"
+        )
+    return words.contiguous()
+
+
+def sign_decode(
+    words: Tensor, bits: int, n: int, name: str, *, out: Tensor | None = None
+) -> Tensor:
+    """Serve `ops.sign_decode`."""
+    words, out = _packed(words, bits, n), output(out, torch.float32, n)
+    bad = c.gc_sign_decode(
+        words.data_ptr(), n, bits, address(out, torch.float32, n), torch.get_num_threads()
+    )
+    if bad:
+        raise wrong(name, bad)
+    return out
+
+
+def sign_vote(
+    words: Sequence[Tensor],
+    counts: Sequence[int],
+    bits: Sequence[int],
+    n: int,
+    name: str,
+    *,
+    width: int,
+    quorum: int = 1,
+    coin: Key | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Serve `ops.sign_vote`."""
+    voters, number = sign_voters(counts, name), len(words)
+    kept = [_packed(word, size, n) for word, size in zip(words, bits, strict=True)]
+    out = output(out, torch.int32, packed_words(n, width))
+    bad = c.gc_sign_vote(
+        pointers([word.data_ptr() for word in kept]),
+        (ctypes.c_int64 * number)(*counts),
+        (ctypes.c_int32 * number)(*bits),
+        number,
+        voters,
+        n,
+        width,
+        min(quorum, voters),
+        coin is not None,
+        *(stream(coin) if coin is not None else (0, 0, 0, 0)),
+        address(out, torch.int32, packed_words(n, width)),
+        torch.get_num_threads(),
+    )
+    if bad:
+        raise wrong(name, bad)
+    return out
+
+
+def _encode(
+    x: Tensor,
+    residual: Tensor | None,
+    segments: Segments,
+    classes: int,
+    left: Tensor | None,
+) -> tuple[Tensor, list[Tensor], int]:
+    """Return the bits, the values of each segment (the last ones those of +1), what is wrong."""
+    n, m, x = segments.numel, len(segments), x.contiguous()
+    words = torch.empty(packed_words(n, 1), dtype=torch.int32)
+    values = [torch.empty(m) for _ in range(classes)]
+    if residual is not None:
+        residual = residual.contiguous()
+    bad = c.gc_sign_encode(
+        address(x, torch.float32, n),
+        None if residual is None else address(residual, torch.float32, n),
+        segments.table.data_ptr(),
+        m,
+        words.data_ptr(),
+        values[0].data_ptr() if classes == 2 else None,
+        values[-1].data_ptr(),
+        None if left is None else address(left, torch.float32, n),
+        torch.get_num_threads(),
+    )
+    return words, values, bad
+
+
+def scaled_encode(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    """Serve `ops.scaled_encode`."""
+    words, (scale,), _ = _encode(x, None, segments, 1, None)
+    return words, scale
+
+
+def class_encode(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
+    """Serve `ops.class_encode`."""
+    words, (low, high), _ = _encode(x, None, segments, 2, None)
+    return words, low, high
+
+
+def scaled_feedback(
+    x: Tensor, residual: Tensor, segments: Segments, name: str, *, out: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Serve `ops.scaled_feedback`."""
+    out = output(out, torch.float32, segments.numel)
+    words, (scale,), bad = _encode(x, residual, segments, 1, out)
+    if bad:
+        raise wrong(name, bad)
+    return words, scale, out
+
+
+def class_feedback(
+    x: Tensor, residual: Tensor, segments: Segments, name: str, *, out: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Serve `ops.class_feedback`."""
+    out = output(out, torch.float32, segments.numel)
+    words, (low, high), bad = _encode(x, residual, segments, 2, out)
+    if bad:
+        raise wrong(name, bad)
+    return words, low, high, out
+
+
+def _values(
+    words: Tensor,
+    low: Tensor | None,
+    high: Tensor,
+    segments: Segments,
+    name: str,
+    total: Tensor | None,
+    count: int,
+    out: Tensor | None,
+) -> Tensor:
+    n, m = segments.numel, len(segments)
+    words, high = _packed(words, 1, n), high.contiguous()
+    if low is not None:
+        low = low.contiguous()
+    if total is not None:
+        total = total.contiguous()
+    out = output(out, torch.float32, n)
+    bad = c.gc_sign_values(
+        words.data_ptr(),
+        segments.table.data_ptr(),
+        m,
+        None if low is None else address(low, torch.float32, m),
+        address(high, torch.float32, m),
+        None if total is None else address(total, torch.float32, n),
+        1.0 if total is None else float(count),
+        address(out, torch.float32, n),
+        torch.get_num_threads(),
+    )
+    if bad:
+        raise wrong(name, bad)
+    return out
+
+
+def scaled_decode(
+    words: Tensor,
+    scale: Tensor,
+    segments: Segments,
+    name: str,
+    *,
+    total: Tensor | None = None,
+    count: int = 1,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Serve `ops.scaled_decode`."""
+    return _values(words, None, scale, segments, name, total, count, out)
+
+
+def class_decode(
+    words: Tensor,
+    low: Tensor,
+    high: Tensor,
+    segments: Segments,
+    name: str,
+    *,
+    total: Tensor | None = None,
+    count: int = 1,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Serve `ops.class_decode`."""
+    return _values(words, low, high, segments, name, total, count, out)
+
+
+KERNELS = {
+    "class_decode": class_decode,
+    "class_encode": class_encode,
+    "class_feedback": class_feedback,
+    "scaled_decode": scaled_decode,
+    "scaled_encode": scaled_encode,
+    "scaled_feedback": scaled_feedback,
+    "sign_decode": sign_decode,
+    "sign_pack": sign_pack,
+    "sign_pack_above": sign_pack_above,
+    "sign_vote": sign_vote,
+}

@@ -1,0 +1,618 @@
+"""What is timed: one entry for each operation, and four or five for each method.
+
+An operation's entry is a function that prepares one call: inputs, preallocated outputs, and the
+bytes that it has to move. A method is timed through the contract, so a new one needs no entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks import eager
+from benchmarks.sizes import SIZES, Shapes, numel
+from gcbench import ops, registry
+from gcbench.compressor import Compressor, Key, Payload, Segments
+from gcbench.ops.backend import DEFINITIONS
+
+KEY = Key(1, 2, 0)
+WORKERS = 8
+CLIP = 2.5
+LEVELS, BUCKET = 7, 512  # QSGD in 4 bits
+BLOCK = 256  # of int8
+RATIO = 0.01
+RANGE = 10, 6  # bits, and those of the mantissa
+TWICE = 8
+"""Bytes an element that are read again where a mean of a whole tensor decides about a residual."""
+
+
+class Gradient:
+    """One worker's gradient, normally distributed, as a flat tensor and as a list of tensors."""
+
+    def __init__(self, shapes: Shapes, device: str = "cpu") -> None:
+        self.shapes, self.n, self.device = shapes, numel(shapes), device
+        generator = torch.Generator().manual_seed(self.n)
+        self.x = torch.randn(self.n, generator=generator).to(device)
+        self.copied = torch.zeros_like(self.x)
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """Views of `x`, one a tensor."""
+        pieces = torch.split(self.x, [numel((shape,)) for shape in self.shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+    def segments(self, granularity: str | int = "tensor") -> Segments:
+        return Segments.of(self.shapes, granularity)
+
+    def of_worker(self, rank: int) -> Tensor:
+        """Another worker's gradient: the same values elsewhere."""
+        return self.x.roll(4099 * rank)
+
+    def empty(self, dtype: torch.dtype, count: int) -> Tensor:
+        """Return an output whose pages have been touched."""
+        return torch.zeros(count, dtype=dtype, device=self.device)
+
+
+class Timed(NamedTuple):
+    """A call, and the bytes that it must at least read and write."""
+
+    call: Callable[[], Any]
+    moved: int
+    reset: Callable[[], Any] | None = None
+    """Puts back what the call changes, before each row."""
+
+
+Prepare = Callable[[Gradient], Timed]
+Eager = Callable[[Gradient], Callable[[], Any]]
+
+
+class Case(NamedTuple):
+    """One entry: how to prepare the call, and the same in eager torch."""
+
+    name: str
+    prepare: Prepare
+    eager: Eager | None = None
+    op: str | None = None
+    """The operation that it times; None: a method through the contract."""
+    sizes: Sequence[str] = tuple(SIZES)
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(
+    name: str, eager: Eager | None = None, sizes: Sequence[str] = tuple(SIZES)
+) -> Callable[[Prepare], Prepare]:
+    """Enter a preparing function as `name`: an operation, and a number where it takes many."""
+
+    def enter(prepare: Prepare) -> Prepare:
+        op = name if name in DEFINITIONS else name.rstrip("0123456789")
+        CASES[name] = Case(name, prepare, eager, op, sizes)
+        return prepare
+
+    return enter
+
+
+def nbytes(*parts: Any) -> int:
+    """Return the bytes of tensors, payloads, and sequences of them."""
+    return sum(
+        part.nbytes if isinstance(part, Tensor | Payload) else nbytes(*part)
+        for part in parts
+        if part is not None
+    )
+
+
+def each(function: Callable[..., Any], *coders: Callable[[Tensor], Any]) -> Eager:
+    """Return eager torch that calls `function` for every tensor, one after the other.
+
+    Its arguments are what the `coders` make of the tensor before the clock starts; without
+    coders, the tensor itself.
+    """
+
+    def make(gradient: Gradient) -> Callable[[], Any]:
+        inputs = [
+            tuple(coder(tensor) for coder in coders) or (tensor,) for tensor in gradient.tensors
+        ]
+        return lambda: [function(*arguments) for arguments in inputs]
+
+    return make
+
+
+def itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def eight(coder: Callable[[Tensor], Any]) -> Callable[[Tensor], list[Any]]:
+    """Return what makes the payloads of eight workers from one tensor."""
+    return lambda tensor: [coder(tensor.roll(4099 * rank)) for rank in range(WORKERS)]
+
+
+# ---- operations ----------------------------------------------------------------------------------
+
+
+@case("copy_")
+def _copy(g: Gradient) -> Timed:
+    return Timed(lambda: g.copied.copy_(g.x), 2 * nbytes(g.x))
+
+
+@case("draws24")
+def _draws(g: Gradient) -> Timed:
+    return Timed(lambda: ops.draws24(KEY, g.n, device=g.device), nbytes(g.x))
+
+
+@case("random_words")
+def _random_words(g: Gradient) -> Timed:
+    return Timed(lambda: ops.random_words(KEY, g.n, device=g.device), nbytes(g.x))
+
+
+@case("pack")
+def _pack(g: Gradient) -> Timed:
+    codes = (g.x * 4).int().clamp_(-7, 7).add_(7)
+    return Timed(lambda: ops.pack(codes, 4), nbytes(codes, ops.pack(codes, 4)))
+
+
+@case("unpack")
+def _unpack(g: Gradient) -> Timed:
+    words = ops.pack((g.x * 4).int().clamp_(-7, 7).add_(7), 4)
+    return Timed(lambda: ops.unpack(words, 4, g.n), nbytes(words, g.x))
+
+
+# statistics
+
+
+@case("segment_absmax", each(eager.absmax))
+def _absmax(g: Gradient) -> Timed:
+    segments = g.segments()
+    return Timed(lambda: ops.segment_absmax(g.x, segments), nbytes(g.x))
+
+
+@case("segment_moments", each(eager.moments))
+def _moments(g: Gradient) -> Timed:
+    segments = g.segments()
+    return Timed(lambda: ops.segment_moments(g.x, segments), nbytes(g.x))
+
+
+# ternary codes
+
+
+@case("ternary_scales", each(eager.clipped_max))
+def _ternary_scales(g: Gradient) -> Timed:
+    segments = g.segments()
+    return Timed(lambda: ops.ternary_scales(g.x, segments, CLIP), nbytes(g.x))
+
+
+@case(
+    "ternary_encode",
+    each(
+        eager.ternary_encode,
+        itself,
+        lambda tensor: eager.clipped_max(tensor)[0],
+        lambda tensor: eager.clipped_max(tensor)[1],
+    ),
+)
+def _ternary_encode(g: Gradient) -> Timed:
+    segments = g.segments()
+    limit, scale = ops.ternary_scales(g.x, segments, CLIP)
+    out = g.empty(torch.int32, ops.packed_words(g.n, 2))
+    return Timed(
+        lambda: ops.ternary_encode(g.x, limit, scale, segments, KEY, out=out),
+        nbytes(g.x, limit, scale, out),
+    )
+
+
+def _ternary_payloads(g: Gradient, count: int) -> tuple[list[tuple[Tensor, int]], Tensor]:
+    segments = g.segments()
+    limit, scale = ops.ternary_scales(g.x, segments, CLIP)
+    return [
+        (ops.ternary_encode(g.of_worker(rank), limit, scale, segments, KEY._replace(rank=rank)), 1)
+        for rank in range(count)
+    ], scale
+
+
+def _ternary_mean(g: Gradient, count: int) -> Timed:
+    payloads, scale = _ternary_payloads(g, count)
+    segments, out = g.segments(), g.empty(torch.float32, g.n)
+    return Timed(
+        lambda: ops.ternary_mean(payloads, scale, segments, out=out),
+        nbytes([words for words, _ in payloads], scale, out),
+    )
+
+
+def _terngrad_decode(coded: tuple[Tensor, Tensor]) -> Tensor:
+    return eager.ternary_decode(*coded)
+
+
+_terngrad_mean = eager.mean_of(_terngrad_decode)
+case("ternary_mean", each(_terngrad_decode, eager.terngrad))(partial(_ternary_mean, count=1))
+case("ternary_mean8", each(_terngrad_mean, eight(eager.terngrad)))(
+    partial(_ternary_mean, count=WORKERS)
+)
+
+
+@case("ternary_merge8")
+def _ternary_merge(g: Gradient) -> Timed:
+    payloads, _ = _ternary_payloads(g, WORKERS)
+    out = g.empty(torch.int32, ops.packed_words(g.n, ops.ternary_bits(WORKERS)))
+    return Timed(
+        lambda: ops.ternary_merge(payloads, g.n, out=out),
+        nbytes([words for words, _ in payloads], out),
+    )
+
+
+# signs
+
+
+@case("sign_pack", each(eager.sign_encode))
+def _sign_pack(g: Gradient) -> Timed:
+    out = g.empty(torch.int32, ops.packed_words(g.n, 1))
+    return Timed(lambda: ops.sign_pack(g.x, out=out), nbytes(g.x, out))
+
+
+@case("sign_pack_above")
+def _sign_pack_above(g: Gradient) -> Timed:
+    segments, out = g.segments(), g.empty(torch.int32, ops.packed_words(g.n, 2))
+    return Timed(
+        lambda: ops.sign_pack_above(g.x, 0.5, segments, out=out), 2 * nbytes(g.x) + nbytes(out)
+    )
+
+
+@case("sign_decode", each(eager.sign_decode, eager.sign_encode))
+def _sign_decode(g: Gradient) -> Timed:
+    words, out = ops.sign_pack(g.x), g.empty(torch.float32, g.n)
+    return Timed(lambda: ops.sign_decode(words, 1, g.n, "", out=out), nbytes(words, out))
+
+
+@case("sign_vote8", each(eager.vote, eight(eager.sign_encode)))
+def _sign_vote(g: Gradient) -> Timed:
+    words = [ops.sign_pack(g.of_worker(rank)) for rank in range(WORKERS)]
+    ones, out = [1] * WORKERS, g.empty(torch.int32, ops.packed_words(g.n, 1))
+    return Timed(
+        lambda: ops.sign_vote(words, ones, ones, g.n, "", width=1, out=out), nbytes(words, out)
+    )
+
+
+@case("scaled_encode", each(eager.ef_sign))
+def _scaled_encode(g: Gradient) -> Timed:
+    segments = g.segments()
+    return Timed(
+        lambda: ops.scaled_encode(g.x, segments), nbytes(g.x, ops.scaled_encode(g.x, segments))
+    )
+
+
+@case("scaled_decode", each(eager.ef_sign_decode, eager.ef_sign))
+def _scaled_decode(g: Gradient) -> Timed:
+    segments, out = g.segments(), g.empty(torch.float32, g.n)
+    words, scale = ops.scaled_encode(g.x, segments)
+    return Timed(
+        lambda: ops.scaled_decode(words, scale, segments, "", out=out), nbytes(words, scale, out)
+    )
+
+
+@case("scaled_feedback", each(eager.ef_sign_feedback, itself, torch.zeros_like))
+def _scaled_feedback(g: Gradient) -> Timed:
+    segments, residual = g.segments(), torch.zeros_like(g.x)
+    coded = ops.scaled_encode(g.x, segments)
+    return Timed(
+        lambda: ops.scaled_feedback(g.x, residual, segments, "", out=residual),
+        nbytes(g.x, residual, residual, coded) + TWICE * g.n,
+        residual.zero_,
+    )
+
+
+@case("class_encode", each(eager.onebit))
+def _class_encode(g: Gradient) -> Timed:
+    columns = g.segments("column")
+    return Timed(
+        lambda: ops.class_encode(g.x, columns), nbytes(g.x, ops.class_encode(g.x, columns))
+    )
+
+
+@case("class_decode", each(eager.onebit_decode, eager.onebit))
+def _class_decode(g: Gradient) -> Timed:
+    columns, out = g.segments("column"), g.empty(torch.float32, g.n)
+    coded = ops.class_encode(g.x, columns)
+    return Timed(lambda: ops.class_decode(*coded, columns, "", out=out), nbytes(coded, out))
+
+
+@case("class_feedback", each(eager.onebit_feedback, itself, torch.zeros_like))
+def _class_feedback(g: Gradient) -> Timed:
+    columns, residual = g.segments("column"), torch.zeros_like(g.x)
+    return Timed(
+        lambda: ops.class_feedback(g.x, residual, columns, "", out=residual),
+        nbytes(g.x, residual, residual, ops.class_encode(g.x, columns)),
+        residual.zero_,
+    )
+
+
+# levels and blocks
+
+
+@case("level_norms")
+def _level_norms(g: Gradient) -> Timed:
+    buckets = g.segments(BUCKET)
+    norms = ops.level_norms(g.x, buckets, "max", LEVELS)
+    return Timed(lambda: ops.level_norms(g.x, buckets, "max", LEVELS), nbytes(g.x, norms))
+
+
+@case("level_codes")
+def _level_codes(g: Gradient) -> Timed:
+    buckets = g.segments(BUCKET)
+    norms = ops.level_norms(g.x, buckets, "max", LEVELS)
+    return Timed(
+        lambda: ops.level_codes(g.x, norms, LEVELS, buckets, KEY), 2 * nbytes(g.x) + nbytes(norms)
+    )
+
+
+def _level_words(g: Gradient, buckets: Segments) -> tuple[Tensor, Tensor]:
+    norms = ops.level_norms(g.x, buckets, "max", LEVELS)
+    return ops.level_encode(g.x, norms, LEVELS, "fixed", buckets, KEY), norms
+
+
+@case("level_encode", each(eager.qsgd))
+def _level_encode(g: Gradient) -> Timed:
+    buckets = g.segments(BUCKET)
+    out, norms = _level_words(g, buckets)
+    return Timed(
+        lambda: ops.level_encode(g.x, norms, LEVELS, "fixed", buckets, KEY, out=out),
+        nbytes(g.x, norms, out),
+    )
+
+
+@case("level_decode", each(eager.qsgd_decode, eager.qsgd))
+def _level_decode(g: Gradient) -> Timed:
+    buckets, out = g.segments(BUCKET), g.empty(torch.float32, g.n)
+    words, norms = _level_words(g, buckets)
+    return Timed(
+        lambda: ops.level_decode(words, norms, "max", LEVELS, "fixed", buckets, out=out),
+        nbytes(words, norms, out),
+    )
+
+
+def _omega(g: Gradient, op: str) -> Timed:
+    """Prepare writing or reading the stream of codes of 4 levels of the 2-norm."""
+    kind = "dense" if "dense" in op else "sparse"
+    buckets = g.segments(BUCKET)
+    codes = ops.level_codes(g.x, ops.level_norms(g.x, buckets, "2", 4), 4, buckets, KEY)
+    words = getattr(ops, f"omega_{kind}_write")(codes, 4)
+    call, arguments = getattr(ops, op), (codes, 4) if "write" in op else (words, g.n, 4)
+    return Timed(lambda: call(*arguments), nbytes(codes, words))
+
+
+for _op in ("omega_dense_write", "omega_dense_read", "omega_sparse_write", "omega_sparse_read"):
+    case(_op, sizes=("1e4", "1e6"))(partial(_omega, op=_op))
+
+
+@case("int8_encode", each(eager.int8))
+def _int8_encode(g: Gradient) -> Timed:
+    blocks, out = g.segments(BLOCK), g.empty(torch.int8, g.n)
+    coded = ops.int8_encode(g.x, blocks, "nearest", KEY)
+    return Timed(lambda: ops.int8_encode(g.x, blocks, "nearest", KEY, out=out), nbytes(g.x, coded))
+
+
+@case("int8_decode", each(eager.int8_decode, eager.int8))
+def _int8_decode(g: Gradient) -> Timed:
+    blocks, out = g.segments(BLOCK), g.empty(torch.float32, g.n)
+    coded = ops.int8_encode(g.x, blocks, "nearest", KEY)
+    return Timed(lambda: ops.int8_decode(*coded, blocks, out=out), nbytes(coded, out))
+
+
+# selection
+
+
+def _kept(g: Gradient) -> tuple[Sequence[ops.KeptRun], Tensor, Tensor]:
+    """Return the runs, and positions and values of the largest 1 % of each tensor."""
+    runs = ops.kept_runs(g.segments(), RATIO)
+    return runs, *ops.largest_elements(g.x, runs)
+
+
+@case("largest_elements", each(eager.topk))
+def _largest_elements(g: Gradient) -> Timed:
+    runs, positions, values = _kept(g)
+    return Timed(lambda: ops.largest_elements(g.x, runs), nbytes(g.x, positions, values))
+
+
+@case("random_positions")
+def _random_positions(g: Gradient) -> Timed:
+    runs, positions, _ = _kept(g)
+    return Timed(lambda: ops.random_positions(KEY, runs, device=g.device), nbytes(positions))
+
+
+@case("gather")
+def _gather(g: Gradient) -> Timed:
+    _, positions, values = _kept(g)
+    return Timed(lambda: ops.gather(g.x, positions), nbytes(positions, values, values))
+
+
+@case("scatter", each(eager.topk_decode, eager.topk))
+def _scatter(g: Gradient) -> Timed:
+    _, positions, values = _kept(g)
+    out = g.empty(torch.float32, g.n)
+    return Timed(
+        lambda: ops.scatter(values, positions, g.n, out=out), nbytes(positions, values, out)
+    )
+
+
+@case("scatter_mean8", each(eager.mean_of(eager.topk_decode), eight(eager.topk)))
+def _scatter_mean(g: Gradient) -> Timed:
+    runs, out = ops.kept_runs(g.segments(), RATIO), g.empty(torch.float32, g.n)
+    sparse = [
+        (values, positions)
+        for positions, values in (
+            ops.largest_elements(g.of_worker(rank), runs) for rank in range(WORKERS)
+        )
+    ]
+    return Timed(lambda: ops.scatter_mean(sparse, g.n, WORKERS, out=out), nbytes(*sparse, out))
+
+
+@case("pack_positions")
+def _pack_positions(g: Gradient) -> Timed:
+    _, positions, _ = _kept(g)
+    parts = ops.pack_positions(positions, g.n, "smallest")
+    return Timed(lambda: ops.pack_positions(positions, g.n, "smallest"), nbytes(positions, parts))
+
+
+@case("unpack_positions")
+def _unpack_positions(g: Gradient) -> Timed:
+    runs, positions, _ = _kept(g)
+    parts = ops.pack_positions(positions, g.n, "smallest")
+    return Timed(
+        lambda: ops.unpack_positions(parts, g.n, "smallest", runs, ""), nbytes(positions, parts)
+    )
+
+
+@case("range_pack")
+def _range_pack(g: Gradient) -> Timed:
+    coded = ops.range_pack(g.x, [(1, g.n)], *RANGE)
+    return Timed(lambda: ops.range_pack(g.x, [(1, g.n)], *RANGE), 2 * nbytes(g.x) + nbytes(coded))
+
+
+@case("range_unpack")
+def _range_unpack(g: Gradient) -> Timed:
+    coded, out = ops.range_pack(g.x, [(1, g.n)], *RANGE), g.empty(torch.float32, g.n)
+    return Timed(
+        lambda: ops.range_unpack(*coded, [(1, g.n)], *RANGE, "", out=out), nbytes(coded, out)
+    )
+
+
+# ---- methods -------------------------------------------------------------------------------------
+
+AGAIN: Mapping[str, int] = {"terngrad.encode": 4, "efsignsgd.encode_feedback": TWICE}
+"""Bytes an element that are read again, as a statistic of a whole tensor decides about each."""
+
+EAGER: Mapping[str, Eager] = {
+    "bf16.encode": each(torch.Tensor.bfloat16),
+    "bf16.decode": each(torch.Tensor.float, torch.Tensor.bfloat16),
+    "efsignsgd.encode": each(eager.ef_sign),
+    "efsignsgd.encode_feedback": each(eager.ef_sign_feedback, itself, torch.zeros_like),
+    "efsignsgd.decode": each(eager.ef_sign_decode, eager.ef_sign),
+    "efsignsgd.mean8": each(eager.mean_of(eager.ef_sign_decode), eight(eager.ef_sign)),
+    "fft.encode": each(eager.fft),
+    "fp16.encode": each(torch.Tensor.half),
+    "fp16.decode": each(torch.Tensor.float, torch.Tensor.half),
+    "int8.encode": each(eager.int8),
+    "int8.decode": each(eager.int8_decode, eager.int8),
+    "int8.mean8": each(eager.mean_of(eager.int8_decode), eight(eager.int8)),
+    "natural.encode": each(eager.natural),
+    "onebit.encode": each(eager.onebit),
+    "onebit.encode_feedback": each(eager.onebit_feedback, itself, torch.zeros_like),
+    "onebit.decode": each(eager.onebit_decode, eager.onebit),
+    "onebit.mean8": each(eager.mean_of(eager.onebit_decode), eight(eager.onebit)),
+    "qsgd.encode": each(eager.qsgd),
+    "qsgd.decode": each(eager.qsgd_decode, eager.qsgd),
+    "qsgd.mean8": each(eager.mean_of(eager.qsgd_decode), eight(eager.qsgd)),
+    "randomk.encode": each(eager.randomk),
+    "randomk.decode": each(eager.topk_decode, eager.randomk),
+    "signsgd.encode": each(eager.sign_encode),
+    "signsgd.decode": each(eager.sign_decode, eager.sign_encode),
+    "signsgd.mean8": each(eager.vote_values, eight(eager.sign_encode)),
+    "signsgd.merge8": each(eager.vote, eight(eager.sign_encode)),
+    "terngrad.statistic": each(eager.clipped_max),
+    "terngrad.encode": each(eager.terngrad),
+    "terngrad.decode": each(_terngrad_decode, eager.terngrad),
+    "terngrad.mean8": each(_terngrad_mean, eight(eager.terngrad)),
+    "topk.encode": each(eager.topk),
+    "topk.encode_feedback": each(eager.topk_feedback, itself, torch.zeros_like),
+    "topk.decode": each(eager.topk_decode, eager.topk),
+    "topk.mean8": each(eager.mean_of(eager.topk_decode), eight(eager.topk)),
+}
+"""The methods' parts that research repositories write in a few lines of torch."""
+
+
+class Method:
+    """A method with what its parts take."""
+
+    def __init__(self, name: str, gradient: Gradient) -> None:
+        self.name, self.g = name, gradient
+        self.method: Compressor = registry.compressor(name)
+        self.segments = gradient.segments(self.method.granularity)
+        drawn = self.method.draw_shared(self.segments, KEY)
+        self.shared = self.method.statistic(gradient.x, self.segments) if drawn is None else drawn
+
+    def payloads(self, count: int) -> list[Payload]:
+        return [
+            self.method.encode(
+                self.g.of_worker(rank), self.segments, self.shared, KEY._replace(rank=rank)
+            )
+            for rank in range(count)
+        ]
+
+    def statistic(self) -> Timed:
+        return Timed(lambda: self.method.statistic(self.g.x, self.segments), nbytes(self.g.x))
+
+    def encode(self) -> Timed:
+        (payload,) = self.payloads(1)
+        again = AGAIN.get(f"{self.name}.encode", 0) * self.g.n
+        return Timed(
+            lambda: self.method.encode(self.g.x, self.segments, self.shared, KEY),
+            nbytes(self.g.x, payload) + again,
+        )
+
+    def encode_feedback(self) -> Timed:
+        (payload,) = self.payloads(1)
+        again = AGAIN.get(f"{self.name}.encode_feedback", 0) * self.g.n
+        residual = torch.zeros_like(self.g.x)
+        return Timed(
+            lambda: self.method.encode_feedback(
+                self.g.x, residual, self.segments, self.shared, KEY
+            ),
+            nbytes(self.g.x, residual, residual, payload) + again,
+            residual.zero_,
+        )
+
+    def decode(self) -> Timed:
+        (payload,) = self.payloads(1)
+        return Timed(
+            lambda: self.method.decode(payload, self.segments, self.shared),
+            nbytes(payload, self.g.x),
+        )
+
+    def mean8(self) -> Timed:
+        payloads = self.payloads(WORKERS)
+        return Timed(
+            lambda: self.method.mean(payloads, self.segments, self.shared),
+            nbytes(payloads, self.g.x),
+        )
+
+    def merge8(self) -> Timed:
+        payloads = self.payloads(WORKERS)
+        merged = self.method.merge(payloads, self.segments, self.shared, KEY)
+        return Timed(
+            lambda: self.method.merge(payloads, self.segments, self.shared, KEY),
+            nbytes(payloads, merged),
+        )
+
+
+def _parts(method: Compressor) -> list[str]:
+    """Return the parts that an exchange of this method has."""
+    legal = method.legal_collectives()
+    parts = ["encode", "decode"]
+    if type(method).statistic is not Compressor.statistic:
+        parts.insert(0, "statistic")
+    if method.memory == "residual":
+        parts.insert(1, "encode_feedback")
+    if legal != ("allreduce",):
+        parts.append("mean8")
+    if "twoshot" in legal:
+        parts.append("merge8")
+    return parts
+
+
+def _method(name: str, part: str) -> Case:
+    def prepare(gradient: Gradient) -> Timed:
+        timed: Timed = getattr(Method(name, gradient), part)()
+        return timed
+
+    full = f"{name}.{part}"
+    sizes = ("1e6",) if part.endswith("8") else ("1e6", "resnet50")
+    return Case(full, prepare, EAGER.get(full), sizes=sizes)
+
+
+for _entry in registry.compressors().values():
+    if _entry.source == "built-in" and _entry.name != "none":  # which has nothing to encode
+        for _part in _parts(registry.compressor(_entry.name)):
+            _made = _method(_entry.name, _part)
+            CASES[_made.name] = _made

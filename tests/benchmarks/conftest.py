@@ -1,0 +1,42 @@
+"""Options of the benchmarks, and what is kept of a run: `gcbench kernels` reads it."""
+
+from __future__ import annotations
+
+from benchmarks.sizes import SIZES
+from gcbench import experiment
+
+KEPT = ("median", "iqr", "min", "rounds")
+
+
+def _list(text: str) -> list[str]:
+    return [item for item in text.split(",") if item]
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("gcbench")
+    group.addoption("--sizes", type=_list, default=list(SIZES), help=f"default {','.join(SIZES)}")
+    group.addoption("--threads", type=_list, help="default 1 and all cores")
+    group.addoption("--isas", type=_list, help="CPU instruction sets; default the best two")
+    group.addoption("--seconds", type=float, default=0.1, help="seconds a row; default 0.1")
+
+
+def pytest_benchmark_generate_machine_info(config):
+    return {**experiment.machine(), "versions": experiment.versions()}
+
+
+def pytest_benchmark_update_json(output_json):
+    """Keep what the table needs, without each sample."""
+    commit = output_json["commit_info"]
+    known = commit["id"] != "unversioned"
+    output_json["commit_info"] = {
+        "id": commit["id"] if known else None,
+        "dirty": commit.get("dirty"),
+    }
+    output_json["benchmarks"] = [
+        {
+            "name": row["name"],
+            "extra_info": row["extra_info"],
+            "stats": {key: row["stats"][key] for key in KEPT},
+        }
+        for row in output_json["benchmarks"]
+    ]

@@ -1,0 +1,57 @@
+"""Blockwise 8-bit codes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from gcbench import ops
+from gcbench.compressor import TILE, Segments
+from kernel_cases import KEYS, Call, nonfinite, segmentations, values
+
+
+def cases(n: int) -> Iterator[Call]:
+    for cut, segments in (*segmentations(n), ("blocks", Segments.of([(n,)], 256))):
+        inputs = [*values(n), *nonfinite(n), ("halves", halves(n))]
+        for what, x in inputs if n <= 5000 else inputs[:1] + inputs[-2:]:
+            for rounding in ops.INT8_ROUNDINGS:
+                for key in KEYS if rounding == "stochastic" else KEYS[:1]:
+                    name = f"{what} {cut} {rounding} {key}"
+                    yield Call("int8_encode", name, (x, segments, rounding, key))
+        yield from payloads(n, cut, segments)
+    if n >= TILE:
+        # The element of index 8,735,346 draws zero, which rounds no whole number up.
+        key = KEYS[0]._replace(offset=8_735_346 - 8_735_346 % TILE)
+        x = torch.arange(TILE).remainder(255).sub(127).float()
+        arguments = (x, Segments((0, TILE)), "stochastic", key)
+        yield Call("int8_encode", "whole numbers, draw 0", arguments)
+
+
+def halves(n: int) -> torch.Tensor:
+    """Ties between two codes, and what is right beside them."""
+    x = torch.arange(n).remainder(255).sub(127).sub(0.5)
+    x[1::3] = x[1::3].nextafter(torch.tensor(0.0))
+    x[2::3] = x[2::3].nextafter(torch.tensor(1e9))
+    x[::97] = 127.0
+    return x.clamp_(-127, 127)
+
+
+def payloads(n: int, cut: str, segments: Segments) -> Iterator[Call]:
+    codes = torch.arange(n).remainder(255).sub(127).to(torch.int8)
+    scales = torch.rand(len(segments), generator=torch.Generator().manual_seed(n)) * 3
+    scales[::5] = 0.0
+    scales[1::5] = 2.0**-100
+    onto = torch.randn(n, generator=torch.Generator().manual_seed(n))
+    yield Call("int8_decode", cut, (codes, scales, segments))
+    for count in (1, 3):
+        more = {"onto": onto, "count": count}
+        yield Call("int8_decode", f"{cut} onto {count}", (codes, scales, segments), more)
+    for place in (0, n // 2, n - 1) if n else ():
+        outside = codes.clone()
+        outside[place] = -128
+        yield Call("int8_decode", f"{cut} -128 at {place}", (outside, scales, segments))
+    for value in (torch.nan, torch.inf, -1.0, -0.0, 2.0**-101):
+        wrong = scales.clone()
+        wrong[len(wrong) // 2 :] = value
+        yield Call("int8_decode", f"{cut} scale {value}", (codes, wrong, segments))

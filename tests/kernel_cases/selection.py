@@ -1,0 +1,102 @@
+"""Selection of the largest elements, positions on the wire, scatter and gather."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from gcbench import ops
+from gcbench.compressor import TILE, Key, Segments
+from gcbench.ops.selection import gaps_low_bits
+from kernel_cases import KEYS, Call, nonfinite, segmentations, values
+
+WRAPPING = Key(5, 1, 2, 2**34 - 1000)
+"""The low word of the counter of whole words wraps within its elements."""
+
+
+def misleading(n: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield inputs whose sample says little about where the largest elements are."""
+    yield "rising", torch.arange(n, dtype=torch.float32)
+    spike = torch.zeros(n)
+    spike[n // 2 : n // 2 + n // 50] = torch.arange(n // 50, dtype=torch.float32) + 1
+    yield "spike", spike
+    rare = torch.ones(n)
+    rare[n - n // 300 :] = -2.0
+    yield "rare", rare
+    powers = 2.0 ** -(torch.arange(n) % 37).float()
+    yield "powers", powers
+    if n > 8192:  # what the kernel samples of one segment is large, and nothing else is
+        size = max(1024, n // 64)
+        index = torch.arange(size)
+        stride = n // size
+        sampled = torch.ones(n)
+        sampled[index * stride + (index * 2654435761 & 0xFFFFFFFF) % stride] = 3.0
+        yield "sampled", sampled
+
+
+def cases(n: int) -> Iterator[Call]:
+    for cut, segments in segmentations(n):
+        few = n > 5000 and cut in ("groups", "columns")
+        for what, x in (*values(n), *nonfinite(n), *misleading(n)):
+            for ratio in (0.01, 0.15) if few else (0.001, 0.01, 0.15, 1.0):
+                runs = ops.kept_runs(segments, ratio)
+                yield Call("largest_elements", f"{what} {cut} {ratio}", (x, runs))
+        for ratio in (0.001, 0.01, 0.15, 1.0):
+            runs = ops.kept_runs(segments, ratio)
+            for key in (*KEYS, WRAPPING):
+                yield Call("random_positions", f"{cut} {ratio} {key}", (key, runs))
+            x = torch.randn(n, generator=torch.Generator().manual_seed(n))
+            kept = ops.largest(ops.magnitude_order(x), runs)
+            yield from wire(n, kept, runs, f"{cut} {ratio}")
+            yield Call("gather", f"{cut} {ratio}", (x, kept))
+            some = x[kept].mul_(0.3)
+            yield Call("scatter", f"{cut} {ratio}", (some, kept, n))
+            other = ops.largest(ops.magnitude_order(x.roll(3)), runs)
+            many = [(some, kept), (x[other], other), (-some, kept)]
+            yield Call("scatter_mean", f"{cut} {ratio}", (many, n, 5))
+            yield Call("scatter_mean", f"{cut} {ratio} one", (many[:1], n, 1))
+    first = Segments((0, n)).shard(n // 3, n)[0]
+    yield Call("random_positions", "shard", (KEYS[0], ops.kept_runs(first, 0.3)))
+    yield Call("scatter", "into", (some, kept, n), {"out": torch.full((n,), torch.nan)})
+
+
+def wire(n: int, kept: Tensor, runs: Sequence[ops.KeptRun], what: str) -> Iterator[Call]:
+    """Yield both ways of each coding; unpacked also with bits that are wrong in different ways."""
+    generator = torch.Generator().manual_seed(n)
+    for coding in ("smallest", *ops.POSITION_CODINGS):
+        parts = ops.pack_positions(kept, n, coding)
+        yield Call("pack_positions", f"{what} {coding}", (kept, n, coding))
+        yield Call("unpack_positions", f"{what} {coding}", (parts, n, coding, runs, "x"))
+        for part, own in enumerate(parts):
+            if not len(own):
+                continue
+            for trial in range(6):
+                bad = own.clone()
+                place = int(torch.randint(len(own), (), generator=generator))
+                if trial < 3:  # one bit
+                    flip = 1 << int(torch.randint(31, (), generator=generator))
+                    bad[place] ^= flip
+                elif trial == 3:  # one of the bits after the last
+                    bad[-1] |= -(2**31)
+                elif trial == 4:  # any bits
+                    bad[place:] = -1
+                else:  # a bit is moved
+                    bad[place], bad[place - 1] = own[place - 1].clone(), own[place].clone()
+                broken = (*parts[:part], bad, *parts[part + 1 :])
+                name = f"{what} {coding} corrupt {part} {trial}"
+                yield Call("unpack_positions", name, (broken, n, coding, runs, "x"))
+    if rest := n % TILE:
+        lanes = -(-rest // 32)
+        if rest < 32 * lanes:  # the first of the bits after the last
+            (bad,) = ops.pack_positions(kept, n, "bitmap")
+            bad[rest % lanes - lanes] |= 1 << rest // lanes if rest // lanes < 31 else -(2**31)
+            yield Call(
+                "unpack_positions", f"{what} a bit too many", ([bad], n, "bitmap", runs, "x")
+            )
+    if len(kept):
+        shifted = [run._replace(start=run.start + 1) for run in runs]
+        parts = ops.pack_positions(kept, n, "gaps")
+        name = f"{what} segments moved, {gaps_low_bits(n, len(kept))} low bits"
+        yield Call("unpack_positions", name, (parts, n, "gaps", shifted, "x"))
