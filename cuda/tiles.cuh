@@ -120,6 +120,47 @@ __device__ __forceinline__ uint32_t draw_of(const Key& key, uint64_t element) {
   return draws.next();
 }
 
+// The draws of a lane for SPAN elements in a row, of which it has every 32nd, where these begin at a multiple of SPAN
+// of the bucket: all are of one block, which serves the next SPAN elements too if its first half was used.
+constexpr int GROUP = 8, SPAN = GROUP * LANES;
+
+struct GroupDraws {
+  const Key& key;
+  Block block;
+
+  // For elements `first` + 32 j of the bucket; `fresh`: the group before this one was not loaded.
+  __device__ __forceinline__ void load(uint64_t first, bool fresh) {
+    const int row = (int)(first % TILE) / LANES;
+    if (fresh || row % 16 == 0) block = key_block(key, first / TILE * LANES + first % LANES, (uint32_t)row / 16);
+    if (row % 16 != 0) block = Block{block.z, block.w, block.x, block.y};
+  }
+
+  __device__ __forceinline__ uint32_t draw(int j) const {
+    return j < 4 ? window24(block.x, block.y, j) : window24(block.y, block.z, j - 4);
+  }
+};
+
+// Bits of the largest magnitude of x[0 ... count), in all lanes of a warp: they order as magnitudes do, and NaN is
+// above all of them.
+__device__ __forceinline__ uint32_t warp_largest(const float* __restrict__ x, int64_t count, int lane) {
+  uint32_t top = 0;
+#pragma unroll 1
+  for (int64_t begin = 0; begin < count; begin += SPAN) {
+    GC_UNROLL
+    for (int j = 0; j < GROUP; ++j) {
+      const int64_t i = begin + j * LANES + lane;
+      const uint32_t u = i < count ? bits_of(x[i]) & 0x7fffffffu : 0u;
+      top = u > top ? u : top;
+    }
+  }
+  GC_UNROLL
+  for (int half = 16; half >= 1; half /= 2) {
+    const uint32_t u = __shfl_xor_sync(0xffffffffu, top, half);
+    top = u > top ? u : top;
+  }
+  return top;
+}
+
 // Codes of `bits` bits of one lane, one after the other, into its words, which lie `stride` apart.
 struct BitWriter {
   uint32_t* __restrict__ out;

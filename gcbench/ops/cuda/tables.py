@@ -16,9 +16,13 @@ THREADS = 256
 MOST_PAYLOADS = 64
 """Payloads that one launch takes."""
 
+SHORT = 1024
+"""Elements of a segment that one warp takes whole."""
+
 _tables: weakref.WeakKeyDictionary[Segments, dict[torch.device, Tensor]] = (
     weakref.WeakKeyDictionary()
 )
+_longest: weakref.WeakKeyDictionary[Segments, int] = weakref.WeakKeyDictionary()
 
 
 def table(segments: Segments, device: torch.device) -> Tensor:
@@ -27,6 +31,37 @@ def table(segments: Segments, device: torch.device) -> Tensor:
     if device not in known:
         known[device] = segments.table.to(device)
     return known[device]
+
+
+def longest(segments: Segments) -> int:
+    """Return the elements of the longest segment; it is looked for once."""
+    if segments not in _longest:
+        _longest[segments] = max(segments.lengths, default=0)
+    return _longest[segments]
+
+
+def checked(tensor: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
+    """Return a contiguous tensor for a kernel that takes its type and length on trust.
+
+    Raises:
+        ValueError: another dtype or length.
+    """
+    if tensor.dtype is not dtype or tensor.numel() != numel:
+        raise ValueError(f"{tensor.numel()} {tensor.dtype}: {numel} {dtype} expected")
+    return tensor.contiguous()
+
+
+def output(given: Tensor | None, dtype: torch.dtype, numel: int, device: torch.device) -> Tensor:
+    """Return the tensor to write into: `given`, or a new one.
+
+    Raises:
+        ValueError: `given` has another dtype or length, or is not contiguous.
+    """
+    if given is None:
+        return torch.empty(numel, dtype=dtype, device=device)
+    if not given.is_contiguous():
+        raise ValueError(f"out has strides {given.stride()}: a contiguous tensor expected")
+    return checked(given, dtype, numel)
 
 
 def grid(tiles: int) -> int:

@@ -1,0 +1,175 @@
+// Blockwise 8-bit codes on a GPU.
+//
+// int8_blocks: a warp a block of up to 1024 elements, its largest magnitude and codes; reads 4, writes 1 byte an
+//   element, as the second look at a block is at the cache.
+// int8_encode, int8_scales: blocks of any length, a warp 1024 elements, after statistics.cu; reads 4 + 4, writes 1.
+// int8_decode: (code / 127) * scale; reads 1, writes 4; with `onto` reads 4 more.
+//
+// By arithmetic, not measured: 1e8 elements at 4.3 TB/s take 0.116 ms in short blocks, 0.209 ms in long ones, 0.116
+// ms to decode and 0.209 ms to decode onto others.
+#include "blocks.cuh"
+#include "levels.cuh"
+#include "tiles.cuh"
+
+using namespace gc;
+
+namespace {
+
+constexpr int BAD_SCALE = 1, BAD_CODE = 2;  // what decoding lowers its flag to
+
+__device__ __forceinline__ int8_t code_of(float x, float divisor, bool stochastic, uint32_t draw) {
+  return (int8_t)(stochastic ? int8_stochastic(x, divisor, draw) : int8_nearest(x, divisor));
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(256)
+    int8_blocks(const float* __restrict__ x, const int64_t* __restrict__ offsets, const int64_t m,
+                const int32_t stochastic, const Key key, int8_t* __restrict__ codes, float* __restrict__ scales) {
+  const int64_t s = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / LANES;
+  const int lane = (int)(threadIdx.x % LANES);
+  if (s >= m) return;  // a whole warp
+  const int64_t start = offsets[s];
+  const int count = (int)(offsets[s + 1] - start);
+  const float* part = x + start;
+  int8_t* out = codes + start;
+  const float top = float_of(warp_largest(part, count, lane)), divisor = int8_divisor(top);
+  if (lane == 0) scales[s] = int8_scale(top);
+  const uint64_t first = key.offset + (uint64_t)start;
+  GroupDraws group{key};
+  if (stochastic && first % SPAN != 0) {
+    LaneDraws draws(key, first + lane);
+#pragma unroll 1
+    for (int i = lane; i < count; i += LANES) out[i] = code_of(part[i], divisor, true, draws.next());
+    return;
+  }
+#pragma unroll 1
+  for (int begin = 0; begin < count; begin += SPAN) {
+    if (stochastic) {
+      group.load(first + begin + lane, begin == 0);
+      GC_UNROLL
+      for (int j = 0; j < GROUP; ++j) {
+        const int i = begin + j * LANES + lane;
+        if (i < count) out[i] = code_of(part[i], divisor, true, group.draw(j));
+      }
+    } else {
+      GC_UNROLL
+      for (int j = 0; j < GROUP; ++j) {
+        const int i = begin + j * LANES + lane;
+        if (i < count) out[i] = code_of(part[i], divisor, false, 0);
+      }
+    }
+  }
+}
+
+// `tops`: the blocks' largest magnitudes.
+extern "C" __global__ void __launch_bounds__(256)
+    int8_encode(const float* __restrict__ x, const int64_t n, const int64_t* __restrict__ offsets, const int64_t m,
+                const float* __restrict__ tops, const int32_t stochastic, const Key key, int8_t* __restrict__ codes) {
+  const WarpTile at(n);
+  if (at.count <= 0) return;
+  Cursor cursor(offsets, m, at.start);
+  float divisor = int8_divisor(tops[cursor.at]);
+  const float* part = x + at.start;
+  int8_t* out = codes + at.start;
+  const uint64_t first = key.offset + (uint64_t)at.start;
+  GroupDraws group{key};
+  bool fresh = true;
+#pragma unroll 1
+  for (int begin = 0; begin < at.count; begin += SPAN) {
+    const int end = begin + SPAN;
+    if (cursor.move(begin)) divisor = int8_divisor(tops[cursor.at]);
+    if (cursor.end >= end && (!stochastic || first % SPAN == 0)) {
+      float values[GROUP];
+      GC_UNROLL
+      for (int j = 0; j < GROUP; ++j) values[j] = part[begin + j * LANES + at.lane];
+      if (stochastic) {
+        group.load(first + begin + at.lane, fresh);
+        fresh = false;
+        GC_UNROLL
+        for (int j = 0; j < GROUP; ++j) {
+          out[begin + j * LANES + at.lane] = code_of(values[j], divisor, true, group.draw(j));
+        }
+      } else {
+        GC_UNROLL
+        for (int j = 0; j < GROUP; ++j) out[begin + j * LANES + at.lane] = code_of(values[j], divisor, false, 0);
+      }
+    } else if (stochastic) {
+      fresh = true;
+      LaneDraws draws(key, first + begin + at.lane);
+#pragma unroll 1
+      for (int i = begin + at.lane; i < end && i < at.count; i += LANES) {
+        if (cursor.move(i)) divisor = int8_divisor(tops[cursor.at]);
+        out[i] = code_of(part[i], divisor, true, draws.next());
+      }
+    } else {
+#pragma unroll 1
+      for (int i = begin + at.lane; i < end && i < at.count; i += LANES) {
+        if (cursor.move(i)) divisor = int8_divisor(tops[cursor.at]);
+        out[i] = code_of(part[i], divisor, false, 0);
+      }
+    }
+  }
+}
+
+// What is sent for largest magnitudes, in place.
+extern "C" __global__ void __launch_bounds__(256) int8_scales(float* __restrict__ scales, const int64_t m) {
+  const int64_t s = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  if (s < m) scales[s] = int8_scale(scales[s]);
+}
+
+// `out` may be `onto`, which may be null. The first threads look at the scales, blocks of no elements included.
+extern "C" __global__ void __launch_bounds__(256)
+    int8_decode(const int8_t* __restrict__ codes, const float* __restrict__ scales, const int64_t n,
+                const int64_t* __restrict__ offsets, const int64_t m, const float* onto, const float count,
+                float* out, int32_t* __restrict__ bad) {
+  const int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  for (int64_t s = thread; s < m; s += (int64_t)gridDim.x * blockDim.x) {
+    const float scale = scales[s];
+    if (!(scale == 0 || (scale >= TINY && scale <= FLOAT_MAX))) atomicMin(bad, BAD_SCALE);
+  }
+  const WarpTile at(n);
+  if (at.count <= 0) return;
+  const float top = (float)INT8_TOP, reciprocal = 1.0f / top;
+  Cursor cursor(offsets, m, at.start);
+  float scale = scales[cursor.at];
+  int lowest = 0;
+  const auto value = [&](int code, float by) {
+    lowest = code < lowest ? code : lowest;
+    return level_ratio((float)code, top, reciprocal) * by;
+  };
+#pragma unroll 1
+  for (int begin = 0; begin < at.count; begin += SPAN) {
+    const int end = begin + SPAN;
+    if (cursor.move(begin)) scale = scales[cursor.at];
+    Cursor next = cursor;
+    if (end <= at.count && next.end < end) next.move(next.end);
+    if (next.end >= end) {
+      const float other = scales[next.at];
+      float base[GROUP];  // `out` may be `onto`, so that no load can pass a store
+      int8_t part[GROUP];
+      GC_UNROLL
+      for (int j = 0; j < GROUP; ++j) {
+        const int64_t i = at.start + begin + j * LANES + at.lane;
+        part[j] = codes[i];
+        if (onto) base[j] = onto[i];
+      }
+      GC_UNROLL
+      for (int j = 0; j < GROUP; ++j) {
+        const int i = begin + j * LANES + at.lane;
+        const float y = value(part[j], i < cursor.end ? scale : other);
+        out[at.start + i] = onto ? base[j] + y * count : y;
+      }
+      cursor = next;
+      scale = other;
+    } else {
+#pragma unroll 1
+      for (int i = begin + at.lane; i < end && i < at.count; i += LANES) {
+        if (cursor.move(i)) scale = scales[cursor.at];
+        const float y = value(codes[at.start + i], scale);
+        out[at.start + i] = onto ? onto[at.start + i] + y * count : y;
+      }
+    }
+  }
+  if (lowest < -INT8_TOP) atomicMin(bad, BAD_CODE);
+}
