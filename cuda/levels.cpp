@@ -152,8 +152,7 @@ void for_codes(const float* x, int64_t n, const Segments& segments, const float*
     for (int64_t t = first; t < last; ++t) {
       const float* part = x + t * TILE;
       const int count = (int)(n - t * TILE < TILE ? n - t * TILE : TILE);
-      ask_ahead(part);
-      const uint32_t* draw = draws.tile();
+      const uint32_t* draw = draws.tile(part);
       if (count < TILE || !tables.tile(part, t * TILE, draw, codes)) {
         spread.tile(t * TILE, count);
         const float *divisor = spread.row[0], *guess = spread.row[1];

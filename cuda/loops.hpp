@@ -126,10 +126,24 @@ Spread<K, F> spread_values(const Segments& segments, int64_t first_element, F va
   return Spread<K, F>(segments, first_element, value);
 }
 
+// ---- reading ahead ---------------------------------------------------------------------------------------------
+
+// A tile is a page of memory, beyond which no hardware fetches ahead. These ask for the tile after the next of what is
+// read, so many lines (of 16 floats) at a time as work lies between: a processor follows few requests at once. What is
+// beyond the end of a tensor is not read by that.
+template <int LINES>
+static inline void ask_lines(const float* tile, int first) {
+  GC_UNROLL
+  for (int k = first; k < first + LINES; ++k) __builtin_prefetch(tile + 2 * TILE + 16 * k, 0, 2);
+}
+
+static inline void ask_ahead(const float* tile) { ask_lines<TILE / 16>(tile, 0); }
+
 // ---- random numbers --------------------------------------------------------------------------------------------
 
-// out[(4 q + i) * 32 + l] = word i of block q of drawing lane l of the tile `tile`, q = 0 and 1.
-static inline void philox_tile(const Key& key, uint64_t tile, uint32_t* out) {
+// out[(4 q + i) * 32 + l] = word i of block q of drawing lane l of the tile `tile`, q = 0 and 1. `reading` is the tile
+// that the caller reads next, or null: half of the one after the next is asked for meanwhile.
+static inline void philox_tile(const Key& key, uint64_t tile, uint32_t* out, const float* reading) {
   const uint64_t lane = tile * LANES;
   const uint32_t low = (uint32_t)lane, high = (uint32_t)(lane >> 32 << 8);
   const uint32_t k0 = (uint32_t)key.seed, k1 = (uint32_t)(key.seed >> 32);
@@ -139,6 +153,7 @@ static inline void philox_tile(const Key& key, uint64_t tile, uint32_t* out) {
   const __m512i step = _mm512_set1_epi64(key.step), who = _mm512_set1_epi64(key.who);
   const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   for (int q = 0; q < 2; ++q) {
+    if (reading) ask_lines<16>(reading, 16 * q);
     __m512i x[4], y[4], z[4], w[4];
     for (int h = 0; h < 4; h += 2) {
       x[h] = _mm512_add_epi32(_mm512_set1_epi32((int)(low + 8 * h)), count);
@@ -178,6 +193,7 @@ static inline void philox_tile(const Key& key, uint64_t tile, uint32_t* out) {
   const __m256i count = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   for (int q = 0; q < 2; ++q) {
     for (int l = 0; l < LANES; l += 8) {
+      if (reading) ask_lines<4>(reading, 16 * q + l / 2);
       __m256i x[2], y[2], z[2], w[2];
       x[0] = _mm256_add_epi32(_mm256_set1_epi32((int)(low + l)), count);
       x[1] = _mm256_srli_epi64(x[0], 32);
@@ -210,6 +226,7 @@ static inline void philox_tile(const Key& key, uint64_t tile, uint32_t* out) {
   }
 #else
   for (int q = 0; q < 2; ++q) {
+    if (reading) ask_lines<16>(reading, 16 * q);
     GC_SIMD for (int l = 0; l < LANES; ++l) {
       const Block b = philox(Block{low + l, high | q, key.step, key.who}, k0, k1);
       uint32_t* o = out + 4 * q * LANES + l;
@@ -222,14 +239,15 @@ static inline void philox_tile(const Key& key, uint64_t tile, uint32_t* out) {
 #endif
 }
 
-// The draws of drawing tile `tile`, in the order of its elements.
-static inline void draw_tile(const Key& key, uint64_t tile, uint32_t* out) {
+// The draws of drawing tile `tile`, in the order of its elements; `reading` as above, and the other half.
+static inline void draw_tile(const Key& key, uint64_t tile, uint32_t* out, const float* reading = nullptr) {
   GC_ALIGNED uint32_t words[8 * LANES];
-  philox_tile(key, tile, words);
+  philox_tile(key, tile, words, reading);
   for (int q = 0; q < 2; ++q) {
     GC_ROLLED for (int i = 0; i < 4; ++i) {
       const uint32_t *word = words + (4 * q + i) * LANES, *after = words + (4 * q + ((i + 1) & 3)) * LANES;
       uint32_t* o = out + (16 * q + 4 * i) * LANES;
+      if (reading) ask_lines<4>(reading, 32 + 4 * (4 * q + i));
       GC_SIMD for (int l = 0; l < LANES; ++l) {
         o[l] = window24(word[l], after[l], 0);
         o[LANES + l] = window24(word[l], after[l], 1);
@@ -248,10 +266,10 @@ class Draws {
     if (skew_) draw_tile(key_, next_++, buffer_ + TILE);
   }
 
-  // The 1024 draws of the next tile.
-  const uint32_t* tile() {
+  // The 1024 draws of the next tile. `reading` is what they are for, if that comes from memory: see ask_lines.
+  const uint32_t* tile(const float* reading = nullptr) {
     if (skew_) memcpy(buffer_, buffer_ + TILE, sizeof buffer_ / 2);
-    draw_tile(key_, next_++, skew_ ? buffer_ + TILE : buffer_);
+    draw_tile(key_, next_++, skew_ ? buffer_ + TILE : buffer_, reading);
     return buffer_ + skew_;
   }
 
@@ -398,13 +416,7 @@ static inline double halve_all(double* values, int64_t n) {
   return values[0];
 }
 
-// ---- reading and writing ----------------------------------------------------------------------------------------
-
-// A tile is a page of memory, beyond which no hardware fetches ahead: ask for the one after the next, while others are
-// worked on. What lies beyond the end of a tensor is not read by that.
-static inline void ask_ahead(const float* tile) {
-  for (int i = 0; i < TILE; i += 16) __builtin_prefetch(tile + 2 * TILE + i, 0, 2);
-}
+// ---- writing ---------------------------------------------------------------------------------------------------
 
 constexpr int64_t STREAM_FROM = 1 << 22;  // elements of an output that no cache would keep for its reader
 

@@ -119,6 +119,7 @@ GC_API int64_t gc_range_pack(const float* values, int64_t n, const int64_t* runs
     GC_ALIGNED uint32_t codes[TILE];
     const uint32_t* part = raw + t * TILE;
     const RangeFormat own = form;
+    ask_ahead(values + t * TILE);
     GC_SIMD for (int i = 0; i < count; ++i) {
       const int32_t from = base[at(i)];
       codes[i] = own.encode(part[i], from, positive[at(i)], float_of(own.value(from)) * 0.5f);

@@ -28,14 +28,22 @@ uint32_t largest(const float* x, int64_t n) {
 
 Moments tile_moments(const float* x, int count) {
   GC_ALIGNED double sum[TILE / 2], square[TILE / 2];
-  // Reading in the order of addresses first: the sums' order defeats the prefetcher.
-  const uint32_t top = largest(x, count);
   if (count == TILE) {
-    constexpr int PART = TILE / 4;
-    GC_SIMD for (int i = 0; i < PART; ++i) {
-      const double a = x[i], b = x[i + PART], c = x[i + 2 * PART], d = x[i + 3 * PART];
-      sum[i] = (a + c) + (b + d);
-      square[i] = (a * a + c * c) + (b * b + d * d);
+    constexpr int PART = TILE / 4, STEP = 16;
+    uint32_t top = 0;
+    GC_ROLLED for (int start = 0; start < PART; start += STEP) {
+      ask_lines<4>(x - TILE, start / 4);  // of the next tile
+#pragma omp simd reduction(max : top)
+      for (int i = start; i < start + STEP; ++i) {
+        const float p = x[i], q = x[i + PART], r = x[i + 2 * PART], s = x[i + 3 * PART];
+        const double a = p, b = q, c = r, d = s;
+        sum[i] = (a + c) + (b + d);
+        square[i] = (a * a + c * c) + (b * b + d * d);
+        const uint32_t t = bits_of(p) & 0x7fffffffu, u = bits_of(q) & 0x7fffffffu;
+        const uint32_t v = bits_of(r) & 0x7fffffffu, w = bits_of(s) & 0x7fffffffu;
+        const uint32_t tu = t > u ? t : u, vw = v > w ? v : w, most = tu > vw ? tu : vw;
+        top = most > top ? most : top;
+      }
     }
     return {halve(sum, PART), halve(square, PART), top};
   }
@@ -54,7 +62,7 @@ Moments tile_moments(const float* x, int count) {
     }
     GC_SIMD for (int i = both; i < half; ++i) sum[i] += 0.0;  // -0.0 becomes 0.0
   }
-  return {halve(sum, half), halve(square, half), top};
+  return {halve(sum, half), halve(square, half), largest(x, count)};
 }
 
 // Call take(segment, moments) for each segment, in any order and from any thread.
@@ -69,7 +77,6 @@ void for_segments(const float* x, const Segments& segments, int threads, Take ta
     for (int64_t t = first; t < last; ++t) {
       while (segments.tiles[s + 1] <= t) ++s;
       const int64_t start = segments.offsets[s] + (t - segments.tiles[s]) * TILE, left = segments.offsets[s + 1] - start;
-      ask_ahead(x + start);
       const Moments got = tile_moments(x + start, (int)(left < TILE ? left : TILE));
       sums[t] = got.sum;
       squares[t] = got.square;

@@ -19,9 +19,8 @@ GC_API int64_t gc_ternary_encode(const float* x, int64_t n, const int64_t* table
     for (int64_t t = first; t < last; ++t) {
       const float* part = x + t * TILE;
       const int count = (int)(n - t * TILE < TILE ? n - t * TILE : TILE);
-      ask_ahead(part);
       spread.tile(t * TILE, count);
-      const uint32_t* draw = draws.tile();
+      const uint32_t* draw = draws.tile(part);
       const float *limits = spread.row[0], *steps = spread.row[1];
       pack_tile<2>(
           [=](int i) { return ternary_code(part[i], limits[i], steps[i], draw[i]); }, count,
@@ -46,32 +45,33 @@ uint32_t add_codes(const uint32_t* words, int bits, int count, int32_t* sums) {
   return top;
 }
 
-// Payloads of one worker each, 2 bits a code: fields are added within words, four to a word, and then spread. At most
-// 127 payloads, so that no byte overflows. Returns 3 if a code 3 is among them, as 2 is the largest.
-uint32_t add_pairs(const uint32_t* const* words, int payloads, int64_t place, int lanes, int32_t* sums) {
+// Payloads of one worker each, 2 bits a code: fields are added within words, four to a word, and put(i, sum) is called
+// for each code. At most 127 payloads, so that no byte overflows. Returns whether a code 3 is among them.
+template <class Put>
+inline bool add_pairs(const uint32_t* const* words, int payloads, int64_t place, int lanes, Put put) {
   uint32_t bad = 0;
-  GC_ROLLED for (int k = 0; k < 2; ++k) {
-    GC_ALIGNED uint32_t field[4][LANES] = {};
-    GC_ROLLED for (int p = 0; p < payloads; ++p) {
-      const uint32_t* word = words[p] + place + k * lanes;
+  GC_ALIGNED uint32_t field[4][2 * LANES] = {};
+  GC_ROLLED for (int p = 0; p < payloads; ++p) {
+    const uint32_t* word = words[p] + place;
+    for (int line = 0; line < 2 * LANES; line += 16) __builtin_prefetch(word + 8 * LANES + line);
 #pragma omp simd reduction(| : bad)
-      for (int l = 0; l < lanes; ++l) {
-        const uint32_t w = word[l];
-        bad |= w & (w >> 1) & 0x55555555u;
-        field[0][l] += w & 0x03030303u;
-        field[1][l] += (w >> 2) & 0x03030303u;
-        field[2][l] += (w >> 4) & 0x03030303u;
-        field[3][l] += (w >> 6) & 0x03030303u;
-      }
-    }
-    GC_ROLLED for (int j = 0; j < 16; ++j) {
-      const uint32_t* f = field[j & 3];
-      const int shift = 8 * (j >> 2);
-      int32_t* row = sums + (16 * k + j) * lanes;
-      GC_SIMD for (int l = 0; l < lanes; ++l) row[l] += (int32_t)((f[l] >> shift) & 0xffu);
+    for (int l = 0; l < 2 * lanes; ++l) {
+      const uint32_t w = word[l];
+      bad |= w & (w >> 1) & 0x55555555u;
+      field[0][l] += w & 0x03030303u;
+      field[1][l] += (w >> 2) & 0x03030303u;
+      field[2][l] += (w >> 4) & 0x03030303u;
+      field[3][l] += (w >> 6) & 0x03030303u;
     }
   }
-  return bad ? 3 : 0;
+  GC_ROLLED for (int k = 0; k < 2; ++k) {
+    GC_ROLLED for (int j = 0; j < 16; ++j) {
+      const uint32_t* f = field[j & 3] + k * lanes;
+      const int shift = 8 * (j >> 2), row = (16 * k + j) * lanes;
+      GC_SIMD for (int l = 0; l < lanes; ++l) put(row + l, (int32_t)((f[l] >> shift) & 0xffu));
+    }
+  }
+  return bad != 0;
 }
 
 struct Payloads {
@@ -86,23 +86,22 @@ int64_t add_all(const Payloads& in, int64_t start, int count, int32_t* sums) {
   memset(sums, 0, TILE * sizeof *sums);
   const int lanes = count == TILE ? LANES : (count + LANES - 1) / LANES;
   for (int64_t p = 0; p < in.number;) {
-    uint32_t top = 0;
     int64_t next = p;
     while (next < in.number && next < p + 127 && in.bits[next] == 2 && in.tops[next] == 2) ++next;
     if (next > p) {
-      top = add_pairs(in.words + p, (int)(next - p), start / TILE * 2 * LANES, lanes, sums);
-      if (top > 2) {
+      const int64_t place = start / TILE * 2 * LANES;
+      if (add_pairs(in.words + p, (int)(next - p), place, lanes, [=](int i, int32_t sum) { sums[i] += sum; })) {
         // The last lanes' codes beyond the count are ignored, as they are by the definition.
         for (int64_t q = p; q < next; ++q) {
           GC_ALIGNED int32_t scratch[TILE] = {};
-          if (add_codes(in.words[q] + start / TILE * 2 * LANES, 2, count, scratch) > 2) return q + 1;
+          if (add_codes(in.words[q] + place, 2, count, scratch) > 2) return q + 1;
         }
       }
       p = next;
       continue;
     }
     const int bits = in.bits[p];
-    top = add_codes(in.words[p] + start / TILE * bits * LANES, bits, count, sums);
+    const uint32_t top = add_codes(in.words[p] + start / TILE * bits * LANES, bits, count, sums);
     if (top > (uint32_t)in.tops[p]) return p + 1;
     ++p;
   }
@@ -124,7 +123,8 @@ GC_API int64_t gc_ternary_mean(const uint32_t* const* words, const int32_t* bits
   }
   const Payloads in{words, bits, tops, number};
   const bool stream = n >= STREAM_FROM;
-  const bool single = number == 1 && bits[0] == 2 && tops[0] == 2;
+  bool pairs = number <= 127;
+  for (int64_t p = 0; p < number; ++p) pairs &= bits[p] == 2 && tops[p] == 2;
   int64_t bad = 0;
   parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
     auto spread = spread_values<1>(segments, first * TILE, [=](int64_t s, float* values) {
@@ -137,19 +137,23 @@ GC_API int64_t gc_ternary_mean(const uint32_t* const* words, const int32_t* bits
       const int count = (int)(n - t * TILE < TILE ? n - t * TILE : TILE);
       spread.tile(t * TILE, count);
       const float* units = spread.row[0];
-      if (single && count == TILE) {
+      bool added = false;
+      float* to = tile;
+      if (pairs && number == 1 && count == TILE) {
         uint32_t both = 0;
         const uint32_t* word = words[0] + t * 2 * LANES;
-        GC_SIMD for (int l = 0; l < 2 * LANES; ++l) both |= word[l] & (word[l] >> 1) & 0x55555555u;
-        if (both) wrong = 1;
-        unpack_tile<2>(word, TILE, [&](int i, uint32_t code) {
-          tile[i] = (float)((int32_t)code - 1) * units[i];
-        });
-      } else {
+#pragma omp simd reduction(| : both)
+        for (int l = 0; l < 2 * LANES; ++l) both |= word[l] & (word[l] >> 1) & 0x55555555u;
+        unpack_tile<2>(word, TILE, [=](int i, uint32_t code) { to[i] = (float)((int32_t)code - 1) * units[i]; });
+        added = !both;
+      } else if (pairs && count == TILE) {
+        const int32_t all = (int32_t)workers;
+        added = !add_pairs(words, (int)number, t * 2 * LANES, LANES,
+                           [=](int i, int32_t sum) { to[i] = (float)(sum - all) * units[i]; });
+      }
+      if (!added) {
         wrong = add_all(in, t * TILE, count, sums);
-        GC_SIMD for (int i = 0; i < count; ++i) {
-          tile[i] = (float)(sums[i] - (int32_t)workers) * units[i];
-        }
+        GC_SIMD for (int i = 0; i < count; ++i) tile[i] = (float)(sums[i] - (int32_t)workers) * units[i];
       }
       write_tile(out + t * TILE, tile, count, stream);
     }
