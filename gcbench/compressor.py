@@ -353,9 +353,9 @@ class Compressor(ABC):
 
         A method may override it with an operation that does all in one pass; same bits.
         """
-        residual += x
-        payload = self.encode(residual, segments, shared, key)
-        residual -= self.decode(payload, segments, shared)
+        offered = residual + x  # apart from the residual: a payload may hold what was encoded
+        payload = self.encode(offered, segments, shared, key)
+        torch.sub(offered, self.decode(payload, segments, shared), out=residual)
         return payload
 
     def encode_shards(

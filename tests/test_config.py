@@ -13,6 +13,7 @@ import gcbench
 from gcbench import cli, experiment, grid
 from gcbench.errors import UsageError
 from gcbench.experiment import Config
+from gcbench.ops import cuda
 from gcbench.runner import Runner
 
 
@@ -328,9 +329,13 @@ def test_equal_options_are_one_config():
     assert two.hash == Config.make({"compressor": "terngrad", "options": {"clip": 2.0}}).hash
 
 
-def test_a_missing_backend_is_an_error_with_the_reason():
+def test_a_missing_backend_is_an_error_with_the_reason(monkeypatch):
     assert Config.make({"backend": "auto"}).backend == "auto"
-    with pytest.raises(UsageError, match=r"backend 'cuda' is missing: .*no CUDA kernels"):
+    monkeypatch.setattr(cuda, "status", lambda: (False, "nobody brought a GPU"))
+    with pytest.raises(UsageError, match=r"backend 'cuda' is missing: nobody brought a GPU"):
+        Config.make({"backend": "cuda"})
+    monkeypatch.setattr(cuda, "status", lambda: (True, ""))
+    with pytest.raises(UsageError, match=r"'cuda' serves cuda tensors, and these are on cpu"):
         Config.make({"backend": "cuda"})
     with pytest.raises(UsageError, match=r"unknown backend 'refrence'. Did you mean 'reference'"):
         Config.make({"backend": "refrence"})
