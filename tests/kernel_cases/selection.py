@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from kernel_cases import KEYS, Call, nonfinite, segmentations, values
 
 WRAPPING = Key(5, 1, 2, 2**34 - 1000)
 """The low word of the counter of whole words wraps within its elements."""
+DEVICE = {"device": "cpu"}
+"""Where random positions are made, unless a test says another device."""
 
 
 def misleading(n: int) -> Iterator[tuple[str, Tensor]]:
@@ -39,14 +42,17 @@ def misleading(n: int) -> Iterator[tuple[str, Tensor]]:
 def cases(n: int) -> Iterator[Call]:
     for cut, segments in segmentations(n):
         few = n > 5000 and cut in ("groups", "columns")
-        for what, x in (*values(n), *nonfinite(n), *misleading(n)):
-            for ratio in (0.01, 0.15) if few else (0.001, 0.01, 0.15, 1.0):
+        for inputs, ratios in (
+            (values(n), (0.01, 0.15) if few else (0.001, 0.01, 0.15, 1.0)),
+            ((*nonfinite(n), *misleading(n)), (0.01, 0.15)),
+        ):
+            for (what, x), ratio in product(inputs, ratios):
                 runs = ops.kept_runs(segments, ratio)
                 yield Call("largest_elements", f"{what} {cut} {ratio}", (x, runs))
         for ratio in (0.001, 0.01, 0.15, 1.0):
             runs = ops.kept_runs(segments, ratio)
             for key in (*KEYS, WRAPPING):
-                yield Call("random_positions", f"{cut} {ratio} {key}", (key, runs))
+                yield Call("random_positions", f"{cut} {ratio} {key}", (key, runs), DEVICE)
             x = torch.randn(n, generator=torch.Generator().manual_seed(n))
             kept = ops.largest(ops.magnitude_order(x), runs)
             yield from wire(n, kept, runs, f"{cut} {ratio}")
@@ -58,7 +64,7 @@ def cases(n: int) -> Iterator[Call]:
             yield Call("scatter_mean", f"{cut} {ratio}", (many, n, 5))
             yield Call("scatter_mean", f"{cut} {ratio} one", (many[:1], n, 1))
     first = Segments((0, n)).shard(n // 3, n)[0]
-    yield Call("random_positions", "shard", (KEYS[0], ops.kept_runs(first, 0.3)))
+    yield Call("random_positions", "shard", (KEYS[0], ops.kept_runs(first, 0.3)), DEVICE)
     yield Call("scatter", "into", (some, kept, n), {"out": torch.full((n,), torch.nan)})
 
 

@@ -31,11 +31,31 @@ from typing import Any
 import torch
 
 from gcbench.ops.backend import Kernels
-from gcbench.ops.cuda import blocks, levels, packing, random, signs, statistics, ternary
+from gcbench.ops.cuda import (
+    blocks,
+    levels,
+    packing,
+    random,
+    rangefloat,
+    selection,
+    signs,
+    statistics,
+    ternary,
+)
 from gcbench.ops.cuda.compile import INSTALL
 from gcbench.ops.cuda.launch import launcher
 
-FAMILIES: tuple[Any, ...] = (blocks, levels, packing, random, signs, statistics, ternary)
+FAMILIES: tuple[Any, ...] = (
+    blocks,
+    levels,
+    packing,
+    random,
+    rangefloat,
+    selection,
+    signs,
+    statistics,
+    ternary,
+)
 KERNELS: Kernels = {name: call for family in FAMILIES for name, call in family.KERNELS.items()}
 
 _NVRTC = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
