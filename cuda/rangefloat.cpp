@@ -49,8 +49,8 @@ void raise_to(uint32_t* peak, uint32_t value) {
   }
 }
 
-// For each tile of n values, call f(tile, count, base, positive, at): at(i) is the place of value i's grid in the
-// rows `base` and `positive`, one for all where a tile lies within a group.
+// For each tile of n values, call f(tile, count, base, positive): base(i) and positive(i) are of value i's grid, one for
+// all where a tile lies within a group.
 template <class F>
 void each_tile(const GroupRun* runs, const RangeFormat form, const int32_t* grids, int64_t n, int threads, F f) {
   parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
@@ -62,9 +62,8 @@ void each_tile(const GroupRun* runs, const RangeFormat form, const int32_t* grid
       while (groups.end() <= start) groups.next();
       if (groups.end() >= start + count) {
         const int32_t grid = grids[groups.index()];
-        base[0] = form.base(grid);
-        positive[0] = form.positive(grid);
-        f(t, count, base, positive, [](int) { return 0; });
+        const int32_t own = form.base(grid), above = form.positive(grid);
+        f(t, count, [own](int) { return own; }, [above](int) { return above; });
         continue;
       }
       for (int done = 0;; groups.next()) {
@@ -78,7 +77,8 @@ void each_tile(const GroupRun* runs, const RangeFormat form, const int32_t* grid
         if (stop == count) break;
       }
       for (int i = count; i < TILE; ++i) base[i] = positive[i] = 0;
-      f(t, count, base, positive, [](int i) { return i; });
+      const int32_t *bases = base, *positives = positive;
+      f(t, count, [bases](int i) { return bases[i]; }, [positives](int i) { return positives[i]; });
     }
     end_stream();
   });
@@ -114,15 +114,17 @@ GC_API int64_t gc_range_pack(const float* values, int64_t n, const int64_t* runs
   });
   for (int64_t g = 0; g < groups; ++g) grids[g] = form.grid(peaks[2 * g], peaks[2 * g + 1]);
   delete[] peaks;
-  each_tile(all, form, grids, n, threads, [=](int64_t t, int count, const int32_t* base, const int32_t* positive,
-                                              auto at) {
+  each_tile(all, form, grids, n, threads, [=](int64_t t, int count, auto base, auto positive) {
     GC_ALIGNED uint32_t codes[TILE];
     const uint32_t* part = raw + t * TILE;
     const RangeFormat own = form;
-    ask_ahead(values + t * TILE);
-    GC_SIMD for (int i = 0; i < count; ++i) {
-      const int32_t from = base[at(i)];
-      codes[i] = own.encode(part[i], from, positive[at(i)], float_of(own.value(from)) * 0.5f);
+    constexpr int STEP = 64;
+    GC_ROLLED for (int start = 0; start < count; start += STEP) {
+      const int stop = start + STEP < count ? start + STEP : count;
+      ask_lines<STEP / 16>(values + t * TILE, start / 16);
+      GC_SIMD for (int i = start; i < stop; ++i) {
+        codes[i] = own.encode(part[i], base(i), positive(i), float_of(own.value(base(i))) * 0.5f);
+      }
     }
     with_bits(bits, [=, c = codes](auto b) {
       constexpr int B = decltype(b)::value;
@@ -142,7 +144,7 @@ GC_API int64_t gc_range_unpack(const uint32_t* words, const int32_t* grids, int6
   }
   int64_t after = 0, infinite = 0;
   each_tile((const GroupRun*)runs, form, grids, n, threads,
-            [&](int64_t t, int count, const int32_t* base, const int32_t* positive, auto at) {
+            [&](int64_t t, int count, auto base, auto positive) {
               GC_ALIGNED uint32_t codes[TILE], values[TILE];
               with_bits(bits, [=, c = codes](auto b) {
                 constexpr int B = decltype(b)::value;
@@ -152,7 +154,7 @@ GC_API int64_t gc_range_unpack(const uint32_t* words, const int32_t* grids, int6
               uint32_t beyond = 0;
 #pragma omp simd reduction(| : beyond)
               for (int i = 0; i < count; ++i) {
-                const uint32_t value = own.decode(codes[i], base[at(i)], positive[at(i)]);
+                const uint32_t value = own.decode(codes[i], base(i), positive(i));
                 values[i] = value;
                 beyond |= (uint32_t)((value & 0x7fffffffu) >= 0x7f800000u);
               }
