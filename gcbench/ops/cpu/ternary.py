@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import c_int32
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,20 +50,24 @@ def ternary_encode(
 
 def _payloads(
     payloads: Sequence[tuple[Tensor, int]], n: int, bits: int | None
-) -> tuple[int, tuple[object, int, int, int], tuple[Tensor, ...]]:
-    """Return the workers of all payloads, the C arguments, and what these point into."""
-    widths = [bits or ternary_bits(count) for _, count in payloads]
-    for (words, _), width in zip(payloads, widths, strict=True):
-        if words.dtype != torch.int32 or words.shape != (packed_words(n, width),):
+) -> tuple[int, tuple[Any, Any, Any, int], list[Tensor]]:
+    """Return the workers of all payloads, the C arguments, and the tensors that these point to."""
+    number, workers = len(payloads), 0
+    places, widths, tops = [], [], []
+    kept = []
+    for words, count in payloads:
+        width = bits or ternary_bits(count)
+        size = packed_words(n, width)
+        if words.dtype is not torch.int32 or words.shape != (size,):
             raise PayloadError(f"ternary payloads of {n} codes in {width} bits: a length is wrong")
-    kept = [words.contiguous() for words, _ in payloads]
-    sizes = torch.tensor([widths, [2 * count for _, count in payloads]], dtype=torch.int32)
-    places = [
-        address(words, torch.int32, packed_words(n, width))
-        for words, width in zip(kept, widths, strict=True)
-    ]
-    arguments = pointers(places), sizes.data_ptr(), sizes[1].data_ptr(), len(kept)
-    return sum(count for _, count in payloads), arguments, (sizes, *kept)
+        words = words.contiguous()
+        kept.append(words)
+        places.append(address(words, torch.int32, size))
+        widths.append(width)
+        tops.append(2 * count)
+        workers += count
+    numbers = c_int32 * number
+    return workers, (pointers(places), numbers(*widths), numbers(*tops), number), kept
 
 
 def _check(bad: int, payloads: Sequence[tuple[Tensor, int]]) -> None:
