@@ -98,7 +98,6 @@ struct Spread {
       whole_ = at_;
       return;
     }
-    whole_ = -1;
     for (int done = 0;; ++at_) {
       const int64_t end = offsets[at_ + 1] - start;
       fill(done, (int)(end < count ? end : count));

@@ -78,7 +78,8 @@ void for_segments(const float* x, const Segments& segments, int threads, Take ta
       while (segments.tiles[s + 1] <= t) ++s;
       const int64_t start = segments.offsets[s] + (t - segments.tiles[s]) * TILE, left = segments.offsets[s + 1] - start;
       const Moments got = tile_moments(x + start, (int)(left < TILE ? left : TILE));
-      sums[t] = got.sum;
+      // Where there are more tiles, the last one is filled up with zeros to 1024: -0.0 becomes 0.0.
+      sums[t] = left < TILE && start > segments.offsets[s] ? got.sum + 0.0 : got.sum;
       squares[t] = got.square;
       tops[t] = got.top;
     }

@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(256)
   if (tile >= tiles[m]) return;  // a whole warp
   const int64_t s = last_not_above(tiles, m, tile);
   const int64_t start = offsets[s] + (tile - tiles[s]) * TILE, left = offsets[s + 1] - start;
-  const int count = left < TILE ? (int)left : TILE, width = width_of(count);
+  const int count = left < TILE ? (int)left : TILE, width = tiles[s + 1] - tiles[s] > 1 ? TILE : width_of(count);
   float values[32];
   uint32_t top = 0;
   GC_UNROLL

@@ -16,9 +16,11 @@ from typing import Any
 import kernel_cases
 import pytest
 import torch
+from kernel_cases import Call
 from torch import Tensor
 
 from gcbench import ops
+from gcbench.compressor import Key, Segments
 from gcbench.errors import GcbenchError
 from gcbench.ops import cpu, sources
 from gcbench.ops.backend import DEFINITIONS
@@ -77,6 +79,42 @@ def test_the_definition_is_met(family, size):
         with ops.using("cpu"), cpu.using_isa(isa), threads(number):
             for call, want in zip(calls, wanted, strict=True):
                 assert outcome(call) == want, f"{call}: {isa}, {number} thread(s), n = {size}"
+
+
+def large(n: int) -> Iterator[kernel_cases.Call]:
+    """Yield calls with outputs that are written past the caches: only large ones are."""
+    x, key = torch.randn(n, generator=torch.Generator().manual_seed(1)), Key(1, 2, 3, 500)
+    whole, groups = Segments((0, n)), Segments.of([(n,)], 512)
+    for name, segments in (("model", whole), ("groups", groups)):
+        limit, scale = ops.ternary_scales(x, segments, 2.5)
+        words = ops.ternary_encode(x, limit, scale, segments, key)
+        for count in (1, 5):
+            yield Call("ternary_mean", f"{name} {count}", ([(words, 1)] * count, scale, segments))
+        yield Call("class_decode", name, (*ops.class_encode(x, segments), segments, "method"))
+        yield Call("scaled_decode", name, (*ops.scaled_encode(x, segments), segments, "method"))
+        norms = ops.level_norms(x, segments, "max", 7)
+        coded = ops.level_encode(x, norms, 7, "fixed", segments, key)
+        yield Call("level_decode", name, (coded, norms, "max", 7, "fixed", segments))
+        coded = ops.int8_encode(x, segments, "nearest", key)
+        yield Call("int8_decode", name, (*coded, segments))
+        runs = ops.kept_runs(segments, 0.01)
+        places, kept = ops.largest_elements(x, runs)
+        yield Call("scatter", name, (kept, places, n))
+        yield Call("scatter_mean", name, ([(kept, places)] * 2, n, 2))
+    for bits in (1, 2):
+        yield Call("sign_decode", f"{bits}", (ops.sign_pack(x, bits), bits, n, "method"))
+    groups = ((1, n - 5), (5, 1))
+    yield Call("range_unpack", "", (*ops.range_pack(x, groups, 10, 6), groups, 10, 6, "x"))
+
+
+@needs_native
+@pytest.mark.parametrize("number", [1, 2])
+def test_large_outputs_are_the_same(number):
+    for call in large(2**22 + 1031):
+        with ops.using("reference"):
+            want = outcome(call)
+        with ops.using("cpu"), threads(number):
+            assert outcome(call) == want, call
 
 
 def test_every_kernel_has_an_operation_and_inputs():

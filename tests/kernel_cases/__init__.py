@@ -48,6 +48,9 @@ def values(n: int) -> Iterator[tuple[str, Tensor]]:
     yield "ties", normal().mul(2).round().div(2)
     yield "constant", torch.full((n,), -0.3)
     yield "zeros", torch.zeros(n).copysign(normal())
+    yield "minus zero", torch.full((n,), -0.0)
+    scales = torch.randint(-60, 60, (n,), generator=generator)
+    yield "unlike", normal() * 2.0**scales  # sums depend on their order
     yield "denormal", normal() * 1e-41
     yield "tiny", normal() * 2.0**-101
     yield "huge", normal().clamp(-1, 1) * 3e38
@@ -72,7 +75,7 @@ def segmentations(n: int) -> Iterator[tuple[str, Segments]]:
     yield "model", Segments((0, n))
     yield "groups", Segments.of([(n,)], 512)
     yield "columns", Segments.of([(n // 27, 27), (n % 27,)], "column")
-    edges = [0, 0, 1, 3, 3, 40, 552, 1064, 1576, 3624, 3624, 8000, 20_000]
+    edges = [0, 0, 1, 3, 3, 40, 552, 1064, 1576, 3624, 3624, 8191, 20_000]
     yield "tensors", Segments((*(edge for edge in edges if edge < n), n, n))
 
 
