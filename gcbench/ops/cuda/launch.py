@@ -77,11 +77,8 @@ class KeyArgument(ctypes.Structure):
         Raises:
             ValueError: step, rank or stream out of range.
         """
-        if not (0 <= key.step < 2**32 and 0 <= key.rank < 2**24 and 0 <= key.stream < 2**8):
-            raise ValueError(
-                f"{key}: step below 2^32, rank below 2^24 and stream below 2^8 allowed"
-            )
-        return cls(key.seed & (2**64 - 1), key.offset, key.step, key.stream << 24 | key.rank)
+        (low, high), step, who = key.words()
+        return cls(high << 32 | low, key.offset, step, who)
 
 
 class Launcher(Protocol):
