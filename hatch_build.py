@@ -48,6 +48,11 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
+def folder_of(root: Path) -> Path:
+    """Return where the libraries are built."""
+    return root / "gcbench" / "_native"
+
+
 def _digest(paths: Iterable[Path]) -> str:
     total = hashlib.sha256()  # as gcbench.ops.sources.digest
     for path in sorted(paths):
@@ -64,10 +69,9 @@ def build(root: Path, extra: tuple[str, ...] = ()) -> None:
     Raises:
         BuildError: there is no compiler, or it failed, with what it said.
     """
-    target = root / "gcbench" / "_native"
+    target = folder_of(root)
     compiler = os.environ.get("CXX") or shutil.which("c++")
     if not compiler:
-        shutil.rmtree(target, ignore_errors=True)
         raise BuildError("there is no C++ compiler: neither $CXX nor c++ is one")
     folder = root / "cuda"
     headers = (path for path in folder.iterdir() if path.suffix in (".cpp", ".hpp", ".cuh"))
@@ -109,6 +113,9 @@ class NativeKernels(BuildHookInterface[Any]):
         except BuildError as error:
             if os.environ.get("GCBENCH_REQUIRE_NATIVE", "0") != "0":
                 raise
+            shutil.rmtree(
+                folder_of(Path(self.root)), ignore_errors=True
+            )  # what an earlier build left
             self.app.display_warning(f"gcbench: no native kernels, reference serves: {error}")
             return
         build_data["pure_python"] = False

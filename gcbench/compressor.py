@@ -391,9 +391,8 @@ class Compressor(ABC):
 
         By default each is decoded and they are added in the order of ranks.
         """
-        total = self.decode(payloads[0], segments, shared)
-        if payloads[0].count > 1:
-            total *= payloads[0].count
+        # The product is a tensor of its own; what was decoded may be the payload's.
+        total = self.decode(payloads[0], segments, shared) * payloads[0].count
         for payload in payloads[1:]:
             self.decode_onto(payload, segments, shared, total)
         return total.div_(sum(payload.count for payload in payloads))

@@ -229,6 +229,9 @@ def _pure(method: Compressor) -> _Found:
         faults.append("two decodings differ")
     if not _same(kept, payload.to_bytes()):
         faults.append("decode changes the payload")
+    method.mean([payload] * 3, segments, shared)  # three: no tie needs a coin
+    if not _same(kept, payload.to_bytes()):
+        faults.append("mean changes a payload")
     if not _same(x, before):
         faults.append("x was changed")
     if not torch.equal(state, torch.random.get_rng_state()):

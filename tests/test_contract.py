@@ -231,7 +231,14 @@ def test_a_wrong_method_is_found():
     def adds_once(self, payload, segments, shared, total):
         total += self.decode(payload, segments, shared)
 
+    def adds_in_place(self, payloads, segments, shared):
+        total = payloads[0].parts[0]
+        for payload in payloads[1:]:
+            total += payload.parts[0]
+        return total.div_(len(payloads))
+
     cases = [
+        (mutated("none", {}, mean=adds_in_place), "purity"),
         (mutated("onebit", {}, encode_feedback=feeds_alone), "fused operations"),
         (mutated("onebit", {}, decode_onto=adds_once), "fused operations"),
         (mutated("terngrad", {"clip": 0.0}, encode=encode_alike), "independent noise"),

@@ -108,6 +108,21 @@ def large(n: int) -> Iterator[kernel_cases.Call]:
 
 
 @needs_native
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_default_dtype_does_not_matter(family):
+    """A buffer for float32 is one, whatever the user has told torch."""
+    calls = list(FAMILIES[family].cases(33))
+    wanted = [outcome(call) for call in calls]
+    torch.set_default_dtype(torch.float64)
+    try:
+        for call, want in zip(calls, wanted, strict=True):
+            if call.op in cpu.KERNELS:
+                assert outcome(call) == want, call
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@needs_native
 @pytest.mark.parametrize("number", [1, 2])
 def test_large_outputs_are_the_same(number):
     for call in large(2**22 + 1031):

@@ -77,6 +77,8 @@ def test_the_wheel_has_native_kernels_for_this_platform(wheel):
 
 def test_without_a_compiler_the_reference_serves_and_says_so(tmp_path, monkeypatch):
     root = copy_of_the_project(tmp_path / "project")
+    (root / "gcbench" / "_native").mkdir()
+    (root / "gcbench" / "_native" / "baseline.so").write_text("of an earlier build")
     monkeypatch.setenv("CXX", "/nowhere/c++")
     monkeypatch.delenv("GCBENCH_REQUIRE_NATIVE", raising=False)
     build = ["-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(root)]

@@ -21,7 +21,7 @@ def int8_encode(
 ) -> tuple[Tensor, Tensor]:
     """Serve `ops.int8_encode`."""
     n, m, x = segments.numel, len(segments), x.contiguous()
-    codes, scales = output(out, torch.int8, n), torch.empty(m)
+    codes, scales = output(out, torch.int8, n), torch.empty(m, dtype=torch.float32)
     c.gc_int8_encode(
         address(x, torch.float32, n),
         n,

@@ -28,7 +28,7 @@ SIGNATURES = {
 def level_norms(x: Tensor, segments: Segments, norm: str, levels: int) -> Tensor:
     """Serve `ops.level_norms`."""
     m, x = len(segments), x.contiguous()
-    norms = torch.empty(m)
+    norms = torch.empty(m, dtype=torch.float32)
     c.gc_level_norms(
         address(x, torch.float32, segments.numel),
         segments.table.data_ptr(),

@@ -45,7 +45,10 @@ def largest_elements(x: Tensor, runs: Sequence[KeptRun]) -> tuple[Tensor, Tensor
     n, total, x = x.numel(), kept_total(runs), x.contiguous()
     if _end(runs) > n:
         raise ValueError(f"segments that end at {_end(runs)} in a tensor of {n} elements")
-    positions, values = torch.empty(total, dtype=torch.int64), torch.empty(total)
+    positions, values = (
+        torch.empty(total, dtype=torch.int64),
+        torch.empty(total, dtype=torch.float32),
+    )
     c.gc_largest_elements(
         address(x, torch.float32, n),
         _table(runs),
@@ -71,7 +74,7 @@ def random_positions(
 def gather(x: Tensor, positions: Tensor) -> Tensor:
     """Serve `ops.gather`."""
     n, total, x, positions = x.numel(), positions.numel(), x.contiguous(), positions.contiguous()
-    out = torch.empty(total)
+    out = torch.empty(total, dtype=torch.float32)
     bad = c.gc_gather(
         address(x, torch.float32, n),
         n,

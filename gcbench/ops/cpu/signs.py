@@ -129,7 +129,7 @@ def _encode(
     """Return the bits, the values of each segment (the last ones those of +1), what is wrong."""
     n, m, x = segments.numel, len(segments), x.contiguous()
     words = torch.empty(packed_words(n, 1), dtype=torch.int32)
-    values = [torch.empty(m) for _ in range(classes)]
+    values = [torch.empty(m, dtype=torch.float32) for _ in range(classes)]
     if residual is not None:
         residual = residual.contiguous()
     bad = c.gc_sign_encode(

@@ -18,7 +18,7 @@ SIGNATURES = {
 def segment_absmax(x: Tensor, segments: Segments) -> Tensor:
     """Serve `ops.segment_absmax`."""
     m, table, x = len(segments), segments.table, x.contiguous()
-    out = torch.empty(m)
+    out = torch.empty(m, dtype=torch.float32)
     c.gc_segment_absmax(
         address(x, torch.float32, segments.numel),
         table.data_ptr(),
@@ -51,8 +51,8 @@ def ternary_scales(
 ) -> tuple[Tensor | None, Tensor]:
     """Serve `ops.ternary_scales`."""
     m, table, x = len(segments), segments.table, x.contiguous()
-    scale = torch.empty(m)
-    limit = torch.empty(m) if clip and not at_limit else None
+    scale = torch.empty(m, dtype=torch.float32)
+    limit = torch.empty(m, dtype=torch.float32) if clip and not at_limit else None
     c.gc_ternary_scales(
         address(x, torch.float32, segments.numel),
         table.data_ptr(),

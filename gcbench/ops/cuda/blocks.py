@@ -22,11 +22,11 @@ def int8_encode(
     x = tables.checked(x, torch.float32, n)
     codes = tables.output(out, torch.int8, n, x.device)
     if not m:
-        return codes, torch.empty(0, device=x.device)
+        return codes, torch.empty(0, device=x.device, dtype=torch.float32)
     run, table = launcher(x.device).launch, tables.table(segments, x.device)
     stochastic = i32(rounding == "stochastic")
     if tables.longest(segments) <= tables.SHORT:
-        scales = torch.empty(m, device=x.device)
+        scales = torch.empty(m, device=x.device, dtype=torch.float32)
         fused = (x, table, i64(m), stochastic, argument, codes, scales)
         run("blocks", "int8_blocks", tables.grid(m), tables.THREADS, fused)
         return codes, scales

@@ -36,7 +36,7 @@ def level_norms(x: Tensor, segments: Segments, norm: str, levels: int) -> Tensor
     m, x = len(segments), tables.checked(x, torch.float32, segments.numel)
     run = launcher(x.device).launch
     if m and norm == "max" and tables.longest(segments) <= tables.SHORT:
-        norms = torch.empty(m, device=x.device)
+        norms = torch.empty(m, device=x.device, dtype=torch.float32)
         args = (x, tables.table(segments, x.device), i64(m), i32(levels), norms)
         run("levels", "level_norms", tables.grid(m), tables.THREADS, args)
         return norms
@@ -45,7 +45,7 @@ def level_norms(x: Tensor, segments: Segments, norm: str, levels: int) -> Tensor
         norms = segment_absmax(x, segments)
     else:
         squares = segment_moments(x, segments)[1]
-        norms = torch.empty(m, device=x.device)
+        norms = torch.empty(m, device=x.device, dtype=torch.float32)
     if m:
         finish = (squares, i64(m), i32(levels), norms)
         grid = blocks_for(m, tables.THREADS)

@@ -193,7 +193,7 @@ def largest_elements(x: Tensor, runs: Sequence[KeptRun]) -> tuple[Tensor, Tensor
     if end > n:
         raise ValueError(f"segments that end at {end} in a tensor of {n} elements")
     x = tables.checked(x, torch.float32, n)
-    values = torch.empty(kept_total(runs), device=x.device)
+    values = torch.empty(kept_total(runs), device=x.device, dtype=torch.float32)
     return _select(_Source(x.data_ptr()), runs, x.device, values), values
 
 
@@ -218,7 +218,7 @@ def gather(x: Tensor, positions: Tensor) -> Tensor:
     n, total = x.numel(), positions.numel()
     x = tables.checked(x, torch.float32, n)
     positions = tables.checked(positions, torch.int64, total)
-    out = torch.empty(total, device=x.device)
+    out = torch.empty(total, device=x.device, dtype=torch.float32)
     if total:
         grid = blocks_for(total, tables.THREADS)
         args = (x, i64(n), positions, i64(total), out)

@@ -102,7 +102,10 @@ def sign_pack_above(
     if n:
         square = statistics.segment_moments(x, segments)[1]
         run, threads, m = launcher(device).launch, tables.THREADS, len(segments)
-        parts, limit = (tables.table(segments, device), i64(m)), torch.empty(m, device=device)
+        parts, limit = (
+            (tables.table(segments, device), i64(m)),
+            torch.empty(m, device=device, dtype=torch.float32),
+        )
         args = (*parts, square, f64(factor), limit)
         run("signs", "sign_limits", blocks_for(m, threads), threads, args)
         pack = (x, i64(n), *parts, limit, out)
@@ -265,7 +268,7 @@ def _encode(
     if residual is not None:
         residual = _floats(residual, n, device)
     words = torch.zeros(packed_words(n, 1), dtype=torch.int32, device=device)
-    values = list(torch.zeros((2 if classes else 1, m), device=device))
+    values = list(torch.zeros((2 if classes else 1, m), device=device, dtype=torch.float32))
     low, high = values[0] if classes else None, values[-1]
     bad = tables.flag(device)
     if not n:

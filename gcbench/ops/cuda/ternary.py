@@ -85,7 +85,7 @@ def ternary_mean(
     payloads = _few(payloads, n)
     argument, _kept = _payloads(payloads, n, bits)
     if out is None:
-        out = torch.empty(n, device=device)
+        out = torch.empty(n, device=device, dtype=torch.float32)
     if n:
         bad = tables.flag(device)
         workers = i32(sum(count for _, count in payloads))
