@@ -21,7 +21,7 @@ from test_kernels import bits, outcome
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.compressor import Key
+from gcbench.compressor import Key, Segments
 from gcbench.errors import GcbenchError
 from gcbench.ops import cuda
 from gcbench.ops.cuda import compile, launch
@@ -281,7 +281,7 @@ torch.cuda.get_device_capability = lambda device: (9, 0)
 torch.cuda.current_device = lambda: 0
 torch.cuda.device = lambda device: contextlib.nullcontext()
 torch.cuda.current_stream = lambda device: types.SimpleNamespace(cuda_stream=0x77)
-from gcbench.compressor import Key
+from gcbench.compressor import Key, Segments
 from gcbench.ops.cuda import launch
 device = launch.launcher(torch.device("cuda", 0))
 device.warm(["random"])
@@ -435,6 +435,31 @@ def test_every_kernel_has_inputs_and_every_file_host_code():
     assert set(cuda.KERNELS) <= tried
     names = {family.__name__.rpartition(".")[2] for family in cuda.FAMILIES}
     assert names == set(cuda_families())
+
+
+def test_what_a_kernel_takes_on_trust_is_checked_before(shim):  # noqa: F811
+    """Another dtype or length would be read, or written, outside a buffer."""
+    segments, x, key = Segments((0, 64)), torch.zeros(64), Key(1, 2, 3)
+    one, words = torch.ones(1), torch.full((4,), 0x55555555, dtype=torch.int32)
+    run = cuda.KERNELS
+    wrong = [
+        lambda: run["segment_absmax"](x[:63], segments),
+        lambda: run["segment_moments"](x.double(), segments),
+        lambda: run["ternary_encode"](x, None, one[:0], segments, key),
+        lambda: run["ternary_encode"](x, one[:0], one, segments, key),
+        lambda: run["ternary_encode"](x, None, one, segments, key, out=words[:3]),
+        lambda: run["ternary_mean"]([(words, 1)], one, segments, out=x[:63]),
+        lambda: run["ternary_mean"]([(words, 1)], one.double(), segments),
+        lambda: run["ternary_merge"]([(words, 1)], 64, out=words[:3]),
+    ]
+    before = len(shim.launches)
+    with launch.use_launcher("cpu", shim):
+        assert torch.equal(run["ternary_mean"]([(words, 1)], one, segments), x)
+        assert len(shim.launches) == before + 1
+        for call in wrong:
+            with pytest.raises(ValueError, match="expected"):
+                call()
+    assert len(shim.launches) == before + 1
 
 
 def test_outputs_of_nothing_launch_nothing(shim):  # noqa: F811

@@ -25,7 +25,7 @@ def _run(
     scale: Tensor | None = None,
 ) -> None:
     """Launch both kernels; outputs that are None are not written."""
-    m, x = len(segments), x.contiguous()
+    m, x = len(segments), tables.checked(x, torch.float32, segments.numel)
     if not m:
         return
     table = tables.table(segments, x.device)
@@ -45,14 +45,14 @@ def _run(
 
 def segment_absmax(x: Tensor, segments: Segments) -> Tensor:
     """Serve `ops.segment_absmax`."""
-    out = x.new_empty(len(segments))
+    out = torch.empty(len(segments), dtype=torch.float32, device=x.device)
     _run(x, segments, moments=False, absmax=out)
     return out
 
 
 def segment_moments(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
     """Serve `ops.segment_moments`."""
-    total = x.new_empty(len(segments), dtype=torch.float64)
+    total = torch.empty(len(segments), dtype=torch.float64, device=x.device)
     square = torch.empty_like(total)
     _run(x, segments, moments=True, total=total, square=square)
     return total, square
@@ -62,7 +62,7 @@ def ternary_scales(
     x: Tensor, segments: Segments, clip: float, *, at_limit: bool = False
 ) -> tuple[Tensor | None, Tensor]:
     """Serve `ops.ternary_scales`."""
-    scale = x.new_empty(len(segments))
+    scale = torch.empty(len(segments), dtype=torch.float32, device=x.device)
     limit = torch.empty_like(scale) if clip and not at_limit else None
     _run(
         x,

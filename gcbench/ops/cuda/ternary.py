@@ -25,19 +25,19 @@ def ternary_encode(
     out: Tensor | None = None,
 ) -> Tensor:
     """Serve `ops.ternary_encode`."""
-    n, argument = segments.numel, KeyArgument.of(key)
-    if out is None:
-        out = torch.empty(packed_words(n, 2), dtype=torch.int32, device=x.device)
+    n, m, argument = segments.numel, len(segments), KeyArgument.of(key)
+    x, scale = tables.checked(x, torch.float32, n), tables.checked(scale, torch.float32, m)
+    limit = None if limit is None else tables.checked(limit, torch.float32, m)
+    out = tables.output(out, torch.int32, packed_words(n, 2), x.device)
     if n:
-        table = tables.table(segments, x.device)
-        args = (x.contiguous(), i64(n), table, i64(len(segments)), limit, scale, argument, out)
+        args = (x, i64(n), tables.table(segments, x.device), i64(m), limit, scale, argument, out)
         grid = tables.grid(tables.tiles_of(n))
         launcher(x.device).launch("ternary", "ternary_encode", grid, tables.THREADS, args)
     return out
 
 
 def _payloads(
-    payloads: Sequence[tuple[Tensor, int]], n: int, bits: int | None
+    payloads: Sequence[tuple[Tensor, int]], n: int, bits: int | None, device: torch.device
 ) -> tuple[tables.Payloads, list[Tensor]]:
     """Return the kernels' argument, and what it points into."""
     argument, kept = tables.Payloads(number=len(payloads)), []
@@ -45,6 +45,8 @@ def _payloads(
         width = bits or ternary_bits(count)
         if words.dtype != torch.int32 or words.shape != (packed_words(n, width),):
             raise PayloadError(f"ternary payloads of {n} codes in {width} bits: a length is wrong")
+        if words.device != device:
+            raise PayloadError(f"ternary payload on {words.device}: {device} expected")
         kept.append(words.contiguous())
         argument.words[i] = kept[i].data_ptr()
         argument.bits[i] = width
@@ -79,18 +81,18 @@ def ternary_mean(
     out: Tensor | None = None,
 ) -> Tensor:
     """Serve `ops.ternary_mean`."""
-    n, device = segments.numel, scale.device
+    n, m, device = segments.numel, len(segments), scale.device
+    scale = tables.checked(scale, torch.float32, m)
     if not (scale.isfinite() & (scale >= 0)).all():
         raise PayloadError("ternary payload: scales must be finite and not negative")
     payloads = _few(payloads, n)
-    argument, _kept = _payloads(payloads, n, bits)
-    if out is None:
-        out = torch.empty(n, device=device, dtype=torch.float32)
+    argument, _kept = _payloads(payloads, n, bits, device)
+    out = tables.output(out, torch.float32, n, device)
     if n:
         bad = tables.flag(device)
         workers = i32(sum(count for _, count in payloads))
         table = tables.table(segments, device)
-        args = (argument, workers, scale, i64(n), table, i64(len(segments)), out, bad)
+        args = (argument, workers, scale, i64(n), table, i64(m), out, bad)
         grid = tables.grid(tables.tiles_of(n))
         launcher(device).launch("ternary", "ternary_mean", grid, tables.THREADS, args)
         _check(bad, payloads)
@@ -102,11 +104,10 @@ def ternary_merge(
 ) -> tuple[Tensor, int]:
     """Serve `ops.ternary_merge`."""
     payloads = _few(payloads, n)
-    argument, _kept = _payloads(payloads, n, None)
     device, workers = payloads[0][0].device, sum(count for _, count in payloads)
+    argument, _kept = _payloads(payloads, n, None, device)
     width = ternary_bits(workers)
-    if out is None:
-        out = torch.empty(packed_words(n, width), dtype=torch.int32, device=device)
+    out = tables.output(out, torch.int32, packed_words(n, width), device)
     if n:
         bad = tables.flag(device)
         args = (argument, i64(n), i32(width), out, bad)
