@@ -11,7 +11,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -212,8 +212,19 @@ class Segments:
         """Return the segments of the shard `[start, stop)`, and which of these segments they are.
 
         A segment that the shard cuts appears with the part that lies inside; scales of the whole
-        are handed on by indexing with the returned range.
+        are handed on by indexing with the returned range. The same shard is the same object, so
+        that what is derived from it is computed once.
         """
+        key = start, stop
+        if key not in self._shards:
+            self._shards[key] = self._cut(start, stop)
+        return self._shards[key]
+
+    @cached_property
+    def _shards(self) -> dict[tuple[int, int], tuple[Segments, range]]:
+        return {}
+
+    def _cut(self, start: int, stop: int) -> tuple[Segments, range]:
         if not 0 <= start <= stop <= self.numel:
             raise ValueError(f"shard [{start}, {stop}) of {self.numel} elements")
         if (start, stop) == (0, self.numel):
@@ -367,16 +378,27 @@ class Compressor(ABC):
         a scale on each side. Bounds are multiples of `TILE`, or the bucket's end: a method whose
         packed words can be cut there encodes once instead.
         """
-        payloads: list[Payload] = []
-        for start, stop in itertools.pairwise(bounds):
-            if payloads and stop == start == bounds[-1] and bounds[len(payloads) - 1] == start:
-                payloads.append(payloads[-1])  # empty shards are alike; with many workers, many
-                continue
-            shard, which = segments.shard(start, stop)
-            scales = shared[which.start : which.stop] if shared.numel() else shared
-            place = key._replace(offset=key.offset + start)
-            payloads.append(self.encode(x[start:stop], shard, scales, place))
-        return payloads
+
+        def encode(start: int, stop: int, *rest: Any) -> Payload:
+            return self.encode(x[start:stop], *rest)
+
+        return _each_shard(encode, segments, shared, key, bounds)
+
+    def feedback_shards(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        segments: Segments,
+        shared: Tensor,
+        key: Key,
+        bounds: Sequence[int],
+    ) -> list[Payload]:
+        """Return what `encode_feedback` returns for each shard, encoded as a bucket of its own."""
+
+        def encode(start: int, stop: int, *rest: Any) -> Payload:
+            return self.encode_feedback(x[start:stop], residual[start:stop], *rest)
+
+        return _each_shard(encode, segments, shared, key, bounds)
 
     @abstractmethod
     def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
@@ -467,6 +489,26 @@ class Compressor(ABC):
         if not math.isfinite(float(values.sum())) and not values.isfinite().all():
             raise PayloadError(f"{self.name}: a payload's values are not finite")
         return values
+
+
+def _each_shard(
+    encode: Callable[..., Payload],
+    segments: Segments,
+    shared: Tensor,
+    key: Key,
+    bounds: Sequence[int],
+) -> list[Payload]:
+    """Call `encode(start, stop, segments, shared, key)` for each shard, with its scales and key."""
+    payloads: list[Payload] = []
+    for start, stop in itertools.pairwise(bounds):
+        if payloads and stop == start == bounds[-1] and bounds[len(payloads) - 1] == start:
+            payloads.append(payloads[-1])  # empty shards are alike; with many workers, many
+            continue
+        shard, which = segments.shard(start, stop)
+        scales = shared[which.start : which.stop] if shared.numel() else shared
+        place = key._replace(offset=key.offset + start)
+        payloads.append(encode(start, stop, shard, scales, place))
+    return payloads
 
 
 class MultiRoundCompressor(Compressor):

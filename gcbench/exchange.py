@@ -131,7 +131,6 @@ class Exchange:
             (b.start, b.segments.numel) for b in lanes
         ]:
             raise ValueError("lanes may change their compressor, not their place")
-        self._cuts: dict[int, list[tuple[Segments, range]]] = {}
         if not self.lanes:
             self.joint = [None] * len(lanes)
             for states in self.workers:
@@ -254,9 +253,7 @@ class Exchange:
     ) -> Tensor:
         world, method, ranks = self.world, lane.compressor, self.world.ranks
         bounds = shard_bounds(lane.segments.numel, world.size)
-        if lane.start not in self._cuts:  # the same at every step
-            self._cuts[lane.start] = [lane.segments.shard(*edge) for edge in pairwise(bounds)]
-        cuts = self._cuts[lane.start]
+        cuts = [lane.segments.shard(*edge) for edge in pairwise(bounds)]
         shards = [segments for segments, _ in cuts]
         scales = [shared[w.start : w.stop] if shared.numel() else shared for _, w in cuts]
 
@@ -264,18 +261,8 @@ class Exchange:
             place = key._replace(rank=ranks[i])
             if lane.fused:
                 residual = states[i]["residual"]
-                return [
-                    method.encode_feedback(
-                        xs[i][start:stop],
-                        residual[start:stop],
-                        shard,
-                        scale,
-                        place._replace(offset=place.offset + start),
-                    )
-                    for start, stop, shard, scale in zip(
-                        bounds[:-1], bounds[1:], shards, scales, strict=True
-                    )
-                ]
+                feed = method.feedback_shards
+                return feed(xs[i], residual, lane.segments, shared, place, bounds)
             payloads = method.encode_shards(xs[i], lane.segments, shared, place, bounds)
             pieces = list(zip(payloads, shards, scales, strict=True))
             self._keep(lane, xs[i], states[i], pieces)

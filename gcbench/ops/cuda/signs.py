@@ -24,37 +24,8 @@ MEAN_THREADS = 32 * 16
 """Threads of a block that adds up the tiles of a longer one."""
 
 
-def _taken(tensor: Tensor, numel: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a tensor for a kernel that takes its dtype, length and device on trust.
-
-    Raises:
-        ValueError: they are others.
-    """
-    if tensor.dtype != dtype or tensor.numel() != numel or tensor.device != device:
-        raise ValueError(
-            f"{tensor.numel()} {tensor.dtype} on {tensor.device}: "
-            f"{numel} of {dtype} on {device} expected"
-        )
-    return tensor.contiguous()
-
-
 def _floats(tensor: Tensor, numel: int, device: torch.device) -> Tensor:
-    return _taken(tensor, numel, device, torch.float32)
-
-
-def _output(
-    given: Tensor | None, numel: int, device: torch.device, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Return the tensor to write into: `given`, or a new one.
-
-    Raises:
-        ValueError: `given` has another dtype, length or device, or is not contiguous.
-    """
-    if given is None:
-        return torch.empty(numel, dtype=dtype, device=device)
-    if not given.is_contiguous():
-        raise ValueError(f"out has strides {given.stride()}: a contiguous tensor expected")
-    return _taken(given, numel, device, dtype)
+    return tables.checked(tensor, torch.float32, numel, device)
 
 
 def _packed(words: Tensor, bits: int, n: int) -> Tensor:
@@ -85,7 +56,7 @@ def _check(bad: Tensor, name: str) -> None:
 def sign_pack(x: Tensor, bits: int = 1, *, out: Tensor | None = None) -> Tensor:
     """Serve `ops.sign_pack`."""
     n, device = x.numel(), x.device
-    x, out = _floats(x, n, device), _output(out, packed_words(n, bits), device, torch.int32)
+    x, out = _floats(x, n, device), tables.output(out, torch.int32, packed_words(n, bits), device)
     if n:
         grid = tables.grid(tables.tiles_of(n))
         kernel = "sign_pack_1" if bits == 1 else "sign_pack_2"
@@ -98,7 +69,7 @@ def sign_pack_above(
 ) -> Tensor:
     """Serve `ops.sign_pack_above`."""
     n, device = segments.numel, x.device
-    x, out = _floats(x, n, device), _output(out, packed_words(n, 2), device, torch.int32)
+    x, out = _floats(x, n, device), tables.output(out, torch.int32, packed_words(n, 2), device)
     if n:
         square = statistics.segment_moments(x, segments)[1]
         run, threads, m = launcher(device).launch, tables.THREADS, len(segments)
@@ -118,7 +89,7 @@ def sign_decode(
 ) -> Tensor:
     """Serve `ops.sign_decode`."""
     words, device = _packed(words, bits, n), words.device
-    out = _output(out, n, device)
+    out = tables.output(out, torch.float32, n, device)
     if n:
         bad = tables.flag(device)
         args = (words, i64(n), i32(bits), out, bad)
@@ -154,11 +125,11 @@ def sign_vote(
     """Serve `ops.sign_vote`."""
     voters, number, device = sign_voters(counts, name), len(words), words[0].device
     kept = [
-        _taken(_packed(word, size, n), packed_words(n, size), device, torch.int32)
+        tables.checked(_packed(word, size, n), torch.int32, packed_words(n, size), device)
         for word, size in zip(words, bits, strict=True)
     ]
     size = packed_words(n, width)
-    out = _output(out, size, device, torch.int32)
+    out = tables.output(out, torch.int32, size, device)
     if not n:
         return out
     parts = []
@@ -311,7 +282,7 @@ def scaled_feedback(
     x: Tensor, residual: Tensor, segments: Segments, name: str, *, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Serve `ops.scaled_feedback`."""
-    out = _output(out, segments.numel, x.device)
+    out = tables.output(out, torch.float32, segments.numel, x.device)
     words, (scale,), bad = _encode(x, residual, segments, False, out)
     _check(bad, name)
     return words, scale, out
@@ -321,7 +292,7 @@ def class_feedback(
     x: Tensor, residual: Tensor, segments: Segments, name: str, *, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Serve `ops.class_feedback`."""
-    out = _output(out, segments.numel, x.device)
+    out = tables.output(out, torch.float32, segments.numel, x.device)
     words, (low, high), bad = _encode(x, residual, segments, True, out)
     _check(bad, name)
     return words, low, high, out
@@ -345,7 +316,7 @@ def _values(
     words, high = _packed(words, 1, n), _floats(high, m, device)
     if total is not None:
         total = _floats(total, n, device)
-    out = _output(out, n, device)
+    out = tables.output(out, torch.float32, n, device)
     if not m:
         return out
     bad, run, threads = tables.flag(device), launcher(device).launch, tables.THREADS

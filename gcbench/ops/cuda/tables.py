@@ -40,14 +40,19 @@ def longest(segments: Segments) -> int:
     return _longest[segments]
 
 
-def checked(tensor: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
+def checked(
+    tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.device | None = None
+) -> Tensor:
     """Return a contiguous tensor for a kernel that takes its type and length on trust.
 
     Raises:
-        ValueError: another dtype or length.
+        ValueError: another dtype or length, or another device than `device`, if that is given.
     """
-    if tensor.dtype is not dtype or tensor.numel() != numel:
-        raise ValueError(f"{tensor.numel()} {tensor.dtype}: {numel} {dtype} expected")
+    if tensor.dtype is not dtype or tensor.numel() != numel or device not in (None, tensor.device):
+        where = "" if device is None else f" on {device}"
+        raise ValueError(
+            f"{tensor.numel()} {tensor.dtype} on {tensor.device}: {numel} {dtype}{where} expected"
+        )
     return tensor.contiguous()
 
 
@@ -55,13 +60,13 @@ def output(given: Tensor | None, dtype: torch.dtype, numel: int, device: torch.d
     """Return the tensor to write into: `given`, or a new one.
 
     Raises:
-        ValueError: `given` has another dtype or length, or is not contiguous.
+        ValueError: `given` has another dtype, length or device, or is not contiguous.
     """
     if given is None:
         return torch.empty(numel, dtype=dtype, device=device)
     if not given.is_contiguous():
         raise ValueError(f"out has strides {given.stride()}: a contiguous tensor expected")
-    return checked(given, dtype, numel)
+    return checked(given, dtype, numel, device)
 
 
 def grid(tiles: int) -> int:
