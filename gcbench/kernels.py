@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import math
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -14,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gcbench.errors import UsageError, unknown
+from gcbench.typeset import Column, markdown, number, terminal
 
 FORMATS = ("table", "markdown", "json")
 COPIED = 8
@@ -148,7 +147,6 @@ def select(rows: Sequence[Row], **wanted: str | None) -> list[Row]:
 
 # ---- text ----------------------------------------------------------------------------------------
 
-Cells = Sequence[str]
 NAMES = ("op", "backend")
 NUMBERS = ("median ms", "GB/s", "x copy_", "x eager", "% of floor")
 NOTE = (
@@ -160,25 +158,20 @@ NOTE = (
 )
 
 
-def _number(value: float) -> str:
-    """Return about three significant digits, without an exponent."""
-    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
-
-
-def _cells(row: Row, eager: float | None) -> Cells:
+def _cells(row: Row, eager: float | None) -> list[str]:
     return [
         row.op,
         row.backend,
-        _number(1e3 * row.seconds),
-        _number(row.gb_per_second),
-        _number(row.of_copy),
-        "-" if eager is None or row.backend == "eager" else _number(eager / row.seconds),
-        _number(100 * row.of_floor),
+        number(1e3 * row.seconds),
+        number(row.gb_per_second),
+        number(row.of_copy),
+        "-" if eager is None or row.backend == "eager" else number(eager / row.seconds),
+        number(100 * row.of_floor),
     ]
 
 
-def _tables(timings: Timings, rows: Sequence[Row]) -> list[tuple[str, list[Cells]]]:
-    """Return title and cells of a table for each size, device and number of threads."""
+def _tables(timings: Timings, rows: Sequence[Row]) -> list[tuple[str, list[Column]]]:
+    """Return title and columns of a table for each size, device and number of threads."""
     eager = {(row.op, row.where): row.seconds for row in timings.rows if row.backend == "eager"}
     tables = []
     for where in dict.fromkeys(row.where for row in rows):
@@ -188,7 +181,9 @@ def _tables(timings: Timings, rows: Sequence[Row]) -> list[tuple[str, list[Cells
         title = f"{size}: {first.elements:,} elements"
         title += f" in {first.tensors} tensors" if first.tensors > 1 else ""
         title += f", {threads} thread{'s' * (threads > 1)}" if device == "cpu" else f", {device}"
-        tables.append((title, [_cells(row, eager.get((row.op, where))) for row in alike]))
+        cells = zip(*(_cells(row, eager.get((row.op, where))) for row in alike), strict=True)
+        columns = zip((*NAMES, *NUMBERS), map(list, cells), strict=True)
+        tables.append((title, [Column(*column) for column in columns]))
     return tables
 
 
@@ -206,51 +201,6 @@ def _notes(timings: Timings) -> list[str]:
         timings.date,
     ]
     return [", ".join(fact for fact in facts if fact) + ".", NOTE]
-
-
-def _terminal(headings: Sequence[str], lines: Sequence[Cells], width: int) -> str:
-    """Return as few tables as fit into `width` columns, each with the names, no cell cut."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    names = range(len(NAMES))
-    widths = [max(map(len, column)) for column in zip(headings, *lines, strict=True)]
-
-    def needed(places: Sequence[int]) -> int:
-        return sum(widths[place] for place in places) + 2 * (len(places) - 1)
-
-    groups: list[list[int]] = []
-    for place in range(len(NAMES), len(headings)):
-        if groups and needed([*groups[-1], place]) <= width:
-            groups[-1].append(place)
-        else:
-            groups.append([*names, place])
-    blocks = []
-    for group in groups:
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-        for place in group:
-            table.add_column(
-                headings[place], justify="left" if place in names else "right", no_wrap=True
-            )
-        for line in lines:
-            table.add_row(*(Text(line[place]) for place in group))
-        console = Console(
-            file=io.StringIO(),
-            width=max(width, needed(group)),
-            color_system=None,
-            legacy_windows=False,
-        )
-        with console.capture() as capture:
-            console.print(table)
-        blocks.append("\n".join(line.rstrip() for line in capture.get().rstrip().splitlines()))
-    return "\n\n".join(blocks)
-
-
-def _markdown(headings: Sequence[str], lines: Sequence[Cells]) -> str:
-    rule = [":-" if heading in NAMES else "-:" for heading in headings]
-    return "\n".join("| " + " | ".join(line) + " |" for line in (headings, rule, *lines))
 
 
 def _json(timings: Timings, rows: Sequence[Row]) -> str:
@@ -287,12 +237,12 @@ def render(
     if format == "json":
         return _json(timings, rows)
     width = width or shutil.get_terminal_size((100, 24)).columns
-    headings, blocks = [*NAMES, *NUMBERS], []
-    for title, lines in _tables(timings, rows):
+    blocks, which = [], len(NAMES)
+    for title, columns in _tables(timings, rows):
         if format == "table":
-            blocks.append(f"{title}\n\n{_terminal(headings, lines, width)}")
+            blocks.append(f"{title}\n\n{terminal(columns[:which], [columns[which:]], width)}")
         else:
-            blocks.append(f"**{title}**\n\n{_markdown(headings, lines)}")
+            blocks.append(f"**{title}**\n\n{markdown(columns, which)}")
     notes = _notes(timings)
     if format == "table":
         notes = [textwrap.fill(note, width, break_long_words=False) for note in notes]

@@ -9,33 +9,14 @@ import math
 import shutil
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from gcbench.compare import Row, canonical, text
 from gcbench.errors import UsageError, unknown
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from gcbench.typeset import Column, latex, latex_text, markdown, number, terminal
 
 FORMATS = ("table", "markdown", "csv", "json", "latex")
 MB = 1e6
-
-
-class Column(NamedTuple):
-    """One column of a table: a heading (a line break where it may be two lines) and its cells."""
-
-    heading: str
-    cells: list[str]
-
-
-def _number(value: float | None, scale: float = 1.0) -> str:
-    """Return about three significant digits, without an exponent where that stays readable."""
-    if value is None:
-        return "-"
-    scaled = value * scale
-    if scaled == 0 or not 1e-4 <= abs(scaled) < 1e7:
-        return f"{scaled:.3g}"
-    return f"{scaled:.{max(0, 2 - math.floor(math.log10(abs(scaled))))}f}"
 
 
 def _quality(row: Row, mixed: bool) -> str:
@@ -59,8 +40,8 @@ def _versus(row: Row) -> str:
 
 def _communicate(row: Row) -> str:
     if row.modelled:
-        return f"~{_number(row.modelled.seconds, 1e3)}"
-    return _number(row.phases.get("communicate"), 1e3)
+        return f"~{number(row.modelled.seconds, 1e3)}"
+    return number(row.phases.get("communicate"), 1e3)
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
@@ -86,15 +67,15 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
         "traffic": [
             Column("collective", [row.first.collective for row in rows]),
             *(
-                Column(f"ratio\n{name}", [_number(row.average(field)) for row in rows])
+                Column(f"ratio\n{name}", [number(row.average(field)) for row in rows])
                 for name, field in [
                     ("nominal", "nominal_ratio"),
                     ("up", "payload_ratio_up"),
                     ("down", "payload_ratio_down"),
                 ]
             ),
-            Column("payload\nMB/step", [_number(row.payload_bytes_step, 1 / MB) for row in rows]),
-            Column("wire\nMB/step", [_number(row.wire_bytes_step, 1 / MB) for row in rows]),
+            Column("payload\nMB/step", [number(row.payload_bytes_step, 1 / MB) for row in rows]),
+            Column("wire\nMB/step", [number(row.wire_bytes_step, 1 / MB) for row in rows]),
         ],
         "times": [
             Column(
@@ -102,13 +83,13 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
                 [
                     _communicate(row)
                     if phase == "communicate"
-                    else _number(row.phases.get(phase), 1e3)
+                    else number(row.phases.get(phase), 1e3)
                     for row in rows
                 ],
             )
             for phase in dict.fromkeys(phase for row in rows for phase in row.phases)
         ]
-        + [Column("step\nms", [_number(row.step_seconds, 1e3) for row in rows])],
+        + [Column("step\nms", [number(row.step_seconds, 1e3) for row in rows])],
     }
     if any(row.skipped_steps for row in rows):
         groups["quality"].append(Column("skipped\nsteps", [str(row.skipped_steps) for row in rows]))
@@ -162,146 +143,27 @@ def _timed(columns: list[Column]) -> bool:
     return any(cell != "-" for column in columns for cell in column.cells)
 
 
-def _terminal(columns: Sequence[Column], which: int, wrap: bool) -> Table:
-    from rich import box
-    from rich.cells import cell_len
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for place, column in enumerate(columns):
-        folds = wrap and place == which - 1
-        pieces = [*column.heading.split("\n"), *column.cells]
-        if folds:
-            pieces = [word for piece in pieces for word in piece.split()]
-        table.add_column(
-            Text(column.heading),
-            justify="left" if place < which else "right",
-            vertical="top",
-            no_wrap=not folds,
-            min_width=max(map(cell_len, pieces)),  # rich may shrink the rest to make room
-        )
-    for cells in zip(*(column.cells for column in columns), strict=True):
-        table.add_row(*map(Text, cells))
-    return table
-
-
 def _table(rows: Sequence[Row], width: int) -> str:
-    """Return as few tables as fit into `width` columns, none with a word or number cut."""
-    from rich.console import Console
-    from rich.measure import Measurement
-
+    """Return as few tables as fit into `width` columns, and the notes."""
     groups = _columns(rows)
     which = groups.pop("which")
     if not _timed(groups["times"]):
         del groups["times"]
-    wide = Console(width=10_000, color_system=None, file=io.StringIO())
-
-    def needed(columns: Sequence[Column], wrap: bool) -> int:
-        table = _terminal([*which, *columns], len(which), wrap)
-        measured = Measurement.get(wide, wide.options, table)
-        return measured.minimum if wrap else measured.maximum
-
-    tables: list[list[Column]] = []
-    for group in groups.values():
-        if tables and needed([*tables[-1], *group], wrap=False) <= width:
-            tables[-1] += group
-        elif needed(group, wrap=True) <= width:
-            tables.append([*group])
-        else:
-            tables.append(group[:1])
-            for column in group[1:]:
-                if needed([*tables[-1], column], wrap=True) <= width:
-                    tables[-1].append(column)
-                else:
-                    tables.append([column])
-    blocks = []
-    for columns in tables:
-        wrap = needed(columns, wrap=False) > width
-        console = Console(
-            file=io.StringIO(),
-            width=max(width, needed(columns, wrap=True)),
-            color_system=None,
-            legacy_windows=False,
-        )
-        with console.capture() as capture:
-            console.print(_terminal([*which, *columns], len(which), wrap))
-        blocks.append("\n".join(line.rstrip() for line in capture.get().rstrip().splitlines()))
     notes = [textwrap.fill(note, width, break_long_words=False) for note in _notes(rows)]
-    return "\n\n".join([*blocks, "\n".join(notes)])
+    return terminal(which, list(groups.values()), width) + "\n\n" + "\n".join(notes)
 
 
 def _markdown(rows: Sequence[Row]) -> str:
-    blocks = []
-    for columns in _two(rows):
-        names = len(rows[0].context) + 1
-        rule = [":-" if place < names else "-:" for place in range(len(columns))]
-        lines = [
-            [column.heading.replace("\n", " ") for column in columns],
-            rule,
-            *zip(*(column.cells for column in columns), strict=True),
-        ]
-        blocks.append(
-            "\n".join(
-                "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |"
-                for line in lines
-            )
-        )
-    return "\n\n".join([*blocks, *_notes(rows)])
-
-
-_LATEX = str.maketrans(
-    {
-        "\\": r"\textbackslash{}",
-        "&": r"\&",
-        "%": r"\%",
-        "$": r"\$",
-        "#": r"\#",
-        "_": r"\_",
-        "{": r"\{",
-        "}": r"\}",
-        "~": r"$\sim$",
-        "^": r"\textasciicircum{}",
-        "<": r"$<$",
-        ">": r"$>$",
-        "±": r"$\pm$",
-        "†": r"$\dagger$",
-        "‡": r"$\ddagger$",
-        "µ": r"$\mu$",
-    }
-)
-
-
-def _latex_cell(cell: str) -> str:
-    if cell == "-":
-        return "--"
-    sign = f"${cell[0]}$" if cell[0] in "+-" else cell[0].translate(_LATEX)
-    return sign + cell[1:].translate(_LATEX)
+    names = len(rows[0].context) + 1
+    return "\n\n".join([*(markdown(columns, names) for columns in _two(rows)), *_notes(rows)])
 
 
 def _latex(rows: Sequence[Row]) -> str:
     """Return a tabular for each table (needs the package booktabs), and the notes below."""
-    blocks = []
-    for columns in _two(rows):
-        names = len(rows[0].context) + 1
-        body = [column.heading.replace("\n", " ") for column in columns]
-        lines = [body, *zip(*(column.cells for column in columns), strict=True)]
-        cells = [" & ".join(map(_latex_cell, line)) + r" \\" for line in lines]
-        blocks.append(
-            "\n".join(
-                [
-                    rf"\begin{{tabular}}{{{'l' * names}{'r' * (len(columns) - names)}}}",
-                    r"\toprule",
-                    cells[0],
-                    r"\midrule",
-                    *cells[1:],
-                    r"\bottomrule",
-                    r"\end{tabular}",
-                ]
-            )
-        )
-    notes = " ".join(note.translate(_LATEX) for note in _notes(rows))
-    return "\n\n".join([*blocks, rf"\par\smallskip{{\footnotesize {notes}\par}}"])
+    names = len(rows[0].context) + 1
+    notes = " ".join(map(latex_text, _notes(rows)))
+    small = rf"\par\smallskip{{\footnotesize {notes}\par}}"
+    return "\n\n".join([*(latex(columns, names) for columns in _two(rows)), small])
 
 
 def _finite(value: Any) -> Any:
