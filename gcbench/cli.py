@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from gcbench.commands import DataDir, Format, Formatted, Json, Progress, Shown, print_json, say
 from gcbench.errors import GcbenchError, UsageError
 
 app = typer.Typer(
@@ -25,31 +26,12 @@ RESULTS = Path("results/runs")
 TIMINGS = Path("results/kernels.json")
 
 
-class Progress(StrEnum):
-    """How to show progress."""
-
-    auto = "auto"
-    bar = "bar"
-    plain = "plain"
-    none = "none"
-
-
 class Kind(StrEnum):
     """What to list."""
 
     compressors = "compressors"
     tasks = "tasks"
     backends = "backends"
-
-
-class Format(StrEnum):
-    """How to print a comparison."""
-
-    table = "table"
-    markdown = "markdown"
-    csv = "csv"
-    json = "json"
-    latex = "latex"
 
 
 class KernelFormat(StrEnum):
@@ -65,26 +47,6 @@ class DataName(StrEnum):
 
     cifar10 = "cifar10"
     mnist = "mnist"
-
-
-DataDir = Annotated[
-    Path | None,
-    typer.Option(
-        envvar="GCBENCH_DATA",
-        help="Folder with cifar-10-batches-bin/ and mnist/; without it the download cache serves.",
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _print_json(value: Any) -> None:
-    import json
-
-    print(json.dumps(value, indent=2))
 
 
 S = str | None
@@ -181,7 +143,7 @@ def run(
         float, typer.Option(min=0, help="Seconds between checkpoints.")
     ] = 60.0,
     force: Annotated[bool, typer.Option(help="Run again what is finished.")] = False,
-    progress: Annotated[Progress, typer.Option(help="How to show progress.")] = Progress.auto,
+    progress: Shown = Progress.auto,
     json: Json = False,
 ) -> None:
     """Train a task with N workers whose gradients are compressed.
@@ -232,7 +194,7 @@ def compare(
     folders: Annotated[
         list[Path] | None, typer.Argument(help="Runs, folders of runs, or JSON files of rows.")
     ] = None,
-    format_: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.table,
+    format_: Formatted = Format.table,
     plot: Annotated[
         Path | None, typer.Option(help="Draw accuracy against bytes (.png, .svg, .pdf).")
     ] = None,
@@ -249,7 +211,7 @@ def compare(
         from gcbench import plots
 
         plots.draw(runs, plot)
-        _say(f"wrote {plot}")
+        say(f"wrote {plot}")
 
 
 @app.command()
@@ -278,10 +240,10 @@ def verify(
         if not json:
             listing.show_verdicts(table)
     if json:
-        _print_json(rows)
+        print_json(rows)
     verdicts = [row["verdict"] for row in rows]
     hold, fail = verdicts.count("holds"), verdicts.count("fails")
-    _say(f"{name}: {hold} hold, {fail} fail, {len(rows) - hold - fail} not declared")
+    say(f"{name}: {hold} hold, {fail} fail, {len(rows) - hold - fail} not declared")
     if fail:
         raise typer.Exit(1)
 
@@ -296,7 +258,7 @@ def list_(
 
     rows = listing.ROWS[kind.value]()
     if json:
-        _print_json(rows)
+        print_json(rows)
     else:
         listing.show(rows)
 
@@ -308,7 +270,7 @@ def info(json: Json = False) -> None:
 
     found = listing.info()
     if json:
-        _print_json(found)
+        print_json(found)
     else:
         listing.show_info(found)
 
@@ -394,17 +356,17 @@ def main() -> None:
         if os.environ.get("GCBENCH_DEBUG"):
             raise
         prefix = "usage: " if isinstance(error, UsageError) else ""
-        _say(f"gcbench: {prefix}{error}")
+        say(f"gcbench: {prefix}{error}")
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.stdout = None  # the reader has gone; nothing to flush to
         sys.exit(1)
     except KeyboardInterrupt:
-        _say("gcbench: interrupted")
+        say("gcbench: interrupted")
         sys.exit(130)
     except Exception as error:  # the last line of defence: one line, and how to see more
         if os.environ.get("GCBENCH_DEBUG"):
             raise
         said = (str(error).splitlines() or [""])[0]
-        _say(f"gcbench: {type(error).__name__}: {said} (`gcbench --debug ...` shows where)")
+        say(f"gcbench: {type(error).__name__}: {said} (`gcbench --debug ...` shows where)")
         sys.exit(1)

@@ -211,7 +211,7 @@ def _one_line(error: ValidationError) -> str:
     return "; ".join(problems)
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """Return the checkout's commit, with a + if files differ from it; None outside a checkout."""
     here = Path(__file__).parent
     if not (here.parent / ".git").exists():
@@ -280,7 +280,7 @@ def provenance(config: Config) -> dict[str, Any]:
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command(config),
-        "commit": _commit(),
+        "commit": commit(),
         "versions": versions(),
         "machine": machine(),
         "backend": serving(config),

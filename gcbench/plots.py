@@ -5,48 +5,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from itertools import product
-from math import hypot
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from gcbench import pictures
 from gcbench.compare import Row, Run, rows
 from gcbench.errors import GcbenchError, UsageError
+from gcbench.pictures import Mark
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ENDINGS = (".png", ".svg", ".pdf")
 MANY = 8
 """Rows of a panel from which points carry the number of their line in the legend, best first."""
 LEAST_POINTS = 1.0
 """Percentage points that the axis of accuracies spans at least."""
-MARKERS = "osD^vPX<>p*"
-LINES: tuple[Any, ...] = (
-    "-",
-    (0, (5, 1.5)),
-    (0, (1, 1.2)),
-    (0, (5, 1.5, 1, 1.5)),
-    (0, (9, 2)),
-    (0, (3, 1, 1, 1, 1, 1)),
-    (0, (2, 2)),
-)
-_METADATA: dict[str, dict[str, Any]] = {
-    ".png": {"Software": None},
-    ".svg": {"Date": None},
-    ".pdf": {"CreationDate": None},
-}
 _MB = 1e6
-
-
-class Mark(NamedTuple):
-    """A point that wants a label: where, half its error bar (data coordinates), text, colour."""
-
-    x: float
-    y: float
-    spread: float
-    text: str
-    colour: Any
 
 
 def _place(run: Run) -> dict[str, Any]:
@@ -88,60 +62,6 @@ def curve(run: Run, column: str) -> dict[int, float]:
             f"the metrics in {run.source} cannot be read ({error}); delete that folder and run "
             "again"
         ) from error
-
-
-def _spots() -> list[tuple[int, int]]:
-    """Return offsets in points at which a label may stand, the nearest first."""
-    across = (9, -9, 0, 30, -30, 60, -60, 100, -100)
-    along = (0, 10, -10, 20, -20, 32, -32, 46, -46, 62, -62, 80, -80, 100, -100)
-    return sorted(((x, y) for x, y in product(across, along) if x or y), key=lambda at: hypot(*at))
-
-
-def write_labels(axes: Axes, marks: Sequence[Mark]) -> None:
-    """Write a label near each mark: no label lies over a mark, an error bar or another label."""
-    from matplotlib.text import Text
-    from matplotlib.transforms import Bbox
-
-    figure: Any = axes.figure
-    renderer = figure.canvas.get_renderer()
-    points = figure.dpi / 72
-    taken = []
-    for x, y, spread, _, _ in marks:
-        (left, low), (right, high) = axes.transData.transform([(x, y - spread), (x, y + spread)])
-        taken.append(
-            Bbox([[left - 7 * points, low - 7 * points], [right + 7 * points, high + 7 * points]])
-        )
-    frame = axes.get_window_extent(renderer)
-    for mark in marks:
-        best = None
-        for across, along in _spots():
-            far = hypot(across, along) > 24
-            label = axes.annotate(
-                mark.text,
-                (mark.x, mark.y),
-                (across, along),
-                textcoords="offset points",
-                ha="center" if not across else "left" if across > 0 else "right",
-                va="center" if across else "bottom" if along > 0 else "top",
-                color="0.15",
-                fontsize="small",
-                arrowprops={"arrowstyle": "-", "color": mark.colour, "shrinkB": 4} if far else None,
-            )
-            label.update_positions(renderer)
-            box = Text.get_window_extent(label, renderer)  # without the line to the mark
-            hits = sum(box.overlaps(other) for other in taken)
-            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1
-            hits += 10 * (not (inside and frame.y0 <= box.y0 and box.y1 <= frame.y1))
-            if best is not None and hits >= best[0]:
-                label.remove()
-                continue
-            if best is not None:
-                best[1].remove()
-            best = (hits, label, box)
-            if not hits:
-                break
-        assert best is not None
-        taken.append(best[2])
 
 
 def _ranked(panel: Sequence[Row]) -> list[Row]:
@@ -278,42 +198,18 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         UsageError: another ending, or no runs.
         GcbenchError: `path` cannot be written, or the metrics of a run cannot be read.
     """
-    path = Path(path)
-    if path.suffix.lower() not in ENDINGS:
-        raise UsageError(f"{path}: the ending says the format; allowed: {', '.join(ENDINGS)}")
+    path = pictures.check(path)
     if not runs:
         raise UsageError("no runs to draw; load at least one finished run")
-    import matplotlib as mpl
-    import seaborn
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     places: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda run: (run.summary.task, run.summary.workers)):
         places.setdefault(json.dumps(_place(run), sort_keys=True, default=str), []).append(run)
     panels = [rows(part) for part in places.values()]  # labels tell apart what one panel shows
     panels = [_ranked(panel) if len(panel) > MANY else panel for panel in panels]
-    palette = seaborn.color_palette("colorblind")
-    styles = {
-        label: {
-            "color": palette[place % len(palette)],
-            "marker": MARKERS[place % len(MARKERS)],
-            "linestyle": LINES[place % len(LINES)],
-        }
-        for place, label in enumerate(
-            dict.fromkeys(_label(row) for panel in panels for row in panel)
-        )
-    }
-    look = {
-        **seaborn.axes_style("ticks", {"axes.grid": True, "grid.color": "0.9"}),
-        **seaborn.plotting_context("notebook", font_scale=1.2),
-        "svg.hashsalt": "gcbench",  # equal runs, equal file
-    }
-    with mpl.rc_context(look):
-        height = sum(max(5.2, 0.3 * len(panel) + 0.8) for panel in panels)
-        width = 17 if any(len(panel) > MANY for panel in panels) else 14
-        figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
-        FigureCanvasAgg(figure)
+    styles = pictures.styles(_label(row) for panel in panels for row in panel)
+    height = sum(max(5.2, 0.3 * len(panel) + 0.8) for panel in panels)
+    width = 17 if any(len(panel) > MANY for panel in panels) else 14
+    with pictures.canvas(width, height) as figure:
         labels: list[tuple[Axes, list[Mark]]] = []
         grid = figure.subplots(len(panels), 2, squeeze=False)
         for (left, right), panel in zip(grid, panels, strict=True):
@@ -328,15 +224,8 @@ def draw(runs: Sequence[Run], path: Path) -> None:
             right.set_title(told, loc="left")
             labels.append((left, _quality(left, panel, styles)))
             _curves(right, panel, styles)
-            seaborn.despine(ax=left)
-            seaborn.despine(ax=right)
         figure.draw_without_rendering()
         figure.set_layout_engine("none")  # the axes stand still now, so labels can be placed
         for axes, marks in labels:
-            write_labels(axes, marks)
-        try:
-            figure.savefig(path, metadata=_METADATA[path.suffix.lower()])
-        except OSError as error:
-            raise GcbenchError(
-                f"cannot write {path} ({error}); name a file in an existing, writable folder"
-            ) from error
+            pictures.write_labels(axes, marks)
+        pictures.save(figure, path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any, Literal, Protocol
 
 Mode = Literal["auto", "bar", "plain", "none"]
@@ -17,7 +18,7 @@ PLAIN_SECONDS = 10.0
 class Observer(Protocol):
     """Hears of every record and of every step."""
 
-    def step(self, step: int) -> None: ...  # noqa: D102
+    def step(self, step: int, said: str = "") -> None: ...  # noqa: D102
 
     def record(self, record: Mapping[str, Any]) -> None: ...  # noqa: D102
 
@@ -27,7 +28,7 @@ class Observer(Protocol):
 class Silent:
     """Says nothing."""
 
-    def step(self, step: int) -> None:  # noqa: D102
+    def step(self, step: int, said: str = "") -> None:  # noqa: D102
         pass
 
     def record(self, record: Mapping[str, Any]) -> None:  # noqa: D102
@@ -57,16 +58,26 @@ class Plain:
     def __init__(self, name: str, steps: int) -> None:
         self.name, self.steps = name, steps
         self.last = 0.0
+        self.first: tuple[int, float] | None = None
 
-    def step(self, step: int) -> None:  # noqa: D102
-        pass
+    def step(self, step: int, said: str = "") -> None:
+        """Print what is said, if anything, with the remaining time by the pace so far."""
+        now = time.monotonic()
+        if self.first is None:
+            self.first = step, now
+        done = step - self.first[0]
+        if said and now - self.last >= PLAIN_SECONDS:
+            left = (now - self.first[1]) / done * (self.steps - step) if done else None
+            time_left = "" if left is None else f"  {timedelta(seconds=round(left))} left"
+            self._print(f"{step}/{self.steps}  {said}{time_left}")
 
     def record(self, record: Mapping[str, Any]) -> None:  # noqa: D102
-        now = time.monotonic()
-        if record["kind"] == "eval" or now - self.last >= PLAIN_SECONDS:
-            self.last = now
-            line = f"{self.name}  step {record['step']}/{self.steps}  {_words(record)}"
-            print(line, file=sys.stderr, flush=True)
+        if record["kind"] == "eval" or time.monotonic() - self.last >= PLAIN_SECONDS:
+            self._print(f"step {record['step']}/{self.steps}  {_words(record)}")
+
+    def _print(self, line: str) -> None:
+        self.last = time.monotonic()
+        print(f"{self.name}  {line}", file=sys.stderr, flush=True)
 
     def close(self) -> None:  # noqa: D102
         pass
@@ -97,8 +108,11 @@ class Bar:
         self.task = self.bar.add_task(short, total=steps, said="")
         self.bar.start()
 
-    def step(self, step: int) -> None:  # noqa: D102
-        self.bar.update(self.task, completed=step)
+    def step(self, step: int, said: str = "") -> None:  # noqa: D102
+        if said:
+            self.bar.update(self.task, completed=step, said=said)
+        else:
+            self.bar.update(self.task, completed=step)
 
     def record(self, record: Mapping[str, Any]) -> None:  # noqa: D102
         self.said[record["kind"]] = _words(record, short=True)

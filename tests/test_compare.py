@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gcbench import plots
+from gcbench import pictures, plots
 from gcbench.compare import load, rows
 from gcbench.errors import GcbenchError, UsageError
 from gcbench.tables import render
@@ -514,8 +514,8 @@ def test_labels_lie_over_no_mark_and_no_label(tmp_path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.set(xlim=(0, 10), ylim=(0, 10))
-    marks = [plots.Mark(4 + i / 2, 5 + i / 9, 0.1, f"method number {i}", "C0") for i in range(6)]
-    plots.write_labels(axes, marks)
+    marks = [pictures.Mark(4 + i / 2, 5 + i / 9, 0.1, f"method number {i}", "C0") for i in range(6)]
+    pictures.write_labels(axes, marks)
     boxes = [Text.get_window_extent(label) for label in axes.texts]
     assert len(boxes) == 6
     for place, box in enumerate(boxes):

@@ -1,0 +1,165 @@
+"""What all analyses share: their record on disk and as text, the ledger, methods by a word."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from gcbench.errors import GcbenchError, UsageError
+from gcbench.measure import analysis as measuring
+from gcbench.measure import methods
+from gcbench.measure.analysis import Analysis, Ledger, Shown, Table
+
+
+def made(**changes) -> Analysis:
+    first = Table(
+        name="times",
+        title="Time of an encode",
+        shown=[
+            Shown(field="method", heading="method"),
+            Shown(field="seconds", heading="encode\nms", scale=1e3),
+            Shown(field="holds", heading="holds"),
+            Shown(field="never", heading="never"),
+        ],
+        by="size",
+        notes=["Medians."],
+        rows=[
+            {"size": 10, "method": "a|b", "seconds": 0.0012, "holds": True, "never": None},
+            {"size": 20, "method": "c_d", "seconds": None, "holds": False, "never": None},
+        ],
+    )
+    bins = Table(name="bins", title="for the picture", rows=[{"left": 0.5, "count": 3}])
+    known = {
+        "kind": "test",
+        "settings": {"b": 1, "a": [2]},
+        "command": "gcbench test",
+        "provenance": measuring.provenance(),
+        "conclusions": ["It holds."],
+        "tables": [first, bins],
+    }
+    return Analysis(**{**known, **changes})
+
+
+def test_an_analysis_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    folder = measuring.save(made(), tmp_path)
+    assert folder.name == f"test-{measuring.digest({'a': [2], 'b': 1})}"
+    back = measuring.load(folder)
+    assert measuring.document(back) == measuring.document(made(provenance=back.provenance))
+    assert back.table("times").rows[1]["seconds"] is None
+    rows = pq.read_table(folder / "times.parquet").to_pylist()
+    assert rows == back.table("times").rows == json.loads((folder / "times.json").read_text())
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("analysis.json", "bins.json", "bins.parquet", "times.json", "times.parquet")
+    ]
+
+
+def test_text_shows_what_has_a_value_in_its_unit() -> None:
+    text = measuring.render(made(), width=80)
+    assert "Time of an encode: 10" in text
+    assert "Time of an encode: 20" in text
+    assert "1.20" in text
+    assert "never" not in text
+    assert "for the picture" not in text
+    assert text.index("Medians.") > text.index("c_d")
+    assert "It holds." in text
+    assert r"a\|b" in measuring.render(made(), "markdown")
+    assert r"c\_d" in measuring.render(made(), "latex")
+    assert measuring.render(made(), "csv").splitlines() == [
+        *("size,method,seconds,holds,never", "10,a|b,0.0012,True,", "20,c_d,,False,")
+    ]
+    assert json.loads(measuring.render(made(), "json"))["tables"][1]["rows"][0]["count"] == 3
+    with pytest.raises(UsageError, match="unknown format"):
+        measuring.render(made(), "html")
+
+
+def test_narrow_terminals_split_tables_and_cut_nothing() -> None:
+    text = measuring.render(made(), width=16)
+    tables = text.split("\n\n")
+    assert all(len(line) <= 16 for line in tables[1].splitlines())
+    assert text.count("a|b") > 1
+
+
+def test_damaged_and_foreign_analyses_say_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no analysis in"):
+        measuring.load(tmp_path)
+    folder = measuring.save(made(), tmp_path)
+    head = json.loads((folder / "analysis.json").read_text())
+    (folder / "analysis.json").write_text(json.dumps({**head, "version": 99}))
+    with pytest.raises(GcbenchError, match=r"schema 99, but this gcbench reads 1; delete"):
+        measuring.load(folder)
+    (folder / "analysis.json").write_text(json.dumps({**head, "tables": 3}))
+    with pytest.raises(GcbenchError, match="cannot be read"):
+        measuring.load(folder)
+    (folder / "analysis.json").write_text(json.dumps(head))
+    (folder / "times.json").unlink()
+    with pytest.raises(GcbenchError, match="cannot be read"):
+        measuring.load(folder)
+    with pytest.raises(UsageError, match="unknown kind of analysis 'test'"):
+        measuring.draw(made(), tmp_path / "x.png")
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(GcbenchError, match="choose another folder with --results"):
+        measuring.save(made(), tmp_path / "file")
+    with (
+        pytest.raises(GcbenchError, match="choose another folder with --results"),
+        Ledger(tmp_path / "file" / "x").open(),
+    ):
+        pass
+
+
+def test_a_ledger_keeps_what_was_made_before_a_crash(tmp_path: Path) -> None:
+    with Ledger(tmp_path / "x").open() as ledger:
+        assert "one" not in ledger
+        ledger["one"] = {"value": 1.5, "text": "é"}
+        ledger["two"] = [1, 2]
+    path = tmp_path / "x" / measuring.LEDGER
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-4])  # the crash cut the last line short
+    with Ledger(tmp_path / "x").open() as ledger:
+        assert ledger["one"] == {"value": 1.5, "text": "é"}
+        assert "two" not in ledger
+        ledger["two"] = [1, 2]
+    assert path.read_bytes() == whole
+    with Ledger(tmp_path / "x").open(afresh=True) as ledger:
+        assert "one" not in ledger
+    assert path.read_bytes() == b""
+
+
+def test_two_processes_do_not_share_a_ledger(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from gcbench.measure.analysis import Ledger\n"
+        "try:\n"
+        "    with Ledger(Path(sys.argv[1])).open(): pass\n"
+        "except Exception as error: print(error)"
+    )
+    with Ledger(tmp_path).open():
+        words = [sys.executable, "-c", script, str(tmp_path)]
+        said = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert "is being written by another gcbench process" in said.stdout
+
+
+def test_methods_by_a_word() -> None:
+    found = methods.all_of("topk, topk:ratio=0.25,fft:theta=0.5:granularity=tensor")
+    assert list(found) == ["topk", "topk:ratio=0.25", "fft:theta=0.5:granularity=tensor"]
+    assert repr(found["topk:ratio=0.25"]) == repr(methods.parse("topk:ratio=0.25"))
+    assert "ratio=0.25" in repr(found["topk:ratio=0.25"])
+    assert "theta=0.5" in repr(found["fft:theta=0.5:granularity=tensor"])
+    assert len(methods.all_of(None)) > 10
+    assert list(methods.all_of(None, ["none"])) == ["none"]
+    for wrong, said in [
+        ("topc", "Did you mean 'topk'"),
+        ("topk:ration=1", "Did you mean 'ratio'"),
+        ("topk:ratio", "NAME=VALUE"),
+        ("topk:ratio=1/2", "one value"),
+        ("topk,topk", "different methods"),
+        (",", "different methods"),
+    ]:
+        with pytest.raises(UsageError, match=said):
+            methods.all_of(wrong)
