@@ -1,5 +1,5 @@
-# make run: a first comparison; make test: the test suite; make bench: kernel timings, of all sizes
-# or of SIZES=1e4,1e6. Each makes what it needs.
+# make run: a first comparison; make test: the test suite; make bench: kernel timings, of all sizes;
+# of some: make bench SIZES=1e4,1e6 TIMINGS=some.json. Each makes what it needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

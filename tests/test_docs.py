@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gcbench import listing, verify
+from gcbench import kernels, listing, verify
 from gcbench.compressor import Segments
 from gcbench.exchange import Exchange, Lane
 
@@ -52,6 +52,34 @@ def test_the_table_of_methods_is_what_the_list_says():
         assert collectives.split(", ") == row["collectives"]
         assert (memory, two_way == "yes") == (row["memory"], row["two_way"])
         assert (unbiased != "no") == row["unbiased"]
+
+
+KERNELS = {
+    "encode": (
+        *("ternary_encode", "level_encode", "int8_encode", "class_feedback"),
+        *("sign_pack", "sign_vote8", "largest_elements"),
+    ),
+    "decode": ("ternary_mean", "level_decode", "int8_decode", "class_decode", "sign_decode"),
+}
+"""The operations of the README's table of kernels, row by row."""
+
+
+def test_the_table_of_kernels_is_what_was_saved():
+    """Ratios to copy_ and to eager torch: 25e6 elements, one thread, AVX-512."""
+    timings = kernels.load(ROOT / "results/kernels.json")
+    saved = {
+        (row.op, row.backend): row
+        for row in timings.rows
+        if (row.size, row.device, row.threads) == ("25e6", "cpu", 1)
+    }
+    text = (ROOT / "README.md").read_text()
+    for which, ops in KERNELS.items():
+        found = re.search(rf"^\| {which} \| (.*) \|$", text, re.MULTILINE)
+        assert found
+        told = [cell.strip() for cell in found[1].split("|") if cell.strip()]
+        rows = [(saved[op, "cpu avx512"], saved[op, "eager"]) for op in ops]
+        times = [f"{row.of_copy:.2f} ({eager.seconds / row.seconds:.0f}x)" for row, eager in rows]
+        assert told == times
 
 
 def test_readme_is_short():
