@@ -194,6 +194,15 @@ def compare(
     folders: Annotated[
         list[Path] | None, typer.Argument(help="Runs, folders of runs, or JSON files of rows.")
     ] = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(help="Only rows with this setting, e.g. workers=4 or compressor=none,topk."),
+    ] = None,
+    by: Annotated[S, typer.Option(help="A table for each value of a setting, e.g. task.")] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(help="Say what it took to this accuracy, e.g. 0.9 (or test loss)."),
+    ] = None,
     format_: Formatted = Format.table,
     plot: Annotated[
         Path | None, typer.Option(help="Draw accuracy against bytes (.png, .svg, .pdf).")
@@ -204,13 +213,21 @@ def compare(
     from gcbench import compare as comparing
     from gcbench import tables
 
-    runs = comparing.load(folders or [RESULTS])
-    chosen = "json" if json else format_.value
-    print(tables.render(comparing.rows(runs), chosen))
+    conditions = {}
+    for word in where or ():
+        key, equals, values = word.partition("=")
+        if not (key and equals and values) or key in conditions:
+            raise UsageError(f"--where {word!r}: SETTING=VALUE[,VALUE] expected, each setting once")
+        conditions[key] = values.split(",")
+    runs, shown = comparing.where(comparing.load(folders or [RESULTS]), conditions)
+    rows = list(filter(shown, comparing.rows(runs, target)))
+    if not rows:
+        raise UsageError(f"no row has all of {' and '.join(where or ())}")
+    print(tables.render(rows, "json" if json else format_.value, by=by))
     if plot is not None:
         from gcbench import plots
 
-        plots.draw(runs, plot)
+        plots.draw([run for row in rows for run in row.runs], plot)
         say(f"wrote {plot}")
 
 

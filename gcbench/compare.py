@@ -12,16 +12,16 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gcbench import schedule
-from gcbench.errors import GcbenchError, UsageError
+from gcbench.errors import GcbenchError, UsageError, unknown
 from gcbench.schema import ADDED, PHASES, SCHEMA
 
 BASELINE = "none"
@@ -124,6 +124,41 @@ class Run:
         by_step = _schedules(self.summary)
         return canonical([self.summary.compressor_name, self.summary.compressor, config, by_step])
 
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Return the records of the evaluations; none for a row of a .json file without metrics.
+
+        Raises:
+            GcbenchError: the metrics cannot be read.
+        """
+        parquet, lines = self.source / "metrics.parquet", self.source / "metrics.jsonl"
+        try:
+            if parquet.exists():
+                from pyarrow import parquet as reader
+
+                records = reader.read_table(parquet).to_pylist()
+            elif lines.exists():
+                records = [json.loads(line) for line in lines.read_text("utf-8").splitlines()]
+            else:
+                return []
+            evaluations = (record for record in records if record["kind"] == "eval")
+            return sorted(evaluations, key=lambda record: record["step"])
+        except (OSError, ValueError, KeyError) as error:
+            raise GcbenchError(
+                f"the metrics in {self.source} cannot be read ({error}); delete that folder and "
+                "run again"
+            ) from error
+
+
+class Reached(NamedTuple):
+    """What one run had spent at the first evaluation that met a target."""
+
+    step: int
+    payload_bytes: float
+    """Per worker, up and down together."""
+    wire_bytes: float
+    seconds: float
+    """Wall clock of the run: in the engine simulate of all workers in one process."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -145,6 +180,12 @@ class Row:
     phases: Mapping[str, float | None]
     tuned: tuple[str, ...] = ()
     """The keys of TUNED_KEYS in which that row differs, where none has equal ones."""
+    on_front: bool = False
+    """Whether no row of equal budget has both a better mean and fewer payload bytes."""
+    target: float | None = None
+    """The metric that was asked for, if one was."""
+    reached: Mapping[int, Reached | None] = field(default_factory=dict)
+    """For each seed with evaluations, what it took to meet the target; None where it never did."""
 
     @property
     def first(self) -> Summary:
@@ -188,6 +229,25 @@ class Row:
     def _differences(self) -> list[float]:
         common = sorted(self.values.keys() & self.baseline.keys())
         return [self.values[seed] - self.baseline[seed] for seed in common]
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % confidence interval of the mean paired difference; None below two pairs.
+
+        Student's t with pairs - 1 degrees of freedom: normal differences assumed.
+        """
+        spread, middle = self.difference_sd, self.difference
+        if spread is None or middle is None:
+            return None
+        from scipy import stats
+
+        half = float(stats.t.ppf(0.975, self.pairs - 1)) * spread / math.sqrt(self.pairs)
+        return middle - half, middle + half
+
+    def to_target(self, field: str) -> float | None:
+        """Return the mean over seeds of a field of `Reached`; None unless every seed got there."""
+        spent = [getattr(reached, field) for reached in self.reached.values() if reached]
+        return statistics.fmean(spent) if spent and len(spent) == len(self.runs) else None
 
     @property
     def band(self) -> tuple[float, float] | None:
@@ -269,7 +329,14 @@ class Row:
             "failed_seeds": list(self.failed),
             "difference": self.difference,
             "difference_sd": self.difference_sd,
+            "difference_low": self.interval[0] if self.interval else None,
+            "difference_high": self.interval[1] if self.interval else None,
             "pairs": self.pairs,
+            "on_front": self.on_front,
+            "target": self.target,
+            "target_reached": sum(reached is not None for reached in self.reached.values()),
+            "target_runs": len(self.reached),
+            **{f"target_{name}": self.to_target(name) for name in Reached._fields},
             "baseline_n": len(self.baseline),
             "band_low": self.band[0] if self.band else None,
             "band_high": self.band[1] if self.band else None,
@@ -527,8 +594,46 @@ def _order(value: Any) -> tuple[int, float, str]:
     return 1, 0.0, canonical(value)
 
 
-def rows(runs: Sequence[Run]) -> list[Row]:
-    """Return one row of each configuration without its seed, the baseline first in each budget."""
+def _reached(run: Run, metric: str, target: float) -> Reached | None:
+    """Return what it took to the first evaluation that met the target; None if none did.
+
+    A run whose parameters are NaN still has an accuracy, by chance: it never meets a target.
+    """
+    column = "test_accuracy" if metric == "accuracy" else "test_loss"
+    for record in run.evaluations():
+        value = record.get(column)
+        if value is None or record.get("test_loss", 0.0) is None:
+            continue
+        if value >= target if metric == "accuracy" else value <= target:
+            payload = record["payload_bytes_up"] + record["payload_bytes_down"]
+            return Reached(record["step"], payload, record["wire_bytes"], record["seconds"])
+    return None
+
+
+def _front(row: Row, rows: Sequence[Row]) -> bool:
+    """Return whether no other row of equal budget is as good in both and better in one."""
+    sign = 1 if row.metric == "accuracy" else -1
+
+    def beats(other: Row) -> bool:
+        if other.mean is None or row.mean is None or other.failed:
+            return False
+        better = sign * (other.mean - row.mean)
+        fewer = row.payload_bytes_step - other.payload_bytes_step
+        return better >= 0 and fewer >= 0 and (better > 0 or fewer > 0)
+
+    alike = [other for other in rows if other.context == row.context]
+    return row.mean is not None and not row.failed and not any(map(beats, alike))
+
+
+def rows(runs: Sequence[Run], target: float | None = None) -> list[Row]:
+    """Return one row of each configuration without its seed, the baseline first in each budget.
+
+    `target`: an accuracy (a fraction) or, for tasks without one, a test loss, to say what it took.
+
+    Raises:
+        UsageError: a target that no accuracy can meet.
+        GcbenchError: with a target, metrics that cannot be read.
+    """
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(run.method, []).append(run)
@@ -541,6 +646,12 @@ def rows(runs: Sequence[Run]) -> list[Row]:
         metric = "accuracy" if group[0].summary.task in with_accuracy else "test_loss"
         values = {run.summary.seed: _metric(run, metric) for run in group}
         phases = [run.summary.phase_seconds for run in group]
+        reached = {}
+        if target is not None:
+            if metric == "accuracy" and not 0 < target <= 1:
+                raise UsageError(f"--target {target:g}: an accuracy in (0, 1] expected, e.g. 0.9")
+            found = {run.summary.seed: run for run in group if run.evaluations()}
+            reached = {seed: _reached(run, metric, target) for seed, run in found.items()}
         bare.append(
             Row(
                 method=label,
@@ -554,12 +665,15 @@ def rows(runs: Sequence[Run]) -> list[Row]:
                     phase: _median(one.get(phase) for one in phases)
                     for phase in dict.fromkeys([*PHASES, *(name for one in phases for name in one)])
                 },
+                target=target,
+                reached=reached,
             )
         )
     made = []
     for row in bare:
         best, tuned = _baseline(row.runs[0], set(row.values), bare)
-        made.append(replace(row, baseline=best, tuned=tuned))
+        front = _front(row, bare)
+        made.append(replace(row, baseline=best, tuned=tuned, on_front=front))
     return sorted(
         made,
         key=lambda row: (
@@ -573,3 +687,63 @@ def rows(runs: Sequence[Run]) -> list[Row]:
 def _context_order(key: str) -> tuple[int, str]:
     first = ("task", "task_options", "workers", "steps", "batch", "optimizer", "lr")
     return (first.index(key) if key in first else len(first)), key
+
+
+# ---- filters and groups --------------------------------------------------------------------------
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """Return what a run can be chosen by: its config, and the fields of its method and task."""
+    nested = ("options", "task_options", "memory_options")
+    own = {key: value for name in nested for key, value in (run.config.get(name) or {}).items()}
+    config = {key: value for key, value in run.config.items() if key not in nested}
+    known = own | _fields(run.summary) | config
+    return known | {"compressor": run.summary.compressor_name, "seed": run.summary.seed}
+
+
+def _known(key: str, runs: Sequence[Run]) -> None:
+    keys = {key for run in runs for key in _settings(run)}
+    if key not in keys:
+        raise unknown("setting", key, keys)
+
+
+def where(
+    runs: Sequence[Run], conditions: Mapping[str, Sequence[str]]
+) -> tuple[list[Run], Callable[[Row], bool]]:
+    """Return the runs to make rows of, and whether a row is to be shown.
+
+    `conditions`: setting -> the values allowed, as the command line writes them. Seeds are chosen
+    before means are taken; all else afterwards, so that a row keeps its baseline.
+
+    Raises:
+        UsageError: a setting that no run has, or values that none has.
+    """
+
+    def meets(run: Run, key: str) -> bool:
+        return text(_settings(run).get(key)) in conditions[key]
+
+    for key, values in conditions.items():
+        _known(key, runs)
+        if not any(meets(run, key) for run in runs):
+            present = {text(_settings(run).get(key)) for run in runs}
+            raise unknown(key, ", ".join(values), present)
+    kept = [run for run in runs if "seed" not in conditions or meets(run, "seed")]
+    later = [key for key in conditions if key != "seed"]
+
+    def shown(row: Row) -> bool:
+        return all(meets(row.runs[0], key) for key in later)
+
+    return kept, shown
+
+
+def by(rows: Sequence[Row], key: str) -> dict[str, list[Row]]:
+    """Return the rows by the value of a setting, as text.
+
+    Raises:
+        UsageError: a setting that no run has.
+    """
+    _known(key, [row.runs[0] for row in rows])
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(text(_settings(row.runs[0]).get(key)), []).append(row)
+    return groups

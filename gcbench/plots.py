@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gcbench import pictures
 from gcbench.compare import Row, Run, rows
-from gcbench.errors import GcbenchError, UsageError
+from gcbench.errors import UsageError
 from gcbench.pictures import Mark
 
 if TYPE_CHECKING:
@@ -42,26 +42,10 @@ def curve(run: Run, column: str) -> dict[int, float]:
     def diverged(record: dict[str, Any]) -> bool:  # NaN parameters still have an accuracy
         return record.get(column) is None or record.get("test_loss", 0.0) is None
 
-    parquet, lines = run.source / "metrics.parquet", run.source / "metrics.jsonl"
-    try:
-        if parquet.exists():
-            from pyarrow import parquet as reader
-
-            records = reader.read_table(parquet).to_pylist()
-        elif lines.exists():
-            records = [json.loads(line) for line in lines.read_text("utf-8").splitlines()]
-        else:
-            return {}
-        return {
-            record["step"]: math.nan if diverged(record) else record[column]
-            for record in records
-            if record["kind"] == "eval"
-        }
-    except (OSError, ValueError, KeyError) as error:
-        raise GcbenchError(
-            f"the metrics in {run.source} cannot be read ({error}); delete that folder and run "
-            "again"
-        ) from error
+    return {
+        record["step"]: math.nan if diverged(record) else record[column]
+        for record in run.evaluations()
+    }
 
 
 def _ranked(panel: Sequence[Row]) -> list[Row]:
@@ -104,6 +88,13 @@ def _quality(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]]
             mew=0.7,
         )
         marks.append(Mark(size, percent * row.mean, spread, text, style["color"]))
+    front = sorted(
+        (size, percent * row.mean)
+        for row, size in zip(panel, sizes, strict=True)
+        if row.on_front and row.mean is not None
+    )
+    if len(front) > 1:
+        axes.plot(*zip(*front, strict=True), color="0.75", lw=1, ls=(0, (4, 2)), zorder=1)
     low, high = axes.get_ylim()
     if percent == 100 and high - low < LEAST_POINTS:  # do not blow up what is noise
         middle = (low + high) / 2
@@ -124,6 +115,7 @@ def _quality(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]]
         narrow = max(sizes) / min(sizes) < 10
         axes.xaxis.set_minor_formatter("{x:g}" if narrow else NullFormatter())
     grey = "\ngrey: range of the uncompressed seeds" if band else ""
+    grey += "\ndashed: nothing is better with fewer bytes" if len(front) > 1 else ""
     fold = "\n" if len(panel) > MANY else " "  # the legend is wide, and this panel narrow
     axes.set_xlabel(f"payload per worker and step,{fold}up + down (MB){grey}")
     axes.set_ylabel("test accuracy (%)" if percent == 100 else "test loss")
@@ -138,6 +130,7 @@ def _curves(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]])
     accuracy = panel[0].metric == "accuracy"
     drawn: list[float] = []
     late: list[float] = []
+    bare = []
     for number, row in enumerate(panel, 1):
         name = f"{number}  {_shown(row)}" if len(panel) > MANY else _shown(row)
         read = [curve(run, "test_accuracy" if accuracy else "test_loss") for run in row.runs]
@@ -151,7 +144,7 @@ def _curves(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]])
             steps.append(step)
             table.append(values)
         if not steps:
-            axes.plot([], [], label=f"{name} (no curve)", **style)
+            bare.append(axes.plot([], [], label=name, **style)[0])
             continue
         mean = [sum(values) / len(values) for values in table]
         axes.plot(
@@ -177,9 +170,14 @@ def _curves(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]])
         axes.set_ylim(bottom=min(late) - 0.05 * (max(drawn) - min(late)))
     axes.set_xlabel("step")
     axes.set_ylabel("test accuracy (%)" if accuracy else "test loss")
+    for line in bare if drawn else ():
+        line.set_label(f"{line.get_label()} (no curve)")
+    if not drawn:  # rows of a file have no metrics
+        axes.set_axis_off()
+        axes.set_title("")
     axes.legend(
         loc="upper left",
-        bbox_to_anchor=(1.01, 1.02),
+        bbox_to_anchor=(1.01, 1.02) if drawn else (0, 1.02),
         frameon=False,
         fontsize="small",
         handlelength=3.2,

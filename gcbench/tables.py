@@ -9,8 +9,10 @@ import math
 import shutil
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from gcbench import compare
 from gcbench.compare import Row, canonical, text
 from gcbench.errors import UsageError, unknown
 from gcbench.typeset import Column, latex, latex_text, markdown, number, terminal
@@ -32,10 +34,40 @@ def _quality(row: Row, mixed: bool) -> str:
 def _versus(row: Row) -> str:
     if row.difference is None:
         return "-"
-    number = (
-        f"{100 * row.difference:+.2f}" if row.metric == "accuracy" else f"{row.difference:+.2g}"
-    )
-    return number + ("" if row.pairs else " †") + (" ‡" if row.tuned else "")
+
+    def shown(value: float) -> str:
+        return f"{100 * value:+.2f}" if row.metric == "accuracy" else f"{value:+.2g}"
+
+    interval = f" [{', '.join(map(shown, row.interval))}]" if row.interval else ""
+    marks = ("" if row.pairs else " †") + (" ‡" if row.tuned else "")
+    return shown(row.difference) + interval + marks
+
+
+def _target(rows: Sequence[Row]) -> list[Column]:
+    """Return what it took to meet the target; nothing where none was asked for."""
+    target = rows[0].target
+    if target is None:
+        return []
+    name = f"{100 * target:g} %" if rows[0].metric == "accuracy" else f"loss {target:g}"
+
+    def met(row: Row) -> str:
+        if not row.reached:
+            return "no curve"
+        return f"{sum(map(bool, row.reached.values()))} of {len(row.reached)}"
+
+    fields = [
+        ("step", "steps", 1.0),
+        ("payload_bytes", "payload\nMB", 1 / MB),
+        ("wire_bytes", "wire\nMB", 1 / MB),
+        ("seconds", "wall\ns", 1.0),
+    ]
+    return [
+        Column(f"to {name}:\nseeds", list(map(met, rows))),
+        *(
+            Column(heading, [number(row.to_target(field), scale) for row in rows])
+            for field, heading, scale in fields
+        ),
+    ]
 
 
 def _communicate(row: Row) -> str:
@@ -63,7 +95,9 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
             Column("n", counts),
             Column("vs none", [_versus(row) for row in rows]),
             Column("in band", [row.in_band for row in rows]),
+            Column("front", ["yes" if row.on_front else "" for row in rows]),
         ],
+        "target": _target(rows),
         "traffic": [
             Column("collective", [row.first.collective for row in rows]),
             *(
@@ -100,8 +134,10 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     """Return the sentences that a reader needs beside the numbers."""
     notes = [
         "Mean ± sample sd over n seeds. vs none: difference from the uncompressed runs of equal "
-        "budget (accuracy in points), over common seeds. in band: whether the mean lies between "
-        "the lowest and the highest of the uncompressed seeds.",
+        "budget (accuracy in points), over common seeds, with its 95 % confidence interval "
+        "(Student's t) where two are common. in band: whether the mean lies between the lowest and "
+        "the highest of the uncompressed seeds. front: no row of equal budget has a better mean "
+        "for fewer payload bytes.",
         "Bytes per worker and step, MB = 10^6 bytes. payload: encoded, up + down; wire: what a "
         "worker sends over the network, with the collective's own factor.",
     ]
@@ -111,6 +147,11 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     if keys:
         notes.append(
             f"‡: the uncompressed runs differ in {', '.join(keys)}; of several the best was taken."
+        )
+    if rows[0].target is not None:
+        notes.append(
+            "Target: what a worker had spent at the first evaluation that met it, mean over seeds, "
+            "where all of them did; evaluations are --eval-every steps apart."
         )
     if any(row.failed for row in rows):
         notes.append("failed: the run diverged; such seeds are in no mean.")
@@ -133,7 +174,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
 def _two(rows: Sequence[Row]) -> list[list[Column]]:
     """Return the columns of the results table and, where times are known, of the times table."""
     groups = _columns(rows)
-    tables = [groups["which"] + groups["quality"] + groups["traffic"]]
+    tables = [groups["which"] + groups["quality"] + groups["target"] + groups["traffic"]]
     if _timed(groups["times"]):
         tables.append(groups["which"] + groups["times"])
     return tables
@@ -150,7 +191,7 @@ def _table(rows: Sequence[Row], width: int) -> str:
     if not _timed(groups["times"]):
         del groups["times"]
     notes = [textwrap.fill(note, width, break_long_words=False) for note in _notes(rows)]
-    return terminal(which, list(groups.values()), width) + "\n\n" + "\n".join(notes)
+    return terminal(which, list(filter(None, groups.values())), width) + "\n\n" + "\n".join(notes)
 
 
 def _markdown(rows: Sequence[Row]) -> str:
@@ -193,19 +234,50 @@ def _json(rows: Sequence[Row]) -> str:
     return json.dumps(records, indent=2, allow_nan=False)
 
 
-def render(rows: Sequence[Row], format: str = "table", width: int | None = None) -> str:
+def render(
+    rows: Sequence[Row], format: str = "table", width: int | None = None, by: str | None = None
+) -> str:
     """Return the rows as text in one of `FORMATS`, without a final line break.
 
     `width` is in columns and bounds the format "table" alone: wider content is split over more
-    tables. None takes the terminal's, or 200 where the output is no terminal.
+    tables. None takes the terminal's, or 200 where the output is no terminal. `by`: a setting whose
+    values have a table each; CSV and JSON, which have one row a row, sort by it.
 
     Raises:
-        UsageError: an unknown format, or no rows.
+        UsageError: an unknown format, or setting, or no rows.
     """
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)
     if not rows:
         raise UsageError("no rows to show; load at least one finished run")
-    if format == "table":
-        return _table(rows, width or shutil.get_terminal_size((200, 24)).columns)
-    return {"markdown": _markdown, "csv": _csv, "json": _json, "latex": _latex}[format](rows)
+    groups = {"": list(rows)} if by is None else compare.by(rows, by)
+    if format in ("csv", "json"):
+        one = [row for group in groups.values() for row in group]
+        return _csv(one) if format == "csv" else _json(one)
+    width = width or shutil.get_terminal_size((200, 24)).columns
+    made = {
+        "table": lambda group: _table(group, width),
+        "markdown": _markdown,
+        "latex": _latex,
+    }[format]
+    titles = {"table": "{}", "markdown": "**{}**", "latex": "% {}"}
+    blocks = []
+    for value, group in groups.items():
+        title, told = _constants(group)
+        if by is not None:
+            title = ", ".join(filter(None, [f"{by}={value}", title]))
+        if title:
+            blocks.append(titles[format].format(title))
+        blocks.append(made(told))
+    return "\n\n".join(blocks)
+
+
+def _constants(rows: Sequence[Row]) -> tuple[str, list[Row]]:
+    """Return in words the context that all rows share, and the rows without it.
+
+    The rows of a choice or a group share settings in which those of the whole differ.
+    """
+    shared = [key for key in rows[0].context if len({canonical(r.context[key]) for r in rows}) == 1]
+    words = ", ".join(f"{key}={text(rows[0].context[key])}" for key in shared)
+    rest = [key for key in rows[0].context if key not in shared]
+    return words, [replace(row, context={key: row.context[key] for key in rest}) for row in rows]

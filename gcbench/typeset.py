@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -149,8 +150,7 @@ def latex_text(text: str) -> str:
 def _latex_cell(cell: str) -> str:
     if cell == "-":
         return "--"
-    sign = f"${cell[0]}$" if cell[0] in "+-" else latex_text(cell[0])
-    return sign + latex_text(cell[1:])
+    return re.sub(r"(?<![^ \[])[+-](?=[0-9])", r"$\g<0>$", latex_text(cell))
 
 
 def latex(columns: Sequence[Column], which: int) -> str:

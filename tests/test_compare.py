@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import invoke
 
 from gcbench import pictures, plots
 from gcbench.compare import load, rows
@@ -550,3 +551,142 @@ def test_many_points_carry_the_numbers_of_the_legend(tmp_path: Path) -> None:
         else:
             assert [mark.text for mark in marks] == [row.method for row in ranked]
             assert names == [row.method for row in ranked]
+
+
+# --- choices, groups, targets, fronts
+
+
+def test_the_interval_is_students(tmp_path: Path) -> None:
+    """Differences of +0.01, -0.02 and +0.04: t(0.975; 2) = 4.302653."""
+    values = (0.91, 0.90, 0.98)
+    _, row = table(tmp_path, *BASE, *(summary("near", s, v) for s, v in enumerate(values)))
+    half = 4.302653 * 0.03 / math.sqrt(3)
+    assert row.difference == pytest.approx(0.01)
+    assert row.interval == pytest.approx((0.01 - half, 0.01 + half), rel=1e-6)
+    assert f"+1.00 [{100 * (0.01 - half):+.2f}, {100 * (0.01 + half):+.2f}]" in render([row])
+    record = row.record()
+    assert (record["difference_low"], record["difference_high"]) == row.interval
+
+
+def test_no_interval_from_one_pair(tmp_path: Path) -> None:
+    _, row = table(tmp_path, *BASE, summary("near", 0, 0.91))
+    assert row.interval is None
+    assert row.record()["difference_low"] is None
+
+
+def test_the_front_has_what_nothing_beats(tmp_path: Path) -> None:
+    """Equal accuracy for more bytes is beaten; equal in both is not; failed seeds never stand."""
+    made = table(
+        tmp_path,
+        summary("none", 0, 0.90, payload_bytes_up=100),
+        summary("equal", 0, 0.80, payload_bytes_up=10),
+        summary("twin", 0, 0.80, payload_bytes_up=10),
+        summary("more", 0, 0.80, payload_bytes_up=11),
+        summary("worse", 0, 0.79, payload_bytes_up=10),
+        summary("least", 0, 0.10, payload_bytes_up=1),
+        summary("failed", 0, None, test_loss=None, payload_bytes_up=0),
+        summary("half", 0, 0.99, payload_bytes_up=5),
+        summary("half", 1, None, test_loss=None, payload_bytes_up=5),
+        summary("elsewhere", 0, 0.01, payload_bytes_up=1000, workers=4),
+    )
+    front = {row.method for row in made if row.on_front}
+    assert front == {"none", "equal", "twin", "least", "elsewhere"}
+
+
+def spent(step: int) -> dict[str, float]:
+    return {
+        "payload_bytes_up": 10.0 * step,
+        "payload_bytes_down": 1.0 * step,
+        "wire_bytes": 7.0 * step,
+        "seconds": step / 4,
+    }
+
+
+def evaluated(run: Any, accuracies: dict[int, float | None]) -> None:
+    records = [
+        {"kind": "eval", "step": step, "test_accuracy": 0.95 if value is None else value}
+        | {"test_loss": None if value is None else 1 - value, **spent(step)}
+        for step, value in accuracies.items()
+    ]
+    (run.source / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+
+
+def test_what_it_took_to_the_target(tmp_path: Path) -> None:
+    """The first evaluation that meets it; the mean where all seeds do; NaN parameters never do."""
+    write(tmp_path, *BASE[:2], summary("late", 0), summary("late", 1))
+    found = {(run.summary.compressor_name, run.summary.seed): run for run in load([tmp_path])}
+    evaluated(found["none", 0], {30: 0.95, 10: 0.5, 20: 0.9})
+    evaluated(found["none", 1], {10: 0.5, 20: 0.8, 30: 0.95})
+    evaluated(found["late", 0], {10: 0.5, 20: 0.9})
+    evaluated(found["late", 1], {10: 0.5, 20: None})
+    none, late = rows(list(found.values()), target=0.9)
+    assert none.to_target("step") == 25
+    assert none.to_target("payload_bytes") == 11 * 25
+    assert none.to_target("wire_bytes") == 7 * 25
+    assert none.to_target("seconds") == 6.25
+    assert late.to_target("step") is None
+    assert (late.reached[0].step, late.reached[1]) == (20, None)
+    text = render([none, late])
+    assert "to 90 %:" in text
+    assert "2 of 2" in text
+    assert "1 of 2" in text
+    record = late.record()
+    assert (record["target_reached"], record["target_runs"], record["target_step"]) == (1, 2, None)
+    assert "to 90" not in render(rows(list(found.values())))
+    with pytest.raises(UsageError, match=r"--target 90: an accuracy in \(0, 1\] expected"):
+        rows(list(found.values()), target=90)
+
+
+def test_a_loss_is_met_from_above(tmp_path: Path) -> None:
+    (run,) = load([write(tmp_path, summary(accuracy=None))])
+    evaluated(run, {10: 0.5, 20: 0.8})  # losses 0.5, 0.2
+    (row,) = rows([run], target=0.25)
+    assert row.to_target("step") == 20
+    assert "loss 0.25" in render([row])
+    (row,) = rows([run], target=0.5)
+    assert row.to_target("step") == 10
+
+
+def test_rows_without_curves_say_so(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps(BASE))
+    (row,) = rows(load([tmp_path / "rows.json"]), target=0.5)
+    assert row.reached == {}
+    assert "no curve" in render([row])
+
+
+def test_chosen_rows_keep_their_baseline(tmp_path: Path) -> None:
+    folder = write(tmp_path, *BASE, summary("near", 0, 0.91), summary("near", 0, 0.5, workers=4))
+    shown = invoke(
+        "compare", folder, "--where", "compressor=near", "--where", "workers=2", "--json"
+    )
+    (row,) = shown.json
+    assert (row["compressor_name"], row["workers"]) == ("near", 2)
+    assert row["difference"] == pytest.approx(0.01)
+    (row,) = invoke("compare", folder, "--where", "seed=1,2", "--json").json
+    assert (row["compressor_name"], row["seeds"]) == ("none", [1, 2])
+    for words, said in [
+        (["--where", "worker=2"], "Did you mean 'workers'"),
+        (["--where", "workers=3"], "unknown workers '3'. Known: 2, 4"),
+        (["--where", "workers"], "SETTING=VALUE"),
+        (["--where", "seed=1", "--where", "seed=2"], "each setting once"),
+        (["--where", "workers=4", "--where", "compressor=none"], "no row has all of"),
+        (["--by", "wrkers"], "Did you mean 'workers'"),
+    ]:
+        refused = invoke("compare", folder, *words)
+        assert (refused.code, said in refused.err) == (2, True), refused.err
+
+
+def test_groups_have_a_table_each(tmp_path: Path) -> None:
+    folder = write(tmp_path, *BASE, summary("near", 0, 0.91), summary("near", 0, 0.5, workers=4))
+    text = invoke("compare", folder, "--by", "workers").out
+    assert text.index("workers=2, ") < text.index("none") < text.index("workers=4, ")
+    assert "workers  method" not in text
+    assert "**workers=4" in invoke("compare", folder, "--by", "workers", "--format", "markdown").out
+    assert len(invoke("compare", folder, "--by", "workers", "--json").json) == 3
+
+
+def test_evaluations_that_cannot_be_read(tmp_path: Path) -> None:
+    (run,) = load([write(tmp_path, summary())])
+    (run.source / "metrics.jsonl").write_text('{"step": 3}')
+    with pytest.raises(GcbenchError, match=r"metrics in .* cannot be read"):
+        run.evaluations()
