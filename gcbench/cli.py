@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from gcbench.commands import DataDir, Format, Formatted, Json, Progress, Shown, print_json, say
+from gcbench.commands.report import report
 from gcbench.errors import GcbenchError, UsageError
 
 app = typer.Typer(
@@ -312,6 +313,9 @@ def kernels(
     timings = timing.load(file)
     rows = timing.select(timings.rows, size=size, threads=threads, op=op, backend=backend)
     print(timing.render(timings, rows, "json" if json else format_.value))
+
+
+app.command()(report)
 
 
 @data_app.command("get")

@@ -150,13 +150,13 @@ class Run:
 
 
 class Reached(NamedTuple):
-    """What one run had spent at the first evaluation that met a target."""
+    """What one run had spent at the first evaluation that met a target; None: not recorded."""
 
     step: int
-    payload_bytes: float
+    payload_bytes: float | None
     """Per worker, up and down together."""
-    wire_bytes: float
-    seconds: float
+    wire_bytes: float | None
+    seconds: float | None
     """Wall clock of the run: in the engine simulate of all workers in one process."""
 
 
@@ -247,7 +247,8 @@ class Row:
     def to_target(self, field: str) -> float | None:
         """Return the mean over seeds of a field of `Reached`; None unless every seed got there."""
         spent = [getattr(reached, field) for reached in self.reached.values() if reached]
-        return statistics.fmean(spent) if spent and len(spent) == len(self.runs) else None
+        known = [value for value in spent if value is not None]
+        return statistics.fmean(known) if known and len(known) == len(self.runs) else None
 
     @property
     def band(self) -> tuple[float, float] | None:
@@ -400,7 +401,8 @@ def _read_list(path: Path) -> list[Run]:
     return [_parse(item, path, f"{path}, row {i}") for i, item in enumerate(items, 1)]
 
 
-def _run_folders(folder: Path) -> Iterator[Path]:
+def run_folders(folder: Path) -> Iterator[Path]:
+    """Yield the folders of runs, finished or not, in a folder at any depth."""
     for place, below, files in os.walk(folder):
         below.sort()
         if "summary.json" in files or any(name in files for name in _RUN_FILES):
@@ -435,7 +437,7 @@ def load(folders: Sequence[Path]) -> list[Run]:
                 raise UsageError(f"{folder} is no folder and no .json file of summaries")
             found += _read_list(folder)
             continue
-        runs = list(_run_folders(folder))
+        runs = list(run_folders(folder))
         if not runs:
             raise UsageError(
                 f"no run in {folder} (a run's folder holds config.json and, once finished, "
@@ -605,8 +607,9 @@ def _reached(run: Run, metric: str, target: float) -> Reached | None:
         if value is None or record.get("test_loss", 0.0) is None:
             continue
         if value >= target if metric == "accuracy" else value <= target:
-            payload = record["payload_bytes_up"] + record["payload_bytes_down"]
-            return Reached(record["step"], payload, record["wire_bytes"], record["seconds"])
+            up, down = record.get("payload_bytes_up"), record.get("payload_bytes_down")
+            payload = None if up is None or down is None else up + down
+            return Reached(record["step"], payload, record.get("wire_bytes"), record.get("seconds"))
     return None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gcbench import pictures
-from gcbench.compare import Row, Run, rows
+from gcbench.compare import Row, Run, canonical, rows
 from gcbench.errors import UsageError
 from gcbench.pictures import Mark
 
@@ -88,13 +88,12 @@ def _quality(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]]
             mew=0.7,
         )
         marks.append(Mark(size, percent * row.mean, spread, text, style["color"]))
-    front = sorted(
-        (size, percent * row.mean)
-        for row, size in zip(panel, sizes, strict=True)
-        if row.on_front and row.mean is not None
-    )
-    if len(front) > 1:
-        axes.plot(*zip(*front, strict=True), color="0.75", lw=1, ls=(0, (4, 2)), zorder=1)
+    fronts: dict[str, list[tuple[float, float]]] = {}
+    for row, size in zip(panel, sizes, strict=True):
+        if row.on_front and row.mean is not None:
+            fronts.setdefault(canonical(row.context), []).append((size, percent * row.mean))
+    for front in fronts.values():
+        axes.plot(*zip(*sorted(front), strict=True), color="0.75", lw=1, ls=(0, (4, 2)), zorder=1)
     low, high = axes.get_ylim()
     if percent == 100 and high - low < LEAST_POINTS:  # do not blow up what is noise
         middle = (low + high) / 2
@@ -115,7 +114,11 @@ def _quality(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]]
         narrow = max(sizes) / min(sizes) < 10
         axes.xaxis.set_minor_formatter("{x:g}" if narrow else NullFormatter())
     grey = "\ngrey: range of the uncompressed seeds" if band else ""
-    grey += "\ndashed: nothing is better with fewer bytes" if len(front) > 1 else ""
+    grey += (
+        "\ndashed: nothing is better with fewer bytes"
+        if any(len(front) > 1 for front in fronts.values())
+        else ""
+    )
     fold = "\n" if len(panel) > MANY else " "  # the legend is wide, and this panel narrow
     axes.set_xlabel(f"payload per worker and step,{fold}up + down (MB){grey}")
     axes.set_ylabel("test accuracy (%)" if percent == 100 else "test loss")
@@ -174,7 +177,7 @@ def _curves(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]])
         line.set_label(f"{line.get_label()} (no curve)")
     if not drawn:  # rows of a file have no metrics
         axes.set_axis_off()
-        axes.set_title("")
+        axes.set_title("", loc="left")
     axes.legend(
         loc="upper left",
         bbox_to_anchor=(1.01, 1.02) if drawn else (0, 1.02),

@@ -130,9 +130,9 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
     return groups
 
 
-def _notes(rows: Sequence[Row]) -> list[str]:
+def notes(rows: Sequence[Row]) -> list[str]:
     """Return the sentences that a reader needs beside the numbers."""
-    notes = [
+    made = [
         "Mean ± sample sd over n seeds. vs none: difference from the uncompressed runs of equal "
         "budget (accuracy in points), over common seeds, with its 95 % confidence interval "
         "(Student's t) where two are common. in band: whether the mean lies between the lowest and "
@@ -142,36 +142,36 @@ def _notes(rows: Sequence[Row]) -> list[str]:
         "worker sends over the network, with the collective's own factor.",
     ]
     if any(row.difference is not None and not row.pairs for row in rows):
-        notes.append("†: no common seeds; the difference is of the two means.")
+        made.append("†: no common seeds; the difference is of the two means.")
     keys = sorted({key for row in rows for key in row.tuned})
     if keys:
-        notes.append(
+        made.append(
             f"‡: the uncompressed runs differ in {', '.join(keys)}; of several the best was taken."
         )
     if rows[0].target is not None:
-        notes.append(
+        made.append(
             "Target: what a worker had spent at the first evaluation that met it, mean over seeds, "
             "where all of them did; evaluations are --eval-every steps apart."
         )
     if any(row.failed for row in rows):
-        notes.append("failed: the run diverged; such seeds are in no mean.")
+        made.append("failed: the run diverged; such seeds are in no mean.")
     if any(row.step_seconds is not None or any(row.phases.values()) for row in rows):
-        notes.append(
+        made.append(
             "Times: of one worker, median over steps and then over seeds; step: wall clock of all "
             "of it (in the engine simulate, of all workers in one process)."
         )
     links = sorted({(m.link_gbit, m.link_latency_us) for row in rows if (m := row.modelled)})
     if links:
         link = " or ".join(f"{gbit:g} Gbit/s and {latency:g} µs" for gbit, latency in links)
-        notes.append(f"~: modelled from a link of {link}, not measured and not part of step.")
+        made.append(f"~: modelled from a link of {link}, not measured and not part of step.")
     for field, what in (("machine", "machines: their times do not compare"), ("commit", "commits")):
         places = {canonical(run.summary.provenance.get(field)) for row in rows for run in row.runs}
         if len(places) > 1:
-            notes.append(f"The runs come from {len(places)} {what}.")
-    return notes
+            made.append(f"The runs come from {len(places)} {what}.")
+    return made
 
 
-def _two(rows: Sequence[Row]) -> list[list[Column]]:
+def sheets(rows: Sequence[Row]) -> list[list[Column]]:
     """Return the columns of the results table and, where times are known, of the times table."""
     groups = _columns(rows)
     tables = [groups["which"] + groups["quality"] + groups["target"] + groups["traffic"]]
@@ -190,21 +190,21 @@ def _table(rows: Sequence[Row], width: int) -> str:
     which = groups.pop("which")
     if not _timed(groups["times"]):
         del groups["times"]
-    notes = [textwrap.fill(note, width, break_long_words=False) for note in _notes(rows)]
-    return terminal(which, list(filter(None, groups.values())), width) + "\n\n" + "\n".join(notes)
+    told = [textwrap.fill(note, width, break_long_words=False) for note in notes(rows)]
+    return terminal(which, list(filter(None, groups.values())), width) + "\n\n" + "\n".join(told)
 
 
 def _markdown(rows: Sequence[Row]) -> str:
     names = len(rows[0].context) + 1
-    return "\n\n".join([*(markdown(columns, names) for columns in _two(rows)), *_notes(rows)])
+    return "\n\n".join([*(markdown(columns, names) for columns in sheets(rows)), *notes(rows)])
 
 
 def _latex(rows: Sequence[Row]) -> str:
     """Return a tabular for each table (needs the package booktabs), and the notes below."""
     names = len(rows[0].context) + 1
-    notes = " ".join(map(latex_text, _notes(rows)))
-    small = rf"\par\smallskip{{\footnotesize {notes}\par}}"
-    return "\n\n".join([*(latex(columns, names) for columns in _two(rows)), small])
+    told = " ".join(map(latex_text, notes(rows)))
+    small = rf"\par\smallskip{{\footnotesize {told}\par}}"
+    return "\n\n".join([*(latex(columns, names) for columns in sheets(rows)), small])
 
 
 def _finite(value: Any) -> Any:
@@ -263,7 +263,7 @@ def render(
     titles = {"table": "{}", "markdown": "**{}**", "latex": "% {}"}
     blocks = []
     for value, group in groups.items():
-        title, told = _constants(group)
+        title, told = constants(group)
         if by is not None:
             title = ", ".join(filter(None, [f"{by}={value}", title]))
         if title:
@@ -272,7 +272,7 @@ def render(
     return "\n\n".join(blocks)
 
 
-def _constants(rows: Sequence[Row]) -> tuple[str, list[Row]]:
+def constants(rows: Sequence[Row]) -> tuple[str, list[Row]]:
     """Return in words the context that all rows share, and the rows without it.
 
     The rows of a choice or a group share settings in which those of the whole differ.

@@ -288,14 +288,14 @@ def parts(analysis: Analysis) -> Iterator[tuple[Table, str, list[Row]]]:
             yield table, f"{table.title}: {cell(value)}", alike
 
 
-def where(analysis: Analysis) -> str:
-    """Return in one line on what the analysis was made."""
-    found = analysis.provenance
+def where(found: Mapping[str, Any]) -> str:
+    """Return in one line on what an analysis, or a run, of that provenance was made."""
     machine, known = found.get("machine", {}), found.get("versions", {})
     commit = found.get("commit")
+    cpu = machine.get("cpu")
     facts = [
         machine.get("gpu"),
-        f"{machine.get('cpu')} ({machine.get('isa')}), {machine.get('cores')} cores",
+        cpu and f"{cpu} ({machine.get('isa')}), {machine.get('cores')} cores",
         *(f"{name} {known[name]}" for name in ("torch", "gcbench", "python") if name in known),
         commit and f"commit {commit[:10]}{'+' * commit.endswith('+')}",
         str(found.get("started", ""))[:10],
@@ -346,7 +346,7 @@ def render(analysis: Analysis, format: str = "table", width: int | None = None) 
             blocks.append(f"{latex(made, which)}\n{told(title)}")
         if rows[-1] is table.rows[-1]:
             blocks += map(told, table.notes)
-    ends = [*analysis.conclusions, where(analysis) + "."]
+    ends = [*analysis.conclusions, where(analysis.provenance) + "."]
     return "\n\n".join([*blocks, *map(told, ends)])
 
 

@@ -1,0 +1,57 @@
+"""`gcbench report`: one page of HTML with everything that was found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gcbench.commands import ANALYSES, Json, Progress, Shown, print_json, say
+
+RUNS = Path("results/runs")
+
+
+def report(
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Runs, analyses, folders of them, JSON files of rows.",
+            show_default=f"{RUNS} {ANALYSES}",
+        ),
+    ] = None,
+    output: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="Its title.")] = "gcbench report",
+    target: Annotated[
+        float | None,
+        typer.Option(help="Say what it took to this accuracy, e.g. 0.9 (or test loss)."),
+    ] = None,
+    progress: Shown = Progress.auto,
+    json: Json = False,
+) -> None:
+    """Write one HTML page of runs and analyses: sortable tables, pictures, commands. No network."""
+    from gcbench import progress as showing
+    from gcbench import report as reporting
+
+    places = folders or [place for place in (RUNS, ANALYSES) if place.exists()] or [RUNS]
+    runs, analyses = reporting.collect(places)
+    observers: list[showing.Observer] = []
+
+    def said(done: int, of: int, what: str) -> None:
+        if not observers:
+            observers.append(showing.observer(progress.value, "report", of))
+        observers[0].step(done, what)
+
+    reporting.check(output)
+    try:
+        text = reporting.page(runs, analyses, title=title, target=target, said=said)
+    finally:
+        for observer in observers:
+            observer.close()
+    reporting.write(output, text)
+    if json:
+        size = len(text.encode())
+        row = {"page": str(output), "bytes": size, "runs": len(runs), "analyses": len(analyses)}
+        print_json(row)
+    else:
+        say(f"wrote {output}: {len(runs)} runs, {len(analyses)} analyses")
