@@ -212,7 +212,7 @@ def compare(
 ) -> None:
     """Compare finished runs: accuracy over seeds, bytes, time by phase."""
     from gcbench import compare as comparing
-    from gcbench import tables
+    from gcbench import finished, tables
 
     conditions = {}
     for word in where or ():
@@ -220,7 +220,7 @@ def compare(
         if not (key and equals and values) or key in conditions:
             raise UsageError(f"--where {word!r}: SETTING=VALUE[,VALUE] expected, each setting once")
         conditions[key] = values.split(",")
-    runs, shown = comparing.where(comparing.load(folders or [RESULTS]), conditions)
+    runs, shown = comparing.where(finished.load(folders or [RESULTS]), conditions)
     rows = list(filter(shown, comparing.rows(runs, target)))
     if not rows:
         raise UsageError(f"no row has all of {' and '.join(where or ())}")

@@ -1,28 +1,20 @@
 """Finished runs to tables: mean and spread over seeds, distance to `none`, bytes and times.
 
-`load` reads runs, `rows` makes one row of each configuration (its seeds together), and
+`finished.load` reads runs, `rows` makes one row of each configuration (its seeds together), and
 `gcbench.tables.render` prints them. results/README.md explains every column.
 """
 
 from __future__ import annotations
 
-import ast
-import json
 import math
-import os
 import statistics
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from gcbench import schedule
-from gcbench.errors import GcbenchError, UsageError, unknown
-from gcbench.schema import ADDED, PHASES, SCHEMA
+from gcbench.errors import UsageError, unknown
+from gcbench.finished import Modelled, Run, Summary, canonical, fields, text
+from gcbench.schema import PHASES
 
 BASELINE = "none"
 
@@ -49,104 +41,6 @@ _TAG_PAIRS = (
     *("start_step", "delay", "rebroadcast_every", "threads", "eval_every", "log_every"),
     *("on_nonfinite", "link_gbit", "link_latency_us"),
 )
-_RUN_FILES = ("config.json", "provenance.json", "metrics.jsonl", "metrics.parquet")
-
-
-class Wire(BaseModel):
-    """Bytes that crossed the network over the whole run, the collective's own factor included."""
-
-    per_worker: float
-    total: float | None = None
-
-
-class Modelled(BaseModel):
-    """Communication time of a step that was computed from a link, not measured."""
-
-    seconds: float
-    link_gbit: float
-    link_latency_us: float
-
-
-class Summary(BaseModel):
-    """The fields of summary.json (schema 1) that a comparison needs; the others are kept."""
-
-    model_config = ConfigDict(extra="allow")
-
-    task: str
-    compressor: str
-    compressor_name: str
-    workers: int = Field(ge=1)
-    collective: str
-    engine: str
-    gradients: str | None = None
-    seed: int
-    steps: int = Field(ge=1)
-    batch: int = Field(ge=1)
-    test_accuracy: float | None = None
-    test_loss: float | None = None
-    train_loss: float | None = None
-    params: int | None = None
-    payload_bytes_up: float = Field(ge=0)
-    payload_bytes_down: float = Field(ge=0)
-    wire_bytes: Wire
-    nominal_ratio: float | None = None
-    payload_ratio_up: float | None = None
-    payload_ratio_down: float | None = None
-    phase_seconds: dict[str, float | None] = {}
-    communicate_modelled: Modelled | None = None
-    step_seconds: float | None = None
-    config_hash: str | None = None
-    skipped_steps: int = 0
-    config: dict[str, Any]
-    provenance: dict[str, Any] = {}
-
-
-@dataclass(frozen=True)
-class Run:
-    """One finished run: its summary, and where it was read."""
-
-    summary: Summary
-    source: Path
-    """The run's folder, or the .json file that holds the summary."""
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The full config without the seed; values that the run resolved win over the asked."""
-        resolved = ("task", "workers", "collective", "engine", "gradients", "steps", "batch")
-        resolutions = {key: getattr(self.summary, key) for key in resolved}
-        config = ADDED | self.summary.config | resolutions
-        return {key: value for key, value in config.items() if key != "seed"}
-
-    @property
-    def method(self) -> str:
-        """What tells this run from others except its seed, as canonical JSON."""
-        config = {key: value for key, value in self.config.items() if key != "options"}
-        by_step = _schedules(self.summary)
-        return canonical([self.summary.compressor_name, self.summary.compressor, config, by_step])
-
-    def evaluations(self) -> list[dict[str, Any]]:
-        """Return the records of the evaluations; none for a row of a .json file without metrics.
-
-        Raises:
-            GcbenchError: the metrics cannot be read.
-        """
-        parquet, lines = self.source / "metrics.parquet", self.source / "metrics.jsonl"
-        try:
-            if parquet.exists():
-                from pyarrow import parquet as reader
-
-                records = reader.read_table(parquet).to_pylist()
-            elif lines.exists():
-                records = [json.loads(line) for line in lines.read_text("utf-8").splitlines()]
-            else:
-                return []
-            evaluations = (record for record in records if record["kind"] == "eval")
-            return sorted(evaluations, key=lambda record: record["step"])
-        except (OSError, ValueError, KeyError) as error:
-            raise GcbenchError(
-                f"the metrics in {self.source} cannot be read ({error}); delete that folder and "
-                "run again"
-            ) from error
 
 
 class Reached(NamedTuple):
@@ -354,119 +248,9 @@ class Row:
         }
 
 
-def canonical(value: Any) -> str:
-    """Return a value as text that is the same for equal values."""
-    return json.dumps(value, sort_keys=True, default=str)
-
-
 def _median(values: Iterable[float | None]) -> float | None:
     present = [value for value in values if value is not None]
     return statistics.median(present) if present else None
-
-
-def _parse(data: Any, source: Path, where: str) -> Run:
-    remedy = "repair it, or delete it and run again"
-    if not isinstance(data, dict):
-        raise GcbenchError(f"{where}: {type(data).__name__} found, a summary object expected")
-    if data.get("schema") != SCHEMA:
-        raise GcbenchError(
-            f"{where}: schema {data.get('schema')!r}, but this gcbench reads {SCHEMA}; run again "
-            "with this version, or convert the file (results/README.md has the fields)"
-        )
-    try:
-        return Run(Summary.model_validate(data), source)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise GcbenchError(
-            f"{where}: `{field}`: {first['msg']} ({len(error.errors())} in all); {remedy} "
-            "(results/README.md has the fields)"
-        ) from error
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise GcbenchError(
-            f"{path} cannot be read ({error}); delete it, or its run's folder, and run again"
-        ) from error
-
-
-def _read_list(path: Path) -> list[Run]:
-    data = _read_json(path)
-    items = data if isinstance(data, list) else [data]
-    if not items:
-        raise UsageError(f"{path} is an empty list; a summary or a list of summaries is expected")
-    return [_parse(item, path, f"{path}, row {i}") for i, item in enumerate(items, 1)]
-
-
-def run_folders(folder: Path) -> Iterator[Path]:
-    """Yield the folders of runs, finished or not, in a folder at any depth."""
-    for place, below, files in os.walk(folder):
-        below.sort()
-        if "summary.json" in files or any(name in files for name in _RUN_FILES):
-            below.clear()  # a run holds no runs
-            yield Path(place)
-
-
-def _warn(line: str) -> None:
-    print(f"gcbench: {line}", file=sys.stderr)
-
-
-def load(folders: Sequence[Path]) -> list[Run]:
-    """Return the finished runs in `folders`, each once.
-
-    Each path is a run's folder, a folder with runs at any depth, or a .json file that holds one
-    summary or a list of them. Unfinished runs, and different results for one config and seed, are
-    reported on stderr.
-
-    Raises:
-        UsageError: a path is missing, or nothing in it is a run.
-        GcbenchError: a summary cannot be read or is of another schema, or no run is finished.
-    """
-    if not folders:
-        raise UsageError("no folder was named; name runs or a results folder, e.g. results/runs")
-    found: list[Run] = []
-    unfinished: dict[Path, None] = {}
-    for folder in map(Path, folders):
-        if not folder.exists():
-            raise UsageError(f"{folder} does not exist; `gcbench run` writes to results/runs")
-        if folder.is_file():
-            if folder.suffix != ".json":
-                raise UsageError(f"{folder} is no folder and no .json file of summaries")
-            found += _read_list(folder)
-            continue
-        runs = list(run_folders(folder))
-        if not runs:
-            raise UsageError(
-                f"no run in {folder} (a run's folder holds config.json and, once finished, "
-                "summary.json); name another folder, or make a run with `gcbench run`"
-            )
-        for run in runs:
-            path = run / "summary.json"
-            if path.exists():
-                found.append(_parse(_read_json(path), run, str(path)))
-            else:
-                unfinished[run.resolve()] = None
-    if unfinished:
-        names = ", ".join(sorted(run.name for run in unfinished))
-        count = f"{len(unfinished)} unfinished run{'s' * (len(unfinished) > 1)}"
-        if not found:
-            raise GcbenchError(
-                f"{count} and no finished one: {names}; repeat the command to resume"
-            )
-        _warn(f"{count} left out: {names}; repeat the command to resume")
-    kept: dict[tuple[str, int], Run] = {}
-    for candidate in found:
-        key = (candidate.method, candidate.summary.seed)
-        other = kept.setdefault(key, candidate)
-        if canonical(other.summary.model_dump()) != canonical(candidate.summary.model_dump()):
-            _warn(
-                f"same config and seed, other results: {candidate.source} left out, "
-                f"{other.source} kept"
-            )
-    return list(kept.values())
 
 
 def _metric(run: Run, metric: str) -> float | None:
@@ -479,38 +263,6 @@ def _metric(run: Run, metric: str) -> float | None:
     loss = summary.test_loss
     diverged = "test_loss" in summary.model_fields_set if loss is None else not math.isfinite(loss)
     return None if diverged else value
-
-
-def _schedules(summary: Summary) -> dict[str, str]:
-    """Return the fields that changed by step, as the command line writes them."""
-    options = summary.config.get("options") or {}
-    return {
-        name: schedule.text(value) for name, value in options.items() if isinstance(value, Mapping)
-    }
-
-
-def _fields(summary: Summary) -> dict[str, Any]:
-    """Return the compressor's fields by its stored repr; by the config where that is no call.
-
-    The repr is of the last step: fields that changed by step are shown as their schedule.
-    """
-    options = dict(summary.config.get("options") or {})
-    with suppress(SyntaxError, ValueError):
-        call = ast.parse(summary.compressor, mode="eval").body
-        if isinstance(call, ast.Call):
-            options |= {
-                word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg
-            }
-    return options | _schedules(summary)
-
-
-def text(value: Any) -> str:
-    """Return a setting's value in few words."""
-    if isinstance(value, float):
-        return f"{value:g}"
-    if value is None:
-        return "auto"
-    return (value if isinstance(value, str) else json.dumps(value, default=str)).replace(" ", "")
 
 
 def _varying(configs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -527,18 +279,18 @@ def _labels(runs: Sequence[Run]) -> list[str]:
         same = [
             one.summary for one in runs if one.summary.compressor_name == summary.compressor_name
         ]
-        fields = _fields(summary)
-        shown = dict.fromkeys([*(config.get("options") or {}), *_varying([*map(_fields, same)])])
+        own = fields(summary)
+        shown = dict.fromkeys([*(config.get("options") or {}), *_varying([*map(fields, same)])])
         words = [summary.compressor_name]
-        words += [f"{name}={text(fields[name])}" for name in shown if name in fields]
+        words += [f"{name}={text(own[name])}" for name in shown if name in own]
         if len({one.collective for one in same}) > 1:
             words.append(summary.collective)
         if len({one.config.get("memory") for one in runs if one.summary in same}) > 1:
             words.append(f"memory={config.get('memory')}")
         carried = [one.config.get("memory_options") for one in runs if one.summary in same]
         if len({canonical(options or {}) for options in carried}) > 1:
-            own = config.get("memory_options") or {}
-            words += [f"{name}={text(value)}" for name, value in own.items()]
+            kept = config.get("memory_options") or {}
+            words += [f"{name}={text(value)}" for name, value in kept.items()]
         if config.get("dense_last"):
             words.append("dense-last")
         if config.get("dense_below"):
@@ -700,7 +452,7 @@ def _settings(run: Run) -> dict[str, Any]:
     nested = ("options", "task_options", "memory_options")
     own = {key: value for name in nested for key, value in (run.config.get(name) or {}).items()}
     config = {key: value for key, value in run.config.items() if key not in nested}
-    known = own | _fields(run.summary) | config
+    known = own | fields(run.summary) | config
     return known | {"compressor": run.summary.compressor_name, "seed": run.summary.seed}
 
 

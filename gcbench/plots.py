@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gcbench import pictures
-from gcbench.compare import Row, Run, canonical, rows
+from gcbench.compare import Row, rows
 from gcbench.errors import UsageError
+from gcbench.finished import Run, canonical
 from gcbench.pictures import Mark
 
 if TYPE_CHECKING:

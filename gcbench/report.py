@@ -19,9 +19,10 @@ from typing import Any
 
 from markupsafe import Markup
 
-from gcbench import __version__, compare, plots, tables
-from gcbench.compare import Row, Run
+from gcbench import __version__, compare, finished, plots, tables
+from gcbench.compare import Row
 from gcbench.errors import GcbenchError, UsageError
+from gcbench.finished import Run
 from gcbench.measure import MODULES
 from gcbench.measure import analysis as measuring
 from gcbench.measure.analysis import HEAD, Analysis
@@ -91,7 +92,7 @@ def collect(folders: Sequence[Path]) -> tuple[list[Run], list[Analysis]]:
         UsageError: a path is missing, or nothing in any of them is a run or an analysis.
         GcbenchError: something that is there cannot be read.
     """
-    runs: list[Run] = []
+    holding: list[Path] = []
     analyses: dict[str, Analysis] = {}
     for folder in folders:
         if not folder.exists():
@@ -99,8 +100,9 @@ def collect(folders: Sequence[Path]) -> tuple[list[Run], list[Analysis]]:
         for place in _analyses(folder):
             found = measuring.load(place)
             analyses.setdefault(found.name, found)
-        if folder.is_file() or any(compare.run_folders(folder)):
-            runs += compare.load([folder])
+        if folder.is_file() or any(finished.run_folders(folder)):
+            holding.append(folder)
+    runs = finished.load(holding) if holding else []
     if not runs and not analyses:
         names = ", ".join(map(str, folders))
         raise UsageError(
@@ -181,7 +183,7 @@ def _by_task(runs: Iterable[Run]) -> dict[str, list[Run]]:
     tasks: dict[str, list[Run]] = {}
     for run in runs:
         options = run.config.get("task_options") or {}
-        words = [run.summary.task, *(f"{k}={compare.text(v)}" for k, v in options.items())]
+        words = [run.summary.task, *(f"{k}={finished.text(v)}" for k, v in options.items())]
         tasks.setdefault(" ".join(words), []).append(run)
     return dict(sorted(tasks.items()))
 

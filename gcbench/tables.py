@@ -13,8 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from gcbench import compare
-from gcbench.compare import Row, canonical, text
+from gcbench.compare import Row
 from gcbench.errors import UsageError, unknown
+from gcbench.finished import canonical, text
 from gcbench.typeset import Column, latex, latex_text, markdown, number, terminal
 
 FORMATS = ("table", "markdown", "csv", "json", "latex")

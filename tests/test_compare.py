@@ -13,8 +13,9 @@ import pytest
 from commands import invoke
 
 from gcbench import pictures, plots
-from gcbench.compare import load, rows
+from gcbench.compare import rows
 from gcbench.errors import GcbenchError, UsageError
+from gcbench.finished import load
 from gcbench.tables import render
 
 NAN = math.nan
