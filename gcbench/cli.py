@@ -12,6 +12,7 @@ import typer
 
 from gcbench.commands import DataDir, Format, Formatted, Json, Progress, Shown, print_json, say
 from gcbench.commands.report import report
+from gcbench.commands.scale import app as scale_app
 from gcbench.errors import GcbenchError, UsageError
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(no_args_is_help=True, help="Fetch data sets, or say where they are.")
 app.add_typer(data_app, name="data")
+app.add_typer(scale_app, name="scale")
 
 RESULTS = Path("results/runs")
 TIMINGS = Path("results/kernels.json")

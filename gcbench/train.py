@@ -57,7 +57,7 @@ class Options:
     """Called with (step, rank, bucket) before the exchange; tests put faults in."""
 
 
-def _classifier(model: nn.Module) -> list[str]:
+def classifier(model: nn.Module) -> list[str]:
     """Return the parameter names of the last layer: the last module with its own parameters."""
     names: list[str] = []
     for prefix, module in model.named_modules():
@@ -131,7 +131,7 @@ class Trainer:
         config = self.config
         named = dict(self.model.named_parameters())
         shapes = [tuple(p.shape) for p in named.values()]
-        last = _classifier(self.model) if config.dense_last else []
+        last = classifier(self.model) if config.dense_last else []
         dense = dense_tensors(list(named), shapes, config.dense_below, last)
         order = sorted(range(len(dense)), key=lambda i: dense[i])  # stable: False before True
         self.names = [list(named)[i] for i in order]

@@ -6,5 +6,10 @@ A module of this package has a frozen pydantic `Settings`, a function that turns
 
 from __future__ import annotations
 
-MODULES: dict[str, str] = {}
+MODULES: dict[str, str] = {
+    "scale": "gcbench.measure.scale.prediction",
+    "scale-figure5": "gcbench.measure.scale.figure5",
+    "scale-link": "gcbench.measure.scale.breakeven",
+    "scale-validation": "gcbench.measure.scale.validation",
+}
 """Kind of analysis -> the module that makes and draws it."""

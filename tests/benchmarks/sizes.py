@@ -4,33 +4,10 @@ from __future__ import annotations
 
 import math
 
-Shapes = tuple[tuple[int, ...], ...]
+from gcbench.measure.scale import networks
+from gcbench.measure.scale.networks import Shapes
 
-
-def resnet50() -> Shapes:
-    """Return the shapes of ResNet-50's parameters (He et al. 2015, table 1; torchvision's order).
-
-    Bottlenecks of 1x1, 3x3 and 1x1 convolutions, each followed by batch normalization, with a
-    projection where a stage begins; the last layer has 1,000 classes.
-    """
-
-    def convolution(out: int, into: int, side: int) -> list[tuple[int, ...]]:
-        return [(out, into, side, side), (out,), (out,)]  # and normalization's weight and bias
-
-    shapes = convolution(64, 3, 7)
-    into = 64
-    for stage, blocks in enumerate((3, 4, 6, 3)):
-        width = 64 << stage
-        for block in range(blocks):
-            shapes += convolution(width, into, 1) + convolution(width, width, 3)
-            shapes += convolution(4 * width, width, 1)
-            if block == 0:
-                shapes += convolution(4 * width, into, 1)
-            into = 4 * width
-    return (*shapes, (1000, into), (1000,))
-
-
-RESNET50 = resnet50()
+RESNET50 = networks.network("resnet50").shapes
 
 SIZES: dict[str, Shapes] = {
     "1e4": ((10, 1000),),

@@ -1,0 +1,620 @@
+"""`gcbench scale`: networks, bytes, links, kernels' work, Fig. 5, equations, validation."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from commands import gcbench, invoke
+
+from gcbench import kernels, registry
+from gcbench.compressor import Compressor, Key, Payload, Segments
+from gcbench.errors import UsageError
+from gcbench.exchange import Exchange, Lane, shard_bounds
+from gcbench.measure import methods
+from gcbench.measure.analysis import load
+from gcbench.measure.scale import breakeven, clusters, figure5, networks, traffic, validation, work
+
+ROOT = Path(__file__).parents[1]
+
+
+# ---- networks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "numel", "megamacs", "last"),
+    [
+        ("alexnet", 60_965_224, 724, 0.0672),
+        ("googlenet", 6_998_552, 1583, 0.146),
+        ("googlenet-slim", 6_617_624, 1498, 0.155),
+        ("vgg-a", 132_863_336, 7609, 0.0308),
+        ("resnet20", 269_722, 40.55, 0.0024),
+        ("resnet32", 464_154, 68.9, 0.0014),
+        ("resnet50", 25_557_032, 4089, 0.0802),
+    ],
+)
+def test_networks_have_the_sizes_of_their_sources(name, numel, megamacs, last) -> None:
+    network = networks.network(name)
+    assert network.numel == numel
+    assert network.macs == pytest.approx(megamacs * 1e6, rel=1e-3)
+    assert network.last_share == pytest.approx(last, rel=0.02)
+
+
+def test_the_transformer_has_twelve_squares_a_layer() -> None:
+    d, words, context, depth = 2048, 50257, 2048, 24
+    expected = words * d + context * d + depth * (12 * d * d + 13 * d) + 2 * d
+    assert networks.network("transformer-1.3b").numel == expected == 1_315_723_264
+
+
+@pytest.mark.parametrize(("blocks", "name"), [(3, "resnet20"), (5, "resnet32")])
+def test_residual_networks_are_those_that_train(blocks, name) -> None:
+    model = registry.task("cifar10", network=name).model()
+    shapes = [tuple(parameter.shape) for parameter in model.parameters()]
+    assert list(networks.cifar_resnet(blocks).shapes) == shapes
+
+
+def test_any_module_gives_its_tensors(tmp_path, monkeypatch) -> None:
+    (tmp_path / "mine_of_scale.py").write_text(
+        "from torch import nn\n"
+        "def make(): return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))\n"
+        "def other(): return 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    network = networks.of_module("mine_of_scale:make")
+    assert network.shapes == ((5, 3), (5,), (2, 5), (2,))
+    assert network.split(dense_last=True) == (((5, 3), (5,)), ((2, 5), (2,)))
+    assert network.split(dense_below=6)[0] == ((5, 3), (2, 5))
+    for spec, said in [
+        ("mine_of_scale", "PACKAGE:CALLABLE"),
+        ("mine_of_scale:other", "returned a int"),
+        ("mine_of_scale:absent", "AttributeError"),
+        ("no_such_package_of_mine:make", "ModuleNotFoundError"),
+    ]:
+        with pytest.raises(UsageError, match=said):
+            networks.of_module(spec)
+
+
+# ---- bytes ---------------------------------------------------------------------------------------
+
+SHAPES = ((50, 40), (50,), (70, 13, 3, 3), (9,), (10, 64))
+CASES = [
+    (name, collective)
+    for name in registry.compressors()
+    for collective in registry.compressor(name).legal_collectives()
+]
+
+
+def exchanged(make_world, clock, method, collective, workers, shapes):
+    """Return what an exchange of normal gradients counts, and the modelled seconds."""
+    world = make_world(workers)
+    segments = Segments.of(shapes, method.granularity)
+    exchange = Exchange(world, [Lane(method, collective, 0, segments)], 0, clock)
+    generator = torch.Generator().manual_seed(0)
+    exchange.mean([torch.randn(segments.numel, generator=generator) for _ in range(workers)], 0)
+    counts = [(t.payload_up, t.payload_down, t.wire) for t in world.traffic]
+    return [sum(column) / workers for column in zip(*counts, strict=True)], world
+
+
+@pytest.mark.parametrize(("name", "collective"), CASES)
+@pytest.mark.parametrize("workers", [1, 2, 5, 8])
+def test_bytes_are_those_that_an_exchange_counts(
+    simulated, clock, name, collective, workers
+) -> None:
+    method = registry.compressor(name)
+    counted, _ = exchanged(simulated, clock, method, collective, workers, SHAPES)
+    messages = traffic.exchange(method, collective, (SHAPES, ()), workers)
+    moved = traffic.total(messages, workers)
+    assert [moved.up, moved.down, moved.wire] == pytest.approx(counted, rel=1e-12)
+
+
+@pytest.mark.parametrize("collective", ["allgather", "twoshot"])
+def test_sizes_that_depend_on_the_data_are_weighed(simulated, clock, collective) -> None:
+    """Elias codes of normal gradients: the law of large numbers leaves 1 %."""
+    method = registry.compressor("qsgd", coding="omega-sparse")
+    assert method.layout(Segments((0, 5))) is None
+    shapes = ((500, 400), (77,))
+    counted, _ = exchanged(simulated, clock, method, collective, 4, shapes)
+    moved = traffic.total(traffic.exchange(method, collective, (shapes, ()), 4), 4)
+    assert [moved.up, moved.down, moved.wire] == pytest.approx(counted, rel=0.01)
+
+
+def test_undeclared_sizes_travel_ahead_of_each_part() -> None:
+    """Eight bytes a part: to each owner, and with each merged shard."""
+    method, workers = registry.compressor("qsgd", coding="omega-dense"), 6
+    x = torch.ones(2048)
+    segments = Segments((0, 2048))
+    parts = len(method.encode(x, segments, x.new_empty(0), Key(0, 0, 0)).parts)
+    sent = traffic.exchange(method, "twoshot", (((60, 512),), ()), workers)
+    assert [message.kind for message in sent] == ["alltoall", "alltoall", "allgather", "allgather"]
+    assert (sent[0].nbytes, sent[2].nbytes) == (8 * parts * workers, 8 * parts)
+    assert (sent[0].aggregated, sent[2].aggregated) == (False, True)
+    gathered = traffic.exchange(method, "allgather", (((60, 512),), ()), workers)
+    assert gathered[0] == traffic.Message("allgather", 8.0 * parts)
+
+
+@dataclass(frozen=True)
+class Stamped(Compressor):
+    """Each payload, an empty one too, has four bytes more than the gradient."""
+
+    collectives = ("twoshot",)
+
+    def encode(self, x, segments, shared, key):
+        return Payload((x, torch.zeros(1)))
+
+    def decode(self, payload, segments, shared):
+        return payload.parts[0]
+
+    def layout(self, segments, count=1):
+        return (torch.float32, segments.numel), (torch.float32, 1)
+
+
+def test_owners_of_nothing_count() -> None:
+    up, down = traffic.exchange(Stamped(), "twoshot", (((2000,),), ()), 300)
+    assert (up.nbytes, down.nbytes) == (8000 + 4 * 300, (8000 + 4 * 300) / 300)
+
+
+def test_dense_tensors_are_a_lane_of_their_own() -> None:
+    method, dense = registry.compressor("signsgd"), ((100,), (300,))
+    both = traffic.total(traffic.exchange(method, "twoshot", (SHAPES, dense), 4), 4)
+    alone = traffic.total(traffic.exchange(method, "twoshot", (SHAPES, ()), 4), 4)
+    assert both.up - alone.up == 4 * 400
+    assert both.wire - alone.wire == 2 * 3 / 4 * 4 * 400
+
+
+@pytest.mark.parametrize("workers", [300, 1000, 24_000, 60_000])
+def test_sampled_shards_come_to_the_bytes_of_all(workers) -> None:
+    """More shards than are looked at, more owners than tiles: within 0.5 %."""
+    method = registry.compressor("qsgd")
+    shapes = ((30_000, 1000), (777,))
+    segments = Segments.of(shapes, method.granularity)
+    bounds = shard_bounds(segments.numel, workers)
+    whole = 0
+    for k in range(workers):
+        if bounds[k] < bounds[k + 1]:
+            shard = segments.shard(bounds[k], bounds[k + 1])[0]
+            whole += method.bits(shard) // 8
+    sent = traffic.exchange(method, "twoshot", (shapes, ()), workers)[0]
+    assert sent.kind == "alltoall"
+    assert sent.nbytes == pytest.approx(whole, rel=5e-3)
+
+
+def test_so_many_workers_that_a_method_refuses_are_refused() -> None:
+    method = registry.compressor("terngrad")
+    with pytest.raises(UsageError, match="terngrad by allreduce among 40,000 workers"):
+        traffic.exchange(method, "allreduce", (SHAPES, ()), 40_000)
+    with pytest.raises(UsageError, match="Legal"):
+        traffic.exchange(registry.compressor("topk"), "allreduce", (SHAPES, ()), 4)
+
+
+# ---- links ---------------------------------------------------------------------------------------
+
+
+def flat(**changes) -> clusters.Cluster:
+    return clusters.make(
+        {
+            "name": "flat",
+            "gpus_per_node": 1,
+            "device": "v100",
+            "intra": {"gbit": 10, "latency_us": 50},
+            "inter": {"gbit": 10, "latency_us": 50},
+            "algorithm": "ring",
+            **changes,
+        },
+        "test",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "collective"),
+    [
+        ("none", "allreduce"),
+        ("terngrad", "twoshot"),
+        ("topk", "allgather"),
+        ("powersgd", "allreduce"),
+    ],
+)
+def test_time_is_that_which_a_simulation_models(simulated, clock, name, collective) -> None:
+    """The world's 10 Gbit/s and 50 us; it takes the busiest worker, the model the mean one."""
+    method = registry.compressor(name)
+    _, world = exchanged(simulated, clock, method, collective, 4, SHAPES)
+    messages = traffic.exchange(method, collective, (SHAPES, ()), 4)
+    seconds = sum(flat().seconds(sent.kind, sent.nbytes, 4) for sent in messages)
+    assert seconds == pytest.approx(world.modelled_seconds, rel=5e-3)
+
+
+def test_collectives_in_closed_form() -> None:
+    alpha, beta, nbytes = 50e-6, 1.25e9, 1e8
+    ring, tree = flat(), flat(algorithm="tree")
+    assert ring.seconds("allreduce", nbytes, 8) == pytest.approx(
+        14 * alpha + 14 / 8 * nbytes / beta
+    )
+    assert tree.seconds("allreduce", nbytes, 8) == pytest.approx(6 * alpha + 14 / 8 * nbytes / beta)
+    assert ring.seconds("allgather", nbytes, 8) == pytest.approx(7 * alpha + 7 * nbytes / beta)
+    assert ring.seconds("alltoall", nbytes, 8) == pytest.approx(7 * alpha + 7 / 8 * nbytes / beta)
+    assert tree.seconds("alltoall", nbytes, 16) == pytest.approx(
+        4 * alpha + 2 * 15 / 16 * nbytes / beta
+    )
+    assert ring.seconds("allreduce", nbytes, 1) == 0
+    assert flat(buckets=3).seconds("allgather", 0, 8) == pytest.approx(21 * alpha)
+    best = flat(algorithm="fastest")
+    assert best.seconds("alltoall", nbytes, 64) == ring.seconds("alltoall", nbytes, 64)
+    assert best.seconds("alltoall", 10, 64) == tree.seconds("alltoall", 10, 64)
+
+
+def test_nodes_share_their_link_in_an_all_to_all_and_not_in_a_ring() -> None:
+    cluster = flat(
+        gpus_per_node=4,
+        intra={"gbit": 80, "latency_us": 0},
+        inter={"gbit": 8, "latency_us": 0},
+    )
+    assert cluster.seconds("allreduce", 1e9, 8) == pytest.approx(14 / 8)
+    assert cluster.seconds("alltoall", 1e9, 8) == pytest.approx(4 * 4 / 8)
+    assert cluster.seconds("alltoall", 1e9, 4) == pytest.approx(3 / 4 / 10)
+    assert cluster.between().seconds("alltoall", 1e9, 2) == pytest.approx(1 / 2)
+    assert cluster.inside_seconds(1e9, 8) == pytest.approx(2 * 3 / 4 / 10)
+    assert cluster.topologies(8) == ("flat", "nodes")
+    assert cluster.topologies(4) == ("flat",)
+
+
+def test_clusters_say_what_is_wrong(tmp_path) -> None:
+    path = tmp_path / "mine.yaml"
+    whole = "gpus_per_node: 2\nnodes: 4\ndevice: a100\nintra: {gbit: 100}\ninter: {gbit: 10}\n"
+    path.write_text(whole)
+    made = clusters.load(str(path), {"inter.latency_us": 7, "overlap": 0.25})
+    assert (made.name, made.inter.latency_us, made.overlap) == ("mine", 7, 0.25)
+    assert made.nodes_of(8) == 4
+    for workers, said in [(3, "do not fill nodes of 2; try 2 or 4"), (16, "at most 8 workers")]:
+        with pytest.raises(UsageError, match=said):
+            made.nodes_of(workers)
+    for text, said in [
+        (whole.replace("gbit: 10}", "gbit: 0}"), r"inter.gbit: .* greater than 0 \(came: 0\)"),
+        (whole + "overlap: 1.5\n", r"overlap: .* less than or equal to 1 \(came: 1.5\)"),
+        (whole + "overlap: .nan\n", "overlap"),
+        (whole + "overlp: 1\n", "Did you mean 'overlap'"),
+        (whole.replace("a100", "a10"), "unknown device 'a10'"),
+        ("gpus_per_node: 2\n", "Field required"),
+        ("- 1\n", "a mapping expected"),
+        ("{", "is no YAML"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(UsageError, match=said):
+            clusters.load(str(path))
+    with pytest.raises(UsageError, match="No such file"):
+        clusters.load(str(tmp_path / "absent.yaml"))
+    with pytest.raises(UsageError, match="unknown cluster 'p100'"):
+        clusters.load("p100")
+
+
+# ---- work ----------------------------------------------------------------------------------------
+
+RATES = work.Rates(dict(zip(work.PARTS, (1.0, 2.0, 5.0, 3.0, 16.0, 24.0), strict=True)), "made up")
+
+
+@pytest.mark.parametrize(
+    ("word", "collective", "encode", "decode"),
+    [
+        ("terngrad", "allreduce", 3, 3),  # statistic and encode; one decode
+        ("terngrad", "allgather", 3, 16 / 8 * 4),  # the mean of four
+        ("terngrad", "twoshot", 3, 16 / 8 + 8 / 4 + 3),  # a mean, an encode of 1 / 4, a decode
+        ("topk", "allgather", 5, 8),  # feedback in one pass
+        ("topk", "twoshot", 5, 2 + 8 / 4 + 3 / 4 + 3),  # the owner keeps its error, too
+        ("powersgd", "allreduce", 3 + 3, 3),  # decodes its own to know the error
+    ],
+)
+def test_work_counts_what_the_exchange_does(word, collective, encode, decode) -> None:
+    found = work.step(RATES, registry.compressor(word), collective, 1.0, 4)
+    assert found == pytest.approx((encode, decode))
+
+
+def test_floors_move_each_byte_once() -> None:
+    device = clusters.DEVICES["p100"]
+    shapes = ((1024, 1000),)
+    sign = work.assumed(registry.compressor("signsgd"), device, shapes)
+    assert sign["encode"] == pytest.approx((4 + 1 / 8) / 732e9)
+    assert sign["mean8"] == pytest.approx((1 + 4) / 732e9)
+    assert sign["statistic"] == 0
+    tern = work.assumed(registry.compressor("terngrad"), device, shapes)
+    assert tern["statistic"] == pytest.approx(4 / 732e9)
+    assert tern["merge8"] == pytest.approx((8 * 2 + 5) / 8 / 732e9)
+    assert work.assumed(registry.compressor("none"), device, shapes)["encode"] == 0
+    assert "assumed" in sign.source
+
+
+def test_a_file_of_timings_serves_the_default_configuration_alone() -> None:
+    timings = kernels.load(ROOT / "results/kernels.json")
+    topk = registry.compressor("topk")
+    rates = work.of_file(topk, timings, 25_000_000, 2)
+    row = next(
+        row
+        for row in timings.rows
+        if (row.op, row.size, row.threads) == ("topk.encode", "resnet50", 2)
+        and row.backend.startswith("cpu")
+    )
+    assert rates is not None
+    assert rates["encode"] == row.seconds / row.elements
+    assert work.of_file(methods.parse("topk:ratio=0.5"), timings, 10**6, 2) is None
+    assert work.of_file(topk, timings, 10**6, 64) is None
+    plain = work.of_file(registry.compressor("none"), timings, 10**6, 1)
+    assert plain is not None
+    assert plain["encode"] == 0 < plain["decode"] < plain["mean8"]
+    elsewhere = timings.model_copy(update={"machine": {"cpu": "another", "gpu": None}})
+    with pytest.raises(UsageError, match="was made on another"):
+        work.check_machine(elsewhere, "file")
+
+
+# ---- figure 5 ------------------------------------------------------------------------------------
+
+
+def test_the_shares_of_terngrad_are_those_of_the_paper() -> None:
+    shares = {name: 1 / figure5.paper_share(name) for name in figure5.NETWORKS}
+    expected = {"alexnet": 7.97, "googlenet-slim": 4.81, "vgg-a": 10.94}
+    assert shares == pytest.approx(expected, rel=2e-3)
+    signs = registry.compressor("signsgd")
+    last = networks.network("vgg-a").last_share
+    assert figure5.share(signs, "twoshot", "vgg-a", 4) == pytest.approx(
+        last + (1 - last) / 32, rel=1e-4
+    )
+
+
+def test_the_fit_finds_parameters_that_made_the_bars(monkeypatch) -> None:
+    """Bars of known T, V and h come back exactly."""
+    true_h, inside = {"alexnet": 0.5, "googlenet-slim": 1.0, "vgg-a": 1.0}, 0.3
+    bars = {}
+    for cluster, name in figure5.PUBLISHED:
+        rates = []
+        for gpus in figure5.GPUS:
+            nodes = gpus // figure5.NODE
+            spent = (2 - 1 / nodes) * true_h[name] * figure5.gbit(name) if nodes > 1 else 0
+            rates.append(gpus * figure5.NETWORKS[name] / (inside + spent))
+        bars[cluster, name] = {"fp32": rates, "terngrad": rates}
+    monkeypatch.setattr(figure5, "PUBLISHED", bars)
+    fitted = figure5.fit("1g")
+    assert fitted.needed == pytest.approx(true_h, abs=1e-8)
+    assert fitted.volume == pytest.approx({n: 2 - 1 / n for n in figure5.NODES}, rel=1e-8)
+    assert fitted.error["alexnet"] < 1e-8
+
+
+def test_figure_5_is_predicted(tmp_path) -> None:
+    found = invoke("scale", "figure5", "--results", tmp_path, "--json", "--compressor", "signsgd")
+    tables = {table["name"]: table["rows"] for table in found.json["tables"]}
+    bars = tables["bars"]
+    assert len(bars) == 2 * 3 * 10 * 3
+
+    def bar(method: str) -> dict:
+        place = {"cluster": "1g", "network": "alexnet", "gpus": 8, "method": method}
+        return next(row for row in bars if place.items() <= row.items())
+
+    plain, tern = bar("fp32"), bar("TernGrad, 2 bits")
+    assert tern["published"] / plain["published"] == pytest.approx(3.04, abs=0.01)
+    assert tern["model"] / plain["model"] == pytest.approx(3.0, abs=0.05)
+    assert tern["error"] == pytest.approx(tern["model"] / tern["published"] - 1)
+    away = [abs(row["error"]) for row in bars if row["basis"] == "predicted" and row["gpus"] >= 8]
+    assert len(away) == 42
+    assert statistics.median(away) < 0.025
+    assert max(away) < 0.10
+    for row in tables["fit"]:
+        if row["parameter"].startswith("h "):
+            assert abs(row["value"] - 0.5) < 0.025
+    assert {row["published"] for row in bars if row["method"].startswith("signsgd")} == {None}
+    folder = next(tmp_path.iterdir())
+    assert (folder / "scale-figure5.png").stat().st_size > 20_000
+    assert len(load(folder).table("panels").rows) == 12
+
+
+# ---- equations -----------------------------------------------------------------------------------
+
+
+def test_the_cost_model_says_what_the_paper_says() -> None:
+    seconds = breakeven.seconds_of(30, 7e9)
+    assert seconds * 1e9 == pytest.approx(0.1381, abs=1e-4)
+    assert 1e-9 / seconds == pytest.approx(7.24, abs=0.01)
+    for gbit, least in [(10, 1.21), (1, 1.018), (40, 3.23), (56, 30)]:
+        assert breakeven.least_ratio(gbit / 8 * 1e9, seconds) == pytest.approx(least, rel=5e-3)
+    assert breakeven.least_ratio(100 / 8 * 1e9, seconds) is None
+    assert breakeven.fastest_link(30, seconds) == pytest.approx(7e9)
+    low, high = (breakeven.least_ratio(7e9, seconds * (1 + e)) for e in (-1e-6, 1e-6))
+    assert low is not None
+    assert high is not None
+    assert (math.log(high) - math.log(low)) / 2e-6 == pytest.approx(29, rel=1e-3)
+    speed = {"Tm": 300.0, "Tf": 70.0, "Tp": 34.0, "Ts": 55.0}
+    forth = breakeven.compress_seconds(speed, breakeven.COMPRESS)
+    assert forth == pytest.approx(2 / 300 + 1 / 70 + 1 / 34 + 1 / 55)
+    back = breakeven.compress_seconds(speed, breakeven.DECOMPRESS)
+    assert forth - back == pytest.approx(1 / 55)
+
+
+def test_given_throughputs_and_a_resumed_timing(tmp_path) -> None:
+    words = ["scale", "fft", "--results", tmp_path, "--elements", "2e4", "--compressor", "signsgd"]
+    words += ["--threads", "1", "--progress", "none", "--json"]
+    for each in ("Tm=300", "Tf=70", "Tp=34", "Ts=55"):
+        words += ["--throughput", each]
+    found = invoke(*words).json
+    tables = {table["name"]: table["rows"] for table in found["tables"]}
+    symmetric = next(row for row in tables["readings"] if row["reading"] == "symmetric")
+    assert symmetric["seconds_per_byte"] == pytest.approx(0.1371e-9, rel=1e-3)
+    never = [
+        row for row in tables["links"] if row["reading"] == "symmetric" and row["link_gbit"] == 100
+    ]
+    assert never[0]["least_ratio"] is None
+    assert never[0]["pays"] == "never"
+    (row,) = tables["methods"]
+    assert row["wire_ratio"] == pytest.approx(32, rel=0.02)
+    assert (next(tmp_path.iterdir()) / "scale-link.png").exists()
+
+
+def test_an_interrupted_timing_goes_on(tmp_path, monkeypatch) -> None:
+    words = ["scale", "fft", "--results", tmp_path, "--elements", "2e4", "--threads", "1"]
+    words += ["--compressor", "signsgd,topk", "--progress", "none", "--json"]
+    timed, real = [], work.measure
+
+    def measure(method, *rest):
+        timed.append(method.name)
+        if len(timed) == 3:
+            raise KeyboardInterrupt
+        return real(method, *rest)
+
+    monkeypatch.setattr(work, "measure", measure)
+    assert invoke(*words).code == 130
+    assert timed == ["fft", "none", "signsgd"]
+    assert invoke(*words).code == 0
+    assert timed[3:] == ["signsgd", "topk"]
+
+
+# ---- predictions ---------------------------------------------------------------------------------
+
+
+def predict(tmp_path, *words):
+    found = invoke("scale", "predict", "--results", tmp_path, "--json", *words).json
+    return {table["name"]: table["rows"] for table in found["tables"]}
+
+
+def test_a_step_is_the_sum_of_its_parts(tmp_path) -> None:
+    path = tmp_path / "one.yaml"
+    path.write_text(
+        "gpus_per_node: 1\ndevice: p100\nintra: {gbit: 10}\ninter: {gbit: 8, latency_us: 10}\n"
+        "algorithm: ring\nprice: 3.6\n"
+    )
+    words = ["--model", "vgg-a", "--cluster", path, "--workers", "4", "--compressor", "signsgd"]
+    plain, sign = predict(tmp_path, *words)["predictions"]
+    numel = 132_863_336
+    assert plain["compute_seconds"] == 32 / 108
+    assert plain["communicate_seconds"] == pytest.approx(6e-5 + 1.5 * 4 * numel / 1e9)
+    assert sign["communicate_seconds"] == pytest.approx(6e-5 + 1.5 * numel / 8 / 1e9, rel=1e-3)
+    assert sign["encode_seconds"] == pytest.approx(numel * 4.125 / 732e9, rel=1e-3)
+    for row in (plain, sign):
+        parts = ("compute", "encode", "decode", "exposed")
+        assert row["step_seconds"] == pytest.approx(sum(row[f"{p}_seconds"] for p in parts))
+        assert row["cost"] == pytest.approx(3.6 * 4 * row["step_seconds"] * 1000 / 3600)
+    assert sign["speedup"] == plain["step_seconds"] / sign["step_seconds"]
+    hidden = predict(tmp_path, *words, "--cluster-set", "overlap=0.5")["predictions"][0]
+    assert plain["exposed_seconds"] - hidden["exposed_seconds"] == pytest.approx(32 / 108 / 3)
+
+
+def test_the_links_on_which_a_method_pays_are_where_its_step_is_as_long(tmp_path) -> None:
+    words = ["--cluster", "a100-10g", "--workers", "16", "--compressor", "topk,natural"]
+    _, topk, natural = predict(tmp_path, *words)["predictions"]
+    assert natural["pays_at_gbit"] == "none"
+    edge = float(topk["pays_at_gbit"].removeprefix("<"))
+    for factor, faster in [(0.98, True), (1.02, False)]:
+        there = [*words, "--cluster-set", f"inter.gbit={edge * factor}"]
+        assert (predict(tmp_path, *there)["predictions"][1]["speedup"] > 1) == faster
+
+
+def test_a_hundred_thousand_workers_take_no_time_to_predict(tmp_path) -> None:
+    words = ["--workers", "100000", "--compressor", "terngrad,onebit,powersgd", "--collective"]
+    rows = predict(tmp_path, *words[:-1])["predictions"]
+    assert [row["refused"] for row in rows] == [None] * 4
+    tern = next(row for row in rows if row["method"] == "terngrad")
+    assert tern["topology"] == "nodes"  # 12,500 nodes fit its codes, 100,000 workers do not
+    one = predict(tmp_path, *words[:-1], "--cluster-set", "topology=flat")["predictions"]
+    refused = next(row for row in one if row["method"] == "terngrad")
+    assert refused["topology"] == "refused"
+    assert "100,000 workers" in refused["refused"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "resnet51"], "Did you mean 'resnet50'"),
+        (["--workers", "12"], "do not fill nodes of 8"),
+        (["--workers", "0"], "whole numbers above 0"),
+        (["--workers", "200000"], "less than or equal to 100000"),
+        (["--cluster-set", "inter.gbit=0"], "greater than 0"),
+        (["--cluster-set", "overlap=2"], "less than or equal to 1"),
+        (["--compressor", "topc"], "Did you mean 'topk'"),
+        (["--collective", "allreduce", "--compressor", "topk"], "Legal: allgather, twoshot"),
+        (["--kernels", "absent.json"], "absent.json"),
+        (["--dense-below", "1000000000"], "leaves no tensor"),
+        (["--batch", "0"], "--batch"),
+        (["--module", "torch:nothing_there"], "AttributeError"),
+        (["--plot", "x.gif"], "the ending says the format"),
+    ],
+)
+def test_wrong_words_are_answered(tmp_path, words, said) -> None:
+    found = invoke("scale", "predict", "--results", tmp_path, *words)
+    assert found.code == 2
+    assert said in found.err
+    assert not list(tmp_path.glob("*"))
+
+
+def test_tables_fit_a_narrow_terminal_and_the_picture_is_there(tmp_path) -> None:
+    words = ["scale", "predict", "--model", "resnet20", "--workers", "8", "--compute-ms", "3"]
+    words += ["--compressor", "terngrad", "--results", tmp_path, "--plot", tmp_path / "p.svg"]
+    found = gcbench(*words, COLUMNS="60")
+    assert found.code == 0, found.err
+    assert max(map(len, found.out.splitlines())) <= 60
+    assert "3 ms (given)" in " ".join(found.out.split())
+    drawn = (tmp_path / "p.svg").read_text()
+    assert "<svg" in drawn
+    csv = invoke(*words, "--format", "csv").out.splitlines()
+    assert csv[0].startswith("workers,nodes,method,")
+    assert len(csv) == 3
+
+
+# ---- validation ----------------------------------------------------------------------------------
+
+
+def test_runs_are_predicted_to_the_byte(tmp_path) -> None:
+    runs = tmp_path / "runs"
+    words = ["run", "--task", "digits", "--steps", "4", "--eval-every", "0", "--workers", "3"]
+    words += ["--batch", "96", "--results", runs, "--progress", "none"]
+    for more in (
+        ["--compressor", "none,terngrad,topk"],
+        ["--compressor", "onebit", "--dense-last", "--start-step", "2"],
+        ["--compressor", "topk", "--set", "ratio=0:0.5/2:0.01", "--dense-below", "100"],
+        ["--compressor", "signsgd", "--rebroadcast-every", "2", "--on-nonfinite", "skip"],
+    ):
+        assert invoke(*words, *more).code == 0
+    found = invoke(
+        *("scale", "validate", runs, "--results", tmp_path, "--progress", "none", "--json")
+    ).json
+    tables = {table["name"]: table["rows"] for table in found["tables"]}
+    rows = tables["quantities"]
+    assert len({row["source"] for row in rows}) == 6
+    for name in validation.BYTES:
+        errors = [row["error"] for row in rows if row["quantity"] == name]
+        assert errors == pytest.approx([0.0] * 6, abs=1e-12)
+    modelled = [row["error"] for row in rows if row["quantity"] == "modelled"]
+    assert modelled == pytest.approx([0.0] * 6, abs=0.02)
+    encode = [row for row in rows if row["quantity"] == "encode" and row["predicted"]]
+    assert len(encode) == 6
+    assert all(row["predicted"] > 0 for row in encode)
+    assert "step" not in {row["quantity"] for row in rows}  # a simulation's workers share cores
+    assert tables["errors"][0]["runs"] == 6
+
+
+def test_communication_is_fitted_to_the_other_runs() -> None:
+    """Rows are (rounds, bytes) over seconds: what made them comes back, and is never negative."""
+    import numpy as np
+
+    rounds, sent = np.array([2.0, 4, 1, 6, 3]), np.array([1e6, 2e5, 5e6, 1e4, 3e6])
+    for a, b in [(1e-3, 1e-9), (1e-3, 0.0), (0.0, 1e-9)]:
+        seconds = a * rounds + b * sent
+        matrix = np.stack([rounds, sent], 1) / seconds[:, None]
+        assert validation._fitted(matrix) == pytest.approx([a, b], rel=1e-6, abs=1e-14)
+    backwards = np.array([1e6, 2e6, 3e6, 4e6])
+    falling = np.stack([np.ones(4), backwards], 1) / (5e-3 - 1e-9 * backwards)[:, None]
+    assert validation._fitted(falling).min() >= 0  # more bytes took less: no link does
+    noisy = np.stack([rounds, sent], 1)[:2] / np.array([1e-3, 9e-3])[:, None]
+    assert validation._fitted(noisy).min() >= 0
+
+
+def test_runs_that_cannot_be_made_here_are_named(tmp_path) -> None:
+    row = json.loads((ROOT / "results/digits-methods.json").read_text())[0]
+    strange = {
+        **row,
+        "compressor_name": "theirs",
+        "config": {**row["config"], "compressor": "theirs"},
+    }
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([strange]))
+    found = invoke("scale", "validate", path, "--results", tmp_path)
+    assert found.code == 1
+    assert "unknown compressor 'theirs'" in found.err
+    missing = invoke("scale", "validate", tmp_path / "absent", "--results", tmp_path)
+    assert (missing.code, "does not exist" in missing.err) == (2, True)
