@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from gcbench.commands import DataDir, Format, Formatted, Json, Progress, Shown, print_json, say
+from gcbench.commands.advise import advise
 from gcbench.commands.report import report
 from gcbench.commands.scale import app as scale_app
 from gcbench.errors import GcbenchError, UsageError
@@ -317,6 +318,7 @@ def kernels(
     print(timing.render(timings, rows, "json" if json else format_.value))
 
 
+app.command()(advise)
 app.command()(report)
 
 

@@ -32,7 +32,8 @@ def _quality(row: Row, mixed: bool) -> str:
     return f"{prefix}{row.mean:.4g}" + ("" if row.sd is None else f" ± {row.sd:.2g}")
 
 
-def _versus(row: Row) -> str:
+def versus(row: Row) -> str:
+    """Return a row's distance to the uncompressed one with its interval and marks, "-" without."""
     if row.difference is None:
         return "-"
 
@@ -94,7 +95,7 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
         "quality": [
             Column(quality, [_quality(row, len(metrics) > 1) for row in rows]),
             Column("n", counts),
-            Column("vs none", [_versus(row) for row in rows]),
+            Column("vs none", [versus(row) for row in rows]),
             Column("in band", [row.in_band for row in rows]),
             Column("front", ["yes" if row.on_front else "" for row in rows]),
         ],

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
+import shlex
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gcbench.errors import UsageError
+
 if TYPE_CHECKING:
-    from gcbench.measure.analysis import Analysis
+    from gcbench import progress
+    from gcbench.measure.analysis import Analysis, Ledger
 
 ANALYSES = Path("results/analyses")
 
@@ -78,3 +85,72 @@ def deliver(
     for path in filter(None, (folder / f"{analysis.kind}.png", plot)):
         measuring.draw(analysis, path)
         say(f"wrote {path}")
+
+
+def command_line() -> str:
+    """Return the command as it was typed."""
+    return shlex.join(["gcbench", *sys.argv[1:]])
+
+
+def numbers(flag: str, text: str, cast: Callable[[float], Any]) -> list[Any]:
+    """Return the numbers of a list with commas, each once; 1e3 is 1000.
+
+    Raises:
+        UsageError: a word is no number above 0.
+    """
+    found = []
+    for word in filter(None, (piece.strip() for piece in text.split(","))):
+        value = -1.0
+        with suppress(ValueError):
+            value = float(word)
+        if not 0 < value < math.inf or (cast is int and value != int(value)):
+            kind = "whole numbers" if cast is int else "numbers"
+            raise UsageError(
+                f"{flag} {text!r}: {kind} above 0 with commas expected ({word!r} came), e.g. 8,64"
+            )
+        found.append(cast(value))
+    if not found:
+        raise UsageError(f"{flag}: at least one number expected, e.g. {flag} 8,64")
+    return list(dict.fromkeys(found))
+
+
+def make(kind: type[Any], /, **given: Any) -> Any:
+    """Return the settings, a flag's name in the error of one that is out of range."""
+    from pydantic import ValidationError
+
+    try:
+        return kind(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        flag = "--" + str(first["loc"][0]).replace("_", "-").removesuffix("s")
+        if f"{flag[2:]}s" in ("workers", "kernels", "threads"):
+            flag += "s"
+        raise UsageError(f"{flag}: {first['msg']} (came: {first['input']!r})") from None
+
+
+def long_work(
+    kind: str,
+    settings: Any,
+    results: Path,
+    shown: Progress,
+    steps: int,
+    work: Callable[[Any, str, progress.Observer, Ledger], Analysis],
+    *,
+    force: bool,
+) -> Analysis:
+    """Run work that keeps a ledger, with progress."""
+    from gcbench import progress
+    from gcbench.measure import analysis as measuring
+
+    name = f"{kind}-{measuring.digest(settings.model_dump(mode='json'))}"
+    observer = progress.observer(shown.value, name, steps)
+    try:
+        with measuring.Ledger(results / name).open(afresh=force) as ledger:
+            return work(settings, command_line(), observer, ledger)
+    finally:
+        observer.close()
+        with suppress(OSError):  # what was refused leaves no folder behind
+            path = results / name / measuring.LEDGER
+            if not path.stat().st_size:
+                path.unlink()
+                path.parent.rmdir()

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import shlex
-import sys
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -22,13 +17,13 @@ from gcbench.commands import (
     Progress,
     Results,
     Shown,
+    command_line,
     deliver,
+    long_work,
+    make,
+    numbers,
 )
 from gcbench.errors import UsageError
-
-if TYPE_CHECKING:
-    from gcbench import progress
-    from gcbench.measure.analysis import Analysis, Ledger
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -41,98 +36,53 @@ Threads = Annotated[
 KERNELS = "results/kernels.json"
 
 
-def _command() -> str:
-    return shlex.join(["gcbench", *sys.argv[1:]])
-
-
-def _numbers(flag: str, text: str, cast: Callable[[float], Any]) -> list[Any]:
-    """Return the numbers of a list with commas, each once; 1e3 is 1000.
-
-    Raises:
-        UsageError: a word is no number above 0.
-    """
-    found = []
-    for word in filter(None, (piece.strip() for piece in text.split(","))):
-        value = -1.0
-        with suppress(ValueError):
-            value = float(word)
-        if not 0 < value < math.inf or (cast is int and value != int(value)):
-            kind = "whole numbers" if cast is int else "numbers"
-            raise UsageError(
-                f"{flag} {text!r}: {kind} above 0 with commas expected ({word!r} came), e.g. 8,64"
-            )
-        found.append(cast(value))
-    if not found:
-        raise UsageError(f"{flag}: at least one number expected, e.g. {flag} 8,64")
-    return list(dict.fromkeys(found))
-
-
-def _make(kind: type[Any], /, **given: Any) -> Any:
-    """Return the settings, a flag's name in the error of one that is out of range."""
-    from pydantic import ValidationError
-
-    try:
-        return kind(**given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        flag = "--" + str(first["loc"][0]).replace("_", "-").removesuffix("s")
-        if f"{flag[2:]}s" in ("workers", "kernels", "threads"):
-            flag += "s"
-        raise UsageError(f"{flag}: {first['msg']} (came: {first['input']!r})") from None
-
-
-def _long(
-    kind: str,
-    settings: Any,
-    results: Path,
-    shown: Progress,
-    steps: int,
-    work: Callable[[Any, str, progress.Observer, Ledger], Analysis],
-    *,
-    force: bool,
-) -> Analysis:
-    """Run work that keeps a ledger, with progress."""
-    from gcbench import progress
-    from gcbench.measure import analysis as measuring
-
-    name = f"{kind}-{measuring.digest(settings.model_dump(mode='json'))}"
-    observer = progress.observer(shown.value, name, steps)
-    try:
-        with measuring.Ledger(results / name).open(afresh=force) as ledger:
-            return work(settings, _command(), observer, ledger)
-    finally:
-        observer.close()
-        with suppress(OSError):  # what was refused leaves no folder behind
-            path = results / name / measuring.LEDGER
-            if not path.stat().st_size:
-                path.unlink()
-                path.parent.rmdir()
+Model = Annotated[
+    str,
+    typer.Option(
+        help="alexnet, googlenet, googlenet-slim, vgg-a, resnet20, resnet32, resnet50, "
+        "transformer-1.3b."
+    ),
+]
+Module = Annotated[
+    str | None,
+    typer.Option(help="PACKAGE:CALLABLE that returns any torch module, in place of --model."),
+]
+Place = Annotated[
+    str,
+    typer.Option(
+        "--cluster",
+        help="A .yaml file, or gtx1080-1gbe, p100-100g, v100-25g, a100-10g, a100-1600g, "
+        "h100-3200g.",
+    ),
+]
+PlaceSet = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cluster-set", help="A setting of the cluster, e.g. overlap=0.5 or inter.gbit=10."
+    ),
+]
+Batch = Annotated[int | None, typer.Option(help="Examples of a worker in a step.")]
+Compute = Annotated[
+    float | None,
+    typer.Option(help="Milliseconds of a worker's forward and backward pass, measured."),
+]
+DenseLast = Annotated[bool, typer.Option(help="Keep the last layer dense.")]
+DenseBelow = Annotated[int, typer.Option(help="Keep tensors below this many elements dense.")]
+Kernels = Annotated[
+    str,
+    typer.Option(
+        help="assumed: the floor of the device's memory; measured: here and now; or a file of "
+        "`make bench`."
+    ),
+]
 
 
 @app.command()
 def predict(
-    model: Annotated[
-        str,
-        typer.Option(
-            help="alexnet, googlenet, googlenet-slim, vgg-a, resnet20, resnet32, resnet50, "
-            "transformer-1.3b."
-        ),
-    ] = "resnet50",
-    module: Annotated[
-        str | None,
-        typer.Option(help="PACKAGE:CALLABLE that returns any torch module, in place of --model."),
-    ] = None,
-    cluster: Annotated[
-        str,
-        typer.Option(
-            help="A .yaml file, or gtx1080-1gbe, p100-100g, v100-25g, a100-10g, a100-1600g, "
-            "h100-3200g."
-        ),
-    ] = "v100-25g",
-    cluster_set: Annotated[
-        list[str] | None,
-        typer.Option(help="A setting of the cluster, e.g. overlap=0.5 or inter.gbit=10."),
-    ] = None,
+    model: Model = "resnet50",
+    module: Module = None,
+    cluster: Place = "v100-25g",
+    cluster_set: PlaceSet = None,
     compressor: Annotated[
         str | None,
         typer.Option(help="Methods with commas, e.g. terngrad,topk:ratio=0.001; default all."),
@@ -141,22 +91,11 @@ def predict(
         str | None, typer.Option(help="allreduce, allgather or twoshot; default the method's.")
     ] = None,
     workers: Annotated[str, typer.Option(help="Numbers of workers, up to 100000.")] = "8,64,512",
-    batch: Annotated[int | None, typer.Option(help="Examples of a worker in a step.")] = None,
-    compute_ms: Annotated[
-        float | None,
-        typer.Option(help="Milliseconds of a worker's forward and backward pass, measured."),
-    ] = None,
-    dense_last: Annotated[bool, typer.Option(help="Keep the last layer dense.")] = False,
-    dense_below: Annotated[
-        int, typer.Option(help="Keep tensors below this many elements dense.")
-    ] = 0,
-    kernels: Annotated[
-        str,
-        typer.Option(
-            help="assumed: the floor of the device's memory; measured: here and now; or a file of "
-            "`make bench`."
-        ),
-    ] = "assumed",
+    batch: Batch = None,
+    compute_ms: Compute = None,
+    dense_last: DenseLast = False,
+    dense_below: DenseBelow = 0,
+    kernels: Kernels = "assumed",
     threads: Threads = None,
     format_: Formatted = Format.table,
     plot: Plot = None,
@@ -178,13 +117,13 @@ def predict(
     if plot is not None:
         pictures.check(plot)
     chosen = list(methods.all_of(compressor))
-    settings = _make(
+    settings = make(
         prediction.Settings,
         model=model,
         module=module,
         compressors=chosen,
         collective=collective,
-        workers=_numbers("--workers", workers, int),
+        workers=numbers("--workers", workers, int),
         cluster=clusters.load(cluster, grid.pairs("--cluster-set", cluster_set)),
         batch=batch,
         compute_ms=compute_ms,
@@ -193,7 +132,7 @@ def predict(
         kernels=kernels,
         threads=threads or experiment.cores(),
     )
-    made = _long(
+    made = long_work(
         prediction.KIND, settings, results, progress, len(chosen), prediction.run, force=force
     )
     deliver(made, results, plot, format_, as_json=json)
@@ -221,8 +160,8 @@ def figure5(
     if plot is not None:
         pictures.check(plot)
     chosen = list(methods.all_of(compressor)) if compressor.strip() else []
-    settings = _make(published.Settings, compressors=chosen, collective=collective)
-    deliver(published.run(settings, _command()), results, plot, format_, as_json=json)
+    settings = make(published.Settings, compressors=chosen, collective=collective)
+    deliver(published.run(settings, command_line()), results, plot, format_, as_json=json)
 
 
 @app.command()
@@ -272,21 +211,21 @@ def fft(
         missing = ", ".join(stage for stage in breakeven.STAGES if stage not in given)
         raise UsageError(f"--throughput: {missing} missing; give all four, or none to time them")
     chosen = list(methods.all_of(compressor))
-    settings = _make(
+    settings = make(
         breakeven.Settings,
         theta=theta,
         code_bits=bits,
         mantissa=mantissa,
         granularity=grid.value(granularity),
-        elements=_numbers("--elements", elements, int)[0],
+        elements=numbers("--elements", elements, int)[0],
         threads=threads or experiment.cores(),
         throughput=given,
-        links=_numbers("--links", links, float),
+        links=numbers("--links", links, float),
         workers=workers,
         compressors=chosen,
         kernels=kernels,
     )
-    made = _long(
+    made = long_work(
         breakeven.KIND, settings, results, progress, len(chosen) + 2, breakeven.run, force=force
     )
     deliver(made, results, plot, format_, as_json=json)
@@ -320,7 +259,7 @@ def validate(
         pictures.check(plot)
     folders = runs or [Path("results/runs")]
     found = finished.load(folders)
-    settings = _make(
+    settings = make(
         validation.Settings,
         runs=[str(folder) for folder in folders],
         hashes=sorted(f"{run.summary.config_hash}-{run.summary.seed}" for run in found),
@@ -328,7 +267,7 @@ def validate(
         link_gbit=link_gbit,
         link_latency_us=link_latency_us,
     )
-    made = _long(
+    made = long_work(
         validation.KIND, settings, results, progress, len(found), validation.run, force=force
     )
     deliver(made, results, plot, format_, as_json=json)

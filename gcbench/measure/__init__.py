@@ -7,6 +7,7 @@ A module of this package has a frozen pydantic `Settings`, a function that turns
 from __future__ import annotations
 
 MODULES: dict[str, str] = {
+    "advice": "gcbench.measure.scale.advice",
     "scale": "gcbench.measure.scale.prediction",
     "scale-figure5": "gcbench.measure.scale.figure5",
     "scale-link": "gcbench.measure.scale.breakeven",

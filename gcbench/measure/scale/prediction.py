@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -207,7 +208,7 @@ def _rates(
     return found
 
 
-def _ranges(found: Sequence[tuple[float, float]]) -> str:
+def ranges(found: Sequence[tuple[float, float]]) -> str:
     """Return ranges of links as text."""
 
     def told(low: float, high: float) -> str:
@@ -218,20 +219,42 @@ def _ranges(found: Sequence[tuple[float, float]]) -> str:
     return " ".join(told(*each) for each in found) or "none"
 
 
-def _cases(
-    settings: Settings, chosen: Mapping[str, Compressor]
-) -> Iterator[tuple[str, Compressor, str]]:
-    """Yield each method, first the dense all-reduce, with its collective.
+def _legal(method: Compressor, settings: Settings, word: str, *, every: bool) -> tuple[str, ...]:
+    """Return the collectives to predict; the dense one is an all-reduce whatever was asked for.
 
     Raises:
-        UsageError: no method has the collective that was asked for.
+        UsageError: the method has not the collective that was asked for.
     """
-    for word, method in chosen.items():
-        yield word, method, check_legal(method, settings.collective if word != "none" else None)
+    if word == "none" or (settings.collective is None and not every):
+        return (check_legal(method),)
+    if settings.collective is not None:
+        return (check_legal(method, settings.collective),)
+    return method.legal_collectives()
 
 
-def run(settings: Settings, command: str, observer: progress.Observer, ledger: Ledger) -> Analysis:
-    """Predict every method at every number of workers.
+@dataclass(frozen=True)
+class Prepared:
+    """A network and a cluster with the steps of all methods."""
+
+    network: Network
+    batch: int
+    compute: float
+    """Seconds of forward and backward."""
+    steps: Mapping[tuple[str, str], Step]
+    """By word and collective; ("none", "allreduce") is always there."""
+    notes: Sequence[str]
+    """What was assumed, for the reader."""
+
+    @property
+    def plain(self) -> Step:
+        """The uncompressed step."""
+        return self.steps["none", "allreduce"]
+
+
+def prepare(
+    settings: Settings, observer: progress.Observer, ledger: Ledger, *, every: bool = False
+) -> Prepared:
+    """Return the steps of the methods and `none`: by their collective, or by `every` legal one.
 
     Raises:
         UsageError: an unknown name, an illegal collective, workers that do not fill nodes.
@@ -246,13 +269,17 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     else:
         compute, how = cluster.compute_seconds(network.name, network.macs, batch)
     chosen = methods.all_of(",".join(dict.fromkeys(["none", *settings.compressors])))
-    cases = list(_cases(settings, chosen))
+    cases = [
+        (word, method, collective)
+        for word, method in chosen.items()
+        for collective in _legal(method, settings, word, every=every)
+    ]
     lanes = network.split(dense_last=settings.dense_last, dense_below=settings.dense_below)
     if not lanes[0]:
         raise UsageError(f"--dense-below {settings.dense_below} leaves no tensor to compress")
     rates = _rates(settings, chosen, network.shapes, observer, ledger)
     steps = {
-        word: Step(
+        (word, collective): Step(
             method,
             collective,
             lanes if word != "none" else (network.shapes, ()),
@@ -262,6 +289,30 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         )
         for word, method, collective in cases
     }
+    links = f"{cluster.inter.gbit:g} Gbit/s and {cluster.inter.latency_us:g} us between nodes"
+    if cluster.gpus_per_node > 1:
+        links += (
+            f", {cluster.gpus_per_node} {cluster.device.name} in a node by "
+            f"{cluster.intra.gbit:g} Gbit/s and {cluster.intra.latency_us:g} us"
+        )
+    sources = dict.fromkeys(rates[word].source for word in chosen)
+    notes = [
+        f"Forward and backward {1e3 * compute:.4g} ms ({how}). Links: {links}; "
+        f"{cluster.overlap:.0%} of the backward pass hides communication; rounds: "
+        f"{cluster.algorithm}, topology: {cluster.topology}. Kernels: {'; '.join(sources)}.",
+    ]
+    return Prepared(network, batch, compute, steps, notes)
+
+
+def run(settings: Settings, command: str, observer: progress.Observer, ledger: Ledger) -> Analysis:
+    """Predict every method at every number of workers.
+
+    Raises:
+        UsageError: see `prepare`.
+    """
+    found = prepare(settings, observer, ledger)
+    cluster, network, batch = settings.cluster, found.network, found.batch
+    steps = {word: step for (word, _), step in found.steps.items()}
     rows = list(_rows(steps, settings.workers, cluster, batch, priced=True))
     most = max(settings.workers)
     curve = list(_rows(steps, _spread(cluster, most), cluster, batch, priced=False))
@@ -269,17 +320,8 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         f"{network.title}, {network.numel:,} parameters, batch {batch} a worker, cluster "
         f"{cluster.name}"
     )
-    links = f"{cluster.inter.gbit:g} Gbit/s and {cluster.inter.latency_us:g} us between nodes"
-    if cluster.gpus_per_node > 1:
-        links += (
-            f", {cluster.gpus_per_node} {cluster.device.name} in a node by "
-            f"{cluster.intra.gbit:g} Gbit/s and {cluster.intra.latency_us:g} us"
-        )
-    sources = dict.fromkeys(rates[word].source for word, _, _ in cases)
     notes = [
-        f"Forward and backward {1e3 * compute:.4g} ms ({how}). Links: {links}; "
-        f"{cluster.overlap:.0%} of the backward pass hides communication; rounds: "
-        f"{cluster.algorithm}, topology: {cluster.topology}. Kernels: {'; '.join(sources)}.",
+        *found.notes,
         "Predicted, nothing here was run. speedup: step of `none` by all-reduce / step. "
         "efficiency: forward and backward / step. pays at: links between nodes, in Gbit/s, at "
         "which the step is shorter than that of `none`. way: all workers exchange payloads (flat, "
@@ -363,7 +405,7 @@ def _rows(
         row["speedup"] = base / seconds
         row["efficiency"] = step.compute / seconds
         if priced and word != "none":
-            links = _ranges(pays(step, plain, workers, cluster)) if nodes > 1 else None
+            links = ranges(pays(step, plain, workers, cluster)) if nodes > 1 else None
             row["pays_at_gbit"] = links
         if priced and cluster.price is not None:
             row["cost"] = cluster.price * workers * seconds * STEPS_PRICED / 3600
