@@ -12,6 +12,7 @@ import typer
 
 from gcbench.commands import DataDir, Format, Formatted, Json, Progress, Shown, print_json, say
 from gcbench.commands.advise import advise
+from gcbench.commands.bandwidth import bandwidth
 from gcbench.commands.report import report
 from gcbench.commands.scale import app as scale_app
 from gcbench.errors import GcbenchError, UsageError
@@ -320,6 +321,7 @@ def kernels(
 
 app.command()(advise)
 app.command()(report)
+app.command(name="bandwidth")(bandwidth)
 
 
 @data_app.command("get")

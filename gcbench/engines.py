@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -93,17 +93,27 @@ def simulate(config: Config, run: Run, options: Options) -> None:
     _fit(config, world, run, options, launched=False)
 
 
-def _join(config: Config) -> World:
-    """Join the process group that the environment describes."""
+def join(kind: str, threads: int) -> World:
+    """Join the process group that the environment describes, as one worker on a device `kind`."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device(config.device)
+    device = torch.device(kind)
     if device.type == "cuda":
         device = torch.device("cuda", local % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    torch.set_num_threads(experiment.threads_per_worker(config))
+    torch.set_num_threads(threads)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     return DistributedWorld(device)
+
+
+def check_size(workers: int) -> None:
+    """Raise UsageError under a torchrun that started another number of processes."""
+    size = int(os.environ["WORLD_SIZE"])
+    if size != workers:
+        raise UsageError(
+            f"--workers {workers} under torchrun with {size} processes: they are the "
+            f"workers; give --workers {size}"
+        )
 
 
 def torchrun(config: Config, run: Run, options: Options) -> None:
@@ -112,13 +122,9 @@ def torchrun(config: Config, run: Run, options: Options) -> None:
     Raises:
         UsageError: the job has another number of workers than the config.
     """
-    size = int(os.environ["WORLD_SIZE"])
-    if size != config.workers:
-        raise UsageError(
-            f"--workers {config.workers} under torchrun with {size} processes: they are the "
-            f"workers; give --workers {size}"
-        )
-    _fit(config, _join(config), run, options, launched=True)
+    check_size(config.workers)
+    world = join(config.device, experiment.threads_per_worker(config))
+    _fit(config, world, run, options, launched=True)
 
 
 def _die_with_parent() -> None:
@@ -131,12 +137,12 @@ def _error_file(folder: str, rank: int) -> Path:
     return Path(folder) / f"error-{rank}.json"
 
 
-def _spawned(config_json: str, folder: str, options: Options, errors: str) -> None:
+def _spawned(errors: str, call: Callable[..., None], words: Sequence[Any]) -> None:
     """Be one local worker process; leave what went wrong in a file in `errors` for the parent."""
     _die_with_parent()
     rank = int(os.environ["RANK"])
     try:
-        torchrun(Config.model_validate_json(config_json), Run(Path(folder)), options)
+        call(*words)
     except Exception as error:
         known = isinstance(error, GcbenchError)
         message = {
@@ -173,28 +179,45 @@ def local_launch(workers: int, name: str) -> Any:
     )
 
 
+def _train(config_json: str, folder: str, options: Options) -> None:
+    torchrun(Config.model_validate_json(config_json), Run(Path(folder)), options)
+
+
 def spawn(config: Config, run: Run, options: Options) -> None:
-    """Run every worker in a process of its own on this machine, by torch's elastic launcher.
+    """Run every worker in a process of its own on this machine.
 
     Raises:
         GcbenchError: the first error of any worker.
+    """
+    threads = experiment.threads_per_worker(config)
+    words = config.model_dump_json(), str(run.folder), options
+    in_processes(config.workers, threads, config.hash, _train, words)
+
+
+def in_processes(
+    workers: int, threads: int, name: str, call: Callable[..., None], words: Sequence[Any]
+) -> None:
+    """Run `call(*words)` in local processes, by torch's elastic launcher, each with RANK set.
+
+    `call` is a function of a module, and `words` can be pickled.
+
+    Raises:
+        GcbenchError: the first error of any worker.
+        Interrupted: the user asked to stop.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    launch = local_launch(config.workers, config.hash)
-    threads = str(experiment.threads_per_worker(config))
     with TemporaryDirectory(prefix="gcbench-") as errors, signals_restored():
         try:
-            with _environment(OMP_NUM_THREADS=threads):
-                worker = elastic_launch(launch, _spawned)
-                worker(config.model_dump_json(), str(run.folder), options, errors)
+            with _environment(OMP_NUM_THREADS=str(threads)):
+                elastic_launch(local_launch(workers, name), _spawned)(errors, call, words)
         except ChildFailedError as failure:
             died = GcbenchError(f"a worker process died without a word ({failure!s:.200})")
-            raise _first_error(config, errors, died) from failure
+            raise _first_error(workers, errors, died) from failure
         except (SignalException, KeyboardInterrupt) as failure:
-            raise _first_error(config, errors, Interrupted("stopped by the user")) from failure
+            raise _first_error(workers, errors, Interrupted("stopped by the user")) from failure
 
 
 @contextmanager
@@ -211,13 +234,13 @@ def _environment(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _first_error(config: Config, errors: str, silent: GcbenchError) -> GcbenchError:
+def _first_error(workers: int, errors: str, silent: GcbenchError) -> GcbenchError:
     """Return what went wrong first in any worker, as an error of this process.
 
     `silent` is the error if no worker said anything.
     """
     found = []
-    for rank in range(config.workers):
+    for rank in range(workers):
         with suppress(OSError, ValueError):
             found.append(json.loads(_error_file(errors, rank).read_text()))
     # A worker that fails by itself says so in our words; its peers only see the connection break.

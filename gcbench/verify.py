@@ -453,19 +453,33 @@ def _exact(method: Compressor) -> _Found:
             default = method.exact_for[0], method.legal_collectives()[0]
             if workers > 8 and (family, collective) != default:
                 continue  # many workers, once
-            alike = collective == "twoshot" and method.requantizes
-            xs = [make(segments, 0 if alike else rank) for rank in range(workers)]
-            total = torch.stack(xs).sum(0)
-            expected = total / workers
-            got = _mean(method, collective, xs, shapes)
-            if method.aggregate == "vote":
-                clear = total != 0
-                expected, got = expected.sign()[clear], got[clear]
+            xs, expected = exact_mean(method, collective, family, segments, workers)
             done += 1
-            if not torch.allclose(got, expected, rtol=1e-6, atol=0):
+            if inexact(_mean(method, collective, xs, shapes), expected):
                 faults.append(f"{family}, {workers} workers, {collective}")
     what = f"{done} means, {len(method.exact_for)} round trips"
     return _Found(", ".join(faults[:3]) or f"{what} exact", what, not faults)
+
+
+def exact_mean(
+    method: Compressor, collective: str, family: str, segments: Segments, workers: int
+) -> tuple[list[Tensor], Tensor]:
+    """Return the workers' integers of a family that `method` carries exactly, and what must come.
+
+    Both float32, shape (n,); NaN where nothing is promised: at a tie of a vote.
+    """
+    alike = collective == "twoshot" and method.requantizes
+    xs = [FAMILIES[family](segments, 0 if alike else rank) for rank in range(workers)]
+    total = torch.stack(xs).sum(0)
+    if method.aggregate == "vote":
+        return xs, torch.where(total != 0, total.sign(), torch.nan)
+    return xs, total / workers
+
+
+def inexact(got: Tensor, expected: Tensor) -> int:
+    """Return how many elements differ by more than the rounding of a scale, 1e-6 relative."""
+    promised = ~expected.isnan()
+    return int((promised & ~torch.isclose(got, expected, rtol=1e-6, atol=0)).sum())
 
 
 def _collectives(method: Compressor) -> _Found:

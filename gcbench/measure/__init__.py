@@ -12,5 +12,6 @@ MODULES: dict[str, str] = {
     "scale-figure5": "gcbench.measure.scale.figure5",
     "scale-link": "gcbench.measure.scale.breakeven",
     "scale-validation": "gcbench.measure.scale.validation",
+    "bandwidth": "gcbench.measure.bandwidth",
 }
 """Kind of analysis -> the module that makes and draws it."""

@@ -1,0 +1,176 @@
+"""`gcbench bandwidth`: what collectives cost, plain and compressed."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from gcbench.commands import (
+    ANALYSES,
+    Force,
+    Format,
+    Formatted,
+    Json,
+    Plot,
+    Progress,
+    Results,
+    Shown,
+    deliver,
+    say,
+)
+
+S = str | None
+SIZES = "Bytes of the float32 gradient"
+WHAT = "What is measured"
+WHERE = "Where it runs"
+
+
+def _opt(*flags: str, text: str, panel: str) -> Any:
+    return typer.Option(*flags, help=text, rich_help_panel=panel, show_default=False)
+
+
+def bandwidth(
+    minbytes: Annotated[
+        S, _opt("-b", "--minbytes", text="Smallest, as 4K; default 4K.", panel=SIZES)
+    ] = None,
+    maxbytes: Annotated[
+        S, _opt("-e", "--maxbytes", text="Largest, as 16M; default 16M.", panel=SIZES)
+    ] = None,
+    factor: Annotated[
+        float | None, _opt("-f", "--stepfactor", text="Factor; default 8.", panel=SIZES)
+    ] = None,
+    step: Annotated[
+        S, _opt("-i", "--stepbytes", text="Difference, in place of a factor.", panel=SIZES)
+    ] = None,
+    sizes: Annotated[S, _opt("--sizes", text="A list in their place: 4K,1M.", panel=SIZES)] = None,
+    iterations: Annotated[
+        int, typer.Option("-n", "--iters", min=1, help="Iterations.", rich_help_panel=SIZES)
+    ] = 20,
+    warmup: Annotated[
+        int,
+        typer.Option(
+            "-w",
+            "--warmup-iters",
+            "--warmup_iters",
+            min=0,
+            help="Iterations before, untimed.",
+            rich_help_panel=SIZES,
+        ),
+    ] = 5,
+    compressor: Annotated[
+        S,
+        _opt("--compressor", text="Methods with commas, as none,topk; default all.", panel=WHAT),
+    ] = None,
+    collective: Annotated[
+        S,
+        _opt(
+            "--collective",
+            text="Of the methods: allreduce, allgather, twoshot; all; default each one's own.",
+            panel=WHAT,
+        ),
+    ] = None,
+    plain: Annotated[
+        S,
+        _opt(
+            "--plain",
+            text="The library's own: all_reduce, reduce_scatter, all_gather, alltoall, broadcast, "
+            "sendrecv; default all.",
+            panel=WHAT,
+        ),
+    ] = None,
+    memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory/--no-memory",
+            help="Carry what a method's source carries (error feedback).",
+            rich_help_panel=WHAT,
+        ),
+    ] = True,
+    link_latency_us: Annotated[
+        float,
+        typer.Option(min=0, help="Of the links predicted for, a message.", rich_help_panel=WHAT),
+    ] = 50.0,
+    workers: Annotated[
+        int | None, _opt("--workers", text="Processes; default 2, or torchrun's.", panel=WHERE)
+    ] = None,
+    engine: Annotated[
+        S, _opt("--engine", text="spawn; torchrun is found; default spawn.", panel=WHERE)
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="cpu (gloo) or cuda (NCCL).", rich_help_panel=WHERE)
+    ] = "cpu",
+    backend: Annotated[
+        str, typer.Option(help="auto, reference, cpu or cuda.", rich_help_panel=WHERE)
+    ] = "auto",
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="In an operation of a worker; default cores/workers.",
+            rich_help_panel=WHERE,
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the methods' draws.", rich_help_panel=WHERE)] = 0,
+    results: Results = ANALYSES,
+    plot: Plot = None,
+    force: Force = False,
+    progress: Shown = Progress.auto,
+    format_: Formatted = Format.table,
+    json: Json = False,
+) -> None:
+    """Time collectives, plain and compressed, and check every result; exit code 1 if one is wrong.
+
+    Says at which sizes compression pays here, and on which links it would.
+
+    What is measured is kept: an interrupted command goes on where it was.
+    """
+    from gcbench import pictures
+    from gcbench.errors import UsageError
+    from gcbench.measure import bandwidth as measuring
+    from gcbench.measure.bandwidth import settings as setting
+    from gcbench.train import Interrupted
+
+    if plot is not None:
+        pictures.check(plot)
+    if sizes is not None:
+        if any(given is not None for given in (minbytes, maxbytes, factor, step)):
+            raise UsageError("--sizes is a list in place of -b, -e, -f and -i: give one of the two")
+        wanted = setting.listed(sizes)
+    else:
+        wanted = setting.sizes_between(
+            setting.size_of(minbytes or "4K"),
+            setting.size_of(maxbytes or "16M"),
+            factor,
+            None if step is None else setting.size_of(step),
+        )
+    settings = setting.make(
+        compressors=compressor,
+        collectives=collective,
+        plain=plain,
+        sizes=wanted,
+        workers=workers,
+        engine=engine,
+        threads=threads,
+        iterations=iterations,
+        warmup=warmup,
+        memory=memory,
+        link_latency_us=link_latency_us,
+        device=device,
+        backend=backend,
+        seed=seed,
+    )
+    try:
+        found = measuring.run(settings, results, progress.value, force=force)
+    except Interrupted:
+        say("\nwhat was measured is kept; the same command goes on")
+        raise
+    if found is None:
+        return  # worker 0 prints
+    analysis, new = found
+    if not new:
+        say("measured before; --force measures again")
+    deliver(analysis, results, plot, format_, as_json=json)
+    if analysis.failed:
+        raise typer.Exit(1)
