@@ -13,6 +13,7 @@ import typer
 from gcbench.commands import DataDir, Format, Formatted, Json, Progress, Shown, print_json, say
 from gcbench.commands.advise import advise
 from gcbench.commands.bandwidth import bandwidth
+from gcbench.commands.bounds import bounds
 from gcbench.commands.report import report
 from gcbench.commands.scale import app as scale_app
 from gcbench.errors import GcbenchError, UsageError
@@ -25,7 +26,6 @@ app = typer.Typer(
 )
 data_app = typer.Typer(no_args_is_help=True, help="Fetch data sets, or say where they are.")
 app.add_typer(data_app, name="data")
-app.add_typer(scale_app, name="scale")
 
 RESULTS = Path("results/runs")
 TIMINGS = Path("results/kernels.json")
@@ -319,9 +319,11 @@ def kernels(
     print(timing.render(timings, rows, "json" if json else format_.value))
 
 
+app.command()(bounds)
+app.command()(bandwidth)
+app.add_typer(scale_app, name="scale")
 app.command()(advise)
 app.command()(report)
-app.command(name="bandwidth")(bandwidth)
 
 
 @data_app.command("get")

@@ -140,8 +140,10 @@ def _typed(what: str, cls: type[Any], options: dict[str, Any]) -> dict[str, Any]
     typed = dict(options)
     for name, value in options.items():
         try:
-            field = TypeAdapter(get_type_hints(cls)[name])
-            typed[name] = field.validate_python(value, strict=True)
+            hint = get_type_hints(cls)[name]
+            if hint is str and type(value) is int:
+                value = str(value)  # a word that YAML took for a number: norm=2
+            typed[name] = TypeAdapter(hint).validate_python(value, strict=True)
         except ValidationError as error:
             problems = dict.fromkeys(problem["msg"].lower() for problem in error.errors())
             raise UsageError(f"{what}: {name}={value!r}: {', or '.join(problems)}") from None

@@ -53,8 +53,9 @@ class Options:
     data_dir: Path | None = None
     checkpoint_seconds: float = 60.0
     progress: progress.Mode = "none"
-    fault: Callable[[int, int, Tensor], None] | None = None
-    """Called with (step, rank, bucket) before the exchange; tests put faults in."""
+    on_bucket: Callable[[int, int, Tensor], None] | None = None
+    """Called with (step, rank, bucket) before the exchange, in the order of the local ranks:
+    analyses look at gradients, tests put faults in."""
 
 
 def classifier(model: nn.Module) -> list[str]:
@@ -204,7 +205,7 @@ class Trainer:
         key = Key(self.config.seed, self.step, rank, 0, streams.AUGMENT)
         return self.task.batch(self.train, self._indices(rank), key)
 
-    def _finish_bucket(self, gradients: list[Tensor]) -> Tensor:
+    def finish_bucket(self, gradients: list[Tensor]) -> Tensor:
         """Return the flat gradient with the loss's L2 term, float32, shape (total,)."""
         bucket = torch.cat([gradient.reshape(-1) for gradient in gradients])
         if self.config.decay == "loss" and self.config.weight_decay:
@@ -221,7 +222,7 @@ class Trainer:
         outputs = self.replicas[rank - self.world.ranks[0]](inputs)
         loss = self.task.loss(outputs, targets)
         gradients = torch.autograd.grad(loss, self.parameters)
-        return self._finish_bucket(list(gradients)), float(loss.detach())
+        return self.finish_bucket(list(gradients)), float(loss.detach())
 
     def _gradients(self) -> tuple[list[Tensor], list[float]]:
         """Return the local workers' buckets and losses."""
@@ -236,9 +237,9 @@ class Trainer:
             buckets, losses = self._batched_gradients()
             share = (self.clock.read() - started) / self.world.size
             self.clock.add("forward_backward", share)
-        if self.options.fault is not None:
+        if self.options.on_bucket is not None:
             for rank, bucket in zip(self.world.ranks, buckets, strict=True):
-                self.options.fault(self.step, rank, bucket)
+                self.options.on_bucket(self.step, rank, bucket)
         return buckets, losses
 
     def _batched_gradients(self) -> tuple[list[Tensor], list[float]]:
@@ -257,7 +258,7 @@ class Trainer:
         parameters = {name: p.detach() for name, p in zip(self.names, self.parameters, strict=True)}
         gradients, losses = torch.func.vmap(one, in_dims=(None, 0, 0))(parameters, inputs, targets)
         buckets = [
-            self._finish_bucket([gradients[name][i] for name in self.names])
+            self.finish_bucket([gradients[name][i] for name in self.names])
             for i in range(self.world.size)
         ]
         return buckets, losses.tolist()

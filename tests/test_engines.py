@@ -245,7 +245,7 @@ def test_a_crash_loses_nothing(trainer, normed, tmp_path, recipe, moments):
                 raise Crash
 
         with pytest.raises(Crash):
-            trainer(made, checkpoint_seconds=0, fault=fault).fit()
+            trainer(made, checkpoint_seconds=0, on_bucket=fault).fit()
     resumed = trainer(made)
     summary = resumed.fit()
     assert {key: summary[key] for key in SAME} == {key: expected[key] for key in SAME}
@@ -261,7 +261,7 @@ def test_a_stop_saves_and_goes_on(trainer):
     with pytest.raises(Interrupted, match="stopped after step 8 of 30"):
         trainer(made).fit(lambda: next(steps) == 7)
     with pytest.raises(Crash):  # records run ahead of the checkpoint
-        trainer(made, fault=crash_at_twenty).fit()
+        trainer(made, on_bucket=crash_at_twenty).fit()
     last = trainer(made)
     assert last.run.records()[-1]["step"] == 20
     assert last.fit()["params_sha256"] == expected["params_sha256"]
@@ -391,13 +391,13 @@ def test_a_non_finite_gradient_names_layer_worker_and_step(tmp_path):
 
     made = config(task="digits", workers=4)
     with pytest.raises(GcbenchError, match=r"layer 3\.bias of worker 2 at step 4"):
-        fit(made, tmp_path, fault=last_layer)
+        fit(made, tmp_path, on_bucket=last_layer)
     assert len(Run(tmp_path / made.run_name).records()) == 4
 
 
 def test_all_workers_skip_a_step_together(tmp_path):
-    here = fit(config(on_nonfinite="skip"), tmp_path, fault=spoil)
-    there = fit(config(on_nonfinite="skip", engine="spawn"), tmp_path, fault=spoil)
+    here = fit(config(on_nonfinite="skip"), tmp_path, on_bucket=spoil)
+    there = fit(config(on_nonfinite="skip", engine="spawn"), tmp_path, on_bucket=spoil)
     assert here["skipped_steps"] == there["skipped_steps"] == 2
     assert {key: here[key] for key in SAME} == {key: there[key] for key in SAME}
     clean = fit(config(on_nonfinite="skip"), tmp_path / "clean")
@@ -409,7 +409,7 @@ def test_a_failing_process_is_named_and_its_peers_end(tmp_path):
     before = signal.getsignal(signal.SIGINT)
     made = config(engine="spawn")
     with pytest.raises(GcbenchError, match="layer x of worker 1 at step 3"):
-        fit(made, tmp_path, fault=spoil)
+        fit(made, tmp_path, on_bucket=spoil)
     assert len(Run(tmp_path / made.run_name).records()) == 3
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -418,7 +418,9 @@ def test_large_but_finite_gradients_are_no_fault(tmp_path):
     def large(step, rank, bucket):
         bucket.fill_(3e38)  # their sum overflows, they do not
 
-    assert fit(config(steps=1, compressor="terngrad"), tmp_path, fault=large)["skipped_steps"] == 0
+    assert (
+        fit(config(steps=1, compressor="terngrad"), tmp_path, on_bucket=large)["skipped_steps"] == 0
+    )
 
 
 def test_replicas_that_drift_apart_stop_the_run(tmp_path, monkeypatch):

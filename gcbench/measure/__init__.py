@@ -8,10 +8,11 @@ from __future__ import annotations
 
 MODULES: dict[str, str] = {
     "advice": "gcbench.measure.scale.advice",
+    "bandwidth": "gcbench.measure.bandwidth",
+    "bounds": "gcbench.measure.bounds",
     "scale": "gcbench.measure.scale.prediction",
     "scale-figure5": "gcbench.measure.scale.figure5",
     "scale-link": "gcbench.measure.scale.breakeven",
     "scale-validation": "gcbench.measure.scale.validation",
-    "bandwidth": "gcbench.measure.bandwidth",
 }
 """Kind of analysis -> the module that makes and draws it."""

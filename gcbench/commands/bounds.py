@@ -1,0 +1,126 @@
+"""`gcbench bounds`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from gcbench.commands import (
+    ANALYSES,
+    DataDir,
+    Force,
+    Format,
+    Formatted,
+    Json,
+    Plot,
+    Progress,
+    Results,
+    Shown,
+    deliver,
+    say,
+)
+
+TRAIN = "The training whose gradients are watched"
+LOOK = "What is looked at"
+
+
+def _opt(text: str, panel: str, **more: Any) -> Any:
+    return typer.Option(help=text, rich_help_panel=panel, **more)
+
+
+def bounds(
+    claims: Annotated[
+        str, _opt("Only claims with such names, e.g. 'signsgd/*' or '*/topk'.", LOOK)
+    ] = "*",
+    quadratic_only: Annotated[bool, _opt("Train nothing: only theorems on bowls.", LOOK)] = False,
+    methods: Annotated[
+        str | None,
+        _opt("Methods with commas, e.g. topk:ratio=0.1,qsgd:norm=2; default all.", LOOK),
+    ] = None,
+    task: Annotated[str, _opt("Task; see `gcbench list tasks`.", TRAIN)] = "digits",
+    network: Annotated[str | None, _opt("The task's network, e.g. resnet20.", TRAIN)] = None,
+    task_set: Annotated[
+        list[str] | None, _opt("A task's field, e.g. noise=2.", TRAIN, show_default=False)
+    ] = None,
+    compressor: Annotated[
+        str, _opt("What trains, e.g. topk:ratio=0.001: gradients are those on its way.", TRAIN)
+    ] = "none",
+    workers: Annotated[int, _opt("Number of workers.", TRAIN, min=1)] = 4,
+    steps: Annotated[int, _opt("Training steps.", TRAIN, min=1)] = 200,
+    batch: Annotated[int | None, _opt("Examples a step; default the task's.", TRAIN, min=1)] = None,
+    lr: Annotated[float | None, _opt("Learning rate; default the task's.", TRAIN)] = None,
+    seed: Annotated[str, _opt("Seeds with commas; from 3 on, intervals are over seeds.", TRAIN)] = (
+        "0,1,2"
+    ),
+    every: Annotated[int, _opt("Steps between observations.", LOOK, min=1)] = 10,
+    snapshots: Annotated[int, _opt("Steps at which noise and codecs are seen.", LOOK, min=1)] = 3,
+    batches: Annotated[int, _opt("Batches drawn at a snapshot for the noise.", LOOK, min=8)] = 128,
+    draws: Annotated[int, _opt("Encodings of one gradient by a random code.", LOOK, min=2)] = 8,
+    weights: Annotated[
+        str | None, _opt("Weights whose noise is tested, e.g. '1.weight[3],3.weight[0]'.", LOOK)
+    ] = None,
+    strict: Annotated[bool, typer.Option(help="Exit code 1 if a theorem's bound is violated.")] = (
+        False
+    ),
+    data_dir: DataDir = None,
+    results: Results = ANALYSES,
+    plot: Plot = None,
+    force: Force = False,
+    progress: Shown = Progress.auto,
+    format_: Formatted = Format.table,
+    json: Json = False,
+) -> None:
+    """Check the papers' convergence claims: during training, and on bowls of known constants.
+
+    Theorems, assumptions and observations are told apart; --strict counts theorems alone.
+
+    What is proved can fail only where code is wrong; the others are about the world.
+    """
+    from gcbench import grid, pictures
+    from gcbench.errors import UsageError
+    from gcbench.measure import analysis as measuring
+    from gcbench.measure import bounds as measure
+
+    if plot is not None:
+        pictures.check(plot)
+    options = grid.pairs("--task-set", task_set)
+    if network is not None:
+        options["network"] = network
+    try:
+        seeds = tuple(int(part) for part in seed.split(","))
+    except ValueError:
+        raise UsageError(f"--seed {seed}: numbers with commas expected, e.g. 0,1,2") from None
+    settings = measure.make(
+        task=task,
+        task_options=options,
+        compressor=compressor,
+        workers=workers,
+        steps=steps,
+        batch=batch,
+        lr=lr,
+        seeds=seeds,
+        every=every,
+        snapshots=snapshots,
+        batches=batches,
+        draws=draws,
+        methods=methods or "",
+        weights=tuple(word.strip() for word in weights.split(",")) if weights else (),
+        claims=claims,
+        quadratic_only=quadratic_only,
+    )
+    done = measure.finished(settings, results)
+    if done is not None and not force:
+        say(f"{done} is finished; --force does it again")
+        found = measuring.load(done)
+    else:
+        command = shlex.join(["gcbench", *sys.argv[1:]])
+        found = measure.run(
+            settings, results, data_dir, progress.value, command=command, force=force
+        )
+    deliver(found, results, plot, format_, as_json=json)
+    if strict and found.failed:
+        say("a theorem's bound is violated; see the verdicts above")
+        raise typer.Exit(1)
