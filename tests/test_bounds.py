@@ -21,9 +21,10 @@ from commands import invoke
 from gcbench import registry
 from gcbench.compressor import Key, Payload, Segments
 from gcbench.errors import UsageError
-from gcbench.measure import (
+from gcbench.measure import analysis as measuring
+from gcbench.measure import bounds
+from gcbench.measure.bounds import (
     alone,
-    bounds,
     claims,
     gradient_claims,
     observe,
@@ -31,8 +32,7 @@ from gcbench.measure import (
     quadratics,
     shape,
 )
-from gcbench.measure import analysis as measuring
-from gcbench.measure.claims import Claim, Judged, always, interval, judge, mean, ratio
+from gcbench.measure.bounds.claims import Claim, Judged, always, interval, judge, mean, ratio
 from gcbench.train import Options
 
 QUICK = ("--steps", 20, "--every", 5, "--snapshots", 2, "--batches", 16, "--seed", "0,1,2")

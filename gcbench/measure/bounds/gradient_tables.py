@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gcbench.measure import shape
 from gcbench.measure.analysis import Row, Shown, Table
-from gcbench.measure.claims import Interval, mean, over, ratio
-from gcbench.measure.observe import Record
+from gcbench.measure.bounds import shape
+from gcbench.measure.bounds.claims import Interval, mean, over, ratio
+from gcbench.measure.bounds.observe import Record
 
 
 def each(records: Sequence[Record], group: str) -> list[list[Record]]:

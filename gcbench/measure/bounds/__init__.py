@@ -21,10 +21,11 @@ from gcbench.compressor import Compressor
 from gcbench.errors import UsageError, unknown
 from gcbench.experiment import Config
 from gcbench.measure import analysis as measuring
-from gcbench.measure import gradient_claims, gradient_tables, methods, quadratic_claims, quadratics
+from gcbench.measure import methods
 from gcbench.measure.analysis import Analysis, Ledger, Row, Shown, Table
-from gcbench.measure.claims import KINDS, VERDICTS, Judged
-from gcbench.measure.observe import THETA, Plan, Record, Watch
+from gcbench.measure.bounds import gradient_claims, gradient_tables, quadratic_claims, quadratics
+from gcbench.measure.bounds.claims import KINDS, VERDICTS, Judged
+from gcbench.measure.bounds.observe import THETA, Plan, Record, Watch
 from gcbench.store import Run
 from gcbench.train import Options, Trainer
 from gcbench.world import Link, SimulatedWorld

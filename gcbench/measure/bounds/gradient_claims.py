@@ -7,10 +7,19 @@ from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 
 from gcbench.compressor import Compressor
-from gcbench.measure import shape
-from gcbench.measure.claims import Claim, Interval, Judged, always, interval, mean, over, ratio
-from gcbench.measure.gradient_tables import each, noise_tests
-from gcbench.measure.observe import CLIP, Record
+from gcbench.measure.bounds import shape
+from gcbench.measure.bounds.claims import (
+    Claim,
+    Interval,
+    Judged,
+    always,
+    interval,
+    mean,
+    over,
+    ratio,
+)
+from gcbench.measure.bounds.gradient_tables import each, noise_tests
+from gcbench.measure.bounds.observe import CLIP, Record
 
 WEN = "Wen et al. 2017"
 BERNSTEIN = "Bernstein et al. 2018"

@@ -28,9 +28,9 @@ from torch import Tensor
 from gcbench import ops, registry, streams
 from gcbench.compressor import Compressor, Key, Segments
 from gcbench.errors import UsageError, unknown
-from gcbench.measure import shape
-from gcbench.measure.alone import Shadow, agreed, energy, lane_of, passed, single
 from gcbench.measure.analysis import finite
+from gcbench.measure.bounds import shape
+from gcbench.measure.bounds.alone import Shadow, agreed, energy, lane_of, passed, single
 from gcbench.train import Trainer
 from gcbench.world import Link, SimulatedWorld
 

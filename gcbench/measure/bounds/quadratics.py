@@ -20,8 +20,8 @@ from torch import Tensor
 
 from gcbench import memory
 from gcbench.compressor import Compressor, Key, Segments
-from gcbench.measure.alone import agreed, energy, lane_of, single
-from gcbench.measure.claims import Interval, interval
+from gcbench.measure.bounds.alone import agreed, energy, lane_of, single
+from gcbench.measure.bounds.claims import Interval, interval
 from gcbench.world import Link, SimulatedWorld
 
 SHAPE = (16, 16)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from gcbench import registry
 from gcbench.compressor import Compressor
-from gcbench.measure import quadratics
-from gcbench.measure.claims import Claim, Judged, always
+from gcbench.measure.bounds import quadratics
+from gcbench.measure.bounds.claims import Claim, Judged, always
 
 BERNSTEIN = "Bernstein et al. 2018"
 KARIMIREDDY = "Karimireddy et al. 2019"
@@ -56,14 +56,14 @@ FFT_CONSTANT = Claim(
     "theorem",
     "error a = sqrt(theta): mean E||grad f||^2 <= 2 (f_0 - f*) / (eta (1 - a) T) + s^2 (a + L eta "
     "(1 + a)^2) / (1 - a), eta <= (1 - a) / (L (1 + a)^2)",
-    f"{WANG}, theorem 3.4, in the form that is proved in gcbench.measure.quadratics",
+    f"{WANG}, theorem 3.4, in the form that is proved in gcbench.measure.bounds.quadratics",
 )
 FFT_FALLING = Claim(
     "fft/theorem-3.5",
     "theorem",
     "eta_t = eta_0 / (1 + t / 50), theta_t = L eta_t: the weighted mean of E||grad f||^2 keeps "
     "within its bound, which goes to 0",
-    f"{WANG}, theorem 3.5, in the form that is proved in gcbench.measure.quadratics",
+    f"{WANG}, theorem 3.5, in the form that is proved in gcbench.measure.bounds.quadratics",
 )
 FFT_RUNS = ((0.5, 1), (0.5, 4), (0.85, 1), (0.85, 4))
 """Theta, workers."""
