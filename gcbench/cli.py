@@ -14,6 +14,7 @@ from gcbench.commands import DataDir, Format, Formatted, Json, Progress, Shown, 
 from gcbench.commands.advise import advise
 from gcbench.commands.bandwidth import bandwidth
 from gcbench.commands.bounds import bounds
+from gcbench.commands.histogram import histogram
 from gcbench.commands.report import report
 from gcbench.commands.scale import app as scale_app
 from gcbench.errors import GcbenchError, UsageError
@@ -58,6 +59,7 @@ S = str | None
 RUN = "What is compared"
 TRAIN = "Training (the task's defaults unless given)"
 WHERE = "Where it runs"
+KEEP = "Gradients for `gcbench histogram`, before memory and compression; results stay the same"
 
 
 def _opt(text: str, panel: str) -> Any:
@@ -139,6 +141,12 @@ def run(
         S, _opt("Link of the modelled communication time; default 10.", WHERE)
     ] = None,
     link_latency_us: Annotated[S, _opt("Its latency in microseconds; default 50.", WHERE)] = None,
+    capture: Annotated[
+        S, _opt("Keep the workers' gradients of these steps, counted from 0: 0,100,399.", KEEP)
+    ] = None,
+    capture_layers: Annotated[
+        str, _opt("Only these parameters, e.g. 'fc*,conv1.weight'; default all.", KEEP)
+    ] = "*",
     config: Annotated[
         Path | None, typer.Option(help="YAML file with the same keys; flags win over it.")
     ] = None,
@@ -162,7 +170,7 @@ def run(
         for key, value in locals().items()
         if value is not None and key not in _NOT_SETTINGS
     }
-    from gcbench import grid, runner
+    from gcbench import captures, grid, runner
 
     given = {
         "options": grid.pairs("--set", set_),
@@ -174,9 +182,10 @@ def run(
     for key, text in settings.items():
         given[key] = grid.value(text) if isinstance(text, str) else text
     configs = grid.expand(given, config)
-    runner.Runner(results, data_dir, checkpoint_seconds, progress.value, force=force).all(
-        configs, json=json
-    )
+    plan = None if capture is None else captures.Plan(captures.steps(capture), capture_layers)
+    runner.Runner(
+        results, data_dir, checkpoint_seconds, progress.value, force=force, capture=plan
+    ).all(configs, json=json)
 
 
 _NOT_SETTINGS = {
@@ -184,6 +193,8 @@ _NOT_SETTINGS = {
     "task_set",
     "memory_set",
     "network",
+    "capture",
+    "capture_layers",
     "config",
     "data_dir",
     "results",
@@ -319,6 +330,7 @@ def kernels(
     print(timing.render(timings, rows, "json" if json else format_.value))
 
 
+app.command()(histogram)
 app.command()(bounds)
 app.command()(bandwidth)
 app.add_typer(scale_app, name="scale")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gcbench import engines, experiment, listing
+from gcbench import captures, engines, experiment, listing
 from gcbench.errors import GcbenchError, UsageError
 from gcbench.experiment import Config
 from gcbench.progress import Mode
@@ -34,9 +34,11 @@ class Runner:
         progress: Mode,
         *,
         force: bool,
+        capture: captures.Plan | None = None,
     ) -> None:
         self.results, self.data_dir, self.force = results, data_dir, force
         self.checkpoint_seconds, self.progress = checkpoint_seconds, progress
+        self.capture = capture
 
     def all(self, configs: Sequence[Config], *, json: bool) -> None:
         """Do all runs, then print their summaries.
@@ -51,6 +53,8 @@ class Runner:
         configs = [self._in_environment(config) for config in configs]
         for config in configs:
             experiment.require_device(config.device)
+            if self.capture is not None:
+                self.capture.check(config.run_name, config.steps)
         leads = int(os.environ.get("RANK", "0")) == 0
         done: list[dict[str, Any]] = []
         failures: list[GcbenchError] = []
@@ -86,11 +90,14 @@ class Runner:
         """Do one run, or find it done; return its summary.
 
         Raises:
+            MissedError: it is past a step that is to be captured.
             GcbenchError: it failed; its records and checkpoint stay.
         """
         run = Run(self.results / config.run_name)
         finished = None if self.force else run.summary
         if finished is not None and finished.get("schema") == SCHEMA:
+            if missing := self.capture.missing(run) if self.capture and leads else []:
+                raise captures.missed(config.run_name, missing)
             if leads:
                 _say(f"{place} {config.run_name}: finished before, skipped (--force runs it again)")
             return finished
@@ -120,7 +127,9 @@ class Runner:
         return summary
 
     def _engine(self, config: Config, run: Run) -> None:
-        options = Options(self.data_dir, self.checkpoint_seconds, self.progress)
+        options = Options(
+            self.data_dir, self.checkpoint_seconds, self.progress, capture=self.capture
+        )
         engines.ENGINES[config.engine](config, run, options)
 
     def _explain_interruption(self, stopped: Interrupted, config: Config, left: int) -> None:

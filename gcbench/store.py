@@ -11,6 +11,7 @@ import fcntl
 import io
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ import torch
 
 from gcbench.errors import GcbenchError
 from gcbench.schema import METRIC_COLUMNS
+
+CAPTURES = "captures"
+"""Folder of a run's captured gradients (`gcbench.captures`)."""
 
 
 @contextlib.contextmanager
@@ -103,6 +107,8 @@ class Run:
         for name in ("summary.json", "checkpoint.pt", "metrics.jsonl", "metrics.parquet"):
             with _explained(self.folder / name):
                 (self.folder / name).unlink(missing_ok=True)
+        with _explained(self.folder / CAPTURES), contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.folder / CAPTURES)
 
     def _object(self, name: str) -> dict[str, Any]:
         """Return the JSON object in a file of this run.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gcbench import experiment, ops, progress, registry, streams
+from gcbench import captures, experiment, ops, progress, registry, streams
 from gcbench.clock import Clock
 from gcbench.compressor import Key, Segments
 from gcbench.errors import GcbenchError, UsageError
@@ -56,6 +56,7 @@ class Options:
     on_bucket: Callable[[int, int, Tensor], None] | None = None
     """Called with (step, rank, bucket) before the exchange, in the order of the local ranks:
     analyses look at gradients, tests put faults in."""
+    capture: captures.Plan | None = None
 
 
 def classifier(model: nn.Module) -> list[str]:
@@ -112,6 +113,7 @@ class Trainer:
                 "use gradients=loop for this model"
             )
         self._lay_out()
+        self.recorder = self._recorder()
         world.inline = self.total < THREADS_FROM
         self.exchange = Exchange(world, self._lanes(0), config.seed, self.clock)
         self.stages = set(config.stages())
@@ -143,6 +145,19 @@ class Trainer:
         ordered = [shapes[i] for i in order]
         self.shapes = ordered[:split], ordered[split:]
         self.decayed = [self.task.decayed(name) for name in self.names]
+
+    def _recorder(self) -> captures.Recorder | None:
+        plan = self.options.capture
+        if plan is None:
+            return None
+        kinds, shapes = captures.kinds(self.model), [*self.shapes[0], *self.shapes[1]]
+        layers = [
+            captures.Layer(name, kinds[name], shape)
+            for name, shape in zip(self.names, shapes, strict=True)
+        ]
+        config = self.config.model_dump(mode="json")
+        network = str(getattr(self.task, "network", type(self.model).__name__))
+        return captures.Recorder(plan, self.run, self.world, layers, config, network)
 
     def _lanes(self, step: int) -> list[Lane]:
         """Return how the bucket is exchanged from `step` on, until the next stage."""
@@ -315,6 +330,8 @@ class Trainer:
         if self.step in self.stages and self.step:
             self.exchange.change(self._lanes(self.step))
         buckets, losses = self._gradients()
+        if self.recorder is not None:
+            self.recorder.hold(self.step, buckets)
         finite = self._all_finite(buckets)
         if finite:
             applied = min(self.step + config.delay, config.steps - 1)
@@ -424,6 +441,8 @@ class Trainer:
         """
         config = self.config
         self._resume()
+        if self.recorder is not None:
+            self.recorder.begin(self.step, config.run_name)
         if self.leads:
             self.observer = progress.observer(self.options.progress, config.run_name, config.steps)
         try:
@@ -438,6 +457,8 @@ class Trainer:
         last_eval: dict[str, float | None] = {}
         while self.step < config.steps:
             losses = self.train_step()
+            if self.recorder is not None:
+                self.recorder.write()
             self.observer.step(self.step)
             self.seconds += self.clock.steps[-1][-1]
             done = self.step == config.steps

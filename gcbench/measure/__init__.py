@@ -10,6 +10,7 @@ MODULES: dict[str, str] = {
     "advice": "gcbench.measure.scale.advice",
     "bandwidth": "gcbench.measure.bandwidth",
     "bounds": "gcbench.measure.bounds",
+    "histogram": "gcbench.measure.histogram",
     "scale": "gcbench.measure.scale.prediction",
     "scale-figure5": "gcbench.measure.scale.figure5",
     "scale-link": "gcbench.measure.scale.breakeven",

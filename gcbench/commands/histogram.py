@@ -1,0 +1,140 @@
+"""`gcbench histogram`: how real gradients arrive, by method and layer."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gcbench.commands import (
+    ANALYSES,
+    DataDir,
+    Force,
+    Format,
+    Formatted,
+    Json,
+    Plot,
+    Progress,
+    Results,
+    Shown,
+    deliver,
+)
+from gcbench.errors import UsageError
+
+TRAINED = "Training, where no captures are named"
+
+
+def _numbers(flag: str, text: str) -> list[float]:
+    try:
+        found = [float(word) for word in text.split(",")]
+    except ValueError:
+        raise UsageError(f"{flag} {text!r}: numbers with commas expected") from None
+    return list(dict.fromkeys(found))
+
+
+def histogram(
+    captures: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Captures of one network: files, or folders with some. None: train now."
+        ),
+    ] = None,
+    compressor: Annotated[
+        str | None,
+        typer.Option(
+            help="Methods with commas, fields after colons: topk:ratio=0.001; all: every one.",
+            show_default="seven families",
+        ),
+    ] = None,
+    layers: Annotated[
+        str, typer.Option(help="Layers in histograms and rows, e.g. 'fc*'; all are encoded.")
+    ] = "*",
+    capture: Annotated[
+        str | None,
+        typer.Option(
+            help="Steps, counted from 0.", show_default="all captured; five of a training"
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Workers.", show_default="all captured; 4 in a training"),
+    ] = None,
+    clip: Annotated[
+        str, typer.Option(help="Where TernGrad's clipping is judged, standard deviations.")
+    ] = "2.5",
+    kept: Annotated[
+        str, typer.Option(help="Shares that FFT and top-k keep where they are compared.")
+    ] = "0.15,0.01",
+    task: Annotated[str, typer.Option(help="Task.", rich_help_panel=TRAINED)] = "digits",
+    network: Annotated[
+        str | None,
+        typer.Option(help="Its network.", rich_help_panel=TRAINED, show_default="the task's"),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Training steps.", rich_help_panel=TRAINED, show_default="the task's"
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Examples a step.", rich_help_panel=TRAINED, show_default="the task's"
+        ),
+    ] = None,
+    seed: Annotated[
+        str, typer.Option(help="Seeds with commas, a training each.", rich_help_panel=TRAINED)
+    ] = "0",
+    data_dir: DataDir = None,
+    results: Results = ANALYSES,
+    plot: Plot = None,
+    force: Force = False,
+    progress: Shown = Progress.auto,
+    format_: Formatted = Format.table,
+    json: Json = False,
+) -> None:
+    """Show what compressors do to real gradients: histograms, errors, and the papers' claims.
+
+    Gradients are captured by `gcbench run --capture 0,100,399`, or in a training of its own.
+    All methods meet the same ones, as pure codecs without memory: alone and averaged.
+    """
+    command = shlex.join(["gcbench", *sys.argv[1:]])
+    from gcbench import captures as capturing
+    from gcbench import pictures
+    from gcbench.measure import histogram as measuring
+
+    if plot is not None:
+        pictures.check(plot)
+    clips, shares = _numbers("--clip", clip), _numbers("--kept", kept)
+    chosen = None if capture is None else capturing.steps(capture)
+    if captures:
+        found = capturing.load(captures)
+    else:
+        words = {"task": task, "workers": workers or 4, "steps": steps, "batch": batch}
+        config = {key: value for key, value in words.items() if value is not None}
+        if network is not None:
+            config["task_options"] = {"network": network}
+        try:
+            seeds = [int(word) for word in seed.split(",")]
+        except ValueError:
+            raise UsageError(f"--seed {seed!r}: whole numbers with commas expected") from None
+        found = measuring.train(
+            config, seeds, chosen, results, data_dir, progress.value, force=force
+        )
+    found, number = measuring.select(found, chosen, workers)
+    analysis = measuring.measure(
+        found,
+        compressor,
+        workers=number,
+        layers=layers,
+        clips=clips,
+        kept=shares,
+        results=results,
+        shown=progress.value,
+        command=command,
+        force=force,
+    )
+    deliver(analysis, results, plot, format_, as_json=json)
