@@ -176,7 +176,7 @@ def test_captured_are_the_workers_raw_gradients(tmp_path: Path) -> None:
         seen[step, rank] = bucket.clone()
 
     made = config(memory="none", dense_below=200)
-    run = fit(made, tmp_path / "with", capture=Plan((0, 7)), fault=watch)
+    run = fit(made, tmp_path / "with", capture=Plan((0, 7)), on_bucket=watch)
     plain = fit(made, tmp_path / "without")
     assert run.summary["params_sha256"] == plain.summary["params_sha256"]
     assert run.folder.name == plain.folder.name
