@@ -2,6 +2,8 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include <type_traits>
+
 #include "levels.cuh"
 #include "loops.hpp"
 
@@ -37,14 +39,7 @@ namespace {
 constexpr int GUESSED_LEVELS = 512;
 
 #if defined(__AVX2__)
-#if defined(__AVX512F__)
-constexpr int WIDTH = 16;
-#else
-constexpr int WIDTH = 8;
-#endif
 constexpr int TABLE_LEVELS = WIDTH - 1;
-typedef float Floats __attribute__((vector_size(4 * WIDTH)));
-typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
 
 // What codes are drawn with in one segment of few levels, looked up in registers: what each level stands for, and
 // the distance to the next one, times 2^-24.
@@ -65,30 +60,30 @@ class LevelTable {
     return divisor < 0x1p100f;
   }
 
-  Floats value = {}, gap = {};
+  VecF value = {}, gap = {};
   float guess = 0;
 
  private:
   float levels_;
-  Floats ratio_, next_;
+  VecF ratio_, next_;
 };
 
 // As level_code_guessed, for `count` elements, a multiple of WIDTH. Returns whether a guess was wrong.
 bool table_codes(const LevelTable& table, const float* x, const uint32_t* draw, int count, int32_t* codes) {
-  const Floats value = table.value, gap = table.gap;
+  const VecF value = table.value, gap = table.gap;
   const float guess = table.guess;
-  Ints wrong = {};
+  VecI wrong = {};
   GC_ROLLED for (int i = 0; i < count; i += WIDTH) {
-    Ints bits, drawn;
+    VecI bits, drawn;
     memcpy(&bits, x + i, sizeof bits);
     memcpy(&drawn, draw + i, sizeof drawn);
-    const Floats size = (Floats)(bits & 0x7fffffff);
-    const Ints k = __builtin_convertvector(size * guess, Ints);
-    const Floats below = __builtin_shuffle(value, k);
+    const VecF size = (VecF)(bits & 0x7fffffff);
+    const VecI k = __builtin_convertvector(size * guess, VecI);
+    const VecF below = __builtin_shuffle(value, k);
     wrong |= below > size;
-    const Floats half = __builtin_convertvector(drawn, Floats) + 0.5f;
-    const Ints code = k - (half * __builtin_shuffle(gap, k) <= size - below), sign = bits >> 31;
-    const Ints result = (code ^ sign) - sign;
+    const VecF half = __builtin_convertvector(drawn, VecF) + 0.5f;
+    const VecI code = k - (half * __builtin_shuffle(gap, k) <= size - below), sign = bits >> 31;
+    const VecI result = (code ^ sign) - sign;
     memcpy(codes + i, &result, sizeof result);
   }
   int32_t any = 0;
@@ -255,12 +250,14 @@ class Walk {
   Walk(Judge& judge, int64_t first_element)
       : judge_(judge), first_(first_element), at_(judge.segments.holding(first_element)) {}
 
-  void tile(int64_t start, int count, const float* values) {
+  // `largest(i, j)`: the bits of the largest magnitude of the decoded elements i to j - 1 of the tile.
+  template <class Largest>
+  void tile(int64_t start, int count, Largest largest) {
     const int64_t* offsets = judge_.segments.offsets;
     for (int done = 0; done < count;) {
       const int64_t end = offsets[at_ + 1] - start;
       const int stop = (int)(end < count ? end : count);
-      const uint32_t top = largest(values + done, stop - done);
+      const uint32_t top = largest(done, stop);
       top_ = top > top_ ? top : top_;
       if (end > count) return;
       if (offsets[at_] < first_) {
@@ -290,6 +287,82 @@ class Walk {
   bool bad_ = false;
 };
 
+// What a segment's codes are multiplied with. Of norm 0 all codes are zero, or it is refused: next to 1 (with the
+// norm's sign) others show.
+float decoding_norm(float norm) { return norm == 0 ? float_of(bits_of(norm) | 0x3f800000u) : norm; }
+
+#if defined(__AVX2__)
+constexpr int PARTS = LANES / WIDTH;  // vectors in a row
+
+// The norms of the 32 rows of one whole tile after the other, where segments begin at multiples of LANES.
+class RowNorms {
+ public:
+  RowNorms(const Segments& segments, const float* norms, int64_t first_element)
+      : segments_(segments), norms_(norms), at_(segments.holding(first_element)) {}
+
+  float row[LANES];
+
+  // Whether `row` holds them now.
+  bool tile(int64_t start) {
+    const int64_t* offsets = segments_.offsets;
+    while (offsets[at_ + 1] <= start) ++at_;
+    if (at_ == whole_ && offsets[at_ + 1] >= start + TILE) return true;
+    whole_ = -1;
+    int64_t s = at_;
+    for (int done = 0; done < LANES; ++s) {
+      const int64_t end = offsets[s + 1] - start;
+      if (end < TILE && end % LANES) return false;
+      const int stop = end < TILE ? (int)end / LANES : LANES;
+      const float norm = decoding_norm(norms_[s]);
+      if (stop - done == LANES) whole_ = s;
+      while (done < stop) row[done++] = norm;
+    }
+    return true;
+  }
+
+ private:
+  const Segments& segments_;
+  const float* norms_;
+  int64_t at_, whole_ = -1;
+};
+
+inline VecF level_ratios(VecF code, VecF levels, VecF reciprocal) {  // level_ratio
+  const VecF estimate = code * reciprocal;
+#if defined(__AVX512F__)
+  const __m512 rest = _mm512_fnmadd_ps((__m512)estimate, (__m512)levels, (__m512)code);
+  return (VecF)_mm512_fmadd_ps(rest, (__m512)reciprocal, (__m512)estimate);
+#else
+  const __m256 rest = _mm256_fnmadd_ps((__m256)estimate, (__m256)levels, (__m256)code);
+  return (VecF)_mm256_fmadd_ps(rest, (__m256)reciprocal, (__m256)estimate);
+#endif
+}
+
+// Call put(i, values) for each WIDTH values of a whole tile; `tops` are bits of the largest magnitudes in each row.
+template <int B, class Put>
+inline void decode_rows(const uint32_t* words, int levels, const float* norms, VecI* tops, Put put) {
+  const VecF top = VecF{} + (float)levels, reciprocal = 1.0f / top;
+  GC_ROLLED for (int k = 0; k < B; ++k) {
+    VecU word[PARTS];
+    GC_UNROLL
+    for (int v = 0; v < PARTS; ++v) word[v] = load_vector<VecU>(words + k * LANES + v * WIDTH);
+    GC_ROLLED for (int row = k * (32 / B); row < (k + 1) * (32 / B); ++row) {
+      const float norm = norms[row];
+      VecI most = {};
+      GC_UNROLL
+      for (int v = 0; v < PARTS; ++v) {
+        const VecI code = (VecI)(word[v] & ((1u << B) - 1)) - levels;
+        const VecF value = level_ratios(__builtin_convertvector(code, VecF), top, reciprocal) * norm;
+        const VecI size = (VecI)value & 0x7fffffff;
+        most = size > most ? size : most;
+        word[v] >>= B;
+        put(row * LANES + v * WIDTH, value);
+      }
+      tops[row] = most;
+    }
+  }
+}
+#endif
+
 }  // namespace
 
 // (code / levels) * norm, times `count`, added to `onto` (null: not), from code + levels in `bits` bits, or with bits
@@ -309,19 +382,50 @@ GC_API int64_t gc_level_decode(const uint32_t* words, int bits, const float* nor
     }
   }
   Judge judge{segments, norms, exact != 0, (Judge::Edge*)malloc(sizeof(Judge::Edge) * 2 * (threads + 1))};
-  const bool stream = n >= STREAM_FROM && onto != out;
+  const bool stream = streams(out, n) && onto != out;
   const float top = (float)levels, reciprocal = 1.0f / top;
   parallel(tiles_of(n), threads, [=, &segments, &judge](int64_t first, int64_t last) {
-    // Of a segment of norm 0 all codes are zero, or it is refused: next to 1 (with the norm's sign) others show.
-    auto spread = spread_values<1>(segments, first * TILE, [=](int64_t s, float* values) {
-      values[0] = norms[s] == 0 ? float_of(bits_of(norms[s]) | 0x3f800000u) : norms[s];
-    });
+    auto spread = spread_values<1>(segments, first * TILE,
+                                   [=](int64_t s, float* values) { values[0] = decoding_norm(norms[s]); });
+#if defined(__AVX2__)
+    RowNorms rows(segments, norms, first * TILE);
+#endif
     Walk walk(judge, first * TILE);
     GC_ALIGNED float tile[TILE];
     float* values = tile;
     for (int64_t t = first; t < last; ++t) {
       const int64_t start = t * TILE;
       const int some = (int)(n - start < TILE ? n - start : TILE);
+#if defined(__AVX2__)
+      if (bits && 32 % bits == 0 && some == TILE && rows.tile(start)) {
+        GC_ALIGNED VecI tops[LANES];
+        float* place = out + start;
+        const auto decode = [&](auto width, auto streamed) {
+          constexpr int B = decltype(width)::value;
+          if constexpr (32 % B == 0) {
+            const uint32_t* from = words + t * B * LANES;
+            if (onto) {
+              const float* base = onto + start;
+              decode_rows<B>(from, levels, rows.row, tops, [=](int i, VecF value) {
+                put_vector(place + i, load_vector<VecF>(base + i) + value * count, streamed);
+              });
+            } else {
+              decode_rows<B>(from, levels, rows.row, tops,
+                             [=](int i, VecF value) { put_vector(place + i, value, streamed); });
+            }
+          }
+        };
+        with_bits(bits, [&](auto b) { stream ? decode(b, std::true_type()) : decode(b, std::false_type()); });
+        walk.tile(start, some, [&](int i, int j) {
+          VecI most = {};
+          for (int row = i / LANES; row < j / LANES; ++row) most = tops[row] > most ? tops[row] : most;
+          int32_t top = 0;
+          for (int l = 0; l < WIDTH; ++l) top = most[l] > top ? most[l] : top;
+          return (uint32_t)top;
+        });
+        continue;
+      }
+#endif
       spread.tile(start, some);
       const float* norm = spread.row[0];
       if (bits) {
@@ -337,7 +441,7 @@ GC_API int64_t gc_level_decode(const uint32_t* words, int bits, const float* nor
           values[i] = level_ratio((float)codes[i], top, reciprocal) * norm[i];
         }
       }
-      walk.tile(start, some, values);
+      walk.tile(start, some, [=](int i, int j) { return largest(values + i, j - i); });
       if (onto) {
         const float* base = onto + start;
         GC_SIMD for (int i = 0; i < some; ++i) values[i] = base[i] + values[i] * count;

@@ -140,44 +140,69 @@ static inline void ask_ahead(const float* tile) { ask_lines<TILE / 16>(tile, 0);
 
 // ---- random numbers --------------------------------------------------------------------------------------------
 
+#if defined(__AVX512F__)
+typedef __m512i Blocks;
+static inline Blocks every(uint64_t value) { return _mm512_set1_epi64((int64_t)value); }
+// The high halves of `product`, xor a xor b.
+static inline Blocks mixed(Blocks product, Blocks a, Blocks b) {
+  return _mm512_ternarylogic_epi64(_mm512_srli_epi64(product, 32), a, b, 0x96);
+}
+static inline Blocks product(Blocks a, Blocks b) { return _mm512_mul_epu32(a, b); }
+#elif defined(__AVX2__)
+typedef __m256i Blocks;
+static inline Blocks every(uint64_t value) { return _mm256_set1_epi64x((int64_t)value); }
+static inline Blocks mixed(Blocks product, Blocks a, Blocks b) {
+  return _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(product, 32), a), b);
+}
+static inline Blocks product(Blocks a, Blocks b) { return _mm256_mul_epu32(a, b); }
+#endif
+#if defined(__AVX2__)
+constexpr int AT_ONCE = sizeof(Blocks) / 16;  // vectors that keep the multipliers busy and fit in registers
+
+// Philox of the blocks whose words 0 and 1 are x and y, with the other two from the key. A word lies in the low half of
+// 64 bits, whose high half holds leftovers, before as after.
+static inline void philox_blocks(const Key& key, Blocks (&x)[AT_ONCE], Blocks (&y)[AT_ONCE], Blocks (&z)[AT_ONCE],
+                                 Blocks (&w)[AT_ONCE]) {
+  const Blocks m0 = every(PHILOX_M0), m1 = every(PHILOX_M1);
+  for (int h = 0; h < AT_ONCE; ++h) {
+    z[h] = every(key.step);
+    w[h] = every(key.who);
+  }
+  uint32_t a = (uint32_t)key.seed, b = (uint32_t)(key.seed >> 32);
+  GC_UNROLL
+  for (int round = 0; round < 10; ++round) {
+    const Blocks ka = every(a), kb = every(b);
+    GC_UNROLL
+    for (int h = 0; h < AT_ONCE; ++h) {
+      const Blocks p0 = product(x[h], m0), p1 = product(z[h], m1);
+      x[h] = mixed(p1, y[h], ka);
+      z[h] = mixed(p0, w[h], kb);
+      y[h] = p1;
+      w[h] = p0;
+    }
+    a += PHILOX_W0;
+    b += PHILOX_W1;
+  }
+}
+#endif
+
 // out[(4 q + i) * 32 + l] = word i of block q of drawing lane l of the tile `tile`, q = 0 and 1. `reading` is the tile
 // that the caller reads next, or null: half of the one after the next is asked for meanwhile.
 static inline void philox_tile(const Key& key, uint64_t tile, uint32_t* out, const float* reading) {
   const uint64_t lane = tile * LANES;
   const uint32_t low = (uint32_t)lane, high = (uint32_t)(lane >> 32 << 8);
-  const uint32_t k0 = (uint32_t)key.seed, k1 = (uint32_t)(key.seed >> 32);
 #if defined(__AVX512F__)
-  // Even and odd lanes apart, each in the low halves of 64-bit lanes, whose high halves hold leftovers.
-  const __m512i m0 = _mm512_set1_epi64(PHILOX_M0), m1 = _mm512_set1_epi64(PHILOX_M1);
-  const __m512i step = _mm512_set1_epi64(key.step), who = _mm512_set1_epi64(key.who);
+  // Even and odd lanes apart.
   const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   for (int q = 0; q < 2; ++q) {
     if (reading) ask_lines<16>(reading, 16 * q);
     __m512i x[4], y[4], z[4], w[4];
-    for (int h = 0; h < 4; h += 2) {
-      x[h] = _mm512_add_epi32(_mm512_set1_epi32((int)(low + 8 * h)), count);
-      x[h + 1] = _mm512_srli_epi64(x[h], 32);
-    }
     for (int h = 0; h < 4; ++h) {
-      y[h] = _mm512_set1_epi64(high | q);
-      z[h] = step;
-      w[h] = who;
+      const __m512i lanes = _mm512_add_epi32(_mm512_set1_epi32((int)(low + h / 2 * 16)), count);
+      x[h] = h % 2 ? _mm512_srli_epi64(lanes, 32) : lanes;
+      y[h] = every(high | q);
     }
-    uint32_t a = k0, b = k1;
-    GC_UNROLL
-    for (int round = 0; round < 10; ++round) {
-      const __m512i ka = _mm512_set1_epi64(a), kb = _mm512_set1_epi64(b);
-      GC_UNROLL
-      for (int h = 0; h < 4; ++h) {
-        const __m512i p0 = _mm512_mul_epu32(x[h], m0), p1 = _mm512_mul_epu32(z[h], m1);
-        x[h] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p1, 32), y[h], ka, 0x96);
-        z[h] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p0, 32), w[h], kb, 0x96);
-        y[h] = p1;
-        w[h] = p0;
-      }
-      a += PHILOX_W0;
-      b += PHILOX_W1;
-    }
+    philox_blocks(key, x, y, z, w);
     for (int h = 0; h < 4; h += 2) {
       const __m512i* words[4] = {x + h, y + h, z + h, w + h};
       for (int i = 0; i < 4; ++i) {
@@ -187,35 +212,13 @@ static inline void philox_tile(const Key& key, uint64_t tile, uint32_t* out, con
     }
   }
 #elif defined(__AVX2__)
-  const __m256i m0 = _mm256_set1_epi64x(PHILOX_M0), m1 = _mm256_set1_epi64x(PHILOX_M1);
-  const __m256i step = _mm256_set1_epi64x(key.step), who = _mm256_set1_epi64x(key.who);
   const __m256i count = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   for (int q = 0; q < 2; ++q) {
     for (int l = 0; l < LANES; l += 8) {
       if (reading) ask_lines<4>(reading, 16 * q + l / 2);
-      __m256i x[2], y[2], z[2], w[2];
-      x[0] = _mm256_add_epi32(_mm256_set1_epi32((int)(low + l)), count);
-      x[1] = _mm256_srli_epi64(x[0], 32);
-      for (int h = 0; h < 2; ++h) {
-        y[h] = _mm256_set1_epi64x(high | q);
-        z[h] = step;
-        w[h] = who;
-      }
-      uint32_t a = k0, b = k1;
-      GC_UNROLL
-      for (int round = 0; round < 10; ++round) {
-        const __m256i ka = _mm256_set1_epi64x(a), kb = _mm256_set1_epi64x(b);
-        GC_UNROLL
-        for (int h = 0; h < 2; ++h) {
-          const __m256i p0 = _mm256_mul_epu32(x[h], m0), p1 = _mm256_mul_epu32(z[h], m1);
-          x[h] = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p1, 32), y[h]), ka);
-          z[h] = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p0, 32), w[h]), kb);
-          y[h] = p1;
-          w[h] = p0;
-        }
-        a += PHILOX_W0;
-        b += PHILOX_W1;
-      }
+      const __m256i lanes = _mm256_add_epi32(_mm256_set1_epi32((int)(low + l)), count);
+      __m256i x[2] = {lanes, _mm256_srli_epi64(lanes, 32)}, y[2] = {every(high | q), every(high | q)}, z[2], w[2];
+      philox_blocks(key, x, y, z, w);
       const __m256i* words[4] = {x, y, z, w};
       for (int i = 0; i < 4; ++i) {
         const __m256i odd = _mm256_slli_epi64(words[i][1], 32);
@@ -224,6 +227,7 @@ static inline void philox_tile(const Key& key, uint64_t tile, uint32_t* out, con
     }
   }
 #else
+  const uint32_t k0 = (uint32_t)key.seed, k1 = (uint32_t)(key.seed >> 32);
   for (int q = 0; q < 2; ++q) {
     if (reading) ask_lines<16>(reading, 16 * q);
     GC_SIMD for (int l = 0; l < LANES; ++l) {
@@ -248,10 +252,11 @@ static inline void draw_tile(const Key& key, uint64_t tile, uint32_t* out, const
       uint32_t* o = out + (16 * q + 4 * i) * LANES;
       if (reading) ask_lines<4>(reading, 32 + 4 * (4 * q + i));
       GC_SIMD for (int l = 0; l < LANES; ++l) {
-        o[l] = window24(word[l], after[l], 0);
-        o[LANES + l] = window24(word[l], after[l], 1);
-        o[2 * LANES + l] = window24(word[l], after[l], 2);
-        o[3 * LANES + l] = window24(word[l], after[l], 3);
+        const uint32_t w = word[l], a = after[l];  // window24, with as few shifts as there can be
+        o[l] = w >> 8;
+        o[LANES + l] = w & 0xffffffu;
+        o[2 * LANES + l] = (w << 8 & 0xffff00u) | a >> 24;
+        o[3 * LANES + l] = (w << 16 & 0xff0000u) | a >> 16;
       }
     }
   }
@@ -417,24 +422,57 @@ static inline double halve_all(double* values, int64_t n) {
 
 // ---- writing ---------------------------------------------------------------------------------------------------
 
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16;
+#elif defined(__AVX2__)
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
+
+// As many as a register holds.
+typedef uint32_t VecU __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t VecI __attribute__((vector_size(4 * WIDTH)));
+typedef float VecF __attribute__((vector_size(4 * WIDTH)));
+
+template <class V, class T>
+static inline V load_vector(const T* from) {
+  V v;
+  memcpy(&v, from, sizeof v);
+  return v;
+}
+
 constexpr int64_t STREAM_FROM = 1 << 22;  // elements of an output that no cache would keep for its reader
 
-// Write one tile of floats, past the caches if `stream` and the address allows it: that saves reading it first.
-static inline void write_tile(float* out, const float* tile, int count, bool stream) {
+// Whether an output of n elements is written past the caches, which saves reading it first.
+//
+// Other stores wait behind streamed ones, and there is room for about a hundred: a loop that streams keeps its sums in
+// registers, writes each vector where it belongs, and lines in the order of their addresses.
+static inline bool streams(const float* out, int64_t n) { return n >= STREAM_FROM && ((uintptr_t)out & 63) == 0; }
+
+static inline void put_vector(float* out, VecF v, bool stream) {
 #if defined(__SSE2__)
-  if (stream && count == TILE && ((uintptr_t)out & 63) == 0) {
-    for (int i = 0; i < TILE; i += 16) {
+  if (stream) {
 #if defined(__AVX512F__)
-      _mm512_stream_ps(out + i, _mm512_load_ps(tile + i));
+    _mm512_stream_ps(out, (__m512)v);
 #elif defined(__AVX2__)
-      for (int k = 0; k < 16; k += 8) _mm256_stream_ps(out + i + k, _mm256_load_ps(tile + i + k));
+    _mm256_stream_ps(out, (__m256)v);
 #else
-      for (int k = 0; k < 16; k += 4) _mm_stream_ps(out + i + k, _mm_load_ps(tile + i + k));
+    _mm_stream_ps(out, (__m128)v);
 #endif
-    }
     return;
   }
 #endif
+  (void)stream;
+  memcpy(out, &v, sizeof v);
+}
+
+// Write one tile of floats, past the caches if `stream` and the address allows it.
+static inline void write_tile(float* out, const float* tile, int count, bool stream) {
+  if (stream && count == TILE && ((uintptr_t)out & 63) == 0) {
+    for (int i = 0; i < TILE; i += WIDTH) put_vector(out + i, load_vector<VecF>(tile + i), true);
+    return;
+  }
   memcpy(out, tile, count * sizeof *out);
 }
 

@@ -69,7 +69,6 @@ struct Floats {
 // Words of the blocks [first, first + blocks), 4 a block; `blocks` is a multiple of 16.
 void random_blocks(const Key& key, uint64_t first, int blocks, uint32_t* out) {
   const uint32_t low = (uint32_t)first, high = (uint32_t)(first >> 32 << 8) | WORD_KIND;
-  const uint32_t k0 = (uint32_t)key.seed, k1 = (uint32_t)(key.seed >> 32);
   if (low + (uint32_t)blocks < low) {  // the counter's high word changes on the way
     for (int b = 0; b < blocks; ++b) {
       const Block block = key_block(key, first + b, WORD_KIND);
@@ -77,34 +76,17 @@ void random_blocks(const Key& key, uint64_t first, int blocks, uint32_t* out) {
     }
     return;
   }
-  // Vectors: 64-bit lanes, whose low halves hold a word of one block each. Such an order of blocks in the lanes that
-  // pairs of words, interleaved within 128 bits, come out as they go to memory.
+  // Such an order of blocks in the vectors that pairs of words, interleaved within 128 bits, come out as they go to
+  // memory.
 #if defined(__AVX512F__)
-  const __m512i m0 = _mm512_set1_epi64(PHILOX_M0), m1 = _mm512_set1_epi64(PHILOX_M1);
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
   for (int b = 0; b < blocks; b += 32) {
     __m512i x[4], y[4], z[4], w[4];
     for (int h = 0; h < 4; ++h) {
       x[h] = _mm512_add_epi64(_mm512_set1_epi64((int64_t)low + b + 8 * h), order);
-      y[h] = _mm512_set1_epi64(high);
-      z[h] = _mm512_set1_epi64(key.step);
-      w[h] = _mm512_set1_epi64(key.who);
+      y[h] = every(high);
     }
-    uint32_t a = k0, c = k1;
-    GC_UNROLL
-    for (int round = 0; round < 10; ++round) {
-      const __m512i ka = _mm512_set1_epi64(a), kc = _mm512_set1_epi64(c);
-      GC_UNROLL
-      for (int h = 0; h < 4; ++h) {
-        const __m512i p0 = _mm512_mul_epu32(x[h], m0), p1 = _mm512_mul_epu32(z[h], m1);
-        x[h] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p1, 32), y[h], ka, 0x96);
-        z[h] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p0, 32), w[h], kc, 0x96);
-        y[h] = p1;
-        w[h] = p0;
-      }
-      a += PHILOX_W0;
-      c += PHILOX_W1;
-    }
+    philox_blocks(key, x, y, z, w);
     for (int h = 0; h < 4; ++h) {
       const __m512i xy = _mm512_mask_mov_epi32(x[h], 0xaaaa, _mm512_slli_epi64(y[h], 32));
       const __m512i zw = _mm512_mask_mov_epi32(z[h], 0xaaaa, _mm512_slli_epi64(w[h], 32));
@@ -113,31 +95,14 @@ void random_blocks(const Key& key, uint64_t first, int blocks, uint32_t* out) {
     }
   }
 #elif defined(__AVX2__)
-  const __m256i m0 = _mm256_set1_epi64x(PHILOX_M0), m1 = _mm256_set1_epi64x(PHILOX_M1);
   const __m256i order = _mm256_setr_epi64x(0, 2, 1, 3);
   for (int b = 0; b < blocks; b += 8) {
     __m256i x[2], y[2], z[2], w[2];
     for (int h = 0; h < 2; ++h) {
       x[h] = _mm256_add_epi64(_mm256_set1_epi64x((int64_t)low + b + 4 * h), order);
-      y[h] = _mm256_set1_epi64x(high);
-      z[h] = _mm256_set1_epi64x(key.step);
-      w[h] = _mm256_set1_epi64x(key.who);
+      y[h] = every(high);
     }
-    uint32_t a = k0, c = k1;
-    GC_UNROLL
-    for (int round = 0; round < 10; ++round) {
-      const __m256i ka = _mm256_set1_epi64x(a), kc = _mm256_set1_epi64x(c);
-      GC_UNROLL
-      for (int h = 0; h < 2; ++h) {
-        const __m256i p0 = _mm256_mul_epu32(x[h], m0), p1 = _mm256_mul_epu32(z[h], m1);
-        x[h] = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p1, 32), y[h]), ka);
-        z[h] = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p0, 32), w[h]), kc);
-        y[h] = p1;
-        w[h] = p0;
-      }
-      a += PHILOX_W0;
-      c += PHILOX_W1;
-    }
+    philox_blocks(key, x, y, z, w);
     for (int h = 0; h < 2; ++h) {
       const __m256i xy = _mm256_blend_epi32(x[h], _mm256_slli_epi64(y[h], 32), 0xaa);
       const __m256i zw = _mm256_blend_epi32(z[h], _mm256_slli_epi64(w[h], 32), 0xaa);
@@ -146,6 +111,7 @@ void random_blocks(const Key& key, uint64_t first, int blocks, uint32_t* out) {
     }
   }
 #else
+  const uint32_t k0 = (uint32_t)key.seed, k1 = (uint32_t)(key.seed >> 32);
   GC_SIMD for (int b = 0; b < blocks; ++b) {
     const Block block = philox(Block{low + (uint32_t)b, high, key.step, key.who}, k0, k1);
     out[4 * b] = block.x;

@@ -16,10 +16,29 @@ struct Moments {
   uint32_t top;  // bits of the largest magnitude: as integers, they order as magnitudes do, and NaN above all
 };
 
+// Keep the larger of `top` and the magnitudes of WIDTH elements.
+inline void keep_largest(VecI& top, const float* x) {
+  const VecI size = load_vector<VecI>(x) & 0x7fffffff;
+  top = size > top ? size : top;
+}
+
+uint32_t largest_of(VecI tops) {
+  int32_t top = 0;
+  for (int l = 0; l < WIDTH; ++l) top = tops[l] > top ? tops[l] : top;
+  return (uint32_t)top;
+}
+
 uint32_t largest(const float* x, int64_t n) {
-  uint32_t top = 0;
-#pragma omp simd reduction(max : top)
-  for (int64_t i = 0; i < n; ++i) {
+  constexpr int STEP = 64;
+  VecI tops = {};
+  int64_t i = 0;
+  GC_ROLLED for (; i + STEP <= n; i += STEP) {
+    ask_lines<STEP / 16>(x + i - TILE, 0);
+    GC_UNROLL
+    for (int k = 0; k < STEP; k += WIDTH) keep_largest(tops, x + i + k);
+  }
+  uint32_t top = largest_of(tops);
+  for (; i < n; ++i) {
     const uint32_t u = bits_of(x[i]) & 0x7fffffffu;
     top = u > top ? u : top;
   }
@@ -30,22 +49,21 @@ Moments tile_moments(const float* x, int count) {
   GC_ALIGNED double sum[TILE / 2], square[TILE / 2];
   if (count == TILE) {
     constexpr int PART = TILE / 4, STEP = 16;
-    uint32_t top = 0;
+    VecI tops = {};
     GC_ROLLED for (int start = 0; start < PART; start += STEP) {
       ask_lines<4>(x - TILE, start / 4);  // of the next tile
-#pragma omp simd reduction(max : top)
-      for (int i = start; i < start + STEP; ++i) {
-        const float p = x[i], q = x[i + PART], r = x[i + 2 * PART], s = x[i + 3 * PART];
-        const double a = p, b = q, c = r, d = s;
+      GC_SIMD for (int i = start; i < start + STEP; ++i) {
+        const double a = x[i], b = x[i + PART], c = x[i + 2 * PART], d = x[i + 3 * PART];
         sum[i] = (a + c) + (b + d);
         square[i] = (a * a + c * c) + (b * b + d * d);
-        const uint32_t t = bits_of(p) & 0x7fffffffu, u = bits_of(q) & 0x7fffffffu;
-        const uint32_t v = bits_of(r) & 0x7fffffffu, w = bits_of(s) & 0x7fffffffu;
-        const uint32_t tu = t > u ? t : u, vw = v > w ? v : w, most = tu > vw ? tu : vw;
-        top = most > top ? most : top;
+      }
+      GC_UNROLL
+      for (int k = 0; k < STEP; k += WIDTH) {
+        GC_UNROLL
+        for (int part = 0; part < TILE; part += PART) keep_largest(tops, x + part + start + k);
       }
     }
-    return {halve(sum, PART), halve(square, PART), top};
+    return {halve(sum, PART), halve(square, PART), largest_of(tops)};
   }
   // Zeros up to a power of two; more than half of it are elements.
   const int width = width_of(count), half = width > 1 ? width / 2 : 1, both = count - half;

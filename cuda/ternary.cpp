@@ -1,4 +1,6 @@
 // Ternary codes on the CPU. Encoding reads 4 and writes 1/4 bytes an element, decoding the reverse.
+#include <type_traits>
+
 #include "ternary.cuh"
 #include "loops.hpp"
 
@@ -45,33 +47,46 @@ uint32_t add_codes(const uint32_t* words, int bits, int count, int32_t* sums) {
   return top;
 }
 
-// Payloads of one worker each, 2 bits a code: fields are added within words, four to a word, and put(i, sum) is called
-// for each code. At most 127 payloads, so that no byte overflows. Returns whether a code 3 is among them.
+// Rows of sums that fit in registers, a field of four, and vectors in a row.
+constexpr int FIELDS = WIDTH / 4, PARTS = LANES / WIDTH;
+
+// Payloads of one worker each, 2 bits a code: fields are added within words, four to a word, and put(i, sums) is called
+// for each WIDTH codes. At most 127 payloads, so that no byte overflows. Returns whether a code 3 is among them.
 template <class Put>
-inline bool add_pairs(const uint32_t* const* words, int payloads, int64_t place, int lanes, Put put) {
-  uint32_t bad = 0;
-  GC_ALIGNED uint32_t field[4][2 * LANES] = {};
-  GC_ROLLED for (int p = 0; p < payloads; ++p) {
-    const uint32_t* word = words[p] + place;
-    for (int line = 0; line < 2 * LANES; line += 16) __builtin_prefetch(word + 8 * LANES + line);
-#pragma omp simd reduction(| : bad)
-    for (int l = 0; l < 2 * lanes; ++l) {
-      const uint32_t w = word[l];
-      bad |= w & (w >> 1) & 0x55555555u;
-      field[0][l] += w & 0x03030303u;
-      field[1][l] += (w >> 2) & 0x03030303u;
-      field[2][l] += (w >> 4) & 0x03030303u;
-      field[3][l] += (w >> 6) & 0x03030303u;
-    }
-  }
+inline bool add_pairs(const uint32_t* const* words, int payloads, int64_t place, Put put) {
+  VecU bad = {};
   GC_ROLLED for (int k = 0; k < 2; ++k) {
-    GC_ROLLED for (int j = 0; j < 16; ++j) {
-      const uint32_t* f = field[j & 3] + k * lanes;
-      const int shift = 8 * (j >> 2), row = (16 * k + j) * lanes;
-      GC_SIMD for (int l = 0; l < lanes; ++l) put(row + l, (int32_t)((f[l] >> shift) & 0xffu));
+    GC_ROLLED for (int from = 0; from < 4; from += FIELDS) {
+      VecU field[FIELDS][PARTS] = {};
+      GC_ROLLED for (int p = 0; p < payloads; ++p) {
+        const uint32_t* word = words[p] + place + k * LANES;
+        if (from == 0) {
+          __builtin_prefetch(word + 8 * LANES);
+          __builtin_prefetch(word + 8 * LANES + 16);
+        }
+        GC_UNROLL
+        for (int v = 0; v < PARTS; ++v) {
+          const VecU w = load_vector<VecU>(word + v * WIDTH);
+          bad |= w & (w >> 1) & 0x55555555u;
+          GC_UNROLL
+          for (int f = 0; f < FIELDS; ++f) field[f][v] += (w >> (2 * (from + f))) & 0x03030303u;
+        }
+      }
+      GC_ROLLED for (int j = 0; j < 16; j += 4) {
+        GC_UNROLL
+        for (int f = 0; f < FIELDS; ++f) {
+          const int row = 16 * k + j + from + f;
+          GC_UNROLL
+          for (int v = 0; v < PARTS; ++v) {
+            put(row * LANES + v * WIDTH, (VecI)((field[f][v] >> (2 * j)) & 0xffu));
+          }
+        }
+      }
     }
   }
-  return bad != 0;
+  uint32_t any = 0;
+  for (int i = 0; i < WIDTH; ++i) any |= bad[i];
+  return any != 0;
 }
 
 struct Payloads {
@@ -84,14 +99,16 @@ struct Payloads {
 // Sums of all payloads' codes for the tile at `start`; returns 1 + the first payload with a code above its top.
 int64_t add_all(const Payloads& in, int64_t start, int count, int32_t* sums) {
   memset(sums, 0, TILE * sizeof *sums);
-  const int lanes = count == TILE ? LANES : (count + LANES - 1) / LANES;
   for (int64_t p = 0; p < in.number;) {
     int64_t next = p;
-    while (next < in.number && next < p + 127 && in.bits[next] == 2 && in.tops[next] == 2) ++next;
+    while (count == TILE && next < in.number && next < p + 127 && in.bits[next] == 2 && in.tops[next] == 2) ++next;
     if (next > p) {
       const int64_t place = start / TILE * 2 * LANES;
-      if (add_pairs(in.words + p, (int)(next - p), place, lanes, [=](int i, int32_t sum) { sums[i] += sum; })) {
-        // The last lanes' codes beyond the count are ignored, as they are by the definition.
+      const auto put = [=](int i, VecI sum) {
+        const VecI all = load_vector<VecI>(sums + i) + sum;
+        memcpy(sums + i, &all, sizeof all);
+      };
+      if (add_pairs(in.words + p, (int)(next - p), place, put)) {
         for (int64_t q = p; q < next; ++q) {
           GC_ALIGNED int32_t scratch[TILE] = {};
           if (add_codes(in.words[q] + place, 2, count, scratch) > 2) return q + 1;
@@ -122,7 +139,7 @@ GC_API int64_t gc_ternary_mean(const uint32_t* const* words, const int32_t* bits
     if (!(scale[s] >= 0 && scale[s] <= FLOAT_MAX)) return -1;
   }
   const Payloads in{words, bits, tops, number};
-  const bool stream = n >= STREAM_FROM;
+  const bool stream = streams(out, n);
   bool pairs = number <= 127;
   for (int64_t p = 0; p < number; ++p) pairs &= bits[p] == 2 && tops[p] == 2;
   int64_t bad = 0;
@@ -137,24 +154,19 @@ GC_API int64_t gc_ternary_mean(const uint32_t* const* words, const int32_t* bits
       const int count = (int)(n - t * TILE < TILE ? n - t * TILE : TILE);
       spread.tile(t * TILE, count);
       const float* units = spread.row[0];
-      bool added = false;
-      float* to = tile;
-      if (pairs && number == 1 && count == TILE) {
-        uint32_t both = 0;
-        const uint32_t* word = words[0] + t * 2 * LANES;
-#pragma omp simd reduction(| : both)
-        for (int l = 0; l < 2 * LANES; ++l) both |= word[l] & (word[l] >> 1) & 0x55555555u;
-        unpack_tile<2>(word, TILE, [=](int i, uint32_t code) { to[i] = (float)((int32_t)code - 1) * units[i]; });
-        added = !both;
-      } else if (pairs && count == TILE) {
+      if (pairs && count == TILE) {
+        float* place = out + t * TILE;
         const int32_t all = (int32_t)workers;
-        added = !add_pairs(words, (int)number, t * 2 * LANES, LANES,
-                           [=](int i, int32_t sum) { to[i] = (float)(sum - all) * units[i]; });
+        const auto add = [=](auto streamed) {
+          return add_pairs(words, (int)number, t * 2 * LANES, [=](int i, VecI sum) {
+            put_vector(place + i, __builtin_convertvector(sum - all, VecF) * load_vector<VecF>(units + i), streamed);
+          });
+        };
+        const bool bad_code = stream ? add(std::true_type()) : add(std::false_type());
+        if (!bad_code) continue;
       }
-      if (!added) {
-        wrong = add_all(in, t * TILE, count, sums);
-        GC_SIMD for (int i = 0; i < count; ++i) tile[i] = (float)(sums[i] - (int32_t)workers) * units[i];
-      }
+      wrong = add_all(in, t * TILE, count, sums);
+      GC_SIMD for (int i = 0; i < count; ++i) tile[i] = (float)(sums[i] - (int32_t)workers) * units[i];
       write_tile(out + t * TILE, tile, count, stream);
     }
     if (stream) end_stream();

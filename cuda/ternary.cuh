@@ -7,8 +7,12 @@ namespace gc {
 // t != 0 iff (u + 1/2) step <= min(|x|, limit), step = scale / 2^24; a NaN anywhere gives 0.
 GC_HD uint32_t ternary_code(float x, float limit, float step, uint32_t draw) {
   const float threshold = draw_half(draw) * step, size = magnitude(x);
-  const uint32_t hit = (uint32_t)(threshold <= size) & (uint32_t)(threshold <= limit);
+  const bool hit = (threshold <= size) & (threshold <= limit);
+#if defined(__CUDA_ARCH__)
   return 1u + hit - ((hit & is_negative(x)) << 1);
+#else
+  return (hit ? ~bits_of(x) & 0x80000000u : 0x40000000u) >> 30;  // one blend, at the top, where packing wants it
+#endif
 }
 
 // What a scale is multiplied with the draws as; infinity, which no magnitude reaches, for a scale that counts as 0.

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,15 @@ def address(tensor: Tensor, dtype: torch.dtype, numel: int) -> int:
     return tensor.data_ptr()
 
 
+def place(tensor: Tensor) -> int:
+    """Return where the elements of a tensor lie that is contiguous and of the right dtype.
+
+    Raises:
+        ValueError: it lies on another device.
+    """
+    return tensor.data_ptr() if tensor.is_cpu else address(tensor, tensor.dtype, tensor.numel())
+
+
 def output(given: Tensor | None, dtype: torch.dtype, numel: int) -> Tensor:
     """Return the tensor to write into: `given`, or a new one."""
     return torch.empty(numel, dtype=dtype) if given is None else given
@@ -129,6 +139,15 @@ def stream(key: Key) -> tuple[int, int, int, int]:
     """
     (low, high), step, who = key.words()
     return high << 32 | low, key.offset, step, who
+
+
+def integers(numbers: Iterable[int], kind: str = "q") -> array[int]:
+    """Return a C array of int64, or of pointers, or of int32 with `kind` "i".
+
+    That takes a third of ctypes' time. A kernel gets it as `.buffer_info()[0]`, and the caller
+    keeps it alive meanwhile.
+    """
+    return array(kind, numbers)
 
 
 def pointers(addresses: list[int]) -> Any:

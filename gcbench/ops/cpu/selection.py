@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from gcbench.compressor import Key
 from gcbench.errors import PayloadError
-from gcbench.ops.cpu.library import address, c, output, pointers, stream
+from gcbench.ops.cpu.library import address, c, integers, output, place, stream
 from gcbench.ops.reference import packed_words
 from gcbench.ops.selection import KeptRun, gaps_low_bits, kept_total, position_coding
 
@@ -30,28 +30,27 @@ SIGNATURES = {
 }
 
 
-def _table(runs: Sequence[KeptRun]) -> Any:
-    """Return runs as the kernels take them: a C array of int64, four a run."""
-    return (ctypes.c_int64 * (4 * len(runs)))(*chain.from_iterable(runs))
-
-
-def _end(runs: Sequence[KeptRun]) -> int:
-    """Return how many elements a tensor of these runs has at least."""
-    return max((run.start + run.rows * run.length for run in runs), default=0)
+def _table(runs: Sequence[KeptRun]) -> array[int]:
+    """Return runs as the kernels take them: four integers a run."""
+    return integers(chain.from_iterable(runs))
 
 
 def largest_elements(x: Tensor, runs: Sequence[KeptRun]) -> tuple[Tensor, Tensor]:
     """Serve `ops.largest_elements`."""
-    n, total, x = x.numel(), kept_total(runs), x.contiguous()
-    if _end(runs) > n:
-        raise ValueError(f"segments that end at {_end(runs)} in a tensor of {n} elements")
-    positions, values = (
-        torch.empty(total, dtype=torch.int64),
-        torch.empty(total, dtype=torch.float32),
-    )
+    n, x = x.numel(), x.contiguous()
+    end = total = 0
+    for start, rows, length, keep in runs:
+        total += rows * keep
+        stop = start + rows * length
+        end = max(end, stop)
+    if end > n:
+        raise ValueError(f"segments that end at {end} in a tensor of {n} elements")
+    table = _table(runs)
+    positions = torch.empty(total, dtype=torch.int64)
+    values = torch.empty(total, dtype=torch.float32)
     c.gc_largest_elements(
         address(x, torch.float32, n),
-        _table(runs),
+        table.buffer_info()[0],
         len(runs),
         positions.data_ptr(),
         values.data_ptr(),
@@ -65,8 +64,13 @@ def random_positions(
 ) -> Tensor:
     """Serve `ops.random_positions`."""
     positions = torch.empty(kept_total(runs), dtype=torch.int64)
+    table = _table(runs)
     c.gc_random_positions(
-        *stream(key), _table(runs), len(runs), positions.data_ptr(), torch.get_num_threads()
+        *stream(key),
+        table.buffer_info()[0],
+        len(runs),
+        positions.data_ptr(),
+        torch.get_num_threads(),
     )
     return positions
 
@@ -109,26 +113,26 @@ def scatter_mean(
     sparse: Sequence[tuple[Tensor, Tensor]], n: int, count: int, *, out: Tensor | None = None
 ) -> Tensor:
     """Serve `ops.scatter_mean`."""
-    kept = [(values.contiguous(), positions.contiguous()) for values, positions in sparse]
-    totals = [positions.numel() for _, positions in kept]
-    values = pointers(
-        [
-            address(own, torch.float32, own_total)
-            for (own, _), own_total in zip(kept, totals, strict=True)
-        ]
-    )
-    positions = pointers(
-        [
-            address(own, torch.int64, own_total)
-            for (_, own), own_total in zip(kept, totals, strict=True)
-        ]
-    )
+    number, f32, i64 = len(sparse), torch.float32, torch.int64
+    held: list[Tensor] = []
+    starts, places, totals = [], [], []
+    for values, positions in sparse:  # what is done for each takes longer than a small kernel
+        total = positions.numel()
+        if values.dtype is not f32 or positions.dtype is not i64 or values.numel() != total:
+            address(values, f32, total), address(positions, i64, total)  # raises
+        values, positions = values.contiguous(), positions.contiguous()
+        held += values, positions
+        starts.append(place(values))
+        places.append(place(positions))
+        totals.append(total)
+    where = integers(starts + places + totals)
+    first = where.buffer_info()[0]
     out = output(out, torch.float32, n)
     bad = c.gc_scatter_mean(
-        values,
-        positions,
-        (ctypes.c_int64 * len(totals))(*totals),
-        len(totals),
+        first,
+        first + 8 * number,
+        first + 16 * number,
+        number,
         count,
         address(out, torch.float32, n),
         n,
@@ -169,7 +173,8 @@ def unpack_positions(
     coding = position_coding(coding, n, total)
     parts = [part.contiguous() for part in parts]
     positions = torch.empty(total, dtype=torch.int64)
-    wanted = _table(runs), len(runs), total, positions.data_ptr()
+    table = _table(runs)
+    wanted = table.buffer_info()[0], len(runs), total, positions.data_ptr()
     found, threads = ctypes.c_int64(), torch.get_num_threads()
     held, low = n, 0
     if coding == "int32":

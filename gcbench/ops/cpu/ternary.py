@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import c_int32
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from gcbench.compressor import Key, Segments
 from gcbench.errors import PayloadError
-from gcbench.ops.cpu.library import address, c, output, pointers, stream
+from gcbench.ops.cpu.library import address, c, integers, output, place, stream
 from gcbench.ops.reference import packed_words, ternary_bits
 
 SIGNATURES = {
@@ -50,24 +48,26 @@ def ternary_encode(
 
 def _payloads(
     payloads: Sequence[tuple[Tensor, int]], n: int, bits: int | None
-) -> tuple[int, tuple[Any, Any, Any, int], list[Tensor]]:
-    """Return the workers of all payloads, the C arguments, and the tensors that these point to."""
-    number, workers = len(payloads), 0
+) -> tuple[int, tuple[int, int, int, int], object]:
+    """Return the workers of all payloads, the C arguments, and what these point into."""
+    number, workers, known = len(payloads), 0, -1
     places, widths, tops = [], [], []
     kept = []
     for words, count in payloads:
-        width = bits or ternary_bits(count)
-        size = packed_words(n, width)
-        if words.dtype is not torch.int32 or words.shape != (size,):
+        if count != known:
+            known, width = count, bits or ternary_bits(count)
+            size = packed_words(n, width)
+        if words.dtype is not torch.int32 or words.numel() != size or words.dim() != 1:
             raise PayloadError(f"ternary payloads of {n} codes in {width} bits: a length is wrong")
         words = words.contiguous()
         kept.append(words)
-        places.append(address(words, torch.int32, size))
+        places.append(place(words))
         widths.append(width)
         tops.append(2 * count)
         workers += count
-    numbers = c_int32 * number
-    return workers, (pointers(places), numbers(*widths), numbers(*tops), number), kept
+    arrays = integers(places), integers(widths, "i"), integers(tops, "i")
+    first, second, third = (numbers.buffer_info()[0] for numbers in arrays)
+    return workers, (first, second, third, number), (*kept, *arrays)
 
 
 def _check(bad: int, payloads: Sequence[tuple[Tensor, int]]) -> None:
