@@ -476,6 +476,23 @@ static inline void write_tile(float* out, const float* tile, int count, bool str
   memcpy(out, tile, count * sizeof *out);
 }
 
+// Write `number` lines of 64 bytes past the caches, to and from addresses that are multiples of 64.
+static inline void stream_lines(uint32_t* out, const uint32_t* from, int number) {
+#if defined(__SSE2__)
+  for (int i = 0; i < 16 * number; i += 16) {
+#if defined(__AVX512F__)
+    _mm512_stream_si512((__m512i*)(out + i), _mm512_load_si512((const __m512i*)(from + i)));
+#else
+    for (int k = 0; k < 16; k += 4) {
+      _mm_stream_si128((__m128i*)(out + i + k), _mm_load_si128((const __m128i*)(from + i + k)));
+    }
+#endif
+  }
+#else
+  memcpy(out, from, 64 * number);
+#endif
+}
+
 // What streamed stores need before another thread reads.
 static inline void end_stream() {
 #if defined(__SSE2__)

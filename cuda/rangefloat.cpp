@@ -6,6 +6,9 @@ using namespace gc;
 
 namespace {
 
+constexpr int RANGE_BITS = 16;  // of the widest code
+constexpr int LEAD = 512;       // values between what is asked for and what is worked on
+
 struct GroupRun {  // neighbouring groups of one length
   int64_t rows, length;
 };
@@ -41,6 +44,45 @@ class Groups {
   const GroupRun* run_;
   int64_t row_, end_, index_ = 0;
 };
+
+// Ask for N values from `from` on.
+template <int N>
+inline void ask(const uint32_t* from) {
+  GC_UNROLL
+  for (int k = 0; k < N; k += 16) __builtin_prefetch(from + k);
+}
+
+// Pack the codes of a whole tile, made of `values`, row by row: what is asked for is spread over all of the work.
+template <class F>
+inline void pack_whole_tile(F code, const uint32_t* values, int bits, uint32_t* out, bool stream) {
+  GC_ALIGNED uint32_t buffer[RANGE_BITS * LANES], row[LANES] = {};
+  uint32_t* word = stream ? buffer : out;
+  int shift = 0;  // of the next code in its word
+  GC_ROLLED for (int i = 0; i < TILE; i += LANES) {
+    ask<LANES>(values + i + LEAD);
+    if (shift + bits < 32) {
+      GC_SIMD for (int l = 0; l < LANES; ++l) row[l] |= code(i + l) << shift;
+    } else {
+      GC_SIMD for (int l = 0; l < LANES; ++l) {
+        const uint32_t own = code(i + l);
+        word[l] = row[l] | own << shift;
+        row[l] = own >> (32 - shift);
+      }
+      word += LANES;
+      shift -= 32;
+    }
+    shift += bits;
+  }
+  if (stream) stream_lines(out, buffer, bits * LANES / 16);
+}
+
+template <class F>
+inline void pack_last(F code, int count, int bits, uint32_t* out) {
+  uint32_t codes[TILE];
+  const int lanes = (count + LANES - 1) / LANES;
+  for (int i = 0; i < LANES * lanes; ++i) codes[i] = i < count ? code(i) : 0;
+  pack_codes(bits, codes, lanes, out);
+}
 
 void raise_to(uint32_t* peak, uint32_t value) {
   uint32_t before = __atomic_load_n(peak, __ATOMIC_RELAXED);
@@ -92,6 +134,7 @@ GC_API int64_t gc_range_pack(const float* values, int64_t n, const int64_t* runs
   const RangeFormat form{bits, mantissa};
   const GroupRun* all = (const GroupRun*)runs;
   const uint32_t* raw = (const uint32_t*)values;
+  const bool stream = n >= STREAM_FROM && ((uintptr_t)words & 63) == 0;
   uint32_t* peaks = new uint32_t[2 * groups]();
   parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
     const int64_t stop = last * TILE < n ? last * TILE : n;
@@ -100,12 +143,19 @@ GC_API int64_t gc_range_pack(const float* values, int64_t n, const int64_t* runs
     for (int64_t at = first * TILE; at < stop; group.next()) {
       const int64_t end = group.end() < stop ? group.end() : stop;
       int32_t up = 0, down = 0;  // as integers, floats of the other sign are below 0
+      const auto look = [&](int64_t from, int64_t to) {
 #pragma omp simd reduction(max : up, down)
-      for (int64_t i = at; i < end; ++i) {
-        const int32_t here = (int32_t)own[i], other = (int32_t)(own[i] ^ 0x80000000u);
-        up = here > up ? here : up;
-        down = other > down ? other : down;
+        for (int64_t i = from; i < to; ++i) {
+          const int32_t here = (int32_t)own[i], other = (int32_t)(own[i] ^ 0x80000000u);
+          up = here > up ? here : up;
+          down = other > down ? other : down;
+        }
+      };
+      GC_ROLLED for (; end - at >= LEAD / 2; at += LEAD / 2) {
+        ask<LEAD / 2>(own + at + LEAD);
+        look(at, at + LEAD / 2);
       }
+      look(at, end);
       raise_to(peaks + 2 * group.index(), (uint32_t)up);
       raise_to(peaks + 2 * group.index() + 1, (uint32_t)down);
       if (end == n) break;
@@ -115,21 +165,15 @@ GC_API int64_t gc_range_pack(const float* values, int64_t n, const int64_t* runs
   for (int64_t g = 0; g < groups; ++g) grids[g] = form.grid(peaks[2 * g], peaks[2 * g + 1]);
   delete[] peaks;
   each_tile(all, form, grids, n, threads, [=](int64_t t, int count, auto base, auto positive) {
-    GC_ALIGNED uint32_t codes[TILE];
     const uint32_t* part = raw + t * TILE;
     const RangeFormat own = form;
-    constexpr int STEP = 64;
-    GC_ROLLED for (int start = 0; start < count; start += STEP) {
-      const int stop = start + STEP < count ? start + STEP : count;
-      ask_lines<STEP / 16>(values + t * TILE, start / 16);
-      GC_SIMD for (int i = start; i < stop; ++i) {
-        codes[i] = own.encode(part[i], base(i), positive(i), float_of(own.value(base(i))) * 0.5f);
-      }
+    const auto code = [=](int i) { return own.encode(part[i], own.coder(base(i), positive(i))); };
+    uint32_t* out = words + t * bits * LANES;
+    if (count == TILE) {
+      pack_whole_tile(code, part, bits, out, stream);
+    } else {
+      pack_last(code, count, bits, out);
     }
-    with_bits(bits, [=, c = codes](auto b) {
-      constexpr int B = decltype(b)::value;
-      pack_tile<B>([=](int i) { return c[i]; }, count, words + t * B * LANES);
-    });
   });
   return 0;
 }

@@ -16,18 +16,6 @@ namespace {
 constexpr int PART = 8192;  // values of a group that a warp looks at
 enum { BAD_GRID = 1, AFTER_LAST = 2, NOT_FINITE = 3 };
 
-// What a group's grid says, for one value after the other.
-struct Grid {
-  int32_t base, positive;
-  float nearest;
-
-  __device__ __forceinline__ void set(const RangeFormat& form, int32_t grid) {
-    base = form.base(grid);
-    positive = form.positive(grid);
-    nearest = float_of(form.value(base)) * 0.5f;
-  }
-};
-
 }  // namespace
 
 // `table`, (2, m + 1): where groups begin, and how many parts lie before each. `peaks`, (m, 2), are zeros where a group
@@ -74,12 +62,12 @@ extern "C" __global__ void __launch_bounds__(256)
   if (!at.active()) return;
   const RangeFormat form{bits, mantissa};
   Cursor cursor(offsets, m, at.start);
-  Grid grid;
+  RangeCoder coder;
   // The grid of the group that element i is in, which is told by the lane that has the group's first element.
   const auto enter = [&](int i) {
     const int32_t own = form.grid(peaks[2 * cursor.at], peaks[2 * cursor.at + 1]);
     if (offsets[cursor.at] == at.start + i) grids[cursor.at] = own;
-    grid.set(form, own);
+    coder = form.coder(form.base(own), form.positive(own));
   };
   cursor.move(at.lane);
   enter(at.lane);
@@ -99,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(256)
       uint32_t code = 0;
       if (i < at.count) {
         if (cursor.move(i)) enter(i);
-        code = form.encode(raw[j], grid.base, grid.positive, grid.nearest);
+        code = form.encode(raw[j], coder);
       }
       writer.put(code);
     }
@@ -114,12 +102,13 @@ extern "C" __global__ void __launch_bounds__(256)
   if (!at.active()) return;
   const RangeFormat form{bits, mantissa};
   Cursor cursor(offsets, m, at.start);
-  Grid grid;
+  int32_t base, positive;
   bool wrong = false, infinite = false;
   const auto enter = [&] {  // each group has a first element, so each grid is looked at
     const int32_t own = grids[cursor.at];
     wrong |= !form.valid(own);
-    grid.set(form, own);
+    base = form.base(own);
+    positive = form.positive(own);
   };
   cursor.move(at.lane);
   enter();
@@ -132,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const uint32_t code = reader.get();
     if (i < at.count) {
       if (cursor.move(i)) enter();
-      const uint32_t value = form.decode(code, grid.base, grid.positive);
+      const uint32_t value = form.decode(code, base, positive);
       infinite |= (value & 0x7fffffffu) >= 0x7f800000u;
       part[i] = value;
     } else {

@@ -5,6 +5,14 @@
 
 namespace gc {
 
+// What encoding takes from a grid.
+struct RangeCoder {
+  int32_t first;               // half a step, less the steps below code 1: added to a magnitude's bits
+  int32_t positive, negative;  // codes of each sign
+  int32_t skipped;             // what the codes of negative values begin after, or 0 if there are none
+  float nearest;               // half of the smallest magnitude, from which on a code is not 0
+};
+
 struct RangeFormat {
   int bits, mantissa;
 
@@ -38,16 +46,23 @@ struct RangeFormat {
   // Whether `grid` can have returned it.
   GC_HD bool valid(int32_t grid) const { return base(grid) >= 1 && base(grid) + positive(grid) <= top(); }
 
-  // The code of the float with the bits `x`; `nearest` is half of the smallest magnitude, from which on it is not 0.
-  GC_HD uint32_t encode(uint32_t x, int32_t base, int32_t positive, float nearest) const {
+  GC_HD RangeCoder coder(int32_t base, int32_t positive) const {
+    // Magnitudes that round to infinity get the last finite step, which the grid's largest code may be beyond.
+    const int32_t rest = (int32_t)codes() - positive, room = top() - base, negative = rest < room ? rest : room;
+    const int32_t first = (1 << (22 - mantissa)) - (int32_t)((uint32_t)(base - 1) << (23 - mantissa));
+    return RangeCoder{first, positive, negative, negative > 0 ? positive : 0, float_of(value(base)) * 0.5f};
+  }
+
+  // The code of the float with the bits `x`.
+  GC_HD uint32_t encode(uint32_t x, const RangeCoder& coder) const {
     const uint32_t size = x & 0x7fffffffu;
-    const int32_t negative = (int32_t)x >> 31;  // all ones or none
-    const int32_t near = float_of(size) >= nearest;
-    const int32_t top = negative ? (int32_t)codes() - positive : positive;
-    int32_t code = step(size) - (base - 1);
-    code = code > near ? code : near;
+    const int32_t sign = (int32_t)x >> 31;  // all ones or none
+    const int32_t top = sign ? coder.negative : coder.positive;
+    int32_t code = (int32_t)(size + (uint32_t)coder.first) >> (23 - mantissa);
+    code = code > 1 ? code : 1;
     code = code < top ? code : top;
-    return (uint32_t)(code + (code > 0 ? positive & negative : 0));
+    code += coder.skipped & sign;
+    return (uint32_t)code & -(uint32_t)(float_of(size) >= coder.nearest);
   }
 
   // The bits of the float of a code.

@@ -1,7 +1,8 @@
 // Signs on the CPU: packing, values, votes, and 1-bit codes with the means of their classes.
 //
 // Bytes an element: packing reads 4 and writes 1/8 or 1/4; decoding the reverse; a vote reads the packed words alone;
-// encoding with error feedback reads 8 and writes 4 1/8 where segments are short, and reads 8 more where they are not.
+// encoding with error feedback reads 8 and writes 4 1/8 where segments are short, and reads and writes 4 more where
+// they are not.
 #include <math.h>
 
 #include <algorithm>
@@ -19,6 +20,7 @@ enum Wrong : int64_t { NOTHING, AFTER_LAST, CODE_3, NOT_FINITE, WRONG_SIDE, OF_N
 
 constexpr int LINE = 16;           // floats that memory hands over at once
 constexpr int64_t MANY = 1 << 15;  // elements of a segment that are not read again from a cache
+constexpr int64_t LEAD = 384;      // elements from what is summed to what is asked for, at least; more leave the cache
 
 inline int count_of(int64_t tile, int64_t n) { return (int)(n - tile * TILE < TILE ? n - tile * TILE : TILE); }
 
@@ -58,96 +60,126 @@ uint32_t any_code_3(const uint32_t* words, int64_t number) {
   return both;
 }
 
-// As pack_tile<1>, bringing the tile that `next` stands for to the cache: the sums of short segments are read in an
-// order that the processor does not foresee.
-template <class F, class Load>
-inline void pack_fetching(F code, int count, uint32_t* out, Load next) {
-  if (count < TILE) return pack_rest<1>(code, count, out);
-  GC_ALIGNED uint32_t words[LANES] = {};
-  GC_ROLLED for (int i = 0; i < TILE; i += LANES) {
-    for (int k = 0; k < LANES; k += LINE) next.fetch(i + k);
+// Add the bits code(first) ... code(last - 1), whole rows, to the words of a tile, above those that are there. With
+// each row LINES lines are asked for.
+template <int LINES, class F, class Load>
+inline void pack_rows(F code, int first, int last, uint32_t* words, Load next) {
+  GC_ROLLED for (int i = first; i < last; i += LANES) {
+    GC_UNROLL
+    for (int k = 0; k < LINES; ++k) next.ask((i / LANES * LINES + k) * LINE);
     GC_SIMD for (int l = 0; l < LANES; ++l) words[l] = (words[l] >> 1) | (code(i + l) << 31);
   }
+}
+
+// As pack_tile<1>, asking for LINES lines from `next` on with each row of 32 elements.
+template <int LINES, class F, class Load>
+inline void pack_asking(F code, int count, uint32_t* out, Load next) {
+  if (count < TILE) return pack_rest<1>(code, count, out);
+  GC_ALIGNED uint32_t words[LANES] = {};
+  pack_rows<LINES>(code, 0, TILE, words, next);
   memcpy(out, words, sizeof words);
 }
 
-// What to bring to the cache of one array.
+// What to ask for of one array.
 struct Ahead {
   const float* x;
-  void fetch(int64_t i) const { __builtin_prefetch(x + i); }
+  void ask(int64_t i) const { __builtin_prefetch(x + i); }
 };
 
 // ---- class sums ------------------------------------------------------------------------------------------------
 
-// Sums of K classes: the negative and the positive elements, or (K = 1) all magnitudes. `ones` counts the bits, K = 2.
+// Sums of K classes: the negative and the positive elements, or (K = 1) all magnitudes.
 template <int K>
 struct Sums {
   double total[K];
-  int64_t ones;
 };
 
-template <int K, class Load>
-inline Sums<K> tile_sums(Load load, int count) {
-  GC_ALIGNED double first[TILE / 2], second[TILE / 2];
-  int32_t ones = 0;
-  if (count == TILE) {
-    constexpr int PART = TILE / 4, STEP = 16;
-    for (int start = 0; start < PART; start += STEP) {
-      for (int k = 0; k < 4; ++k) load.fetch(TILE + 4 * start + k * LINE);
-#pragma omp simd reduction(+ : ones)
-      for (int i = start; i < start + STEP; ++i) {
-        const float a = load(i), b = load(i + PART), c = load(i + 2 * PART), d = load(i + 3 * PART);
-        const double p = a, q = b, r = c, s = d;
-        if constexpr (K == 2) {
-          first[i] = (below_zero(p) + below_zero(r)) + (below_zero(q) + below_zero(s));
-          second[i] = (above_zero(p) + above_zero(r)) + (above_zero(q) + above_zero(s));
-          ones += (int32_t)(sign_bit(a) + sign_bit(b) + sign_bit(c) + sign_bit(d));
-        } else {
-          first[i] = (fabs(p) + fabs(r)) + (fabs(q) + fabs(s));
-        }
+#if defined(__AVX512F__)
+typedef __m512d Doubles;  // as many as a register holds
+inline Doubles doubles_at(const float* x) { return _mm512_cvtps_pd(_mm256_loadu_ps(x)); }
+inline Doubles lesser(Doubles a, Doubles b) { return _mm512_min_pd(a, b); }
+inline Doubles greater(Doubles a, Doubles b) { return _mm512_max_pd(a, b); }
+#elif defined(__AVX2__)
+typedef __m256d Doubles;
+inline Doubles doubles_at(const float* x) { return _mm256_cvtps_pd(_mm_loadu_ps(x)); }
+inline Doubles lesser(Doubles a, Doubles b) { return _mm256_min_pd(a, b); }
+inline Doubles greater(Doubles a, Doubles b) { return _mm256_max_pd(a, b); }
+#else
+typedef double Doubles __attribute__((vector_size(16)));
+inline Doubles doubles_at(const float* x) { return Doubles{x[0], x[1]}; }
+inline Doubles lesser(Doubles a, Doubles b) { return a < b ? a : b; }
+inline Doubles greater(Doubles a, Doubles b) { return a > b ? a : b; }
+#endif
+
+typedef int64_t Longs __attribute__((vector_size(sizeof(Doubles))));
+inline Doubles magnitudes(Doubles v) { return (Doubles)((Longs)v & INT64_MAX); }
+
+// The sums of W elements, a power of two, asking for LINES lines from `next` on for each 64. The compiler makes two
+// instructions of below_zero and above_zero; there is one, which like them has the second argument where that is a NaN.
+template <int K, int W, int LINES, class Load>
+inline Sums<K> row_sums(const float* x, Load next) {
+  constexpr int PART = W / 8, STEP = 8, WIDTH = sizeof(Doubles) / sizeof(double);
+  GC_ALIGNED double first[PART], second[PART];
+  GC_ROLLED for (int start = 0; start < PART; start += STEP) {
+    GC_UNROLL
+    for (int k = 0; k < LINES; ++k) next.ask((start / STEP * LINES + k) * LINE);
+    GC_UNROLL
+    for (int i = start; i < start + STEP; i += WIDTH) {
+      Doubles v[8];
+      GC_UNROLL
+      for (int k = 0; k < 8; ++k) v[k] = doubles_at(x + i + k * PART);
+      const auto add = [&](double* out, auto part) {
+        const Doubles a = part(v[0]) + part(v[4]), b = part(v[2]) + part(v[6]);
+        const Doubles c = part(v[1]) + part(v[5]), d = part(v[3]) + part(v[7]);
+        const Doubles all = (a + b) + (c + d);
+        memcpy(out + i, &all, sizeof all);
+      };
+      const Doubles zero{};
+      if constexpr (K == 2) {
+        add(first, [=](Doubles u) { return lesser(zero, u); });
+        add(second, [=](Doubles u) { return greater(zero, u); });
+      } else {
+        add(first, [](Doubles u) { return magnitudes(u); });
       }
-    }
-    if constexpr (K == 2) {
-      return {{halve(first, PART), halve(second, PART)}, ones};
-    } else {
-      return {{halve(first, PART)}, 0};
-    }
-  }
-  // Zeros up to a power of two; more than half of it are elements.
-  const int width = width_of(count), half = width > 1 ? width / 2 : 1, both = count - half;
-#pragma omp simd reduction(+ : ones)
-  for (int i = 0; i < half; ++i) {
-    const float a = load(i);
-    if constexpr (K == 2) {
-      first[i] = below_zero(a);
-      second[i] = above_zero(a);
-      ones += (int32_t)sign_bit(a);
-    } else {
-      first[i] = fabs((double)a);
-    }
-  }
-#pragma omp simd reduction(+ : ones)
-  for (int i = 0; i < both; ++i) {
-    const float b = load(i + half);
-    if constexpr (K == 2) {
-      first[i] += below_zero(b);
-      second[i] += above_zero(b);
-      ones += (int32_t)sign_bit(b);
-    } else {
-      first[i] += fabs((double)b);
     }
   }
   if constexpr (K == 2) {
-    return {{halve(first, half), halve(second, half)}, ones};
+    return {{halve(first, PART), halve(second, PART)}};
   } else {
-    return {{halve(first, half)}, 0};
+    return {{halve(first, PART)}};
   }
+}
+
+// The sums of `count` elements: with zeros up to a power of two, which change no more than the sign of a zero sum, and
+// means have none.
+template <int K, int LINES, class Load>
+inline Sums<K> tile_sums(const float* x, int count, Load next) {
+  constexpr int LEAST = 64;  // elements that row_sums takes
+  const int width = std::max(width_of(count), LEAST);
+  GC_ALIGNED float padded[TILE];
+  if (count < width) {
+    memcpy(padded, x, count * sizeof *x);
+    memset(padded + count, 0, (width - count) * sizeof *x);
+    x = padded;
+  }
+  switch (width) {
+    case TILE:
+      return row_sums<K, TILE, LINES>(x, next);
+    case TILE / 2:
+      return row_sums<K, TILE / 2, LINES>(x, next);
+    case TILE / 4:
+      return row_sums<K, TILE / 4, LINES>(x, next);
+    case TILE / 8:
+      return row_sums<K, TILE / 8, LINES>(x, next);
+  }
+  return row_sums<K, LEAST, LINES>(x, next);
 }
 
 // ---- encoding --------------------------------------------------------------------------------------------------
 
 // Encode x, or x + residual (FEEDBACK) leaving what is lost in `left`: bits, and the values that stand for them in
 // each segment. K = 2: the means `low` and `high` of the classes; K = 1: the mean magnitude `high`, and its negative.
+// What sums x + residual writes it to `left`, so that encoding reads one array.
 //
 // A segment inside the range of one thread is summed when the thread comes to its first tile, and encoded from the
 // cache; long ones, and those that cross ranges, are summed before.
@@ -175,31 +207,25 @@ class Encoder {
   }
 
  private:
-  struct Offered {  // what is encoded, from an element on
+  struct Inputs {  // from an element on
     const float *x, *residual;
-    float operator()(int64_t i) const {
-      if constexpr (FEEDBACK) {
-        return x[i] + residual[i];
-      } else {
-        return x[i];
-      }
-    }
-    void fetch(int64_t i) const {
+    void ask(int64_t i) const {
       __builtin_prefetch(x + i);
       if constexpr (FEEDBACK) __builtin_prefetch(residual + i);
     }
   };
 
-  Offered offered(int64_t start) const { return {x_ + start, FEEDBACK ? residual_ + start : nullptr}; }
+  Inputs inputs(int64_t start) const { return {x_ + start, FEEDBACK ? residual_ + start : nullptr}; }
   int64_t length(int64_t s) const { return segments_.offsets[s + 1] - segments_.offsets[s]; }
   int64_t edge(int64_t range) const { return std::min(tiles_of(n_) * range / ranges_ * TILE, n_); }
   float low(int64_t s) const { return K == 2 ? low_[s] : -high_[s]; }
+  const float* offered() const { return FEEDBACK ? left_ : x_; }  // what is encoded
 
-  void set(int64_t s, const Sums<K>& sums) {
+  void set(int64_t s, const Sums<K>& sums, int64_t ones) {
     const int64_t count = length(s);
     if constexpr (K == 2) {
-      low_[s] = class_mean(sums.total[0], (double)(count - sums.ones));
-      high_[s] = class_mean(sums.total[1], (double)sums.ones);
+      low_[s] = class_mean(sums.total[0], (double)(count - ones));
+      high_[s] = class_mean(sums.total[1], (double)ones);
       if (!is_finite(low_[s]) || !is_finite(high_[s])) bad_ = true;
     } else {
       high_[s] = class_mean(sums.total[0], (double)count);
@@ -207,9 +233,30 @@ class Encoder {
     }
   }
 
-  Sums<K> sums_of_tile(int64_t s, int64_t tile) const {
-    const int64_t left = length(s) - tile * TILE;
-    return tile_sums<K>(offered(segments_.offsets[s] + tile * TILE), (int)(left < TILE ? left : TILE));
+  // Write to `left` what is offered of [start, start + count), and count the bits that are 1 (K = 2).
+  int32_t offer(int64_t start, int count) const {
+    const float *x = x_ + start, *residual = FEEDBACK ? residual_ + start : nullptr;
+    float* left = FEEDBACK ? left_ + start : nullptr;
+    int32_t ones = 0;
+#pragma omp simd reduction(+ : ones)
+    for (int i = 0; i < count; ++i) {
+      float v = x[i];
+      if constexpr (FEEDBACK) {
+        v += residual[i];
+        left[i] = v;
+      }
+      if constexpr (K == 2) ones += (int32_t)sign_bit(v);
+    }
+    return ones;
+  }
+
+  // Offer a tile of a segment, and return its sums. For each 64 elements LINES lines are asked for, from `ahead` on.
+  template <int LINES>
+  Sums<K> sums_of_tile(int64_t s, int64_t tile, int64_t ahead, int64_t& ones) const {
+    const int64_t start = segments_.offsets[s] + tile * TILE;
+    const int count = (int)std::min<int64_t>(segments_.offsets[s + 1] - start, TILE);
+    ones = offer(start, count);
+    return tile_sums<K, LINES>(offered() + start, count, inputs(ahead));
   }
 
   // Sum the segments that no range sums on its way: long ones, those that cross ranges, and empty ones.
@@ -219,7 +266,7 @@ class Encoder {
     for (int64_t s = 0; s < segments_.count; ++s) {
       const int64_t start = segments_.offsets[s], stop = segments_.offsets[s + 1];
       if (start == stop) {
-        set(s, Sums<K>{});
+        set(s, Sums<K>{}, 0);
         continue;
       }
       while (edge(range + 1) <= start) ++range;
@@ -230,14 +277,14 @@ class Encoder {
     }
     const int64_t tiles = before.back();
     std::vector<double> totals(K * tiles);
-    std::vector<int32_t> ones(tiles);
+    std::vector<int64_t> ones(tiles);
     parallel(tiles, threads_, [&](int64_t first, int64_t last) {
       size_t a = std::upper_bound(before.begin(), before.end(), first) - before.begin() - 1;
       for (int64_t t = first; t < last; ++t) {
         while (before[a + 1] <= t) ++a;
-        const Sums<K> got = sums_of_tile(apart[a], t - before[a]);
+        const int64_t ahead = segments_.offsets[apart[a]] + (t - before[a] + 2) * TILE;
+        const Sums<K> got = sums_of_tile<4>(apart[a], t - before[a], ahead, ones[t]);
         for (int k = 0; k < K; ++k) totals[k * tiles + t] = got.total[k];
-        ones[t] = (int32_t)got.ones;
       }
     });
     for (size_t a = 0; a < apart.size(); ++a) {
@@ -245,23 +292,30 @@ class Encoder {
       for (int k = 0; k < K; ++k) {
         all.total[k] = halve_all(totals.data() + k * tiles + before[a], before[a + 1] - before[a]);
       }
-      for (int64_t t = before[a]; t < before[a + 1]; ++t) all.ones += ones[t];
-      set(apart[a], all);
+      int64_t positive = 0;
+      for (int64_t t = before[a]; t < before[a + 1]; ++t) positive += ones[t];
+      set(apart[a], all, positive);
     }
   }
 
-  void sum_short(int64_t s) {
+  // `ahead`: the first element that has not been asked for. Sums and codes ask for one half each of what they work
+  // through, so that memory has as much time as both take.
+  void sum_short(int64_t s, int64_t& ahead) {
     const int64_t tiles = tiles_of(length(s));
-    if (tiles == 1) return set(s, sums_of_tile(s, 0));
     double totals[K][MANY / TILE];
-    Sums<K> all{};
+    int64_t ones = 0;
     for (int64_t t = 0; t < tiles; ++t) {
-      const Sums<K> got = sums_of_tile(s, t);
+      const int64_t start = segments_.offsets[s] + t * TILE, stop = std::min(start + TILE, segments_.offsets[s + 1]);
+      ahead = std::max(ahead, stop + LEAD);
+      int64_t more;
+      const Sums<K> got = sums_of_tile<2>(s, t, ahead, more);
+      ahead += (stop - start) / 2;
       for (int k = 0; k < K; ++k) totals[k][t] = got.total[k];
-      all.ones += got.ones;
+      ones += more;
     }
+    Sums<K> all{};
     for (int k = 0; k < K; ++k) all.total[k] = halve_all(totals[k], tiles);
-    set(s, all);
+    set(s, all, ones);
   }
 
   void encode(int64_t first, int64_t last) {
@@ -271,51 +325,85 @@ class Encoder {
     int64_t s = segments_.holding(begin), next = s, ahead = begin;
     for (int64_t t = first; t < last; ++t) {
       const int count = count_of(t, n_);
+      bool summed = false;  // a segment that begins in this tile
       for (; next < segments_.count && offsets[next] < t * TILE + count; ++next) {
         const bool inside = offsets[next] >= begin && offsets[next + 1] <= end;
         if (inside && length(next) > 0 && length(next) <= MANY) {
-          sum_short(next);
-          ahead = std::max(ahead, offsets[next + 1]);
+          sum_short(next, ahead);
+          summed = true;
         }
       }
-      encode_tile(t, count, s, offered(std::max(ahead, (t + 1) * TILE)));
-      ahead += TILE;
+      if (summed || ahead > (t + 1) * TILE) {
+        encode_tile<1>(t, count, s, inputs(ahead));
+        ahead += TILE / 2;
+      } else {
+        encode_tile<2>(t, count, s, Ahead{offered() + (t + 2) * TILE});
+      }
     }
   }
 
-  // `next`: what to bring to the cache meanwhile.
-  void encode_tile(int64_t t, int count, int64_t& s, Offered next) {
+  // `next`: what to ask for meanwhile.
+  template <int LINES, class Load>
+  void encode_tile(int64_t t, int count, int64_t& s, Load next) {
     const int64_t start = t * TILE;
-    const Offered value = offered(start);
+    const float* value = offered() + start;
     uint32_t* words = words_ + t * LANES;
     if constexpr (!FEEDBACK) {
-      pack_fetching([=](int i) { return sign_bit(value(i)); }, count, words, next);
+      pack_asking<LINES>([=](int i) { return sign_bit(value[i]); }, count, words, next);
     } else {
       float* left = left_ + start;
       while (segments_.offsets[s + 1] <= start) ++s;
-      if (segments_.offsets[s + 1] >= start + count) {
-        const float below = low(s), above = high_[s];
-        const auto code = [=](int i) {
-          const float v = value(i);
+      const auto code_in = [=](int64_t part) {
+        return [=, below = low(part), above = high_[part]](int i) {
+          const float v = left[i];
           left[i] = v - (v >= 0.0f ? above : below);
           return sign_bit(v);
         };
-        pack_fetching(code, count, words, next);
-        return;
-      }
-      GC_ALIGNED float buffer[TILE];
-      float* kept = buffer;
-      const auto code = [=](int i) {
-        const float v = value(i);
-        kept[i] = v;
-        return sign_bit(v);
       };
-      pack_fetching(code, count, words, next);
-      for_parts(segments_, start, count, s, [=](int64_t part, int from, int to) {
-        const float below = low(part), above = high_[part];
-        GC_SIMD for (int i = from; i < to; ++i) left[i] = kept[i] - (kept[i] >= 0.0f ? above : below);
-      });
+      if (segments_.offsets[s + 1] >= start + count) {
+        pack_asking<LINES>(code_in(s), count, words, next);
+      } else if (count == TILE) {
+        pack_parts<LINES>(start, s, code_in, words, next);
+      } else {
+        pack_asking<LINES>([=](int i) { return sign_bit(left[i]); }, count, words, next);
+        for_parts(segments_, start, count, s, [=](int64_t part, int from, int to) {
+          const auto code = code_in(part);
+          GC_SIMD for (int i = from; i < to; ++i) code(i);
+        });
+      }
     }
+  }
+
+  // Pack a whole tile of several segments: rows inside one of them as such, others with the values laid out.
+  template <int LINES, class Code, class Load>
+  void pack_parts(int64_t start, int64_t& s, Code code_in, uint32_t* out, Load next) {
+    GC_ALIGNED uint32_t words[LANES] = {};
+    GC_ALIGNED float below[LANES], above[LANES];
+    for_parts(segments_, start, TILE, s, [&](int64_t part, int from, int to) {
+      const auto lay_out = [&](int begin, int end) {
+        for (int i = begin; i < end; ++i) {
+          below[i % LANES] = low(part);
+          above[i % LANES] = high_[part];
+        }
+      };
+      const int first = (from + LANES - 1) / LANES * LANES, last = to / LANES * LANES;
+      if (from < first) {
+        lay_out(from, std::min(first, to));
+        if (to < first) return;
+        float* left = left_ + start + first - LANES;
+        const float *lows = below, *highs = above;
+        const auto code = [=](int i) {
+          const int l = i - (first - LANES);
+          const float v = left[l];
+          left[l] = v - (v >= 0.0f ? highs[l] : lows[l]);
+          return sign_bit(v);
+        };
+        pack_rows<LINES>(code, first - LANES, first, words, next);
+      }
+      pack_rows<LINES>(code_in(part), first, last, words, next);
+      lay_out(std::max(first, last), to);
+    });
+    memcpy(out, words, sizeof words);
   }
 
   const Segments segments_;
@@ -495,8 +583,8 @@ GC_API int64_t gc_sign_pack(const float* x, int64_t n, int bits, uint32_t* out, 
     for (int64_t t = first; t < last; ++t) {
       const float* part = x + t * TILE;
       if (bits == 1) {
-        pack_fetching([=](int i) { return sign_bit(part[i]); }, count_of(t, n), out + t * LANES,
-                      Ahead{part + 2 * TILE});
+        pack_asking<2>([=](int i) { return sign_bit(part[i]); }, count_of(t, n), out + t * LANES,
+                       Ahead{part + 2 * TILE});
       } else {
         pack_tile<2>([=](int i) { return sign_code(part[i]); }, count_of(t, n), out + t * 2 * LANES);
       }
