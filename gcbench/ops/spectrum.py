@@ -8,7 +8,7 @@ bin that stands for its conjugate too, 1 for the first and, if d is even, the la
 Segments are scaled by a power of two before a transform and back after it, so that values near
 either end of float32's range lose nothing; what leaves it is an infinity in a spectrum (a range
 float then saturates) and the largest float in a gradient. A segment whose peak is below 2^-100
-counts as zero. The rounding of a transform is the library's.
+counts as zero. The rounding of a transform is the library's (`gcbench.ops.transform`).
 
 A payload of K kept bins in all has three parts, int32: a bitmap of 1 bit a bin or, with width 2, of
 1 bit a real number, the two of a bin being equal; 2 K codes of `gcbench.ops.rangefloat`, packed,
@@ -17,16 +17,20 @@ real and imaginary part side by side; and the grid of each nonempty segment's co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gcbench.compressor import Layout, Segments
 from gcbench.errors import PayloadError
+from gcbench.ops.backend import op
 from gcbench.ops.rangefloat import grouped_grids, range_pack, range_unpack
-from gcbench.ops.reference import TINY, packed_words, segment_moments
+from gcbench.ops.reference import TINY, into, packed_words, segment_absmax, segment_moments
 from gcbench.ops.selection import (
     KeptRun,
     kept_groups,
@@ -35,6 +39,7 @@ from gcbench.ops.selection import (
     pack_positions,
     unpack_positions,
 )
+from gcbench.ops.transform import real_forward, real_inverse
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 PEAK = 2.0**13
@@ -43,13 +48,14 @@ what is above 2^-27 of the peak by more than 2^-11."""
 HALF_ERROR = 2.0**-11
 """Relative rounding of fp16."""
 FLOAT_ERROR = 2.0**-20
-"""Relative rounding of a transform and its inverse in float32, with room to spare; and what fp16
-adds for elements far below the peak."""
+"""Relative rounding of a transform and its inverse in float32, with room to spare: 2^-20.8 is the
+most that was seen; and what fp16 adds for elements far below the peak."""
 
 
 # ---- transforms ----------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=32)
 def spectrum_runs(segments: Segments, theta: float) -> tuple[KeptRun, ...]:
     """Return the runs of `segments` in bins, with keep = max(1, round((1 - theta) bins)).
 
@@ -70,9 +76,106 @@ def spectrum_bins(runs: Sequence[KeptRun]) -> int:
     return sum(run.rows * run.length for run in runs)
 
 
-def _unit(peak: Tensor) -> Tensor:
-    """Return the power of two below each peak, kept where it and PEAK / unit are normal floats."""
-    return (peak.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(2.0**-110, 2.0**126)
+class _Layout(NamedTuple):
+    """How the segments of a bucket and their bins lie, runs of empty segments left out."""
+
+    bins: Segments
+    """The bins of each segment, as floats, two a bin."""
+    elements: list[int]
+    """Elements of each run."""
+    floats: list[int]
+    """Floats of each run's bins."""
+    alike: list[tuple[int, list[int]]]
+    """The lengths that segments have, and the runs of each."""
+
+
+@lru_cache(maxsize=32)
+def _layout(segments: Segments) -> _Layout:
+    sizes = [2 * (d // 2 + 1) if d else 0 for d in segments.lengths]
+    runs = [(which.stop - which.start, d) for which, _, d in segments.runs if d]
+    alike: dict[int, list[int]] = {}
+    for i, (_, d) in enumerate(runs):
+        alike.setdefault(d, []).append(i)
+    return _Layout(
+        Segments(tuple(accumulate(sizes, initial=0))),
+        [rows * d for rows, d in runs],
+        [rows * 2 * (d // 2 + 1) for rows, d in runs],
+        list(alike.items()),
+    )
+
+
+def _each(values: Tensor, segments: Segments) -> Tensor:
+    """Return one value a segment, shape (m,), for each of its elements, shape (n,)."""
+    lengths = torch.tensor(segments.lengths, dtype=torch.int64).to(values.device)
+    return values.repeat_interleave(lengths, output_size=segments.numel)
+
+
+@op
+def spectrum_scaled(
+    x: Tensor, segments: Segments, peak: float, tiny: float, *, half: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return `x` over the unit of its segment, float32, shape (n,), and units, float32, (m,).
+
+    A unit is the power of two below the segment's largest magnitude, in [2^-110, 2^126], over
+    `peak`, a power of two from 1 to 2^13. Segments whose largest is below `tiny` become zeros.
+    With `half` and that peak the result is rounded to fp16.
+    """
+    largest = segment_absmax(x, segments)
+    power = (largest.view(torch.int32) & 0x7F800000).view(torch.float32)
+    unit = power.clamp_(2.0**-110, 2.0**126) / peak
+    scaled = x / _each(unit, segments)
+    if half:
+        scaled = scaled.half().float()
+    return scaled.masked_fill_(_each(largest < tiny, segments), 0.0), unit
+
+
+@op
+def spectrum_unscaled(
+    bins: Tensor, unit: Tensor, segments: Segments, *, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return bins times their unit, float32, shape (2 bins,), and |X|^2 before that, (bins,).
+
+    `bins`: float32, shape (2 bins,), which `segments` cover; `unit`: float32, shape (m,). `out`:
+    where to write the former, which may be `bins`.
+    """
+    real, imag = bins.view(-1, 2).unbind(1)
+    energy = (real * real).add_(imag * imag)
+    return into(out, bins * _each(unit, segments)), energy
+
+
+@op
+def spectrum_restored(
+    x: Tensor, unit: Tensor, segments: Segments, *, out: Tensor | None = None
+) -> Tensor:
+    """Return `x`, float32, shape (n,), times its units, shape (m,), cut to finite floats.
+
+    `out`: where to write, which may be `x`.
+    """
+    return into(out, (x * _each(unit, segments)).clamp_(-FLOAT_MAX, FLOAT_MAX))
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _by_length(
+    x: Tensor,
+    before: list[int],
+    after: list[int],
+    alike: list[tuple[int, list[int]]],
+    transform: Callable[[Tensor, int], Tensor],
+) -> Tensor:
+    """Return `transform(rows, length)` of all runs of `x`, flat, float32; equal lengths at once.
+
+    `before`, `after`: sizes of the runs in `x` and in the result, one nonempty run after the other.
+    """
+    pieces = list(torch.split(x, before))
+    for length, runs in alike:
+        rows = _joined([pieces[i] for i in runs])
+        out = transform(rows, length).view(-1)
+        for i, piece in zip(runs, torch.split(out, [after[i] for i in runs]), strict=True):
+            pieces[i] = piece
+    return _joined(pieces or [x])
 
 
 def spectrum_forward(x: Tensor, segments: Segments, *, half: bool = False) -> tuple[Tensor, Tensor]:
@@ -81,19 +184,15 @@ def spectrum_forward(x: Tensor, segments: Segments, *, half: bool = False) -> tu
     `x`: float32, shape (n,); with `half` its scaled values are rounded to fp16 first. Energies are
     |X|^2 in a unit of their segment: they compare within it, and never overflow.
     """
-    parts, energies = [x.new_empty(0, 2)], [x.new_empty(0)]
-    for _, rows in segments.views(x):
-        if rows.shape[1]:
-            peak = rows.abs().amax(1, keepdim=True)
-            unit = _unit(peak) / PEAK
-            scaled = torch.where(peak < TINY, 0.0, rows / unit)
-            if half:
-                scaled = scaled.half().float()
-            bins = torch.view_as_real(torch.fft.rfft(scaled, norm="ortho"))
-            real, imag = bins.unbind(2)
-            energies.append((real * real).add_(imag * imag).view(-1))
-            parts.append((bins * unit.unsqueeze(2)).view(-1, 2))
-    return torch.cat(parts), torch.cat(energies)
+
+    def forward(rows: Tensor, length: int) -> Tensor:
+        return torch.view_as_real(real_forward(rows.view(-1, length)))
+
+    layout = _layout(segments)
+    scaled, unit = spectrum_scaled(x, segments, PEAK, TINY, half=half)
+    bins = _by_length(scaled, layout.elements, layout.floats, layout.alike, forward)
+    bins, energy = spectrum_unscaled(bins, unit, layout.bins, out=bins)
+    return bins.view(-1, 2), energy
 
 
 def spectrum_inverse(bins: Tensor, segments: Segments) -> Tensor:
@@ -101,17 +200,15 @@ def spectrum_inverse(bins: Tensor, segments: Segments) -> Tensor:
 
     `bins`: float32, finite, shape (bins, 2).
     """
-    x = bins.new_empty(segments.numel)
-    start = 0
-    for _, rows in segments.views(x):
-        if rows.shape[1]:
-            stop = start + len(rows) * (rows.shape[1] // 2 + 1)
-            own = bins[start:stop].view(len(rows), -1, 2)
-            unit = _unit(own.abs().amax((1, 2))).unsqueeze(1)
-            scaled = torch.view_as_complex(own / unit.unsqueeze(2))
-            rows[:] = torch.fft.irfft(scaled, rows.shape[1], norm="ortho") * unit
-            start = stop
-    return x.clamp_(-FLOAT_MAX, FLOAT_MAX)
+
+    def inverse(rows: Tensor, length: int) -> Tensor:
+        pairs = rows.view(-1, length // 2 + 1, 2)
+        return real_inverse(torch.view_as_complex(pairs), length)
+
+    layout = _layout(segments)
+    scaled, unit = spectrum_scaled(bins.reshape(-1), layout.bins, 1.0, 0.0)
+    x = _by_length(scaled, layout.floats, layout.elements, layout.alike, inverse)
+    return spectrum_restored(x, unit, segments, out=x)
 
 
 def spectrum_weight(segments: Segments) -> Tensor:
@@ -180,7 +277,8 @@ def spectrum_pack(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the parts of a payload that holds the bins `kept`, int64, shape (K,), increasing."""
     (bitmap,) = pack_positions(_pairs(kept) if width == 2 else kept, width * len(bins), "bitmap")
-    return bitmap, *range_pack(bins[kept].view(-1), kept_groups(runs, 2), bits, mantissa)
+    values = torch.view_as_real(torch.view_as_complex(bins)[kept]).view(-1)
+    return bitmap, *range_pack(values, kept_groups(runs, 2), bits, mantissa)
 
 
 def spectrum_unpack(

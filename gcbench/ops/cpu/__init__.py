@@ -22,6 +22,7 @@ from gcbench.ops.cpu import (
     rangefloat,
     selection,
     signs,
+    spectrum,
     statistics,
     ternary,
 )
@@ -35,6 +36,7 @@ FAMILIES: tuple[Any, ...] = (
     rangefloat,
     selection,
     signs,
+    spectrum,
     statistics,
     ternary,
 )
