@@ -478,6 +478,68 @@ def _range_unpack(g: Gradient) -> Timed:
     )
 
 
+# ---- spectra -------------------------------------------------------------------------------------
+
+
+def halves(g: Gradient) -> Tensor:
+    """Return the gradient as n // 2 complex numbers."""
+    return torch.view_as_complex(g.x[: g.n // 2 * 2].view(-1, 2))
+
+
+@case("spectrum_scaled")
+def _spectrum_scaled(g: Gradient) -> Timed:
+    segments = g.segments()
+    return Timed(
+        lambda: ops.spectrum_scaled(g.x, segments, 1.0, 0.0), 2 * nbytes(g.x) + nbytes(g.x)
+    )
+
+
+@case("spectrum_unscaled")
+def _spectrum_unscaled(g: Gradient) -> Timed:
+    bins = torch.view_as_real(halves(g)).reshape(-1)
+    segments, unit = Segments((0, len(bins))), torch.ones(1, device=g.x.device)
+    return Timed(
+        lambda: ops.spectrum_unscaled(bins, unit, segments), 2 * nbytes(bins) + nbytes(bins) // 2
+    )
+
+
+@case("spectrum_restored")
+def _spectrum_restored(g: Gradient) -> Timed:
+    segments = g.segments()
+    unit = torch.ones(len(segments), device=g.x.device)
+    return Timed(lambda: ops.spectrum_restored(g.x, unit, segments), 2 * nbytes(g.x))
+
+
+@case("spectrum_pad")
+def _spectrum_pad(g: Gradient) -> Timed:
+    x = halves(g)
+    chirp = torch.ones_like(x)
+    return Timed(lambda: ops.spectrum_pad(x, chirp, len(x)), 3 * nbytes(x))
+
+
+@case("spectrum_cut")
+def _spectrum_cut(g: Gradient) -> Timed:
+    x = halves(g)
+    chirp = torch.ones_like(x)
+    return Timed(lambda: ops.spectrum_cut(x, chirp), 3 * nbytes(x))
+
+
+@case("spectrum_fold")
+def _spectrum_fold(g: Gradient) -> Timed:
+    x = halves(g)
+    factors = torch.ones(4, len(x) + 1, device=g.x.device)
+    return Timed(lambda: ops.spectrum_fold(x, factors), 2 * nbytes(x) + nbytes(factors))
+
+
+@case("spectrum_unfold")
+def _spectrum_unfold(g: Gradient) -> Timed:
+    x = halves(g)
+    factors = torch.ones(4, len(x), device=g.x.device)
+    return Timed(
+        lambda: ops.spectrum_unfold(x, factors, len(x) - 1), 2 * nbytes(x) + nbytes(factors)
+    )
+
+
 # ---- methods -------------------------------------------------------------------------------------
 
 AGAIN: Mapping[str, int] = {"terngrad.encode": 4, "efsignsgd.encode_feedback": TWICE}
