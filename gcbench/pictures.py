@@ -37,11 +37,13 @@ def check(path: Path) -> Path:
     """Return `path`, whose ending says the format: before long work, not after it.
 
     Raises:
-        UsageError: another ending than `ENDINGS`.
+        UsageError: another ending than `ENDINGS`, or a folder that is not there.
     """
     path = Path(path)
     if path.suffix.lower() not in ENDINGS:
         raise UsageError(f"{path}: the ending says the format; allowed: {', '.join(ENDINGS)}")
+    if not path.parent.is_dir():
+        raise UsageError(f"{path.parent} is no folder; make it, or name another file")
     return path
 
 

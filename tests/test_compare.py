@@ -499,8 +499,11 @@ def test_pictures_refuse(tmp_path: Path) -> None:
         plots.draw(runs, tmp_path / "x.jpg")
     with pytest.raises(UsageError, match="no runs"):
         plots.draw([], tmp_path / "x.png")
-    with pytest.raises(GcbenchError, match="cannot write"):
+    with pytest.raises(UsageError, match="is no folder"):
         plots.draw(runs, tmp_path / "missing" / "x.png")
+    (tmp_path / "taken.png").mkdir()
+    with pytest.raises(GcbenchError, match="cannot write"):
+        plots.draw(runs, tmp_path / "taken.png")
     for name in ("metrics.jsonl", "metrics.parquet"):
         (runs[0].source / name).write_text("{")
         with pytest.raises(GcbenchError, match=r"metrics in .* cannot be read"):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from commands import invoke
 
 from gcbench.errors import GcbenchError, UsageError
 from gcbench.measure import analysis as measuring
@@ -163,3 +164,13 @@ def test_methods_by_a_word() -> None:
     ]:
         with pytest.raises(UsageError, match=said):
             methods.all_of(wrong)
+
+
+def test_a_picture_that_cannot_be_is_refused_before_the_work(tmp_path: Path) -> None:
+    """Every analysis has the same --plot."""
+    where = ("--results", tmp_path / "analyses")
+    for words in (("bounds",), ("bandwidth",), ("histogram",), ("advise",), ("scale", "predict")):
+        for name, said in (("x.jpg", "allowed: .png"), ("gone/x.png", "is no folder")):
+            refused = invoke(*words, *where, "--plot", tmp_path / name)
+            assert (refused.code, said in refused.err) == (2, True), refused.err
+    assert not (tmp_path / "analyses").exists()

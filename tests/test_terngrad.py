@@ -148,6 +148,15 @@ def _sums(lengths):
         yield total
 
 
+def test_sums_of_more_workers_than_a_code_holds_are_refused():
+    """2 * 32,767 + 1 levels take 16 bits; one worker more takes 17, on every backend."""
+    words = torch.zeros(ops.packed_words(5, 16), dtype=torch.int32)
+    assert ops.ternary_bits(32_767) == 16
+    for backend in ("reference", "auto"):
+        with ops.using(backend), pytest.raises(PayloadError, match=r"32767 workers; an all-gather"):
+            ops.ternary_merge([(words, 32_767), (words, 32_767)], 5)
+
+
 def test_two_bits_an_element():
     method = gcbench.get_compressor("terngrad")
     for n in (1, 31, 32, 33, 1023, 1025, 100_003):

@@ -55,10 +55,21 @@ Shown = Annotated[Progress, typer.Option("--progress", help="How to show progres
 Results = Annotated[
     Path, typer.Option("--results", help="Folder below which the analysis has its own.")
 ]
+
+
+def _drawable(path: Path | None) -> Path | None:
+    """Refuse a file that cannot become a picture: before long work, not after it."""
+    from gcbench import pictures
+
+    return None if path is None else pictures.check(path)
+
+
 Plot = Annotated[
     Path | None,
     typer.Option(
-        "--plot", help="Draw the picture here, too (.png, .svg, .pdf); its folder has a .png."
+        "--plot",
+        callback=_drawable,
+        help="Draw the picture here, too (.png, .svg, .pdf); its folder has a .png.",
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Do again what is done.")]

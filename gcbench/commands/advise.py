@@ -78,12 +78,10 @@ def advise(
 
     Gains are predicted as by `gcbench scale predict`; accuracy lost is that of stored results.
     """
-    from gcbench import experiment, grid, pictures
+    from gcbench import experiment, grid
     from gcbench.measure import methods
     from gcbench.measure.scale import advice, clusters
 
-    if plot is not None:
-        pictures.check(plot)
     chosen = [word for word in methods.all_of(compressor) if word != "none"]
     stored = runs if runs is not None else [RUNS] if RUNS.exists() else []
     settings = make(

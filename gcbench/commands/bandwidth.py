@@ -126,14 +126,12 @@ def bandwidth(
 
     What is measured is kept: an interrupted command goes on where it was.
     """
-    from gcbench import pictures
+
     from gcbench.errors import UsageError
     from gcbench.measure import bandwidth as measuring
     from gcbench.measure.bandwidth import settings as setting
     from gcbench.train import Interrupted
 
-    if plot is not None:
-        pictures.check(plot)
     if sizes is not None:
         if any(given is not None for given in (minbytes, maxbytes, factor, step)):
             raise UsageError("--sizes is a list in place of -b, -e, -f and -i: give one of the two")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from typing import Annotated, Any
 
 import typer
@@ -19,6 +17,7 @@ from gcbench.commands import (
     Progress,
     Results,
     Shown,
+    command_line,
     deliver,
     say,
 )
@@ -79,13 +78,11 @@ def bounds(
 
     What is proved can fail only where code is wrong; the others are about the world.
     """
-    from gcbench import grid, pictures
+    from gcbench import grid
     from gcbench.errors import UsageError
     from gcbench.measure import analysis as measuring
     from gcbench.measure import bounds as measure
 
-    if plot is not None:
-        pictures.check(plot)
     options = grid.pairs("--task-set", task_set)
     if network is not None:
         options["network"] = network
@@ -116,7 +113,7 @@ def bounds(
         say(f"{done} is finished; --force does it again")
         found = measuring.load(done)
     else:
-        command = shlex.join(["gcbench", *sys.argv[1:]])
+        command = command_line()
         found = measure.run(
             settings, results, data_dir, progress.value, command=command, force=force
         )

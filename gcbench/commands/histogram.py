@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +18,7 @@ from gcbench.commands import (
     Progress,
     Results,
     Shown,
+    command_line,
     deliver,
 )
 from gcbench.errors import UsageError
@@ -101,13 +100,10 @@ def histogram(
     Gradients are captured by `gcbench run --capture 0,100,399`, or in a training of its own.
     All methods meet the same ones, as pure codecs without memory: alone and averaged.
     """
-    command = shlex.join(["gcbench", *sys.argv[1:]])
+    command = command_line()
     from gcbench import captures as capturing
-    from gcbench import pictures
     from gcbench.measure import histogram as measuring
 
-    if plot is not None:
-        pictures.check(plot)
     clips, shares = _numbers("--clip", clip), _numbers("--kept", kept)
     chosen = None if capture is None else capturing.steps(capture)
     if captures:

@@ -33,7 +33,6 @@ app = typer.Typer(
 Threads = Annotated[
     int | None, typer.Option(min=1, help="Threads of the kernels; default the cores.")
 ]
-KERNELS = "results/kernels.json"
 
 
 Model = Annotated[
@@ -110,12 +109,10 @@ def predict(
     inter (gbit, latency_us), and may have nodes, utilization, overlap, algorithm (ring, tree,
     fastest), topology (flat, nodes), buckets, price.
     """
-    from gcbench import experiment, grid, pictures
+    from gcbench import experiment, grid
     from gcbench.measure import methods
     from gcbench.measure.scale import clusters, prediction
 
-    if plot is not None:
-        pictures.check(plot)
     chosen = list(methods.all_of(compressor))
     settings = make(
         prediction.Settings,
@@ -153,12 +150,10 @@ def figure5(
     json: Json = False,
 ) -> None:
     """Hold a model to TernGrad's Fig. 5: three networks, two clusters, 1 to 512 GPUs."""
-    from gcbench import pictures
+
     from gcbench.measure import methods
     from gcbench.measure.scale import figure5 as published
 
-    if plot is not None:
-        pictures.check(plot)
     chosen = list(methods.all_of(compressor)) if compressor.strip() else []
     settings = make(published.Settings, compressors=chosen, collective=collective)
     deliver(published.run(settings, command_line()), results, plot, format_, as_json=json)
@@ -196,13 +191,11 @@ def fft(
     json: Json = False,
 ) -> None:
     """Evaluate FFT sparsification's cost model: the least ratio, the fastest link that pays."""
-    from gcbench import experiment, grid, pictures
+    from gcbench import experiment, grid
     from gcbench.errors import unknown
     from gcbench.measure import methods
     from gcbench.measure.scale import breakeven
 
-    if plot is not None:
-        pictures.check(plot)
     given = grid.pairs("--throughput", throughput)
     for stage in given:
         if stage not in breakeven.STAGES:
@@ -252,11 +245,9 @@ def validate(
     json: Json = False,
 ) -> None:
     """Predict finished runs, none from itself, and state the errors."""
-    from gcbench import finished, pictures
+    from gcbench import finished
     from gcbench.measure.scale import validation
 
-    if plot is not None:
-        pictures.check(plot)
     folders = runs or [Path("results/runs")]
     found = finished.load(folders)
     settings = make(

@@ -299,8 +299,18 @@ def segment_std(x: Tensor, segments: Segments) -> Tensor:
 
 
 def ternary_bits(count: int) -> int:
-    """Return the bits of the sum of `count` ternary codes: ceil(log2(2 count + 1))."""
-    return (2 * count).bit_length()
+    """Return the bits of the sum of `count` ternary codes: ceil(log2(2 count + 1)).
+
+    Raises:
+        PayloadError: there are more than 32,767, whose sums no packed code holds.
+    """
+    bits = (2 * count).bit_length()
+    if bits > MAX_BITS:
+        raise PayloadError(
+            f"ternary codes of {count} workers add up to {bits} bits: at most {MAX_BITS}, so "
+            f"{2 ** (MAX_BITS - 1) - 1} workers; an all-gather has no such limit"
+        )
+    return bits
 
 
 @op
