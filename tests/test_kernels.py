@@ -6,10 +6,12 @@ For every instruction set that this machine has, one and two threads; the inputs
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -120,6 +122,32 @@ def test_the_default_dtype_does_not_matter(family):
                 assert outcome(call) == want, call
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def with_output(call: kernel_cases.Call) -> bool:
+    """Tell whether an operation writes where it is told, and this call returns something."""
+    takes = "out" in inspect.signature(getattr(ops, call.op)).parameters
+    return takes and "out" not in call.kwargs and not isinstance(outcome(call), type)
+
+
+@needs_native
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_output_buffer_is_filled(family, backend):
+    """And refused if it is too long."""
+    with ops.using(backend):
+        for call in filter(with_output, FAMILIES[family].cases(1025)):
+            run = partial(getattr(ops, call.op), *call.args, **call.kwargs)
+            fresh = run()
+            whole = [fresh] if isinstance(fresh, Tensor) else list(fresh)
+            place = -1 if call.op.endswith("_feedback") else 0
+            buffer = torch.empty_like(whole[place]).view(torch.uint8).fill_(0x5A)
+            given = run(out=buffer.view(whole[place].dtype))
+            filled = given if isinstance(given, Tensor) else given[place]
+            assert filled.data_ptr() == buffer.data_ptr(), call
+            assert bits(given) == bits(fresh), call
+            with pytest.raises(ValueError, match="expected"):
+                run(out=filled.new_empty(filled.numel() + 1))
 
 
 @needs_native

@@ -65,7 +65,15 @@ def _levels(codes: Tensor, divisor: Tensor, norms: Tensor) -> Tensor:
 
 
 @op
-def level_codes(x: Tensor, norms: Tensor, levels: int, segments: Segments, key: Key) -> Tensor:
+def level_codes(
+    x: Tensor,
+    norms: Tensor,
+    levels: int,
+    segments: Segments,
+    key: Key,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
     """Return codes in [-levels, levels], int32, shape (n,).
 
     With l the level at or below |x| and g the distance from there to the next one, the code is
@@ -96,7 +104,7 @@ def level_codes(x: Tensor, norms: Tensor, levels: int, segments: Segments, key: 
         if not finite:
             code.masked_fill_(~norm.isfinite(), 0.0)
         codes[start:stop] = code.copysign_(x[start:stop])
-    return codes
+    return into(out, codes)
 
 
 def level_values(codes: Tensor, norms: Tensor, levels: int, segments: Segments) -> Tensor:

@@ -44,8 +44,16 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 
 
 def into(out: Tensor | None, result: Tensor) -> Tensor:
-    """Return `result`, copied into `out` if there is one."""
-    return result if out is None else out.copy_(result)
+    """Return `result`, copied into `out` if there is one.
+
+    Raises:
+        ValueError: `out` has another shape; a copy would repeat a short result.
+    """
+    if out is None:
+        return result
+    if out.shape != result.shape:
+        raise ValueError(f"out of shape {tuple(out.shape)}: {tuple(result.shape)} expected")
+    return out.copy_(result)
 
 
 # ---- random numbers ------------------------------------------------------------------------------
@@ -70,11 +78,13 @@ def philox(counter: Sequence[Tensor], key: tuple[int, int], rounds: int = 10) ->
 
 
 @op
-def draws24(key: Key, n: int, device: torch.device | str = "cpu") -> Tensor:
+def draws24(
+    key: Key, n: int, device: torch.device | str = "cpu", *, out: Tensor | None = None
+) -> Tensor:
     """Return integers uniform on [0, 2^24), int32, shape (n,), for elements key.offset + [0, n)."""
     seed, key_step, who = key.words()
     if n == 0:
-        return torch.empty(0, dtype=torch.int32, device=device)
+        return into(out, torch.empty(0, dtype=torch.int32, device=device))
     first, last = key.offset // TILE, (key.offset + n - 1) // TILE
     tiles = last - first + 1
     # Blocks in the order tile, half, lane: the layout of the elements that they serve.
@@ -85,7 +95,7 @@ def draws24(key: Key, n: int, device: torch.device | str = "cpu") -> Tensor:
     high = ((lane >> 32 << 8) | half).expand(shape)
     steps = torch.full(shape, key_step, device=device)
     words = philox((low, high, steps, torch.full(shape, who, device=device)), seed)
-    out = torch.empty((tiles, 2, 16, LANES), dtype=torch.int32, device=device)
+    draws = torch.empty((tiles, 2, 16, LANES), dtype=torch.int32, device=device)
     for row in range(16):
         word, after = words[row >> 2], words[((row >> 2) + 1) & 3]
         shift = 8 * (row & 3)
@@ -93,9 +103,9 @@ def draws24(key: Key, n: int, device: torch.device | str = "cpu") -> Tensor:
             window = (word >> (8 - shift)) & 0xFFFFFF
         else:
             window = ((word << (shift - 8)) & 0xFFFFFF) | (after >> (40 - shift))
-        out[:, :, row] = window
+        draws[:, :, row] = window
     skip = key.offset - first * TILE
-    return out.view(-1)[skip : skip + n]
+    return into(out, draws.view(-1)[skip : skip + n])
 
 
 def uniform(key: Key, n: int, device: torch.device | str = "cpu") -> Tensor:
@@ -179,7 +189,7 @@ def _unpack_rows(words: Tensor, bits: int) -> Tensor:
 
 
 @op
-def unpack(words: Tensor, bits: int, n: int) -> Tensor:
+def unpack(words: Tensor, bits: int, n: int, *, out: Tensor | None = None) -> Tensor:
     """Return the codes of `bits` bits in int32 `words`, shape (..., words), int32, shape (..., n).
 
     Raises:
@@ -196,10 +206,10 @@ def unpack(words: Tensor, bits: int, n: int) -> Tensor:
     tiles = _unpack_rows(words[..., :split].reshape(*lead, full // TILE, bits, LANES), bits)
     codes = tiles.view(*lead, full)
     if full == n:
-        return codes
+        return into(out, codes)
     tail = words[..., split:]
     rest = _unpack_rows(tail.reshape(*lead, bits, tail.shape[-1] // bits), bits)
-    return torch.cat([codes, rest.view(*lead, -1)[..., : n - full]], dim=-1)
+    return into(out, torch.cat([codes, rest.view(*lead, -1)[..., : n - full]], dim=-1))
 
 
 # ---- statistics of segments ----------------------------------------------------------------------

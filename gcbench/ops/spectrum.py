@@ -112,7 +112,13 @@ def _each(values: Tensor, segments: Segments) -> Tensor:
 
 @op
 def spectrum_scaled(
-    x: Tensor, segments: Segments, peak: float, tiny: float, *, half: bool = False
+    x: Tensor,
+    segments: Segments,
+    peak: float,
+    tiny: float,
+    *,
+    half: bool = False,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `x` over the unit of its segment, float32, shape (n,), and units, float32, (m,).
 
@@ -126,7 +132,7 @@ def spectrum_scaled(
     scaled = x / _each(unit, segments)
     if half:
         scaled = scaled.half().float()
-    return scaled.masked_fill_(_each(largest < tiny, segments), 0.0), unit
+    return into(out, scaled.masked_fill_(_each(largest < tiny, segments), 0.0)), unit
 
 
 @op

@@ -183,9 +183,9 @@ def _padded(x: Tensor, width: int) -> Tensor:
 
 
 @op
-def spectrum_pad(x: Tensor, chirp: Tensor, width: int) -> Tensor:
+def spectrum_pad(x: Tensor, chirp: Tensor, width: int, *, out: Tensor | None = None) -> Tensor:
     """Return x times the chirp, complex64, shape (k,) each, then zeros: shape (width,)."""
-    return _padded(_product(x, chirp), width)
+    return into(out, _padded(_product(x, chirp), width))
 
 
 @op
@@ -201,7 +201,7 @@ def spectrum_cut(
 
 
 @op
-def spectrum_fold(waves: Tensor, factors: Tensor) -> Tensor:
+def spectrum_fold(waves: Tensor, factors: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return a_k v_k + b_k conj v_h-k for k = 0 ... h, complex64, shape (h + 1,); v_h is v_0.
 
     `waves`: v, complex64, at least h of them; `factors`: float32, shape (4, h + 1): real and
@@ -211,11 +211,13 @@ def spectrum_fold(waves: Tensor, factors: Tensor) -> Tensor:
     back, (ar, ai, br, bi) = around.flip(0), factors
     real = (ar * around.real - ai * around.imag) + (br * back.real + bi * back.imag)
     imag = (ar * around.imag + ai * around.real) + (bi * back.real - br * back.imag)
-    return torch.complex(real, imag)
+    return into(out, torch.complex(real, imag))
 
 
 @op
-def spectrum_unfold(bins: Tensor, factors: Tensor, width: int) -> Tensor:
+def spectrum_unfold(
+    bins: Tensor, factors: Tensor, width: int, *, out: Tensor | None = None
+) -> Tensor:
     """Return 2 (a_k conj X_k + conj b_h-k X_h-k) for k < h, then zeros: complex64, (width,).
 
     Twice the adjoint of `spectrum_fold`, conjugate. `bins`: X, complex64, shape (h + 1,); the first
@@ -228,7 +230,7 @@ def spectrum_unfold(bins: Tensor, factors: Tensor, width: int) -> Tensor:
     (xr, xi), (yr, yi) = pairs.unbind(1), back.unbind(1)
     real = ((ar * xr + ai * xi) + (br * yr + bi * yi)) * 2
     imag = ((ai * xr - ar * xi) + (br * yi - bi * yr)) * 2
-    return _padded(torch.complex(real, imag)[:-1], width)
+    return into(out, _padded(torch.complex(real, imag)[:-1], width))
 
 
 def _forward(x: Tensor) -> Tensor:

@@ -141,7 +141,8 @@ def _copy(g: Gradient) -> Timed:
 
 @case("draws24")
 def _draws(g: Gradient) -> Timed:
-    return Timed(lambda: ops.draws24(KEY, g.n, device=g.device), nbytes(g.x))
+    out = g.empty(torch.int32, g.n)
+    return Timed(lambda: ops.draws24(KEY, g.n, device=g.device, out=out), nbytes(g.x))
 
 
 @case("random_words")
@@ -158,7 +159,8 @@ def _pack(g: Gradient) -> Timed:
 @case("unpack")
 def _unpack(g: Gradient) -> Timed:
     words = ops.pack((g.x * 4).int().clamp_(-7, 7).add_(7), 4)
-    return Timed(lambda: ops.unpack(words, 4, g.n), nbytes(words, g.x))
+    out = g.empty(torch.int32, g.n)
+    return Timed(lambda: ops.unpack(words, 4, g.n, out=out), nbytes(words, g.x))
 
 
 # statistics
@@ -342,8 +344,10 @@ def _level_norms(g: Gradient) -> Timed:
 def _level_codes(g: Gradient) -> Timed:
     buckets = g.segments(BUCKET)
     norms = ops.level_norms(g.x, buckets, "max", LEVELS)
+    out = g.empty(torch.int32, g.n)
     return Timed(
-        lambda: ops.level_codes(g.x, norms, LEVELS, buckets, KEY), 2 * nbytes(g.x) + nbytes(norms)
+        lambda: ops.level_codes(g.x, norms, LEVELS, buckets, KEY, out=out),
+        nbytes(g.x, out, norms),
     )
 
 
@@ -488,9 +492,9 @@ def halves(g: Gradient) -> Tensor:
 
 @case("spectrum_scaled")
 def _spectrum_scaled(g: Gradient) -> Timed:
-    segments = g.segments()
+    segments, out = g.segments(), g.empty(torch.float32, g.n)
     return Timed(
-        lambda: ops.spectrum_scaled(g.x, segments, 1.0, 0.0), 2 * nbytes(g.x) + nbytes(g.x)
+        lambda: ops.spectrum_scaled(g.x, segments, 1.0, 0.0, out=out), nbytes(g.x, g.x, out)
     )
 
 
@@ -498,8 +502,10 @@ def _spectrum_scaled(g: Gradient) -> Timed:
 def _spectrum_unscaled(g: Gradient) -> Timed:
     bins = torch.view_as_real(halves(g)).reshape(-1)
     segments, unit = Segments((0, len(bins))), torch.ones(1, device=g.x.device)
+    out = torch.empty_like(bins)
     return Timed(
-        lambda: ops.spectrum_unscaled(bins, unit, segments), 2 * nbytes(bins) + nbytes(bins) // 2
+        lambda: ops.spectrum_unscaled(bins, unit, segments, out=out),
+        nbytes(bins, out) + nbytes(bins) // 2,
     )
 
 
@@ -507,36 +513,37 @@ def _spectrum_unscaled(g: Gradient) -> Timed:
 def _spectrum_restored(g: Gradient) -> Timed:
     segments = g.segments()
     unit = torch.ones(len(segments), device=g.x.device)
-    return Timed(lambda: ops.spectrum_restored(g.x, unit, segments), 2 * nbytes(g.x))
+    out = g.empty(torch.float32, g.n)
+    return Timed(lambda: ops.spectrum_restored(g.x, unit, segments, out=out), nbytes(g.x, out))
 
 
 @case("spectrum_pad")
 def _spectrum_pad(g: Gradient) -> Timed:
     x = halves(g)
-    chirp = torch.ones_like(x)
-    return Timed(lambda: ops.spectrum_pad(x, chirp, len(x)), 3 * nbytes(x))
+    chirp, out = torch.ones_like(x), torch.empty_like(x)
+    return Timed(lambda: ops.spectrum_pad(x, chirp, len(x), out=out), nbytes(x, chirp, out))
 
 
 @case("spectrum_cut")
 def _spectrum_cut(g: Gradient) -> Timed:
     x = halves(g)
-    chirp = torch.ones_like(x)
-    return Timed(lambda: ops.spectrum_cut(x, chirp), 3 * nbytes(x))
+    chirp, out = torch.ones_like(x), torch.empty_like(x)
+    return Timed(lambda: ops.spectrum_cut(x, chirp, out=out), nbytes(x, chirp, out))
 
 
 @case("spectrum_fold")
 def _spectrum_fold(g: Gradient) -> Timed:
     x = halves(g)
-    factors = torch.ones(4, len(x) + 1, device=g.x.device)
-    return Timed(lambda: ops.spectrum_fold(x, factors), 2 * nbytes(x) + nbytes(factors))
+    factors, out = torch.ones(4, len(x) + 1, device=g.x.device), x.new_empty(len(x) + 1)
+    return Timed(lambda: ops.spectrum_fold(x, factors, out=out), nbytes(x, factors, out))
 
 
 @case("spectrum_unfold")
 def _spectrum_unfold(g: Gradient) -> Timed:
     x = halves(g)
-    factors = torch.ones(4, len(x), device=g.x.device)
+    factors, out = torch.ones(4, len(x), device=g.x.device), x.new_empty(len(x) - 1)
     return Timed(
-        lambda: ops.spectrum_unfold(x, factors, len(x) - 1), 2 * nbytes(x) + nbytes(factors)
+        lambda: ops.spectrum_unfold(x, factors, len(x) - 1, out=out), nbytes(x, factors, out)
     )
 
 

@@ -41,10 +41,18 @@ def level_norms(x: Tensor, segments: Segments, norm: str, levels: int) -> Tensor
     return norms
 
 
-def level_codes(x: Tensor, norms: Tensor, levels: int, segments: Segments, key: Key) -> Tensor:
+def level_codes(
+    x: Tensor,
+    norms: Tensor,
+    levels: int,
+    segments: Segments,
+    key: Key,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
     """Serve `ops.level_codes`."""
     n, m, x, norms = segments.numel, len(segments), x.contiguous(), norms.contiguous()
-    codes = torch.empty(n, dtype=torch.int32)
+    out = output(out, torch.int32, n)
     c.gc_level_codes(
         address(x, torch.float32, n),
         n,
@@ -53,10 +61,10 @@ def level_codes(x: Tensor, norms: Tensor, levels: int, segments: Segments, key: 
         address(norms, torch.float32, m),
         levels,
         *stream(key),
-        codes.data_ptr(),
+        address(out, torch.int32, n),
         torch.get_num_threads(),
     )
-    return codes
+    return out
 
 
 def level_encode(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gcbench.compressor import Key
 from gcbench.errors import PayloadError
-from gcbench.ops.cpu.library import address, c, stream
+from gcbench.ops.cpu.library import address, c, output, stream
 from gcbench.ops.reference import check_bits, packed_words
 
 SIGNATURES = {
@@ -35,7 +35,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     return out
 
 
-def unpack(words: Tensor, bits: int, n: int) -> Tensor:
+def unpack(words: Tensor, bits: int, n: int, *, out: Tensor | None = None) -> Tensor:
     """Serve `ops.unpack`."""
     check_bits(bits)
     size = packed_words(n, bits)
@@ -45,23 +45,26 @@ def unpack(words: Tensor, bits: int, n: int) -> Tensor:
             f"{size} of torch.int32 expected"
         )
     words = words.contiguous()
-    out = torch.empty((*words.shape[:-1], n), dtype=torch.int32)
-    rows = out.numel() // n if n else 0
+    if out is None:
+        out = torch.empty((*words.shape[:-1], n), dtype=torch.int32)
+    rows = words.numel() // size if n else 0
     c.gc_unpack(
-        address(words, torch.int32, rows * size if n else words.numel()),
+        address(words, torch.int32, words.numel()),
         rows,
         n,
         bits,
-        out.data_ptr(),
+        address(out, torch.int32, rows * n),
         torch.get_num_threads(),
     )
     return out
 
 
-def draws24(key: Key, n: int, device: torch.device | str = "cpu") -> Tensor:
+def draws24(
+    key: Key, n: int, device: torch.device | str = "cpu", *, out: Tensor | None = None
+) -> Tensor:
     """Serve `ops.draws24`."""
-    out = torch.empty(n, dtype=torch.int32)
-    c.gc_draws24(*stream(key), n, out.data_ptr(), torch.get_num_threads())
+    out = output(out, torch.int32, n)
+    c.gc_draws24(*stream(key), n, address(out, torch.int32, n), torch.get_num_threads())
     return out
 
 

@@ -20,12 +20,18 @@ SIGNATURES = {
 
 
 def spectrum_scaled(
-    x: Tensor, segments: Segments, peak: float, tiny: float, *, half: bool = False
+    x: Tensor,
+    segments: Segments,
+    peak: float,
+    tiny: float,
+    *,
+    half: bool = False,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Serve `ops.spectrum_scaled`."""
     n, m, table, x = segments.numel, len(segments), segments.table, x.contiguous()
     unit = torch.empty(m, dtype=torch.float32)
-    out = torch.empty(n, dtype=torch.float32)
+    out = output(out, torch.float32, n)
     c.gc_spectrum_scaled(
         address(x, torch.float32, n),
         table.data_ptr(),
@@ -34,7 +40,7 @@ def spectrum_scaled(
         tiny,
         half,
         unit.data_ptr(),
-        out.data_ptr(),
+        address(out, torch.float32, n),
         torch.get_num_threads(),
     )
     return out, unit
@@ -87,16 +93,16 @@ def _room(width: int, length: int) -> int:
     return width
 
 
-def spectrum_pad(x: Tensor, chirp: Tensor, width: int) -> Tensor:
+def spectrum_pad(x: Tensor, chirp: Tensor, width: int, *, out: Tensor | None = None) -> Tensor:
     """Serve `ops.spectrum_pad`."""
     length, x = len(x), x.contiguous()
-    out = torch.empty(_room(width, length), dtype=torch.complex64)
+    out = output(out, torch.complex64, _room(width, length))
     c.gc_spectrum_pad(
         address(x, torch.complex64, length),
         address(chirp, torch.complex64, length),
         length,
         width,
-        out.data_ptr(),
+        address(out, torch.complex64, width),
         torch.get_num_threads(),
     )
     return out
@@ -118,30 +124,32 @@ def spectrum_cut(
     return out
 
 
-def spectrum_fold(waves: Tensor, factors: Tensor) -> Tensor:
+def spectrum_fold(waves: Tensor, factors: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Serve `ops.spectrum_fold`."""
     h, waves = factors.shape[1] - 1, waves.contiguous()
-    out = torch.empty(h + 1, dtype=torch.complex64)
+    out = output(out, torch.complex64, h + 1)
     c.gc_spectrum_fold(
         address(waves, torch.complex64, _room(len(waves), h)),
         address(factors, torch.float32, 4 * (h + 1)),
         h,
-        out.data_ptr(),
+        address(out, torch.complex64, h + 1),
         torch.get_num_threads(),
     )
     return out
 
 
-def spectrum_unfold(bins: Tensor, factors: Tensor, width: int) -> Tensor:
+def spectrum_unfold(
+    bins: Tensor, factors: Tensor, width: int, *, out: Tensor | None = None
+) -> Tensor:
     """Serve `ops.spectrum_unfold`."""
     h, bins = factors.shape[1] - 1, bins.contiguous()
-    out = torch.empty(_room(width, h), dtype=torch.complex64)
+    out = output(out, torch.complex64, _room(width, h))
     c.gc_spectrum_unfold(
         address(bins, torch.complex64, h + 1),
         address(factors, torch.float32, 4 * (h + 1)),
         h,
         width,
-        out.data_ptr(),
+        address(out, torch.complex64, width),
         torch.get_num_threads(),
     )
     return out

@@ -53,17 +53,25 @@ def level_norms(x: Tensor, segments: Segments, norm: str, levels: int) -> Tensor
     return norms
 
 
-def level_codes(x: Tensor, norms: Tensor, levels: int, segments: Segments, key: Key) -> Tensor:
+def level_codes(
+    x: Tensor,
+    norms: Tensor,
+    levels: int,
+    segments: Segments,
+    key: Key,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
     """Serve `ops.level_codes`."""
     n, m, argument = segments.numel, len(segments), KeyArgument.of(key)
     x, norms = tables.checked(x, torch.float32, n), tables.checked(norms, torch.float32, m)
-    codes = torch.empty(n, dtype=torch.int32, device=x.device)
+    out = tables.output(out, torch.int32, n, x.device)
     if n:
         table = tables.table(segments, x.device)
-        args = (x, i64(n), table, i64(m), norms, i32(levels), argument, codes)
+        args = (x, i64(n), table, i64(m), norms, i32(levels), argument, out)
         grid = tables.grid(tables.tiles_of(n))
         launcher(x.device).launch("levels", "level_codes", grid, tables.THREADS, args)
-    return codes
+    return out
 
 
 def level_encode(

@@ -31,7 +31,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     return out
 
 
-def unpack(words: Tensor, bits: int, n: int) -> Tensor:
+def unpack(words: Tensor, bits: int, n: int, *, out: Tensor | None = None) -> Tensor:
     """Serve `ops.unpack`."""
     check_bits(bits)
     size = packed_words(n, bits)
@@ -41,7 +41,9 @@ def unpack(words: Tensor, bits: int, n: int) -> Tensor:
             f"{size} of torch.int32 expected"
         )
     words = words.contiguous()
-    out = torch.empty((*words.shape[:-1], n), dtype=torch.int32, device=words.device)
+    numel = words.numel() // size * n if n else 0
+    shape = (*words.shape[:-1], n)
+    out = tables.output(out, torch.int32, numel, words.device).view(shape)
     if out.numel():
         run, tiles = launcher(words.device).launch, tables.grid(tables.tiles_of(n))
         flat, into = words.view(-1, size), out.view(-1, n)

@@ -7,19 +7,23 @@ from torch import Tensor
 
 from gcbench.compressor import TILE, Key
 from gcbench.ops.backend import Kernels
+from gcbench.ops.cuda import tables
 from gcbench.ops.cuda.launch import KeyArgument, blocks_for, i64, launcher
 
 THREADS = 256
 
 
-def draws24(key: Key, n: int, device: torch.device | str = "cuda") -> Tensor:
+def draws24(
+    key: Key, n: int, device: torch.device | str = "cuda", *, out: Tensor | None = None
+) -> Tensor:
     """Return integers uniform on [0, 2^24), int32, shape (n,), for elements key.offset + [0, n).
 
     Raises:
         ValueError: step, rank or stream out of range.
     """
     argument = KeyArgument.of(key)
-    out = torch.empty(n, dtype=torch.int32, device=device)
+    where = torch.device(device) if out is None else out.device
+    out = tables.output(out, torch.int32, n, where)
     if n:
         tiles = (key.offset + n - 1) // TILE - key.offset // TILE + 1
         grid = blocks_for(64 * tiles, THREADS)  # two halves of 32 lanes
