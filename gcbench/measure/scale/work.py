@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -33,6 +34,8 @@ UNTIMED = ("reference", "eager")
 """Backends that define bytes or stand for research code; a step would not run on them by choice."""
 FLOAT = 4
 """Bytes of a float32."""
+CROWD = 2**26
+"""Bytes that no core's own cache holds."""
 
 
 @dataclass(frozen=True)
@@ -109,12 +112,24 @@ def of_file(method: Compressor, timings: kernels.Timings, n: int, threads: int) 
     return Rates(parts, f"file: {device}, {threads} thread{'s' * (threads > 1)}")
 
 
+@cache
+def _crowd() -> torch.Tensor:
+    """Return the float32 numbers whose writing drives others out of a core's caches."""
+    return torch.zeros(CROWD // FLOAT)
+
+
 def median(call: Callable[[], object], before: Callable[[], object] | None = None) -> float:
-    """Return the median seconds of `ROUNDS` calls after one that warms up."""
+    """Return the median seconds of `ROUNDS` calls after one that warms up.
+
+    Before each the caches are filled with other numbers, as a step's forward and backward pass
+    leaves them: a small gradient's kernels take up to eight times as long as in a loop of their
+    own.
+    """
     taken = []
     for _ in range(ROUNDS + 1):
         if before is not None:
             before()
+        _crowd().add_(1)
         start = time.perf_counter()
         call()
         taken.append(time.perf_counter() - start)
