@@ -141,10 +141,18 @@ def _spread(grids: Tensor, groups: Groups) -> Tensor:
 
 
 @op
-def range_pack(values: Tensor, groups: Groups, bits: int, mantissa: int) -> tuple[Tensor, Tensor]:
+def range_pack(
+    values: Tensor,
+    groups: Groups,
+    bits: int,
+    mantissa: int,
+    *,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return the packed codes of `values`, int32 words, and the grid of each group, int32.
 
-    `values`: float32, not NaN, shape (n,): those of the first group, of the second, ...
+    `values`: float32, not NaN, shape (n,): those of the first group, of the second, ... `out`:
+    where to write the words.
     """
     limits = [values.new_empty(2, 0)]
     start = 0
@@ -154,7 +162,8 @@ def range_pack(values: Tensor, groups: Groups, bits: int, mantissa: int) -> tupl
         start += count * length
     low, high = torch.cat(limits, dim=1)
     grids = range_grid(low, high, bits, mantissa)
-    return pack(range_encode(values, _spread(grids, groups), bits, mantissa), bits), grids
+    codes = range_encode(values, _spread(grids, groups), bits, mantissa)
+    return pack(codes, bits, out=out), grids
 
 
 @op

@@ -157,7 +157,7 @@ def _pack_rows(rows: Tensor, bits: int) -> Tensor:
 
 
 @op
-def pack(codes: Tensor, bits: int) -> Tensor:
+def pack(codes: Tensor, bits: int, *, out: Tensor | None = None) -> Tensor:
     """Pack integer codes, shape (n,), each in [0, 2^bits), into int32 words, 1 to 16 bits each.
 
     The module docstring has the layout; the result has `packed_words(n, bits)` words.
@@ -171,7 +171,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         tail = codes.new_zeros(32 * lanes)
         tail[: n - full] = codes[full:]
         pieces.append(_pack_rows(tail.view(1, 32, lanes), bits).view(-1))
-    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+    return into(out, torch.cat(pieces) if len(pieces) > 1 else pieces[0])
 
 
 def _unpack_rows(words: Tensor, bits: int) -> Tensor:

@@ -153,7 +153,8 @@ def _random_words(g: Gradient) -> Timed:
 @case("pack")
 def _pack(g: Gradient) -> Timed:
     codes = (g.x * 4).int().clamp_(-7, 7).add_(7)
-    return Timed(lambda: ops.pack(codes, 4), nbytes(codes, ops.pack(codes, 4)))
+    out = ops.pack(codes, 4)
+    return Timed(lambda: ops.pack(codes, 4, out=out), nbytes(codes, out))
 
 
 @case("unpack")
@@ -470,8 +471,9 @@ def _unpack_positions(g: Gradient) -> Timed:
 
 @case("range_pack")
 def _range_pack(g: Gradient) -> Timed:
-    coded = ops.range_pack(g.x, [(1, g.n)], *RANGE)
-    return Timed(lambda: ops.range_pack(g.x, [(1, g.n)], *RANGE), 2 * nbytes(g.x) + nbytes(coded))
+    groups = [(1, g.n)]
+    out, grids = ops.range_pack(g.x, groups, *RANGE)
+    return Timed(lambda: ops.range_pack(g.x, groups, *RANGE, out=out), nbytes(g.x, g.x, out, grids))
 
 
 @case("range_unpack")

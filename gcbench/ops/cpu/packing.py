@@ -17,19 +17,20 @@ SIGNATURES = {
 }
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
+def pack(codes: Tensor, bits: int, *, out: Tensor | None = None) -> Tensor:
     """Serve `ops.pack`."""
     check_bits(bits)
     if codes.is_floating_point():
         raise ValueError(f"codes of {codes.dtype}: integers expected")
     n, codes = codes.numel(), codes.contiguous()
-    out = torch.empty(packed_words(n, bits), dtype=torch.int32)
+    words = packed_words(n, bits)
+    out = output(out, torch.int32, words)
     c.gc_pack(
         address(codes, codes.dtype, n),
         codes.element_size(),
         n,
         bits,
-        out.data_ptr(),
+        address(out, torch.int32, words),
         torch.get_num_threads(),
     )
     return out

@@ -25,12 +25,20 @@ def _table(groups: Groups) -> Any:
     return (ctypes.c_int64 * (2 * len(groups)))(*chain.from_iterable(groups))
 
 
-def range_pack(values: Tensor, groups: Groups, bits: int, mantissa: int) -> tuple[Tensor, Tensor]:
+def range_pack(
+    values: Tensor,
+    groups: Groups,
+    bits: int,
+    mantissa: int,
+    *,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Serve `ops.range_pack`."""
     range_check(bits, mantissa)
     n, values = grouped_values(groups), values.contiguous()
     grids = torch.empty(grouped_grids(groups), dtype=torch.int32)
-    words = torch.empty(packed_words(n, bits), dtype=torch.int32)
+    size = packed_words(n, bits)
+    words = output(out, torch.int32, size)
     c.gc_range_pack(
         address(values, torch.float32, n),
         n,
@@ -39,7 +47,7 @@ def range_pack(values: Tensor, groups: Groups, bits: int, mantissa: int) -> tupl
         bits,
         mantissa,
         grids.data_ptr(),
-        words.data_ptr(),
+        address(words, torch.int32, size),
         torch.get_num_threads(),
     )
     return words, grids

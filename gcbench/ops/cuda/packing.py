@@ -15,7 +15,7 @@ _KERNEL = {1: "pack_8", 4: "pack_32", 8: "pack_64"}
 MOST_ROWS = 65535
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
+def pack(codes: Tensor, bits: int, *, out: Tensor | None = None) -> Tensor:
     """Serve `ops.pack`."""
     check_bits(bits)
     if codes.is_floating_point():
@@ -23,7 +23,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     n, codes = codes.numel(), codes.contiguous()
     if codes.element_size() not in _KERNEL:
         codes = codes.int()
-    out = torch.empty(packed_words(n, bits), dtype=torch.int32, device=codes.device)
+    out = tables.output(out, torch.int32, packed_words(n, bits), codes.device)
     if n:
         kernel, grid = _KERNEL[codes.element_size()], tables.grid(tables.tiles_of(n))
         args = (codes, i64(n), i32(bits), out)

@@ -41,13 +41,20 @@ def _table(groups: tuple[tuple[int, int], ...], device: torch.device) -> _Table:
     return _Table(edges.to(device), int(edges[1, -1]), shared)
 
 
-def range_pack(values: Tensor, groups: Groups, bits: int, mantissa: int) -> tuple[Tensor, Tensor]:
+def range_pack(
+    values: Tensor,
+    groups: Groups,
+    bits: int,
+    mantissa: int,
+    *,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Serve `ops.range_pack`."""
     range_check(bits, mantissa)
     n, m, device = grouped_values(groups), grouped_grids(groups), values.device
     values = tables.checked(values, torch.float32, n)
     grids = torch.empty(m, dtype=torch.int32, device=device)
-    words = torch.empty(packed_words(n, bits), dtype=torch.int32, device=device)
+    words = tables.output(out, torch.int32, packed_words(n, bits), device)
     if n:
         edges, parts, shared = _table(tuple(groups), device)
         make = torch.zeros if shared else torch.empty
