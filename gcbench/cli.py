@@ -338,20 +338,27 @@ app.command()(advise)
 app.command()(report)
 
 
+def _print_folder(name: DataName, folder: Path, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"name": name.value, "folder": str(folder), "found": folder.is_dir()})
+    else:
+        print(folder)
+
+
 @data_app.command("get")
-def data_get(name: DataName, data_dir: DataDir = None) -> None:
+def data_get(name: DataName, data_dir: DataDir = None, as_json: Json = False) -> None:
     """Download a data set, or check the files that are there, and print the folder."""
     from gcbench import data
 
-    print(data.get(name.value, data_dir))
+    _print_folder(name, data.get(name.value, data_dir), as_json=as_json)
 
 
 @data_app.command("path")
-def data_path(name: DataName, data_dir: DataDir = None) -> None:
+def data_path(name: DataName, data_dir: DataDir = None, as_json: Json = False) -> None:
     """Print the folder where a data set is looked for."""
     from gcbench import data
 
-    print(data.path(name.value, data_dir))
+    _print_folder(name, data.path(name.value, data_dir), as_json=as_json)
 
 
 def _version(asked: bool) -> None:

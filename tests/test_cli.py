@@ -256,6 +256,15 @@ def test_missing_data_without_a_network(tmp_path, monkeypatch):
     refused(done, 1, str(empty))
 
 
+def test_where_a_data_set_lies(tmp_path):
+    asked = ("data", "path", "mnist", "--data-dir", tmp_path)
+    assert invoke(*asked).out == f"{tmp_path / 'mnist'}\n"
+    told = {"name": "mnist", "folder": str(tmp_path / "mnist"), "found": False}
+    assert invoke(*asked, "--json").json == told
+    (tmp_path / "mnist").mkdir()
+    assert invoke(*asked, "--json").json == told | {"found": True}
+
+
 @pytest.mark.parametrize("below", ["file", "file/deeper"])
 def test_a_results_folder_that_cannot_be_made(tmp_path, below):
     (tmp_path / "file").write_text("mine")
