@@ -37,6 +37,7 @@ class Kind(StrEnum):
 
     compressors = "compressors"
     tasks = "tasks"
+    suites = "suites"
     backends = "backends"
 
 
@@ -56,6 +57,7 @@ class DataName(StrEnum):
 
 
 S = str | None
+SUITE = "A paper's table or figure: see `gcbench list suites`; or a YAML file."
 RUN = "What is compared"
 TRAIN = "Training (the task's defaults unless given)"
 WHERE = "Where it runs"
@@ -68,6 +70,7 @@ def _opt(text: str, panel: str) -> Any:
 
 @app.command()
 def run(
+    suite: Annotated[S, _opt(SUITE + " Flags choose among its runs.", RUN)] = None,
     task: Annotated[S, _opt("Task; default digits. See `gcbench list tasks`.", RUN)] = None,
     compressor: Annotated[S, _opt("Compressor(s); default terngrad.", RUN)] = None,
     set_: Annotated[
@@ -170,8 +173,10 @@ def run(
         for key, value in locals().items()
         if value is not None and key not in _NOT_SETTINGS
     }
-    from gcbench import captures, grid, runner
+    from gcbench import captures, grid, runner, suites
 
+    if suite is not None and config is not None:
+        raise UsageError("--suite and --config are two files of settings: give one of them")
     given = {
         "options": grid.pairs("--set", set_),
         "task_options": grid.pairs("--task-set", task_set),
@@ -181,14 +186,17 @@ def run(
         given["task_options"]["network"] = grid.value(network)
     for key, text in settings.items():
         given[key] = grid.value(text) if isinstance(text, str) else text
-    configs = grid.expand(given, config)
+    configs = suites.load(suite).configs(given) if suite else grid.expand(given, config)
     plan = None if capture is None else captures.Plan(captures.steps(capture), capture_layers)
     runner.Runner(
         results, data_dir, checkpoint_seconds, progress.value, force=force, capture=plan
     ).all(configs, json=json)
+    if suite is not None and os.environ.get("RANK", "0") == "0":
+        say(f"beside the published numbers: gcbench compare {results} --suite {suite}")
 
 
 _NOT_SETTINGS = {
+    "suite",
     "set_",
     "task_set",
     "memory_set",
@@ -220,6 +228,9 @@ def compare(
         typer.Option(help="Say what it took to this accuracy, e.g. 0.9 (or test loss)."),
     ] = None,
     format_: Formatted = Format.table,
+    suite: Annotated[
+        S, typer.Option(help=SUITE + " Only its runs, beside the published numbers.")
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw accuracy against bytes (.png, .svg, .pdf).")
     ] = None,
@@ -235,11 +246,23 @@ def compare(
         if not (key and equals and values) or key in conditions:
             raise UsageError(f"--where {word!r}: SETTING=VALUE[,VALUE] expected, each setting once")
         conditions[key] = values.split(",")
-    runs, shown = comparing.where(finished.load(folders or [RESULTS]), conditions)
+    beside = None
+    runs = finished.load(folders or [RESULTS])
+    if suite is not None:
+        from gcbench import suites
+        from gcbench.suites import published
+
+        beside = published.beside(suites.load(suite), runs)
+        runs = beside.runs
+    runs, shown = comparing.where(runs, conditions)
     rows = list(filter(shown, comparing.rows(runs, target)))
     if not rows:
         raise UsageError(f"no row has all of {' and '.join(where or ())}")
+    if beside is not None:
+        rows = beside.rows(rows)
     print(tables.render(rows, "json" if json else format_.value, by=by))
+    if beside is not None and beside.missing:
+        say("\n  ".join(beside.unmade()))
     if plot is not None:
         from gcbench import plots
 
@@ -286,7 +309,7 @@ def list_(
     kind: Annotated[Kind, typer.Argument(help="What to list.")] = Kind.compressors,
     json: Json = False,
 ) -> None:
-    """List compressors, tasks or backends."""
+    """List compressors, tasks, suites or backends."""
     from gcbench import listing
 
     rows = listing.ROWS[kind.value]()

@@ -10,11 +10,14 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gcbench.errors import UsageError, unknown
 from gcbench.finished import Modelled, Run, Summary, canonical, fields, text
 from gcbench.schema import PHASES
+
+if TYPE_CHECKING:
+    from gcbench.suites import Published
 
 BASELINE = "none"
 
@@ -80,6 +83,8 @@ class Row:
     """The metric that was asked for, if one was."""
     reached: Mapping[int, Reached | None] = field(default_factory=dict)
     """For each seed with evaluations, what it took to meet the target; None where it never did."""
+    published: Published | None = None
+    """What a paper says of this run, where the rows are those of a suite."""
 
     @property
     def first(self) -> Summary:
@@ -172,6 +177,17 @@ class Row:
         return statistics.fmean(present) if present else None
 
     @property
+    def beyond_published(self) -> float | None:
+        """Mean accuracy minus the published one; None where either is not known."""
+        known = self.published.accuracy if self.published and self.metric == "accuracy" else None
+        return None if known is None or self.mean is None else self.mean - known
+
+    @property
+    def other_budget(self) -> bool:
+        """Whether the published number took another number of steps."""
+        return self.published is not None and self.published.steps != self.first.steps
+
+    @property
     def payload_bytes_step(self) -> float:
         """Encoded bytes per worker and step, up and down together, mean over seeds."""
         parts = (run.summary.payload_bytes_up + run.summary.payload_bytes_down for run in self.runs)
@@ -245,6 +261,19 @@ class Row:
             "communicate_modelled_seconds": self.modelled.seconds if self.modelled else None,
             "step_seconds": self.step_seconds,
             "skipped_steps": self.skipped_steps,
+            **self._published(),
+        }
+
+    def _published(self) -> dict[str, Any]:
+        """Return what a suite adds to the record."""
+        if self.published is None:
+            return {}
+        return {
+            "suite": self.published.suite,
+            "published": self.published.accuracy,
+            "published_difference": self.beyond_published,
+            "published_steps": self.published.steps,
+            "published_source": self.published.source,
         }
 
 

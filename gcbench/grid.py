@@ -73,21 +73,26 @@ def pairs(flag: str, words: Iterable[str] | None) -> dict[str, Any]:
     return found
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read(path: Path, flag: str = "--config") -> dict[str, Any]:
+    """Return the mapping in a YAML file; empty for an empty file.
+
+    Raises:
+        UsageError: no such file, no YAML, or no mapping; the message begins with `flag`.
+    """
     try:
         found = yaml.load(path.read_text(), _Loader)
     except OSError as error:
-        raise UsageError(f"--config {path}: {error.strerror}") from None
+        raise UsageError(f"{flag} {path}: {error.strerror}") from None
     except (ValueError, yaml.YAMLError) as error:
-        raise UsageError(f"--config {path} is no YAML: {' '.join(str(error).split())}") from None
+        raise UsageError(f"{flag} {path} is no YAML: {' '.join(str(error).split())}") from None
     if found is None:
         return {}
     if not isinstance(found, dict):
-        raise UsageError(f"--config {path}: a mapping of settings expected, e.g. `steps: 100`")
+        raise UsageError(f"{flag} {path}: a mapping of settings expected, e.g. `steps: 100`")
     return found
 
 
-def _choices(key: str, given: Any) -> list[Any]:
+def choices(key: str, given: Any) -> list[Any]:
     """Return the alternatives of one setting."""
     if key in SEQUENCES:
         nested = isinstance(given, list) and any(isinstance(v, list | tuple) for v in given)
@@ -104,7 +109,7 @@ def _choices(key: str, given: Any) -> list[Any]:
 
 
 def _product(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    lists = [_choices(key, given) for key, given in settings.items()]
+    lists = [choices(key, given) for key, given in settings.items()]
     return [
         dict(zip(settings, combination, strict=True)) for combination in itertools.product(*lists)
     ]
@@ -129,7 +134,7 @@ def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
     Raises:
         UsageError: see `Config.make`; or a field that none of the grid's compressors has.
     """
-    given = _read(file) if file else {}
+    given = read(file) if file else {}
     for key in NESTED:
         own = given.get(key) or {}
         if not isinstance(own, dict):
@@ -142,7 +147,7 @@ def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
     }
     nested = {key: given.pop(key) for key in fields}
     for key, (owner, default, load) in fields.items():
-        names = _choices(owner, given.get(owner, default))
+        names = choices(owner, given.get(owner, default))
         known = {str(name): registry.fields(load(str(name))) for name in names}
         for field in nested[key]:
             if not any(field in own for own in known.values()):

@@ -1,4 +1,4 @@
-"""Tables of what there is: compressors, tasks, backends, this machine, finished runs."""
+"""Tables of what there is: compressors, tasks, suites, backends, this machine, finished runs."""
 
 from __future__ import annotations
 
@@ -100,6 +100,31 @@ def tasks() -> list[Row]:
     return rows
 
 
+def suites() -> list[Row]:
+    """Return one row a suite: what it is, how many runs, how long, and how it differs."""
+    from gcbench import suites as known
+
+    rows = []
+    for name in known.names():
+        suite = known.load(name)
+        points = suite.points()
+        budgets = {(point.config.steps, point.published.steps): None for point in points}
+        rows.append(
+            {
+                "name": name,
+                "what": suite.title,
+                "source": suite.paper,
+                "runs": len(points),
+                "steps": [ours for ours, _ in budgets],
+                "paper_steps": [theirs for _, theirs in budgets],
+                "takes": suite.takes,
+                "differs": suite.differs,
+                "file": str(suite.file),
+            }
+        )
+    return rows
+
+
 def backends() -> list[Row]:
     """Return one row a backend."""
     return [{"name": b.name, "available": b.available, "detail": b.detail} for b in ops.backends()]
@@ -108,6 +133,7 @@ def backends() -> list[Row]:
 ROWS: Mapping[str, Callable[[], list[Row]]] = {
     "compressors": compressors,
     "tasks": tasks,
+    "suites": suites,
     "backends": backends,
 }
 

@@ -27,6 +27,7 @@ from gcbench.measure import MODULES
 from gcbench.measure import analysis as measuring
 from gcbench.measure.analysis import HEAD, Analysis
 from gcbench.store import write_atomically
+from gcbench.suites.published import Beside
 from gcbench.typeset import Column
 
 TEMPLATE = "report.html.j2"
@@ -137,11 +138,16 @@ def _machine(provenance: Mapping[str, Any]) -> str:
     return measuring.where(provenance) + (f", backend {backend}" if backend else "")
 
 
-def _compared(title: str, runs: Sequence[Run], target: float | None) -> Section:
-    """Return the section of the runs of one task."""
+def _compared(
+    title: str, runs: Sequence[Run], target: float | None, beside: Beside | None = None
+) -> Section:
+    """Return the section of the runs of one task, or of those that are a suite's."""
     rows = compare.rows(runs, target)
+    if beside is not None:
+        rows = beside.rows(rows)
     constants, told = tables.constants(rows)
-    section = Section(title, lead=[constants] if constants else [])
+    missing = "; ".join(beside.unmade()) if beside is not None else ""
+    section = Section(title, lead=[*filter(None, [constants, missing])])
     numbers = [list(_commands(section, row)) for row in told]
     names = len(told[0].context) + 1
     notes = tables.notes(told)
@@ -194,18 +200,25 @@ def page(
     *,
     title: str = "gcbench report",
     target: float | None = None,
+    suites: Sequence[Beside] = (),
     said: Callable[[int, int, str], None] = lambda done, of, what: None,
 ) -> str:
     """Return the page of these runs and analyses.
 
-    `target` is that of `compare.rows`; `said` is called as (sections done, of, next one).
+    `target` is that of `compare.rows`; `suites` have a section each, too; `said` is called as
+    (sections done, of, next one).
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    parts: dict[str, Callable[[], Section]] = {
+    parts: dict[str, Callable[[], Section]] = {}
+    for one in suites:
+        name = f"{one.suite.name}: {one.suite.title}"
+        parts[name] = partial(_compared, name, one.runs, target, one)
+    parts |= {
         name: partial(_compared, name, alike, target) for name, alike in _by_task(runs).items()
     }
-    parts |= {one.name: partial(_analysed, one) for one in sorted(analyses, key=lambda a: a.name)}
+    for analysis in sorted(analyses, key=lambda a: a.name):
+        parts[analysis.name] = partial(_analysed, analysis)
     sections = []
     for done, (name, make) in enumerate(parts.items()):
         said(done, len(parts), name)

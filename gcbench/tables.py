@@ -72,6 +72,38 @@ def _target(rows: Sequence[Row]) -> list[Column]:
     ]
 
 
+def _published(rows: Sequence[Row]) -> list[Column]:
+    """Return what a paper says of these runs; nothing where they are of no suite."""
+    known = [(row, row.published) for row in rows if row.published is not None]
+    if not known:
+        return []
+
+    def beyond(row: Row) -> str:
+        value = row.beyond_published
+        return "-" if value is None else f"{100 * value:+.2f}" + " §" * row.other_budget
+
+    numbers = [one.accuracy for _, one in known]
+    return [
+        Column("published\n%", ["-" if a is None else f"{100 * a:.2f}" for a in numbers]),
+        Column("ours -\npublished", [beyond(row) for row, _ in known]),
+        Column("steps: ours\n/ published", [f"{r.first.steps:,} / {p.steps:,}" for r, p in known]),
+    ]
+
+
+def _published_notes(rows: Sequence[Row]) -> list[str]:
+    """Return what is to be known of the published numbers, other budgets first."""
+    known = [(row, row.published) for row in rows if row.published is not None]
+    made = []
+    shares = [row.first.steps / one.steps for row, one in known if row.other_budget]
+    if shares:
+        ends = dict.fromkeys(f"{100 * share:.2g}" for share in (min(shares), max(shares)))
+        made.append(
+            f"§: trained for {' to '.join(ends)} % of the paper's steps. That difference is of the "
+            "budget and no verdict on a method; vs none is at equal budget."
+        )
+    return [*made, *dict.fromkeys(f"published: {one.paper}. {one.differs}" for _, one in known)]
+
+
 def _communicate(row: Row) -> str:
     if row.modelled:
         return f"~{number(row.modelled.seconds, 1e3)}"
@@ -95,6 +127,7 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
         "quality": [
             Column(quality, [_quality(row, len(metrics) > 1) for row in rows]),
             Column("n", counts),
+            *_published(rows),
             Column("vs none", [versus(row) for row in rows]),
             Column("in band", [row.in_band for row in rows]),
             Column("front", ["yes" if row.on_front else "" for row in rows]),
@@ -143,6 +176,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         "Bytes per worker and step, MB = 10^6 bytes. payload: encoded, up + down; wire: what a "
         "worker sends over the network, with the collective's own factor.",
     ]
+    made += _published_notes(rows)
     if any(row.difference is not None and not row.pairs for row in rows):
         made.append("†: no common seeds; the difference is of the two means.")
     keys = sorted({key for row in rows for key in row.tuned})

@@ -137,6 +137,7 @@ _LATEX = str.maketrans(
         "±": r"$\pm$",
         "†": r"$\dagger$",
         "‡": r"$\ddagger$",
+        "§": r"\S{}",
         "µ": r"$\mu$",
     }
 )

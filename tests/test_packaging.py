@@ -53,6 +53,8 @@ def test_the_wheel_has_one_folder_and_every_module(wheel):
     assert {name for name in names if name.endswith(".py")} == expected
     assert "gcbench/compressors/terngrad.py" in expected
     assert any(name.startswith("gcbench/csrc/") for name in names)
+    suites = {f"gcbench/suites/{path.name}" for path in ROOT.glob("gcbench/suites/*.yaml")}
+    assert "gcbench/suites/terngrad-table1.yaml" in suites <= names
 
 
 def copy_of_the_project(folder: Path) -> Path:

@@ -26,15 +26,22 @@ def report(
         float | None,
         typer.Option(help="Say what it took to this accuracy, e.g. 0.9 (or test loss)."),
     ] = None,
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(help="A section of this suite's runs beside the published numbers."),
+    ] = None,
     progress: Shown = Progress.auto,
     json: Json = False,
 ) -> None:
     """Write one HTML page of runs and analyses: sortable tables, pictures, commands. No network."""
     from gcbench import progress as showing
     from gcbench import report as reporting
+    from gcbench import suites
+    from gcbench.suites import published
 
     places = folders or [place for place in (RUNS, ANALYSES) if place.exists()] or [RUNS]
     runs, analyses = reporting.collect(places)
+    beside = [published.beside(suites.load(name), runs) for name in dict.fromkeys(suite or ())]
     observers: list[showing.Observer] = []
 
     def said(done: int, of: int, what: str) -> None:
@@ -44,7 +51,7 @@ def report(
 
     reporting.check(output)
     try:
-        text = reporting.page(runs, analyses, title=title, target=target, said=said)
+        text = reporting.page(runs, analyses, title=title, target=target, suites=beside, said=said)
     finally:
         for observer in observers:
             observer.close()

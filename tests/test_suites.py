@@ -1,0 +1,422 @@
+"""Suites: what the bundled ones say, choosing runs, the published numbers beside ours, errors."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import ROOT, invoke
+from test_config import parse
+
+from gcbench import experiment, suites
+from gcbench.errors import UsageError
+from gcbench.experiment import Config
+from gcbench.finished import load
+from gcbench.runner import Runner
+from gcbench.suites import published
+
+MOMENTUM = {2: 0.9922, 4: 0.9909, 8: 0.9911, 16: 0.9927, 32: 0.9935, 64: 0.9922}
+VANILLA = {2: 0.9924, 4: 0.9910, 8: 0.9904, 16: 0.9921, 32: 0.9923, 64: 0.9918}
+
+OWN = """
+title: mine
+source: A paper
+place: Table 9
+differs: It has fewer steps.
+paper_steps: 400
+config: {task: digits, batch: 32, steps: 20, lr: 0.1}
+entries:
+  - config: {compressor: none, workers: 2}
+    place: fp32
+    published: 0.95
+  - config: {compressor: terngrad}
+    by: workers
+    published: {2: 0.90, 4: null}
+  - config: {compressor: topk, options: {ratio: [0.1, 0.5]}, memory: none, workers: 2}
+    published: 0.5
+    paper_steps: 20
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    path = tmp_path / "own.yaml"
+    path.write_text(OWN)
+    return path
+
+
+def row(config: Config, accuracy: float | None = 0.8, **over: Any) -> dict[str, Any]:
+    """Return the summary that a run of this config would have."""
+    kept = ("task", "workers", "collective", "engine", "gradients", "seed", "steps", "batch")
+    return {
+        "schema": 1,
+        **{key: getattr(config, key) for key in kept},
+        "compressor": repr(config.make_compressor()),
+        "compressor_name": config.compressor,
+        "test_accuracy": accuracy,
+        "payload_bytes_up": 1000,
+        "payload_bytes_down": 1000,
+        "wire_bytes": {"per_worker": 2000},
+        "config": config.model_dump(mode="json"),
+        **over,
+    }
+
+
+def rows_of(path: Path, *found: dict[str, Any]) -> Path:
+    """Write rows as somebody else's file."""
+    path.write_text(json.dumps(found))
+    return path
+
+
+# ---- the bundled suites --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", suites.names())
+def test_bundled_suites_say_all_that_a_reader_needs(name):
+    suite = suites.load(name)
+    points = suite.points()
+    assert "arXiv:" in suite.source
+    assert suite.place.startswith(("Figure ", "Table "))
+    assert len(suite.differs) > 40
+    for point in points:
+        assert point.config.steps < point.published.steps  # a laptop's budget
+        assert 0.8 < (point.published.accuracy or 0.0) < 1
+        assert point.published.source.startswith(suite.paper)
+        assert Config.make(point.config.model_dump(exclude_unset=True)) == point.config
+
+
+def numbers(name: str) -> dict[tuple[Any, ...], tuple[float | None, int]]:
+    return {
+        (c.compressor, c.workers, c.batch, c.momentum): (p.published.accuracy, p.published.steps)
+        for p in suites.load(name).points()
+        if (c := p.config)
+    }
+
+
+def test_figure_3_of_terngrad():
+    workers = (2, 4, 8, 16, 32, 64)
+    assert numbers("terngrad-figure3") == {
+        **{("none", n, 64, 0.9): (0.9920, 10_000) for n in workers},
+        **{("none", n, 64, 0.0): (0.9926, 10_000) for n in workers},
+        **{("terngrad", n, 64, 0.9): (MOMENTUM[n], 10_000) for n in workers},
+        **{("terngrad", n, 64, 0.0): (VANILLA[n], 10_000) for n in workers},
+    }
+    for point in suites.load("terngrad-figure3").points():
+        assert point.config.lr == {0.9: 0.01, 0.0: 0.1}[point.config.momentum]
+
+
+def test_table_1_of_terngrad():
+    assert numbers("terngrad-table1") == {
+        ("none", 2, 128, 0.0): (0.8656, 300_000),
+        ("terngrad", 2, 128, 0.0): (0.8564, 300_000),
+        ("none", 16, 2048, 0.0): (0.8319, 18_750),
+        ("terngrad", 16, 2048, 0.0): (0.8280, 18_750),
+    }
+    examples = {p.config.steps * p.config.batch for p in suites.load("terngrad-table1").points()}
+    assert examples == {128 * 3200}  # both batches see equally many
+
+
+def test_table_2_of_fft_sparsification():
+    points = suites.load("fft-table2").points()
+    assert {repr(p.config.make_compressor()): p.published.accuracy for p in points} == {
+        "NoCompression()": 0.9211,
+        "FFT(theta=0.85, code_bits=10, mantissa=5, granularity='model', half=True, "
+        "bitmap='real')": 0.9199,
+        "TopK(ratio=0.15, positions='smallest', values='fp32', granularity='tensor')": 0.9031,
+        "QSGD(levels=3, norm='max', granularity=512, coding='fixed')": 0.8866,
+        "TernGrad(clip=0.0, scale='clipped-max', share=True, granularity='tensor')": 0.8690,
+    }
+    assert {(p.config.collective, p.config.memory) for p in points} == {("allgather", "none")}
+    assert {p.published.steps for p in points} == {round(180 * 50_000 / 1024)}
+
+
+def test_a_run_of_a_suite_is_the_run_made_by_hand():
+    for name in suites.names():
+        for point in suites.load(name).points():
+            (again,) = parse(experiment.command(point.config))
+            assert again.hash == point.config.hash
+    (hand,) = parse("gcbench run --task mnist --compressor terngrad --workers 2 --steps 1000")
+    assert hand.hash in {p.config.hash for p in suites.load("terngrad-figure3").points()}
+
+
+# ---- choosing and changing -----------------------------------------------------------------------
+
+
+def test_budget_changes_all_else_chooses(own):
+    base = f"gcbench run --suite {own}"
+    assert len(parse(base)) == 5
+    made = parse(f"{base} --steps 7 --seed 3,4 --workers 2 --compressor none,terngrad")
+    assert [(c.compressor, c.workers, c.steps, c.seed) for c in made] == [
+        *[("none", 2, 7, 3), ("none", 2, 7, 4), ("terngrad", 2, 7, 3), ("terngrad", 2, 7, 4)],
+    ]
+    (made,) = parse(f"{base} --set ratio=0.5 --engine spawn --eval-every 0")
+    assert (made.options, made.engine, made.eval_every) == ({"ratio": 0.5}, "spawn", 0)
+    assert len(parse(f"{base} --set clip=2.5")) == 2  # a field's default, too
+    assert len(parse(f"{base} --batch 32 --network mlp")) == 5
+    (made,) = parse("gcbench run --suite fft-table2 --compressor qsgd --network resnet32")
+    assert made.options == {"levels": 3}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--workers 3", "suite 'own' has no run with 3, only with 2, 4; budget, engine and"),
+        ("--compressor none,topkk", "no run with topkk, only with none, terngrad, topk;"),
+        ("--set ratoi=0.1", "unknown field of suite own: 'ratoi'. Did you mean 'ratio'?"),
+        (
+            "--set ratio=0.2",
+            "--set ratio=0.2: suite 'own' has no run with 0.2, only with 0.1, 0.5;",
+        ),
+        ("--workers 4 --compressor topk", "no run of suite 'own' has all of"),
+        ("--lr 0.3", "--lr 0.3: suite 'own' has no run with 0.3, only with 0.1;"),
+        ("--steps 0", "entry 1: steps=0"),
+        ("--config x.yaml", "two files of settings"),
+    ],
+)
+def test_what_a_suite_does_not_have(own, flags, said):
+    with pytest.raises(UsageError) as caught:
+        parse(f"gcbench run --suite {own} {flags}")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("published: 0.95", "published: 95", "entry 1, published: an accuracy is a fraction of 1"),
+        ("published: 0.95", "published: .nan", "fraction of 1, or null: nan came"),
+        ("published: 0.95", "published: {2: 0.9}", "both or neither"),
+        ("4: null}", "4: 90}", "fraction of 1, or null: 90 came"),
+        ("by: workers", "by: compressor", "by 'compressor': a setting expected"),
+        ("by: workers", "by: steps", "by 'steps': a setting expected"),
+        ("title:", "titel:", "titel: no such key; known: config, differs, entries"),
+        ("place: fp32", "palce: fp32", "palce: no such key; known: by, config, paper_steps"),
+        ("paper_steps: 400", "", "suite 'own', entry 1: paper_steps is missing"),
+        ("paper_steps: 400", "paper_steps: 0", "paper_steps: input should be greater"),
+        ("none, workers: 2", "nne, workers: 2", "entry 1: unknown compressor 'nne'. Did you mean"),
+        ("lr: 0.1", "rate: 0.1", "entry 1: unknown setting 'rate'"),
+        ("lr: 0.1", "options: 3", "options: a mapping of fields expected, not 3"),
+        ("terngrad}\n    by: workers", "none}\n    by: workers", "entries 1 and 2 have the same"),
+        ("entries:", "entries: []\nx:", "entries: list should have at least 1 item"),
+        ("title:", "name: x\ntitle:", "'name' is the file's own"),
+        ("title: mine", "5: mine", "its keys are names"),
+    ],
+)
+def test_files_that_are_wrong(tmp_path, old, new, said):
+    path = tmp_path / "own.yaml"
+    assert old in OWN
+    path.write_text(OWN.replace(old, new, 1))
+    with pytest.raises(UsageError) as caught:
+        suites.load(str(path))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_suites(tmp_path):
+    with pytest.raises(UsageError, match=r"'terngrad-fig3'. Did you mean 'terngrad-figure3'\?"):
+        suites.load("terngrad-fig3")
+    with pytest.raises(UsageError, match=r"--suite .*gone\.yaml: No such file"):
+        suites.load(str(tmp_path / "gone.yaml"))
+
+
+# ---- beside the published numbers ----------------------------------------------------------------
+
+
+def compared(folder: Path, suite: Path | str, *words: str) -> Any:
+    return invoke("compare", folder, "--suite", suite, *words)
+
+
+def test_the_published_number_stands_beside_ours(own, tmp_path):
+    none, tern, four, topk, _ = parse(f"gcbench run --suite {own}")
+    (longer,) = parse(f"gcbench run --suite {own} --compressor terngrad --workers 2 --steps 400")
+    file = rows_of(
+        tmp_path / "rows.json",
+        *(row(none, 0.91), row(tern, 0.84), row(four, 0.7), row(topk, 0.4), row(longer, 0.93)),
+    )
+    told = compared(file, own, "--json")
+    found = {(one["compressor_name"], one["workers"], one["steps"]): one for one in told.json}
+    one = found["terngrad", 2, 20]
+    assert (one["suite"], one["published"], one["published_steps"]) == ("own", 0.90, 400)
+    assert one["published_difference"] == pytest.approx(-0.06)
+    assert one["published_source"] == "A paper, Table 9"
+    assert one["difference"] == pytest.approx(-0.07)  # from none, at equal budget
+    assert found["none", 2, 20]["published_source"] == "A paper, Table 9, fp32"
+    one = found["terngrad", 4, 20]
+    assert (one["published"], one["published_difference"]) == (None, None)
+    assert found["topk", 2, 20]["published_steps"] == 20
+
+    text = compared(file, own, "--format", "markdown").out
+    head, _, *lines = (line.split(" | ") for line in text.splitlines() if line.startswith("|"))
+    place = head.index("published %")
+    assert head[place + 1 : place + 3] == ["ours - published", "steps: ours / published"]
+    cells = [line[place : place + 3] for line in lines if len(line) == len(head)]
+    assert sorted(cells) == [
+        ["-", "-", "20 / 400"],
+        ["50.00", "-10.00", "20 / 20"],  # at the paper's steps: no mark
+        ["90.00", "+3.00", "400 / 400"],
+        ["90.00", "-6.00 §", "20 / 400"],
+        ["95.00", "-4.00 §", "20 / 400"],
+    ]
+    assert "§: trained for 5 % of the paper's steps." in text
+    assert "published: A paper, Table 9. It has fewer steps." in text
+    latex = compared(file, own, "--format", "latex").out
+    assert r"$-$6.00 \S{}" in latex
+    cell = next(csv.DictReader(io.StringIO(compared(file, own, "--format", "csv").out)))
+    assert (cell["published"], cell["published_steps"]) == ("0.95", "400")
+
+
+def test_without_a_suite_nothing_is_published(own, tmp_path):
+    file = rows_of(tmp_path / "rows.json", row(parse(f"gcbench run --suite {own}")[0]))
+    shown = invoke("compare", file, "--json")
+    assert not any("published" in key or key == "suite" for key in shown.json[0])
+    assert "published" not in invoke("compare", file).out
+
+
+def test_the_runs_that_nobody_made_are_named_with_their_command(own, tmp_path):
+    configs = parse(f"gcbench run --suite {own} --steps 7 --seed 3")
+    file = rows_of(tmp_path / "rows.json", *map(row, configs[:2]))
+    told = compared(file, own).err.splitlines()
+    assert told == [
+        "3 of 5 runs of suite own not made yet",
+        "  terngrad workers=4",
+        "  topk ratio=[0.1,0.5] memory=none workers=2",
+        f"  make them with: gcbench run --suite {own} --compressor terngrad,topk "
+        "--steps 7 --seed 3",
+    ]
+    missing = parse(told[-1].partition(": ")[2])
+    assert {c.hash for c in configs[2:]} <= {c.hash for c in missing}
+    assert compared(rows_of(file, *map(row, configs)), own).err == ""
+    usual = parse(f"gcbench run --suite {own}")[0]
+    command = compared(rows_of(file, row(usual)), own).err.splitlines()[-1]
+    assert "--steps" not in command
+    assert "--seed" not in command
+
+
+def match(suite: Path, *found: dict[str, Any]) -> list[float | None]:
+    """Return what is published of each row, -1 for one that is of no entry."""
+    runs = load([rows_of(suite.parent / "rows.json", *found)])
+    beside = published.beside(suites.load(str(suite)), runs)
+    known = beside.points
+    return [known[r.method].published.accuracy if r.method in known else -1 for r in runs]
+
+
+def test_a_run_is_an_entry_by_what_the_suite_sets(own):
+    """Budget, engine and machine are free; every other setting must be the entry's."""
+    none, tern, *_ = parse(f"gcbench run --suite {own}")
+    changed = [
+        *({"steps": 9}, {"seed": 4}, {"engine": "spawn"}, {"threads": 3}, {"eval_every": 0}),
+        *({"log_every": 3}, {"options": {"clip": 2.5}}, {"task_options": {"network": "mlp"}}),
+    ]
+    same = [Config.make({**tern.model_dump(), **change}) for change in changed]
+    assert match(own, row(none), *map(row, same)) == [0.95] + [0.90] * len(same)
+    other = [
+        *({"lr": 0.2}, {"batch": 64}, {"workers": 8}, {"options": {"clip": 2.0}}, {"delay": 1}),
+        *({"task_options": {"network": "conv"}}, {"dense_last": True}, {"compressor": "qsgd"}),
+        *({"collective": "allgather"}, {"memory": "forced-residual"}, {"momentum": 0.5}),
+    ]
+    for change in other:
+        given = {**tern.model_dump(), **change}
+        if given["compressor"] != "terngrad":
+            given["collective"] = "auto"
+        assert match(own, row(none), row(Config.make(given))) == [0.95, -1], change
+    by_step = Config.make({**tern.model_dump(), "options": {"clip": {0: 2.0, 5: 2.5}}})
+    late = row(by_step) | {"compressor": repr(by_step.make_compressor(5))}
+    assert match(own, row(none), late) == [0.95, -1]
+
+
+def test_a_row_must_tell_what_the_suite_sets(own):
+    none, tern, _, topk, _ = parse(f"gcbench run --suite {own}")
+    short = row(tern)
+    for key in ("ema", "schedule", "weight_decay"):
+        del short["config"][key]
+    assert match(own, row(none), short) == [0.95, 0.90]
+    silent = row(tern)
+    del silent["config"]["lr"]
+    assert match(own, row(none), silent) == [0.95, -1]
+    older = row(topk, compressor="TopK(ratio=0.1)")  # from before the other fields
+    assert match(own, row(none), older) == [0.95, 0.5]
+    silent = row(topk, compressor="TopK(positions='smallest')")
+    silent["config"]["options"] = {}
+    assert match(own, row(none), silent) == [0.95, -1]
+    more = row(tern, compressor="TernGrad(clip=2.5, more=1)")  # a field that ours has not
+    assert match(own, row(none), more) == [0.95, -1]
+
+
+def test_runs_of_no_suite_are_refused(own, tmp_path):
+    other = rows_of(tmp_path / "rows.json", row(Config.make({"task": "quadratic"}), None))
+    refused = compared(other, own)
+    assert refused.code == 2
+    assert "no run here is one of suite own (1 read); make them with" in refused.err
+    assert f"`gcbench run --suite {own}`" in refused.err
+    assert invoke("compare", other, "--suite", "none").code == 2
+
+
+def test_rows_from_before_are_entries():
+    """The committed rows of MNIST are a tenth of Figure 3: no run is needed to see it."""
+    shown = compared(ROOT / "results/mnist-lenet.json", "terngrad-figure3", "--json")
+    known = {(one["compressor_name"], one["workers"]): one["published"] for one in shown.json}
+    assert known == {
+        **{("none", n): 0.9920 for n in (2, 16)},
+        **{("terngrad", n): MOMENTUM[n] for n in (2, 16)},
+    }
+
+
+def test_where_and_by_work_on_a_suite(own, tmp_path):
+    file = rows_of(tmp_path / "rows.json", *map(row, parse(f"gcbench run --suite {own}")))
+    told = compared(file, own, "--where", "workers=4", "--json")
+    assert [one["workers"] for one in told.json] == [4]
+    assert "workers=4, " in compared(file, own, "--by", "workers").out
+
+
+# ---- the other commands --------------------------------------------------------------------------
+
+
+def test_run_and_compare_a_suite_for_real(own, tmp_path):
+    flags = ["--suite", own, "--workers", "2", "--compressor", "none,terngrad"]
+    results = ["--results", tmp_path / "runs", "--progress", "none"]
+    done = invoke("run", *flags, "--steps", "2", *results, "--json")
+    assert [one["steps"] for one in done.json] == [2, 2]
+    assert f"gcbench compare {tmp_path / 'runs'} --suite {own}" in done.err
+    hand = ["--compressor", "terngrad", "--batch", "32", "--lr", "0.1", "--workers", "2"]
+    assert "skipped" in invoke("run", *hand, "--steps", "2", *results).err
+    told = compared(tmp_path / "runs", own, "--json")
+    assert [(one["published"], one["steps"]) for one in told.json] == [(0.95, 2), (0.90, 2)]
+
+
+def test_list_suites():
+    rows = {one["name"]: one for one in invoke("list", "suites", "--json").json}
+    assert list(rows) == ["fft-table2", "terngrad-figure3", "terngrad-table1"]
+    table = rows["terngrad-table1"]
+    assert (table["runs"], table["steps"], table["paper_steps"]) == (
+        4,
+        [3200, 200],
+        [300000, 18750],
+    )
+    assert table["source"] == "Wen et al., NeurIPS 2017, arXiv:1705.07878, Table 1"
+    assert Path(table["file"]).exists()
+    assert "terngrad-figure3: LeNet on MNIST" in invoke("list", "suites").out
+
+
+def test_the_report_has_a_section_of_a_suite(tmp_path):
+    page = tmp_path / "page.html"
+    rows = ROOT / "results/mnist-lenet.json"
+    done = invoke("report", rows, "--suite", "terngrad-figure3", "--output", page)
+    assert done.code == 0, done.err
+    text = page.read_text()
+    assert "terngrad-figure3: LeNet on MNIST" in text
+    assert "20 of 24 runs of suite terngrad-figure3 not made yet; none lr=0.01" in text
+    assert "99.27" in text
+    invoke("report", rows, "--output", page)
+    assert "99.27" not in page.read_text()
+
+
+def test_a_suite_is_for_the_runner_a_list_of_configs(own, monkeypatch):
+    seen: list[Any] = []
+    monkeypatch.setattr(Runner, "all", lambda self, configs, json: seen.append(list(configs)))
+    invoke("run", "--suite", own, "--results", own.parent)
+    assert seen == [suites.load(str(own)).configs({})]
+    assert all("suite" not in config.model_dump() for config in seen[0])
