@@ -150,6 +150,9 @@ def run(
     capture_layers: Annotated[
         str, _opt("Only these parameters, e.g. 'fc*,conv1.weight'; default all.", KEEP)
     ] = "*",
+    sink: Annotated[
+        S, typer.Option(help="Write the records there, too: tensorboard, in the run's folder.")
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="YAML file with the same keys; flags win over it.")
     ] = None,
@@ -173,7 +176,7 @@ def run(
         for key, value in locals().items()
         if value is not None and key not in _NOT_SETTINGS
     }
-    from gcbench import captures, grid, runner, suites
+    from gcbench import captures, grid, runner, sinks, suites
 
     if suite is not None and config is not None:
         raise UsageError("--suite and --config are two files of settings: give one of them")
@@ -188,8 +191,9 @@ def run(
         given[key] = grid.value(text) if isinstance(text, str) else text
     configs = suites.load(suite).configs(given) if suite else grid.expand(given, config)
     plan = None if capture is None else captures.Plan(captures.steps(capture), capture_layers)
+    told = () if sink is None else sinks.names(sink)
     runner.Runner(
-        results, data_dir, checkpoint_seconds, progress.value, force=force, capture=plan
+        results, data_dir, checkpoint_seconds, progress.value, force=force, capture=plan, told=told
     ).all(configs, json=json)
     if suite is not None and os.environ.get("RANK", "0") == "0":
         say(f"beside the published numbers: gcbench compare {results} --suite {suite}")
@@ -203,6 +207,7 @@ _NOT_SETTINGS = {
     "network",
     "capture",
     "capture_layers",
+    "sink",
     "config",
     "data_dir",
     "results",

@@ -159,6 +159,10 @@ def _parse(data: Any, source: Path, where: str) -> Run:
     remedy = "repair it, or delete it and run again"
     if not isinstance(data, dict):
         raise GcbenchError(f"{where}: {type(data).__name__} found, a summary object expected")
+    if "schema" not in data and data.keys() & {"tables", "rows"}:
+        raise UsageError(
+            f"{source} holds no run's summary; `gcbench report` shows analyses and kernel timings"
+        )
     if data.get("schema") != SCHEMA:
         raise GcbenchError(
             f"{where}: schema {data.get('schema')!r}, but this gcbench reads {SCHEMA}; run again "
@@ -201,7 +205,8 @@ def run_folders(folder: Path) -> Iterator[Path]:
             yield Path(place)
 
 
-def _warn(line: str) -> None:
+def warn(line: str) -> None:
+    """Print a warning on stderr."""
     print(f"gcbench: {line}", file=sys.stderr)
 
 
@@ -247,13 +252,13 @@ def load(folders: Sequence[Path]) -> list[Run]:
             raise GcbenchError(
                 f"{count} and no finished one: {names}; repeat the command to resume"
             )
-        _warn(f"{count} left out: {names}; repeat the command to resume")
+        warn(f"{count} left out: {names}; repeat the command to resume")
     kept: dict[tuple[str, int], Run] = {}
     for candidate in found:
         key = (candidate.method, candidate.summary.seed)
         other = kept.setdefault(key, candidate)
         if canonical(other.summary.model_dump()) != canonical(candidate.summary.model_dump()):
-            _warn(
+            warn(
                 f"same config and seed, other results: {candidate.source} left out, "
                 f"{other.source} kept"
             )

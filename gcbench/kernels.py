@@ -170,10 +170,10 @@ def _cells(row: Row, eager: float | None) -> list[str]:
     ]
 
 
-def _tables(timings: Timings, rows: Sequence[Row]) -> list[tuple[str, list[Column]]]:
+def tables(timings: Timings, rows: Sequence[Row]) -> list[tuple[str, list[Column]]]:
     """Return title and columns of a table for each size, device and number of threads."""
     eager = {(row.op, row.where): row.seconds for row in timings.rows if row.backend == "eager"}
-    tables = []
+    found = []
     for where in dict.fromkeys(row.where for row in rows):
         alike = [row for row in rows if row.where == where]
         size, device, threads = where
@@ -183,11 +183,12 @@ def _tables(timings: Timings, rows: Sequence[Row]) -> list[tuple[str, list[Colum
         title += f", {threads} thread{'s' * (threads > 1)}" if device == "cpu" else f", {device}"
         cells = zip(*(_cells(row, eager.get((row.op, where))) for row in alike), strict=True)
         columns = zip((*NAMES, *NUMBERS), map(list, cells), strict=True)
-        tables.append((title, [Column(*column) for column in columns]))
-    return tables
+        found.append((title, [Column(*column) for column in columns]))
+    return found
 
 
-def _notes(timings: Timings) -> list[str]:
+def notes(timings: Timings) -> list[str]:
+    """Return on what they were measured, and what the columns mean."""
     machine = timings.machine
     facts = [
         machine.get("gpu"),
@@ -238,12 +239,12 @@ def render(
         return _json(timings, rows)
     width = width or shutil.get_terminal_size((100, 24)).columns
     blocks, which = [], len(NAMES)
-    for title, columns in _tables(timings, rows):
+    for title, columns in tables(timings, rows):
         if format == "table":
             blocks.append(f"{title}\n\n{terminal(columns[:which], [columns[which:]], width)}")
         else:
             blocks.append(f"**{title}**\n\n{markdown(columns, which)}")
-    notes = _notes(timings)
+    ends = notes(timings)
     if format == "table":
-        notes = [textwrap.fill(note, width, break_long_words=False) for note in notes]
-    return "\n\n".join([*blocks, *notes])
+        ends = [textwrap.fill(note, width, break_long_words=False) for note in ends]
+    return "\n\n".join([*blocks, *ends])

@@ -216,7 +216,8 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         grid = figure.subplots(len(panels), 2, squeeze=False)
         for (left, right), panel in zip(grid, panels, strict=True):
             config = panel[0].runs[0].config
-            title = f"{config['task']}, {config['workers']} workers"
+            many = "s" * (config["workers"] > 1)
+            title = f"{config['task']}, {config['workers']} worker{many}"
             counts = sorted({len(row.runs) for row in panel})
             several = counts[-1] > 1
             number = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))

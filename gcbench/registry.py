@@ -1,7 +1,7 @@
 """Names to classes: the files of compressors/ and tasks/ first, then installed third parties.
 
-A third party registers under the entry-point groups `gcbench.compressors` and `gcbench.tasks`,
-each entry naming a class. Nothing is imported until its name is asked for.
+A third party registers under the entry-point groups `gcbench.compressors`, `gcbench.tasks` and
+`gcbench.sinks`, each entry naming a class. Nothing is imported until its name is asked for.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from gcbench.errors import GcbenchError, UsageError, unknown
 
 if TYPE_CHECKING:
     from gcbench.compressor import Compressor
+    from gcbench.sinks import Sink
     from gcbench.task import Task
 
 T = TypeVar("T")
@@ -70,14 +71,18 @@ def _third_party(point: EntryPoint, base: type) -> type[Any]:
     return loaded
 
 
-def _entries(package: str, base: type) -> dict[str, Entry]:
+def _files(package: str, base: type) -> dict[str, Entry]:
     folder = importlib.import_module(package)
-    entries = {
+    return {
         name: Entry(name, "built-in", partial(_builtin, package, base, name))
         for _, name, _ in pkgutil.iter_modules(folder.__path__)
         if not name.startswith("_")
     }
-    for point in entry_points(group=package):
+
+
+def _with_third_parties(group: str, base: type, builtin: dict[str, Entry]) -> dict[str, Entry]:
+    entries = dict(builtin)
+    for point in entry_points(group=group):
         source = point.dist.name if point.dist else point.value
         if point.name in entries:
             warnings.warn(
@@ -95,7 +100,8 @@ def compressors() -> dict[str, Entry]:
     """Return all registered compressors by name."""
     from gcbench.compressor import Compressor
 
-    return _entries("gcbench.compressors", Compressor)
+    group = "gcbench.compressors"
+    return _with_third_parties(group, Compressor, _files(group, Compressor))
 
 
 @cache
@@ -103,7 +109,17 @@ def tasks() -> dict[str, Entry]:
     """Return all registered tasks by name."""
     from gcbench.task import Task
 
-    return _entries("gcbench.tasks", Task)
+    group = "gcbench.tasks"
+    return _with_third_parties(group, Task, _files(group, Task))
+
+
+@cache
+def sinks() -> dict[str, Entry]:
+    """Return all registered sinks by name."""
+    from gcbench.sinks import Sink, TensorBoard
+
+    builtin = Entry("tensorboard", "built-in", lambda: TensorBoard)
+    return _with_third_parties("gcbench.sinks", Sink, {builtin.name: builtin})
 
 
 def _class(kind: str, entries: dict[str, Entry], name: str) -> type[Any]:
@@ -123,6 +139,11 @@ def compressor_class(name: str) -> type[Compressor]:
 def task_class(name: str) -> type[Task]:
     """Return the class registered as `name`; UsageError for an unknown name."""
     return _class("task", tasks(), name)
+
+
+def sink_class(name: str) -> type[Sink]:
+    """Return the class registered as `name`; UsageError for an unknown name."""
+    return _class("sink", sinks(), name)
 
 
 def fields(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:

@@ -1,4 +1,4 @@
-"""One page of HTML that holds everything: runs compared, analyses, pictures, and the commands.
+"""One page of HTML: runs compared, analyses, kernel timings, pictures, and the commands.
 
 The page needs no network and no other file. Each number stands in a row that names the commands
 which make it again.
@@ -7,6 +7,7 @@ which make it again.
 from __future__ import annotations
 
 import base64
+import json
 import os
 import re
 import tempfile
@@ -19,18 +20,21 @@ from typing import Any
 
 from markupsafe import Markup
 
-from gcbench import __version__, compare, finished, plots, tables
+from gcbench import __version__, compare, finished, kernels, plots, tables
 from gcbench.compare import Row
 from gcbench.errors import GcbenchError, UsageError
 from gcbench.finished import Run
+from gcbench.kernels import Timings
 from gcbench.measure import MODULES
 from gcbench.measure import analysis as measuring
-from gcbench.measure.analysis import HEAD, Analysis
+from gcbench.measure.analysis import HEAD, Analysis, MissingTableError
 from gcbench.store import write_atomically
 from gcbench.suites.published import Beside
 from gcbench.typeset import Column
 
 TEMPLATE = "report.html.j2"
+LONG = 40
+"""Rows above which a table scrolls below its headings; printed, it is whole."""
 
 
 @dataclass(frozen=True)
@@ -86,31 +90,89 @@ class Section:
 # ---- what there is -------------------------------------------------------------------------------
 
 
-def collect(folders: Sequence[Path]) -> tuple[list[Run], list[Analysis]]:
-    """Return the finished runs and the analyses in `folders`, at any depth.
+@dataclass
+class Found:
+    """What a page is of."""
+
+    runs: list[Run] = field(default_factory=list)
+    analyses: dict[str, Analysis] = field(default_factory=dict)
+    """By their names."""
+    timings: dict[str, Timings] = field(default_factory=dict)
+    """By the title of their section."""
+    labels: dict[str, str] = field(default_factory=dict)
+    """What a reader calls an analysis, by its name: its kind, or its file."""
+
+    def add(self, analysis: Analysis, label: str | None = None) -> None:
+        """Keep an analysis, each once: of two copies the one with more tables."""
+        self.labels.setdefault(analysis.name, label or analysis.kind)
+        known = self.analyses.setdefault(analysis.name, analysis)
+        if known.provenance != analysis.provenance:
+            finished.warn(
+                f"{analysis.name} found twice, made at different times: the first is shown, of "
+                f"{known.provenance.get('started')}"
+            )
+        elif len(known.tables) < len(analysis.tables):
+            self.analyses[analysis.name] = analysis
+
+
+def collect(places: Sequence[Path]) -> Found:
+    """Return what there is in folders, at any depth, and in JSON files, each of which is named.
+
+    A file holds runs, an analysis, or kernel timings.
 
     Raises:
-        UsageError: a path is missing, or nothing in any of them is a run or an analysis.
+        UsageError: a path is missing, or something else, or there is nothing in any of them.
         GcbenchError: something that is there cannot be read.
     """
+    found = Found()
     holding: list[Path] = []
-    analyses: dict[str, Analysis] = {}
-    for folder in folders:
-        if not folder.exists():
-            raise UsageError(f"{folder} does not exist; name a folder of runs or analyses")
-        for place in _analyses(folder):
-            found = measuring.load(place)
-            analyses.setdefault(found.name, found)
-        if folder.is_file() or any(finished.run_folders(folder)):
-            holding.append(folder)
-    runs = finished.load(holding) if holding else []
-    if not runs and not analyses:
-        names = ", ".join(map(str, folders))
+    for place in places:
+        if not place.exists():
+            raise UsageError(f"{place} does not exist; name a folder of runs or analyses")
+        if place.is_file():
+            holding += _file(place, found)
+            continue
+        for folder in _analyses(place):
+            found.add(measuring.load(folder))
+        if any(finished.run_folders(place)):
+            holding.append(place)
+    found.runs = finished.load(holding) if holding else []
+    if not (found.runs or found.analyses or found.timings):
+        names = ", ".join(map(str, places))
         raise UsageError(
-            f"no finished run and no analysis in {names}; make some with `gcbench run`, "
-            f"`gcbench {'`, `gcbench '.join(MODULES) or 'kernels'}`"
+            f"no finished run and no analysis in {names}; make some with `gcbench run`, or with "
+            "`gcbench histogram`, `bounds`, `bandwidth`, `scale` or `advise`"
         )
-    return runs, list(analyses.values())
+    return found
+
+
+def _file(path: Path, found: Found) -> list[Path]:
+    """Add what a file holds; a file of runs is returned, to be read together with all others."""
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read as JSON ({error}); {_TAKEN}") from None
+    keys = data.keys() if isinstance(data, dict) else set()
+    if path.name == HEAD:
+        found.add(measuring.load(path.parent))
+    elif keys >= {"kind", "tables"}:
+        found.add(measuring.parse(data, path), path.stem)
+    elif keys >= {"machine", "rows"} or "benchmarks" in keys:
+        timings = kernels.load(path)
+        found.timings[f"{path.stem} {measuring.digest(timings.model_dump())}"] = timings
+    elif "schema" in keys or (isinstance(data, list) and not (path.parent / HEAD).exists()):
+        return [path]
+    elif isinstance(data, list):
+        raise UsageError(f"{path} is one table of an analysis; name its folder, {path.parent}")
+    else:
+        raise UsageError(f"{path} holds no run, analysis or kernel timings; {_TAKEN}")
+    return []
+
+
+_TAKEN = (
+    "a file of the page is what `gcbench run`, an analysis such as `gcbench bounds`, or `gcbench "
+    "kernels` print with --json"
+)
 
 
 def _analyses(folder: Path) -> Iterator[Path]:
@@ -165,10 +227,10 @@ def _commands(section: Section, row: Row) -> Iterator[int]:
         yield section.number(str(known) if known else f"not recorded: {run.source}")
 
 
-def _analysed(analysis: Analysis) -> Section:
+def _analysed(label: str, analysis: Analysis) -> Section:
     """Return the section of one analysis."""
     section = Section(
-        f"{analysis.kind} {measuring.digest(analysis.settings)}",
+        f"{label} {measuring.digest(analysis.settings)}",
         lead=analysis.conclusions,
         commands=[analysis.command],
         where=[measuring.where(analysis.provenance)],
@@ -177,10 +239,23 @@ def _analysed(analysis: Analysis) -> Section:
         last = rows[-1] is table.rows[-1]
         columns = measuring.columns(table, rows)
         section.sheets.append(Sheet(title, columns, table.which, (), table.notes if last else ()))
-    if analysis.kind in MODULES:
-        section.picture = _picture(lambda path: measuring.draw(analysis, path))
-    else:
+    if analysis.kind not in MODULES:
         section.lead = [*section.lead, "This gcbench does not know how to draw it."]
+        return section
+    try:
+        section.picture = _picture(lambda path: measuring.draw(analysis, path))
+    except MissingTableError:
+        told = "No picture: its file leaves out what it is drawn from; the command makes it again."
+        section.lead = [*section.lead, told]
+    return section
+
+
+def _timed(title: str, timings: Timings) -> Section:
+    """Return the section of kernel timings."""
+    machine, meaning = kernels.notes(timings)
+    section = Section(title, [meaning], commands=["make bench"], where=[machine])
+    for heading, columns in kernels.tables(timings, timings.rows):
+        section.sheets.append(Sheet(heading, columns, len(kernels.NAMES)))
     return section
 
 
@@ -195,15 +270,14 @@ def _by_task(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 
 def page(
-    runs: Sequence[Run],
-    analyses: Sequence[Analysis],
+    found: Found,
     *,
     title: str = "gcbench report",
     target: float | None = None,
     suites: Sequence[Beside] = (),
     said: Callable[[int, int, str], None] = lambda done, of, what: None,
 ) -> str:
-    """Return the page of these runs and analyses.
+    """Return the page of what was found.
 
     `target` is that of `compare.rows`; `suites` have a section each, too; `said` is called as
     (sections done, of, next one).
@@ -211,14 +285,15 @@ def page(
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     parts: dict[str, Callable[[], Section]] = {}
-    for one in suites:
-        name = f"{one.suite.name}: {one.suite.title}"
-        parts[name] = partial(_compared, name, one.runs, target, one)
-    parts |= {
-        name: partial(_compared, name, alike, target) for name, alike in _by_task(runs).items()
-    }
-    for analysis in sorted(analyses, key=lambda a: a.name):
-        parts[analysis.name] = partial(_analysed, analysis)
+    for beside in suites:
+        name = f"{beside.suite.name}: {beside.suite.title}"
+        parts[name] = partial(_compared, name, beside.runs, target, beside)
+    for name, alike in _by_task(found.runs).items():
+        parts[name] = partial(_compared, name, alike, target)
+    for name, analysis in sorted(found.analyses.items()):
+        parts[name] = partial(_analysed, found.labels[name], analysis)
+    for name, timings in found.timings.items():
+        parts[name] = partial(_timed, name, timings)
     sections = []
     for done, (name, make) in enumerate(parts.items()):
         said(done, len(parts), name)
@@ -233,8 +308,10 @@ def page(
     return environment.get_template(TEMPLATE).render(
         title=title,
         sections=sections,
-        runs=len(runs),
-        analyses=len(analyses),
+        runs=len(found.runs),
+        analyses=len(found.analyses),
+        timings=sum(len(timings.rows) for timings in found.timings.values()),
+        long=LONG,
         version=__version__,
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gcbench import captures, engines, experiment, listing
+from gcbench import captures, engines, experiment, listing, registry, sinks
 from gcbench.errors import GcbenchError, UsageError
 from gcbench.experiment import Config
 from gcbench.progress import Mode
@@ -35,10 +35,12 @@ class Runner:
         *,
         force: bool,
         capture: captures.Plan | None = None,
+        told: tuple[str, ...] = (),
     ) -> None:
+        """`told` names the sinks that hear of the records."""
         self.results, self.data_dir, self.force = results, data_dir, force
         self.checkpoint_seconds, self.progress = checkpoint_seconds, progress
-        self.capture = capture
+        self.capture, self.told = capture, told
 
     def all(self, configs: Sequence[Config], *, json: bool) -> None:
         """Do all runs, then print their summaries.
@@ -100,6 +102,7 @@ class Runner:
                 raise captures.missed(config.run_name, missing)
             if leads:
                 _say(f"{place} {config.run_name}: finished before, skipped (--force runs it again)")
+                self._retell(run, finished)
             return finished
         if not leads:
             self._engine(config, run)
@@ -111,6 +114,7 @@ class Runner:
                 _say(f"{place} {config.run_name}: goes on from its checkpoint")
             else:
                 run.start(config.model_dump(mode="json"), experiment.provenance(config))
+                sinks.forget(run, registry.sinks().keys() - self.told)
                 budget = config.make_task().paper_steps
                 told = f" (the paper: {budget})" if budget else ""
                 carried = "" if config.memory == "none" else f", memory {config.memory}"
@@ -128,9 +132,20 @@ class Runner:
 
     def _engine(self, config: Config, run: Run) -> None:
         options = Options(
-            self.data_dir, self.checkpoint_seconds, self.progress, capture=self.capture
+            self.data_dir,
+            self.checkpoint_seconds,
+            self.progress,
+            capture=self.capture,
+            sinks=self.told,
         )
         engines.ENGINES[config.engine](config, run, options)
+
+    def _retell(self, run: Run, finished: dict[str, Any]) -> None:
+        """Tell the sinks the records of a run that was finished before."""
+        if self.told:
+            with run.locked():
+                sinks.retell(self.told, run, finished)
+            _say(f"    its stored records went to {', '.join(self.told)}")
 
     def _explain_interruption(self, stopped: Interrupted, config: Config, left: int) -> None:
         _say(f"\n{config.run_name}: {stopped}; what is done is kept in {self.results}")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gcbench import captures, experiment, ops, progress, registry, streams
+from gcbench import captures, experiment, ops, progress, registry, sinks, streams
 from gcbench.clock import Clock
 from gcbench.compressor import Key, Segments
 from gcbench.errors import GcbenchError, UsageError
@@ -57,6 +57,8 @@ class Options:
     """Called with (step, rank, bucket) before the exchange, in the order of the local ranks:
     analyses look at gradients, tests put faults in."""
     capture: captures.Plan | None = None
+    sinks: tuple[str, ...] = ()
+    """Names of the sinks that hear of the records."""
 
 
 def classifier(model: nn.Module) -> list[str]:
@@ -90,6 +92,7 @@ class Trainer:
     def __init__(self, config: Config, world: World, run: Run, options: Options) -> None:
         self.config, self.world, self.run, self.options = config, world, run, options
         self.observer: progress.Observer = progress.Silent()
+        self.sinks: sinks.Sinks | None = None
         ops.use(config.backend)
         self.device = world.device
         self.task: Task = config.make_task()
@@ -428,6 +431,8 @@ class Trainer:
         }
         if self.leads:
             self.run.append(record)
+            if self.sinks is not None:
+                self.sinks.record(record)
             self.observer.record(record)
 
     def fit(self, stop: Callable[[], bool] = lambda: False) -> dict[str, Any]:
@@ -443,12 +448,17 @@ class Trainer:
         self._resume()
         if self.recorder is not None:
             self.recorder.begin(self.step, config.run_name)
+        if self.leads and self.options.sinks:
+            given = config.model_dump(mode="json"), self.run.read_provenance()
+            self.sinks = sinks.Sinks(self.options.sinks, self.run, *given)
         if self.leads:
             self.observer = progress.observer(self.options.progress, config.run_name, config.steps)
         try:
             return self._summary(self._train(stop))
         finally:
             self.observer.close()
+            if self.sinks is not None:
+                self.sinks.close()
 
     def _train(self, stop: Callable[[], bool]) -> dict[str, float | None]:
         """Do the remaining steps; return the last evaluation."""

@@ -14,7 +14,7 @@ from commands import invoke
 from gcbench.errors import GcbenchError, UsageError
 from gcbench.measure import analysis as measuring
 from gcbench.measure import methods
-from gcbench.measure.analysis import Analysis, Ledger, Shown, Table
+from gcbench.measure.analysis import Analysis, Ledger, MissingTableError, Shown, Table
 
 
 def made(**changes) -> Analysis:
@@ -57,6 +57,19 @@ def test_an_analysis_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == [
         *("analysis.json", "bins.json", "bins.parquet", "times.json", "times.parquet")
     ]
+
+
+def test_an_analysis_comes_back_from_its_json(tmp_path: Path) -> None:
+    """Also without a table, which then is missed only by name."""
+    printed = json.loads(measuring.render(made(), "json"))
+    back = measuring.parse(printed, tmp_path)
+    assert measuring.document(back) == printed
+    assert back.table("times").rows[1]["seconds"] is None
+    del printed["tables"][1]
+    part = measuring.parse(printed, tmp_path)
+    assert part.name == back.name
+    with pytest.raises(MissingTableError, match=r"the table `bins` is left out.*gcbench test"):
+        part.table("bins")
 
 
 def test_text_shows_what_has_a_value_in_its_unit() -> None:

@@ -29,6 +29,9 @@ terngrad = "somebodys:Theirs"
 [project.entry-points."gcbench.tasks"]
 theirs = "somebodys:Line"
 
+[project.entry-points."gcbench.sinks"]
+lines = "somebodys:Lines"
+
 [tool.hatch.build.targets.wheel]
 only-include = ["somebodys.py"]
 """
@@ -44,6 +47,7 @@ import torch
 
 import gcbench
 from gcbench.compressor import Compressor, Payload
+from gcbench.sinks import Sink
 from gcbench.task import Batch, Split, Task
 
 NUMBER = 3
@@ -95,6 +99,18 @@ class Line(Task):
 
     def correct(self, outputs, targets):
         return None
+
+
+class Lines(Sink):
+    """The steps of the records, a line each, and the process that heard of them."""
+
+    def open(self, folder, config, provenance):
+        self.path = folder / "lines"
+        self.path.write_text("")
+
+    def record(self, record):
+        with self.path.open("a") as file:
+            file.write(f"{record['kind']} {record['step']} {os.environ.get('RANK')}\\n")
 '''
 
 
@@ -116,8 +132,9 @@ def listed(site):
     return {row["name"]: row for row in done.json}, done.err
 
 
-def test_their_method_and_task_run_in_every_engine(site, tmp_path):
+def test_their_method_task_and_sink_run_in_every_engine(site, tmp_path):
     words = ("--task", "theirs", "--compressor", "theirs", "--workers", 2, "--set", "steps=32")
+    words = (*words, "--sink", "lines")
     command = ("run", *words, "--engine", "simulate,spawn", "--results", tmp_path, "--json")
     here, there = gcbench(*command, path=site).json
     assert here["compressor"] == "Theirs(steps=32.0)"
@@ -127,6 +144,9 @@ def test_their_method_and_task_run_in_every_engine(site, tmp_path):
     # Two elements are two bytes; the sizes that no layout declares travel along, 8 bytes each.
     assert here["payload_bytes_up"] == there["payload_bytes_up"] == 20 * (2 + 8)
     assert here["test_loss"] < 1
+    for summary, rank in ((here, None), (there, 0)):
+        (heard,) = tmp_path.glob(f"*-{summary['config_hash']}/lines/lines")
+        assert heard.read_text() == f"train 10 {rank}\ntrain 20 {rank}\neval 20 {rank}\n"
 
 
 def test_their_method_is_verified_like_ours(site):

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from commands import invoke
+from commands import ROOT, invoke
 from test_compare import BASE, summary, write
 
 from gcbench.measure import analysis as measuring
@@ -106,7 +106,8 @@ def test_the_page_shows_runs_analyses_and_their_commands(folder: Path) -> None:
     path = folder / "page.html"
     told = invoke("report", folder, "--output", path, "--title", "A & B", "--json").json
     text = path.read_text()
-    assert told == {"page": str(path), "bytes": len(text.encode()), "runs": 5, "analyses": 1}
+    counts = {"runs": 5, "analyses": 1, "kernel_timings": 0}
+    assert told == {"page": str(path), "bytes": len(text.encode()), **counts}
     page = Page(text)
     assert "<title>A &amp; B</title>" in text
     digits = page.tables[0]
@@ -196,3 +197,102 @@ def test_json_of_a_summary_is_as_good_as_a_folder(tmp_path: Path) -> None:
     text = (tmp_path / "x.html").read_text()
     assert "not recorded: " in text
     assert "92.00 ± 2.00" in text
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def reported(*words: object) -> tuple[str, Page]:
+    path = Path(str(words[0])).with_name("page.html")
+    done = invoke("report", *words[1:], "--output", path)
+    assert done.code == 0, done.err
+    return done.err, Page(path.read_text())
+
+
+def committed(name: str) -> dict:
+    return json.loads((ROOT / "results" / name).read_text())
+
+
+def test_committed_files_are_shown(tmp_path: Path) -> None:
+    """Analyses with a picture where it can be drawn, kernel timings, and runs, on one page."""
+    names = ("figure5", "histogram-cifarnet", "kernels", "mnist-lenet")
+    said, page = reported(tmp_path / "x", *(ROOT / "results" / f"{name}.json" for name in names))
+    timings = committed("kernels.json")["rows"]
+    assert f"4 runs, 2 analyses, {len(timings)} kernel timings" in said
+    assert {link[1:].rpartition("-")[0] for link in page.links} >= {
+        "figure5",
+        "histogram-cifarnet",
+        "kernels",
+    }
+    assert len(set(page.ids)) == len(page.ids)
+    assert len(page.sources) == 2  # of the runs and of Fig. 5
+    text = (tmp_path / "page.html").read_text()
+    assert text.count("No picture: its file leaves out what it is drawn from") == 1
+    assert "make bench" in page.items
+    assert committed("histogram-cifarnet.json")["command"] in page.items
+
+    bars = {table["name"]: table for table in committed("figure5.json")["tables"]}["bars"]["rows"]
+    panels = [table for table in page.tables if table[0][0] == "GPUs"]
+    assert sum(len(panel) - 1 for panel in panels) == len(bars)
+    last = dict(zip(panels[-1][0], panels[-1][-1], strict=True))
+    assert (last["GPUs"], last["method"]) == (str(bars[-1]["gpus"]), bars[-1]["method"])
+
+    kernels = [table for table in page.tables if table[0][0] == "op"]
+    assert sum(len(table) - 1 for table in kernels) == len(timings)
+    row = next(row for row in kernels[-1] if row[:2] == ["copy_", "torch"])
+    measured = next(
+        r for r in timings if (r["op"], r["size"], r["threads"]) == ("copy_", "25e6", 2)
+    )
+    assert float(row[2]) == pytest.approx(1e3 * measured["seconds"], rel=0.01)
+
+
+def test_a_file_is_as_good_as_the_folder_and_counts_once(folder: Path) -> None:
+    """The copy with more tables is shown; one of another time is named and left out."""
+    whole = measuring.document(measuring.load(next((folder / "analyses").iterdir())))
+    part = {**whole, "tables": []}
+    for name, content in (("whole", whole), ("part", part)):
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    for places in (["whole.json"], ["part.json", "analyses"], ["analyses", "part.json"]):
+        said, page = reported(folder / "x", *(folder / place for place in places))
+        assert page.tables == [[["name", "ms"], ["a<b", "500"], ["failed", "-"]]]
+        assert ": 1 analyses" in said
+        assert "twice" not in said
+    whole["provenance"]["started"] = "2001-01-01"
+    (folder / "old.json").write_text(json.dumps(whole))
+    said, page = reported(folder / "x", folder / "analyses", folder / "old.json")
+    assert "found twice, made at different times" in said
+    assert len(page.tables) == 1
+
+
+def test_files_of_something_else_are_refused(folder: Path) -> None:
+    (head,) = folder.glob("analyses/*/analysis.json")
+    whole = measuring.document(measuring.load(head.parent))
+    del whole["tables"][0]["rows"]
+    for name, content, code, said in [
+        ("rowless.json", json.dumps(whole), 1, "the table `rows` has no rows"),
+        ("other.json", '{"a": 1}', 2, "holds no run, analysis or kernel timings"),
+        ("number.json", "3", 2, "holds no run, analysis or kernel timings"),
+        ("broken.json", '{"a":', 2, "cannot be read as JSON"),
+        ("notes.md", "# Notes", 2, "print with --json"),
+        ("new.json", json.dumps({**whole, "version": 7}), 1, "schema 7"),
+        ("list.json", "[{}]", 1, "row 1: schema None"),
+    ]:
+        (folder / name).write_text(content)
+        refused = invoke("report", folder / "runs", folder / name, "--output", folder / "x.html")
+        assert (refused.code, name in refused.err, said in refused.err) == (code, True, True)
+    refused = invoke("report", head.with_name("rows.json"))
+    assert (refused.code, "one table of an analysis; name its folder" in refused.err) == (2, True)
+    refused = invoke("compare", ROOT / "results/figure5.json")
+    assert (refused.code, "`gcbench report` shows analyses" in refused.err) == (2, True)
+    assert not (folder / "x.html").exists()
+    _, page = reported(folder / "x", head)  # with its tables beside it
+    assert len(page.tables) == 1
+
+
+def test_long_tables_scroll(tmp_path: Path) -> None:
+    analysis = analysed()
+    for count, expected in ((40, False), (41, True)):
+        analysis.tables[0].rows = [{"name": str(i), "s": 1.0} for i in range(count)]
+        (tmp_path / "a.json").write_text(json.dumps(measuring.document(analysis)))
+        reported(tmp_path / "x", tmp_path / "a.json")
+        assert ('class="wide long"' in (tmp_path / "page.html").read_text()) is expected

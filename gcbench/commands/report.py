@@ -16,7 +16,7 @@ def report(
     folders: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Runs, analyses, folders of them, JSON files of rows.",
+            help="Folders of runs and analyses; JSON files of runs, analyses, kernel timings.",
             show_default=f"{RUNS} {ANALYSES}",
         ),
     ] = None,
@@ -40,8 +40,10 @@ def report(
     from gcbench.suites import published
 
     places = folders or [place for place in (RUNS, ANALYSES) if place.exists()] or [RUNS]
-    runs, analyses = reporting.collect(places)
-    beside = [published.beside(suites.load(name), runs) for name in dict.fromkeys(suite or ())]
+    found = reporting.collect(places)
+    beside = [
+        published.beside(suites.load(name), found.runs) for name in dict.fromkeys(suite or ())
+    ]
     observers: list[showing.Observer] = []
 
     def said(done: int, of: int, what: str) -> None:
@@ -51,14 +53,16 @@ def report(
 
     reporting.check(output)
     try:
-        text = reporting.page(runs, analyses, title=title, target=target, suites=beside, said=said)
+        text = reporting.page(found, title=title, target=target, suites=beside, said=said)
     finally:
         for observer in observers:
             observer.close()
     reporting.write(output, text)
+    timings = sum(len(one.rows) for one in found.timings.values())
+    counts = {"runs": len(found.runs), "analyses": len(found.analyses), "kernel timings": timings}
     if json:
-        size = len(text.encode())
-        row = {"page": str(output), "bytes": size, "runs": len(runs), "analyses": len(analyses)}
-        print_json(row)
+        rows = {what.replace(" ", "_"): count for what, count in counts.items()}
+        print_json({"page": str(output), "bytes": len(text.encode()), **rows})
     else:
-        say(f"wrote {output}: {len(runs)} runs, {len(analyses)} analyses")
+        told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        say(f"wrote {output}: {told}")

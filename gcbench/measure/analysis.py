@@ -2,7 +2,8 @@
 
 A folder `results/analyses/<kind>-<hash of the settings>/` holds `analysis.json` (everything but the
 rows), and for each table `<table>.json` and `<table>.parquet`: tidy rows, one observation a row, in
-plain units (seconds, bytes, fractions). Long work leaves `ledger.jsonl` while it goes on.
+plain units (seconds, bytes, fractions). Long work leaves `ledger.jsonl` while it goes on. One file
+may hold it all, as `--json` prints it, with some tables left out.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ LEDGER = "ledger.jsonl"
 
 Value = str | bool | int | float | None
 Row = dict[str, Value]
+
+
+class MissingTableError(GcbenchError):
+    """A table is asked for that the file of an analysis leaves out."""
 
 
 class Shown(BaseModel):
@@ -95,8 +100,18 @@ class Analysis(BaseModel):
         return f"{self.kind}-{digest(self.settings)}"
 
     def table(self, name: str) -> Table:
-        """Return the table of that name."""
-        return next(table for table in self.tables if table.name == name)
+        """Return the table of that name.
+
+        Raises:
+            MissingTableError: it is not there.
+        """
+        for table in self.tables:
+            if table.name == name:
+                return table
+        raise MissingTableError(
+            f"{self.name}: the table `{name}` is left out of its file; make it again with: "
+            f"{self.command}"
+        )
 
 
 def digest(settings: Mapping[str, Any]) -> str:
@@ -228,19 +243,42 @@ def load(folder: Path) -> Analysis:
         raise UsageError(f"no analysis in {folder} (its folder holds {HEAD} once it is finished)")
     remedy = "delete that folder and run its command again"
     try:
-        head = json.loads(path.read_text())
-        version = head.get("version") if isinstance(head, dict) else None
-        if version != SCHEMA:
-            raise GcbenchError(
-                f"{path}: schema {version!r}, but this gcbench reads {SCHEMA}; {remedy}"
-            )
-        analysis = Analysis.model_validate(head)
+        analysis = _checked(json.loads(path.read_text()), path, remedy)
         for table in analysis.tables:
             table.rows = json.loads((folder / f"{table.name}.json").read_text())
     except (OSError, ValueError) as error:
-        first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        raise GcbenchError(f"{folder} cannot be read ({first}); {remedy}") from None
+        raise GcbenchError(f"{folder} cannot be read ({error}); {remedy}") from None
     return analysis
+
+
+def parse(data: Mapping[str, Any], source: Path) -> Analysis:
+    """Return an analysis from one JSON object, as `document` makes it; tables may be left out.
+
+    `source` is the file that it was read from, for errors.
+
+    Raises:
+        GcbenchError: it is damaged, or of another schema, or has tables without rows.
+    """
+    remedy = "run its command again with --json"
+    analysis = _checked(data, source, remedy)
+    for table, given in zip(analysis.tables, data["tables"], strict=True):
+        if "rows" not in given:
+            raise GcbenchError(f"{source}: the table `{table.name}` has no rows; {remedy}")
+    return analysis
+
+
+def _checked(data: Any, source: Path, remedy: str) -> Analysis:
+    version = data.get("version") if isinstance(data, Mapping) else None
+    if version != SCHEMA:
+        raise GcbenchError(
+            f"{source}: schema {version!r}, but this gcbench reads {SCHEMA}; {remedy}"
+        )
+    try:
+        return Analysis.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise GcbenchError(f"{source} cannot be read ({place}: {first['msg']}); {remedy}") from None
 
 
 # ---- text ----------------------------------------------------------------------------------------
@@ -367,6 +405,7 @@ def draw(analysis: Analysis, path: Path) -> None:
 
     Raises:
         UsageError: another ending, or a kind of analysis that this gcbench does not know.
+        MissingTableError: the analysis was read from a file that leaves out what is drawn.
         GcbenchError: `path` cannot be written.
     """
     if analysis.kind not in MODULES:
