@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from gcbench import ops
 from gcbench.compressor import Compressor, Key, Layout, Payload, Segments
 
 
@@ -38,12 +40,16 @@ class HalfPrecision(Compressor):
         return float(torch.maximum(rounding, size - torch.finfo(self.dtype).max).square().sum())
 
     def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
-        largest = torch.finfo(self.dtype).max
-        return Payload((x.clamp(-largest, largest).to(self.dtype),))
+        return Payload((ops.half_encode(x, self.dtype),))
 
     def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
         self.check(payload, segments)
-        return self.check_finite(payload.parts[0].float())
+        return ops.half_decode(payload.parts[0], self.name)
+
+    def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
+        for payload in payloads:
+            self.check(payload, segments)
+        return ops.half_mean([(each.parts[0], each.count) for each in payloads], self.name)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         return ((self.dtype, segments.numel),)

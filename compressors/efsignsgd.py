@@ -20,6 +20,7 @@ worker. The authors' code takes one scale a tensor, the default here; finer ones
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -79,6 +80,12 @@ class EFSignSGD(Compressor):
         ops.scaled_decode(
             words, scale, segments, self.name, total=total, count=payload.count, out=total
         )
+
+    def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
+        for payload in payloads:
+            self.check(payload, segments)
+        parts = [(payload.parts[0], payload.parts[1:], payload.count) for payload in payloads]
+        return ops.sign_mean(parts, segments, self.name)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         words = ops.packed_words(segments.numel, 1)

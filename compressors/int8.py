@@ -18,6 +18,7 @@ and blocks near the largest float32 finite (tests/test_int8.py::test_block_maxim
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -98,6 +99,15 @@ class Int8(Compressor):
         self, payload: Payload, segments: Segments, shared: Tensor, total: Tensor
     ) -> None:
         self._decode(payload, segments, total)
+
+    def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
+        for payload in payloads:
+            self.check(payload, segments)
+        parts = [(payload.parts[0], payload.parts[1], payload.count) for payload in payloads]
+        try:
+            return ops.int8_mean(parts, segments)
+        except PayloadError as error:
+            raise PayloadError(f"{self.name}: {error}") from None
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         return ((torch.int8, segments.numel), (torch.float32, len(segments)))

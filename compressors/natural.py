@@ -14,6 +14,7 @@ and a payload with infinity, NaN or -0 is refused.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,10 +23,6 @@ from torch import Tensor
 
 from gcbench import ops
 from gcbench.compressor import Compressor, Key, Layout, Payload, Segments
-from gcbench.errors import PayloadError
-
-BITS = 9
-TOP = 254  # the exponent's code of 2^127; 255 are infinity and NaN
 
 
 @dataclass(frozen=True)
@@ -50,33 +47,25 @@ class Natural(Compressor):
         return float((share * size.square()).sum())
 
     def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
-        size, low = x.double().abs(), self._power(self._bits(x) >> 23).double()
+        size = x.double().abs()
+        low = ops.natural_power((x.view(torch.int32) & 0x7FFFFFFF) >> 23).double()
         return (size - low) * (2 * low - size).clamp_(min=0)
 
     def variance_bound(self, x: Tensor, segments: Segments, shared: Tensor) -> float:
         return float(x.double().square().sum()) / 8
 
-    def _bits(self, x: Tensor) -> Tensor:
-        return x.view(torch.int32) & 0x7FFFFFFF
-
-    def _power(self, exponent: Tensor) -> Tensor:
-        return (exponent << 23).view(torch.float32)
-
     def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
-        bits = self._bits(x)
-        up = ops.draws24(key, x.numel(), x.device) < (bits & 0x7FFFFF) << 1
-        exponent = bits >> 23
-        exponent = (exponent + (up & (exponent > 0))).clamp_(max=TOP)
-        sign = ((x < 0) & (exponent > 0)).int()
-        return Payload((ops.pack(sign << 8 | exponent, BITS),))
+        return Payload((ops.natural_encode(x, key),))
 
     def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
         self.check(payload, segments)
-        codes = ops.unpack(payload.parts[0], BITS, segments.numel)
-        exponent = codes & 0xFF
-        if ((exponent > TOP) | (codes == 1 << 8)).any():
-            raise PayloadError(f"{self.name}: a code of infinity, of NaN or of a negative zero")
-        return torch.where(codes >> 8 == 1, -self._power(exponent), self._power(exponent))
+        return ops.natural_decode(payload.parts[0], segments.numel, self.name)
+
+    def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
+        for payload in payloads:
+            self.check(payload, segments)
+        words = [(payload.parts[0], payload.count) for payload in payloads]
+        return ops.natural_mean(words, segments.numel, self.name)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
-        return ((torch.int32, ops.packed_words(segments.numel, BITS)),)
+        return ((torch.int32, ops.packed_words(segments.numel, ops.NATURAL_BITS)),)

@@ -21,6 +21,7 @@ that is contiguous in torch, and a vector is one column (test_a_column_is_one_ou
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -79,6 +80,12 @@ class OneBit(Compressor):
         ops.class_decode(
             words, low, high, segments, self.name, total=total, count=payload.count, out=total
         )
+
+    def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
+        for payload in payloads:
+            self.check(payload, segments)
+        parts = [(payload.parts[0], payload.parts[1:], payload.count) for payload in payloads]
+        return ops.sign_mean(parts, segments, self.name)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         means = (torch.float32, len(segments))

@@ -1,5 +1,5 @@
 // Blockwise 8-bit codes on the CPU. Encoding with its statistic reads 4 bytes an element where blocks are short, else
-// 8, and writes 1; decoding reads 1 and writes 4.
+// 8, and writes 1; decoding reads 1 and writes 4, a mean reads 1 a payload.
 #include <stdlib.h>
 
 #include "blocks.cuh"
@@ -22,6 +22,83 @@ float largest(const float* x, int64_t n) {
     top = u > top ? u : top;
   }
   return float_of(top);
+}
+
+bool good_scales(const float* scales, int64_t m) {
+  bool good = true;
+  for (int64_t s = 0; s < m; ++s) good &= scales[s] == 0 || (scales[s] >= TINY && scales[s] <= FLOAT_MAX);
+  return good;
+}
+
+constexpr int VECTORS = 4;                // whose sums stay in registers
+constexpr int CHUNK = VECTORS * WIDTH;    // elements of these
+constexpr int AHEAD = 2 * TILE;           // codes from what is read to what is asked for
+
+// Payloads of a mean: codes and scales of each, and how many workers it is for.
+struct Payloads {
+  const int8_t* const* codes;
+  const float* const* scales;
+  const float* counts;
+  int number;
+};
+
+inline VecI wide_codes(const int8_t* codes) {
+#if defined(__AVX512F__)
+  return (VecI)_mm512_cvtepi8_epi32(load_vector<__m128i>(codes));
+#elif defined(__AVX2__)
+  return (VecI)_mm256_cvtepi8_epi32(_mm_loadu_si64(codes));
+#else
+  VecI wide;
+  for (int l = 0; l < WIDTH; ++l) wide[l] = codes[l];
+  return wide;
+#endif
+}
+
+inline VecF ratios(VecI code) {  // level_ratio for 127 levels
+  const VecF number = __builtin_convertvector(code, VecF), top = VecF{} + (float)INT8_TOP;
+#if defined(__AVX512F__)
+  const __m512 reciprocal = _mm512_set1_ps(1.0f / (float)INT8_TOP), estimate = (__m512)number * reciprocal;
+  return (VecF)_mm512_fmadd_ps(_mm512_fnmadd_ps(estimate, (__m512)top, (__m512)number), reciprocal, estimate);
+#elif defined(__AVX2__) && defined(__FMA__)
+  const __m256 reciprocal = _mm256_set1_ps(1.0f / (float)INT8_TOP), estimate = (__m256)number * reciprocal;
+  return (VecF)_mm256_fmadd_ps(_mm256_fnmadd_ps(estimate, (__m256)top, (__m256)number), reciprocal, estimate);
+#else
+  return number / top;
+#endif
+}
+
+// Sums of what the codes of all payloads stand for, times their counts, of the elements from `begin` to `end` of the
+// tile at `start`, all in segment s. `lowest`: the lowest codes.
+inline void add_part(const Payloads& in, int64_t start, int64_t s, int begin, int end, float* sums, VecI& lowest) {
+  int i = begin;
+  GC_ROLLED for (; i + CHUNK <= end; i += CHUNK) {
+    VecF sum[VECTORS];
+    VecI low = lowest;
+    GC_UNROLL
+    for (int v = 0; v < VECTORS; ++v) sum[v] = -VecF{};  // -0 adds nothing
+    GC_ROLLED for (int p = 0; p < in.number; ++p) {
+      const int8_t* codes = in.codes[p] + start + i;
+      const float scale = in.scales[p][s], times = in.counts[p];
+      __builtin_prefetch(codes + AHEAD);
+      GC_UNROLL
+      for (int v = 0; v < VECTORS; ++v) {
+        const VecI code = wide_codes(codes + v * WIDTH);
+        low = code < low ? code : low;
+        sum[v] += ratios(code) * scale * times;
+      }
+    }
+    lowest = low;
+    memcpy(sums + i, sum, sizeof sum);
+  }
+  for (; i < end; ++i) {
+    float sum = -0.0f;
+    for (int p = 0; p < in.number; ++p) {
+      const int code = in.codes[p][start + i];
+      lowest[0] = code < lowest[0] ? code : lowest[0];
+      sum += level_ratio((float)code, (float)INT8_TOP, 1.0f / (float)INT8_TOP) * in.scales[p][s] * in.counts[p];
+    }
+    sums[i] = sum;
+  }
 }
 
 }  // namespace
@@ -75,9 +152,7 @@ GC_API int64_t gc_int8_encode(const float* x, int64_t n, const int64_t* table, i
 GC_API int64_t gc_int8_decode(const int8_t* codes, const float* scales, int64_t n, const int64_t* table, int64_t m,
                               const float* onto, float count, float* out, int threads) {
   const Segments segments(table, m);
-  for (int64_t s = 0; s < m; ++s) {
-    if (!(scales[s] == 0 || (scales[s] >= TINY && scales[s] <= FLOAT_MAX))) return 1;
-  }
+  if (!good_scales(scales, m)) return 1;
   const bool stream = n >= STREAM_FROM && onto != out;
   const float reciprocal = 1.0f / (float)INT8_TOP;
   int bad = 0;
@@ -107,6 +182,41 @@ GC_API int64_t gc_int8_decode(const int8_t* codes, const float* scales, int64_t 
     if (lowest < -INT8_TOP) {
 #pragma omp critical
       bad = 2;
+    }
+  });
+  return bad;
+}
+
+// The sum over `number` payloads of (code / 127) * scale, each times its count, divided by `divisor`. Returns as
+// gc_int8_decode.
+GC_API int64_t gc_int8_mean(const int8_t* const* codes, const float* const* scales, const float* counts, int number,
+                            float divisor, int64_t n, const int64_t* table, int64_t m, float* out, int threads) {
+  const Segments segments(table, m);
+  const Payloads in{codes, scales, counts, number};
+  for (int p = 0; p < number; ++p) {
+    if (!good_scales(scales[p], m)) return 1;
+  }
+  const bool stream = streams(out, n);
+  int bad = 0;
+  parallel(tiles_of(n), threads, [=, &segments, &in, &bad](int64_t first, int64_t last) {
+    GC_ALIGNED float sums[TILE];
+    VecI lowest = {};
+    int64_t s = segments.holding(first * TILE);
+    for (int64_t t = first; t < last; ++t) {
+      const int64_t start = t * TILE;
+      const int count = (int)(n - start < TILE ? n - start : TILE);
+      for_parts(segments, start, count, s, [&](int64_t part, int begin, int end) {
+        add_part(in, start, part, begin, end, sums, lowest);
+      });
+      divide_tile(sums, count, divisor);
+      write_tile(out + start, sums, count, stream);
+    }
+    if (stream) end_stream();
+    for (int l = 0; l < WIDTH; ++l) {
+      if (lowest[l] < -INT8_TOP) {
+#pragma omp atomic write
+        bad = 2;
+      }
     }
   });
   return bad;

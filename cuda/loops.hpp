@@ -80,6 +80,19 @@ struct Segments {
   }
 };
 
+// Call f(segment, begin, end) for the parts of a tile of `count` elements; `s` holds its first, and then its last one.
+template <class F>
+inline void for_parts(const Segments& segments, int64_t start, int count, int64_t& s, F f) {
+  while (segments.offsets[s + 1] <= start) ++s;
+  for (int begin = 0;; ++s) {
+    const int64_t stop = segments.offsets[s + 1] - start;
+    const int end = (int)(stop < count ? stop : count);
+    if (begin < end) f(s, begin, end);
+    if (stop >= count) return;
+    begin = end;
+  }
+}
+
 // K values of each segment, repeated for the elements of one tile after the other. `value` is called with a segment
 // and an array of K floats, which it fills.
 template <int K, class F>
@@ -474,6 +487,16 @@ static inline void write_tile(float* out, const float* tile, int count, bool str
     return;
   }
   memcpy(out, tile, count * sizeof *out);
+}
+
+// Divide a tile's sums by the number of workers. A product with the reciprocal of a power of two is the quotient.
+static inline void divide_tile(float* tile, int count, float divisor) {
+  if ((bits_of(divisor) & 0x7fffffu) == 0) {
+    const float factor = 1.0f / divisor;
+    GC_SIMD for (int i = 0; i < count; ++i) tile[i] *= factor;
+  } else {
+    GC_SIMD for (int i = 0; i < count; ++i) tile[i] /= divisor;
+  }
 }
 
 // Write `number` lines of 64 bytes past the caches, to and from addresses that are multiples of 64.

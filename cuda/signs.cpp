@@ -24,19 +24,6 @@ constexpr int64_t LEAD = 384;      // elements from what is summed to what is as
 
 inline int count_of(int64_t tile, int64_t n) { return (int)(n - tile * TILE < TILE ? n - tile * TILE : TILE); }
 
-// Call f(segment, begin, end) for the parts of a tile of `count` elements; `s` holds its first, and then its last one.
-template <class F>
-inline void for_parts(const Segments& segments, int64_t start, int count, int64_t& s, F f) {
-  while (segments.offsets[s + 1] <= start) ++s;
-  for (int begin = 0;; ++s) {
-    const int64_t stop = segments.offsets[s + 1] - start;
-    const int end = (int)(stop < count ? stop : count);
-    if (begin < end) f(s, begin, end);
-    if (stop >= count) return;
-    begin = end;
-  }
-}
-
 // Whether a bit is set after the last of n codes.
 bool set_after_last(const uint32_t* words, int64_t n, int bits) {
   const int rest = (int)(n % TILE), lanes = (rest + LANES - 1) / LANES;
@@ -573,6 +560,105 @@ void add_ballots(const Ballots& in, int64_t tile, int lanes, bool wide, Tally& t
   }
 }
 
+// What is wrong with bits and values (`low` null: `high` and its negative), a `Wrong`.
+int64_t wrong_values(const uint32_t* words, const Segments& segments, const float* low, const float* high,
+                     int threads) {
+  const int64_t n = segments.offsets[segments.count];
+  if (set_after_last(words, n, 1)) return AFTER_LAST;
+  int64_t wrong = NOTHING;
+  parallel(segments.count, threads, [&](int64_t first, int64_t last) {
+    int64_t worst = NOTHING;
+    for (int64_t s = first; s < last; ++s) {
+      const float below = low ? low[s] : 0.0f, above = high[s];
+      const int64_t start = segments.offsets[s], stop = segments.offsets[s + 1];
+      if (!is_finite(below) || !is_finite(above)) worst = first_wrong(NOT_FINITE, worst);
+      if (below > 0.0f || above < 0.0f) worst = first_wrong(WRONG_SIDE, worst);
+      if (start == stop) {
+        if (below != 0.0f || above != 0.0f) worst = first_wrong(OF_NOTHING, worst);
+      } else if (low && (below != 0.0f || above != 0.0f)) {
+        const Found found = classes_of(words, n, start, stop);
+        if ((below != 0.0f && !found.zeros) || (above != 0.0f && !found.ones)) worst = first_wrong(OF_NOTHING, worst);
+      }
+    }
+    if (worst) {
+#pragma omp critical
+      wrong = first_wrong(worst, wrong);
+    }
+  });
+  return wrong;
+}
+
+// ---- means -----------------------------------------------------------------------------------------------------
+
+// Payloads of a mean: bits, values as gc_sign_values takes them, and how many workers each is for.
+struct Payloads {
+  const uint32_t* const* words;
+  const float* const* low;
+  const float* const* high;
+  const float* counts;
+  int number;
+
+  float above(int p, int64_t s) const { return high[p][s] * counts[p]; }
+  float below(int p, int64_t s) const { return low ? low[p][s] * counts[p] : -above(p, s); }
+};
+
+constexpr int PARTS = LANES / WIDTH;          // vectors in a row
+constexpr int TOGETHER = PARTS > 2 ? 1 : 4;  // rows whose sums stay in registers
+constexpr int FEW = 4;                        // segments in a tile that are worth to be walked row by row
+
+// Sums of ROWS rows, from `row` on, of a whole tile whose words begin at `place`, all in segment s.
+template <int ROWS>
+inline void add_rows(const Payloads& in, int64_t place, int row, int64_t s, float* sums) {
+  VecF sum[ROWS][PARTS];
+  GC_UNROLL
+  for (int k = 0; k < ROWS * PARTS; ++k) sum[k / PARTS][k % PARTS] = -VecF{};  // -0 adds nothing
+  GC_ROLLED for (int p = 0; p < in.number; ++p) {
+    const VecF above = -VecF{} + in.above(p, s), below = -VecF{} + in.below(p, s);
+    GC_UNROLL
+    for (int v = 0; v < PARTS; ++v) {
+      const VecU word = load_vector<VecU>(in.words[p] + place + v * WIDTH);
+      GC_UNROLL
+      for (int r = 0; r < ROWS; ++r) sum[r][v] += (word & 1u << (row + r)) != 0 ? above : below;
+    }
+  }
+  memcpy(sums + row * LANES, sum, sizeof sum);
+}
+
+// Sums of the elements from `begin` to `end` of a whole tile, all in segment s.
+void add_part(const Payloads& in, int64_t place, int64_t s, int begin, int end, float* sums) {
+  const auto one_by_one = [&](int from, int to) {
+    for (int i = from; i < to; ++i) {
+      float sum = -0.0f;
+      for (int p = 0; p < in.number; ++p) {
+        sum += in.words[p][place + i % LANES] >> (i / LANES) & 1 ? in.above(p, s) : in.below(p, s);
+      }
+      sums[i] = sum;
+    }
+  };
+  int row = (begin + LANES - 1) / LANES;
+  const int last = end / LANES;
+  if (row > last) return one_by_one(begin, end);
+  one_by_one(begin, row * LANES);
+  GC_ROLLED for (; row + TOGETHER <= last; row += TOGETHER) add_rows<TOGETHER>(in, place, row, s, sums);
+  GC_ROLLED for (; row < last; ++row) add_rows<1>(in, place, row, s, sums);
+  one_by_one(last * LANES, end);
+}
+
+// Sums of a tile of many segments, or of a short one; `s` holds its first.
+void add_tile(const Payloads& in, const Segments& segments, int64_t start, int count, int64_t s, float* sums) {
+  GC_ALIGNED uint32_t codes[TILE];
+  uint32_t* code_of = codes;
+  for (int i = 0; i < count; ++i) sums[i] = -0.0f;
+  for (int p = 0; p < in.number; ++p) {
+    unpack_tile<1>(in.words[p] + start / TILE * LANES, count, [=](int i, uint32_t code) { code_of[i] = code; });
+    int64_t at = s;
+    for_parts(segments, start, count, at, [=, &in](int64_t part, int from, int to) {
+      const float above = in.above(p, part), below = in.below(p, part);
+      GC_SIMD for (int i = from; i < to; ++i) sums[i] += code_of[i] ? above : below;
+    });
+  }
+}
+
 }  // namespace
 
 // ---- what Python calls -----------------------------------------------------------------------------------------
@@ -645,28 +731,7 @@ GC_API int64_t gc_sign_decode(const uint32_t* words, int64_t n, int bits, float*
 GC_API int64_t gc_sign_values(const uint32_t* words, const int64_t* table, int64_t m, const float* low,
                               const float* high, const float* total, float times, float* out, int threads) {
   const Segments segments(table, m);
-  const int64_t n = segments.offsets[m];
-  if (set_after_last(words, n, 1)) return AFTER_LAST;
-  int64_t wrong = NOTHING;
-  parallel(m, threads, [&](int64_t first, int64_t last) {
-    int64_t worst = NOTHING;
-    for (int64_t s = first; s < last; ++s) {
-      const float below = low ? low[s] : 0.0f, above = high[s];
-      const int64_t start = segments.offsets[s], stop = segments.offsets[s + 1];
-      if (!is_finite(below) || !is_finite(above)) worst = first_wrong(NOT_FINITE, worst);
-      if (below > 0.0f || above < 0.0f) worst = first_wrong(WRONG_SIDE, worst);
-      if (start == stop) {
-        if (below != 0.0f || above != 0.0f) worst = first_wrong(OF_NOTHING, worst);
-      } else if (low && (below != 0.0f || above != 0.0f)) {
-        const Found found = classes_of(words, n, start, stop);
-        if ((below != 0.0f && !found.zeros) || (above != 0.0f && !found.ones)) worst = first_wrong(OF_NOTHING, worst);
-      }
-    }
-    if (worst) {
-#pragma omp critical
-      wrong = first_wrong(worst, wrong);
-    }
-  });
+  const int64_t n = segments.offsets[m], wrong = wrong_values(words, segments, low, high, threads);
   if (wrong) return wrong;
 
   const bool stream = n >= STREAM_FROM && !total;
@@ -779,4 +844,39 @@ GC_API int64_t gc_sign_encode(const float* x, const float* residual, const int64
   if (low) return run(Encoder<2, false>(x, residual, table, m, words, low, high, left, threads));
   if (residual) return run(Encoder<1, true>(x, residual, table, m, words, low, high, left, threads));
   return run(Encoder<1, false>(x, residual, table, m, words, low, high, left, threads));
+}
+
+// The mean over `number` payloads of what bits and values stand for, each times its count, divided by `divisor`: see
+// gc_sign_values. Returns a `Wrong`, of the first payload that is.
+GC_API int64_t gc_sign_mean(const uint32_t* const* words, const float* const* low, const float* const* high,
+                            const float* counts, int number, float divisor, const int64_t* table, int64_t m, float* out,
+                            int threads) {
+  const Segments segments(table, m);
+  const int64_t n = segments.offsets[m];
+  const Payloads in{words, low, high, counts, number};
+  for (int p = 0; p < number; ++p) {
+    const int64_t wrong = wrong_values(words[p], segments, low ? low[p] : nullptr, high[p], threads);
+    if (wrong) return wrong;
+  }
+  const bool stream = streams(out, n);
+  parallel(tiles_of(n), threads, [=, &segments, &in](int64_t first, int64_t last) {
+    GC_ALIGNED float sums[TILE];
+    int64_t s = segments.holding(first * TILE);
+    for (int64_t t = first; t < last; ++t) {
+      const int64_t start = t * TILE;
+      const int count = count_of(t, n);
+      while (segments.offsets[s + 1] <= start) ++s;
+      if (count == TILE && segments.offsets[std::min(s + FEW, m)] >= start + count) {
+        for_parts(segments, start, count, s, [&](int64_t part, int begin, int end) {
+          add_part(in, t * LANES, part, begin, end, sums);
+        });
+      } else {
+        add_tile(in, segments, start, count, s, sums);
+      }
+      divide_tile(sums, count, divisor);
+      write_tile(out + start, sums, count, stream);
+    }
+    if (stream) end_stream();
+  });
+  return NOTHING;
 }

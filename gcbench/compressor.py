@@ -411,13 +411,15 @@ class Compressor(ABC):
     def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
         """Return the mean of what the payloads of different workers stand for, shape (n,).
 
-        By default each is decoded and they are added in the order of ranks.
+        By default each is decoded and they are added in the order of ranks. A method may override
+        it with an operation that does so in one pass; same bits.
         """
         # The product is a tensor of its own; what was decoded may be the payload's.
         total = self.decode(payloads[0], segments, shared) * payloads[0].count
         for payload in payloads[1:]:
             self.decode_onto(payload, segments, shared, total)
-        return total.div_(sum(payload.count for payload in payloads))
+        workers = float(sum(payload.count for payload in payloads))
+        return total.div_(total.new_tensor(workers))  # by a number, a GPU takes its reciprocal
 
     def decode_onto(
         self, payload: Payload, segments: Segments, shared: Tensor, total: Tensor

@@ -451,6 +451,13 @@ def test_what_a_kernel_takes_on_trust_is_checked_before(shim):  # noqa: F811
         lambda: run["ternary_mean"]([(words, 1)], one, segments, out=x[:63]),
         lambda: run["ternary_mean"]([(words, 1)], one.double(), segments),
         lambda: run["ternary_merge"]([(words, 1)], 64, out=words[:3]),
+        lambda: run["half_encode"](x.double(), torch.float16),
+        lambda: run["half_encode"](x, torch.float16, out=x.bfloat16()),
+        lambda: run["half_mean"]([(x.half(), 1), (x[:63].half(), 1)], ""),
+        lambda: run["half_mean"]([(x.half(), 1), (x.bfloat16(), 1)], ""),
+        lambda: run["half_decode"](x.half(), "", out=x[:63]),
+        lambda: run["natural_encode"](x, key, out=words),
+        lambda: run["natural_decode"](ops.natural_encode(x, key), 64, "", out=x[:63]),
     ]
     before = len(shim.launches)
     with launch.use_launcher("cpu", shim):

@@ -94,15 +94,23 @@ def large(n: int) -> Iterator[kernel_cases.Call]:
             yield Call("ternary_mean", f"{name} {count}", ([(words, 1)] * count, scale, segments))
         yield Call("class_decode", name, (*ops.class_encode(x, segments), segments, "method"))
         yield Call("scaled_decode", name, (*ops.scaled_encode(x, segments), segments, "method"))
+        signs = [(words, values, 2) for words, *values in [ops.class_encode(x, segments)]]
+        yield Call("sign_mean", name, (signs * 2, segments, "method"))
         norms = ops.level_norms(x, segments, "max", 7)
         coded = ops.level_encode(x, norms, 7, "fixed", segments, key)
         yield Call("level_decode", name, (coded, norms, "max", 7, "fixed", segments))
         coded = ops.int8_encode(x, segments, "nearest", key)
         yield Call("int8_decode", name, (*coded, segments))
+        yield Call("int8_mean", name, ([(*coded, 1), (*coded, 2)], segments))
         runs = ops.kept_runs(segments, 0.01)
         places, kept = ops.largest_elements(x, runs)
         yield Call("scatter", name, (kept, places, n))
         yield Call("scatter_mean", name, ([(kept, places)] * 2, n, 2))
+    for dtype in (torch.float16, torch.bfloat16):
+        yield Call("half_encode", f"{dtype}", (x, dtype))
+        yield Call("half_mean", f"{dtype}", ([(x.to(dtype), 1), (x.flip(0).to(dtype), 2)], "x"))
+    words = ops.natural_encode(x, key)
+    yield Call("natural_mean", "", ([(words, 1), (words, 4)], n, "x"))
     for bits in (1, 2):
         yield Call("sign_decode", f"{bits}", (ops.sign_pack(x, bits), bits, n, "method"))
     groups = ((1, n - 5), (5, 1))

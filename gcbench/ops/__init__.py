@@ -17,7 +17,7 @@ from gcbench.ops.bitstream import (
     omega_sparse_write,
     write_codes,
 )
-from gcbench.ops.blocks import INT8_ROUNDINGS, int8_decode, int8_encode
+from gcbench.ops.blocks import INT8_ROUNDINGS, int8_decode, int8_encode, int8_mean
 from gcbench.ops.dct import (
     Chunks,
     dct_chunks,
@@ -30,7 +30,15 @@ from gcbench.ops.dct import (
     dct_unpack,
     dct_words,
 )
+from gcbench.ops.half import half_decode, half_encode, half_mean
 from gcbench.ops.lowrank import orthonormalize
+from gcbench.ops.natural import (
+    NATURAL_BITS,
+    natural_decode,
+    natural_encode,
+    natural_mean,
+    natural_power,
+)
 from gcbench.ops.quantize import (
     LEVEL_CODINGS,
     LEVEL_NORMS,
@@ -113,6 +121,7 @@ from gcbench.ops.sign import (
     scaled_encode,
     scaled_feedback,
     sign_decode,
+    sign_mean,
     sign_pack,
     sign_pack_above,
     sign_unpack,
@@ -140,6 +149,7 @@ __all__ = [
     "INT8_ROUNDINGS",
     "LEVEL_CODINGS",
     "LEVEL_NORMS",
+    "NATURAL_BITS",
     "OMEGA_MAX",
     "POSITION_CODINGS",
     "TINY",
@@ -168,8 +178,12 @@ __all__ = [
     "draws24",
     "dropped_energy",
     "gather",
+    "half_decode",
+    "half_encode",
+    "half_mean",
     "int8_decode",
     "int8_encode",
+    "int8_mean",
     "kept_runs",
     "kept_total",
     "kept_values",
@@ -186,6 +200,10 @@ __all__ = [
     "level_variance",
     "magnitude_order",
     "mean_error",
+    "natural_decode",
+    "natural_encode",
+    "natural_mean",
+    "natural_power",
     "normal",
     "omega_codes",
     "omega_dense_read",
@@ -220,6 +238,7 @@ __all__ = [
     "segment_moments",
     "segment_std",
     "sign_decode",
+    "sign_mean",
     "sign_pack",
     "sign_pack_above",
     "sign_unpack",

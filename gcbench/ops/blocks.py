@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from gcbench.compressor import Key, Segments
 from gcbench.errors import PayloadError
 from gcbench.ops.backend import op
-from gcbench.ops.reference import TINY, into, scale_, segment_absmax, uniform
+from gcbench.ops.reference import TINY, into, mean_onto, scale_, segment_absmax, uniform
 
 INT8_TOP = 127
 """The largest code: that of the block's largest magnitude."""
@@ -74,3 +76,26 @@ def int8_decode(
     values = codes.float().div_(torch.tensor(float(INT8_TOP), device=codes.device))
     scale_(values, scales, segments)
     return into(out, values if onto is None else onto + values * count)
+
+
+@op
+def int8_mean(
+    payloads: Sequence[tuple[Tensor, Tensor, int]],
+    segments: Segments,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the mean of all workers, float32, shape (n,): see `mean_onto`.
+
+    `payloads`: codes and scales, as `int8_decode` takes them, and how many workers' mean they are.
+    `out`: where to write.
+
+    Raises:
+        PayloadError: see `int8_decode`.
+    """
+
+    def decode(i: int, total: Tensor | None) -> Tensor:
+        codes, scales, count = payloads[i]
+        return int8_decode(codes, scales, segments, onto=total, count=count, out=total)
+
+    return into(out, mean_onto(decode, [count for *_, count in payloads]))

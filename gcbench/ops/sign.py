@@ -7,6 +7,7 @@ a code may also be 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,16 @@ from torch import Tensor
 from gcbench.compressor import Key, Segments
 from gcbench.errors import PayloadError
 from gcbench.ops.backend import op
-from gcbench.ops.reference import LANES, draws24, into, pack, scale_, segment_moments, unpack
+from gcbench.ops.reference import (
+    LANES,
+    draws24,
+    into,
+    mean_onto,
+    pack,
+    scale_,
+    segment_moments,
+    unpack,
+)
 
 ERROR_SLACK = 2.0**-40
 """Rounding of `mean_error`, in units of the sum of squares. Sums of up to 2^40 terms by halving in
@@ -281,6 +291,33 @@ def class_decode(
     ):
         torch.where(rows, high[which].unsqueeze(1), low[which].unsqueeze(1), out=part)
     return into(out, _onto(total, count, values))
+
+
+@op
+def sign_mean(
+    payloads: Sequence[tuple[Tensor, tuple[Tensor, ...], int]],
+    segments: Segments,
+    name: str,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the mean of all workers, float32, shape (n,): see `mean_onto`.
+
+    `payloads`: the bits, the value or the two values of each segment, as `scaled_decode` and
+    `class_decode` take them, and how many workers' mean they are. `out`: where to write.
+
+    Raises:
+        PayloadError: see these.
+    """
+
+    def decode(i: int, total: Tensor | None) -> Tensor:
+        words, values, count = payloads[i]
+        more: dict[str, Any] = {"total": total, "count": count, "out": total}
+        if len(values) == 1:
+            return scaled_decode(words, values[0], segments, name, **more)
+        return class_decode(words, values[0], values[1], segments, name, **more)
+
+    return into(out, mean_onto(decode, [count for *_, count in payloads]))
 
 
 @op

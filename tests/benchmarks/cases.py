@@ -331,6 +331,14 @@ def _class_feedback(g: Gradient) -> Timed:
     )
 
 
+@case("sign_mean8", each(eager.mean_of(eager.onebit_decode), eight(eager.onebit)))
+def _sign_mean(g: Gradient) -> Timed:
+    columns, out = g.segments("column"), g.empty(torch.float32, g.n)
+    coded = [ops.class_encode(g.of_worker(rank), columns) for rank in range(WORKERS)]
+    payloads = [(words, (low, high), 1) for words, low, high in coded]
+    return Timed(lambda: ops.sign_mean(payloads, columns, "", out=out), nbytes(coded, out))
+
+
 # levels and blocks
 
 
@@ -403,6 +411,60 @@ def _int8_decode(g: Gradient) -> Timed:
     blocks, out = g.segments(BLOCK), g.empty(torch.float32, g.n)
     coded = ops.int8_encode(g.x, blocks, "nearest", KEY)
     return Timed(lambda: ops.int8_decode(*coded, blocks, out=out), nbytes(coded, out))
+
+
+@case("int8_mean8", each(eager.mean_of(eager.int8_decode), eight(eager.int8)))
+def _int8_mean(g: Gradient) -> Timed:
+    blocks, out = g.segments(BLOCK), g.empty(torch.float32, g.n)
+    coded = [ops.int8_encode(g.of_worker(rank), blocks, "nearest", KEY) for rank in range(WORKERS)]
+    payloads = [(codes, scales, 1) for codes, scales in coded]
+    return Timed(lambda: ops.int8_mean(payloads, blocks, out=out), nbytes(coded, out))
+
+
+# formats of floats
+
+
+@case("half_encode", each(torch.Tensor.half))
+def _half_encode(g: Gradient) -> Timed:
+    out = g.empty(torch.float16, g.n)
+    return Timed(lambda: ops.half_encode(g.x, torch.float16, out=out), nbytes(g.x, out))
+
+
+@case("half_decode", each(torch.Tensor.float, torch.Tensor.half))
+def _half_decode(g: Gradient) -> Timed:
+    codes, out = ops.half_encode(g.x, torch.float16), g.empty(torch.float32, g.n)
+    return Timed(lambda: ops.half_decode(codes, "", out=out), nbytes(codes, out))
+
+
+@case("half_mean8", each(eager.mean_of(torch.Tensor.float), eight(torch.Tensor.half)))
+def _half_mean(g: Gradient) -> Timed:
+    payloads = [(ops.half_encode(g.of_worker(rank), torch.float16), 1) for rank in range(WORKERS)]
+    out = g.empty(torch.float32, g.n)
+    return Timed(
+        lambda: ops.half_mean(payloads, "", out=out), nbytes([codes for codes, _ in payloads], out)
+    )
+
+
+@case("natural_encode", each(eager.natural))
+def _natural_encode(g: Gradient) -> Timed:
+    out = g.empty(torch.int32, ops.packed_words(g.n, ops.NATURAL_BITS))
+    return Timed(lambda: ops.natural_encode(g.x, KEY, out=out), nbytes(g.x, out))
+
+
+@case("natural_decode")
+def _natural_decode(g: Gradient) -> Timed:
+    words, out = ops.natural_encode(g.x, KEY), g.empty(torch.float32, g.n)
+    return Timed(lambda: ops.natural_decode(words, g.n, "", out=out), nbytes(words, out))
+
+
+@case("natural_mean8")
+def _natural_mean(g: Gradient) -> Timed:
+    payloads = [(ops.natural_encode(g.of_worker(rank), KEY), 1) for rank in range(WORKERS)]
+    out = g.empty(torch.float32, g.n)
+    return Timed(
+        lambda: ops.natural_mean(payloads, g.n, "", out=out),
+        nbytes([words for words, _ in payloads], out),
+    )
 
 
 # selection

@@ -62,6 +62,14 @@ def decodings(n: int, cut: str, segments: Segments) -> Iterator[Call]:
                 (words, *means, segments, "method"),
                 {"total": total, "count": count},
             )
+        for counts in ((1,), (1, 3, 1), (1,) * 8) if n <= 5000 else ((1, 3, 1),):
+            several = [(words, means, count) for count in counts]
+            other = ops.sign_pack(x.flip(0) + x)
+            alike = (words, tuple(mean * 0.3 for mean in means), 2)
+            yield Call("sign_mean", f"{cut} {kind} {counts}", ([*several, alike], segments, "m"))
+            for what, bad in (("bits", other | -1), ("few", other[1:])):
+                worse = [*several, (bad, means, 1)]
+                yield Call("sign_mean", f"{cut} {kind} {counts} {what}", (worse, segments, "m"))
         yield Call(decode, f"{cut} truncated", (words[1:], *means, segments, "method"))
         yield Call(decode, f"{cut} all bits", (words | -1, *means, segments, "method"))
         yield Call(decode, f"{cut} no bits", (words & 0, *means, segments, "method"))

@@ -16,8 +16,10 @@ from gcbench.ops.backend import Kernels
 from gcbench.ops.cpu import (
     bitstream,
     blocks,
+    half,
     levels,
     library,
+    natural,
     packing,
     rangefloat,
     selection,
@@ -31,7 +33,9 @@ from gcbench.ops.cpu.library import c
 FAMILIES: tuple[Any, ...] = (
     bitstream,
     blocks,
+    half,
     levels,
+    natural,
     packing,
     rangefloat,
     selection,

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from gcbench.compressor import Key, Segments
 from gcbench.errors import PayloadError
 from gcbench.ops.blocks import BAD_CODE, BAD_SCALE
-from gcbench.ops.cpu.library import address, c, output, stream
+from gcbench.ops.cpu.library import address, addresses, c, integers, output, stream
 
 SIGNATURES = {
     "gc_int8_encode": "plpliQQIIppi",
     "gc_int8_decode": "pplplpfpi",
+    "gc_int8_mean": "pppiflplpi",
 }
 
 
@@ -65,4 +68,33 @@ def int8_decode(
     return out
 
 
-KERNELS = {"int8_encode": int8_encode, "int8_decode": int8_decode}
+def int8_mean(
+    payloads: Sequence[tuple[Tensor, Tensor, int]],
+    segments: Segments,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Serve `ops.int8_mean`."""
+    n, m = segments.numel, len(segments)
+    codes, _codes = addresses([codes for codes, _, _ in payloads], torch.int8, n)
+    scales, _scales = addresses([scales for _, scales, _ in payloads], torch.float32, m)
+    counts = integers([count for *_, count in payloads], "f")
+    out = output(out, torch.float32, n)
+    fault = c.gc_int8_mean(
+        codes,
+        scales,
+        counts.buffer_info()[0],
+        len(payloads),
+        sum(count for *_, count in payloads),
+        n,
+        segments.table.data_ptr(),
+        m,
+        address(out, torch.float32, n),
+        torch.get_num_threads(),
+    )
+    if fault:
+        raise PayloadError(BAD_SCALE if fault == 1 else BAD_CODE)
+    return out
+
+
+KERNELS = {"int8_encode": int8_encode, "int8_decode": int8_decode, "int8_mean": int8_mean}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,12 +142,43 @@ def stream(key: Key) -> tuple[int, int, int, int]:
 
 
 def integers(numbers: Iterable[int], kind: str = "q") -> array[int]:
-    """Return a C array of int64, or of pointers, or of int32 with `kind` "i".
+    """Return a C array of int64, or of pointers, or of int32 with `kind` "i", or floats with "f".
 
     That takes a third of ctypes' time. A kernel gets it as `.buffer_info()[0]`, and the caller
     keeps it alive meanwhile.
     """
     return array(kind, numbers)
+
+
+def addresses(
+    tensors: Sequence[Tensor], dtype: torch.dtype, numel: int
+) -> tuple[int, tuple[object, ...]]:
+    """Return where a C array of the tensors' addresses lies, and what the caller keeps alive.
+
+    Raises:
+        ValueError: one has another dtype, length or device.
+    """
+    kept = [tensor.contiguous() for tensor in tensors]
+    places = integers([address(tensor, dtype, numel) for tensor in kept])
+    return places.buffer_info()[0], (kept, places)
+
+
+def summands(
+    payloads: Sequence[tuple[Tensor, int]], dtype: torch.dtype, numel: int
+) -> tuple[tuple[int, int, int, float], tuple[object, ...]]:
+    """Return the C arguments of a mean, and what they point into: payloads, counts, number, sum.
+
+    `payloads`: a tensor of `numel` elements of `dtype` each, and its number of workers.
+
+    Raises:
+        ValueError: there is none, or one has another dtype, length or device.
+    """
+    if not payloads:
+        raise ValueError("the mean of no payloads: one at least expected")
+    where, kept = addresses([payload for payload, _ in payloads], dtype, numel)
+    counts = integers([count for _, count in payloads], "f")
+    total = float(sum(count for _, count in payloads))
+    return (where, counts.buffer_info()[0], len(payloads), total), (kept, counts)
 
 
 def pointers(addresses: list[int]) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gcbench.compressor import Key, Segments
 from gcbench.errors import PayloadError
-from gcbench.ops.cpu.library import address, c, output, stream
+from gcbench.ops.cpu.library import address, addresses, c, integers, output, stream
 from gcbench.ops.reference import packed_words
 from gcbench.ops.sign import sign_voters, wrong
 
@@ -19,6 +19,7 @@ SIGNATURES = {
     "gc_sign_pack_above": "pplpdpi",
     "gc_sign_decode": "plipi",
     "gc_sign_values": "pplpppfpi",
+    "gc_sign_mean": "ppppifplpi",
     "gc_sign_vote": "pppllliliQQIIpi",
     "gc_sign_encode": "ppplppppi",
 }
@@ -252,6 +253,39 @@ def class_decode(
     return _values(words, low, high, segments, name, total, count, out)
 
 
+def sign_mean(
+    payloads: Sequence[tuple[Tensor, tuple[Tensor, ...], int]],
+    segments: Segments,
+    name: str,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Serve `ops.sign_mean`."""
+    n, m = segments.numel, len(segments)
+    bits = [_packed(words, 1, n) for words, _, _ in payloads]
+    words, _words = addresses(bits, torch.int32, packed_words(n, 1))
+    (low, _low), (high, _high) = (
+        addresses([values[k] for _, values, _ in payloads], torch.float32, m) for k in (0, -1)
+    )
+    counts = integers([count for *_, count in payloads], "f")
+    out = output(out, torch.float32, n)
+    bad = c.gc_sign_mean(
+        words,
+        low if len(payloads[0][1]) == 2 else None,
+        high,
+        counts.buffer_info()[0],
+        len(payloads),
+        sum(count for *_, count in payloads),
+        segments.table.data_ptr(),
+        m,
+        address(out, torch.float32, n),
+        torch.get_num_threads(),
+    )
+    if bad:
+        raise wrong(name, bad)
+    return out
+
+
 KERNELS = {
     "class_decode": class_decode,
     "class_encode": class_encode,
@@ -260,6 +294,7 @@ KERNELS = {
     "scaled_encode": scaled_encode,
     "scaled_feedback": scaled_feedback,
     "sign_decode": sign_decode,
+    "sign_mean": sign_mean,
     "sign_pack": sign_pack,
     "sign_pack_above": sign_pack_above,
     "sign_vote": sign_vote,

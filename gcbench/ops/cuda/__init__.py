@@ -33,7 +33,9 @@ import torch
 from gcbench.ops.backend import Kernels
 from gcbench.ops.cuda import (
     blocks,
+    half,
     levels,
+    natural,
     packing,
     random,
     rangefloat,
@@ -47,7 +49,9 @@ from gcbench.ops.cuda.launch import launcher
 
 FAMILIES: tuple[Any, ...] = (
     blocks,
+    half,
     levels,
+    natural,
     packing,
     random,
     rangefloat,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from ctypes import Structure, c_int32, c_void_p
+from collections.abc import Sequence
+from ctypes import Structure, c_float, c_int32, c_void_p
 
 import torch
 from torch import Tensor
 
 from gcbench.compressor import TILE, Segments
-from gcbench.ops.cuda.launch import blocks_for
+from gcbench.ops.cuda.launch import blocks_for, f32
 
 THREADS = 256
 """Threads of a block: eight warps, each of which has a tile."""
@@ -88,6 +89,40 @@ class Payloads(Structure):
         ("tops", c_int32 * MOST_PAYLOADS),
         ("number", c_int32),
     )
+
+
+class Summands(Structure):
+    """`Summands` of the kernels: payloads, the number of workers of each, how many payloads."""
+
+    _fields_ = (
+        ("parts", c_void_p * MOST_PAYLOADS),
+        ("counts", c_float * MOST_PAYLOADS),
+        ("number", c_int32),
+    )
+
+
+def summands(
+    payloads: Sequence[tuple[Tensor, int]], dtype: torch.dtype, numel: int, device: torch.device
+) -> tuple[list[tuple[Summands, f32]], list[Tensor]]:
+    """Return for each launch of a mean its payloads and by what it divides, and what these are in.
+
+    The last launch divides by the number of all workers, those before by 1.
+
+    Raises:
+        ValueError: there is no payload, or one has another dtype, length or device.
+    """
+    if not payloads:
+        raise ValueError("the mean of no payloads: one at least expected")
+    kept = [checked(payload, dtype, numel, device) for payload, _ in payloads]
+    launches = []
+    for start in range(0, len(kept), MOST_PAYLOADS):
+        part = Summands(number=len(kept[start : start + MOST_PAYLOADS]))
+        for i in range(part.number):
+            part.parts[i] = kept[start + i].data_ptr()
+            part.counts[i] = payloads[start + i][1]
+        launches.append((part, f32(1.0)))
+    launches[-1] = launches[-1][0], f32(sum(count for _, count in payloads))
+    return launches, kept
 
 
 def flag(device: torch.device) -> Tensor:

@@ -1,0 +1,144 @@
+// Natural compression on the CPU. Encoding reads 4 and writes 9/8 bytes an element; a mean reads 9/8 a payload and
+// writes 4.
+#include "natural.cuh"
+#include "loops.hpp"
+
+using namespace gc;
+
+namespace {
+
+constexpr int B = NATURAL_BITS;
+constexpr int ROWS = 8;                // of codes that are added in registers
+constexpr int PARTS = LANES / WIDTH;   // vectors in a row
+constexpr uint32_t TOP = 0xff800000u;  // where a float has sign and exponent
+
+constexpr int AHEAD = 2 * B * LANES;   // words from what is read to what is asked for: two tiles
+
+struct Payloads {
+  const uint32_t* const* words;
+  const float* counts;
+  int number;
+};
+
+// Where a value is infinite or -0.
+#if defined(__AVX512DQ__)
+typedef __mmask16 Where;
+inline Where stands_for_nothing(VecF value) { return _mm512_fpclass_ps_mask((__m512)value, 0x04 | 0x08 | 0x10); }
+inline bool any(Where where) { return where != 0; }
+#else
+typedef VecI Where;
+inline Where stands_for_nothing(VecF value) {
+  const VecI bits = (VecI)value;
+  return (bits == INT32_MIN) | ((bits & INT32_MAX) == 0x7f800000);
+}
+inline bool any(Where where) {
+  int32_t all = 0;
+  for (int l = 0; l < WIDTH; ++l) all |= where[l];
+  return all != 0;
+}
+#endif
+
+// Rows FIRST to FIRST + 7 of WIDTH lanes of a whole tile, from `lane` on, whose words begin at `place`: the sums of what
+// the codes of all payloads stand for, times their counts, to `sums`. `bad` is set where a code stands for nothing.
+template <int FIRST>
+inline void add_rows(const Payloads& in, int64_t place, int lane, float* sums, Where& bad) {
+  constexpr int BIT = FIRST * B, WORD = BIT / 32, WORDS = ((FIRST + ROWS) * B - 1) / 32 - WORD + 1;
+  VecF sum[ROWS];
+  GC_UNROLL
+  for (int j = 0; j < ROWS; ++j) sum[j] = -VecF{};  // -0 adds nothing
+  Where wrong = bad;
+  GC_ROLLED for (int p = 0; p < in.number; ++p) {
+    const uint32_t* from = in.words[p] + place + WORD * LANES + lane;
+    const float times = in.counts[p];
+    VecU word[WORDS];
+    GC_UNROLL
+    for (int k = 0; k < WORDS; ++k) {
+      word[k] = load_vector<VecU>(from + k * LANES);
+      __builtin_prefetch(from + k * LANES + AHEAD);
+    }
+    GC_UNROLL
+    for (int j = 0; j < ROWS; ++j) {
+      const int bit = BIT % 32 + j * B, k = bit / 32, shift = bit % 32;
+      VecU code;  // in the highest bits, where it is a float
+      if (shift <= 32 - B) {
+        code = word[k] << (32 - B - shift);
+      } else {
+        code = (word[k] >> (shift + B - 32)) | (word[k + 1] << (64 - B - shift));
+      }
+      code &= TOP;
+      wrong |= stands_for_nothing((VecF)code);
+      sum[j] += (VecF)code * times;
+    }
+  }
+  bad = wrong;
+  GC_UNROLL
+  for (int j = 0; j < ROWS; ++j) memcpy(sums + (FIRST + j) * LANES + lane, &sum[j], sizeof sum[j]);
+}
+
+// The same for a whole tile.
+bool add_tile(const Payloads& in, int64_t place, float* sums) {
+  Where bad = {};
+  GC_ROLLED for (int lane = 0; lane < LANES; lane += WIDTH) add_rows<0>(in, place, lane, sums, bad);
+  GC_ROLLED for (int lane = 0; lane < LANES; lane += WIDTH) add_rows<8>(in, place, lane, sums, bad);
+  GC_ROLLED for (int lane = 0; lane < LANES; lane += WIDTH) add_rows<16>(in, place, lane, sums, bad);
+  GC_ROLLED for (int lane = 0; lane < LANES; lane += WIDTH) add_rows<24>(in, place, lane, sums, bad);
+  return any(bad);
+}
+
+// And for a last tile that is shorter.
+bool add_rest(const Payloads& in, int64_t place, int count, float* sums) {
+  bool bad = false;
+  for (int i = 0; i < count; ++i) sums[i] = -0.0f;
+  for (int p = 0; p < in.number; ++p) {
+    uint32_t codes[TILE];
+    unpack_codes(B, in.words[p] + place, (count + LANES - 1) / LANES, codes);
+    for (int i = 0; i < count; ++i) {
+      bad |= natural_wrong(codes[i]);
+      sums[i] += natural_value(codes[i]) * in.counts[p];
+    }
+  }
+  return bad;
+}
+
+}  // namespace
+
+// Codes of x, (n,).
+GC_API int64_t gc_natural_encode(const float* x, int64_t n, uint64_t seed, uint64_t offset, uint32_t step, uint32_t who,
+                                 uint32_t* out, int threads) {
+  const Key key{seed, offset, step, who};
+  parallel(tiles_of(n), threads, [=, &key](int64_t first, int64_t last) {
+    Draws draws(key, first);
+    for (int64_t t = first; t < last; ++t) {
+      const float* part = x + t * TILE;
+      const int count = (int)(n - t * TILE < TILE ? n - t * TILE : TILE);
+      const uint32_t* draw = draws.tile(part);
+      pack_tile<B>([=](int i) { return natural_code(part[i], draw[i]); }, count, out + t * B * LANES);
+    }
+  });
+  return 0;
+}
+
+// The sum of what the codes of `number` payloads stand for, each times its count, divided by `divisor`. Returns 1 if a
+// code is one that no encoder sends.
+GC_API int64_t gc_natural_mean(const uint32_t* const* words, const float* counts, int number, float divisor, int64_t n,
+                               float* out, int threads) {
+  const Payloads in{words, counts, number};
+  const bool stream = streams(out, n);
+  bool bad = false;
+  parallel(tiles_of(n), threads, [=, &in, &bad](int64_t first, int64_t last) {
+    GC_ALIGNED float sums[TILE];
+    for (int64_t t = first; t < last; ++t) {
+      const int64_t start = t * TILE, place = t * B * LANES;
+      const int count = (int)(n - start < TILE ? n - start : TILE);
+      if (count == TILE ? add_tile(in, place, sums) : add_rest(in, place, count, sums)) {
+#pragma omp atomic write
+        bad = true;
+        return;
+      }
+      divide_tile(sums, count, divisor);
+      write_tile(out + start, sums, count, stream);
+    }
+    if (stream) end_stream();
+  });
+  return bad;
+}

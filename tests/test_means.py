@@ -1,0 +1,82 @@
+"""Means of several payloads in one operation: the bits of the steps that the contract describes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gcbench
+from gcbench.compressor import Compressor, Key, Payload, Segments
+from gcbench.errors import PayloadError
+
+METHODS = ("fp16", "bf16", "natural", "int8", "onebit", "efsignsgd")
+SHAPES = [(40, 33), (0,), (1,), (1700,)]
+NOTHING = torch.empty(0)
+
+
+def segments_of(name: str) -> Segments:
+    return Segments.of(SHAPES, gcbench.get_compressor(name).granularity)
+
+
+def payloads(name: str, counts: tuple[int, ...]) -> list[Payload]:
+    made, segments = [], segments_of(name)
+    for rank, count in enumerate(counts):
+        x = torch.randn(segments.numel, generator=torch.Generator().manual_seed(rank))
+        x *= 2.0 ** torch.arange(segments.numel).remainder(40).sub(20)
+        payload = gcbench.get_compressor(name).encode(x, segments, NOTHING, Key(1, 2, rank))
+        made.append(payload._replace(count=count))
+    return made
+
+
+@pytest.mark.parametrize("counts", [(1,), (1, 1, 1), (3, 1, 2, 1), (1,) * 8])
+@pytest.mark.parametrize("name", METHODS)
+def test_they_are_added_in_the_order_of_ranks(name, counts):
+    method, given = gcbench.get_compressor(name), payloads(name, counts)
+    kept = [payload.to_bytes().clone() for payload in given]
+    mean = method.mean(given, segments_of(name), NOTHING)
+    assert type(method).mean is not Compressor.mean
+    assert torch.equal(mean, Compressor.mean(method, given, segments_of(name), NOTHING))
+    assert all(torch.equal(a.to_bytes(), b) for a, b in zip(given, kept, strict=True))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_each_payload_is_checked(name):
+    method, given = gcbench.get_compressor(name), payloads(name, (1, 1, 1))
+    for place in range(3):
+        part, *rest = given[place].parts
+        for wrong in (
+            Payload((part[1:], *rest)),
+            Payload((part, part, part)),
+            given[place]._replace(count=0),
+        ):
+            with pytest.raises(PayloadError, match=f"^{name}: payload "):
+                method.mean(
+                    [*given[:place], wrong, *given[place + 1 :]], segments_of(name), NOTHING
+                )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("fp16", 0x7C00), ("bf16", 0x7F80), ("natural", 0xFF), ("natural", 0x100), ("int8", -128)],
+)
+def test_a_value_that_no_encoder_sends_is_refused(name, value):
+    """As the first code of one payload: infinity, -0 of natural compression, -128."""
+    for place in range(3):
+        given = payloads(name, (1, 1, 1))
+        part = given[place].parts[0]
+        if name == "int8":
+            part[0] = value
+        elif name == "natural":
+            part[0] = int(part[0]) & ~0x1FF | value
+        else:
+            part.view(torch.int16)[0] = value
+        with pytest.raises(PayloadError, match=f"^{name}: (a|code) "):
+            gcbench.get_compressor(name).mean(given, segments_of(name), NOTHING)
+
+
+def test_sums_of_finite_values_may_overflow():
+    """As in the steps: the largest bfloat16 twice is infinite, and no payload is wrong."""
+    method, segments = gcbench.get_compressor("bf16"), segments_of("bf16")
+    x = torch.full((segments.numel,), 3.3e38)
+    given = [method.encode(x, segments, NOTHING, Key(1, 2, 3))] * 2
+    assert method.mean(given, segments, NOTHING).isinf().all()
