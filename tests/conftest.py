@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
-import torch
 
-from gcbench.clock import Clock
-from gcbench.world import Link, SimulatedWorld
+
+def pytest_configure(config):
+    """Have waiting threads leave their core to others: two cores are few. Not where time is taken.
+
+    libgomp reads this when torch loads it, so nothing here imports torch before.
+    """
+    if not any("benchmarks" in word for word in config.args):
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_addoption(parser):
@@ -21,6 +28,8 @@ def pytest_addoption(parser):
 @pytest.fixture(autouse=True)
 def _threads():
     """One thread a test, so that tests do not crowd each other out; undo what a world changes."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -30,6 +39,10 @@ def _threads():
 @pytest.fixture
 def simulated():
     """Return a function that makes a simulated world, closed after the test."""
+    import torch
+
+    from gcbench.world import Link, SimulatedWorld
+
     worlds = []
 
     def make(workers: int) -> SimulatedWorld:
@@ -44,6 +57,10 @@ def simulated():
 
 @pytest.fixture
 def clock():
+    import torch
+
+    from gcbench.clock import Clock
+
     return Clock(torch.device("cpu"))
 
 
@@ -54,3 +71,24 @@ def real_data() -> Path:
     if not folder:
         pytest.skip("GCBENCH_DATA is not set: no real data here")
     return Path(folder)
+
+
+@pytest.fixture
+def third_party(monkeypatch):
+    """Return a function that puts a folder with the module `somebodys` on the path, for a test."""
+    from gcbench import registry, verify
+
+    def forget():
+        entries = registry.compressors, registry.tasks, registry.sinks
+        for cached in (*entries, verify.configurations):
+            cached.cache_clear()
+
+    def put(folder: str) -> None:
+        monkeypatch.syspath_prepend(folder)
+        forget()
+        with warnings.catch_warnings(action="ignore"):  # names that are taken are a test's own
+            registry.compressors(), registry.tasks()
+
+    yield put
+    sys.modules.pop("somebodys", None)
+    forget()

@@ -21,7 +21,7 @@ from gcbench.ops.cuda import launch
 from gcbench.ops.sources import kernel_sources
 
 HEADER = Path(__file__).parent / "cusim" / "cusim.h"
-FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-w")
+FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-w")
 COLLECTIVES = re.compile(
     r"__(syncthreads\w*|syncwarp|shfl\w*_sync|ballot_sync|any_sync|all_sync|match_\w+_sync|"
     r"reduce_\w+_sync)"

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from commands import end, gcbench, invoke, members, start, wait_for
+from commands import end, invoke, members, start, wait_for
 
 from gcbench import pictures, registry, verify
 from gcbench.clock import Clock
@@ -527,12 +527,13 @@ def site(tmp_path):
     return str(info.parent)
 
 
-def test_wrong_results_are_found_and_fail_the_command(site, tmp_path):
+def test_wrong_results_are_found_and_fail_the_command(site, third_party, tmp_path):
     """By the bits of the simulation, by integers that must arrive, by what a method says."""
+    third_party(site)
     words = ("bandwidth", "--sizes", "4K,8K", "-n", 2, "-w", 0, "--plain", "all_reduce")
     names = ("--compressor", "drifting,doubling,raising,diverging,none")
     command = (*words, *names, "--results", tmp_path / "r")
-    done = gcbench(*command, "--json", path=site)
+    done = invoke(*command, "--json")
     assert done.code == 1
     document = json.loads(done.out)
     assert document["failed"]
@@ -560,15 +561,16 @@ def test_wrong_results_are_found_and_fail_the_command(site, tmp_path):
     assert (
         "of 1 exchanges pay at 8K; the fastest is none by allreduce" in document["conclusions"][1]
     )
-    again = gcbench(*command, path=site)  # found as it was
+    again = invoke(*command)  # found as it was
     assert again.code == 1
     assert "too large for me" in again.out
     assert "measured before" in again.err
 
 
-def test_a_worker_that_fails_alone_is_named_and_no_one_waits_for_it(site, tmp_path):
+def test_a_worker_that_fails_alone_is_named_and_no_one_waits_for_it(site, third_party, tmp_path):
+    third_party(site)
     words = ("bandwidth", "--sizes", "4K", "-n", 1, "-w", 0, "--plain", "all_reduce")
-    done = gcbench(*words, "--compressor", "deserting", "--results", tmp_path / "r", path=site)
+    done = invoke(*words, "--compressor", "deserting", "--results", tmp_path / "r")
     assert done.code == 1
     said = "worker 1, deserting by allgather, 4,096 bytes: ValueError: not me"
     assert f"gcbench: {said}" in done.err.splitlines()

@@ -408,25 +408,25 @@ def test_an_unexpected_error_is_one_line_too(run, monkeypatch):
 
 
 def test_verify_prints_a_table_and_its_exit_code_is_the_verdict():
-    done = gcbench("verify", "none", "--no-processes")
+    done = invoke("verify", "none", "--no-processes")
     assert done.code == 0
     for word in ("check", "measured", "bound", "verdict", "corrupt payloads", "holds"):
         assert word in done.out
     assert re.search(r"^none: \d+ hold, 0 fail, \d+ not declared$", done.err, re.MULTILINE)
-    rows = gcbench("verify", "none", "--no-processes", "--json").json
+    rows = invoke("verify", "none", "--no-processes", "--json").json
     assert {row["configuration"] for row in rows} == {"default"}
     assert [row["check"] for row in rows] == list(verify.CHECKS)
 
 
 def test_verify_refuses_what_it_cannot_check():
-    refused(gcbench("verify", "nune"), 2, "Did you mean 'none'?")
-    refused(gcbench("verify", "none", "--set", "a=1"), 2, "has no fields to set")
-    refused(gcbench("verify", "terngrad", "--set", "clip=1,2"), 2, "verify takes no grid")
+    refused(invoke("verify", "nune"), 2, "Did you mean 'none'?")
+    refused(invoke("verify", "none", "--set", "a=1"), 2, "has no fields to set")
+    refused(invoke("verify", "terngrad", "--set", "clip=1,2"), 2, "verify takes no grid")
 
 
 def test_the_list_says_what_is_really_sent():
     """One row a method: what the source quotes, and what four workers hand over and get back."""
-    rows = {row["name"]: row for row in gcbench("list", "compressors", "--json").json}
+    rows = {row["name"]: row for row in invoke("list", "compressors", "--json").json}
     assert rows["none"]["measured_bits"] == {"up": 32.0, "down": 32.0}
     terngrad = rows["terngrad"]
     assert terngrad["paper"] == "Wen et al., NeurIPS 2017, arXiv:1705.07878"

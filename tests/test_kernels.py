@@ -1,7 +1,7 @@
 """Every kernel returns the bytes of the plain torch that defines its operation.
 
-For every instruction set that this machine has, one and two threads; the inputs are in
-`kernel_cases`.
+For every instruction set that this machine has, one and two threads; and the CUDA kernels on the
+shim in both orders of threads, on a GPU where there is one. The inputs are in `kernel_cases`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,15 +19,17 @@ from typing import Any
 import kernel_cases
 import pytest
 import torch
+from cusim import cuda_device, shim  # noqa: F401  # fixtures
 from kernel_cases import Call
 from torch import Tensor
 
 from gcbench import ops
 from gcbench.compressor import Key, Segments
 from gcbench.errors import GcbenchError
-from gcbench.ops import cpu, sources
+from gcbench.ops import cpu, cuda, sources
 from gcbench.ops.backend import DEFINITIONS
 from gcbench.ops.cpu import library
+from gcbench.ops.cuda import compile, launch
 
 FAMILIES = kernel_cases.families()
 NATIVE = cpu.status()
@@ -49,14 +52,6 @@ def bits(value: Any) -> Any:
     return value
 
 
-def outcome(call: kernel_cases.Call) -> Any:
-    """Return what a call returns, or the type of what it raises."""
-    try:
-        return bits(getattr(ops, call.op)(*call.args, **call.kwargs))
-    except GcbenchError as error:
-        return type(error)
-
-
 @contextmanager
 def threads(number: int) -> Iterator[None]:
     before = torch.get_num_threads()
@@ -67,23 +62,97 @@ def threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def outcome(call: Call, number: int = 1) -> Any:
+    """Return what a call returns on `number` threads, or the type of what it raises."""
+    try:
+        with threads(number):
+            result = getattr(ops, call.op)(*call.args, **call.kwargs)
+        return bits(result)
+    except GcbenchError as error:
+        return type(error)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Return arguments with their tensors on `device`."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, torch.device):
+        return device
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(moved(item, device) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(moved(item, device) for item in value)
+    if isinstance(value, dict):
+        return {
+            name: device if name == "device" else moved(item, device)
+            for name, item in value.items()
+        }
+    return value
+
+
+def returned(call: Call, device: torch.device) -> Any:
+    """Return what a CUDA kernel's host code returns, or the type of what it raises."""
+    args, kwargs = moved(call.args, device), moved(dict(call.kwargs), device)
+    try:
+        return bits(moved(cuda.KERNELS[call.op](*args, **kwargs), torch.device("cpu")))
+    except GcbenchError as error:
+        if isinstance(error, launch.LaunchError | compile.CompileError):
+            raise
+        return type(error)
+
+
 needs_native = pytest.mark.skipif(not NATIVE[0], reason=NATIVE[1])
 
 
-@needs_native
-@pytest.mark.parametrize("size", kernel_cases.SIZES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_definition_is_met(family, size):
-    with ops.using("reference"):
+@pytest.fixture(
+    scope="module",
+    params=list(product(FAMILIES, kernel_cases.SIZES)),
+    ids=lambda param: f"{param[0]}-{param[1]}",
+)
+def defined(request) -> tuple[int, list[tuple[Call, Any]]]:
+    """A size, and a family's calls of that size, each with what its definition makes of it.
+
+    One at a time: pytest runs the tests of a value one after the other, on whatever backend.
+    """
+    family, size = request.param
+    with ops.using("reference"), threads(1):
         calls = list(FAMILIES[family].cases(size))
-        wanted = [outcome(call) for call in calls]
+        return size, [(call, outcome(call)) for call in calls]
+
+
+@needs_native
+def test_the_definition_is_met(defined):
+    size, calls = defined
     for isa, number in product(library.levels(), (1, 2)):
-        with ops.using("cpu"), cpu.using_isa(isa), threads(number):
-            for call, want in zip(calls, wanted, strict=True):
-                assert outcome(call) == want, f"{call}: {isa}, {number} thread(s), n = {size}"
+        with ops.using("cpu"), cpu.using_isa(isa):
+            for call, want in calls:
+                got = outcome(call, number)
+                assert got == want, f"{call}: {isa}, {number} thread(s), n = {size}"
 
 
-def large(n: int) -> Iterator[kernel_cases.Call]:
+def some(calls: list[tuple[Call, Any]], every: int) -> list[tuple[Call, Any]]:
+    """Return each operation's first call and then one of `every`."""
+    seen: Counter[str] = Counter()
+    kept = []
+    for call, want in calls:
+        if seen[call.op] % every == 0:
+            kept.append((call, want))
+        seen[call.op] += 1
+    return kept
+
+
+def test_cuda_returns_the_same_bytes(defined, cuda_device):  # noqa: F811
+    size, calls = defined
+    calls = [(call, want) for call, want in calls if call.op in cuda.KERNELS]
+    if cuda_device.type == "cpu" and size > 10_000:
+        calls = some(calls, 15)  # the shim is slow; smaller sizes have made all the calls
+    if not calls:
+        pytest.skip("no CUDA kernels yet")
+    for call, want in calls:
+        assert returned(call, cuda_device) == want, f"{call}: n = {size}"
+
+
+def large(n: int) -> Iterator[Call]:
     """Yield calls with outputs that are written past the caches: only large ones are."""
     x, key = torch.randn(n, generator=torch.Generator().manual_seed(1)), Key(1, 2, 3, 500)
     whole, groups = Segments((0, n)), Segments.of([(n,)], 512)
@@ -164,14 +233,14 @@ def test_large_outputs_are_the_same(number):
     for call in large(2**22 + 1031):
         with ops.using("reference"):
             want = outcome(call)
-        with ops.using("cpu"), threads(number):
-            assert outcome(call) == want, call
+        with ops.using("cpu"):
+            assert outcome(call, number) == want, call
 
 
 def test_every_kernel_has_an_operation_and_inputs():
     tried = {call.op for family in FAMILIES.values() for call in family.cases(1025)}
     assert set(cpu.KERNELS) <= set(DEFINITIONS)
-    assert set(cpu.KERNELS) <= tried
+    assert set(cpu.KERNELS) | set(cuda.KERNELS) <= tried
 
 
 LETTERS = {

@@ -7,7 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from commands import gcbench
+from commands import gcbench, invoke
+
+from gcbench import registry
 
 PYPROJECT = """
 [build-system]
@@ -132,11 +134,12 @@ def listed(site):
     return {row["name"]: row for row in done.json}, done.err
 
 
-def test_their_method_task_and_sink_run_in_every_engine(site, tmp_path):
+def test_their_method_task_and_sink_run_in_every_engine(site, third_party, tmp_path):
+    third_party(site)
     words = ("--task", "theirs", "--compressor", "theirs", "--workers", 2, "--set", "steps=32")
     words = (*words, "--sink", "lines")
     command = ("run", *words, "--engine", "simulate,spawn", "--results", tmp_path, "--json")
-    here, there = gcbench(*command, path=site).json
+    here, there = invoke(*command).json
     assert here["compressor"] == "Theirs(steps=32.0)"
     assert here["collective"] == "allgather"
     assert here["params"] == 2
@@ -149,9 +152,10 @@ def test_their_method_task_and_sink_run_in_every_engine(site, tmp_path):
         assert heard.read_text() == f"train 10 {rank}\ntrain 20 {rank}\neval 20 {rank}\n"
 
 
-def test_their_method_is_verified_like_ours(site):
+def test_their_method_is_verified_like_ours(site, third_party):
     """A decode that takes any number of bytes breaks the contract; all else holds."""
-    done = gcbench("verify", "theirs", "--json", path=site)
+    third_party(site)
+    done = invoke("verify", "theirs", "--json")
     assert done.code == 1
     verdicts = {row["check"]: row["verdict"] for row in json.loads(done.out)}
     assert [check for check, verdict in verdicts.items() if verdict == "fails"] == [
@@ -161,16 +165,18 @@ def test_their_method_is_verified_like_ours(site):
     assert "1 fail" in done.err
 
 
-def test_replicas_that_differ_fail_the_verification(site):
-    done = gcbench("verify", "drifting", "--json", path=site)
+def test_replicas_that_differ_fail_the_verification(site, third_party):
+    third_party(site)
+    done = invoke("verify", "drifting", "--json")
     assert done.code == 1
     (row,) = [row for row in json.loads(done.out) if row["check"] == "simulation = 3 processes"]
     assert (row["verdict"], row["note"]) == ("fails", "the replicas of three processes differ")
 
 
-def test_their_field_is_checked_like_ours(site, tmp_path):
+def test_their_field_is_checked_like_ours(site, third_party, tmp_path):
+    third_party(site)
     words = ("--task", "theirs", "--compressor", "theirs", "--results", tmp_path)
-    done = gcbench("run", *words, "--set", "step=2", path=site)
+    done = invoke("run", *words, "--set", "step=2")
     assert done.code == 2
     assert "Did you mean 'steps'? Known: steps" in done.err
 
@@ -191,35 +197,28 @@ def test_a_taken_name_stays_ours_and_is_said(listed):
     assert "taken by built-in" in said
 
 
-def test_what_is_broken_matters_only_when_asked_for(site, listed, tmp_path):
+def test_what_is_broken_matters_only_when_asked_for(site, third_party, listed, tmp_path):
+    third_party(site)
     rows, _ = listed
     assert "'broken' of the package somebodys-methods does not load" in rows["broken"]["what"]
     assert "is no subclass of gcbench's Compressor" in rows["number"]["what"]
-    done = gcbench("run", "--compressor", "broken", "--results", tmp_path, path=site)
+    done = invoke("run", "--compressor", "broken", "--results", tmp_path)
     assert done.code == 1
     said = done.err.splitlines()[-1]
     assert said.startswith("gcbench: 'broken' of the package somebodys-methods does not load")
     assert "ModuleNotFoundError" in said
 
 
-def test_replicas_that_really_drift_apart_are_found(site, tmp_path):
+def test_replicas_that_really_drift_apart_are_found(site, third_party, tmp_path):
+    third_party(site)
     words = ("--task", "theirs", "--compressor", "drifting", "--workers", 2)
-    done = gcbench("run", *words, "--engine", "spawn", "--results", tmp_path, path=site)
+    done = invoke("run", *words, "--engine", "spawn", "--results", tmp_path)
     assert done.code == 1
     assert "replicas have drifted apart by step 20: worker(s) [1] differ from worker 0" in done.err
 
 
-def test_an_heir_has_a_name_of_its_own(site, monkeypatch):
-    from gcbench import registry
-
-    monkeypatch.syspath_prepend(site)
-    for cached in (registry.compressors, registry.tasks):
-        cached.cache_clear()
-    try:
-        with pytest.warns(UserWarning, match="'terngrad' of the package somebodys-methods"):
-            assert registry.compressor("terngrad").name == "terngrad"
-        assert registry.compressor("heir").name == "heir"
-        assert registry.compressor("terngrad").name == "terngrad"
-    finally:
-        for cached in (registry.compressors, registry.tasks):
-            cached.cache_clear()
+def test_an_heir_has_a_name_of_its_own(site, third_party):
+    third_party(site)
+    assert registry.compressor("terngrad").name == "terngrad"
+    assert registry.compressor("heir").name == "heir"
+    assert registry.compressor("terngrad").name == "terngrad"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import gcbench, invoke
+from commands import invoke
 
 from gcbench import kernels, registry
 from gcbench.compressor import Compressor, Key, Payload, Segments
@@ -542,10 +542,11 @@ def test_wrong_words_are_answered(tmp_path, words, said) -> None:
     assert not list(tmp_path.glob("*"))
 
 
-def test_tables_fit_a_narrow_terminal_and_the_picture_is_there(tmp_path) -> None:
+def test_tables_fit_a_narrow_terminal_and_the_picture_is_there(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
     words = ["scale", "predict", "--model", "resnet20", "--workers", "8", "--compute-ms", "3"]
     words += ["--compressor", "terngrad", "--results", tmp_path, "--plot", tmp_path / "p.svg"]
-    found = gcbench(*words, COLUMNS="60")
+    found = invoke(*words)
     assert found.code == 0, found.err
     assert max(map(len, found.out.splitlines())) <= 60
     assert "3 ms (given)" in " ".join(found.out.split())

@@ -158,7 +158,7 @@ def test_quadratic_goes_to_its_known_minimum(tmp_path):
 
 
 def test_real_mnist_is_learnt(tmp_path, real_data):
-    given = {"task": "mnist", "workers": 2, "steps": 100}
+    given = {"task": "mnist", "workers": 2, "steps": 60}
     summary = fit(tmp_path, real_data, compressor="terngrad", **given)
     assert summary["params"] == 1_256_080
     assert summary["test_accuracy"] > 0.85
