@@ -619,3 +619,16 @@ def test_runs_that_cannot_be_made_here_are_named(tmp_path) -> None:
     assert "unknown compressor 'theirs'" in found.err
     missing = invoke("scale", "validate", tmp_path / "absent", "--results", tmp_path)
     assert (missing.code, "does not exist" in missing.err) == (2, True)
+
+
+def test_a_timed_call_finds_other_numbers_in_the_caches(monkeypatch) -> None:
+    """Each call meets them, as what is prepared for it might bring its own back."""
+    done = []
+
+    class Crowd:
+        def add_(self, _: int) -> None:
+            done.append("crowd")
+
+    monkeypatch.setattr(work, "_crowd", Crowd)
+    work.median(lambda: done.append("call"), lambda: done.append("before"))
+    assert done == ["before", "crowd", "call"] * (work.ROUNDS + 1)

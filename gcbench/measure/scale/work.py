@@ -122,8 +122,7 @@ def median(call: Callable[[], object], before: Callable[[], object] | None = Non
     """Return the median seconds of `ROUNDS` calls after one that warms up.
 
     Before each the caches are filled with other numbers, as a step's forward and backward pass
-    leaves them: a small gradient's kernels take up to eight times as long as in a loop of their
-    own.
+    leaves them: a small gradient's kernels take several times as long as in a loop of their own.
     """
     taken = []
     for _ in range(ROUNDS + 1):

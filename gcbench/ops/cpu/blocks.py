@@ -10,7 +10,7 @@ from torch import Tensor
 from gcbench.compressor import Key, Segments
 from gcbench.errors import PayloadError
 from gcbench.ops.blocks import BAD_CODE, BAD_SCALE
-from gcbench.ops.cpu.library import address, addresses, c, integers, output, stream
+from gcbench.ops.cpu.library import address, addresses, c, c_array, output, stream
 
 SIGNATURES = {
     "gc_int8_encode": "plpliQQIIppi",
@@ -78,7 +78,7 @@ def int8_mean(
     n, m = segments.numel, len(segments)
     codes, _codes = addresses([codes for codes, _, _ in payloads], torch.int8, n)
     scales, _scales = addresses([scales for _, scales, _ in payloads], torch.float32, m)
-    counts = integers([count for *_, count in payloads], "f")
+    counts = c_array([count for *_, count in payloads], "f")
     out = output(out, torch.float32, n)
     fault = c.gc_int8_mean(
         codes,

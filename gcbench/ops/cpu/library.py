@@ -141,7 +141,7 @@ def stream(key: Key) -> tuple[int, int, int, int]:
     return high << 32 | low, key.offset, step, who
 
 
-def integers(numbers: Iterable[int], kind: str = "q") -> array[int]:
+def c_array(numbers: Iterable[int], kind: str = "q") -> array[int]:
     """Return a C array of int64, or of pointers, or of int32 with `kind` "i", or floats with "f".
 
     That takes a third of ctypes' time. A kernel gets it as `.buffer_info()[0]`, and the caller
@@ -159,7 +159,7 @@ def addresses(
         ValueError: one has another dtype, length or device.
     """
     kept = [tensor.contiguous() for tensor in tensors]
-    places = integers([address(tensor, dtype, numel) for tensor in kept])
+    places = c_array([address(tensor, dtype, numel) for tensor in kept])
     return places.buffer_info()[0], (kept, places)
 
 
@@ -176,7 +176,7 @@ def summands(
     if not payloads:
         raise ValueError("the mean of no payloads: one at least expected")
     where, kept = addresses([payload for payload, _ in payloads], dtype, numel)
-    counts = integers([count for _, count in payloads], "f")
+    counts = c_array([count for _, count in payloads], "f")
     total = float(sum(count for _, count in payloads))
     return (where, counts.buffer_info()[0], len(payloads), total), (kept, counts)
 

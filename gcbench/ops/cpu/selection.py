@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gcbench.compressor import Key
 from gcbench.errors import PayloadError
-from gcbench.ops.cpu.library import address, c, integers, output, place, stream
+from gcbench.ops.cpu.library import address, c, c_array, output, place, stream
 from gcbench.ops.reference import packed_words
 from gcbench.ops.selection import KeptRun, gaps_low_bits, kept_total, position_coding
 
@@ -32,7 +32,7 @@ SIGNATURES = {
 
 def _table(runs: Sequence[KeptRun]) -> array[int]:
     """Return runs as the kernels take them: four integers a run."""
-    return integers(chain.from_iterable(runs))
+    return c_array(chain.from_iterable(runs))
 
 
 def largest_elements(x: Tensor, runs: Sequence[KeptRun]) -> tuple[Tensor, Tensor]:
@@ -125,7 +125,7 @@ def scatter_mean(
         starts.append(place(values))
         places.append(place(positions))
         totals.append(total)
-    where = integers(starts + places + totals)
+    where = c_array(starts + places + totals)
     first = where.buffer_info()[0]
     out = output(out, torch.float32, n)
     bad = c.gc_scatter_mean(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gcbench.compressor import Key, Segments
 from gcbench.errors import PayloadError
-from gcbench.ops.cpu.library import address, addresses, c, integers, output, stream
+from gcbench.ops.cpu.library import address, addresses, c, c_array, output, stream
 from gcbench.ops.reference import packed_words
 from gcbench.ops.sign import sign_voters, wrong
 
@@ -267,7 +267,7 @@ def sign_mean(
     (low, _low), (high, _high) = (
         addresses([values[k] for _, values, _ in payloads], torch.float32, m) for k in (0, -1)
     )
-    counts = integers([count for *_, count in payloads], "f")
+    counts = c_array([count for *_, count in payloads], "f")
     out = output(out, torch.float32, n)
     bad = c.gc_sign_mean(
         words,

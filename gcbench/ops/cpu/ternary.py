@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gcbench.compressor import Key, Segments
 from gcbench.errors import PayloadError
-from gcbench.ops.cpu.library import address, c, integers, output, place, stream
+from gcbench.ops.cpu.library import address, c, c_array, output, place, stream
 from gcbench.ops.reference import packed_words, ternary_bits
 
 SIGNATURES = {
@@ -65,7 +65,7 @@ def _payloads(
         widths.append(width)
         tops.append(2 * count)
         workers += count
-    arrays = integers(places), integers(widths, "i"), integers(tops, "i")
+    arrays = c_array(places), c_array(widths, "i"), c_array(tops, "i")
     first, second, third = (numbers.buffer_info()[0] for numbers in arrays)
     return workers, (first, second, third, number), (*kept, *arrays)
 
