@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -84,11 +85,14 @@ def _with_third_parties(group: str, base: type, builtin: dict[str, Entry]) -> di
     entries = dict(builtin)
     for point in entry_points(group=group):
         source = point.dist.name if point.dist else point.value
+        ignored = ""
         if point.name in entries:
+            ignored = f"the name is taken by {entries[point.name].source}"
+        elif not re.fullmatch(r"\w[\w-]*", point.name):  # it becomes part of a folder's name
+            ignored = "letters, digits, _ and - are allowed in a name"
+        if ignored:
             warnings.warn(
-                f"{point.name!r} of the package {source} is ignored: the name is taken by "
-                f"{entries[point.name].source}",
-                stacklevel=2,
+                f"{point.name!r} of the package {source} is ignored: {ignored}", stacklevel=2
             )
             continue
         entries[point.name] = Entry(point.name, source, partial(_third_party, point, base))

@@ -22,7 +22,10 @@ from typing import Any, ClassVar
 
 from gcbench import registry
 from gcbench.errors import GcbenchError, UsageError
-from gcbench.store import Run
+from gcbench.store import CAPTURES, LOCK, Run
+
+OWN = (CAPTURES, LOCK)
+"""What a run's folder holds besides files with an ending, which no sink's name has."""
 
 
 class Sink(ABC):
@@ -60,10 +63,16 @@ def names(text: str) -> tuple[str, ...]:
     """Return the sinks in a list with commas, each once.
 
     Raises:
-        UsageError: an unknown one, or one that lacks something here; it says how to get that.
+        UsageError: an unknown one, one whose folder a run has for itself, or one that lacks
+            something here; it says how to get that.
     """
     found = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
     for name in found:
+        if name in OWN:
+            raise UsageError(
+                f"sink {name!r}: it would write to a run's own {name!r}; its package has to "
+                "register it under another name"
+            )
         registry.sink_class(name).check()
     return found
 

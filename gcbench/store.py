@@ -23,6 +23,8 @@ from gcbench.schema import METRIC_COLUMNS
 
 CAPTURES = "captures"
 """Folder of a run's captured gradients (`gcbench.captures`)."""
+LOCK = "lock"
+"""File that is there while a process writes to a run."""
 
 
 @contextlib.contextmanager
@@ -85,7 +87,7 @@ class Run:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the run for this process; GcbenchError if another one has it."""
-        path = self.folder / "lock"
+        path = self.folder / LOCK
         with _explained(path):
             file = path.open("w")
         with file:

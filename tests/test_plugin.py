@@ -27,6 +27,7 @@ heir = "somebodys:Heir"
 broken = "somebodys.nowhere:Lost"
 number = "somebodys:NUMBER"
 terngrad = "somebodys:Theirs"
+"up/there" = "somebodys:Theirs"
 
 [project.entry-points."gcbench.tasks"]
 theirs = "somebodys:Line"
@@ -195,6 +196,12 @@ def test_a_taken_name_stays_ours_and_is_said(listed):
     assert rows["terngrad"]["fields"]["clip"] == 2.5
     assert "'terngrad' of the package somebodys-methods is ignored" in said
     assert "taken by built-in" in said
+
+
+def test_a_name_that_fits_no_folder_is_ignored(listed):
+    rows, said = listed
+    assert "up/there" not in rows
+    assert "'up/there' of the package somebodys-methods is ignored: letters" in said
 
 
 def test_what_is_broken_matters_only_when_asked_for(site, third_party, listed, tmp_path):

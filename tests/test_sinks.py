@@ -172,6 +172,14 @@ def test_unknown_sinks_are_refused_before_anything_runs(run, tmp_path, lines):
     assert lines == []
 
 
+@pytest.mark.parametrize("name", ["captures", "lock"])
+def test_a_sink_takes_nothing_that_the_run_has(run, tmp_path, monkeypatch, name):
+    monkeypatch.setitem(registry.sinks(), name, registry.Entry(name, "test", lambda: Lines))
+    done = run("--sink", name)
+    assert (done.code, f"a run's own {name!r}" in done.err) == (2, True), done.err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_every_column_has_its_place_in_tensorboard():
     tags = [tag for kind in sinks.TensorBoard.TAGS.values() for tag in kind.items()]
     assert {column for column, _ in tags} == {*METRIC_COLUMNS} - {"kind", "step"}
