@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // `tops`: the blocks' largest magnitudes.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 4)
     int8_encode(const float* __restrict__ x, const int64_t n, const int64_t* __restrict__ offsets, const int64_t m,
                 const float* __restrict__ tops, const int32_t stochastic, const Key key, int8_t* __restrict__ codes) {
   const WarpTile at(n);

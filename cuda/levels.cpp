@@ -41,6 +41,15 @@ constexpr int GUESSED_LEVELS = 512;
 #if defined(__AVX2__)
 constexpr int TABLE_LEVELS = WIDTH - 1;
 
+// Entry k[i] modulo WIDTH of a table, for each i.
+inline VecF looked_up(VecF table, VecI k) {
+#if defined(__AVX512F__)
+  return (VecF)_mm512_permutexvar_ps((__m512i)k, (__m512)table);
+#else
+  return (VecF)_mm256_permutevar8x32_ps((__m256)table, (__m256i)k);
+#endif
+}
+
 // What codes are drawn with in one segment of few levels, looked up in registers: what each level stands for, and
 // the distance to the next one, times 2^-24.
 class LevelTable {
@@ -79,10 +88,10 @@ bool table_codes(const LevelTable& table, const float* x, const uint32_t* draw, 
     memcpy(&drawn, draw + i, sizeof drawn);
     const VecF size = (VecF)(bits & 0x7fffffff);
     const VecI k = __builtin_convertvector(size * guess, VecI);
-    const VecF below = __builtin_shuffle(value, k);
+    const VecF below = looked_up(value, k);
     wrong |= below > size;
     const VecF half = __builtin_convertvector(drawn, VecF) + 0.5f;
-    const VecI code = k - (half * __builtin_shuffle(gap, k) <= size - below), sign = bits >> 31;
+    const VecI code = k - (half * looked_up(gap, k) <= size - below), sign = bits >> 31;
     const VecI result = (code ^ sign) - sign;
     memcpy(codes + i, &result, sizeof result);
   }

@@ -11,10 +11,14 @@
 #include <omp.h>
 #endif
 #if defined(__SSE2__)
+#if !defined(__clang__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // gcc's own header, for values that are meant to be undefined
 #include <immintrin.h>
 #pragma GCC diagnostic pop
+#else
+#include <immintrin.h>
+#endif
 #endif
 
 #include "common.cuh"

@@ -9,7 +9,6 @@ namespace {
 
 constexpr int B = NATURAL_BITS;
 constexpr int ROWS = 8;                // of codes that are added in registers
-constexpr int PARTS = LANES / WIDTH;   // vectors in a row
 constexpr uint32_t TOP = 0xff800000u;  // where a float has sign and exponent
 
 constexpr int AHEAD = 2 * B * LANES;   // words from what is read to what is asked for: two tiles

@@ -241,13 +241,15 @@ def _cpu() -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, of gcbench, and of the packages that decide bits."""
+    import torch
+
     found = {"python": platform.python_version()}
     for package in ("gcbench", "torch", "numpy", "scikit-learn"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return found | {"torch": torch.__version__}  # says for which CUDA, as the package need not
 
 
 def machine() -> dict[str, Any]:

@@ -140,13 +140,16 @@ ROWS: Mapping[str, Callable[[], list[Row]]] = {
 
 def info() -> Row:
     """Return versions, machine and backends."""
+    import torch
     import torch.distributed as dist
 
-    engines = {
-        "simulate": "available",
-        "spawn (gloo)": "available" if dist.is_gloo_available() else "torch has no gloo",
-        "spawn (nccl)": "available" if dist.is_nccl_available() else "torch has no NCCL",
-    }
+    gloo = "available" if dist.is_gloo_available() else "missing: torch has none"
+    nccl = "available"
+    if not dist.is_nccl_available():
+        nccl = "missing: torch has none"
+    elif not torch.cuda.is_available():
+        nccl = "missing: torch finds no usable NVIDIA GPU"
+    engines = {"simulate": "available", "spawn (gloo)": gloo, "spawn (nccl)": nccl}
     return {
         "versions": experiment.versions(),
         "machine": experiment.machine(),

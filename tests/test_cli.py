@@ -176,8 +176,15 @@ def test_listings():
     assert {row["name"] for row in invoke("list", "tasks", "--json").json} >= {"digits", "mnist"}
     assert invoke("list", "backends", "--json").json[0]["name"] == "reference"
     assert "terngrad" in invoke("list").out
-    assert invoke("info", "--json").json["versions"]["torch"] == torch.__version__
     assert "backends" in invoke("info").out
+
+
+def test_info_tells_what_can_run_here():
+    told = invoke("info", "--json").json
+    assert told["versions"]["torch"] == torch.__version__
+    assert told["engines"]["spawn (gloo)"] == "available"
+    usable = torch.distributed.is_nccl_available() and torch.cuda.is_available()
+    assert (told["engines"]["spawn (nccl)"] == "available") == usable
 
 
 # -- bad input -------------------------------------------------------------------------------------

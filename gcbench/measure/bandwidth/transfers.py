@@ -22,6 +22,10 @@ from gcbench.world import World
 PARTS = ("statistic", "encode", "communicate", "decode")
 """The phases of an exchange."""
 
+# Names since torch 2.13, where the older ones warn.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Item(NamedTuple):
     """What is measured at every size."""
@@ -175,7 +179,7 @@ def _reduce_scatter(world: World, count: int) -> Probe:
         return int((out != expected).sum())
 
     nbytes = 4 * shard * size
-    call = lambda: dist.reduce_scatter_single(out, x)  # noqa: E731
+    call = lambda: reduce_scatter(out, x)  # noqa: E731
     return Probe(nbytes, (size - 1) / size * nbytes, call, wrong, out.zero_)
 
 
@@ -190,7 +194,7 @@ def _all_gather(world: World, count: int) -> Probe:
         return int((out != expected).sum())
 
     nbytes = 4 * shard * size
-    call = lambda: dist.all_gather_single(out, x)  # noqa: E731
+    call = lambda: all_gather(out, x)  # noqa: E731
     return Probe(nbytes, (size - 1) / size * nbytes, call, wrong, out.zero_)
 
 
