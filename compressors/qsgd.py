@@ -19,6 +19,7 @@ of nonzeros; 2.8 bits at s = sqrt(d) are not reached (tests/test_qsgd.py::test_c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -93,14 +94,19 @@ class QSGD(Compressor):
         words = ops.level_encode(x, norms, self.levels, self.coding, segments, key)
         return Payload((words, norms))
 
-    def _decode(self, payload: Payload, segments: Segments, total: Tensor | None) -> Tensor:
+    def _parts(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor, int]:
         self.check(payload, segments)
         if len(payload.parts) != 2:
-            raise PayloadError(f"{self.name}: {len(payload.parts)} parts: words and norms expected")
-        words, norms = payload.parts
+            raise PayloadError(
+                f"{self.name}: payload has {len(payload.parts)} parts: words and norms expected"
+            )
+        return (*payload.parts, payload.count)
+
+    def _decode(self, payload: Payload, segments: Segments, total: Tensor | None) -> Tensor:
+        words, norms, count = self._parts(payload, segments)
         code = (words, norms, self.norm, self.levels, self.coding, segments)
         try:
-            return ops.level_decode(*code, onto=total, count=payload.count, out=total)
+            return ops.level_decode(*code, onto=total, count=count, out=total)
         except PayloadError as error:
             raise PayloadError(f"{self.name}: {error}") from None
 
@@ -111,6 +117,13 @@ class QSGD(Compressor):
         self, payload: Payload, segments: Segments, shared: Tensor, total: Tensor
     ) -> None:
         self._decode(payload, segments, total)
+
+    def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
+        parts = [self._parts(payload, segments) for payload in payloads]
+        try:
+            return ops.level_mean(parts, self.norm, self.levels, self.coding, segments)
+        except PayloadError as error:
+            raise PayloadError(f"{self.name}: {error}") from None
 
     def layout(self, segments: Segments, count: int = 1) -> Layout | None:
         """Return words and norms; None where the words depend on the data."""

@@ -4,12 +4,12 @@
 //   element, as the second look at a block is at the cache.
 // int8_encode, int8_scales: blocks of any length, a warp 1024 elements, after statistics.cu; reads 4 + 4, writes 1.
 // int8_decode: (code / 127) * scale; reads 1, writes 4; with `onto` reads 4 more.
+// int8_mean: the sum of count * value over payloads, divided; reads 1 a payload, writes 4.
 //
 // By arithmetic, not measured: 1e8 elements at 4.3 TB/s take 0.116 ms in short blocks, 0.209 ms in long ones, 0.116
-// ms to decode and 0.209 ms to decode onto others.
+// ms to decode, 0.209 ms to decode onto others and 0.279 ms for the mean of 8.
 #include "blocks.cuh"
-#include "levels.cuh"
-#include "tiles.cuh"
+#include "means.cuh"
 
 using namespace gc;
 
@@ -20,6 +20,33 @@ constexpr int BAD_SCALE = 1, BAD_CODE = 2;  // what decoding lowers its flag to
 __device__ __forceinline__ int8_t code_of(float x, float divisor, bool stochastic, uint32_t draw) {
   return (int8_t)(stochastic ? int8_stochastic(x, divisor, draw) : int8_nearest(x, divisor));
 }
+
+__device__ __forceinline__ void check_scale(float scale, int32_t* bad) {
+  if (!(scale == 0 || (scale >= TINY && scale <= FLOAT_MAX))) atomicMin(bad, BAD_SCALE);
+}
+
+// The codes of payloads in one tile, as floats.
+struct Codes {
+  const SegmentSummands& in;
+  const WarpTile& at;
+
+  __device__ __forceinline__ static float number(int8_t code) {
+    return small_number((uint8_t)code ^ 0x80u, 128.0f);
+  }
+
+  __device__ __forceinline__ float one(int p, int, int i) const {
+    return number(((const int8_t*)in.parts[p])[at.start + i]);
+  }
+
+  __device__ __forceinline__ void group(int p, int row, float (&into)[GROUP]) const {
+    const int8_t* codes = (const int8_t*)in.parts[p] + at.start + row * LANES + at.lane;
+    int8_t part[GROUP];
+    GC_UNROLL
+    for (int j = 0; j < GROUP; ++j) part[j] = codes[j * LANES];
+    GC_UNROLL
+    for (int j = 0; j < GROUP; ++j) into[j] = number(part[j]);
+  }
+};
 
 }  // namespace
 
@@ -125,8 +152,7 @@ extern "C" __global__ void __launch_bounds__(256)
                 float* out, int32_t* __restrict__ bad) {
   const int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
   for (int64_t s = thread; s < m; s += (int64_t)gridDim.x * blockDim.x) {
-    const float scale = scales[s];
-    if (!(scale == 0 || (scale >= TINY && scale <= FLOAT_MAX))) atomicMin(bad, BAD_SCALE);
+    check_scale(scales[s], bad);
   }
   const WarpTile at(n);
   if (at.count <= 0) return;
@@ -172,4 +198,18 @@ extern "C" __global__ void __launch_bounds__(256)
     }
   }
   if (lowest < -INT8_TOP) atomicMin(bad, BAD_CODE);
+}
+
+// `before`: null, or the sum of the payloads before, which may be `out`. The first threads look at the scales.
+extern "C" __global__ void __launch_bounds__(256)
+    int8_mean(const SegmentSummands in, const int64_t n, const int64_t* __restrict__ offsets, const int64_t m,
+              const float* before, const float divisor, float* out, int32_t* __restrict__ bad) {
+  const int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  for (int64_t s = thread; s < m; s += (int64_t)gridDim.x * blockDim.x) {
+#pragma unroll 1
+    for (int p = 0; p < in.number; ++p) check_scale(in.high[p][s], bad);
+  }
+  const WarpTile at(n);
+  const LevelJudge judge{(float)INT8_TOP, false, m, nullptr, bad};
+  level_mean_tile(Codes{in, at}, in, offsets, judge, at, before, divisor, out);
 }

@@ -4,8 +4,7 @@
 
 #include <type_traits>
 
-#include "levels.cuh"
-#include "loops.hpp"
+#include "levels.hpp"
 
 using namespace gc;
 
@@ -40,15 +39,6 @@ constexpr int GUESSED_LEVELS = 512;
 
 #if defined(__AVX2__)
 constexpr int TABLE_LEVELS = WIDTH - 1;
-
-// Entry k[i] modulo WIDTH of a table, for each i.
-inline VecF looked_up(VecF table, VecI k) {
-#if defined(__AVX512F__)
-  return (VecF)_mm512_permutexvar_ps((__m512i)k, (__m512)table);
-#else
-  return (VecF)_mm256_permutevar8x32_ps((__m256)table, (__m256i)k);
-#endif
-}
 
 // What codes are drawn with in one segment of few levels, looked up in registers: what each level stands for, and
 // the distance to the next one, times 2^-24.
@@ -335,17 +325,6 @@ class RowNorms {
   int64_t at_, whole_ = -1;
 };
 
-inline VecF level_ratios(VecF code, VecF levels, VecF reciprocal) {  // level_ratio
-  const VecF estimate = code * reciprocal;
-#if defined(__AVX512F__)
-  const __m512 rest = _mm512_fnmadd_ps((__m512)estimate, (__m512)levels, (__m512)code);
-  return (VecF)_mm512_fmadd_ps(rest, (__m512)reciprocal, (__m512)estimate);
-#else
-  const __m256 rest = _mm256_fnmadd_ps((__m256)estimate, (__m256)levels, (__m256)code);
-  return (VecF)_mm256_fmadd_ps(rest, (__m256)reciprocal, (__m256)estimate);
-#endif
-}
-
 // Call put(i, values) for each WIDTH values of a whole tile; `tops` are bits of the largest magnitudes in each row.
 template <int B, class Put>
 inline void decode_rows(const uint32_t* words, int levels, const float* norms, VecI* tops, Put put) {
@@ -383,7 +362,7 @@ GC_API int64_t gc_level_decode(const uint32_t* words, int bits, const float* nor
   const Segments segments(table, m);
   const float least = TINY * (float)levels;
   for (int64_t s = 0; s < m; ++s) {
-    if (!(norms[s] == 0 || (norms[s] >= least && norms[s] <= FLOAT_MAX))) return 1;
+    if (!level_norm_sent(norms[s], least)) return 1;
   }
   if (exact) {
     for (int64_t s = 0; s < m; ++s) {

@@ -409,6 +409,12 @@ def test_what_a_kernel_takes_on_trust_is_checked_before(shim):  # noqa: F811
         lambda: run["half_mean"]([(x.half(), 1), (x[:63].half(), 1)], ""),
         lambda: run["half_mean"]([(x.half(), 1), (x.bfloat16(), 1)], ""),
         lambda: run["half_decode"](x.half(), "", out=x[:63]),
+        lambda: run["int8_mean"]([(x.char(), one, 1), (x.char()[:63], one, 1)], segments),
+        lambda: run["int8_mean"]([(x.char(), one, 1), (x.char(), one[:0], 1)], segments),
+        lambda: run["int8_mean"]([(x.char(), one, 1)], segments, out=x[:63]),
+        lambda: run["level_mean"]([(words, one, 1)], "2", 1, "fixed", segments, out=x[:63]),
+        lambda: run["sign_mean"]([(words[:2], (one,), 1)] * 2, segments, "", out=x[:63]),
+        lambda: run["sign_mean"]([(words[:2], (one[:0], one), 1)], segments, ""),
         lambda: run["natural_encode"](x, key, out=words),
         lambda: run["natural_decode"](ops.natural_encode(x, key), 64, "", out=x[:63]),
     ]
@@ -420,6 +426,33 @@ def test_what_a_kernel_takes_on_trust_is_checked_before(shim):  # noqa: F811
             with pytest.raises(ValueError, match="expected"):
                 call()
     assert len(shim.launches) == before + 1
+
+
+@pytest.mark.parametrize("width", [1, 7, 1100])
+def test_the_launches_of_a_mean_do_not_depend_on_segments(shim, width):  # noqa: F811
+    """Nor on the payloads, up to 64."""
+    n = 1100
+    segments = Segments.of([(n,)], width)
+    scales, codes = torch.ones(len(segments)), torch.zeros(n, dtype=torch.int8)
+    bits, levels = ops.pack(torch.zeros(n) > 0, 1), ops.pack(torch.full((n,), 14), 4)
+    signs = [(bits, (-scales, scales * 0), 1)] * 65
+    runs = [
+        ("int8_mean", [(codes, scales, 1)] * 65, (segments,), ["int8_mean"]),
+        (
+            "level_mean",
+            [(levels, scales, 1)] * 65,
+            ("max", 7, "fixed", segments),
+            ["level_mean_8", "level_check"],
+        ),
+        ("sign_mean", signs, (segments, ""), ["sign_mean", "sign_check"]),
+    ]
+    with launch.use_launcher("cpu", shim):
+        for name, payloads, rest, kernels in runs:
+            for number in (1, 65):
+                before = len(shim.launches)
+                cuda.KERNELS[name](payloads[:number], *rest)
+                used = [kernel for _, kernel in shim.launches[before:]]
+                assert used == kernels * (1 + number // 65), name
 
 
 def test_outputs_of_nothing_launch_nothing(shim):  # noqa: F811

@@ -168,6 +168,7 @@ def large(n: int) -> Iterator[Call]:
         norms = ops.level_norms(x, segments, "max", 7)
         coded = ops.level_encode(x, norms, 7, "fixed", segments, key)
         yield Call("level_decode", name, (coded, norms, "max", 7, "fixed", segments))
+        yield Call("level_mean", name, ([(coded, norms, 1)] * 2, "max", 7, "fixed", segments))
         coded = ops.int8_encode(x, segments, "nearest", key)
         yield Call("int8_decode", name, (*coded, segments))
         yield Call("int8_mean", name, ([(*coded, 1), (*coded, 2)], segments))

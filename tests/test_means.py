@@ -9,7 +9,7 @@ import gcbench
 from gcbench.compressor import Compressor, Key, Payload, Segments
 from gcbench.errors import PayloadError
 
-METHODS = ("fp16", "bf16", "natural", "int8", "onebit", "efsignsgd")
+METHODS = ("fp16", "bf16", "natural", "int8", "qsgd", "onebit", "efsignsgd")
 SHAPES = [(40, 33), (0,), (1,), (1700,)]
 NOTHING = torch.empty(0)
 
@@ -57,10 +57,17 @@ def test_each_payload_is_checked(name):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("fp16", 0x7C00), ("bf16", 0x7F80), ("natural", 0xFF), ("natural", 0x100), ("int8", -128)],
+    [
+        ("fp16", 0x7C00),
+        ("bf16", 0x7F80),
+        ("natural", 0xFF),
+        ("natural", 0x100),
+        ("int8", -128),
+        ("qsgd", 0xF),
+    ],
 )
 def test_a_value_that_no_encoder_sends_is_refused(name, value):
-    """As the first code of one payload: infinity, -0 of natural compression, -128."""
+    """As the first code of one payload: infinity, -0 of natural compression, -128, level 8 of 7."""
     for place in range(3):
         given = payloads(name, (1, 1, 1))
         part = given[place].parts[0]
@@ -68,6 +75,8 @@ def test_a_value_that_no_encoder_sends_is_refused(name, value):
             part[0] = value
         elif name == "natural":
             part[0] = int(part[0]) & ~0x1FF | value
+        elif name == "qsgd":
+            part[0] |= value
         else:
             part.view(torch.int16)[0] = value
         with pytest.raises(PayloadError, match=f"^{name}: (a|code) "):
@@ -80,3 +89,29 @@ def test_sums_of_finite_values_may_overflow():
     x = torch.full((segments.numel,), 3.3e38)
     given = [method.encode(x, segments, NOTHING, Key(1, 2, 3))] * 2
     assert method.mean(given, segments, NOTHING).isinf().all()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"levels": 1, "granularity": "tensor"},
+        {"norm": "2", "levels": 127, "granularity": 128},
+        {"norm": "2", "levels": 32, "granularity": 1024, "coding": "omega-dense"},
+        {"norm": "2", "levels": 4, "coding": "omega-sparse"},
+    ],
+)
+def test_qsgd_adds_all_its_codings(fields):
+    method = gcbench.get_compressor("qsgd", **fields)
+    segments = Segments.of(SHAPES, method.granularity)
+    given = []
+    for rank, count in enumerate((3, 1, 2)):
+        x = torch.randn(segments.numel, generator=torch.Generator().manual_seed(rank))
+        payload = method.encode(x, segments, NOTHING, Key(1, 2, rank))
+        given.append(payload._replace(count=count))
+    mean = method.mean(given, segments, NOTHING)
+    assert torch.equal(mean, Compressor.mean(method, given, segments, NOTHING))
+    for place in range(3):
+        part, norms = given[place].parts
+        wrong = Payload((part, norms[1:]), given[place].count)
+        with pytest.raises(PayloadError, match=r"^qsgd: "):
+            method.mean([*given[:place], wrong, *given[place + 1 :]], segments, NOTHING)

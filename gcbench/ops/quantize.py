@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from gcbench.ops.reference import (
     TINY,
     draws24,
     into,
+    mean_onto,
     pack,
     scale_,
     segment_absmax,
@@ -206,3 +209,36 @@ def level_decode(
     codes = level_unpack(words, norms, norm, levels, coding, segments)
     values = level_values(codes, norms, levels, segments)
     return into(out, values if onto is None else onto + values * count)
+
+
+@op
+def level_mean(
+    payloads: Sequence[tuple[Tensor, Tensor, int]],
+    norm: str,
+    levels: int,
+    coding: str,
+    segments: Segments,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the mean of all workers, float32, shape (n,): see `mean_onto`.
+
+    `payloads`: words and norms, as `level_decode` takes them, and how many workers' mean they are.
+    `out`: where to write.
+
+    Raises:
+        PayloadError: see `level_unpack`.
+    """
+    return into(out, one_by_one(level_decode, payloads, norm, levels, coding, segments))
+
+
+def one_by_one(
+    decode: Callable[..., Tensor], payloads: Sequence[tuple[Tensor, Tensor, int]], *code: object
+) -> Tensor:
+    """Return `level_mean` by `decode`, a `level_decode`; `code` is what this takes after norms."""
+
+    def onto(i: int, total: Tensor | None) -> Tensor:
+        words, norms, count = payloads[i]
+        return decode(words, norms, *code, onto=total, count=count, out=total)
+
+    return mean_onto(onto, [count for *_, count in payloads])

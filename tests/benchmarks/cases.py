@@ -360,15 +360,15 @@ def _level_codes(g: Gradient) -> Timed:
     )
 
 
-def _level_words(g: Gradient, buckets: Segments) -> tuple[Tensor, Tensor]:
-    norms = ops.level_norms(g.x, buckets, "max", LEVELS)
-    return ops.level_encode(g.x, norms, LEVELS, "fixed", buckets, KEY), norms
+def _level_words(x: Tensor, buckets: Segments) -> tuple[Tensor, Tensor]:
+    norms = ops.level_norms(x, buckets, "max", LEVELS)
+    return ops.level_encode(x, norms, LEVELS, "fixed", buckets, KEY), norms
 
 
 @case("level_encode", each(eager.qsgd))
 def _level_encode(g: Gradient) -> Timed:
     buckets = g.segments(BUCKET)
-    out, norms = _level_words(g, buckets)
+    out, norms = _level_words(g.x, buckets)
     return Timed(
         lambda: ops.level_encode(g.x, norms, LEVELS, "fixed", buckets, KEY, out=out),
         nbytes(g.x, norms, out),
@@ -378,11 +378,20 @@ def _level_encode(g: Gradient) -> Timed:
 @case("level_decode", each(eager.qsgd_decode, eager.qsgd))
 def _level_decode(g: Gradient) -> Timed:
     buckets, out = g.segments(BUCKET), g.empty(torch.float32, g.n)
-    words, norms = _level_words(g, buckets)
+    words, norms = _level_words(g.x, buckets)
     return Timed(
         lambda: ops.level_decode(words, norms, "max", LEVELS, "fixed", buckets, out=out),
         nbytes(words, norms, out),
     )
+
+
+@case("level_mean8", each(eager.mean_of(eager.qsgd_decode), eight(eager.qsgd)))
+def _level_mean(g: Gradient) -> Timed:
+    buckets, out = g.segments(BUCKET), g.empty(torch.float32, g.n)
+    coded = [_level_words(g.of_worker(rank), buckets) for rank in range(WORKERS)]
+    payloads = [(words, norms, 1) for words, norms in coded]
+    code = ("max", LEVELS, "fixed", buckets)
+    return Timed(lambda: ops.level_mean(payloads, *code, out=out), nbytes(coded, out))
 
 
 def _omega(g: Gradient, op: str) -> Timed:

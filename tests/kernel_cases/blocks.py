@@ -47,18 +47,19 @@ def payloads(n: int, cut: str, segments: Segments) -> Iterator[Call]:
     for count in (1, 3):
         more = {"onto": onto, "count": count}
         yield Call("int8_decode", f"{cut} onto {count}", (codes, scales, segments), more)
-    for counts in ((1,), (1, 1, 1), (2, 3, 1), (1,) * 8):
-        if n > 5000 and len(counts) == 8:
+    for counts in ((1,), (1, 1, 1), (2, 3, 1), (1,) * 8, (3,) * 70):
+        if n not in (33, 1025) and len(counts) > (8 if n <= 5000 else 3):
             continue
         parts = [(codes.roll(i), scales.roll(i), count) for i, count in enumerate(counts)]
-        yield Call("int8_mean", f"{cut} of {counts}", (parts, segments))
-        if n:
-            outside = codes.clone()
-            outside[len(counts) * n // 9] = -128
-            worse = [*parts[:-1], (outside, scales, counts[-1])]
-            yield Call("int8_mean", f"{cut} of {counts} -128", (worse, segments))
-        below = [*parts[:-1], (codes, scales - 1, counts[-1])]
-        yield Call("int8_mean", f"{cut} of {counts} scales", (below, segments))
+        name = f"{cut} of {counts[:4]}, {len(counts)}"
+        yield Call("int8_mean", name, (parts, segments))
+        for place in {0, len(counts) // 2, len(counts) - 1}:
+            outside, below = codes.clone(), scales.clone()
+            outside[len(counts) * n // 71 :][:1] = -128
+            below[len(segments) // 2 :][:1] = -1
+            for what, wrong in (("-128", (outside, scales)), ("scale", (codes, below))):
+                worse = [*parts[:place], (*wrong, counts[place]), *parts[place + 1 :]]
+                yield Call("int8_mean", f"{name} {what} at {place}", (worse, segments))
     for place in (0, n // 2, n - 1) if n else ():
         outside = codes.clone()
         outside[place] = -128

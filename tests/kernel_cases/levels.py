@@ -27,6 +27,8 @@ def cases(n: int) -> Iterator[Call]:
         for levels in (7, 100)[index % 2 :][:1] if few else LEVELS:
             yield from borders(n, cut, segments, levels)
             yield from payloads(n, cut, segments, levels)
+        for levels in (7, 3, 100, 15)[index:][:1] if few else LEVELS:
+            yield from means(n, cut, segments, levels)
         for coding in () if few else ops.LEVEL_CODINGS[1:]:
             yield Call(
                 "level_encode", f"{cut} {coding}", (x, norms * 0 + 9, 9, coding, segments, key)
@@ -88,6 +90,66 @@ def payloads(n: int, cut: str, segments: Segments, levels: int) -> Iterator[Call
                 yield Call("level_decode", name, (words, wrong, *rest))
             yield Call("level_decode", f"{norm} {levels} {cut} few", (words, norms[1:], *rest))
             yield from unreached(norm, levels, cut, segments, n)
+
+
+def means(n: int, cut: str, segments: Segments, levels: int) -> Iterator[Call]:
+    """Several payloads, alike in nothing, of which one in turn is wrong; more than one launch."""
+    norm = ops.LEVEL_NORMS[levels in (3, 15, 127)]
+    parts = []
+    for rank, count in enumerate((1, 3, 1, 2)):
+        x = torch.randn(n, generator=torch.Generator().manual_seed(rank)) * 2.0 ** (10 * rank)
+        start, stop = segments.offsets[len(segments) // 2 :][:2] if len(segments) else (0, 0)
+        x[start:stop] *= rank % 2  # a norm of 0 beside others
+        norms = ops.level_norms(x, segments, norm, levels)
+        words = ops.level_encode(x, norms, levels, "fixed", segments, KEYS[rank % 2])
+        parts.append((words, norms, count))
+    rest, name = (norm, levels, "fixed", segments), f"{norm} {levels} {cut}"
+    yield Call("level_mean", f"{name} of 1", (parts[:1], *rest))
+    yield Call("level_mean", f"{name} of 4", (parts, *rest))
+    if levels in (7, 100) and n in (33, 1025):
+        many = (parts * 18)[2:]
+        yield Call("level_mean", f"{name} of 70", (many, *rest))
+        zeros = ops.pack(torch.full((n,), levels), ops.level_bits(levels))
+        many[-1] = (zeros, *many[-1][1:])  # whose norms are not reached
+        yield Call("level_mean", f"{name} of 70, the last one wrong", (many, *rest))
+        for coding in ops.LEVEL_CODINGS[1:]:
+            codes = [ops.unpack(words, ops.level_bits(levels), n) - levels for words, _, _ in parts]
+            streams = [
+                (getattr(ops, f"{coding.replace('-', '_')}_write")(code, levels), norms, count)
+                for code, (_, norms, count) in zip(codes, parts, strict=True)
+            ]
+            yield Call("level_mean", f"{name} {coding}", (streams, norm, levels, coding, segments))
+    for number in range(6):
+        place = (number + levels) % 4
+        words, norms, count = parts[place]
+        middle = (torch.arange(len(words)) == len(words) // 2).int()
+        what, wrong = (
+            ("flipped", (words ^ -middle, norms)),
+            ("halved", (words, norms / 2)),
+            ("negative", (words, -norms)),
+            ("cut", (words[1:], norms)),
+            ("few", (words, norms[1:])),
+            ("double", (words, norms.double())),
+        )[number]
+        worse = [*parts[:place], (*wrong, count), *parts[place + 1 :]]
+        yield Call("level_mean", f"{name} {what} at {place}", (worse, *rest))
+    yield from unreached_means(n, cut, segments, levels)
+
+
+def unreached_means(n: int, cut: str, segments: Segments, levels: int) -> Iterator[Call]:
+    """The calls of `unreached`, with such a payload as one of three."""
+    if levels not in (7, 100) or not len(segments):
+        return
+    for norm in ops.LEVEL_NORMS:
+        for number, call in enumerate(unreached(norm, levels, cut, segments, n)):
+            words, norms, *rest = call.args
+            ends = torch.full((n,), 2 * levels)
+            for length, start in zip(segments.lengths, segments.offsets, strict=False):
+                ends[start : start + length : 2] = 0
+            several = [(ops.pack(ends, ops.level_bits(levels)), norms, 1)] * 2
+            several.insert(number % 3, (words, norms, 2))
+            what = f"{call.what}, payload {number % 3}"
+            yield Call("level_mean", what, (several, *rest))
 
 
 def unreached(norm: str, levels: int, cut: str, segments: Segments, n: int) -> Iterator[Call]:

@@ -62,14 +62,7 @@ def decodings(n: int, cut: str, segments: Segments) -> Iterator[Call]:
                 (words, *means, segments, "method"),
                 {"total": total, "count": count},
             )
-        for counts in ((1,), (1, 3, 1), (1,) * 8) if n <= 5000 else ((1, 3, 1),):
-            several = [(words, means, count) for count in counts]
-            other = ops.sign_pack(x.flip(0) + x)
-            alike = (words, tuple(mean * 0.3 for mean in means), 2)
-            yield Call("sign_mean", f"{cut} {kind} {counts}", ([*several, alike], segments, "m"))
-            for what, bad in (("bits", other | -1), ("few", other[1:])):
-                worse = [*several, (bad, means, 1)]
-                yield Call("sign_mean", f"{cut} {kind} {counts} {what}", (worse, segments, "m"))
+        yield from several(n, cut, kind, segments)
         yield Call(decode, f"{cut} truncated", (words[1:], *means, segments, "method"))
         yield Call(decode, f"{cut} all bits", (words | -1, *means, segments, "method"))
         yield Call(decode, f"{cut} no bits", (words & 0, *means, segments, "method"))
@@ -94,6 +87,39 @@ def decodings(n: int, cut: str, segments: Segments) -> Iterator[Call]:
                 yield Call("class_decode", name, (ops.sign_pack(x), -high, high, segments, "m"))
                 only = (ops.sign_pack(x), -(torch.arange(len(segments)) == s).float(), high * 0)
                 yield Call("class_decode", f"{name}, one value", (*only, segments, "m"))
+
+
+def several(n: int, cut: str, kind: str, segments: Segments) -> Iterator[Call]:
+    """Several payloads, alike in nothing, of which one in turn is wrong; more than one launch."""
+    parts = []
+    for rank, count in enumerate((1, 3, 1, 2, 1, 1, 1, 1)):
+        x = torch.randn(n, generator=torch.Generator().manual_seed(rank)) * 2.0 ** (10 * rank)
+        start, stop = segments.offsets[len(segments) // 2 :][:2] if len(segments) else (0, 0)
+        x[start:stop] = (0, 1, -1)[rank % 3]  # a class that is empty beside others
+        words, *values = (ops.class_encode if kind == "class" else ops.scaled_encode)(x, segments)
+        parts.append((words, tuple(values), count))
+    for number in (1, 3, 8) if n <= 5000 else (3,):
+        yield Call("sign_mean", f"{cut} {kind} of {number}", (parts[:number], segments, "m"))
+    if n in (33, 1025):
+        many = (parts * 9)[2:]
+        yield Call("sign_mean", f"{cut} {kind} of 70", (many, segments, "m"))
+        many[-1] = (many[-1][0] & 0, *many[-1][1:])
+        yield Call("sign_mean", f"{cut} {kind} of 70, the last one wrong", (many, segments, "m"))
+    for number, place in product(range(7), (0, 1, 2)):
+        words, values, count = parts[place]
+        middle = torch.arange(len(segments)) == len(segments) // 2
+        what, wrong = (
+            ("all bits", (words | -1, values)),
+            ("no bits", (words & 0, values)),
+            ("few", (words[1:], values)),
+            ("NaN", (words, (*values[:-1], values[-1] + torch.nan * middle))),
+            ("negative", (words, tuple(-value for value in values))),
+            ("one up", (words, (*values[:-1], values[-1] + middle.float()))),
+            ("one down", (words, (values[0] - middle.float(), *values[1:]))),
+        )[number]
+        worse = [*parts[:place], (*wrong, count), *parts[place + 1 : 3]]
+        if n <= 5000 or place == number % 3:
+            yield Call("sign_mean", f"{cut} {kind} {what} at {place}", (worse, segments, "m"))
 
 
 def votes(n: int) -> Iterator[Call]:

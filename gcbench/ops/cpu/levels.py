@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,8 +15,8 @@ from gcbench.ops.cpu.bitstream import (
     omega_sparse_read,
     omega_sparse_write,
 )
-from gcbench.ops.cpu.library import address, c, output, stream
-from gcbench.ops.quantize import BAD_CODES, BAD_NORMS, level_bits
+from gcbench.ops.cpu.library import address, addresses, c, c_array, output, stream
+from gcbench.ops.quantize import BAD_CODES, BAD_NORMS, level_bits, one_by_one
 from gcbench.ops.reference import into, packed_words
 
 SIGNATURES = {
@@ -22,6 +24,7 @@ SIGNATURES = {
     "gc_level_codes": "plplpiQQIIpi",
     "gc_level_encode": "plplpiiQQIIpi",
     "gc_level_decode": "pipiilplpfpi",
+    "gc_level_mean": "pppifiiilplpi",
 }
 
 
@@ -99,6 +102,21 @@ def level_encode(
     return out
 
 
+def _check_norms(norms: Tensor, m: int) -> None:
+    """Raise PayloadError for norms that are not float32, (m,)."""
+    if norms.dtype is not torch.float32 or norms.shape != (m,):
+        raise PayloadError(f"norms of {norms.dtype}, {tuple(norms.shape)}: {m} float32")
+
+
+def _check(words: Tensor, norms: Tensor, n: int, numel: int, m: int) -> None:
+    """Raise PayloadError for norms, or words of n codes, of another dtype or shape."""
+    _check_norms(norms, m)
+    if words.dtype is not torch.int32 or words.shape != (numel,):
+        raise PayloadError(
+            f"words of {words.dtype}, {tuple(words.shape)}: {numel} int32 for {n} codes"
+        )
+
+
 def level_decode(
     words: Tensor,
     norms: Tensor,
@@ -113,16 +131,13 @@ def level_decode(
 ) -> Tensor:
     """Serve `ops.level_decode`."""
     n, m = segments.numel, len(segments)
-    if norms.dtype != torch.float32 or norms.shape != (m,):
-        raise PayloadError(f"norms of {norms.dtype}, {tuple(norms.shape)}: {m} float32")
     bits, numel = level_bits(levels), packed_words(n, level_bits(levels))
     if coding != "fixed":
+        _check_norms(norms, m)
         read = omega_dense_read if coding == "omega-dense" else omega_sparse_read
         words, bits, numel = read(words, n, levels), 0, n
-    elif words.dtype != torch.int32 or words.shape != (numel,):
-        raise PayloadError(
-            f"words of {words.dtype}, {tuple(words.shape)}: {numel} int32 for {n} codes"
-        )
+    else:
+        _check(words, norms, n, numel, m)
     words, norms = words.contiguous(), norms.contiguous()
     out = output(out, torch.float32, n)
     fault = c.gc_level_decode(
@@ -144,9 +159,50 @@ def level_decode(
     return out
 
 
+def level_mean(
+    payloads: Sequence[tuple[Tensor, Tensor, int]],
+    norm: str,
+    levels: int,
+    coding: str,
+    segments: Segments,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Serve `ops.level_mean`; a stream is read in order, and each is added when it has been."""
+    if coding != "fixed":
+        return into(out, one_by_one(level_decode, payloads, norm, levels, coding, segments))
+    n, m, bits = segments.numel, len(segments), level_bits(levels)
+    numel = packed_words(n, bits)
+    for words, norms, _ in payloads:
+        _check(words, norms, n, numel, m)
+    words_at, _words = addresses([words for words, _, _ in payloads], torch.int32, numel)
+    norms_at, _norms = addresses([norms for _, norms, _ in payloads], torch.float32, m)
+    counts = c_array([count for *_, count in payloads], "f")
+    out = output(out, torch.float32, n)
+    fault = c.gc_level_mean(
+        words_at,
+        norms_at,
+        counts.buffer_info()[0],
+        len(payloads),
+        sum(count for *_, count in payloads),
+        bits,
+        norm == "max",
+        levels,
+        n,
+        segments.table.data_ptr(),
+        m,
+        address(out, torch.float32, n),
+        torch.get_num_threads(),
+    )
+    if fault:
+        raise PayloadError(BAD_NORMS if fault == 1 else BAD_CODES)
+    return out
+
+
 KERNELS = {
     "level_norms": level_norms,
     "level_codes": level_codes,
     "level_encode": level_encode,
     "level_decode": level_decode,
+    "level_mean": level_mean,
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -64,4 +66,32 @@ def int8_decode(
     return out
 
 
-KERNELS: Kernels = {"int8_encode": int8_encode, "int8_decode": int8_decode}
+def int8_mean(
+    payloads: Sequence[tuple[Tensor, Tensor, int]],
+    segments: Segments,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Serve `ops.int8_mean`."""
+    n, m, device = segments.numel, len(segments), payloads[0][0].device
+    parts = [(codes, (scales,), count) for codes, scales, count in payloads]
+    launches, _kept = tables.segment_summands(parts, torch.int8, n, m, device)
+    out = tables.output(out, torch.float32, n, device)
+    if m:
+        bad, before, table = tables.flag(device), None, tables.table(segments, device)
+        grid = max(1, tables.grid(tables.tiles_of(n)))
+        for part, divisor in launches:
+            args = (part, i64(n), table, i64(m), before, divisor, out, bad)
+            launcher(device).launch("blocks", "int8_mean", grid, tables.THREADS, args)
+            before = out
+        fault = tables.raised(bad)
+        if fault is not None:
+            raise PayloadError(BAD_SCALE if fault == 1 else BAD_CODE)
+    return out
+
+
+KERNELS: Kernels = {
+    "int8_encode": int8_encode,
+    "int8_decode": int8_decode,
+    "int8_mean": int8_mean,
+}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ from gcbench.ops.bitstream import (
 from gcbench.ops.cuda import tables
 from gcbench.ops.cuda.launch import KeyArgument, blocks_for, f32, i32, i64, launcher
 from gcbench.ops.cuda.statistics import segment_absmax, segment_moments
-from gcbench.ops.quantize import BAD_CODES, BAD_NORMS, level_bits
+from gcbench.ops.quantize import BAD_CODES, BAD_NORMS, level_bits, one_by_one
 from gcbench.ops.reference import check_bits, into, packed_words
 
 
@@ -99,6 +101,29 @@ def level_encode(
     return out
 
 
+def _check_norms(norms: Tensor, m: int) -> None:
+    """Raise PayloadError for norms that are not float32, (m,)."""
+    if norms.dtype is not torch.float32 or norms.shape != (m,):
+        raise PayloadError(f"norms of {norms.dtype}, {tuple(norms.shape)}: {m} float32")
+
+
+def _check(words: Tensor, norms: Tensor, n: int, bits: int, m: int) -> None:
+    """Raise PayloadError for norms, or words of n codes, of another dtype or shape."""
+    _check_norms(norms, m)
+    numel = packed_words(n, bits)
+    if words.dtype is not torch.int32 or words.shape != (numel,):
+        raise PayloadError(
+            f"words of {words.dtype}, {tuple(words.shape)}: {numel} int32 for {n} codes"
+        )
+
+
+def _raise(bad: Tensor) -> None:
+    """Raise what a kernel has found."""
+    fault = tables.raised(bad)
+    if fault is not None:
+        raise PayloadError(BAD_NORMS if fault == 1 else BAD_CODES)
+
+
 def level_decode(
     words: Tensor,
     norms: Tensor,
@@ -112,19 +137,14 @@ def level_decode(
     out: Tensor | None = None,
 ) -> Tensor:
     """Serve `ops.level_decode`."""
-    n, m = segments.numel, len(segments)
-    if norms.dtype != torch.float32 or norms.shape != (m,):
-        raise PayloadError(f"norms of {norms.dtype}, {tuple(norms.shape)}: {m} float32")
-    bits = level_bits(levels)
+    n, m, bits = segments.numel, len(segments), level_bits(levels)
     if coding != "fixed":
+        _check_norms(norms, m)
         read = omega_dense_read if coding == "omega-dense" else omega_sparse_read
         words, together = read(words, n, levels), 1
     else:
-        together, numel = _together(bits), packed_words(n, bits)
-        if words.dtype != torch.int32 or words.shape != (numel,):
-            raise PayloadError(
-                f"words of {words.dtype}, {tuple(words.shape)}: {numel} int32 for {n} codes"
-            )
+        _check(words, norms, n, bits, m)
+        together = _together(bits)
     words, norms = words.contiguous(), norms.contiguous()
     onto = None if onto is None else tables.checked(onto, torch.float32, n)
     out = tables.output(out, torch.float32, n, norms.device)
@@ -139,11 +159,50 @@ def level_decode(
         more = (onto, f32(count), out, reached, bad)
         args = (words, i64(n), table, i64(m), norms, level, i32(bits), *more)
         run("levels", kernel, tables.grid(tables.tiles_of(n)), tables.THREADS, args)
-    check = (norms, i64(m), level, reached, bad)
+    one = tables.SegmentSummands(number=1)
+    one.high[0] = norms.data_ptr()
+    check = (one, i64(m), level, reached, bad)
     run("levels", "level_check", blocks_for(m, tables.THREADS), tables.THREADS, check)
-    fault = tables.raised(bad)
-    if fault is not None:
-        raise PayloadError(BAD_NORMS if fault == 1 else BAD_CODES)
+    _raise(bad)
+    return out
+
+
+def level_mean(
+    payloads: Sequence[tuple[Tensor, Tensor, int]],
+    norm: str,
+    levels: int,
+    coding: str,
+    segments: Segments,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Serve `ops.level_mean`; a stream is read in order, and each is added when it has been."""
+    if coding != "fixed":
+        return into(out, one_by_one(level_decode, payloads, norm, levels, coding, segments))
+    n, m, bits, device = segments.numel, len(segments), level_bits(levels), payloads[0][0].device
+    for words, norms, _ in payloads:
+        _check(words, norms, n, bits, m)
+    parts = [(words, (norms,), count) for words, norms, count in payloads]
+    size = packed_words(n, bits)
+    launches, _kept = tables.segment_summands(parts, torch.int32, size, m, device)
+    out = tables.output(out, torch.float32, n, device)
+    if not m:
+        return out
+    bad, before, reached = tables.flag(device), None, None
+    if norm == "max":
+        reached = torch.zeros((len(payloads), m), dtype=torch.uint8, device=device)
+    run, kernel = launcher(device).launch, f"level_mean_{_together(bits)}"
+    table, grid = tables.table(segments, device), tables.grid(tables.tiles_of(n))
+    for k, (part, divisor) in enumerate(launches):
+        marks = None if reached is None else reached[k * tables.MOST_PAYLOADS :]
+        if n:
+            sizes = (i64(n), table, i64(m), i32(levels), i32(bits))
+            args = (part, *sizes, before, divisor, out, marks, bad)
+            run("levels", kernel, grid, tables.THREADS, args)
+        check = (part, i64(m), i32(levels), marks, bad)
+        run("levels", "level_check", blocks_for(m, tables.THREADS), tables.THREADS, check)
+        before = out
+    _raise(bad)
     return out
 
 
@@ -152,4 +211,5 @@ KERNELS: Kernels = {
     "level_codes": level_codes,
     "level_encode": level_encode,
     "level_decode": level_decode,
+    "level_mean": level_mean,
 }

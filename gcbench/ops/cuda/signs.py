@@ -328,7 +328,10 @@ def _values(
         found = torch.zeros(m, dtype=torch.int32, device=device)
         if n:
             run("signs", "sign_classes", grid, threads, (*bits, *parts, found))
-    check = (*bits, *parts, low, high, found, bad)
+    one = tables.SegmentSummands(number=1)
+    one.parts[0], one.high[0] = words.data_ptr(), high.data_ptr()
+    one.low[0] = None if low is None else low.data_ptr()
+    check = (one, i64(n), *parts, found, bad)
     run("signs", "sign_check", blocks_for(max(m, LANES), threads), threads, check)
     if n:
         times = f32(1.0 if total is None else count)
@@ -367,6 +370,38 @@ def class_decode(
     return _values(words, low, high, segments, name, total, count, out)
 
 
+def sign_mean(
+    payloads: Sequence[tuple[Tensor, tuple[Tensor, ...], int]],
+    segments: Segments,
+    name: str,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Serve `ops.sign_mean`."""
+    n, m, device = segments.numel, len(segments), payloads[0][0].device
+    given = [(_packed(words, 1, n), values, count) for words, values, count in payloads]
+    size = packed_words(n, 1)
+    launches, _kept = tables.segment_summands(given, torch.int32, size, m, device)
+    out = tables.output(out, torch.float32, n, device)
+    if not m:
+        return out
+    bad, run, threads = tables.flag(device), launcher(device).launch, tables.THREADS
+    grid, parts = tables.grid(tables.tiles_of(n)), (tables.table(segments, device), i64(m))
+    found = before = None
+    if len(payloads[0][1]) == 2:
+        found = torch.zeros((len(payloads), m), dtype=torch.int32, device=device)
+    for k, (part, divisor) in enumerate(launches):
+        classes = None if found is None else found[k * tables.MOST_PAYLOADS :]
+        if n:
+            args = (part, i64(n), *parts, classes, before, divisor, out)
+            run("signs", "sign_mean", grid, threads, args)
+        check = (part, i64(n), *parts, classes, bad)
+        run("signs", "sign_check", blocks_for(max(m, LANES), threads), threads, check)
+        before = out
+    _check(bad, name)
+    return out
+
+
 KERNELS: Kernels = {
     "class_decode": class_decode,
     "class_encode": class_encode,
@@ -375,6 +410,7 @@ KERNELS: Kernels = {
     "scaled_encode": scaled_encode,
     "scaled_feedback": scaled_feedback,
     "sign_decode": sign_decode,
+    "sign_mean": sign_mean,
     "sign_pack": sign_pack,
     "sign_pack_above": sign_pack_above,
     "sign_vote": sign_vote,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from ctypes import Structure, c_float, c_int32, c_void_p
@@ -123,6 +124,45 @@ def summands(
         launches.append((part, f32(1.0)))
     launches[-1] = launches[-1][0], f32(sum(count for _, count in payloads))
     return launches, kept
+
+
+class SegmentSummands(Structure):
+    """`SegmentSummands` of the kernels: payloads, their values of each segment, as above."""
+
+    _fields_ = (
+        ("parts", c_void_p * MOST_PAYLOADS),
+        ("high", c_void_p * MOST_PAYLOADS),
+        ("low", c_void_p * MOST_PAYLOADS),
+        ("counts", c_float * MOST_PAYLOADS),
+        ("number", c_int32),
+    )
+
+
+def segment_summands(
+    payloads: Sequence[tuple[Tensor, Sequence[Tensor], int]],
+    dtype: torch.dtype,
+    numel: int,
+    m: int,
+    device: torch.device,
+) -> tuple[list[tuple[SegmentSummands, f32]], list[Tensor]]:
+    """Return what `summands` does, of payloads with values of each segment, float32, (m,).
+
+    `payloads`: codes, the value of each segment, or its lower and its upper one, and workers.
+
+    Raises:
+        ValueError: there is no payload, or one has another dtype, length or device.
+    """
+    plain, kept = summands([(codes, count) for codes, _, count in payloads], dtype, numel, device)
+    values = [[checked(value, torch.float32, m, device) for value in own] for _, own, _ in payloads]
+    launches = []
+    for start, (part, divisor) in zip(itertools.count(0, MOST_PAYLOADS), plain, strict=False):
+        made = SegmentSummands(part.parts, counts=part.counts, number=part.number)
+        for i, own in enumerate(values[start : start + MOST_PAYLOADS]):
+            made.high[i] = own[-1].data_ptr()
+            if len(own) == 2:
+                made.low[i] = own[0].data_ptr()
+        launches.append((made, divisor))
+    return launches, [*kept, *itertools.chain(*values)]
 
 
 def flag(device: torch.device) -> Tensor:
