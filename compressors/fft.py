@@ -1,15 +1,17 @@
 """FFT sparsification: the largest bins of the gradient's spectrum, as range-based floats.
 
-X = rfft(x) / sqrt(d) for a segment of d elements; of its B = d // 2 + 1 complex bins the K =
-max(1, round((1 - theta) B)) of largest |X|^2 are kept, of equal ones the lowest. Their real and
-imaginary parts take N-bit codes with m bits of mantissa, in their range (`gcbench.ops.rangefloat`).
-x' = irfft of the kept bins. The mean adds spectra, in the order of ranks, and goes back once.
+X = rfft(x) / sqrt(L) for a segment with zeros after it up to L elements (`pad`, see below); of its
+B = L // 2 + 1 complex bins the K = max(1, round((1 - theta) B)) of largest |X|^2 are kept, of equal
+ones the lowest. Their real and imaginary parts take N-bit codes with m bits of mantissa, in their
+range (`gcbench.ops.rangefloat`). x' = irfft of the kept bins, cut to the segment. The mean adds
+spectra, in the order of ranks, and goes back once.
 
 Bias and bound: biased. P the projection on the kept bins, q their rounding, h = 2^-11 for fp16:
 ||x - x'||^2 <= ||x||^2 - (||Px|| - h ||x||)^2 + (||q|| + h ||x||)^2, below ||x||^2, as q is at most
-2^-(m+1) of a value, or that value below eps. Of a long normal x, 1 - rho (1 + ln(1 / rho)), rho =
-1 - theta, is lost: .5654 at .85, where `topk` loses .4425. Spectra win only where x is smooth along
-its index (tests/test_fft.py::test_a_smooth_signal_*).
+2^-(m+1) of a value, or that value below eps; zeros change no norm, and a cut only takes some of the
+error away. Of a long normal x, 1 - rho (1 + ln(1 / rho)), rho = 1 - theta, is lost: .5654 at .85,
+where `topk` loses .4425. Spectra win only where x is smooth along its index
+(tests/test_fft.py::test_a_smooth_signal_*).
 m = 5 spans 16 octaves, 6 spans 8. On whole gradients of LeNet and CifarNet 5 lost 4e-5 of the kept
 energy each time, 6 from 1e-5 to 4e-4, 7 up to .45; in groups of 4096, 6 always lost 1e-5.
 Wire: a bitmap of B bits, 2K codes, one int32 a segment. At theta = .85: .5 + .15 * 10 = 2.0 bits an
@@ -19,9 +21,11 @@ Source: Wang et al., HPDC 2020, doi:10.1145/3369583.3392681 (arXiv:1811.08596). 
 theta fall to 0: --set theta=0:0.85/1000:0.
 No code of the authors is public. Where the paper is silent: segments are scaled by a power of two
 before fp16, which then cannot overflow (test_any_unit_*); bins are chosen by |X|^2, though the
-first (of even d, the last too) counts once in the energy, others twice (test_the_largest_bins_*).
-As there, the model is one segment, whatever factors its length has (`gcbench.ops.transform`): to
-encode 2.7e5 elements takes 4 ms, 1.07e6 13, 25.6e6 1.2 s; in groups of 4096 1.4, 5 and 330 ms.
+first (of even L, the last too) counts once in the energy, others twice (test_the_largest_bins_*).
+As there, the model is one segment. Libraries are slow at, and MKL at times off by 2^-15 for, a
+length with a large prime factor: one above 32,768 is padded, by a few tenths of a percent
+(`gcbench.ops.transform.padded_length`), which `--set pad=false` leaves out. Encoding 2.7e5 elements
+takes one thread 1.5 ms, 1.07e6 6.5, 25.6e6 .35 s; in groups of 4096 1.1, 3.5 and 235 ms.
 """
 
 from __future__ import annotations
@@ -30,7 +34,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from gcbench import ops
@@ -50,6 +53,7 @@ class FFT(Compressor):
     granularity: str | int = "model"  # or "tensor", "column", or a group size; 4096 is fast
     half: bool = True  # round the scaled gradient to fp16 first
     bitmap: str = "complex"  # one bit a bin; or "real", one a real and one an imaginary part
+    pad: bool = True  # zeros after a segment whose length transforms slowly
 
     contractive = True
     portable = False
@@ -60,6 +64,7 @@ class FFT(Compressor):
         {"bitmap": "real"},
         {"theta": 0.0},
         {"half": False, "theta": 0.5},
+        {"pad": False},
     )
 
     def __post_init__(self) -> None:
@@ -84,11 +89,16 @@ class FFT(Compressor):
     def error_bound(self, x: Tensor, segments: Segments) -> float:
         """Return the bound of the card, for the bins and the rounding that `x` itself has."""
         payload = self.encode(x, segments, x, Key(0, 0, 0))
-        return ops.spectrum_error(x, segments, *self._open(payload, segments), half=self.half)
+        kept, values = self._open(payload, segments)
+        return ops.spectrum_error(x, segments, kept, values, half=self.half, pad=self.pad)
+
+    def _runs(self, segments: Segments) -> tuple[ops.KeptRun, ...]:
+        """Return the runs of the segments' bins."""
+        return ops.spectrum_runs(segments, self.theta, self.pad)
 
     def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
-        runs = ops.spectrum_runs(segments, self.theta)
-        bins, energy = ops.spectrum_forward(x, segments, half=self.half)
+        runs = self._runs(segments)
+        bins, energy = ops.spectrum_forward(x, segments, half=self.half, pad=self.pad)
         kept = ops.spectrum_largest(energy, runs)
         width = WIDTHS[self.bitmap]
         return Payload(ops.spectrum_pack(bins, kept, runs, self.code_bits, self.mantissa, width))
@@ -96,9 +106,8 @@ class FFT(Compressor):
     def _open(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor]:
         """Return the kept bins, int64, (K,) in all, and their values, float32, (K, 2)."""
         self.check(payload, segments)
-        runs, width = ops.spectrum_runs(segments, self.theta), WIDTHS[self.bitmap]
-        parts, form = payload.parts, (self.code_bits, self.mantissa, width)
-        return ops.spectrum_unpack(parts, runs, *form, self.name)
+        form = self.code_bits, self.mantissa, WIDTHS[self.bitmap]
+        return ops.spectrum_unpack(payload.parts, self._runs(segments), *form, self.name)
 
     def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
         return self.mean([payload], segments, shared)
@@ -106,13 +115,10 @@ class FFT(Compressor):
     def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
         """Return the mean: spectra are added in the order of ranks and transformed back once."""
         opened = [self._open(payload, segments) for payload in payloads]
-        bins = ops.spectrum_bins(ops.spectrum_runs(segments, self.theta))
-        mean, total = opened[0][1].new_zeros(bins, 2), sum(payload.count for payload in payloads)
-        for (kept, values), payload in zip(opened, payloads, strict=True):
-            share = values * (payload.count / total)
-            torch.view_as_complex(mean).index_add_(0, kept, torch.view_as_complex(share))
-        return ops.spectrum_inverse(mean, segments)
+        total = sum(payload.count for payload in payloads)
+        weights = [payload.count / total for payload in payloads]
+        mean = ops.spectrum_mean(opened, weights, ops.spectrum_bins(self._runs(segments)))
+        return ops.spectrum_inverse(mean, segments, pad=self.pad)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
-        runs = ops.spectrum_runs(segments, self.theta)
-        return ops.spectrum_layout(runs, self.code_bits, WIDTHS[self.bitmap])
+        return ops.spectrum_layout(self._runs(segments), self.code_bits, WIDTHS[self.bitmap])

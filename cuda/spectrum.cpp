@@ -1,6 +1,10 @@
-// What lies around a Fourier transform on the CPU: segments scaled by powers of two and back, energies of bins, and
-// the step between a real transform and a complex one of half the length: `gcbench.ops.spectrum`, `gcbench.ops.transform`.
+// What lies around a Fourier transform on the CPU: segments scaled by powers of two and back, energies of bins, sums of
+// sparse spectra, and the step between a real transform and a complex one of half the length: `gcbench.ops.spectrum`,
+// `gcbench.ops.transform`.
 #include <stdlib.h>
+
+#include <algorithm>
+#include <memory>
 
 #include "loops.hpp"
 
@@ -21,6 +25,16 @@ inline float to_half(float x) {
   const float rounded = (size + shift) - shift;
   return float_of(exponent == 0x7f800000u ? u : bits_of(rounded) | sign);
 }
+
+// `gcbench.ops.spectrum.Rows`: where segments lie in another buffer; without a table, where they lie in their own.
+struct Rows {
+  const int64_t *starts, *widths, *offsets;
+
+  Rows(const int64_t* table, const Segments& segments)
+      : starts(table), widths(table ? table + segments.count : nullptr), offsets(segments.offsets) {}
+
+  int64_t place(int64_t s, int64_t element) const { return starts ? starts[s] + (element - offsets[s]) : element; }
+};
 
 // f(segment, first element, elements) for tiles, each inside one segment.
 template <class F>
@@ -58,31 +72,14 @@ inline void reverse(const float* from, int count, float* to) {
   GC_SIMD for (int i = 0; i < count; ++i) out[i] = pairs[count - 1 - i];
 }
 
-// f(first complex number, how many) for pieces of `length` numbers.
-template <class F>
-void for_pieces(int64_t length, int threads, F f) {
-  parallel((length + PIECE - 1) / PIECE, threads, [&](int64_t first, int64_t last) {
-    for (int64_t start = first * PIECE; start < last * PIECE && start < length; start += PIECE) {
-      f(start, (int)(length - start < PIECE ? length - start : PIECE));
-    }
-  });
-}
-
-// Tables of factors: real and imaginary part of a, then of b, each h + 1 floats.
-struct Factors {
-  const float *ar, *ai, *br, *bi;
-
-  Factors(const float* factors, int64_t h)
-      : ar(factors), ai(factors + (h + 1)), br(factors + 2 * (h + 1)), bi(factors + 3 * (h + 1)) {}
-};
-
 }  // namespace
 
 // unit = the power of two below a segment's largest magnitude, in [2^-110, 2^126], over `peak`, a power of two;
-// out = x / unit, rounded to fp16 if `half`, and zeros in a segment whose largest is below `tiny`.
+// out = x / unit, rounded to fp16 if `half`, and zeros in a segment whose largest is below `tiny`, as rows.
 GC_API int64_t gc_spectrum_scaled(const float* x, const int64_t* table, int64_t m, float peak, float tiny, int half,
-                                  float* unit, float* out, int threads) {
+                                  const int64_t* places, float* unit, float* out, int threads) {
   const Segments segments(table, m);
+  const Rows rows(places, segments);
   gc_segment_absmax(x, table, m, unit, threads);
   // The reciprocal of a power of two is exact; 0 says that the segment counts as zero.
   float* inverse = (float*)malloc((m + 1) * sizeof *inverse);
@@ -94,7 +91,7 @@ GC_API int64_t gc_spectrum_scaled(const float* x, const int64_t* table, int64_t 
   }
   for_tiles(segments, threads, [&](int64_t s, int64_t start, int count) {
     const float by = inverse[s], *from = x + start;
-    float* to = out + start;
+    float* to = out + rows.place(s, start);
     if (by == 0) {
       for (int i = 0; i < count; ++i) to[i] = 0.0f;
     } else if (half) {
@@ -102,17 +99,22 @@ GC_API int64_t gc_spectrum_scaled(const float* x, const int64_t* table, int64_t 
     } else {
       GC_SIMD for (int i = 0; i < count; ++i) to[i] = from[i] * by;
     }
+    const int64_t end = segments.offsets[s + 1];
+    if (places && start + count == end) {
+      memset(to + count, 0, (rows.widths[s] - (end - segments.offsets[s])) * sizeof *to);
+    }
   });
   free(inverse);
   return 0;
 }
 
-// energy = |X|^2 and out = X unit for the bins of all segments; `table` counts floats, two a bin.
-GC_API int64_t gc_spectrum_unscaled(const float* bins, const float* unit, const int64_t* table, int64_t m, float* out,
-                                    float* energy, int threads) {
+// energy = |X|^2 and out = X unit for the bins of all segments, which come as rows; `table` counts floats, two a bin.
+GC_API int64_t gc_spectrum_unscaled(const float* bins, const float* unit, const int64_t* table, int64_t m,
+                                    const int64_t* places, float* out, float* energy, int threads) {
   const Segments segments(table, m);
+  const Rows rows(places, segments);
   for_tiles(segments, threads, [&](int64_t s, int64_t start, int count) {
-    const float by = unit[s], *from = bins + start;
+    const float by = unit[s], *from = bins + rows.place(s, start);
     float *to = out + start, *size = energy + start / 2;
     GC_SIMD for (int i = 0; i < count / 2; ++i) {
       const float re = from[2 * i], im = from[2 * i + 1];
@@ -124,12 +126,13 @@ GC_API int64_t gc_spectrum_unscaled(const float* bins, const float* unit, const 
   return 0;
 }
 
-// out = x unit, within the finite floats.
-GC_API int64_t gc_spectrum_restored(const float* x, const float* unit, const int64_t* table, int64_t m, float* out,
-                                    int threads) {
+// out = x unit, within the finite floats; x comes as rows.
+GC_API int64_t gc_spectrum_restored(const float* x, const float* unit, const int64_t* table, int64_t m,
+                                    const int64_t* places, float* out, int threads) {
   const Segments segments(table, m);
+  const Rows rows(places, segments);
   for_tiles(segments, threads, [&](int64_t s, int64_t start, int count) {
-    const float by = unit[s], *from = x + start;
+    const float by = unit[s], *from = x + rows.place(s, start);
     float* to = out + start;
     GC_SIMD for (int i = 0; i < count; ++i) {
       const float v = from[i] * by;
@@ -139,86 +142,79 @@ GC_API int64_t gc_spectrum_restored(const float* x, const float* unit, const int
   return 0;
 }
 
-// out = x chirp, then zeros up to `width`.
-GC_API int64_t gc_spectrum_pad(const float* x, const float* chirp, int64_t length, int64_t width, float* out,
-                               int threads) {
-  memset(out + 2 * length, 0, (width - length) * sizeof(Pair));
-  for_pieces(length, threads, [&](int64_t start, int count) {
-    Parts parts;
-    const float *from = x + 2 * start, *by = chirp + 2 * start;
-    GC_SIMD for (int i = 0; i < count; ++i) {
-      const float re = from[2 * i], im = from[2 * i + 1], r = by[2 * i], q = by[2 * i + 1];
-      parts.re[i] = re * r - im * q;
-      parts.im[i] = re * q + im * r;
+// The sum of `number` sparse spectra times their weights, in their order: spectrum p has kept[p] bins, which increase,
+// and two floats for each. Returns 1 if they do not increase, or one is not in [0, length).
+GC_API int64_t gc_spectrum_mean(const float* const* values, const int64_t* const* bins, const int64_t* kept,
+                                const float* weights, int64_t number, float* out, int64_t length, int threads) {
+  int64_t bad = 0;
+  const int64_t tiles = (length + PIECE - 1) / PIECE;
+  parallel(tiles, threads, [&](int64_t first, int64_t last) {
+    std::unique_ptr<int64_t[]> at(new int64_t[number]);
+    bool wrong = false;
+    for (int64_t p = 0; p < number; ++p) {
+      at[p] = first ? std::lower_bound(bins[p], bins[p] + kept[p], first * PIECE) - bins[p] : 0;
     }
-    parts.join(count, out + 2 * start);
+    for (int64_t start = first * PIECE; start < last * PIECE && start < length; start += PIECE) {
+      const int64_t stop = start + PIECE < length ? start + PIECE : length;
+      memset(out + 2 * start, 0, (stop - start) * sizeof(Pair));
+      for (int64_t p = 0; p < number; ++p) {
+        const int64_t *own = bins[p], end = kept[p];
+        const float weight = weights[p], *from = values[p];
+        int64_t j = at[p], before = start - 1;
+        for (; j < end && own[j] < stop; ++j) {
+          if (own[j] <= before) {
+            wrong = true;
+            break;
+          }
+          before = own[j];
+          out[2 * before] += from[2 * j] * weight;
+          out[2 * before + 1] += from[2 * j + 1] * weight;
+        }
+        at[p] = j;
+      }
+    }
+    for (int64_t p = 0; p < number; ++p) wrong |= last == tiles && at[p] < kept[p];
+    if (wrong) {
+#pragma omp atomic write
+      bad = 1;
+    }
   });
-  return 0;
+  return bad;
 }
 
-// out = v chirp, or the conjugate of it.
-GC_API int64_t gc_spectrum_cut(const float* waves, const float* chirp, int64_t length, int conjugate, float* out,
-                               int threads) {
-  const uint32_t flip = conjugate ? 0x80000000u : 0;
-  for_pieces(length, threads, [&](int64_t start, int count) {
-    Parts parts;
-    const float *v = waves + 2 * start, *by = chirp + 2 * start;
-    GC_SIMD for (int i = 0; i < count; ++i) {
-      const float re = v[2 * i], im = v[2 * i + 1], r = by[2 * i], q = by[2 * i + 1];
-      parts.re[i] = re * r - im * q;
-      parts.im[i] = float_of(bits_of(re * q + im * r) ^ flip);
+// out_k = s ((v_k + conj v_h-k) + t_k (v_k - conj v_h-k)) for k = 0 ... h, where v_h is v_0 and t_h-k = conj t_k; with
+// `inverse` v_0 and v_h count as real, t is conjugate, and h is left out. v_k and v_h-k make out_k and out_h-k.
+GC_API int64_t gc_spectrum_fold(const float* waves, const float* factors, float scale, int64_t h, int inverse,
+                                float* out, int threads) {
+  const uint32_t flip = inverse ? 0x80000000u : 0;
+  const int64_t pairs = h / 2 + 1;
+  parallel((pairs + PIECE - 1) / PIECE, threads, [&](int64_t first, int64_t last) {
+    for (int64_t start = first * PIECE; start < last * PIECE && start < pairs; start += PIECE) {
+      const int count = (int)(pairs - start < PIECE ? pairs - start : PIECE);
+      GC_ALIGNED float own[2 * PIECE], back[2 * PIECE];
+      Parts near, far;
+      const int64_t least = h - start - count + 1;  // of h - k
+      const int whole = !inverse && start == 0;      // v_h is not there
+      memcpy(own, waves + 2 * start, count * sizeof(Pair));
+      if (whole) memcpy(back, waves, sizeof(Pair));
+      reverse(waves + 2 * least, count - whole, back + 2 * whole);
+      if (inverse && start == 0) own[1] = back[1] = 0.0f;
+      const float* turn = factors + 2 * start;
+      GC_SIMD for (int i = 0; i < count; ++i) {
+        const float a = own[2 * i], b = own[2 * i + 1], c = back[2 * i], d = back[2 * i + 1];
+        const float real = turn[2 * i], imag = float_of(bits_of(turn[2 * i + 1]) ^ flip);
+        const float x = a - c, y = b + d, p = real * x - imag * y, q = real * y + imag * x;
+        near.re[i] = ((a + c) + p) * scale;
+        near.im[i] = ((b - d) + q) * scale;
+        far.re[i] = ((a + c) - p) * scale;
+        far.im[i] = (q - (b - d)) * scale;
+      }
+      near.join(count, out + 2 * start);
+      // Of the others, those with h - k above k: not the last of even h; and not h itself, if that is left out.
+      const int skip = inverse && start == 0, most = 2 * (start + count - 1) < h ? count : count - 1;
+      far.join(count, back);
+      reverse(back + 2 * skip, most - skip, out + 2 * (h - start - most + 1));
     }
-    parts.join(count, out + 2 * start);
-  });
-  return 0;
-}
-
-// out_k = a_k v_k + b_k conj v_h-k for k = 0 ... h; v_h is v_0.
-GC_API int64_t gc_spectrum_fold(const float* waves, const float* factors, int64_t h, float* out, int threads) {
-  const Factors f(factors, h);
-  for_pieces(h + 1, threads, [&](int64_t start, int count) {
-    GC_ALIGNED float own[2 * PIECE], back[2 * PIECE];
-    Parts parts;
-    // v_k for these k, the last of them h, and v_h-k, the first of them h, which is taken from 0.
-    const int whole = start + count <= h ? count : count - 1, skip = start == 0;
-    memcpy(own, waves + 2 * start, whole * sizeof(Pair));
-    if (whole < count) memcpy(own + 2 * whole, waves, sizeof(Pair));
-    if (skip) memcpy(back, waves, sizeof(Pair));
-    reverse(waves + 2 * (h - start - count + 1), count - skip, back + 2 * skip);
-    const float *ar = f.ar + start, *ai = f.ai + start, *br = f.br + start, *bi = f.bi + start;
-    GC_SIMD for (int i = 0; i < count; ++i) {
-      const float re = own[2 * i], im = own[2 * i + 1], r = back[2 * i], q = back[2 * i + 1];
-      parts.re[i] = (ar[i] * re - ai[i] * im) + (br[i] * r + bi[i] * q);
-      parts.im[i] = (ar[i] * im + ai[i] * re) + (bi[i] * r - br[i] * q);
-    }
-    parts.join(count, out + 2 * start);
-  });
-  return 0;
-}
-
-// out_k = 2 (a_k conj X_k + conj b_h-k X_h-k) for k < h, then zeros up to `width`; X_0 and X_h count as real.
-GC_API int64_t gc_spectrum_unfold(const float* bins, const float* factors, int64_t h, int64_t width, float* out,
-                                  int threads) {
-  const Factors f(factors, h);
-  memset(out + 2 * h, 0, (width - h) * sizeof(Pair));
-  for_pieces(h, threads, [&](int64_t start, int count) {
-    GC_ALIGNED float own[2 * PIECE], back[2 * PIECE], br[PIECE], bi[PIECE];
-    Parts parts;
-    const int64_t last = h - start - count + 1;  // the least of h - k
-    memcpy(own, bins + 2 * start, count * sizeof(Pair));
-    reverse(bins + 2 * last, count, back);
-    if (start == 0) own[1] = back[1] = 0.0f;
-    GC_SIMD for (int i = 0; i < count; ++i) {
-      br[i] = f.br[last + count - 1 - i];
-      bi[i] = f.bi[last + count - 1 - i];
-    }
-    const float *ar = f.ar + start, *ai = f.ai + start;
-    GC_SIMD for (int i = 0; i < count; ++i) {
-      const float re = own[2 * i], im = own[2 * i + 1], r = back[2 * i], q = back[2 * i + 1];
-      parts.re[i] = 2 * ((ar[i] * re + ai[i] * im) + (br[i] * r + bi[i] * q));
-      parts.im[i] = 2 * ((ai[i] * re - ar[i] * im) + (br[i] * q - bi[i] * r));
-    }
-    parts.join(count, out + 2 * start);
   });
   return 0;
 }

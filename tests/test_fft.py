@@ -14,6 +14,7 @@ import gcbench
 from gcbench import ops
 from gcbench.compressor import Compressor, Key, Payload, Segments
 from gcbench.errors import PayloadError
+from gcbench.ops.transform import padded_length
 
 KEY = Key(0, 0, 0)
 FINE = {"half": False, "code_bits": 14, "mantissa": 9}
@@ -40,6 +41,21 @@ def square(x: torch.Tensor) -> float:
 def lost(method: Compressor, x: torch.Tensor, segments: Segments | None = None) -> float:
     """The share of the energy that the round trip loses."""
     return square(x - sent(method, x, segments)) / square(x)
+
+
+def families(n: int) -> dict[str, torch.Tensor]:
+    impulse = torch.zeros(n)
+    impulse[n // 3] = 2.0
+    ramp = torch.arange(n).float()
+    return {
+        "normal": normal(n, 16),
+        "heavy": normal(n, 17) ** 5,
+        "impulse": impulse,  # a flat spectrum: nothing stands out
+        "constant": torch.full((n,), 0.7),
+        "ramp": ramp,
+        "chirp": torch.sin(ramp * ramp * math.pi / n),
+        "mixed": normal(n, 18) * torch.logspace(-20, 20, n),
+    }
 
 
 # ---- the transform -------------------------------------------------------------------------------
@@ -296,6 +312,60 @@ def test_how_many_bins_are_kept(theta, n, keep):
     assert (run.length, run.keep) == (n // 2 + 1, keep)
 
 
+# ---- zeros after a segment -----------------------------------------------------------------------
+
+PRIME = 40_063
+"""It is padded to 40,560, by 1.2 %."""
+
+
+@pytest.mark.parametrize("theta", [0.0, 0.85])
+def test_a_padded_gradient_by_hand(theta):
+    """What is decoded is the beginning of the row whose spectrum was cut, as numpy has it."""
+    method = gcbench.get_compressor("fft", theta=theta, **FINE)
+    x, length = normal(PRIME, 25), padded_length(PRIME)
+    assert length == 40_560
+    bins = np.fft.rfft(np.pad(x.double().numpy(), (0, length - PRIME)), norm="ortho")
+    keep = max(1, round((1 - Fraction(str(theta))) * len(bins)))
+    bins[np.lexsort((np.arange(len(bins)), -np.abs(bins)))[keep:]] = 0
+    expected = np.fft.irfft(bins, length, norm="ortho")[:PRIME]
+    found = sent(method, x).double().numpy()
+    assert np.linalg.norm(found - expected) < 2e-3 * np.linalg.norm(expected)
+    (run,) = ops.spectrum_runs(one(PRIME), theta)
+    assert (run.length, run.keep) == (length // 2 + 1, keep)
+    payload = method.encode(x, one(PRIME), x, KEY)
+    assert payload.parts[0].numel() == ops.packed_words(length // 2 + 1, 1)
+
+
+@pytest.mark.parametrize("family", [name for name in families(4) if name != "mixed"])
+@pytest.mark.parametrize("options", [{}, {"theta": 0.0}, FINE, {"pad": False}])
+def test_the_bound_holds_where_zeros_are_added(family, options):
+    """A cut takes away some of the error: at most what lies in 1.2 % of the row."""
+    method = gcbench.get_compressor("fft", **options)
+    x = families(PRIME)[family]
+    error, bound = square(x - sent(method, x)), method.error_bound(x, one(PRIME))
+    assert error <= bound < square(x)
+
+
+def test_padding_changes_little():
+    """A random gradient loses the same share with and without it; of smooth ones the end rings."""
+    x = normal(PRIME, 26)
+    padded, exact = (gcbench.get_compressor("fft", pad=pad) for pad in (True, False))
+    assert lost(padded, x) == pytest.approx(lost(exact, x), rel=0.02)
+    assert lost(padded, x) == pytest.approx(padded.gaussian_error(), rel=0.02)
+    bits = padded.bits(one(PRIME)) / exact.bits(one(PRIME))
+    assert bits == pytest.approx(40_560 / PRIME, abs=4e-3)  # whole lanes
+    short = normal(4093, 27)
+    assert torch.equal(sent(padded, short), sent(exact, short))
+
+
+def test_one_more_prime_makes_no_other_wire():
+    """Without `pad` the bins are those of the exact length, which the library transforms."""
+    method = gcbench.get_compressor("fft", pad=False, theta=0.0, **FINE)
+    x = normal(PRIME, 28)
+    assert lost(method, x) < 1e-6
+    assert ops.spectrum_bins(ops.spectrum_runs(one(PRIME), 0.0, False)) == PRIME // 2 + 1
+
+
 # ---- odd and even lengths ------------------------------------------------------------------------
 
 
@@ -393,8 +463,9 @@ def test_bits_on_the_wire(granularity, bitmap):
     shapes = [(64, 3, 5, 5), (64,), (0,), (1,), (300, 1000), (10,)]
     segments = Segments.of(shapes, granularity)
     payload = method.encode(normal(segments.numel, 12), segments, torch.empty(0), KEY)
-    bins = sum(n // 2 + 1 for n in segments.lengths if n)
-    kept = sum(max(1, round(0.15 * (n // 2 + 1))) for n in segments.lengths if n)
+    lengths = [padded_length(n) for n in segments.lengths if n]
+    bins = sum(n // 2 + 1 for n in lengths)
+    kept = sum(max(1, round(0.15 * (n // 2 + 1))) for n in lengths)
     width = 2 if bitmap == "real" else 1
     expected = [ops.packed_words(width * bins, 1), ops.packed_words(2 * kept, 10)]
     expected.append(sum(1 for n in segments.lengths if n))
@@ -505,21 +576,6 @@ def test_the_mean_of_spectra_is_the_mean_of_decoded_gradients(options, workers):
 
 
 # ---- the bounds ----------------------------------------------------------------------------------
-
-
-def families(n: int) -> dict[str, torch.Tensor]:
-    impulse = torch.zeros(n)
-    impulse[n // 3] = 2.0
-    ramp = torch.arange(n).float()
-    return {
-        "normal": normal(n, 16),
-        "heavy": normal(n, 17) ** 5,
-        "impulse": impulse,  # a flat spectrum: nothing stands out
-        "constant": torch.full((n,), 0.7),
-        "ramp": ramp,
-        "chirp": torch.sin(ramp * ramp * math.pi / n),
-        "mixed": normal(n, 18) * torch.logspace(-20, 20, n),
-    }
 
 
 @pytest.mark.parametrize("family", families(4))
@@ -657,4 +713,4 @@ def test_declarations():
     assert method.contractive
     assert not method.portable
     assert not method.unbiased
-    assert len({repr(gcbench.get_compressor("fft", **own)) for own in method.variants}) == 6
+    assert len({repr(gcbench.get_compressor("fft", **own)) for own in method.variants}) == 7

@@ -1,7 +1,8 @@
-"""Transforms of real rows of any length: values, rounding, and which lengths the library keeps."""
+"""Transforms of real rows: values, rounding, and the lengths to which rows are padded."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -10,22 +11,18 @@ import torch
 
 from gcbench import ops
 from gcbench.compressor import Segments
-from gcbench.ops import spectrum, transform
-from gcbench.ops.transform import real_forward, real_inverse
+from gcbench.ops import cpu, spectrum, transform
+from gcbench.ops.transform import padded_length, real_forward, real_inverse
 
-CHIRPED = (31, 34, 74, 97, 101, 194, 1009, 2018, 2 * 3 * 211, 4093, 15_866, 20_014, 50_021, 61_706)
-"""Primes, twice a prime, a prime with small factors; even and odd."""
-PLAIN = (1, 2, 3, 4, 5, 6, 8, 30, 125, 4096, 3375, 27_000)
-"""Lengths without a prime above 13: with Cooley and Tukey's factors alone."""
-BOUND = spectrum.FLOAT_ERROR
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 30, 31, 34, 74, 125, 194, 1009, 2018, 4096, 15_866, 27_000)
+"""Odd and even ones, of which half is odd or even, with and without large prime factors."""
+BOUND = transform.FLOAT_ERROR
 
 
 @pytest.fixture
 def own(monkeypatch):
-    """Transform rows of every length here."""
+    """Transform even rows of every length as complex numbers."""
     monkeypatch.setattr(transform, "HALVES_FROM", 1)
-    monkeypatch.setattr(transform, "PRIME_MAX", 13)
-    monkeypatch.setattr(transform, "tables", transform.Kept(transform.build_tables))
 
 
 def inputs(d: int) -> dict[str, torch.Tensor]:
@@ -59,14 +56,14 @@ def off(found: torch.Tensor, exact: np.ndarray) -> float:
     return float((np.linalg.norm(found.numpy() - exact, axis=1) / scale).max())
 
 
-@pytest.mark.parametrize("d", [*CHIRPED, *PLAIN, 269_722])
+@pytest.mark.parametrize("d", [*LENGTHS, 270_336])
 def test_values_in_float64(d, own):
     """Error below half of what `spectrum_error` allows for a transform, whatever the input."""
     for name, x in inputs(d).items():
         if not x.any():
             continue
         rows = x.view(1, d)
-        assert transform.own_length(1, d)
+        assert transform.by_halves(1, d, on_cpu=True) == (d % 2 == 0)
         found = real_forward(rows)
         assert found.dtype == torch.complex64
         assert found.shape == (1, d // 2 + 1)
@@ -78,7 +75,7 @@ def test_values_in_float64(d, own):
         assert off(back, rows.double().numpy()) < BOUND / 2, name
 
 
-@pytest.mark.parametrize("d", [34, 101, 4096, 15_866])
+@pytest.mark.parametrize("d", [34, 74, 4096, 15_866])
 def test_a_row_may_begin_anywhere(d, own):
     """Pairs of floats are complex numbers, even where the first is an odd element."""
     flat = torch.randn(d + 1, generator=torch.Generator().manual_seed(d))
@@ -86,7 +83,7 @@ def test_a_row_may_begin_anywhere(d, own):
     assert torch.equal(real_forward(x), real_forward(x.clone()))
 
 
-@pytest.mark.parametrize("d", [*CHIRPED[:8], *PLAIN[:8]])
+@pytest.mark.parametrize("d", LENGTHS[:12])
 def test_first_and_last_bin_count_as_real(d, own):
     """As `torch.fft.irfft` has it: a payload may hold any number there."""
     bins = torch.randn(1, d // 2 + 1, dtype=torch.complex64)
@@ -94,7 +91,7 @@ def test_first_and_last_bin_count_as_real(d, own):
     assert off(real_inverse(bins, d), expected) < BOUND
 
 
-@pytest.mark.parametrize("d", [34, 4093, 20_014, 27_000])
+@pytest.mark.parametrize("d", [34, 2018, 4093, 27_000])
 def test_transforms_are_linear(d, own):
     x, y = torch.randn(2, 1, d, generator=torch.Generator().manual_seed(1))
     both = real_forward(2 * x - 3 * y)
@@ -102,70 +99,122 @@ def test_transforms_are_linear(d, own):
     assert float((both - apart).norm() / both.norm()) < 2 * BOUND
 
 
-@pytest.mark.parametrize("n", [1, 2, 17, 107, 108, 109, 1000, 4095, 269_721, 1_602_447])
-def test_fast_lengths(n):
-    """The least of the form, by trying them all."""
-    found = transform.fast_length(n)
-
-    def fits(size: int) -> bool:
-        for p in (2, 3, 5, 7):
-            while size % p == 0:
-                size //= p
-        return size == 1
-
-    size = max(108, -(-n // 108) * 108)
-    while not fits(size // 108):
-        size += 108
-    assert found == size
+def factors(n: int) -> set[int]:
+    """The prime factors of n."""
+    found, p = set(), 2
+    while p * p <= n:
+        while n % p == 0:
+            found.add(p)
+            n //= p
+        p += 1
+    return found | {n} - {1}
 
 
-def test_which_lengths_are_transformed_here():
-    """What the library is slow at: one row that is long, or has a large prime factor."""
-    assert not transform.own_length(1, 4090), "2 * 5 * 409"
-    assert transform.own_length(1, 4093)
-    assert not transform.own_length(1, 4078), "2 * 2039"
-    assert transform.own_length(1, 20_014)
-    assert not transform.own_length(2, 20_014), "rows go at once"
-    assert transform.own_length(1, 269_722)
-    assert transform.own_length(1, 2**17)
-    assert not transform.own_length(1, 2**17 - 2)
-    assert not transform.own_length(2, 2**18)
-    assert not transform.own_length(1, 25_000_009), "its tables are too large"
-    assert transform.own_length(1, 25_557_032), "those of ResNet-50 are not"
+@pytest.mark.parametrize(
+    ("d", "padded"),
+    [
+        (0, 0),
+        (1, 1),
+        (4093, 4093),  # a prime, but short
+        (32_749, 32_749),
+        (32_768, 32_768),
+        (32_771, 33_000),
+        (65_536, 65_536),  # no factor above 13
+        (3**11, 3**11),  # nor here, though it is odd
+        (61_706, 61_776),
+        (269_722, 270_336),
+        (1_068_298, 1_069_200),
+        (25_557_032, 25_559_040),
+    ],
+)
+def test_padded_lengths(d, padded):
+    assert padded_length(d) == padded
 
 
-@pytest.mark.parametrize("d", [20_014, 50_021, 2**18])
-def test_sizes_of_tables(d):
-    built = transform.build_tables(d)
-    assert built.nbytes == transform.table_bytes(d) <= 25 * d
+def test_a_padded_length_is_the_next_that_is_fast():
+    """By trying them all: multiples of 8 without a prime above 13, but with 11 or 13."""
+    fast = [n for n in range(2**15, 2**17, 8) if max(factors(n)) <= 13 and {11, 13} & factors(n)]
+    generator = torch.Generator().manual_seed(3)
+    for d in torch.randint(2**15 + 1, 2**17 - 2000, (300,), generator=generator).tolist():
+        expected = next(n for n in fast if n >= d)
+        assert padded_length(d) == (expected if max(factors(d)) > 13 else d)
+    waste = [stop / (start + 1) - 1 for start, stop in itertools.pairwise(fast)]
+    assert max(waste) == pytest.approx(0.0204, abs=1e-4)
 
 
-def test_tables_are_kept_while_there_is_room(monkeypatch, own):
-    built = []
+def test_which_rows_are_transformed_as_complex_numbers():
+    """One that is long and even, on the CPU; of several the library does 16 in the time of one."""
+    wanted = {
+        (rows, d): transform.by_halves(rows, d, on_cpu=True)
+        for rows in (1, 2)
+        for d in (8190, 8191, 8192, 8193, 270_270)
+    }
+    assert [key for key, own in wanted.items() if own] == [(1, 8192), (1, 270_270)]
+    assert not transform.by_halves(1, 270_270, on_cpu=False)
 
-    def build(d):
-        built.append(d)
-        return transform.build_tables(d)
 
-    kept = transform.Kept(build)
-    first = transform.table_bytes(34)
-    monkeypatch.setattr(transform, "TABLES_MAX", first + transform.table_bytes(38))
-    for d in (34, 38, 34, 38, 34):
-        assert kept(d).nbytes == transform.table_bytes(d)
-    assert built == [34, 38]
-    kept(31)  # 38 was used longest ago
-    kept(34)
-    assert built == [34, 38, 31]
-    kept(38)
-    assert built == [34, 38, 31, 38]
+@pytest.mark.parametrize("d", [2, 4, 6, 8, 34, 4096, 61_776])
+def test_factors_of_a_fold(d):
+    found = transform.turns(d).to(torch.complex128).numpy()
+    exact = -1j * np.exp(-2j * np.pi * np.arange(d // 4 + 1) / d)
+    assert np.abs(found - exact).max() <= 2.0**-24
+    assert found.shape == exact.shape
+
+
+@pytest.mark.parametrize("d", [33_001, 61_706, 269_722])
+def test_padded_spectra(d):
+    """The bins are those of the row with zeros after it; the inverse cuts what lies there."""
+    x = inputs(d)["normal"]
+    segments, length = Segments.of([(d,)]), padded_length(d)
+    row = np.zeros(length)
+    row[:d] = x.double().numpy()
+    exact = np.fft.rfft(row, norm="ortho")
+    bins, energy = ops.spectrum_forward(x, segments)
+    assert off(torch.view_as_complex(bins).unsqueeze(0), exact[None]) < BOUND / 2
+    weight = ops.spectrum_weight(segments)
+    assert float(weight.sum()) == length
+    found = float((weight * bins.double().square().sum(1)).sum())
+    assert found == pytest.approx(float(x.double().square().sum()), rel=1e-5)
+    ratio = (energy / bins.square().sum(1))[bins.abs().amax(1) > 0.1]
+    assert float(ratio.max() / ratio.min()) == pytest.approx(1, rel=1e-5)
+    # Bins of no padded row: what comes back is the beginning of their row.
+    random = torch.randn(len(bins), 2, generator=torch.Generator().manual_seed(d))
+    whole = np.fft.irfft(torch.view_as_complex(random).numpy(), length, norm="ortho")
+    back = ops.spectrum_inverse(random, segments)
+    assert off(back.unsqueeze(0), whole[None, :d]) < BOUND / 2
+    plain = ops.spectrum_forward(x, segments, pad=False)[0]
+    error = off(torch.view_as_complex(plain).unsqueeze(0), spectra(x.view(1, d)))
+    assert error < transform.transform_error(d) / 2 == transform.ROUGH_ERROR / 2
+    assert transform.transform_error(length) == BOUND
+
+
+def test_padded_segments_among_others():
+    """Padded rows and rows that need no zeros, of one length, are transformed together."""
+    lengths = [61_706, 40, 0, 61_776, 40, 61_706, 1]
+    x = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(5))
+    segments = Segments.of([(d,) for d in lengths])
+    bins, _ = ops.spectrum_forward(x, segments)
+    start = 0
+    for first, d in zip(segments.offsets, lengths, strict=False):
+        if d:
+            row = np.pad(x[first : first + d].double().numpy(), (0, padded_length(d) - d))
+            exact = np.fft.rfft(row, norm="ortho")
+            found = torch.view_as_complex(bins[start : start + len(exact)])
+            np.testing.assert_allclose(found.numpy(), exact, atol=1e-5)
+            start += len(exact)
+    assert start == len(bins)
+    torch.testing.assert_close(ops.spectrum_inverse(bins, segments), x, rtol=0, atol=1e-5)
 
 
 def test_equal_lengths_go_together_and_return_to_their_places(monkeypatch):
     """Segments of one length, wherever they lie, are the rows of one transform."""
     seen = []
-    monkeypatch.setattr(
-        spectrum, "real_forward", lambda rows: seen.append(rows.shape) or real_forward(rows)
-    )
+
+    def watched(rows, **options):
+        seen.append(rows.shape)
+        return real_forward(rows, **options)
+
+    monkeypatch.setattr(spectrum, "real_forward", watched)
     segments = Segments.of([(40,), (7,), (0,), (40,), (40,), (1,), (7,), (40,)])
     x = torch.randn(segments.numel, generator=torch.Generator().manual_seed(2))
     bins, energy = ops.spectrum_forward(x, segments)
@@ -179,6 +228,30 @@ def test_equal_lengths_go_together_and_return_to_their_places(monkeypatch):
             start += len(exact)
     assert start == len(bins) == len(energy)
     torch.testing.assert_close(ops.spectrum_inverse(bins, segments), x, rtol=0, atol=1e-5)
+
+
+def test_sums_of_spectra():
+    """Weights of each, in their order; a kernel refuses bins beyond the last, or out of order."""
+    spectra = [
+        (torch.tensor([0, 2]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])),
+        (torch.tensor([2]), torch.tensor([[8.0, -8.0]])),
+    ]
+    expected = [[0.5, 1.0], [0.0, 0.0], [1.5 + 2.0, 2.0 - 2.0], [0.0, 0.0]]
+    assert ops.spectrum_mean(spectra, [0.5, 0.25], 4).tolist() == expected
+    available, reason = cpu.status()
+    if not available:
+        pytest.skip(reason)
+    values = torch.ones(3, 2)
+    with ops.using("cpu"):
+        for bad in ([0, 1, 4], [0, 0, 1], [2, 1, 3], [-1, 0, 1]):
+            with pytest.raises(IndexError, match=r"do not increase, or one is not in \[0, 4\)"):
+                ops.spectrum_mean([(torch.tensor(bad), values)], [1.0], 4)
+        with pytest.raises(ValueError, match="1 weights for 2 spectra"):
+            ops.spectrum_mean(spectra, [1.0], 4)
+        with pytest.raises(ValueError, match="1 rows for 2 segments"):
+            ops.spectrum_scaled(
+                values[:, 0], Segments((0, 1, 3)), 1.0, 0.0, rows=spectrum.Rows((0,), (3,))
+            )
 
 
 def test_a_bucket_without_elements():

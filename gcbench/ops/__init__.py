@@ -135,6 +135,7 @@ from gcbench.ops.spectrum import (
     spectrum_inverse,
     spectrum_largest,
     spectrum_layout,
+    spectrum_mean,
     spectrum_pack,
     spectrum_restored,
     spectrum_runs,
@@ -143,7 +144,7 @@ from gcbench.ops.spectrum import (
     spectrum_unscaled,
     spectrum_weight,
 )
-from gcbench.ops.transform import spectrum_cut, spectrum_fold, spectrum_pad, spectrum_unfold
+from gcbench.ops.transform import spectrum_fold
 
 __all__ = [
     "BACKENDS",
@@ -249,19 +250,17 @@ __all__ = [
     "sparse_layout",
     "sparse_unpack",
     "spectrum_bins",
-    "spectrum_cut",
     "spectrum_error",
     "spectrum_fold",
     "spectrum_forward",
     "spectrum_inverse",
     "spectrum_largest",
     "spectrum_layout",
+    "spectrum_mean",
     "spectrum_pack",
-    "spectrum_pad",
     "spectrum_restored",
     "spectrum_runs",
     "spectrum_scaled",
-    "spectrum_unfold",
     "spectrum_unpack",
     "spectrum_unscaled",
     "spectrum_weight",

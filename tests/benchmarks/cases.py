@@ -590,34 +590,22 @@ def _spectrum_restored(g: Gradient) -> Timed:
     return Timed(lambda: ops.spectrum_restored(g.x, unit, segments, out=out), nbytes(g.x, out))
 
 
-@case("spectrum_pad")
-def _spectrum_pad(g: Gradient) -> Timed:
-    x = halves(g)
-    chirp, out = torch.ones_like(x), torch.empty_like(x)
-    return Timed(lambda: ops.spectrum_pad(x, chirp, len(x), out=out), nbytes(x, chirp, out))
-
-
-@case("spectrum_cut")
-def _spectrum_cut(g: Gradient) -> Timed:
-    x = halves(g)
-    chirp, out = torch.ones_like(x), torch.empty_like(x)
-    return Timed(lambda: ops.spectrum_cut(x, chirp, out=out), nbytes(x, chirp, out))
+@case("spectrum_mean")
+def _spectrum_mean(g: Gradient) -> Timed:
+    """Return the sum of four spectra, of which 15 % of the bins are kept."""
+    bins = g.n // 2
+    values = halves(g)[::7]
+    kept = torch.arange(0, bins, 7, device=g.x.device)
+    sparse = [(kept, torch.view_as_real(values).contiguous())] * 4
+    out = g.empty(torch.float32, 2 * bins).view(bins, 2)
+    return Timed(lambda: ops.spectrum_mean(sparse, [0.25] * 4, bins, out=out), nbytes(*sparse, out))
 
 
 @case("spectrum_fold")
 def _spectrum_fold(g: Gradient) -> Timed:
     x = halves(g)
-    factors, out = torch.ones(4, len(x) + 1, device=g.x.device), x.new_empty(len(x) + 1)
-    return Timed(lambda: ops.spectrum_fold(x, factors, out=out), nbytes(x, factors, out))
-
-
-@case("spectrum_unfold")
-def _spectrum_unfold(g: Gradient) -> Timed:
-    x = halves(g)
-    factors, out = torch.ones(4, len(x), device=g.x.device), x.new_empty(len(x) - 1)
-    return Timed(
-        lambda: ops.spectrum_unfold(x, factors, len(x) - 1, out=out), nbytes(x, factors, out)
-    )
+    factors, out = torch.ones_like(x[: len(x) // 2 + 1]), x.new_empty(len(x) + 1)
+    return Timed(lambda: ops.spectrum_fold(x, factors, 0.5, out=out), nbytes(x, factors, out))
 
 
 # ---- methods -------------------------------------------------------------------------------------

@@ -7,16 +7,40 @@ from collections.abc import Iterator
 import torch
 
 from gcbench.compressor import Segments
-from gcbench.ops.spectrum import PEAK
-from gcbench.ops.transform import build_tables
+from gcbench.ops.spectrum import PEAK, Rows
+from gcbench.ops.transform import turns
 from kernel_cases import Call, nonfinite, segmentations, values
 
 
+def shuffled(segments: Segments, spare: int) -> Rows:
+    """Return these segments in the order of their lengths, with zeros after nonempty ones."""
+    widths = tuple(d + spare if d else 0 for d in segments.lengths)
+    starts, start = [0] * len(segments), 0
+    for i in sorted(range(len(segments)), key=lambda i: (segments.lengths[i], -i)):
+        starts[i] = start
+        start += widths[i]
+    return Rows(tuple(starts), widths)
+
+
+def sparse(n: int) -> Iterator[Call]:
+    """Yield sums of sparse spectra of n bins."""
+    generator = torch.Generator().manual_seed(n + 1)
+    spectra = []
+    for share in (0.15, 0.9, 0.0, 1.0):
+        kept = (torch.rand(n, generator=generator) < share).nonzero().squeeze(1)
+        spectra.append((kept, torch.randn(len(kept), 2, generator=generator)))
+    for number in (1, 4):
+        weights = [0.1 * (i + 1) for i in range(number)]
+        yield Call("spectrum_mean", f"of {number}", (spectra[:number], weights, n))
+
+
 def cases(n: int) -> Iterator[Call]:
+    yield from sparse(n)
     for cut, segments in segmentations(n):
         unit = 2.0 ** torch.arange(-123.0, 113.0).repeat(len(segments) // 236 + 1)
         unit = unit.flip(0)[: len(segments)]
         pairs = Segments(tuple(2 * offset for offset in segments.offsets))
+        rows, pair_rows = shuffled(segments, 5), shuffled(pairs, 0)
         for what, x in (*values(n), *nonfinite(n)):
             for half in (False, True):
                 yield Call(
@@ -26,9 +50,15 @@ def cases(n: int) -> Iterator[Call]:
                     {"half": half},
                 )
             yield Call("spectrum_scaled", f"{what} {cut} bins", (x, segments, 1.0, 0.0))
+            placed = {"rows": rows}
+            yield Call("spectrum_scaled", f"{what} {cut} rows", (x, segments, PEAK, 0.0), placed)
             both = torch.stack((x, x.flip(0)), 1).view(-1)
             yield Call("spectrum_unscaled", f"{what} {cut}", (both, unit, pairs))
             yield Call("spectrum_restored", f"{what} {cut}", (x, unit, segments))
+            there = {"rows": pair_rows}
+            yield Call("spectrum_unscaled", f"{what} {cut} rows", (both, unit, pairs), there)
+            wide = torch.cat((x, x[: rows.numel - n], x.new_ones(max(0, rows.numel - 2 * n))))
+            yield Call("spectrum_restored", f"{what} {cut} rows", (wide, unit, segments), placed)
     # fp16 of every exponent, halfway cases among them
     steps = torch.arange(n) * 0x1FFF + 0x2D000000
     edges = torch.cat((steps.int().view(torch.float32) % 32768, torch.tensor([16384.0])))
@@ -37,13 +67,10 @@ def cases(n: int) -> Iterator[Call]:
     )
     if not n:
         return
-    factors = build_tables(2 * n).factors
-    some = torch.randn(6 * n + 6, 2, generator=torch.Generator().manual_seed(n))
-    chirp, numbers = torch.view_as_complex(some[:n]), torch.view_as_complex(some[n:])
-    for width in (n, n + 1, 3 * n):
-        waves, bins = numbers[:width], numbers[-n - 1 :]
-        yield Call("spectrum_pad", f"to {width}", (bins[1:], chirp, width))
-        for conjugate in (False, True):
-            yield Call("spectrum_cut", f"{conjugate}", (waves, chirp), {"conjugate": conjugate})
-        yield Call("spectrum_fold", f"of {width}", (waves, factors))
-        yield Call("spectrum_unfold", f"to {width}", (bins, factors, width))
+    generator = torch.Generator().manual_seed(n)
+    numbers = torch.view_as_complex(torch.randn(n + 2, 2, generator=generator))
+    for h in (n, n + 1):
+        factors = turns(2 * h)
+        yield Call("spectrum_fold", f"of {h}", (numbers[:h], factors, 0.3))
+        inverse = {"inverse": True}
+        yield Call("spectrum_fold", f"back to {h}", (numbers[: h + 1], factors, 0.7), inverse)

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from gcbench.compressor import Segments
-from gcbench.ops.cpu.library import address, c, output
+from gcbench.ops.cpu.library import address, c, c_array, output
+from gcbench.ops.spectrum import Rows
 
 SIGNATURES = {
-    "gc_spectrum_scaled": "pplffippi",
-    "gc_spectrum_unscaled": "ppplppi",
-    "gc_spectrum_restored": "ppplpi",
-    "gc_spectrum_pad": "ppllpi",
-    "gc_spectrum_cut": "pplipi",
-    "gc_spectrum_fold": "pplpi",
-    "gc_spectrum_unfold": "ppllpi",
+    "gc_spectrum_scaled": "pplffipppi",
+    "gc_spectrum_unscaled": "ppplpppi",
+    "gc_spectrum_restored": "ppplppi",
+    "gc_spectrum_mean": "pppplpli",
+    "gc_spectrum_fold": "ppflipi",
 }
+
+
+def _places(rows: Rows | None, segments: Segments) -> tuple[int, int]:
+    """Return where the table of `rows` lies, or 0, and the elements of their buffer.
+
+    Raises:
+        ValueError: there are not as many as segments.
+    """
+    if rows is None:
+        return 0, segments.numel
+    if len(rows.starts) != len(segments):
+        raise ValueError(f"{len(rows.starts)} rows for {len(segments)} segments")
+    return rows.table.data_ptr(), rows.numel
 
 
 def spectrum_scaled(
@@ -26,19 +41,22 @@ def spectrum_scaled(
     tiny: float,
     *,
     half: bool = False,
+    rows: Rows | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Serve `ops.spectrum_scaled`."""
-    n, m, table, x = segments.numel, len(segments), segments.table, x.contiguous()
+    m, table, x = len(segments), segments.table, x.contiguous()
     unit = torch.empty(m, dtype=torch.float32)
+    places, n = _places(rows, segments)
     out = output(out, torch.float32, n)
     c.gc_spectrum_scaled(
-        address(x, torch.float32, n),
+        address(x, torch.float32, segments.numel),
         table.data_ptr(),
         m,
         peak,
         tiny,
         half,
+        places,
         unit.data_ptr(),
         address(out, torch.float32, n),
         torch.get_num_threads(),
@@ -47,17 +65,24 @@ def spectrum_scaled(
 
 
 def spectrum_unscaled(
-    bins: Tensor, unit: Tensor, segments: Segments, *, out: Tensor | None = None
+    bins: Tensor,
+    unit: Tensor,
+    segments: Segments,
+    *,
+    rows: Rows | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Serve `ops.spectrum_unscaled`."""
     n, m, table, bins = segments.numel, len(segments), segments.table, bins.contiguous()
+    places, size = _places(rows, segments)
     out = output(out, torch.float32, n)
     energy = torch.empty(n // 2, dtype=torch.float32)
     c.gc_spectrum_unscaled(
-        address(bins, torch.float32, n),
+        address(bins, torch.float32, size),
         address(unit.contiguous(), torch.float32, m),
         table.data_ptr(),
         m,
+        places,
         address(out, torch.float32, n),
         energy.data_ptr(),
         torch.get_num_threads(),
@@ -66,90 +91,88 @@ def spectrum_unscaled(
 
 
 def spectrum_restored(
-    x: Tensor, unit: Tensor, segments: Segments, *, out: Tensor | None = None
+    x: Tensor,
+    unit: Tensor,
+    segments: Segments,
+    *,
+    rows: Rows | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Serve `ops.spectrum_restored`."""
     n, m, table, x = segments.numel, len(segments), segments.table, x.contiguous()
+    places, size = _places(rows, segments)
     out = output(out, torch.float32, n)
     c.gc_spectrum_restored(
-        address(x, torch.float32, n),
+        address(x, torch.float32, size),
         address(unit.contiguous(), torch.float32, m),
         table.data_ptr(),
         m,
+        places,
         address(out, torch.float32, n),
         torch.get_num_threads(),
     )
     return out
 
 
-def _room(width: int, length: int) -> int:
-    """Return `width`, the complex numbers of a tensor.
-
-    Raises:
-        ValueError: it is below `length`.
-    """
-    if width < length:
-        raise ValueError(f"{width} complex numbers: at least {length} expected")
-    return width
-
-
-def spectrum_pad(x: Tensor, chirp: Tensor, width: int, *, out: Tensor | None = None) -> Tensor:
-    """Serve `ops.spectrum_pad`."""
-    length, x = len(x), x.contiguous()
-    out = output(out, torch.complex64, _room(width, length))
-    c.gc_spectrum_pad(
-        address(x, torch.complex64, length),
-        address(chirp, torch.complex64, length),
-        length,
-        width,
-        address(out, torch.complex64, width),
-        torch.get_num_threads(),
-    )
-    return out
-
-
-def spectrum_cut(
-    waves: Tensor, chirp: Tensor, *, conjugate: bool = False, out: Tensor | None = None
+def spectrum_mean(
+    sparse: Sequence[tuple[Tensor, Tensor]],
+    weights: Sequence[float],
+    bins: int,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Serve `ops.spectrum_cut`."""
-    length, waves, out = len(chirp), waves.contiguous(), output(out, torch.complex64, len(chirp))
-    c.gc_spectrum_cut(
-        address(waves, torch.complex64, _room(len(waves), length)),
-        address(chirp, torch.complex64, length),
-        length,
-        conjugate,
-        address(out, torch.complex64, length),
+    """Serve `ops.spectrum_mean`."""
+    number, factors = len(sparse), array("f", weights)
+    if len(weights) != number:
+        raise ValueError(f"{len(weights)} weights for {number} spectra")
+    held: list[Tensor] = []
+    starts, places, totals = [], [], []
+    for kept, values in sparse:
+        kept, values = kept.contiguous(), values.contiguous()
+        held += kept, values
+        totals.append(len(kept))
+        starts.append(address(values, torch.float32, 2 * len(kept)))
+        places.append(address(kept, torch.int64, len(kept)))
+    where = c_array(starts + places + totals)
+    first = where.buffer_info()[0]
+    out = torch.empty(bins, 2, dtype=torch.float32) if out is None else out
+    bad = c.gc_spectrum_mean(
+        first,
+        first + 8 * number,
+        first + 16 * number,
+        factors.buffer_info()[0],
+        number,
+        address(out, torch.float32, 2 * bins),
+        bins,
         torch.get_num_threads(),
     )
+    if bad:
+        raise IndexError(f"bins do not increase, or one is not in [0, {bins})")
     return out
 
 
-def spectrum_fold(waves: Tensor, factors: Tensor, *, out: Tensor | None = None) -> Tensor:
+def spectrum_fold(
+    waves: Tensor,
+    factors: Tensor,
+    scale: float,
+    *,
+    inverse: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
     """Serve `ops.spectrum_fold`."""
-    h, waves = factors.shape[1] - 1, waves.contiguous()
-    out = output(out, torch.complex64, h + 1)
+    n, waves = len(waves), waves.contiguous()
+    h = n - 1 if inverse else n
+    if h < 1:
+        raise ValueError(f"{n} complex numbers: at least {1 + inverse} expected")
+    size = h if inverse else h + 1
+    out = output(out, torch.complex64, size)
     c.gc_spectrum_fold(
-        address(waves, torch.complex64, _room(len(waves), h)),
-        address(factors, torch.float32, 4 * (h + 1)),
+        address(waves, torch.complex64, n),
+        address(factors, torch.complex64, h // 2 + 1),
+        scale,
         h,
-        address(out, torch.complex64, h + 1),
-        torch.get_num_threads(),
-    )
-    return out
-
-
-def spectrum_unfold(
-    bins: Tensor, factors: Tensor, width: int, *, out: Tensor | None = None
-) -> Tensor:
-    """Serve `ops.spectrum_unfold`."""
-    h, bins = factors.shape[1] - 1, bins.contiguous()
-    out = output(out, torch.complex64, _room(width, h))
-    c.gc_spectrum_unfold(
-        address(bins, torch.complex64, h + 1),
-        address(factors, torch.float32, 4 * (h + 1)),
-        h,
-        width,
-        address(out, torch.complex64, width),
+        inverse,
+        address(out, torch.complex64, size),
         torch.get_num_threads(),
     )
     return out
@@ -159,8 +182,6 @@ KERNELS = {
     "spectrum_scaled": spectrum_scaled,
     "spectrum_unscaled": spectrum_unscaled,
     "spectrum_restored": spectrum_restored,
-    "spectrum_pad": spectrum_pad,
-    "spectrum_cut": spectrum_cut,
+    "spectrum_mean": spectrum_mean,
     "spectrum_fold": spectrum_fold,
-    "spectrum_unfold": spectrum_unfold,
 }
