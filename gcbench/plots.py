@@ -227,6 +227,8 @@ def draw(runs: Sequence[Run], path: Path) -> None:
             right.set_title(told, loc="left")
             labels.append((left, _quality(left, panel, styles)))
             _curves(right, panel, styles)
+        if not any(right.axison for _, right in grid):  # legends alone
+            grid[0, 0].get_gridspec().set_width_ratios((9, 5))
         figure.draw_without_rendering()
         figure.set_layout_engine("none")  # the axes stand still now, so labels can be placed
         for axes, marks in labels:
