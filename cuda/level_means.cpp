@@ -1,6 +1,5 @@
 // The mean of several payloads of levels (QSGD) on the CPU, in one pass: reads bits / 8 a payload, writes 4 bytes an
 // element.
-#include <stdlib.h>
 
 #include <type_traits>
 
@@ -190,7 +189,7 @@ bool good_norms(const float* norms, int64_t m, float least) {
 // sends.
 GC_API int64_t gc_level_mean(const uint32_t* const* words, const float* const* norms, const float* counts, int number,
                              float divisor, int bits, int exact, int levels, int64_t n, const int64_t* table, int64_t m,
-                             float* out, int threads) {
+                             float* out, int threads) try {
   const Segments segments(table, m);
   const Payloads in{words, norms, counts, number};
   const Scale scale(levels);
@@ -198,7 +197,8 @@ GC_API int64_t gc_level_mean(const uint32_t* const* words, const float* const* n
     if (!good_norms(norms[p], m, TINY * scale.top)) return BAD_NORMS;
   }
   // Which segments of which payloads have the highest level, as those of largest magnitudes have.
-  uint8_t* reached = exact ? (uint8_t*)calloc((size_t)(number * m + 1), 1) : nullptr;
+  std::unique_ptr<uint8_t[]> marks(exact ? new uint8_t[number * m]() : nullptr);
+  uint8_t* reached = marks.get();
   const bool stream = streams(out, n);
   bool bad = false;
   parallel(tiles_of(n), threads, [=, &segments, &in, &scale, &bad](int64_t first, int64_t last) {
@@ -229,6 +229,7 @@ GC_API int64_t gc_level_mean(const uint32_t* const* words, const float* const* n
   for (int p = 0; exact && p < number; ++p) {
     for (int64_t s = 0; s < m; ++s) bad |= norms[p][s] != 0 && !reached[p * m + s];
   }
-  free(reached);
   return bad ? BAD_CODES : 0;
+} catch (const std::bad_alloc&) {
+  return NO_MEMORY;
 }

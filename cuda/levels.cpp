@@ -1,6 +1,5 @@
 // Levels of a norm (QSGD) on the CPU. Encoding reads 4 and writes bits / 8 bytes an element, decoding the reverse.
 #include <math.h>
-#include <stdlib.h>
 
 #include <type_traits>
 
@@ -14,22 +13,24 @@ GC_API int64_t gc_segment_absmax(const float* x, const int64_t* table, int64_t m
 
 // Norms of segments, (m,): the 2-norm if `two`, else the largest magnitude; 0 below TINY * levels.
 GC_API int64_t gc_level_norms(const float* x, const int64_t* table, int64_t m, int two, int levels, float* norms,
-                              int threads) {
+                              int threads) try {
   if (two) {
-    double* squares = (double*)malloc(sizeof(double) * (m + 1));
-    gc_segment_statistics(x, table, m, nullptr, nullptr, squares, threads);
+    std::unique_ptr<double[]> squares(new double[m]);
+    const int64_t failed = gc_segment_statistics(x, table, m, nullptr, nullptr, squares.get(), threads);
+    if (failed) return failed;
     for (int64_t s = 0; s < m; ++s) {
       // Every rounding keeps the order, so the root is never below the largest element.
       const double root = sqrt(squares[s]);
       norms[s] = (float)(root > FLOAT_MAX && root < __builtin_inf() ? FLOAT_MAX : root);
     }
-    free(squares);
   } else {
     gc_segment_absmax(x, table, m, norms, threads);
   }
   const float least = TINY * (float)levels;
   for (int64_t s = 0; s < m; ++s) norms[s] = norms[s] < least ? 0.0f : norms[s];
   return 0;
+} catch (const std::bad_alloc&) {
+  return NO_MEMORY;
 }
 
 namespace {
@@ -358,7 +359,7 @@ inline void decode_rows(const uint32_t* words, int levels, const float* norms, V
 // the codes are what no encoder sends. `out` may be `onto`.
 GC_API int64_t gc_level_decode(const uint32_t* words, int bits, const float* norms, int exact, int levels, int64_t n,
                                const int64_t* table, int64_t m, const float* onto, float count, float* out,
-                               int threads) {
+                               int threads) try {
   const Segments segments(table, m);
   const float least = TINY * (float)levels;
   for (int64_t s = 0; s < m; ++s) {
@@ -369,7 +370,8 @@ GC_API int64_t gc_level_decode(const uint32_t* words, int bits, const float* nor
       if (norms[s] != 0 && segments.offsets[s] == segments.offsets[s + 1]) return 2;
     }
   }
-  Judge judge{segments, norms, exact != 0, (Judge::Edge*)malloc(sizeof(Judge::Edge) * 2 * (threads + 1))};
+  std::unique_ptr<Judge::Edge[]> edges(new Judge::Edge[2 * (threads + 1)]);
+  Judge judge{segments, norms, exact != 0, edges.get()};
   const bool stream = streams(out, n) && onto != out;
   const float top = (float)levels, reciprocal = 1.0f / top;
   parallel(tiles_of(n), threads, [=, &segments, &judge](int64_t first, int64_t last) {
@@ -439,7 +441,7 @@ GC_API int64_t gc_level_decode(const uint32_t* words, int bits, const float* nor
     walk.end(last * TILE < n ? last * TILE : n);
     if (stream) end_stream();
   });
-  const bool good = judge.all_good();
-  free(judge.edges);
-  return good ? 0 : 2;
+  return judge.all_good() ? 0 : 2;
+} catch (const std::bad_alloc&) {
+  return NO_MEMORY;
 }

@@ -7,6 +7,9 @@
 #pragma once
 #include <stddef.h>
 
+#include <memory>
+#include <new>
+
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
@@ -30,6 +33,10 @@
 #define GC_ALIGNED alignas(64)
 
 namespace gc {
+
+// What a function returns that finds no memory for what it keeps meanwhile; Python raises MemoryError. `new` that may
+// throw is called outside of `parallel`, as what a thread throws it must catch itself.
+constexpr int64_t NO_MEMORY = INT64_MIN;
 
 constexpr int64_t GRAIN = 16;  // tiles that are worth a thread
 
@@ -259,15 +266,16 @@ static inline void philox_tile(const Key& key, uint64_t tile, uint32_t* out, con
 #endif
 }
 
-// The draws of drawing tile `tile`, in the order of its elements; `reading` as above, and the other half.
-static inline void draw_tile(const Key& key, uint64_t tile, uint32_t* out, const float* reading = nullptr) {
+// The draws of drawing tile `tile`, in the order of its elements; `reading` as above, and if `both` the other half.
+static inline void draw_tile(const Key& key, uint64_t tile, uint32_t* out, const float* reading = nullptr,
+                             bool both = true) {
   GC_ALIGNED uint32_t words[8 * LANES];
   philox_tile(key, tile, words, reading);
   for (int q = 0; q < 2; ++q) {
     GC_ROLLED for (int i = 0; i < 4; ++i) {
       const uint32_t *word = words + (4 * q + i) * LANES, *after = words + (4 * q + ((i + 1) & 3)) * LANES;
       uint32_t* o = out + (16 * q + 4 * i) * LANES;
-      if (reading) ask_lines<4>(reading, 32 + 4 * (4 * q + i));
+      if (reading && both) ask_lines<4>(reading, 32 + 4 * (4 * q + i));
       GC_SIMD for (int l = 0; l < LANES; ++l) {
         const uint32_t w = word[l], a = after[l];  // window24, with as few shifts as there can be
         o[l] = w >> 8;
@@ -287,10 +295,11 @@ class Draws {
     if (skew_) draw_tile(key_, next_++, buffer_ + TILE);
   }
 
-  // The 1024 draws of the next tile. `reading` is what they are for, if that comes from memory: see ask_lines.
-  const uint32_t* tile(const float* reading = nullptr) {
+  // The 1024 draws of the next tile. `reading` is what they are for, if that comes from memory: see ask_lines. Unless
+  // `both`, the caller asks for the second half of it: work that lasts shall not go by without requests.
+  const uint32_t* tile(const float* reading = nullptr, bool both = true) {
     if (skew_) memcpy(buffer_, buffer_ + TILE, sizeof buffer_ / 2);
-    draw_tile(key_, next_++, skew_ ? buffer_ + TILE : buffer_, reading);
+    draw_tile(key_, next_++, skew_ ? buffer_ + TILE : buffer_, reading, both);
     return buffer_ + skew_;
   }
 
@@ -307,15 +316,17 @@ class Draws {
 void pack_codes(int bits, const uint32_t* codes, int lanes, uint32_t* out);
 void unpack_codes(int bits, const uint32_t* words, int lanes, uint32_t* codes);
 
-// Pack the codes code(0) ... code(1023), below 2^B, of a whole tile.
+// Pack the codes code(0) ... code(1023), below 2^B, of a whole tile. Where B divides 32, the second half of `reading`
+// (see philox_tile) is asked for unless it is null, a line with each row.
 template <int B, class F>
-static inline void pack_whole(F code, uint32_t* out) {
+static inline void pack_whole(F code, uint32_t* out, const float* reading = nullptr) {
   if constexpr (32 % B == 0) {
     constexpr int ROWS = 32 / B;
     GC_ROLLED for (int k = 0; k < B; ++k) {
       GC_ALIGNED uint32_t words[LANES] = {};
       GC_ROLLED for (int j = 0; j < ROWS; ++j) {
         const int i = (k * ROWS + j) * LANES;
+        if (reading) ask_lines<1>(reading, 32 + k * ROWS + j);
         GC_SIMD for (int l = 0; l < LANES; ++l) words[l] = (words[l] >> B) | (code(i + l) << (32 - B));
       }
       memcpy(out + k * LANES, words, sizeof words);
@@ -338,9 +349,9 @@ static inline void pack_rest(F code, int count, uint32_t* out) {
 }
 
 template <int B, class F>
-static inline void pack_tile(F code, int count, uint32_t* out) {
+static inline void pack_tile(F code, int count, uint32_t* out, const float* reading = nullptr) {
   if (count == TILE) {
-    pack_whole<B>(code, out);
+    pack_whole<B>(code, out, reading);
   } else {
     pack_rest<B>(code, count, out);
   }

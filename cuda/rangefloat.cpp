@@ -130,12 +130,13 @@ void each_tile(const GroupRun* runs, const RangeFormat form, const int32_t* grid
 
 // The grid of each group of values, (n,), and their packed codes. `runs` are (rows, length) of groups, none empty.
 GC_API int64_t gc_range_pack(const float* values, int64_t n, const int64_t* runs, int64_t groups, int bits,
-                             int mantissa, int32_t* grids, uint32_t* words, int threads) {
+                             int mantissa, int32_t* grids, uint32_t* words, int threads) try {
   const RangeFormat form{bits, mantissa};
   const GroupRun* all = (const GroupRun*)runs;
   const uint32_t* raw = (const uint32_t*)values;
   const bool stream = n >= STREAM_FROM && ((uintptr_t)words & 63) == 0;
-  uint32_t* peaks = new uint32_t[2 * groups]();
+  std::unique_ptr<uint32_t[]> all_peaks(new uint32_t[2 * groups]());
+  uint32_t* peaks = all_peaks.get();
   parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
     const int64_t stop = last * TILE < n ? last * TILE : n;
     const uint32_t* own = raw;  // a capture, the compiler would load it again for each element
@@ -163,7 +164,6 @@ GC_API int64_t gc_range_pack(const float* values, int64_t n, const int64_t* runs
     }
   });
   for (int64_t g = 0; g < groups; ++g) grids[g] = form.grid(peaks[2 * g], peaks[2 * g + 1]);
-  delete[] peaks;
   each_tile(all, form, grids, n, threads, [=](int64_t t, int count, auto base, auto positive) {
     const uint32_t* part = raw + t * TILE;
     const RangeFormat own = form;
@@ -176,6 +176,8 @@ GC_API int64_t gc_range_pack(const float* values, int64_t n, const int64_t* runs
     }
   });
   return 0;
+} catch (const std::bad_alloc&) {
+  return NO_MEMORY;
 }
 
 // The values of packed codes, (n,). Returns 1 if a grid is none that groups have, 2 for a code after the last, 3 if a

@@ -4,7 +4,7 @@
 // and the k-th largest is found among them by histograms of ever finer bins. Where the sample misleads, as it does if
 // most elements are equal, the histograms are taken over the segment itself: a fixed number of passes, whatever the
 // values. A short segment's keys lie in first-level cache, where its threshold is found by counting.
-#include <memory>
+#include <algorithm>
 #include <type_traits>
 
 #include "loops.hpp"
@@ -14,9 +14,13 @@ using namespace gc;
 
 namespace {
 
-constexpr int SHORT = 8192;       // elements of a segment whose threshold is found by counting
 constexpr int CHUNK = 4096;       // elements that are looked at in one go
+constexpr int SHORT = CHUNK;      // elements of a segment whose threshold is found by counting
+constexpr int GROUP = 4;          // indices that are written at once
+constexpr int SAMPLE = 32768;     // elements of a sample, at most
+constexpr int FEW = 1 << 19;      // elements that a cache holds, so that counting them again costs little
 constexpr int BINS = 2048;
+constexpr int32_t LEAST = -0x7fffffff - 1, MOST = 0x7fffffff;  // of keys
 constexpr int64_t PART = 1ll << 31;  // elements whose indices have 32 bits
 
 struct Run {  // gcbench.ops.selection.KeptRun
@@ -37,7 +41,7 @@ void each_part(int parts, int threads, F f) {
 }
 
 int useful_threads(int64_t n, int threads) {
-  const int64_t useful = n / (GRAIN * TILE);
+  const int64_t useful = n / (2 * GRAIN * TILE);  // threads meet four times
   return useful < threads ? (useful > 1 ? (int)useful : 1) : threads;
 }
 
@@ -136,7 +140,7 @@ struct Words {
   }
 };
 
-// ---- comparing -----------------------------------------------------------------------------------------------------
+// ---- comparing ----------------------------------------------------------------------------------------------------
 
 // Bit i: whether element i of 32 reaches `limit`.
 template <class Order>
@@ -152,29 +156,32 @@ uint32_t reaching(const uint32_t* raw, int32_t limit) {
   };
   return half(raw) | half(raw + 16) << 16;
 #elif defined(__AVX2__)
-  uint32_t below = 0;
   const __m256i t = _mm256_set1_epi32(limit);
-  GC_UNROLL
-  for (int i = 0; i < 32; i += 8) {
-    const __m256i u = _mm256_loadu_si256((const __m256i*)(raw + i));
+  const auto below = [=](const uint32_t* p) {
+    const __m256i u = _mm256_loadu_si256((const __m256i*)p);
     const __m256i key = std::is_same<Order, ByMagnitude>::value
                             ? _mm256_and_si256(u, _mm256_set1_epi32(0x7fffffff))
                             : _mm256_xor_si256(u, _mm256_set1_epi32((int)0x80000000));
-    below |= (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(t, key))) << i;
-  }
-  return ~below;
+    return _mm256_cmpgt_epi32(t, key);
+  };
+  const __m256i low = _mm256_packs_epi32(below(raw), below(raw + 8));
+  const __m256i high = _mm256_packs_epi32(below(raw + 16), below(raw + 24));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // halves of vectors were packed apart
+  return ~(uint32_t)_mm256_movemask_epi8(_mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order));
 #elif defined(__SSE2__)
-  uint32_t below = 0;
   const __m128i t = _mm_set1_epi32(limit);
-  GC_UNROLL
-  for (int i = 0; i < 32; i += 4) {
-    const __m128i u = _mm_loadu_si128((const __m128i*)(raw + i));
+  const auto below = [=](const uint32_t* p) {
+    const __m128i u = _mm_loadu_si128((const __m128i*)p);
     const __m128i key = std::is_same<Order, ByMagnitude>::value
                             ? _mm_and_si128(u, _mm_set1_epi32(0x7fffffff))
                             : _mm_xor_si128(u, _mm_set1_epi32((int)0x80000000));
-    below |= (uint32_t)_mm_movemask_ps(_mm_castsi128_ps(_mm_cmpgt_epi32(t, key))) << i;
-  }
-  return ~below;
+    return _mm_cmpgt_epi32(t, key);
+  };
+  const auto half = [=](const uint32_t* p) -> uint32_t {
+    const __m128i low = _mm_packs_epi32(below(p), below(p + 4)), high = _mm_packs_epi32(below(p + 8), below(p + 12));
+    return (uint32_t)_mm_movemask_epi8(_mm_packs_epi16(low, high));
+  };
+  return ~(half(raw) | half(raw + 16) << 16);
 #else
   uint32_t mask = 0;
   for (int i = 0; i < 32; ++i) mask |= (uint32_t)(Order::key(raw[i]) >= limit) << i;
@@ -182,17 +189,32 @@ uint32_t reaching(const uint32_t* raw, int32_t limit) {
 #endif
 }
 
-// Call f(i) for those of `count` elements that reach `limit`, in their order.
-template <class Order, class F>
-inline __attribute__((always_inline)) void each_reaching(const uint32_t* raw, int count, int32_t limit, F f) {
+// Write the indices of those of `count` elements that reach `limit`, in their order, and return how many there are;
+// up to GROUP numbers are written after them. Nobody foresees which elements reach it, so there are few branches: 64
+// elements get one group of indices, and further ones only where that is too small.
+template <class Order>
+int indices_reaching(const uint32_t* raw, int count, int32_t limit, uint32_t* out) {
+  const uint32_t* const begin = out;
   int i = 0;
   GC_ROLLED for (; i + 64 <= count; i += 64) {
+    ask_lines<4>((const float*)raw + i - TILE, 0);  // one tile ahead
     uint64_t mask = reaching<Order>(raw + i, limit) | (uint64_t)reaching<Order>(raw + i + 32, limit) << 32;
-    for (; mask; mask &= mask - 1) f(i + __builtin_ctzll(mask));
+    uint32_t* group = out;
+    out += __builtin_popcountll(mask);
+    do {
+      GC_UNROLL
+      for (int j = 0; j < GROUP; ++j) {
+        group[j] = (uint32_t)(i + __builtin_ctzll(mask | 1ull << 63));
+        mask &= mask - 1;
+      }
+      group += GROUP;
+    } while (mask);
   }
   for (; i < count; ++i) {
-    if (Order::key(raw[i]) >= limit) f(i);
+    *out = (uint32_t)i;
+    out += Order::key(raw[i]) >= limit;
   }
+  return (int)(out - begin);
 }
 
 template <class Order>
@@ -209,7 +231,7 @@ int64_t count_from(const uint32_t* raw, int64_t count, int32_t limit) {
   return found;
 }
 
-// ---- thresholds ----------------------------------------------------------------------------------------------------
+// ---- thresholds ---------------------------------------------------------------------------------------------------
 
 // Kept are the keys above `key`, and of those equal to it the first `room`.
 struct Limit {
@@ -217,24 +239,26 @@ struct Limit {
   int64_t room;
 };
 
-// The k-th largest key; `each(part, f)` calls f(raw, count) for the elements of a part, as often as it is asked.
+// The k-th largest key, which is not below `low` and not above `high`; `each(part, f)` calls f(raw, count) for the
+// elements of a part, as often as it is asked.
 template <class Order, class Each>
-Limit kth(int64_t k, int parts, int threads, Each each) {
-  uint32_t low = 0, high = 0xffffffffu;  // of keys with their sign bit flipped: unsigned ones
-  int shift = 21;                        // 32 = 11 + 11 + 10 bits
+Limit kth_of_many(int64_t k, int32_t low_key, int32_t high_key, int parts, int threads, Each each) {
   std::unique_ptr<uint32_t[]> counts(new uint32_t[(size_t)parts * BINS]);
+  uint32_t low = (uint32_t)low_key, width = (uint32_t)high_key - low;  // keys modulo 2^32
   for (;;) {
+    int shift = 0;
+    while (width >> shift >= BINS) ++shift;
     each_part(parts, threads, [&](int p) {
       uint32_t* count = counts.get() + (size_t)p * BINS;
       memset(count, 0, BINS * sizeof *count);
       each(p, [=](const uint32_t* raw, int64_t n) {
         for (int64_t i = 0; i < n; ++i) {
-          const uint32_t place = ((uint32_t)Order::key(raw[i]) ^ 0x80000000u) - low;
-          if (place <= high - low) ++count[place >> shift];
+          const uint32_t place = (uint32_t)Order::key(raw[i]) - low;
+          if (place <= width) ++count[place >> shift];
         }
       });
     });
-    int bin = BINS;
+    uint32_t bin = (width >> shift) + 1;
     for (int64_t here = 0;;) {
       --bin;
       here = 0;
@@ -242,73 +266,89 @@ Limit kth(int64_t k, int parts, int threads, Each each) {
       if (here >= k || bin == 0) break;
       k -= here;
     }
-    low += (uint32_t)bin << shift;
-    if (shift == 0) return Limit{(int32_t)(low ^ 0x80000000u), k};
-    high = low + ((1u << shift) - 1);
-    shift = shift > 10 ? 10 : 0;
+    low += bin << shift;
+    if (shift == 0) return Limit{(int32_t)low, k};
+    width = (1u << shift) - 1;
   }
 }
 
-// The k-th largest of few keys: bounds are moved together by counting, from near `guess`.
-Limit kth_short(const int32_t* keys, int n, int k, int32_t guess) {
-  int32_t low = keys[0], high = keys[0];  // at least k keys reach `low`, fewer than k go beyond `high`
+template <class Order>
+int reach(const uint32_t* raw, int n, int32_t limit) {
+  int found = 0;
+#pragma omp simd reduction(+ : found)
+  for (int i = 0; i < n; ++i) found += Order::key(raw[i]) >= limit;
+  return found;
+}
+
+// The k-th largest of n keys that a cache holds: bounds are moved together by counting, from near `guess`.
+template <class Order>
+Limit kth_of_few(const uint32_t* raw, int n, int k, int32_t guess) {
+  int32_t low = Order::key(raw[0]), high = low;
 #pragma omp simd reduction(min : low) reduction(max : high)
   for (int i = 0; i < n; ++i) {
-    low = keys[i] < low ? keys[i] : low;
-    high = keys[i] > high ? keys[i] : high;
+    const int32_t key = Order::key(raw[i]);
+    low = key < low ? key : low;
+    high = key > high ? key : high;
   }
-  const auto reach = [=](int32_t limit) {
-    int found = 0;
-#pragma omp simd reduction(+ : found)
-    for (int i = 0; i < n; ++i) found += keys[i] >= limit;
-    return found;
-  };
+  int at_low = n, beyond = 0;  // keys that reach `low`, at least k, and that go beyond `high`, fewer
   uint32_t step = 1u << 18;
-  bool over = false, under = false;
+  bool over = false, under = false, halve = false;
   while (low < high) {
     const uint32_t width = (uint32_t)high - (uint32_t)low;
     int32_t middle = (int32_t)((uint32_t)low + width / 2 + 1);
-    if (!(over && under)) {  // no bound is near yet
-      if (guess > low && guess <= high) middle = guess;
+    if (over && under) {  // as if keys were spread evenly, in turn with halving, which ends whatever the keys are
+      const double share = (double)(at_low - k) / (at_low - beyond + 1);
+      if (!halve) middle = (int32_t)((uint32_t)low + 1 + (uint32_t)(width * share));
+      halve = !halve;
+    } else if (guess > low && guess <= high) {  // no bound is near yet
+      middle = guess;
     }
-    const int found = reach(middle);
+    const int found = reach<Order>(raw, n, middle);
     if (found == k) return Limit{middle - 1, 0};  // above the smallest key, so there is one below
     if (found > k) {
       low = middle;
+      at_low = found;
       under = true;
       guess = step < (uint32_t)high - (uint32_t)low ? (int32_t)((uint32_t)low + step) : low;
     } else {
       high = middle - 1;
+      beyond = found;
       over = true;
       guess = step < (uint32_t)high - (uint32_t)low ? (int32_t)((uint32_t)high - step) : low;
     }
     step = step < 1u << 28 ? 4 * step : 0xffffffffu;
   }
-  int above = 0;
-#pragma omp simd reduction(+ : above)
-  for (int i = 0; i < n; ++i) above += keys[i] > low;
-  return Limit{low, k - above};
+  return Limit{low, k - beyond};
 }
 
-// A key that somewhat more than k of n elements reach, probably.
-int32_t sampled_limit(const Floats& source, int64_t start, int64_t n, int64_t k) {
-  const int64_t wanted = n / 64, size = wanted < 1024 ? 1024 : wanted < 32768 ? wanted : 32768, stride = n / size;
+// A key that somewhat more than k of n elements reach, probably, and how many of them there is to be room for.
+struct Sampled {
+  int32_t key;
+  int64_t room;
+};
+
+Sampled sampled_limit(const Floats& source, int64_t start, int64_t n, int64_t k) {
+  int64_t size = n / 64 < 1024 ? 1024 : n / 64 < 4096 ? n / 64 : n / 2048 < 4096 ? 4096 : n / 2048;
+  size = size < SAMPLE ? size : SAMPLE;
+  const int64_t stride = n / size;
   std::unique_ptr<uint32_t[]> sample(new uint32_t[size]);
-  for (int64_t i = 0; i < size; ++i) {
-    sample[i] = source.x[start + i * stride + (uint32_t)i * 2654435761u % (uint64_t)stride];
+  const uint32_t* x = source.x + start;
+  for (int64_t i = 0; i < size; ++i, x += stride) {
+    sample[i] = x[(uint64_t)((uint32_t)i * 2654435761u) * (uint64_t)stride >> 32];
   }
   const double share = (double)k / (double)n * (double)size;
   const int64_t rank = (int64_t)(share + 5 * __builtin_sqrt(share)) + 8;
-  if (rank >= size) return -0x7fffffff - 1;
-  return kth<ByMagnitude>(rank, 1, 1, [&](int, auto f) { f(sample.get(), size); }).key;
+  if (rank >= size) return {LEAST, n};
+  return {kth_of_few<ByMagnitude>(sample.get(), (int)size, (int)rank, 0).key, 2 * (rank + 8) * stride};
 }
 
-int32_t sampled_limit(const Words&, int64_t, int64_t n, int64_t k) {
-  const double share = ((double)k + 6 * __builtin_sqrt((double)k) + 16) / (double)n;
-  return share >= 1 ? -0x7fffffff - 1 : (int32_t)((int64_t)((1 - share) * 0x1p32) - (1ll << 31));
+Sampled sampled_limit(const Words&, int64_t, int64_t n, int64_t k) {
+  const double wanted = (double)k + 6 * __builtin_sqrt((double)k) + 16, share = wanted / (double)n;
+  if (share >= 1) return {LEAST, n};
+  return {(int32_t)((int64_t)((1 - share) * 0x1p32) - (1ll << 31)), 2 * (int64_t)wanted};
 }
 
-// ---- selection -----------------------------------------------------------------------------------------------------
+// ---- selection ----------------------------------------------------------------------------------------------------
 
 // Where the kept elements go: positions, and unless null their values.
 struct Kept {
@@ -318,31 +358,39 @@ struct Kept {
   Kept from(int64_t index) const { return Kept{positions + index, values ? values + index : nullptr}; }
 };
 
-// Write those of `count` elements, which begin at element `start`, that are within the limit, and count them off.
-template <class Order>
-void emit(const uint32_t* raw, int count, int64_t start, Limit& limit, Kept& out) {
+// Write those of `count` elements, at most CHUNK, that reach `limit`: element i is number where(i).
+template <class Order, class Where>
+void emit_reaching(const uint32_t* raw, int count, int32_t limit, Kept& out, Where where) {
+  uint32_t indices[CHUNK + GROUP];
+  const int found = indices_reaching<Order>(raw, count, limit, indices);
   int64_t* positions = out.positions;
-  uint32_t* values = out.values;
-  int64_t done = 0, room = limit.room;
-  const int32_t bound = limit.key;
-  if (room == 0) {  // `bound` is not the largest of all integers: there are keys above it
-    each_reaching<Order>(raw, count, bound + 1, [&](int i) {
-      positions[done] = start + i;
-      if (values) values[done] = raw[i];
-      ++done;
-    });
-  } else {
-    each_reaching<Order>(raw, count, bound, [&](int i) {
-      const bool tie = Order::key(raw[i]) == bound;
-      if (tie && room == 0) return;
-      room -= tie;
-      positions[done] = start + i;
-      if (values) values[done] = raw[i];
-      ++done;
-    });
+  GC_SIMD for (int j = 0; j < found; ++j) positions[j] = where(indices[j]);
+  if (out.values) {
+    uint32_t* values = out.values;
+    for (int j = 0; j < found; ++j) values[j] = raw[indices[j]];
   }
-  limit.room = room;
-  out = out.from(done);
+  out = out.from(found);
+}
+
+// Write those of `count` elements that are within the limit, and count them off.
+template <class Order, class Where>
+void emit(const uint32_t* raw, int count, Limit& limit, Kept& out, Where where) {
+  int cut = 0;  // from here on, ties are left out
+  if (limit.room) {
+    const int32_t bound = limit.key;
+    int ties = 0;
+#pragma omp simd reduction(+ : ties)
+    for (int i = 0; i < count; ++i) ties += Order::key(raw[i]) == bound;
+    cut = count;
+    if (ties > limit.room) {
+      for (ties = cut = 0; ties < limit.room; ++cut) ties += Order::key(raw[cut]) == bound;
+    }
+    limit.room -= ties;
+    emit_reaching<Order>(raw, cut, bound, out, where);
+  }
+  if (cut == count || limit.key == MOST) return;
+  const auto moved = [=](uint32_t i) { return where(i + (uint32_t)cut); };
+  emit_reaching<Order>(raw + cut, count - cut, limit.key + 1, out, moved);
 }
 
 template <class Source>
@@ -360,13 +408,53 @@ template <class Source>
 int32_t select_short(const Source& source, int64_t start, int n, int k, int32_t guess, Kept out) {
   using Order = typename Source::Order;
   GC_ALIGNED uint32_t scratch[SHORT + SPARE];
-  GC_ALIGNED int32_t keys[SHORT];
   const uint32_t* raw = source.read(start, n, scratch);
-  GC_SIMD for (int i = 0; i < n; ++i) keys[i] = Order::key(raw[i]);
-  Limit limit = kth_short(keys, n, k, guess);
+  Limit limit = kth_of_few<Order>(raw, n, k, guess);
   const int32_t found = limit.key;
-  emit<Order>(raw, n, start, limit, out);
+  emit<Order>(raw, n, limit, out, [=](uint32_t i) { return start + i; });
   return found;
+}
+
+// Those elements of one part of a segment that reach a threshold: where, from the part's beginning, and their bits.
+struct Candidates {
+  uint32_t *index, *raw;  // room + CHUNK each
+  int64_t room, count;
+
+  bool full() const { return count > room; }
+};
+
+// Call f(at, raw, count) for chunks of the elements [first, last) of the segment at `start`, while that returns true.
+template <class Source, class F>
+void each_chunk(const Source& source, int64_t start, int64_t first, int64_t last, F f) {
+  GC_ALIGNED uint32_t scratch[CHUNK + SPARE];
+  for (int64_t at = first; at < last; at += CHUNK) {
+    const int count = (int)(last - at < CHUNK ? last - at : CHUNK);
+    if (!f(at, source.read(start + at, count, scratch), count)) return;
+  }
+}
+
+template <class Source>
+void collect(const Source& source, int64_t start, int64_t first, int64_t last, int32_t threshold, Candidates& to) {
+  each_chunk(source, start, first, last, [&](int64_t at, const uint32_t* raw, int count) {
+    uint32_t indices[CHUNK + GROUP];
+    const int found = indices_reaching<typename Source::Order>(raw, count, threshold, indices);
+    uint32_t *index = to.index + to.count, *raws = to.raw + to.count;
+    const uint32_t base = (uint32_t)(at - first);
+    for (int j = 0; j < found; ++j) {
+      index[j] = base + indices[j];
+      raws[j] = raw[indices[j]];
+    }
+    to.count += found;
+    return !to.full();
+  });
+}
+
+template <class Order>
+int32_t largest_key(const Candidates& of, int32_t top) {
+  const uint32_t* raw = of.raw;
+#pragma omp simd reduction(max : top)
+  for (int64_t i = 0; i < of.count; ++i) top = Order::key(raw[i]) > top ? Order::key(raw[i]) : top;
+  return top;
 }
 
 template <class Source>
@@ -376,56 +464,48 @@ void select_long(const Source& source, int64_t start, int64_t n, int64_t k, int 
   const int parts = threads > (n + PART - 1) / PART ? threads : (int)((n + PART - 1) / PART);
   const auto edge = [=](int p) { return p == parts ? n : n / CHUNK * p / parts * CHUNK; };
 
-  struct Part {
-    std::unique_ptr<uint32_t[]> index, raw;  // of the candidates, from the part's beginning
-    int64_t count = 0;
-    bool full = false;
-  };
-  std::unique_ptr<Part[]> found(new Part[parts]);
-  const int64_t most = 2 * k + k / 2 + 4096;
-  const int32_t threshold = sampled_limit(source, start, n, k);
-  each_part(parts, threads, [&](int p) {
-    Part& part = found[p];
-    const int64_t first = edge(p), last = edge(p + 1), size = last - first < most ? last - first : most;
-    part.index.reset(new uint32_t[size + CHUNK]);
-    part.raw.reset(new uint32_t[size + CHUNK]);
-    uint32_t *index = part.index.get(), *raws = part.raw.get();
-    GC_ALIGNED uint32_t scratch[CHUNK + SPARE];
-    int64_t count = 0;
-    for (int64_t at = first; at < last && !part.full; at += CHUNK) {
-      const int here = (int)(last - at < CHUNK ? last - at : CHUNK);
-      const uint32_t* raw = source.read(start + at, here, scratch);
-      const uint32_t base = (uint32_t)(at - first);
-      each_reaching<Order>(raw, here, threshold, [&](int i) {
-        index[count] = base + (uint32_t)i;
-        raws[count] = raw[i];
-        ++count;
-      });
-      part.full = count > size;
-    }
-    part.count = count;
-  });
+  const Sampled sampled = sampled_limit(source, start, n, k);
+  const auto room = [=](int p) { return std::min(edge(p + 1) - edge(p), sampled.room); };
+  int64_t all = 0;
+  for (int p = 0; p < parts; ++p) all += 2 * (room(p) + CHUNK);
+  std::unique_ptr<Candidates[]> found(new Candidates[parts]);
+  std::unique_ptr<uint32_t[]> memory(new uint32_t[all]);  // one piece, which an allocator is likelier to keep mapped
+  uint32_t* next = memory.get();
+  for (int p = 0; p < parts; ++p) {
+    found[p] = Candidates{next, next + room(p) + CHUNK, room(p), 0};
+    next += 2 * (room(p) + CHUNK);
+  }
+  each_part(parts, threads, [&](int p) { collect(source, start, edge(p), edge(p + 1), sampled.key, found[p]); });
   int64_t total = 0;
   bool collected = true;
   for (int p = 0; p < parts; ++p) {
     total += found[p].count;
-    collected &= !found[p].full;
+    collected &= !found[p].full();
   }
   collected &= total >= k;
 
   // What is left to look at: the candidates, or all.
   const auto each = [&](int p, auto f) {
     if (collected) {
-      f(found[p].raw.get(), found[p].count);
-      return;
-    }
-    GC_ALIGNED uint32_t scratch[CHUNK + SPARE];
-    for (int64_t at = edge(p); at < edge(p + 1); at += CHUNK) {
-      const int64_t here = edge(p + 1) - at < CHUNK ? edge(p + 1) - at : CHUNK;
-      f(source.read(start + at, (int)here, scratch), here);
+      f(found[p].raw, found[p].count);
+    } else {
+      each_chunk(source, start, edge(p), edge(p + 1), [&](int64_t, const uint32_t* raw, int count) {
+        f(raw, count);
+        return true;
+      });
     }
   };
-  const Limit limit = kth<Order>(k, parts, threads, each);
+  Limit limit;
+  if (collected && parts == 1 && total <= FEW) {
+    limit = kth_of_few<Order>(found[0].raw, (int)total, (int)k, LEAST);
+  } else {
+    int32_t low = LEAST, high = MOST;
+    if (collected) {
+      low = high = sampled.key;
+      for (int p = 0; p < parts; ++p) high = largest_key<Order>(found[p], high);
+    }
+    limit = kth_of_many<Order>(k, low, high, parts, threads, each);
+  }
 
   // Ties go to the first parts; so where each part's output begins depends on those before it.
   std::unique_ptr<int64_t[]> above(new int64_t[2 * parts]);
@@ -434,40 +514,34 @@ void select_long(const Source& source, int64_t start, int64_t n, int64_t k, int 
     int64_t reached = 0, beyond = 0;
     each(p, [&](const uint32_t* raw, int64_t count) {
       reached += count_from<Order>(raw, count, limit.key);
-      beyond += limit.key == 0x7fffffff ? 0 : count_from<Order>(raw, count, limit.key + 1);
+      beyond += limit.key == MOST ? 0 : count_from<Order>(raw, count, limit.key + 1);
     });
     above[p] = beyond;
     ties[p] = reached - beyond;
   });
   std::unique_ptr<int64_t[]> begin(new int64_t[parts]);
-  int64_t written = 0, room = limit.room;
+  int64_t written = 0, left = limit.room;
   for (int p = 0; p < parts; ++p) {
     begin[p] = written;
-    ties[p] = ties[p] < room ? ties[p] : room;
-    room -= ties[p];
+    ties[p] = std::min(ties[p], left);
+    left -= ties[p];
     written += above[p] + ties[p];
   }
   each_part(parts, threads, [&](int p) {
     Kept here = out.from(begin[p]);
     Limit own{limit.key, ties[p]};
     if (!collected) {
-      GC_ALIGNED uint32_t scratch[CHUNK + SPARE];
-      for (int64_t at = edge(p); at < edge(p + 1); at += CHUNK) {
-        const int count = (int)(edge(p + 1) - at < CHUNK ? edge(p + 1) - at : CHUNK);
-        emit<Order>(source.read(start + at, count, scratch), count, start + at, own, here);
-      }
+      each_chunk(source, start, edge(p), edge(p + 1), [&](int64_t at, const uint32_t* raw, int count) {
+        emit<Order>(raw, count, own, here, [=](uint32_t i) { return start + at + i; });
+        return true;
+      });
       return;
     }
-    const uint32_t *index = found[p].index.get(), *raw = found[p].raw.get();
-    const int64_t base = start + edge(p), size = above[p] + ties[p];
-    int64_t done = 0, left = own.room;
-    for (int64_t i = 0; done < size; ++i) {  // no branches: what is not kept is written over
-      const int32_t key = Order::key(raw[i]);
-      const bool tie = key == own.key && left > 0;
-      here.positions[done] = base + index[i];
-      if (here.values) here.values[done] = raw[i];
-      left -= tie;
-      done += key > own.key || tie;
+    const uint32_t *index = found[p].index, *raw = found[p].raw;
+    const int64_t base = start + edge(p);
+    for (int64_t i = 0; i < found[p].count; i += CHUNK) {
+      const int count = (int)(found[p].count - i < CHUNK ? found[p].count - i : CHUNK);
+      emit<Order>(raw + i, count, own, here, [=](uint32_t j) { return base + index[i + j]; });
     }
   });
 }
@@ -504,7 +578,7 @@ void select(const Source& source, const Run* runs, int64_t count, int threads, K
   }
 }
 
-// ---- bitmaps -------------------------------------------------------------------------------------------------------
+// ---- bitmaps ------------------------------------------------------------------------------------------------------
 
 // Set the bits at(0) < at(1) < ... of n, all others not. Returns 1 if they do not increase or are not below n.
 template <class F>
@@ -667,18 +741,22 @@ int64_t check_positions(const int64_t* positions, int64_t total, const Run* runs
 
 // The k of largest |x| of each segment: positions, and values unless null. `runs` are (start, rows, length, keep).
 GC_API int64_t gc_largest_elements(const float* x, const int64_t* runs, int64_t count, int64_t* positions,
-                                   float* values, int threads) {
+                                   float* values, int threads) try {
   const Floats source{(const uint32_t*)x};
   select(source, (const Run*)runs, count, threads, Kept{positions, (uint32_t*)values});
   return 0;
+} catch (const std::bad_alloc&) {
+  return NO_MEMORY;
 }
 
 // The k largest random words of each segment.
 GC_API int64_t gc_random_positions(uint64_t seed, uint64_t offset, uint32_t step, uint32_t who, const int64_t* runs,
-                                   int64_t count, int64_t* positions, int threads) {
+                                   int64_t count, int64_t* positions, int threads) try {
   const Words source{Key{seed, offset, step, who}};
   select(source, (const Run*)runs, count, threads, Kept{positions, nullptr});
   return 0;
+} catch (const std::bad_alloc&) {
+  return NO_MEMORY;
 }
 
 // Positions as a bitmap of n bits. Returns 1 if they do not increase or are not below n.
@@ -710,15 +788,17 @@ GC_API int64_t gc_pack_gaps(const int64_t* positions, int64_t total, int64_t n, 
 // Positions from a bitmap of n bits. Returns 0, or 1: a bit is set from n on, 2: `number` bits are set, not `total`,
 // 3: they do not increase, 4: a segment has not its own k.
 GC_API int64_t gc_unpack_bitmap(const uint32_t* words, int64_t n, const int64_t* runs, int64_t count, int64_t total,
-                                int64_t* positions, int64_t* number, int threads) {
+                                int64_t* positions, int64_t* number, int threads) try {
   const int64_t bad = find_bits(words, n, total, positions, number, threads);
   return bad ? bad : check_positions(positions, total, (const Run*)runs, count);
+} catch (const std::bad_alloc&) {
+  return NO_MEMORY;
 }
 
 // Positions from the coding of Elias and Fano. Returns as gc_unpack_bitmap, or 5: a low code after the last.
 GC_API int64_t gc_unpack_gaps(const uint32_t* low_words, const uint32_t* high_words, int low, int64_t n,
                               const int64_t* runs, int64_t count, int64_t total, int64_t* positions, int64_t* number,
-                              int threads) {
+                              int threads) try {
   int64_t bad = find_bits(high_words, total + ((n - total) >> low), total, positions, number, threads);
   if (bad) return bad;
   if (low) {
@@ -726,6 +806,8 @@ GC_API int64_t gc_unpack_gaps(const uint32_t* low_words, const uint32_t* high_wo
     if (bad) return 5;
   }
   return check_positions(positions, total, (const Run*)runs, count);
+} catch (const std::bad_alloc&) {
+  return NO_MEMORY;
 }
 
 // Positions of 32 bits. Returns as gc_unpack_bitmap.
@@ -772,7 +854,12 @@ GC_API int64_t gc_scatter_mean(const float* const* values, const int64_t* const*
   parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
     GC_ALIGNED float row[TILE] = {};
     uint64_t touched[TILE / 64] = {};
-    std::unique_ptr<int64_t[]> at(new int64_t[number]);
+    std::unique_ptr<int64_t[]> at(new (std::nothrow) int64_t[number]);
+    if (!at) {
+#pragma omp atomic write
+      bad = NO_MEMORY;
+      return;
+    }
     for (int64_t p = 0; p < number; ++p) {
       const int64_t* own = positions[p];
       at[p] = first ? first_from(totals[p], first * TILE, [=](int64_t i) { return own[i]; }) : 0;

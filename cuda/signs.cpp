@@ -838,12 +838,14 @@ GC_API int64_t gc_sign_vote(const uint32_t* const* words, const int64_t* counts,
 // the negative and `high` of the other elements of each segment (`low` null: `high` the mean magnitude). Returns a
 // `Wrong` where these are not finite.
 GC_API int64_t gc_sign_encode(const float* x, const float* residual, const int64_t* table, int64_t m, uint32_t* words,
-                              float* low, float* high, float* left, int threads) {
+                              float* low, float* high, float* left, int threads) try {
   const auto run = [=](auto encoder) { return encoder.run(); };
   if (low && residual) return run(Encoder<2, true>(x, residual, table, m, words, low, high, left, threads));
   if (low) return run(Encoder<2, false>(x, residual, table, m, words, low, high, left, threads));
   if (residual) return run(Encoder<1, true>(x, residual, table, m, words, low, high, left, threads));
   return run(Encoder<1, false>(x, residual, table, m, words, low, high, left, threads));
+} catch (const std::bad_alloc&) {
+  return NO_MEMORY;
 }
 
 // The mean over `number` payloads of what bits and values stand for, each times its count, divided by `divisor`: see

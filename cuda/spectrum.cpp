@@ -1,7 +1,6 @@
 // What lies around a Fourier transform on the CPU: segments scaled by powers of two and back, energies of bins, sums of
 // sparse spectra, and the step between a real transform and a complex one of half the length: `gcbench.ops.spectrum`,
 // `gcbench.ops.transform`.
-#include <stdlib.h>
 
 #include <algorithm>
 #include <memory>
@@ -77,12 +76,13 @@ inline void reverse(const float* from, int count, float* to) {
 // unit = the power of two below a segment's largest magnitude, in [2^-110, 2^126], over `peak`, a power of two;
 // out = x / unit, rounded to fp16 if `half`, and zeros in a segment whose largest is below `tiny`, as rows.
 GC_API int64_t gc_spectrum_scaled(const float* x, const int64_t* table, int64_t m, float peak, float tiny, int half,
-                                  const int64_t* places, float* unit, float* out, int threads) {
+                                  const int64_t* places, float* unit, float* out, int threads) try {
   const Segments segments(table, m);
   const Rows rows(places, segments);
-  gc_segment_absmax(x, table, m, unit, threads);
   // The reciprocal of a power of two is exact; 0 says that the segment counts as zero.
-  float* inverse = (float*)malloc((m + 1) * sizeof *inverse);
+  std::unique_ptr<float[]> inverses(new float[m]);
+  float* inverse = inverses.get();
+  gc_segment_absmax(x, table, m, unit, threads);
   for (int64_t s = 0; s < m; ++s) {
     const float power = float_of(bits_of(unit[s]) & 0x7f800000u);
     const bool zero = unit[s] < tiny;
@@ -104,8 +104,9 @@ GC_API int64_t gc_spectrum_scaled(const float* x, const int64_t* table, int64_t 
       memset(to + count, 0, (rows.widths[s] - (end - segments.offsets[s])) * sizeof *to);
     }
   });
-  free(inverse);
   return 0;
+} catch (const std::bad_alloc&) {
+  return NO_MEMORY;
 }
 
 // energy = |X|^2 and out = X unit for the bins of all segments, which come as rows; `table` counts floats, two a bin.
@@ -149,7 +150,12 @@ GC_API int64_t gc_spectrum_mean(const float* const* values, const int64_t* const
   int64_t bad = 0;
   const int64_t tiles = (length + PIECE - 1) / PIECE;
   parallel(tiles, threads, [&](int64_t first, int64_t last) {
-    std::unique_ptr<int64_t[]> at(new int64_t[number]);
+    std::unique_ptr<int64_t[]> at(new (std::nothrow) int64_t[number]);
+    if (!at) {
+#pragma omp atomic write
+      bad = NO_MEMORY;
+      return;
+    }
     bool wrong = false;
     for (int64_t p = 0; p < number; ++p) {
       at[p] = first ? std::lower_bound(bins[p], bins[p] + kept[p], first * PIECE) - bins[p] : 0;

@@ -3,7 +3,6 @@
 // Sums are in float64, over tiles of 1024 that begin where their segment does: element i is added to i + 512, then
 // i + 256, and so on, and tiles' sums are added the same way until one is left. Tiles do not depend on threads.
 #include <math.h>
-#include <stdlib.h>
 
 #include "loops.hpp"
 
@@ -87,9 +86,10 @@ Moments tile_moments(const float* x, int count) {
 template <class Take>
 void for_segments(const float* x, const Segments& segments, int threads, Take take) {
   const int64_t tiles = segments.tiles[segments.count];
-  double* sums = (double*)malloc(2 * sizeof(double) * (tiles + 1));
-  double* squares = sums + tiles;
-  uint32_t* tops = (uint32_t*)malloc(sizeof(uint32_t) * (tiles + 1));
+  std::unique_ptr<double[]> all_sums(new double[2 * tiles]);
+  std::unique_ptr<uint32_t[]> all_tops(new uint32_t[tiles]);
+  double *sums = all_sums.get(), *squares = sums + tiles;
+  uint32_t* tops = all_tops.get();
   parallel(tiles, threads, [&](int64_t first, int64_t last) {
     int64_t s = segments.of_tile(first);
     for (int64_t t = first; t < last; ++t) {
@@ -112,15 +112,13 @@ void for_segments(const float* x, const Segments& segments, int threads, Take ta
     }
     take(s, all);
   }
-  free(sums);
-  free(tops);
 }
 
 }  // namespace
 
 // Each output, (m,), may be null.
 GC_API int64_t gc_segment_statistics(const float* x, const int64_t* table, int64_t m, float* absmax, double* sum,
-                                     double* square, int threads) {
+                                     double* square, int threads) try {
   const Segments segments(table, m);
   for_segments(x, segments, threads, [&](int64_t s, const Moments& got) {
     if (absmax) absmax[s] = float_of(got.top);
@@ -128,6 +126,8 @@ GC_API int64_t gc_segment_statistics(const float* x, const int64_t* table, int64
     if (square) square[s] = got.square;
   });
   return 0;
+} catch (const std::bad_alloc&) {
+  return NO_MEMORY;
 }
 
 // The largest magnitude alone, (m,).
@@ -159,7 +159,7 @@ GC_API int64_t gc_segment_absmax(const float* x, const int64_t* table, int64_t m
 // Thresholds and scales of ternary codes, (m,) each: `gcbench.ops.reference.ternary_scales`. `limit` is null for
 // clip = 0, and with `at_limit` only `scale` is written.
 GC_API int64_t gc_ternary_scales(const float* x, const int64_t* table, int64_t m, float clip, int at_limit, float* limit,
-                                 float* scale, int threads) {
+                                 float* scale, int threads) try {
   const Segments segments(table, m);
   if (clip == 0) return gc_segment_absmax(x, table, m, scale, threads);
   for_segments(x, segments, threads, [&](int64_t s, const Moments& got) {
@@ -177,4 +177,6 @@ GC_API int64_t gc_ternary_scales(const float* x, const int64_t* table, int64_t m
     }
   });
   return 0;
+} catch (const std::bad_alloc&) {
+  return NO_MEMORY;
 }

@@ -22,11 +22,11 @@ GC_API int64_t gc_ternary_encode(const float* x, int64_t n, const int64_t* table
       const float* part = x + t * TILE;
       const int count = (int)(n - t * TILE < TILE ? n - t * TILE : TILE);
       spread.tile(t * TILE, count);
-      const uint32_t* draw = draws.tile(part);
+      const uint32_t* draw = draws.tile(part, false);
       const float *limits = spread.row[0], *steps = spread.row[1];
       pack_tile<2>(
           [=](int i) { return ternary_code(part[i], limits[i], steps[i], draw[i]); }, count,
-          out + t * 2 * LANES);
+          out + t * 2 * LANES, part);
     }
   });
   return 0;

@@ -238,6 +238,35 @@ def test_large_outputs_are_the_same(number):
             assert outcome(call, number) == want, call
 
 
+HUGE = 2**57
+"""Segments, groups, tensors: no machine has so much memory, and nothing else is looked at."""
+
+
+@needs_native
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("gc_level_norms", (None, None, HUGE, 1, 7, None)),
+        ("gc_spectrum_scaled", (None, None, HUGE, 1.0, 0.0, 0, None, None)),
+        ("gc_segment_statistics", (None, "tiles", 0, None, None, None)),
+        ("gc_ternary_scales", (None, "tiles", 0, 2.5, 0, None, None)),
+        ("gc_range_pack", (None, 0, None, HUGE, 10, 6, None, None)),
+        ("gc_random_positions", (1, 0, 0, 0, "run", 1, None)),
+        ("gc_scatter_mean", (None, None, None, HUGE, 1.0, None, 2**16)),
+    ],
+)
+def test_without_memory_a_kernel_raises(name, arguments, number):
+    tables = {
+        "tiles": library.c_array([0, HUGE]),  # where segments begin, and how many tiles lie before
+        "run": library.c_array([0, 1, 2**50, 2**49]),
+    }
+    given = [tables[x].buffer_info()[0] if isinstance(x, str) else x for x in arguments]
+    for isa in library.levels():
+        with cpu.using_isa(isa), pytest.raises(MemoryError, match=f"{name} finds no memory"):
+            getattr(library.c, name)(*given, number)
+
+
 def test_every_kernel_has_an_operation_and_inputs():
     tried = {call.op for family in FAMILIES.values() for call in family.cases(1025)}
     assert set(cpu.KERNELS) <= set(DEFINITIONS)

@@ -28,14 +28,17 @@ def misleading(n: int) -> Iterator[tuple[str, Tensor]]:
     rare = torch.ones(n)
     rare[n - n // 300 :] = -2.0
     yield "rare", rare
+    last = torch.randn(n, generator=torch.Generator().manual_seed(n))
+    last.view(torch.int32)[::7] = -1  # NaNs, and above their magnitude there is no integer
+    yield "last", last
     powers = 2.0 ** -(torch.arange(n) % 37).float()
     yield "powers", powers
-    if n > 8192:  # what the kernel samples of one segment is large, and nothing else is
-        size = max(1024, n // 64)
+    if n > 4096:  # what the kernel samples of one segment is large, and nothing else is
+        size = max(1024, min(n // 64, 4096))
         index = torch.arange(size)
         stride = n // size
         sampled = torch.ones(n)
-        sampled[index * stride + (index * 2654435761 & 0xFFFFFFFF) % stride] = 3.0
+        sampled[index * stride + ((index * 2654435761 & 0xFFFFFFFF) * stride >> 32)] = 3.0
         yield "sampled", sampled
 
 

@@ -35,10 +35,24 @@ _TYPES = {
     "Q": ctypes.c_uint64,
     "I": ctypes.c_uint32,
 }
+NO_MEMORY = -(2**63)  # in cuda/loops.hpp, too
+
+
+def _checked(result: int, function: Any, arguments: Any) -> int:
+    """Return what a C function returned, unless it found no memory."""
+    if result == NO_MEMORY:
+        raise MemoryError(
+            f"{function.__name__} finds no memory for what it keeps meanwhile: "
+            "free some, or pass smaller tensors"
+        )
+    return result
 
 
 class Functions:
-    """The C functions of one library at a time, as attributes; each returns an int."""
+    """The C functions of one library at a time, as attributes.
+
+    Each returns an int, or raises MemoryError.
+    """
 
     def __init__(self) -> None:
         self.isa = ""
@@ -50,6 +64,7 @@ class Functions:
             function = getattr(library, name)
             function.argtypes = [_TYPES[letter] for letter in letters]
             function.restype = ctypes.c_int64
+            function.errcheck = _checked
             setattr(self, name, function)
         self.isa = isa
 
