@@ -280,6 +280,7 @@ LETTERS = {
     "int64_t": "l",
     "uint64_t": "Q",
     "uint32_t": "I",
+    "PyObject*": "o",
 }
 
 
@@ -287,12 +288,15 @@ def test_signatures_are_those_of_the_sources():
     """What Python passes is what C takes: nobody else checks it."""
     found = {}
     for path in sources.kernel_sources().glob("*.cpp"):
-        for name, inside in re.findall(r"GC_API int64_t (gc_\w+)\(([^)]*)\)", path.read_text()):
+        functions = r"GC_API (?:int64_t|PyObject\*) (gc_\w+)\(([^)]*)\)"
+        for name, inside in re.findall(functions, path.read_text()):
             parameters = [word.strip().rpartition(" ")[0] for word in inside.split(",")]
-            letters = ["p" if "*" in text else LETTERS[text] for text in parameters if text]
+            letters = [
+                LETTERS.get(text, "p" if "*" in text else "unknown") for text in parameters if text
+            ]
             found[name] = "".join(letters)
     found.pop("gc_level")
-    assert found == dict(cpu.SIGNATURES)
+    assert found == {**cpu.SIGNATURES, **library.HELD}
 
 
 @needs_native

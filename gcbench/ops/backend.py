@@ -21,6 +21,7 @@ R = TypeVar("R")
 Kernels = Mapping[str, Callable[..., Any]]
 
 NAMES = ("reference", "cpu", "cuda")
+SEQUENCES = (list, tuple)
 DEFINITIONS: dict[str, Callable[..., Any]] = {}
 """Every operation that kernels may serve, by name, in plain torch."""
 
@@ -104,12 +105,12 @@ def using(backend: str) -> Iterator[None]:
 
 def _place(argument: Any) -> str | None:
     """Return the type of the device on which an argument lies; None if it lies on none."""
+    while isinstance(argument, SEQUENCES) and argument:
+        argument = argument[0]
     if isinstance(argument, Tensor):
         return "cpu" if argument.is_cpu else argument.device.type
     if isinstance(argument, torch.device):
         return argument.type
-    if isinstance(argument, list | tuple) and argument:
-        return _place(argument[0])
     return None
 
 

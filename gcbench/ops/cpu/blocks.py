@@ -10,7 +10,7 @@ from torch import Tensor
 from gcbench.compressor import Key, Segments
 from gcbench.errors import PayloadError
 from gcbench.ops.blocks import BAD_CODE, BAD_SCALE
-from gcbench.ops.cpu.library import address, addresses, c, c_array, output, stream
+from gcbench.ops.cpu.library import address, addresses, c, output, stream, unzipped, weights
 
 SIGNATURES = {
     "gc_int8_encode": "plpliQQIIppi",
@@ -76,16 +76,18 @@ def int8_mean(
 ) -> Tensor:
     """Serve `ops.int8_mean`."""
     n, m = segments.numel, len(segments)
-    codes, _codes = addresses([codes for codes, _, _ in payloads], torch.int8, n)
-    scales, _scales = addresses([scales for _, scales, _ in payloads], torch.float32, m)
-    counts = c_array([count for *_, count in payloads], "f")
+    every_codes, every_scales, counts = unzipped(payloads)
+    shares, number, workers = weights(counts)
+    (codes, scales), _kept = addresses(
+        ((every_codes, torch.int8, (n,) * number), (every_scales, torch.float32, (m,) * number))
+    )
     out = output(out, torch.float32, n)
     fault = c.gc_int8_mean(
         codes,
         scales,
-        counts.buffer_info()[0],
-        len(payloads),
-        sum(count for *_, count in payloads),
+        shares,
+        number,
+        workers,
         n,
         segments.table.data_ptr(),
         m,

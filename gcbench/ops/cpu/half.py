@@ -41,10 +41,13 @@ def half_mean(
 ) -> Tensor:
     """Serve `ops.half_mean`."""
     dtype, n = payloads[0][0].dtype, payloads[0][0].numel()
-    arguments, _kept = summands(payloads, dtype, n)
+    (codes, counts, number, workers), _kept = summands(payloads, dtype, n)
     out = output(out, torch.float32, n)
     bad = c.gc_half_mean(
-        *arguments,
+        codes,
+        counts,
+        number,
+        workers,
         n,
         dtype is torch.bfloat16,
         address(out, torch.float32, n),

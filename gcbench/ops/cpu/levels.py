@@ -15,7 +15,7 @@ from gcbench.ops.cpu.bitstream import (
     omega_sparse_read,
     omega_sparse_write,
 )
-from gcbench.ops.cpu.library import address, addresses, c, c_array, output, stream
+from gcbench.ops.cpu.library import address, addresses, c, output, stream, unzipped, weights
 from gcbench.ops.quantize import BAD_CODES, BAD_NORMS, level_bits, one_by_one
 from gcbench.ops.reference import into, packed_words
 
@@ -173,18 +173,27 @@ def level_mean(
         return into(out, one_by_one(level_decode, payloads, norm, levels, coding, segments))
     n, m, bits = segments.numel, len(segments), level_bits(levels)
     numel = packed_words(n, bits)
-    for words, norms, _ in payloads:
-        _check(words, norms, n, numel, m)
-    words_at, _words = addresses([words for words, _, _ in payloads], torch.int32, numel)
-    norms_at, _norms = addresses([norms for _, norms, _ in payloads], torch.float32, m)
-    counts = c_array([count for *_, count in payloads], "f")
+    every_words, every_norms, counts = unzipped(payloads)
+    shares, number, workers = weights(counts)
+
+    def check() -> None:
+        for words, norms in zip(every_words, every_norms, strict=True):
+            _check(words, norms, n, numel, m)
+
+    (words, norms), _kept = addresses(
+        (
+            (every_words, torch.int32, (numel,) * number),
+            (every_norms, torch.float32, (m,) * number),
+        ),
+        check,
+    )
     out = output(out, torch.float32, n)
     fault = c.gc_level_mean(
-        words_at,
-        norms_at,
-        counts.buffer_info()[0],
-        len(payloads),
-        sum(count for *_, count in payloads),
+        words,
+        norms,
+        shares,
+        number,
+        workers,
         bits,
         norm == "max",
         levels,

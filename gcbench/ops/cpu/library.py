@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import os
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
+from struct import pack
 from typing import Any
 
 import torch
@@ -34,7 +36,21 @@ _TYPES = {
     "d": ctypes.c_double,
     "Q": ctypes.c_uint64,
     "I": ctypes.c_uint32,
+    "o": ctypes.py_object,
 }
+HELD = {"gc_tensor_addresses": "poo"}
+"""Signatures of the functions that use Python's objects: they are called with its lock held."""
+DTYPES = {
+    torch.int8: 0 | 8 << 8 | 1 << 16,
+    torch.int32: 0 | 32 << 8 | 1 << 16,
+    torch.int64: 0 | 64 << 8 | 1 << 16,
+    torch.float16: 2 | 16 << 8 | 1 << 16,
+    torch.float32: 2 | 32 << 8 | 1 << 16,
+    torch.bfloat16: 4 | 16 << 8 | 1 << 16,
+}
+"""What payloads are made of, as DLPack has it: kind, bits, lanes (one element is one number)."""
+Column = tuple[tuple[Tensor, ...], torch.dtype, tuple[int, ...]]
+"""One tensor of each payload: they, their dtype, the elements of each."""
 NO_MEMORY = -(2**63)  # in cuda/loops.hpp, too
 
 
@@ -51,25 +67,43 @@ def _checked(result: int, function: Any, arguments: Any) -> int:
 class Functions:
     """The C functions of one library at a time, as attributes.
 
-    Each returns an int, or raises MemoryError.
+    Each returns an int, or raises MemoryError; those of `HELD` return an object.
     """
 
     def __init__(self) -> None:
         self.isa = ""
+        self.exchange: int | None = None
+        """Where torch's functions lie that C calls; None in a torch that has none."""
 
     def load(self, isa: str, signatures: Mapping[str, str]) -> None:
         """Take the functions of this instruction set's library in place of those before."""
-        library = ctypes.CDLL(str(FOLDER / f"{isa}.so"))
+        path = str(FOLDER / f"{isa}.so")
+        self._take(ctypes.CDLL(path), signatures, ctypes.c_int64)
+        self._take(ctypes.PyDLL(path), HELD, ctypes.py_object)
+        self.isa, self.exchange = isa, _exchange()
+
+    def _take(self, library: ctypes.CDLL, signatures: Mapping[str, str], returned: Any) -> None:
         for name, letters in signatures.items():
             function = getattr(library, name)
             function.argtypes = [_TYPES[letter] for letter in letters]
-            function.restype = ctypes.c_int64
-            function.errcheck = _checked
+            function.restype = returned
+            if returned is ctypes.c_int64:
+                function.errcheck = _checked
             setattr(self, name, function)
-        self.isa = isa
 
-    def __getattr__(self, name: str) -> Callable[..., int]:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
         raise AttributeError(f"the native library has no function {name}, or is not loaded")
+
+
+def _exchange() -> int | None:
+    """Return where the table lies by which torch tells C about tensors, or None."""
+    capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    if capsule is None:
+        return None
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.argtypes, pointer.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
+    found: int = pointer(capsule, b"dlpack_exchange_api")
+    return found
 
 
 c = Functions()
@@ -132,15 +166,6 @@ def address(tensor: Tensor, dtype: torch.dtype, numel: int) -> int:
     return tensor.data_ptr()
 
 
-def place(tensor: Tensor) -> int:
-    """Return where the elements of a tensor lie that is contiguous and of the right dtype.
-
-    Raises:
-        ValueError: it lies on another device.
-    """
-    return tensor.data_ptr() if tensor.is_cpu else address(tensor, tensor.dtype, tensor.numel())
-
-
 def output(given: Tensor | None, dtype: torch.dtype, numel: int) -> Tensor:
     """Return the tensor to write into: `given`, or a new one."""
     return torch.empty(numel, dtype=dtype) if given is None else given
@@ -156,46 +181,72 @@ def stream(key: Key) -> tuple[int, int, int, int]:
     return high << 32 | low, key.offset, step, who
 
 
-def c_array(numbers: Iterable[int], kind: str = "q") -> array[int]:
-    """Return a C array of int64, or of pointers, or of int32 with `kind` "i", or floats with "f".
+def c_array(numbers: Iterable[int]) -> array[int]:
+    """Return a C array of int64.
 
     That takes a third of ctypes' time. A kernel gets it as `.buffer_info()[0]`, and the caller
     keeps it alive meanwhile.
     """
-    return array(kind, numbers)
+    return array("q", numbers)
 
 
 def addresses(
-    tensors: Sequence[Tensor], dtype: torch.dtype, numel: int
-) -> tuple[int, tuple[object, ...]]:
-    """Return where a C array of the tensors' addresses lies, and what the caller keeps alive.
+    columns: tuple[Column, ...], check: Callable[[], object] | None = None
+) -> tuple[tuple[bytes, ...], object]:
+    """Return a C array of addresses for each column, and what the caller keeps alive meanwhile.
+
+    Tensors of one dimension that are contiguous and as expected are looked at in C. If there is
+    another one, and in a torch that C cannot ask, `check` is called, and all are taken one by one.
 
     Raises:
-        ValueError: one has another dtype, length or device.
+        ValueError: a tensor has another dtype, length or device; and what `check` raises.
     """
-    kept = [tensor.contiguous() for tensor in tensors]
-    places = c_array([address(tensor, dtype, numel) for tensor in kept])
-    return places.buffer_info()[0], (kept, places)
+    found = c.gc_tensor_addresses(c.exchange, columns, DTYPES)
+    if found:
+        return found, columns
+    if check is not None:
+        check()
+    kept = [[tensor.contiguous() for tensor in tensors] for tensors, _, _ in columns]
+    return tuple(
+        pack(
+            f"{len(held)}Q",
+            *(address(each, dtype, numel) for each, numel in zip(held, lengths, strict=True)),
+        )
+        for held, (_, dtype, lengths) in zip(kept, columns, strict=True)
+    ), kept
+
+
+def unzipped(payloads: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """Return the first parts of all payloads, the second ones, and so on.
+
+    Raises:
+        ValueError: there is no payload.
+    """
+    if not payloads:
+        raise ValueError("the mean of no payloads: one at least expected")
+    return zip(*payloads, strict=True)
 
 
 def summands(
-    payloads: Sequence[tuple[Tensor, int]], dtype: torch.dtype, numel: int
-) -> tuple[tuple[int, int, int, float], tuple[object, ...]]:
+    payloads: Sequence[tuple[Tensor, int]],
+    dtype: torch.dtype,
+    numel: int,
+    check: Callable[[], object] | None = None,
+) -> tuple[tuple[bytes, bytes, int, float], object]:
     """Return the C arguments of a mean, and what they point into: payloads, counts, number, sum.
 
-    `payloads`: a tensor of `numel` elements of `dtype` each, and its number of workers.
+    `payloads`: a tensor of `numel` elements of `dtype` each, and its number of workers. `check`:
+    see `addresses`.
 
     Raises:
         ValueError: there is none, or one has another dtype, length or device.
     """
-    if not payloads:
-        raise ValueError("the mean of no payloads: one at least expected")
-    where, kept = addresses([payload for payload, _ in payloads], dtype, numel)
-    counts = c_array([count for _, count in payloads], "f")
-    total = float(sum(count for _, count in payloads))
-    return (where, counts.buffer_info()[0], len(payloads), total), (kept, counts)
+    tensors, counts = unzipped(payloads)
+    (where,), kept = addresses(((tensors, dtype, (numel,) * len(counts)),), check)
+    return (where, *weights(counts)), kept
 
 
-def pointers(addresses: list[int]) -> Any:
-    """Return a C array of pointers."""
-    return (ctypes.c_void_p * len(addresses))(*addresses)
+@lru_cache
+def weights(counts: tuple[int, ...]) -> tuple[bytes, int, int]:
+    """Return the numbers of workers as a C array of float32, its length, and their sum."""
+    return pack(f"{len(counts)}f", *counts), len(counts), sum(counts)

@@ -43,10 +43,22 @@ def natural_mean(
     payloads: Sequence[tuple[Tensor, int]], n: int, name: str, *, out: Tensor | None = None
 ) -> Tensor:
     """Serve `ops.natural_mean`."""
-    size = natural_size(payloads, n)
-    arguments, _kept = summands(payloads, torch.int32, size)
+    (words, counts, number, workers), _kept = summands(
+        payloads,
+        torch.int32,
+        packed_words(n, NATURAL_BITS),
+        check=lambda: natural_size(payloads, n),
+    )
     out = output(out, torch.float32, n)
-    bad = c.gc_natural_mean(*arguments, n, address(out, torch.float32, n), torch.get_num_threads())
+    bad = c.gc_natural_mean(
+        words,
+        counts,
+        number,
+        workers,
+        n,
+        address(out, torch.float32, n),
+        torch.get_num_threads(),
+    )
     if bad:
         raise PayloadError(f"{name}: {BAD_CODE}")
     return out

@@ -6,13 +6,14 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from itertools import chain
+from struct import pack
 
 import torch
 from torch import Tensor
 
 from gcbench.compressor import Key
 from gcbench.errors import PayloadError
-from gcbench.ops.cpu.library import address, c, c_array, output, place, stream
+from gcbench.ops.cpu.library import address, addresses, c, c_array, output, stream, unzipped
 from gcbench.ops.reference import packed_words
 from gcbench.ops.selection import KeptRun, gaps_low_bits, kept_total, position_coding
 
@@ -113,25 +114,16 @@ def scatter_mean(
     sparse: Sequence[tuple[Tensor, Tensor]], n: int, count: int, *, out: Tensor | None = None
 ) -> Tensor:
     """Serve `ops.scatter_mean`."""
-    number, f32, i64 = len(sparse), torch.float32, torch.int64
-    held: list[Tensor] = []
-    starts, places, totals = [], [], []
-    for values, positions in sparse:  # what is done for each takes longer than a small kernel
-        total = positions.numel()
-        if values.dtype is not f32 or positions.dtype is not i64 or values.numel() != total:
-            address(values, f32, total), address(positions, i64, total)  # raises
-        values, positions = values.contiguous(), positions.contiguous()
-        held += values, positions
-        starts.append(place(values))
-        places.append(place(positions))
-        totals.append(total)
-    where = c_array(starts + places + totals)
-    first = where.buffer_info()[0]
+    number, (values, positions) = len(sparse), unzipped(sparse)
+    totals = tuple(map(Tensor.numel, positions))
+    (starts, places), _kept = addresses(
+        ((values, torch.float32, totals), (positions, torch.int64, totals))
+    )
     out = output(out, torch.float32, n)
     bad = c.gc_scatter_mean(
-        first,
-        first + 8 * number,
-        first + 16 * number,
+        starts,
+        places,
+        pack(f"{number}q", *totals),
         number,
         count,
         address(out, torch.float32, n),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from struct import pack
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from gcbench.compressor import Key, Segments
 from gcbench.errors import PayloadError
-from gcbench.ops.cpu.library import address, addresses, c, c_array, output, stream
+from gcbench.ops.cpu.library import address, addresses, c, output, stream, unzipped, weights
 from gcbench.ops.reference import packed_words
 from gcbench.ops.sign import sign_voters, wrong
 
@@ -88,6 +89,20 @@ def sign_decode(
     return out
 
 
+@lru_cache
+def _ballots(
+    counts: tuple[int, ...], bits: tuple[int, ...], n: int, name: str
+) -> tuple[int, tuple[int, ...], bytes, bytes]:
+    """Return the voters, the words of each payload, and counts and bits as C arrays.
+
+    Raises:
+        PayloadError: see `sign_voters`.
+    """
+    voters, number = sign_voters(counts, name), len(bits)
+    sizes = tuple(packed_words(n, width) for width in bits)
+    return voters, sizes, pack(f"{number}q", *counts), pack(f"{number}i", *bits)
+
+
 def sign_vote(
     words: Sequence[Tensor],
     counts: Sequence[int],
@@ -101,28 +116,25 @@ def sign_vote(
     out: Tensor | None = None,
 ) -> Tensor:
     """Serve `ops.sign_vote`."""
-    voters, number, single = sign_voters(counts, name), len(words), packed_words(n, 1)
-    kept, places = [], []
-    for word, size in zip(words, bits, strict=True):  # as _packed, with fewer calls
-        if word.dtype is not torch.int32 or word.shape != (single * size,):
-            raise _mismatch(word, size, n)
-        word = word.contiguous()
-        kept.append(word)
-        places.append(word.data_ptr())
-    out = output(out, torch.int32, single * width)
+    size = packed_words(n, width)
+    voters, sizes, votes, widths = _ballots(tuple(counts), tuple(bits), n, name)
+    (places,), _kept = addresses(
+        ((tuple(words), torch.int32, sizes),),
+        lambda: [_packed(*pair, n) for pair in zip(words, bits, strict=True)],
+    )
+    out = output(out, torch.int32, size)
     bad = c.gc_sign_vote(
-        # Bytes take a fifth of the time of arrays of ctypes.
-        pack(f"{number}Q", *places),
-        pack(f"{number}q", *counts),
-        pack(f"{number}i", *bits),
-        number,
+        places,
+        votes,
+        widths,
+        len(sizes),
         voters,
         n,
         width,
         min(quorum, voters),
         coin is not None,
         *(stream(coin) if coin is not None else (0, 0, 0, 0)),
-        address(out, torch.int32, single * width),
+        address(out, torch.int32, size),
         torch.get_num_threads(),
     )
     if bad:
@@ -262,20 +274,24 @@ def sign_mean(
 ) -> Tensor:
     """Serve `ops.sign_mean`."""
     n, m = segments.numel, len(segments)
-    bits = [_packed(words, 1, n) for words, _, _ in payloads]
-    words, _words = addresses(bits, torch.int32, packed_words(n, 1))
-    (low, _low), (high, _high) = (
-        addresses([values[k] for _, values, _ in payloads], torch.float32, m) for k in (0, -1)
+    packed, values, counts = unzipped(payloads)
+    shares, number, workers = weights(counts)
+    sizes = (m,) * number
+    (words, *means), _kept = addresses(
+        (
+            (packed, torch.int32, (packed_words(n, 1),) * number),
+            *[(column, torch.float32, sizes) for column in zip(*values, strict=True)],
+        ),
+        lambda: [_packed(words, 1, n) for words in packed],
     )
-    counts = c_array([count for *_, count in payloads], "f")
     out = output(out, torch.float32, n)
     bad = c.gc_sign_mean(
         words,
-        low if len(payloads[0][1]) == 2 else None,
-        high,
-        counts.buffer_info()[0],
-        len(payloads),
-        sum(count for *_, count in payloads),
+        means[0] if len(means) == 2 else None,
+        means[-1],
+        shares,
+        number,
+        workers,
         segments.table.data_ptr(),
         m,
         address(out, torch.float32, n),

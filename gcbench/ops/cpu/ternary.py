@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from struct import pack
 
 import torch
 from torch import Tensor
 
 from gcbench.compressor import Key, Segments
 from gcbench.errors import PayloadError
-from gcbench.ops.cpu.library import address, c, c_array, output, place, stream
+from gcbench.ops.cpu.library import address, addresses, c, output, stream, unzipped
 from gcbench.ops.reference import packed_words, ternary_bits
 
 SIGNATURES = {
@@ -46,28 +48,33 @@ def ternary_encode(
     return out
 
 
+@lru_cache
+def _codes(
+    counts: tuple[int, ...], n: int, bits: int | None
+) -> tuple[tuple[int, ...], tuple[int, ...], bytes, bytes]:
+    """Return the bits and the words of each payload, and the bits and largest codes as C arrays."""
+    widths = tuple(bits or ternary_bits(count) for count in counts)
+    sizes = tuple(packed_words(n, width) for width in widths)
+    ints = f"{len(counts)}i"
+    return widths, sizes, pack(ints, *widths), pack(ints, *(2 * count for count in counts))
+
+
+def _check_words(payloads: Sequence[Tensor], widths: Sequence[int], n: int) -> None:
+    for words, width in zip(payloads, widths, strict=True):
+        if words.dtype is not torch.int32 or words.shape != (packed_words(n, width),):
+            raise PayloadError(f"ternary payloads of {n} codes in {width} bits: a length is wrong")
+
+
 def _payloads(
     payloads: Sequence[tuple[Tensor, int]], n: int, bits: int | None
-) -> tuple[int, tuple[int, int, int, int], object]:
-    """Return the workers of all payloads, the C arguments, and what these point into."""
-    number, workers, known = len(payloads), 0, -1
-    places, widths, tops = [], [], []
-    kept = []
-    for words, count in payloads:
-        if count != known:
-            known, width = count, bits or ternary_bits(count)
-            size = packed_words(n, width)
-        if words.dtype is not torch.int32 or words.numel() != size or words.dim() != 1:
-            raise PayloadError(f"ternary payloads of {n} codes in {width} bits: a length is wrong")
-        words = words.contiguous()
-        kept.append(words)
-        places.append(place(words))
-        widths.append(width)
-        tops.append(2 * count)
-        workers += count
-    arrays = c_array(places), c_array(widths, "i"), c_array(tops, "i")
-    first, second, third = (numbers.buffer_info()[0] for numbers in arrays)
-    return workers, (first, second, third, number), (*kept, *arrays)
+) -> tuple[tuple[bytes, bytes, bytes, int, int], object]:
+    """Return C arrays and their length and the workers of all, and what is kept alive."""
+    words, counts = unzipped(payloads)
+    widths, sizes, packed_widths, tops = _codes(counts, n, bits)
+    (places,), kept = addresses(
+        ((words, torch.int32, sizes),), lambda: _check_words(words, widths, n)
+    )
+    return (places, packed_widths, tops, len(counts), sum(counts)), kept
 
 
 def _check(bad: int, payloads: Sequence[tuple[Tensor, int]]) -> None:
@@ -90,10 +97,13 @@ def ternary_mean(
 ) -> Tensor:
     """Serve `ops.ternary_mean`."""
     n, m = segments.numel, len(segments)
-    workers, arguments, _kept = _payloads(payloads, n, bits)
+    (places, widths, tops, number, workers), _kept = _payloads(payloads, n, bits)
     out = output(out, torch.float32, n)
     bad = c.gc_ternary_mean(
-        *arguments,
+        places,
+        widths,
+        tops,
+        number,
         workers,
         address(scale, torch.float32, m),
         n,
@@ -110,12 +120,19 @@ def ternary_merge(
     payloads: Sequence[tuple[Tensor, int]], n: int, *, out: Tensor | None = None
 ) -> tuple[Tensor, int]:
     """Serve `ops.ternary_merge`."""
-    workers, arguments, _kept = _payloads(payloads, n, None)
+    (places, widths, tops, number, workers), _kept = _payloads(payloads, n, None)
     width = ternary_bits(workers)
     words = packed_words(n, width)
     out = output(out, torch.int32, words)
     bad = c.gc_ternary_merge(
-        *arguments, n, width, address(out, torch.int32, words), torch.get_num_threads()
+        places,
+        widths,
+        tops,
+        number,
+        n,
+        width,
+        address(out, torch.int32, words),
+        torch.get_num_threads(),
     )
     _check(bad, payloads)
     return out, workers
