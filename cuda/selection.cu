@@ -22,6 +22,7 @@
 // A position out of range, or out of order where order is asked for, ends the kernel with a trap: like torch's own
 // indexing on a GPU, as to raise would be to wait for the device. Payloads' positions are checked before, by flags.
 #include "selection.cuh"
+#include "sparse.cuh"
 #include "tiles.cuh"
 
 using namespace gc;
@@ -677,34 +678,6 @@ GC_SELECTION(largest, ByMagnitude)
 GC_SELECTION(random, ByWord)
 
 // ---- bitmaps -----------------------------------------------------------------------------------------------------
-
-namespace {
-
-// The first index in [0, count) whose at(index), which does not decrease, is `value` or more; or count. By a whole warp,
-// 32 places at a time.
-template <class At>
-__device__ __forceinline__ int64_t warp_first_from(int64_t count, int64_t value, At at) {
-  int64_t low = 0;
-#pragma unroll 1
-  while (count > 0) {
-    const int64_t step = (count + LANES - 1) / LANES, i = lane_here() * step;
-    const int below = __popc(__ballot_sync(EACH, i < count && at(low + i) < value));
-    if (below == 0) break;
-    const int64_t past = (below - 1) * step + 1;
-    low += past;
-    count = step - 1 < count - past ? step - 1 : count - past;
-  }
-  return low;
-}
-
-// Trap unless positions increase, from 0 on and below n; each block looks at its share.
-__device__ __forceinline__ void check_order(const int64_t* __restrict__ positions, int64_t total, int64_t n) {
-  for (int64_t j = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; j < total; j += (int64_t)gridDim.x * blockDim.x) {
-    if (positions[j] < 0 || positions[j] >= n || (j > 0 && positions[j] <= positions[j - 1])) __trap();
-  }
-}
-
-}  // namespace
 
 // Low bits of Elias and Fano's coding: bits of position j - j. A warp a tile of 1024 positions.
 extern "C" __global__ void __launch_bounds__(256)

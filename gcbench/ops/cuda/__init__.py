@@ -41,6 +41,7 @@ from gcbench.ops.cuda import (
     rangefloat,
     selection,
     signs,
+    spectrum,
     statistics,
     ternary,
 )
@@ -57,6 +58,7 @@ FAMILIES: tuple[Any, ...] = (
     rangefloat,
     selection,
     signs,
+    spectrum,
     statistics,
     ternary,
 )
