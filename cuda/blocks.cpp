@@ -14,14 +14,70 @@ namespace {
 
 constexpr int64_t SHORT = 16 * TILE;  // elements of a block that the cache keeps between its two passes
 
+constexpr int STEP = 64;  // elements for which lines are asked at once
+constexpr int HALF = STEP / 2;
+constexpr int MANY = TILE / STEP;  // blocks in a tile that are too short for loops of their own
+
+// Looking for the largest magnitude and encoding ask for one half each of what lies two tiles ahead.
 float largest(const float* x, int64_t n) {
-  uint32_t top = 0;  // bits of magnitudes order as these do, and NaN above all
-#pragma omp simd reduction(max : top)
-  for (int64_t i = 0; i < n; ++i) {
-    const uint32_t u = bits_of(x[i]) & 0x7fffffffu;
-    top = u > top ? u : top;
+  VecI tops = {};
+  int64_t i = 0;
+  GC_ROLLED for (; i + STEP <= n; i += STEP) {
+    ask_lines<HALF / 16>(x + i + HALF, 0);
+    GC_UNROLL
+    for (int k = 0; k < STEP; k += WIDTH) {
+      const VecI size = load_vector<VecI>(x + i + k) & 0x7fffffff;
+      tops = size > tops ? size : tops;
+    }
   }
-  return float_of(top);
+  GC_ROLLED for (; i + WIDTH <= n; i += WIDTH) {
+    const VecI size = load_vector<VecI>(x + i) & 0x7fffffff;
+    tops = size > tops ? size : tops;
+  }
+  int32_t top = 0;  // bits of magnitudes order as these do, and NaN above all
+  typedef int32_t Four __attribute__((vector_size(16)));
+  Four parts[WIDTH / 4], four = {};
+  memcpy(parts, &tops, sizeof tops);
+  GC_UNROLL
+  for (int k = 0; k < WIDTH / 4; ++k) four = parts[k] > four ? parts[k] : four;
+  GC_UNROLL
+  for (int l = 0; l < 4; ++l) top = four[l] > top ? four[l] : top;
+  for (; i < n; ++i) {
+    const int32_t size = (int32_t)(bits_of(x[i]) & 0x7fffffffu);
+    top = size > top ? size : top;
+  }
+  return float_of((uint32_t)top);
+}
+
+// The codes code(0) ... code(count - 1) of x.
+template <class F>
+inline void write_codes(F code, const float* x, int count, int8_t* codes) {
+  int done = 0;
+  GC_ROLLED for (; done + STEP <= count; done += STEP) {
+    ask_lines<HALF / 16>(x + done, 0);
+    GC_SIMD for (int i = done; i < done + STEP; ++i) codes[i] = (int8_t)code(i);
+  }
+  GC_SIMD for (int i = done; i < count; ++i) codes[i] = (int8_t)code(i);
+}
+
+// Codes of x, all of one block, whose magnitudes are no larger than the divisor. `draw` is null for the nearest.
+inline void encode_part(const float* x, float divisor, const uint32_t* draw, int count, int8_t* codes) {
+  if (divisor > FLOAT_MAX) {
+    memset(codes, 0, count);
+  } else if (draw) {
+    write_codes([=](int i) { return int8_stochastic(x[i], divisor, draw[i]); }, x, count, codes);
+  } else {
+    write_codes([=](int i) { return int8_rounded(x[i], divisor); }, x, count, codes);
+  }
+}
+
+// As encode_part, each element with a divisor of its own.
+inline void encode_mixed(const float* x, const float* divisor, const uint32_t* draw, int count, int8_t* codes) {
+  if (draw) {
+    write_codes([=](int i) { return int8_stochastic(x[i], divisor[i], draw[i]); }, x, count, codes);
+  } else {
+    write_codes([=](int i) { return int8_nearest(x[i], divisor[i]); }, x, count, codes);
+  }
 }
 
 bool good_scales(const float* scales, int64_t m) {
@@ -119,28 +175,32 @@ GC_API int64_t gc_int8_encode(const float* x, int64_t n, const int64_t* table, i
     }
   }
   parallel(tiles_of(n), threads, [=, &segments, &key](int64_t first, int64_t last) {
-    // A block's largest magnitude is found when its first tile is at hand; where threads share one, each finds it.
-    auto spread = spread_values<1>(segments, first * TILE, [=, &segments](int64_t s, float* values) {
-      const int64_t begin = segments.offsets[s], length = segments.offsets[s + 1] - begin;
-      const float top = fused ? largest(x + begin, length) : scales[s];
-      if (fused && begin >= first * TILE) scales[s] = top;
-      values[0] = int8_divisor(top);
-    });
     Draws draws(key, first);
+    GC_ALIGNED float divisors[TILE];
+    int64_t at = segments.holding(first * TILE), known = -1;
+    float divisor = 0;  // of block `known`
     for (int64_t t = first; t < last; ++t) {
-      const float* part = x + t * TILE;
-      int8_t* out = codes + t * TILE;
-      const int count = (int)(n - t * TILE < TILE ? n - t * TILE : TILE);
-      // A tile is a page of memory, beyond which no hardware fetches ahead.
-      for (int i = 0; i < TILE; i += 16) __builtin_prefetch(part + 2 * TILE + i, 0, 2);
-      spread.tile(t * TILE, count);
-      const float* divisor = spread.row[0];
-      if (stochastic) {
-        const uint32_t* draw = draws.tile();
-        GC_SIMD for (int i = 0; i < count; ++i) out[i] = (int8_t)int8_stochastic(part[i], divisor[i], draw[i]);
-      } else {
-        GC_SIMD for (int i = 0; i < count; ++i) out[i] = (int8_t)int8_nearest(part[i], divisor[i]);
-      }
+      const int64_t start = t * TILE;
+      const int count = (int)(n - start < TILE ? n - start : TILE);
+      const uint32_t* draw = stochastic ? draws.tile() : nullptr;
+      const float* part = x + start;
+      while (segments.offsets[at + 1] <= start) ++at;
+      const bool many = segments.offsets[at + MANY < m ? at + MANY : m] < start + count;
+      for_parts(segments, start, count, at, [&](int64_t s, int begin, int end) {
+        if (s != known) {  // where threads share a block, each finds its largest magnitude
+          const int64_t from = segments.offsets[s], length = segments.offsets[s + 1] - from;
+          const float top = fused ? largest(x + from, length) : scales[s];
+          if (fused && from >= first * TILE) scales[s] = top;
+          divisor = int8_divisor(top);
+          known = s;
+        }
+        if (many) {
+          GC_SIMD for (int i = begin; i < end; ++i) divisors[i] = divisor;
+        } else {
+          encode_part(part + begin, divisor, draw ? draw + begin : nullptr, end - begin, codes + start + begin);
+        }
+      });
+      if (many) encode_mixed(part, divisors, draw, count, codes + start);
     }
   });
   for (int64_t s = 0; s < m; ++s) scales[s] = int8_scale(scales[s]);

@@ -12,11 +12,17 @@ GC_HD float int8_divisor(float a) { return a >= TINY && a <= FLOAT_MAX ? a : flo
 // What is sent for a: 0 for what counts as zero.
 GC_HD float int8_scale(float a) { return a < TINY ? 0.0f : a; }
 
-// y rounded to the nearest integer, ties to even: adding 1.5 * 2^23 leaves no room for a fraction. Infinity over
-// infinity is the one quotient that is no number; it becomes 0.
+// y rounded to the nearest integer, ties to even: adding 1.5 * 2^23 leaves no room for a fraction. The divisor is
+// finite.
+GC_HD int32_t int8_rounded(float x, float divisor) {
+  const float rounded = x / divisor * (float)INT8_TOP + 0x1.8p23f;
+  return (int32_t)(bits_of(rounded) - bits_of(0x1.8p23f));
+}
+
+// The same for any divisor: infinity over infinity is the one quotient that is no number; it becomes 0.
 GC_HD int32_t int8_nearest(float x, float divisor) {
-  const float y = x / divisor * (float)INT8_TOP, rounded = y + 0x1.8p23f;
-  return y == y ? (int32_t)(bits_of(rounded) - bits_of(0x1.8p23f)) : 0;
+  const float y = x / divisor;
+  return y == y ? int8_rounded(x, divisor) : 0;
 }
 
 // floor(|y|), and one more iff u / 2^24 < the rest of |y|; with the sign of y.

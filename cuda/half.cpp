@@ -1,5 +1,5 @@
-// The 16-bit floating-point formats on the CPU. Encoding reads 4 and writes 2 bytes an element; a mean reads 2 a payload
-// and writes 4.
+// The 16-bit floating-point formats on the CPU. Encoding reads 4 and writes 2 bytes an element; a mean reads 2 a
+// payload and writes 4.
 #include <type_traits>
 
 #include "half.cuh"
@@ -58,7 +58,8 @@ inline VecF values_at(const uint16_t* codes) {
   if (BRAIN) return (VecF)(code << 16);
   const VecI sign = code << 16 & INT32_MIN, size = (code & 0x7fff) << 13, exponent = code & 0x7c00;
   const VecI denormal = (VecI)((VecF)(size + 0x38800000) - 0x1p-14f);
-  const VecI value = exponent == 0 ? denormal : size + (exponent == 0x7c00 ? VecI{} + 0x70000000 : VecI{} + 0x38000000);
+  const VecI up = exponent == 0x7c00 ? VecI{} + 0x70000000 : VecI{} + 0x38000000;
+  const VecI value = exponent == 0 ? denormal : size + up;
   return (VecF)(value | sign);
 }
 
@@ -235,8 +236,8 @@ GC_API int64_t gc_half_encode(const float* x, int64_t n, int brain, uint16_t* ou
   return 0;
 }
 
-// The sum of what the codes of `number` payloads stand for, each times its count, divided by `divisor`. Returns 1 if a
-// code is not finite.
+// The sum of what the codes of `number` payloads stand for, each times its count, divided by `divisor`. Returns 1 if
+// a code is not finite.
 GC_API int64_t gc_half_mean(const uint16_t* const* codes, const float* counts, int number, float divisor, int64_t n,
                             int brain, float* out, int threads) {
   const Payloads in{codes, counts, number};

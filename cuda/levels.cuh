@@ -1,5 +1,5 @@
-// Evenly spaced levels of a norm (QSGD, and the 127 levels of int8 blocks): code k stands for (k / levels) * norm, each
-// operation rounded to float32.
+// Evenly spaced levels of a norm (QSGD, and the 127 levels of int8 blocks): code k stands for (k / levels) * norm,
+// each operation rounded to float32.
 #pragma once
 #include "common.cuh"
 

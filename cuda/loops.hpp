@@ -17,6 +17,7 @@
 #if !defined(__clang__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // gcc's own header, for values that are meant to be undefined
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
 #pragma GCC diagnostic pop
 #else
@@ -91,7 +92,7 @@ struct Segments {
   }
 };
 
-// Call f(segment, begin, end) for the parts of a tile of `count` elements; `s` holds its first, and then its last one.
+// Call f(segment, begin, end) for the parts of a tile of `count` elements; `s` holds its first, then its last one.
 template <class F>
 inline void for_parts(const Segments& segments, int64_t start, int count, int64_t& s, F f) {
   while (segments.offsets[s + 1] <= start) ++s;
@@ -151,9 +152,9 @@ Spread<K, F> spread_values(const Segments& segments, int64_t first_element, F va
 
 // ---- reading ahead ---------------------------------------------------------------------------------------------
 
-// A tile is a page of memory, beyond which no hardware fetches ahead. These ask for the tile after the next of what is
-// read, so many lines (of 16 floats) at a time as work lies between: a processor follows few requests at once. What is
-// beyond the end of a tensor is not read by that.
+// A tile is a page of memory, beyond which no hardware fetches ahead. These ask for the tile after the next of what
+// is read, so many lines (of 16 floats) at a time as work lies between: a processor follows few requests at once.
+// What is beyond the end of a tensor is not read by that.
 template <int LINES>
 static inline void ask_lines(const float* tile, int first) {
   GC_UNROLL
@@ -183,8 +184,8 @@ static inline Blocks product(Blocks a, Blocks b) { return _mm256_mul_epu32(a, b)
 #if defined(__AVX2__)
 constexpr int AT_ONCE = sizeof(Blocks) / 16;  // vectors that keep the multipliers busy and fit in registers
 
-// Philox of the blocks whose words 0 and 1 are x and y, with the other two from the key. A word lies in the low half of
-// 64 bits, whose high half holds leftovers, before as after.
+// Philox of the blocks whose words 0 and 1 are x and y, with the other two from the key. A word lies in the low half
+// of 64 bits, whose high half holds leftovers, before as after.
 static inline void philox_blocks(const Key& key, Blocks (&x)[AT_ONCE], Blocks (&y)[AT_ONCE], Blocks (&z)[AT_ONCE],
                                  Blocks (&w)[AT_ONCE]) {
   const Blocks m0 = every(PHILOX_M0), m1 = every(PHILOX_M1);
@@ -210,8 +211,8 @@ static inline void philox_blocks(const Key& key, Blocks (&x)[AT_ONCE], Blocks (&
 }
 #endif
 
-// out[(4 q + i) * 32 + l] = word i of block q of drawing lane l of the tile `tile`, q = 0 and 1. `reading` is the tile
-// that the caller reads next, or null: half of the one after the next is asked for meanwhile.
+// out[(4 q + i) * 32 + l] = word i of block q of drawing lane l of the tile `tile`, q = 0 and 1. `reading` is the
+// tile that the caller reads next, or null: half of the one after the next is asked for meanwhile.
 static inline void philox_tile(const Key& key, uint64_t tile, uint32_t* out, const float* reading) {
   const uint64_t lane = tile * LANES;
   const uint32_t low = (uint32_t)lane, high = (uint32_t)(lane >> 32 << 8);
@@ -474,8 +475,8 @@ constexpr int64_t STREAM_FROM = 1 << 22;  // elements of an output that no cache
 
 // Whether an output of n elements is written past the caches, which saves reading it first.
 //
-// Other stores wait behind streamed ones, and there is room for about a hundred: a loop that streams keeps its sums in
-// registers, writes each vector where it belongs, and lines in the order of their addresses.
+// Other stores wait behind streamed ones, and there is room for about a hundred: a loop that streams keeps its sums
+// in registers, writes each vector where it belongs, and lines in the order of their addresses.
 static inline bool streams(const float* out, int64_t n) { return n >= STREAM_FROM && ((uintptr_t)out & 63) == 0; }
 
 static inline void put_vector(float* out, VecF v, bool stream) {

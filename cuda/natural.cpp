@@ -37,8 +37,9 @@ inline bool any(Where where) {
 }
 #endif
 
-// Rows FIRST to FIRST + 7 of WIDTH lanes of a whole tile, from `lane` on, whose words begin at `place`: the sums of what
-// the codes of all payloads stand for, times their counts, to `sums`. `bad` is set where a code stands for nothing.
+// Rows FIRST to FIRST + 7 of WIDTH lanes of a whole tile, from `lane` on, whose words begin at `place`: the sums of
+// what the codes of all payloads stand for, times their counts, to `sums`. `bad` is set where a code stands
+// for nothing.
 template <int FIRST>
 inline void add_rows(const Payloads& in, int64_t place, int lane, float* sums, Where& bad) {
   constexpr int BIT = FIRST * B, WORD = BIT / 32, WORDS = ((FIRST + ROWS) * B - 1) / 32 - WORD + 1;
@@ -102,8 +103,8 @@ bool add_rest(const Payloads& in, int64_t place, int count, float* sums) {
 }  // namespace
 
 // Codes of x, (n,).
-GC_API int64_t gc_natural_encode(const float* x, int64_t n, uint64_t seed, uint64_t offset, uint32_t step, uint32_t who,
-                                 uint32_t* out, int threads) {
+GC_API int64_t gc_natural_encode(const float* x, int64_t n, uint64_t seed, uint64_t offset, uint32_t step,
+                                 uint32_t who, uint32_t* out, int threads) {
   const Key key{seed, offset, step, who};
   parallel(tiles_of(n), threads, [=, &key](int64_t first, int64_t last) {
     Draws draws(key, first);
@@ -117,10 +118,10 @@ GC_API int64_t gc_natural_encode(const float* x, int64_t n, uint64_t seed, uint6
   return 0;
 }
 
-// The sum of what the codes of `number` payloads stand for, each times its count, divided by `divisor`. Returns 1 if a
-// code is one that no encoder sends.
-GC_API int64_t gc_natural_mean(const uint32_t* const* words, const float* counts, int number, float divisor, int64_t n,
-                               float* out, int threads) {
+// The sum of what the codes of `number` payloads stand for, each times its count, divided by `divisor`. Returns 1 if
+// a code is one that no encoder sends.
+GC_API int64_t gc_natural_mean(const uint32_t* const* words, const float* counts, int number, float divisor,
+                               int64_t n, float* out, int threads) {
   const Payloads in{words, counts, number};
   const bool stream = streams(out, n);
   bool bad = false;

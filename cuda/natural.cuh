@@ -6,9 +6,9 @@ namespace gc {
 
 constexpr int NATURAL_BITS = 9;
 
-// The code of x: the next exponent iff draw < 2 fraction, the fraction as the 23 bits that it has in the float. Twice the
-// fraction, and what the draw lacks of 2^24 - 1, carry into the exponent exactly then. Zeros and denormals have nothing
-// that could carry, and neither has 2^127, which stands for all that is above.
+// The code of x: the next exponent iff draw < 2 fraction, the fraction as the 23 bits that it has in the float. Twice
+// the fraction, and what the draw lacks of 2^24 - 1, carry into the exponent exactly then. Zeros and denormals have
+// nothing that could carry, and neither has 2^127, which stands for all that is above.
 GC_HD uint32_t natural_code(float x, uint32_t draw) {
   constexpr uint32_t TOP = 0xfe000000u, LEAST = 0x01000000u;  // 2^127 and 2^-126, one bit further up
   const uint32_t size = bits_of(x) << 1;

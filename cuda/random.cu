@@ -1,14 +1,15 @@
 // Random numbers as tensors of their own: `draws24` and `random_words` of gcbench.ops.
 //
 // draws24:      out[i] = 24 bits of Philox4x32-10 for element key.offset + i. A block of 16 bytes serves 16 rows of a
-//               lane: row j takes the bits from byte j % 16 on. Writes 4 bytes per element, one block per 16 elements.
-// random_words: out[i] = word e % 4 of block e / 4, e = key.offset + i, less 2^31. Writes 4 bytes per element, one block
-//               per 4 elements.
+//               lane: row j takes the bits from byte j % 16 on. Writes 4 bytes per element, one
+//               block per 16 elements.
+// random_words: out[i] = word e % 4 of block e / 4, e = key.offset + i, less 2^31. Writes 4 bytes per element, one
+//               block per 4 elements.
 // Codecs that use their draws at once call common.cuh instead and write none of them.
 #include "common.cuh"
 
-// A thread has one half (16 rows) of one lane of one tile; `first` is the tile of element key.offset. Beside one another:
-// the 32 lanes of a half, so that a warp writes 32 consecutive elements for each row.
+// A thread has one half (16 rows) of one lane of one tile; `first` is the tile of element key.offset. Beside one
+// another: the 32 lanes of a half, so that a warp writes 32 consecutive elements for each row.
 extern "C" __global__ void __launch_bounds__(256)
     draws24(int32_t* __restrict__ out, const int64_t n, const int64_t halves, const gc::Key key) {
   const int64_t id = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;

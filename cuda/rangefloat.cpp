@@ -7,7 +7,8 @@ using namespace gc;
 namespace {
 
 constexpr int RANGE_BITS = 16;  // of the widest code
-constexpr int LEAD = 512;       // values between what is asked for and what is worked on
+constexpr int LEAD = 512;       // values between what is asked for and what is packed
+constexpr int FAR = 2 * LEAD;   // and what is looked at, which takes less time
 
 struct GroupRun {  // neighbouring groups of one length
   int64_t rows, length;
@@ -84,6 +85,37 @@ inline void pack_last(F code, int count, int bits, uint32_t* out) {
   pack_codes(bits, codes, lanes, out);
 }
 
+struct Peaks {  // bits of the magnitudes of the largest and the least value; 0 if of the other sign
+  uint32_t up, down;
+};
+
+Peaks peaks_of(const uint32_t* x, int64_t n) {
+  constexpr int STEP = 64;
+  VecI highest = {};  // as signed integers, floats below 0 are below all others
+  VecU lowest = {};   // as unsigned ones, above all others, the least on top
+  int64_t i = 0;
+  GC_ROLLED for (; i + STEP <= n; i += STEP) {
+    ask<STEP>(x + i + FAR);
+    GC_UNROLL
+    for (int k = 0; k < STEP; k += WIDTH) {
+      const VecU here = load_vector<VecU>(x + i + k);
+      highest = (VecI)here > highest ? (VecI)here : highest;
+      lowest = here > lowest ? here : lowest;
+    }
+  }
+  int32_t up = 0;
+  uint32_t down = 0x80000000u;
+  for (int l = 0; l < WIDTH; ++l) {
+    up = highest[l] > up ? highest[l] : up;
+    down = lowest[l] > down ? lowest[l] : down;
+  }
+  for (; i < n; ++i) {
+    up = (int32_t)x[i] > up ? (int32_t)x[i] : up;
+    down = x[i] > down ? x[i] : down;
+  }
+  return {(uint32_t)up, down & 0x7fffffffu};
+}
+
 void raise_to(uint32_t* peak, uint32_t value) {
   uint32_t before = __atomic_load_n(peak, __ATOMIC_RELAXED);
   while (before < value &&
@@ -91,8 +123,8 @@ void raise_to(uint32_t* peak, uint32_t value) {
   }
 }
 
-// For each tile of n values, call f(tile, count, base, positive): base(i) and positive(i) are of value i's grid, one for
-// all where a tile lies within a group.
+// For each tile of n values, call f(tile, count, base, positive): base(i) and positive(i) are of value i's grid, one
+// for all where a tile lies within a group.
 template <class F>
 void each_tile(const GroupRun* runs, const RangeFormat form, const int32_t* grids, int64_t n, int threads, F f) {
   parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
@@ -139,26 +171,12 @@ GC_API int64_t gc_range_pack(const float* values, int64_t n, const int64_t* runs
   uint32_t* peaks = all_peaks.get();
   parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
     const int64_t stop = last * TILE < n ? last * TILE : n;
-    const uint32_t* own = raw;  // a capture, the compiler would load it again for each element
     Groups group(all, first * TILE);
     for (int64_t at = first * TILE; at < stop; group.next()) {
       const int64_t end = group.end() < stop ? group.end() : stop;
-      int32_t up = 0, down = 0;  // as integers, floats of the other sign are below 0
-      const auto look = [&](int64_t from, int64_t to) {
-#pragma omp simd reduction(max : up, down)
-        for (int64_t i = from; i < to; ++i) {
-          const int32_t here = (int32_t)own[i], other = (int32_t)(own[i] ^ 0x80000000u);
-          up = here > up ? here : up;
-          down = other > down ? other : down;
-        }
-      };
-      GC_ROLLED for (; end - at >= LEAD / 2; at += LEAD / 2) {
-        ask<LEAD / 2>(own + at + LEAD);
-        look(at, at + LEAD / 2);
-      }
-      look(at, end);
-      raise_to(peaks + 2 * group.index(), (uint32_t)up);
-      raise_to(peaks + 2 * group.index() + 1, (uint32_t)down);
+      const Peaks own = peaks_of(raw + at, end - at);
+      raise_to(peaks + 2 * group.index(), own.up);
+      raise_to(peaks + 2 * group.index() + 1, own.down);
       if (end == n) break;
       at = end;
     }

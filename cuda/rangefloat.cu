@@ -18,10 +18,11 @@ enum { BAD_GRID = 1, AFTER_LAST = 2, NOT_FINITE = 3 };
 
 }  // namespace
 
-// `table`, (2, m + 1): where groups begin, and how many parts lie before each. `peaks`, (m, 2), are zeros where a group
-// has more than one part.
+// `table`, (2, m + 1): where groups begin, and how many parts lie before each. `peaks`, (m, 2), are zeros where a
+// group has more than one part.
 extern "C" __global__ void __launch_bounds__(256)
-    range_peaks(const uint32_t* __restrict__ values, const int64_t* __restrict__ table, const int64_t m, uint32_t* peaks) {
+    range_peaks(const uint32_t* __restrict__ values, const int64_t* __restrict__ table, const int64_t m,
+                uint32_t* peaks) {
   const int64_t* parts = table + m + 1;
   const int64_t part = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / LANES;
   const int lane = (int)(threadIdx.x % LANES);

@@ -32,7 +32,7 @@ struct RangeFormat {
     return (uint32_t)(step < top() ? step : top()) << (23 - mantissa);
   }
 
-  // The grid of a group, whose largest and smallest value have the magnitudes `up` and `down`: 0 if of the other sign.
+  // The grid of a group, whose largest and least value have the magnitudes `up` and `down`: 0 if of the other sign.
   GC_HD int32_t grid(uint32_t up, uint32_t down) const {
     const int32_t a = step(up) + 1, b = step(down) + 1, all = (int32_t)codes();
     const int32_t one = (a > b ? a : b) - all, both = (a + b - all + 1) >> 1;
@@ -57,7 +57,7 @@ struct RangeFormat {
   GC_HD uint32_t encode(uint32_t x, const RangeCoder& coder) const {
     const uint32_t size = x & 0x7fffffffu;
     const int32_t sign = (int32_t)x >> 31;  // all ones or none
-    const int32_t top = sign ? coder.negative : coder.positive;
+    const int32_t top = coder.positive ^ ((coder.positive ^ coder.negative) & sign);
     int32_t code = (int32_t)(size + (uint32_t)coder.first) >> (23 - mantissa);
     code = code > 1 ? code : 1;
     code = code < top ? code : top;

@@ -20,7 +20,8 @@ enum Wrong : int64_t { NOTHING, AFTER_LAST, CODE_3, NOT_FINITE, WRONG_SIDE, OF_N
 
 constexpr int LINE = 16;           // floats that memory hands over at once
 constexpr int64_t MANY = 1 << 15;  // elements of a segment that are not read again from a cache
-constexpr int64_t LEAD = 384;      // elements from what is summed to what is asked for, at least; more leave the cache
+constexpr int64_t LEAD = 384;      // elements from what is summed to what is asked for; more leave the cache
+constexpr int64_t PIECES = 8;      // segments in a tile that are worth to be encoded row by row
 
 inline int count_of(int64_t tile, int64_t n) { return (int)(n - tile * TILE < TILE ? n - tile * TILE : TILE); }
 
@@ -101,10 +102,11 @@ inline Doubles greater(Doubles a, Doubles b) { return a > b ? a : b; }
 typedef int64_t Longs __attribute__((vector_size(sizeof(Doubles))));
 inline Doubles magnitudes(Doubles v) { return (Doubles)((Longs)v & INT64_MAX); }
 
-// The sums of W elements, a power of two, asking for LINES lines from `next` on for each 64. The compiler makes two
-// instructions of below_zero and above_zero; there is one, which like them has the second argument where that is a NaN.
-template <int K, int W, int LINES, class Load>
-inline Sums<K> row_sums(const float* x, Load next) {
+// The sums of W elements, a power of two, asking for LINES lines from `next` on for each 64. `eighth(k)`: where the
+// k-th eighth of them lies. The compiler makes two instructions of below_zero and above_zero; there is one, which
+// like them has the second argument where that is a NaN.
+template <int K, int W, int LINES, class Eighth, class Load>
+inline Sums<K> row_sums(Eighth eighth, Load next) {
   constexpr int PART = W / 8, STEP = 8, WIDTH = sizeof(Doubles) / sizeof(double);
   GC_ALIGNED double first[PART], second[PART];
   GC_ROLLED for (int start = 0; start < PART; start += STEP) {
@@ -114,7 +116,7 @@ inline Sums<K> row_sums(const float* x, Load next) {
     for (int i = start; i < start + STEP; i += WIDTH) {
       Doubles v[8];
       GC_UNROLL
-      for (int k = 0; k < 8; ++k) v[k] = doubles_at(x + i + k * PART);
+      for (int k = 0; k < 8; ++k) v[k] = doubles_at(eighth(k) + i);
       const auto add = [&](double* out, auto part) {
         const Doubles a = part(v[0]) + part(v[4]), b = part(v[2]) + part(v[6]);
         const Doubles c = part(v[1]) + part(v[5]), d = part(v[3]) + part(v[7]);
@@ -137,29 +139,35 @@ inline Sums<K> row_sums(const float* x, Load next) {
   }
 }
 
-// The sums of `count` elements: with zeros up to a power of two, which change no more than the sign of a zero sum, and
-// means have none.
+// The sums of `count` elements: with zeros up to W, which change no more than the sign of a zero sum, and means have
+// none. Only the eighth that they end in is copied.
+template <int K, int W, int LINES, class Load>
+inline Sums<K> padded_sums(const float* x, int count, Load next) {
+  constexpr int PART = W / 8;
+  GC_ALIGNED float last[PART] = {};
+  static const float zeros[PART] = {};
+  const float* eighths[8];
+  const int whole = count / PART;
+  for (int k = 0; k < 8; ++k) eighths[k] = k < whole ? x + k * PART : k == whole ? last : zeros;
+  memcpy(last, x + whole * PART, count % PART * sizeof *x);
+  const float* const* of = eighths;
+  return row_sums<K, W, LINES>([=](int k) { return of[k]; }, next);
+}
+
 template <int K, int LINES, class Load>
 inline Sums<K> tile_sums(const float* x, int count, Load next) {
-  constexpr int LEAST = 64;  // elements that row_sums takes
-  const int width = std::max(width_of(count), LEAST);
-  GC_ALIGNED float padded[TILE];
-  if (count < width) {
-    memcpy(padded, x, count * sizeof *x);
-    memset(padded + count, 0, (width - count) * sizeof *x);
-    x = padded;
-  }
-  switch (width) {
+  if (count == TILE) return row_sums<K, TILE, LINES>([=](int k) { return x + k * (TILE / 8); }, next);
+  switch (width_of(count)) {
     case TILE:
-      return row_sums<K, TILE, LINES>(x, next);
+      return padded_sums<K, TILE, LINES>(x, count, next);
     case TILE / 2:
-      return row_sums<K, TILE / 2, LINES>(x, next);
+      return padded_sums<K, TILE / 2, LINES>(x, count, next);
     case TILE / 4:
-      return row_sums<K, TILE / 4, LINES>(x, next);
+      return padded_sums<K, TILE / 4, LINES>(x, count, next);
     case TILE / 8:
-      return row_sums<K, TILE / 8, LINES>(x, next);
+      return padded_sums<K, TILE / 8, LINES>(x, count, next);
   }
-  return row_sums<K, LEAST, LINES>(x, next);
+  return padded_sums<K, TILE / 16, LINES>(x, count, next);  // the least that row_sums takes
 }
 
 // ---- encoding --------------------------------------------------------------------------------------------------
@@ -349,6 +357,8 @@ class Encoder {
       };
       if (segments_.offsets[s + 1] >= start + count) {
         pack_asking<LINES>(code_in(s), count, words, next);
+      } else if (count == TILE && segments_.offsets[std::min(s + PIECES, segments_.count)] < start + TILE) {
+        pack_many<LINES>(start, s, words, next);
       } else if (count == TILE) {
         pack_parts<LINES>(start, s, code_in, words, next);
       } else {
@@ -359,6 +369,29 @@ class Encoder {
         });
       }
     }
+  }
+
+  // Pack a whole tile of many segments, with the values laid out.
+  template <int LINES, class Load>
+  void pack_many(int64_t start, int64_t& s, uint32_t* out, Load next) {
+    GC_ALIGNED float below[TILE + LANES], above[TILE + LANES];
+    for_parts(segments_, start, TILE, s, [&](int64_t part, int from, int to) {
+      const float least = low(part), most = high_[part];
+      GC_ROLLED for (int i = from; i < to; i += LANES) {  // the next segment overwrites what is too much
+        GC_SIMD for (int l = 0; l < LANES; ++l) {
+          below[i + l] = least;
+          above[i + l] = most;
+        }
+      }
+    });
+    float* left = left_ + start;
+    const float *lows = below, *highs = above;
+    const auto code = [=](int i) {
+      const float v = left[i];
+      left[i] = v - (v >= 0.0f ? highs[i] : lows[i]);
+      return sign_bit(v);
+    };
+    pack_asking<LINES>(code, TILE, out, next);
   }
 
   // Pack a whole tile of several segments: rows inside one of them as such, others with the values laid out.
@@ -422,7 +455,8 @@ Found classes_of(const uint32_t* words, int64_t n, int64_t start, int64_t stop) 
 #pragma omp simd reduction(| : zeros, ones)
     for (int l = 0; l < lanes; ++l) {
       // Rows first + [l < skip] up to last + [l < more], which may be all 32.
-      const uint64_t upto = ((uint64_t)1 << (last + (l < more))) - 1, before = ((uint64_t)1 << (first + (l < skip))) - 1;
+      const uint64_t upto = ((uint64_t)1 << (last + (l < more))) - 1;
+      const uint64_t before = ((uint64_t)1 << (first + (l < skip))) - 1;
       const uint32_t mask = (uint32_t)(upto & ~before);
       ones |= word[l] & mask;
       zeros |= ~word[l] & mask;
@@ -680,8 +714,8 @@ GC_API int64_t gc_sign_pack(const float* x, int64_t n, int bits, uint32_t* out, 
 }
 
 // Codes of 2 bits, sign 0 below `factor` times the root mean square; `square`, (m,), are sums of squares.
-GC_API int64_t gc_sign_pack_above(const float* x, const int64_t* table, int64_t m, const double* square, double factor,
-                                  uint32_t* out, int threads) {
+GC_API int64_t gc_sign_pack_above(const float* x, const int64_t* table, int64_t m, const double* square,
+                                  double factor, uint32_t* out, int threads) {
   const Segments segments(table, m);
   const int64_t n = segments.offsets[m];
   parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
@@ -726,8 +760,8 @@ GC_API int64_t gc_sign_decode(const uint32_t* words, int64_t n, int bits, float*
   return wrong ? CODE_3 : NOTHING;
 }
 
-// Bits, and two values a segment (`low` null: `high` and its negative), to floats, (n,), written to `out`; with `total`
-// the sum of it and of `times` times the values. Returns a `Wrong`, and then nothing is written.
+// Bits, and two values a segment (`low` null: `high` and its negative), to floats, (n,), written to `out`; with
+// `total` the sum of it and of `times` times the values. Returns a `Wrong`, and then nothing is written.
 GC_API int64_t gc_sign_values(const uint32_t* words, const int64_t* table, int64_t m, const float* low,
                               const float* high, const float* total, float times, float* out, int threads) {
   const Segments segments(table, m);
@@ -769,8 +803,8 @@ GC_API int64_t gc_sign_values(const uint32_t* words, const int64_t* table, int64
   return NOTHING;
 }
 
-// Packed words of the vote over `number` ballots worth `workers` votes in all. In 1 bit: the majority, +1 in a tie, or
-// a fair coin of the key (`toss`). In 2 bits: the majority's sign if it won by `quorum`, at most `workers`, votes.
+// Packed words of the vote over `number` ballots worth `workers` votes in all. In 1 bit: the majority, +1 in a tie,
+// or a fair coin of the key (`toss`). In 2 bits: the majority's sign if it won by `quorum`, at most `workers`, votes.
 // Returns a `Wrong`.
 GC_API int64_t gc_sign_vote(const uint32_t* const* words, const int64_t* counts, const int32_t* bits, int64_t number,
                             int64_t workers, int64_t n, int width, int64_t quorum, int toss, uint64_t seed,
@@ -851,8 +885,8 @@ GC_API int64_t gc_sign_encode(const float* x, const float* residual, const int64
 // The mean over `number` payloads of what bits and values stand for, each times its count, divided by `divisor`: see
 // gc_sign_values. Returns a `Wrong`, of the first payload that is.
 GC_API int64_t gc_sign_mean(const uint32_t* const* words, const float* const* low, const float* const* high,
-                            const float* counts, int number, float divisor, const int64_t* table, int64_t m, float* out,
-                            int threads) {
+                            const float* counts, int number, float divisor, const int64_t* table, int64_t m,
+                            float* out, int threads) {
   const Segments segments(table, m);
   const int64_t n = segments.offsets[m];
   const Payloads in{words, low, high, counts, number};

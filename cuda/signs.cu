@@ -31,8 +31,8 @@ constexpr int MOST = 64;        // ballots of one launch
 enum Wrong : int32_t { AFTER_LAST = 1, CODE_3, NOT_FINITE, WRONG_SIDE, OF_NOTHING };
 
 // The last of `count` entries of `edges` that is at most `value`, by a warp: 32 places at once.
-__device__ __forceinline__ int64_t warp_last_not_above(const int64_t* __restrict__ edges, int64_t count, int64_t value,
-                                                       int lane) {
+__device__ __forceinline__ int64_t warp_last_not_above(const int64_t* __restrict__ edges, int64_t count,
+                                                       int64_t value, int lane) {
   int64_t low = 0, high = count;
   while (high - low > 1) {
     const int64_t step = (high - low + LANES - 1) / LANES, place = low + lane * step;
@@ -214,18 +214,20 @@ struct Sums {
 };
 
 template <bool CLASSES>
-__device__ __forceinline__ void put_means(int64_t s, float below, float above, float* low, float* high, int32_t* bad) {
+__device__ __forceinline__ void put_means(int64_t s, float below, float above, float* low, float* high,
+                                          int32_t* bad) {
   if (CLASSES) low[s] = below;
   high[s] = above;
   if (!is_finite(below) || !is_finite(above)) atomicMin(bad, (int32_t)NOT_FINITE);
 }
 
-// `plan`: 8 s + t for each warp, the t-th tile of segment s; a warp without one has minus the tiles of its neighbours'
-// segments, which are as many in all of a block.
+// `plan`: 8 s + t for each warp, the t-th tile of segment s; a warp without one has minus the tiles of its
+// neighbours' segments, which are as many in all of a block.
 template <bool CLASSES>
-__device__ __forceinline__ void encode_short(const float* x, const float* residual, const int64_t* __restrict__ offsets,
-                                             const int64_t* __restrict__ plan, int64_t n, uint32_t* words, float* low,
-                                             float* high, float* left, int32_t* bad) {
+__device__ __forceinline__ void encode_short(const float* x, const float* residual,
+                                             const int64_t* __restrict__ offsets, const int64_t* __restrict__ plan,
+                                             int64_t n, uint32_t* words, float* low, float* high, float* left,
+                                             int32_t* bad) {
   constexpr int NUMBER = Sums<CLASSES>::NUMBER;
   __shared__ double shared[NUMBER][WARPS];
   const int warp = threadIdx.x / LANES;
@@ -446,8 +448,8 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // Codes of 2 bits, sign 0 below the limit, (m,).
 extern "C" __global__ void __launch_bounds__(256, 4)
-    sign_pack_above(const float* __restrict__ x, const int64_t n, const int64_t* __restrict__ offsets, const int64_t m,
-                    const float* __restrict__ limit, uint32_t* __restrict__ out) {
+    sign_pack_above(const float* __restrict__ x, const int64_t n, const int64_t* __restrict__ offsets,
+                    const int64_t m, const float* __restrict__ limit, uint32_t* __restrict__ out) {
   const WarpTile at(n);
   if (at.count <= 0) return;
   const int64_t s = warp_last_not_above(offsets, m, at.start, (int)(threadIdx.x % LANES));
@@ -523,8 +525,8 @@ extern "C" __global__ void __launch_bounds__(256)
   }
 }
 
-// Bits, and two values a segment (`low` null: `high` and its negative), to floats, (n,), written to `out`, which may be
-// `total`; with `total` the sum of it and of `times` times the values. Nothing is written where a check failed.
+// Bits, and two values a segment (`low` null: `high` and its negative), to floats, (n,), written to `out`, which may
+// be `total`; with `total` the sum of it and of `times` times the values. Nothing is written where a check failed.
 extern "C" __global__ void __launch_bounds__(256, 4)
     sign_values(const uint32_t* __restrict__ words, const int64_t n, const int64_t* __restrict__ offsets,
                 const int64_t m, const float* __restrict__ low, const float* __restrict__ high, const float* total,
@@ -632,9 +634,10 @@ extern "C" __global__ void __launch_bounds__(256)
   out[i] = won;
 }
 
-// Votes of any kind, of ballots of one launch: `kept`, (used, 32 tiles), has the sums of those before, unless `first`,
-// and gets them, unless `out`, where the vote goes. A sum of `wide` ballots is of codes of 2 bits, else of bits; +1 has
-// `win` and 0 has `lose` at least. In 1 bit a tie is +1 as `win` has it, or a fair coin of the key (`toss`).
+// Votes of any kind, of ballots of one launch: `kept`, (used, 32 tiles), has the sums of those before, unless
+// `first`, and gets them, unless `out`, where the vote goes. A sum of `wide` ballots is of codes of 2 bits, else of
+// bits; +1 has `win` and 0 has `lose` at least. In 1 bit a tie is +1 as `win` has it, or a fair coin of the key
+// (`toss`).
 extern "C" __global__ void __launch_bounds__(256)
     sign_vote(const Ballots in, const int64_t n, const int32_t used, const int32_t wide, const int32_t first,
               uint32_t* __restrict__ kept, const uint32_t win, const uint32_t lose, const int32_t width,
@@ -695,23 +698,23 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // Bits of x, (n,), or of x + residual (not null) leaving in `left` what is lost, and the means of each segment.
-#define GC_SIGN_ENCODER(NAME, CLASSES)                                                                                \
-  extern "C" __global__ void __launch_bounds__(32 * WARPS, 3)                                                         \
-      NAME##_short(const float* x, const float* residual, const int64_t* __restrict__ offsets,                        \
-                   const int64_t* __restrict__ plan, const int64_t n, uint32_t* words, float* low, float* high,       \
-                   float* left, int32_t* bad) {                                                                       \
-    encode_short<CLASSES>(x, residual, offsets, plan, n, words, low, high, left, bad);                                \
-  }                                                                                                                   \
-  extern "C" __global__ void __launch_bounds__(256, 3)                                                                \
-      NAME##_sums(const float* x, const float* residual, const int64_t* __restrict__ offsets,                         \
-                  const int64_t* __restrict__ tiles, const int64_t number, const int64_t n, uint32_t* words,          \
-                  double* __restrict__ sums, const int64_t stride) {                                                  \
-    sum_long<CLASSES>(x, residual, offsets, tiles, number, n, words, sums, stride);                                   \
-  }                                                                                                                   \
-  extern "C" __global__ void __launch_bounds__(32 * MEAN_WARPS)                                                       \
-      NAME##_means(const int64_t* __restrict__ offsets, const int64_t* __restrict__ segments, double* sums,           \
-                   const int64_t number, const int64_t stride, float* low, float* high, int32_t* bad) {               \
-    mean_long<CLASSES>(offsets, segments, sums, number, stride, low, high, bad);                                      \
+#define GC_SIGN_ENCODER(NAME, CLASSES)                                                                               \
+  extern "C" __global__ void __launch_bounds__(32 * WARPS, 3)                                                        \
+      NAME##_short(const float* x, const float* residual, const int64_t* __restrict__ offsets,                       \
+                   const int64_t* __restrict__ plan, const int64_t n, uint32_t* words, float* low, float* high,      \
+                   float* left, int32_t* bad) {                                                                      \
+    encode_short<CLASSES>(x, residual, offsets, plan, n, words, low, high, left, bad);                               \
+  }                                                                                                                  \
+  extern "C" __global__ void __launch_bounds__(256, 3)                                                               \
+      NAME##_sums(const float* x, const float* residual, const int64_t* __restrict__ offsets,                        \
+                  const int64_t* __restrict__ tiles, const int64_t number, const int64_t n, uint32_t* words,         \
+                  double* __restrict__ sums, const int64_t stride) {                                                 \
+    sum_long<CLASSES>(x, residual, offsets, tiles, number, n, words, sums, stride);                                  \
+  }                                                                                                                  \
+  extern "C" __global__ void __launch_bounds__(32 * MEAN_WARPS)                                                      \
+      NAME##_means(const int64_t* __restrict__ offsets, const int64_t* __restrict__ segments, double* sums,          \
+                   const int64_t number, const int64_t stride, float* low, float* high, int32_t* bad) {              \
+    mean_long<CLASSES>(offsets, segments, sums, number, stride, low, high, bad);                                     \
   }
 
 GC_SIGN_ENCODER(scaled, false)

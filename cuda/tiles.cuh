@@ -1,10 +1,11 @@
-// What the CUDA kernels share: a warp a tile, segments under its elements, draws, streams of bits. Included by *.cu only.
+// What the CUDA kernels share: a warp a tile, segments under its elements, draws, streams of bits. For *.cu only.
 #pragma once
 #include "common.cuh"
 
 namespace gc {
 
-// The tile of 1024 codes that a warp works on, one lane of 32 rows a thread: row j of lane l is element j * lanes + l.
+// The tile of 1024 codes that a warp works on, one lane of 32 rows a thread: row j of lane l is element
+// j * lanes + l.
 struct WarpTile {
   int64_t tile, start;  // `start` is the tile's first element
   int count, lanes, lane;
@@ -71,7 +72,8 @@ struct LaneDraws {
   int row;        // its row there
   Block block;
 
-  __device__ __forceinline__ LaneDraws(const Key& k, uint64_t first) : key(k), lane(first / TILE * LANES + first % LANES) {
+  __device__ __forceinline__ LaneDraws(const Key& k, uint64_t first)
+      : key(k), lane(first / TILE * LANES + first % LANES) {
     row = (int)(first % TILE) / LANES;
     load();
   }
@@ -176,7 +178,8 @@ struct BitWriter {
   int stride, bits, filled = 0;
   uint64_t held = 0;
 
-  __device__ __forceinline__ BitWriter(uint32_t* __restrict__ words, int lanes, int width) : out(words), stride(lanes), bits(width) {}
+  __device__ __forceinline__ BitWriter(uint32_t* __restrict__ words, int lanes, int width)
+      : out(words), stride(lanes), bits(width) {}
 
   __device__ __forceinline__ void put(uint32_t code) {
     held |= (uint64_t)code << filled;

@@ -12,9 +12,10 @@ from kernel_cases import KEYS, Call, nonfinite, segmentations, values
 
 
 def cases(n: int) -> Iterator[Call]:
-    for cut, segments in (*segmentations(n), ("blocks", Segments.of([(n,)], 256))):
-        inputs = [*values(n), *nonfinite(n), ("halves", halves(n))]
-        for what, x in inputs if n <= 5000 else inputs[:1] + inputs[-2:]:
+    blocks = [(f"blocks of {size}", Segments.of([(n,)], size)) for size in (256, 40)]
+    for cut, segments in (*segmentations(n), *blocks):
+        inputs = [*values(n), *nonfinite(n), ("odd nan", odd_nan(n)), ("halves", halves(n))]
+        for what, x in inputs if n <= 5000 else inputs[:1] + inputs[-3:]:
             for rounding in ops.INT8_ROUNDINGS:
                 for key in KEYS if rounding == "stochastic" else KEYS[:1]:
                     name = f"{what} {cut} {rounding} {key}"
@@ -26,6 +27,13 @@ def cases(n: int) -> Iterator[Call]:
         x = torch.arange(TILE).remainder(255).sub(127).float()
         arguments = (x, Segments((0, TILE)), "stochastic", key)
         yield Call("int8_encode", "whole numbers, draw 0", arguments)
+
+
+def odd_nan(n: int) -> torch.Tensor:
+    """A NaN whose lowest bits are set, too: its code is 0 as that of all others in its block."""
+    x = torch.arange(n).remainder(9).sub(4).float()
+    x.view(torch.int32)[n // 2 : n // 2 + 1] = 0x7FC00155
+    return x
 
 
 def halves(n: int) -> torch.Tensor:

@@ -35,8 +35,9 @@ def cases(n: int) -> Iterator[Call]:
 
 
 def more_segmentations(n: int) -> Iterator[tuple[str, Segments]]:
-    """Yield segments that threads' ranges cut, and one too long to be read again from a cache."""
+    """Yield segments that threads' ranges cut, many in a tile, and one too long for a cache."""
     yield "1000s", Segments.of([(n,)], 1000)
+    yield "100s", Segments.of([(n,)], 100)
     edges = (0, 0, 7, 5000, 5000, 50_000, n - 1)
     yield "long", Segments((*sorted(min(edge, max(n, 0)) for edge in edges if edge >= 0), n, n))
 
