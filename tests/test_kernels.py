@@ -248,7 +248,8 @@ HUGE = 2**57
     ("name", "arguments"),
     [
         ("gc_level_norms", (None, None, HUGE, 1, 7, None)),
-        ("gc_spectrum_scaled", (None, None, HUGE, 1.0, 0.0, 0, None, None)),
+        ("gc_spectrum_scaled", (None, None, HUGE, 1.0, 0.0, 0, None, None, None)),
+        ("gc_spectrum_mean", (None, None, None, None, HUGE, None, 2**16)),
         ("gc_segment_statistics", (None, "tiles", 0, None, None, None)),
         ("gc_ternary_scales", (None, "tiles", 0, 2.5, 0, None, None)),
         ("gc_range_pack", (None, 0, None, HUGE, 10, 6, None, None)),
