@@ -667,3 +667,22 @@ def test_damaged_payloads(data):
 def test_bad_fields_are_refused(fields):
     with pytest.raises(UsageError, match="qsgd"):
         qsgd(**fields)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("which", ["words", "norms"])
+def test_parts_of_another_length_are_no_payload(backend, which):
+    """Also where no compressor has looked at them: the operations themselves refuse."""
+    if not {row.name: row.available for row in ops.backends()}[backend]:
+        pytest.skip("no native kernels here")
+    segments, key = Segments((0, 1000, 3000)), Key(0, 0, 0)
+    x = torch.linspace(-1, 1, 3000)
+    norms = ops.level_norms(x, segments, "max", 7)
+    words = ops.level_encode(x, norms, 7, "fixed", segments, key)
+    code = "max", 7, "fixed", segments
+    short = (words[:-1], norms) if which == "words" else (words, norms[:-1])
+    with ops.using(backend):
+        with pytest.raises(PayloadError):
+            ops.level_decode(*short, *code)
+        with pytest.raises(PayloadError):
+            ops.level_mean([(words, norms, 1), (*short, 1)], *code)

@@ -23,6 +23,7 @@ from gcbench.ops.reference import (
     into,
     mean_onto,
     pack,
+    packed_words,
     scale_,
     segment_absmax,
     segment_moments,
@@ -139,6 +140,22 @@ def level_pack(codes: Tensor, levels: int, coding: str) -> Tensor:
     return (omega_dense_write if coding == "omega-dense" else omega_sparse_write)(codes, levels)
 
 
+def check_norms(norms: Tensor, m: int) -> None:
+    """Raise PayloadError for norms that are not float32, (m,)."""
+    if norms.dtype is not torch.float32 or norms.shape != (m,):
+        raise PayloadError(f"norms of {norms.dtype}, {tuple(norms.shape)}: {m} float32")
+
+
+def check_words(words: Tensor, norms: Tensor, n: int, bits: int, m: int) -> None:
+    """Raise PayloadError for norms, or words of n codes, of another dtype or shape."""
+    check_norms(norms, m)
+    numel = packed_words(n, bits)
+    if words.dtype is not torch.int32 or words.shape != (numel,):
+        raise PayloadError(
+            f"words of {words.dtype}, {tuple(words.shape)}: {numel} int32 for {n} codes"
+        )
+
+
 def level_unpack(
     words: Tensor, norms: Tensor, norm: str, levels: int, coding: str, segments: Segments
 ) -> Tensor:
@@ -149,8 +166,7 @@ def level_unpack(
             `level_norms` gives them; a segment of norm 0 has a code that is not; or a segment does
             not reach its own largest magnitude, which norm="max" is.
     """
-    if norms.dtype != torch.float32 or norms.shape != (len(segments),):
-        raise PayloadError(f"norms of {norms.dtype}, {tuple(norms.shape)}: {len(segments)} float32")
+    check_norms(norms, len(segments))
     if not (((norms == 0) | (norms >= TINY * levels)) & norms.isfinite()).all():
         raise PayloadError(BAD_NORMS)
     n = segments.numel

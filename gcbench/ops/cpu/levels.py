@@ -16,7 +16,14 @@ from gcbench.ops.cpu.bitstream import (
     omega_sparse_write,
 )
 from gcbench.ops.cpu.library import address, addresses, c, output, stream, unzipped, weights
-from gcbench.ops.quantize import BAD_CODES, BAD_NORMS, level_bits, one_by_one
+from gcbench.ops.quantize import (
+    BAD_CODES,
+    BAD_NORMS,
+    check_norms,
+    check_words,
+    level_bits,
+    one_by_one,
+)
 from gcbench.ops.reference import into, packed_words
 
 SIGNATURES = {
@@ -102,21 +109,6 @@ def level_encode(
     return out
 
 
-def _check_norms(norms: Tensor, m: int) -> None:
-    """Raise PayloadError for norms that are not float32, (m,)."""
-    if norms.dtype is not torch.float32 or norms.shape != (m,):
-        raise PayloadError(f"norms of {norms.dtype}, {tuple(norms.shape)}: {m} float32")
-
-
-def _check(words: Tensor, norms: Tensor, n: int, numel: int, m: int) -> None:
-    """Raise PayloadError for norms, or words of n codes, of another dtype or shape."""
-    _check_norms(norms, m)
-    if words.dtype is not torch.int32 or words.shape != (numel,):
-        raise PayloadError(
-            f"words of {words.dtype}, {tuple(words.shape)}: {numel} int32 for {n} codes"
-        )
-
-
 def level_decode(
     words: Tensor,
     norms: Tensor,
@@ -133,11 +125,11 @@ def level_decode(
     n, m = segments.numel, len(segments)
     bits, numel = level_bits(levels), packed_words(n, level_bits(levels))
     if coding != "fixed":
-        _check_norms(norms, m)
+        check_norms(norms, m)
         read = omega_dense_read if coding == "omega-dense" else omega_sparse_read
         words, bits, numel = read(words, n, levels), 0, n
     else:
-        _check(words, norms, n, numel, m)
+        check_words(words, norms, n, bits, m)
     words, norms = words.contiguous(), norms.contiguous()
     out = output(out, torch.float32, n)
     fault = c.gc_level_decode(
@@ -178,7 +170,7 @@ def level_mean(
 
     def check() -> None:
         for words, norms in zip(every_words, every_norms, strict=True):
-            _check(words, norms, n, numel, m)
+            check_words(words, norms, n, bits, m)
 
     (words, norms), _kept = addresses(
         (

@@ -19,7 +19,14 @@ from gcbench.ops.bitstream import (
 from gcbench.ops.cuda import tables
 from gcbench.ops.cuda.launch import KeyArgument, blocks_for, f32, i32, i64, launcher
 from gcbench.ops.cuda.statistics import segment_absmax, segment_moments
-from gcbench.ops.quantize import BAD_CODES, BAD_NORMS, level_bits, one_by_one
+from gcbench.ops.quantize import (
+    BAD_CODES,
+    BAD_NORMS,
+    check_norms,
+    check_words,
+    level_bits,
+    one_by_one,
+)
 from gcbench.ops.reference import check_bits, into, packed_words
 
 
@@ -101,22 +108,6 @@ def level_encode(
     return out
 
 
-def _check_norms(norms: Tensor, m: int) -> None:
-    """Raise PayloadError for norms that are not float32, (m,)."""
-    if norms.dtype is not torch.float32 or norms.shape != (m,):
-        raise PayloadError(f"norms of {norms.dtype}, {tuple(norms.shape)}: {m} float32")
-
-
-def _check(words: Tensor, norms: Tensor, n: int, bits: int, m: int) -> None:
-    """Raise PayloadError for norms, or words of n codes, of another dtype or shape."""
-    _check_norms(norms, m)
-    numel = packed_words(n, bits)
-    if words.dtype is not torch.int32 or words.shape != (numel,):
-        raise PayloadError(
-            f"words of {words.dtype}, {tuple(words.shape)}: {numel} int32 for {n} codes"
-        )
-
-
 def _raise(bad: Tensor) -> None:
     """Raise what a kernel has found."""
     fault = tables.raised(bad)
@@ -139,11 +130,11 @@ def level_decode(
     """Serve `ops.level_decode`."""
     n, m, bits = segments.numel, len(segments), level_bits(levels)
     if coding != "fixed":
-        _check_norms(norms, m)
+        check_norms(norms, m)
         read = omega_dense_read if coding == "omega-dense" else omega_sparse_read
         words, together = read(words, n, levels), 1
     else:
-        _check(words, norms, n, bits, m)
+        check_words(words, norms, n, bits, m)
         together = _together(bits)
     words, norms = words.contiguous(), norms.contiguous()
     onto = None if onto is None else tables.checked(onto, torch.float32, n)
@@ -181,7 +172,7 @@ def level_mean(
         return into(out, one_by_one(level_decode, payloads, norm, levels, coding, segments))
     n, m, bits, device = segments.numel, len(segments), level_bits(levels), payloads[0][0].device
     for words, norms, _ in payloads:
-        _check(words, norms, n, bits, m)
+        check_words(words, norms, n, bits, m)
     parts = [(words, (norms,), count) for words, norms, count in payloads]
     size = packed_words(n, bits)
     launches, _kept = tables.segment_summands(parts, torch.int32, size, m, device)
