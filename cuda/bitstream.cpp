@@ -3,7 +3,7 @@
 // Bit i of a stream is bit 31 - i % 32 of word i / 32, so a code's most significant bit comes first.
 #include <stdlib.h>
 
-#include "loops.hpp"
+#include "python.hpp"
 
 using namespace gc;
 
@@ -173,6 +173,7 @@ GC_API int64_t gc_omega_dense_write(const int32_t* codes, int64_t n, int levels,
   }
   return writer.finish();
 }
+GC_CALLED(gc_omega_dense_write)
 
 // The same for the sparse form, which begins with the number of nonzeros + 1.
 GC_API int64_t gc_omega_sparse_write(const int32_t* codes, int64_t n, int levels, uint32_t* out) {
@@ -198,6 +199,7 @@ GC_API int64_t gc_omega_sparse_write(const int32_t* codes, int64_t n, int levels
   }
   return writer.finish();
 }
+GC_CALLED(gc_omega_sparse_write)
 
 // Read n codes in [-levels, levels] of the dense form. Returns a Fault, with its numbers in info[0] and info[1].
 GC_API int64_t gc_omega_dense_read(const uint32_t* words, int64_t count, int64_t n, int levels, int32_t* out,
@@ -226,6 +228,7 @@ GC_API int64_t gc_omega_dense_read(const uint32_t* words, int64_t count, int64_t
   }
   return check_end(stream, place, info);
 }
+GC_CALLED(gc_omega_dense_read)
 
 // The same for the sparse form; `out` is all zeros before.
 GC_API int64_t gc_omega_sparse_read(const uint32_t* words, int64_t count, int64_t n, int levels, int32_t* out,
@@ -269,3 +272,4 @@ GC_API int64_t gc_omega_sparse_read(const uint32_t* words, int64_t count, int64_
   info[0] = index;
   return records && index >= n ? INDEX : FINE;
 }
+GC_CALLED(gc_omega_sparse_read)

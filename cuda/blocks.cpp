@@ -4,7 +4,7 @@
 
 #include "blocks.cuh"
 #include "levels.cuh"
-#include "loops.hpp"
+#include "python.hpp"
 
 using namespace gc;
 
@@ -206,6 +206,7 @@ GC_API int64_t gc_int8_encode(const float* x, int64_t n, const int64_t* table, i
   for (int64_t s = 0; s < m; ++s) scales[s] = int8_scale(scales[s]);
   return 0;
 }
+GC_CALLED(gc_int8_encode)
 
 // (code / 127) * scale, times `count`, added to `onto` (null: not). Returns 1 if a scale, 2 if a code is what no
 // encoder sends. `out` may be `onto`.
@@ -246,6 +247,7 @@ GC_API int64_t gc_int8_decode(const int8_t* codes, const float* scales, int64_t 
   });
   return bad;
 }
+GC_CALLED(gc_int8_decode)
 
 // The sum over `number` payloads of (code / 127) * scale, each times its count, divided by `divisor`. Returns as
 // gc_int8_decode.
@@ -281,3 +283,4 @@ GC_API int64_t gc_int8_mean(const int8_t* const* codes, const float* const* scal
   });
   return bad;
 }
+GC_CALLED(gc_int8_mean)

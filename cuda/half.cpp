@@ -3,7 +3,7 @@
 #include <type_traits>
 
 #include "half.cuh"
-#include "loops.hpp"
+#include "python.hpp"
 
 using namespace gc;
 
@@ -235,6 +235,7 @@ GC_API int64_t gc_half_encode(const float* x, int64_t n, int brain, uint16_t* ou
   brain ? encode<true>(x, n, out, threads) : encode<false>(x, n, out, threads);
   return 0;
 }
+GC_CALLED(gc_half_encode)
 
 // The sum of what the codes of `number` payloads stand for, each times its count, divided by `divisor`. Returns 1 if
 // a code is not finite.
@@ -243,3 +244,4 @@ GC_API int64_t gc_half_mean(const uint16_t* const* codes, const float* counts, i
   const Payloads in{codes, counts, number};
   return brain ? mean<true>(in, divisor, n, out, threads) : mean<false>(in, divisor, n, out, threads);
 }
+GC_CALLED(gc_half_mean)

@@ -233,3 +233,4 @@ GC_API int64_t gc_level_mean(const uint32_t* const* words, const float* const* n
 } catch (const std::bad_alloc&) {
   return NO_MEMORY;
 }
+GC_CALLED(gc_level_mean)

@@ -32,6 +32,7 @@ GC_API int64_t gc_level_norms(const float* x, const int64_t* table, int64_t m, i
 } catch (const std::bad_alloc&) {
   return NO_MEMORY;
 }
+GC_CALLED(gc_level_norms)
 
 namespace {
 
@@ -181,6 +182,7 @@ GC_API int64_t gc_level_codes(const float* x, int64_t n, const int64_t* table, i
             [=](int64_t t, const int32_t* codes, int count) { memcpy(out + t * TILE, codes, count * sizeof *out); });
   return 0;
 }
+GC_CALLED(gc_level_codes)
 
 // Code + levels in `bits` bits each.
 GC_API int64_t gc_level_encode(const float* x, int64_t n, const int64_t* table, int64_t m, const float* norms,
@@ -195,6 +197,7 @@ GC_API int64_t gc_level_encode(const float* x, int64_t n, const int64_t* table, 
             });
   return 0;
 }
+GC_CALLED(gc_level_encode)
 
 namespace {
 
@@ -445,3 +448,4 @@ GC_API int64_t gc_level_decode(const uint32_t* words, int bits, const float* nor
 } catch (const std::bad_alloc&) {
   return NO_MEMORY;
 }
+GC_CALLED(gc_level_decode)

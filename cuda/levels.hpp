@@ -1,7 +1,7 @@
 // What the CPU loops over levels of a norm share. Included by *.cpp only.
 #pragma once
 #include "levels.cuh"
-#include "loops.hpp"
+#include "python.hpp"
 
 namespace gc {
 

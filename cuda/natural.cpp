@@ -1,7 +1,7 @@
 // Natural compression on the CPU. Encoding reads 4 and writes 9/8 bytes an element; a mean reads 9/8 a payload and
 // writes 4.
 #include "natural.cuh"
-#include "loops.hpp"
+#include "python.hpp"
 
 using namespace gc;
 
@@ -117,6 +117,7 @@ GC_API int64_t gc_natural_encode(const float* x, int64_t n, uint64_t seed, uint6
   });
   return 0;
 }
+GC_CALLED(gc_natural_encode)
 
 // The sum of what the codes of `number` payloads stand for, each times its count, divided by `divisor`. Returns 1 if
 // a code is one that no encoder sends.
@@ -142,3 +143,4 @@ GC_API int64_t gc_natural_mean(const uint32_t* const* words, const float* counts
   });
   return bad;
 }
+GC_CALLED(gc_natural_mean)

@@ -1,6 +1,6 @@
 // Codes to words and back, and whole tensors of draws, on the CPU. Packing reads a code's own size and writes B / 8
 // bytes an element; drawing writes 4.
-#include "loops.hpp"
+#include "python.hpp"
 
 using namespace gc;
 
@@ -72,6 +72,7 @@ GC_API int64_t gc_pack(const void* codes, int size, int64_t n, int bits, uint32_
   }
   return 0;
 }
+GC_CALLED(gc_pack)
 
 // Unpack n codes from each of `rows` stretches of words.
 GC_API int64_t gc_unpack(const uint32_t* words, int64_t rows, int64_t n, int bits, int32_t* out, int threads) {
@@ -87,6 +88,7 @@ GC_API int64_t gc_unpack(const uint32_t* words, int64_t rows, int64_t n, int bit
   }
   return 0;
 }
+GC_CALLED(gc_unpack)
 
 // The draws of n elements: 24 bits each.
 GC_API int64_t gc_draws24(uint64_t seed, uint64_t offset, uint32_t step, uint32_t who, int64_t n, int32_t* out,
@@ -101,3 +103,4 @@ GC_API int64_t gc_draws24(uint64_t seed, uint64_t offset, uint32_t step, uint32_
   });
   return 0;
 }
+GC_CALLED(gc_draws24)

@@ -1,5 +1,5 @@
 // Range floats on the CPU: packing reads 8 bytes an element, for the range and for the codes, and writes bits / 8.
-#include "loops.hpp"
+#include "python.hpp"
 #include "rangefloat.cuh"
 
 using namespace gc;
@@ -197,6 +197,7 @@ GC_API int64_t gc_range_pack(const float* values, int64_t n, const int64_t* runs
 } catch (const std::bad_alloc&) {
   return NO_MEMORY;
 }
+GC_CALLED(gc_range_pack)
 
 // The values of packed codes, (n,). Returns 1 if a grid is none that groups have, 2 for a code after the last, 3 if a
 // value is not finite.
@@ -236,3 +237,4 @@ GC_API int64_t gc_range_unpack(const uint32_t* words, const int32_t* grids, int6
             });
   return after ? 2 : infinite ? 3 : 0;
 }
+GC_CALLED(gc_range_unpack)

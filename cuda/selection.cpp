@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "loops.hpp"
+#include "python.hpp"
 #include "selection.cuh"
 
 using namespace gc;
@@ -748,6 +748,7 @@ GC_API int64_t gc_largest_elements(const float* x, const int64_t* runs, int64_t 
 } catch (const std::bad_alloc&) {
   return NO_MEMORY;
 }
+GC_CALLED(gc_largest_elements)
 
 // The k largest random words of each segment.
 GC_API int64_t gc_random_positions(uint64_t seed, uint64_t offset, uint32_t step, uint32_t who, const int64_t* runs,
@@ -758,11 +759,13 @@ GC_API int64_t gc_random_positions(uint64_t seed, uint64_t offset, uint32_t step
 } catch (const std::bad_alloc&) {
   return NO_MEMORY;
 }
+GC_CALLED(gc_random_positions)
 
 // Positions as a bitmap of n bits. Returns 1 if they do not increase or are not below n.
 GC_API int64_t gc_pack_bitmap(const int64_t* positions, int64_t total, int64_t n, uint32_t* words, int threads) {
   return set_bits(total, n, words, threads, [=](int64_t j) { return positions[j]; });
 }
+GC_CALLED(gc_pack_bitmap)
 
 // Positions in the coding of Elias and Fano with `low` low bits. Returns as gc_pack_bitmap.
 GC_API int64_t gc_pack_gaps(const int64_t* positions, int64_t total, int64_t n, int low, uint32_t* low_words,
@@ -784,6 +787,7 @@ GC_API int64_t gc_pack_gaps(const int64_t* positions, int64_t total, int64_t n, 
   return set_bits(total, total + ((n - total) >> low), high_words, threads,
                   [=](int64_t j) { return ((positions[j] - j) >> low) + j; });
 }
+GC_CALLED(gc_pack_gaps)
 
 // Positions from a bitmap of n bits. Returns 0, or 1: a bit is set from n on, 2: `number` bits are set, not `total`,
 // 3: they do not increase, 4: a segment has not its own k.
@@ -794,6 +798,7 @@ GC_API int64_t gc_unpack_bitmap(const uint32_t* words, int64_t n, const int64_t*
 } catch (const std::bad_alloc&) {
   return NO_MEMORY;
 }
+GC_CALLED(gc_unpack_bitmap)
 
 // Positions from the coding of Elias and Fano. Returns as gc_unpack_bitmap, or 5: a low code after the last.
 GC_API int64_t gc_unpack_gaps(const uint32_t* low_words, const uint32_t* high_words, int low, int64_t n,
@@ -809,6 +814,7 @@ GC_API int64_t gc_unpack_gaps(const uint32_t* low_words, const uint32_t* high_wo
 } catch (const std::bad_alloc&) {
   return NO_MEMORY;
 }
+GC_CALLED(gc_unpack_gaps)
 
 // Positions of 32 bits. Returns as gc_unpack_bitmap.
 GC_API int64_t gc_unpack_int32(const int32_t* indices, const int64_t* runs, int64_t count, int64_t total,
@@ -817,6 +823,7 @@ GC_API int64_t gc_unpack_int32(const int32_t* indices, const int64_t* runs, int6
   GC_SIMD for (int64_t i = 0; i < total; ++i) positions[i] = indices[i];
   return check_positions(positions, total, (const Run*)runs, count);
 }
+GC_CALLED(gc_unpack_int32)
 
 // Zeros with values at increasing positions, n in all. Returns 1 if they do not increase or are not below n.
 GC_API int64_t gc_scatter(const float* values, const int64_t* positions, int64_t total, float* out, int64_t n,
@@ -845,6 +852,7 @@ GC_API int64_t gc_scatter(const float* values, const int64_t* positions, int64_t
   });
   return bad;
 }
+GC_CALLED(gc_scatter)
 
 // The sum of `number` sparse tensors of n elements, in their order, divided by `divisor`: tensor p has totals[p] values
 // at increasing positions. Returns as gc_scatter.
@@ -899,6 +907,7 @@ GC_API int64_t gc_scatter_mean(const float* const* values, const int64_t* const*
   });
   return bad;
 }
+GC_CALLED(gc_scatter_mean)
 
 // The elements of x, (n,), at `positions`. Returns 1 if one of these is not in [0, n).
 GC_API int64_t gc_gather(const float* x, int64_t n, const int64_t* positions, int64_t total, float* out, int threads) {
@@ -916,3 +925,4 @@ GC_API int64_t gc_gather(const float* x, int64_t n, const int64_t* positions, in
   });
   return bad;
 }
+GC_CALLED(gc_gather)

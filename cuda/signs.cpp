@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "sign.cuh"
-#include "loops.hpp"
+#include "python.hpp"
 
 using namespace gc;
 
@@ -712,6 +712,7 @@ GC_API int64_t gc_sign_pack(const float* x, int64_t n, int bits, uint32_t* out, 
   });
   return 0;
 }
+GC_CALLED(gc_sign_pack)
 
 // Codes of 2 bits, sign 0 below `factor` times the root mean square; `square`, (m,), are sums of squares.
 GC_API int64_t gc_sign_pack_above(const float* x, const int64_t* table, int64_t m, const double* square,
@@ -732,6 +733,7 @@ GC_API int64_t gc_sign_pack_above(const float* x, const int64_t* table, int64_t 
   });
   return 0;
 }
+GC_CALLED(gc_sign_pack_above)
 
 // Signs as floats, (n,), from codes of 1 or 2 bits. Returns a `Wrong`.
 GC_API int64_t gc_sign_decode(const uint32_t* words, int64_t n, int bits, float* out, int threads) {
@@ -759,6 +761,7 @@ GC_API int64_t gc_sign_decode(const uint32_t* words, int64_t n, int bits, float*
   });
   return wrong ? CODE_3 : NOTHING;
 }
+GC_CALLED(gc_sign_decode)
 
 // Bits, and two values a segment (`low` null: `high` and its negative), to floats, (n,), written to `out`; with
 // `total` the sum of it and of `times` times the values. Returns a `Wrong`, and then nothing is written.
@@ -802,6 +805,7 @@ GC_API int64_t gc_sign_values(const uint32_t* words, const int64_t* table, int64
   });
   return NOTHING;
 }
+GC_CALLED(gc_sign_values)
 
 // Packed words of the vote over `number` ballots worth `workers` votes in all. In 1 bit: the majority, +1 in a tie,
 // or a fair coin of the key (`toss`). In 2 bits: the majority's sign if it won by `quorum`, at most `workers`, votes.
@@ -867,6 +871,7 @@ GC_API int64_t gc_sign_vote(const uint32_t* const* words, const int64_t* counts,
   });
   return wrong ? CODE_3 : NOTHING;
 }
+GC_CALLED(gc_sign_vote)
 
 // Bits of x, (n,), or of x + residual leaving in `left`, which may be `residual`, what is lost; and the mean `low` of
 // the negative and `high` of the other elements of each segment (`low` null: `high` the mean magnitude). Returns a
@@ -881,6 +886,7 @@ GC_API int64_t gc_sign_encode(const float* x, const float* residual, const int64
 } catch (const std::bad_alloc&) {
   return NO_MEMORY;
 }
+GC_CALLED(gc_sign_encode)
 
 // The mean over `number` payloads of what bits and values stand for, each times its count, divided by `divisor`: see
 // gc_sign_values. Returns a `Wrong`, of the first payload that is.
@@ -916,3 +922,4 @@ GC_API int64_t gc_sign_mean(const uint32_t* const* words, const float* const* lo
   });
   return NOTHING;
 }
+GC_CALLED(gc_sign_mean)

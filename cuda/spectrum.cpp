@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <memory>
 
-#include "loops.hpp"
+#include "python.hpp"
 
 using namespace gc;
 
@@ -108,6 +108,7 @@ GC_API int64_t gc_spectrum_scaled(const float* x, const int64_t* table, int64_t 
 } catch (const std::bad_alloc&) {
   return NO_MEMORY;
 }
+GC_CALLED(gc_spectrum_scaled)
 
 // energy = |X|^2 and out = X unit for the bins of all segments, which come as rows; `table` counts floats, two a bin.
 GC_API int64_t gc_spectrum_unscaled(const float* bins, const float* unit, const int64_t* table, int64_t m,
@@ -126,6 +127,7 @@ GC_API int64_t gc_spectrum_unscaled(const float* bins, const float* unit, const 
   });
   return 0;
 }
+GC_CALLED(gc_spectrum_unscaled)
 
 // out = x unit, within the finite floats; x comes as rows.
 GC_API int64_t gc_spectrum_restored(const float* x, const float* unit, const int64_t* table, int64_t m,
@@ -142,6 +144,7 @@ GC_API int64_t gc_spectrum_restored(const float* x, const float* unit, const int
   });
   return 0;
 }
+GC_CALLED(gc_spectrum_restored)
 
 // The sum of `number` sparse spectra times their weights, in their order: spectrum p has kept[p] bins, which increase,
 // and two floats for each. Returns 1 if they do not increase, or one is not in [0, length).
@@ -187,6 +190,7 @@ GC_API int64_t gc_spectrum_mean(const float* const* values, const int64_t* const
   });
   return bad;
 }
+GC_CALLED(gc_spectrum_mean)
 
 // out_k = s ((v_k + conj v_h-k) + t_k (v_k - conj v_h-k)) for k = 0 ... h, where v_h is v_0 and t_h-k = conj t_k; with
 // `inverse` v_0 and v_h count as real, t is conjugate, and h is left out. v_k and v_h-k make out_k and out_h-k.
@@ -224,3 +228,4 @@ GC_API int64_t gc_spectrum_fold(const float* waves, const float* factors, float 
   });
   return 0;
 }
+GC_CALLED(gc_spectrum_fold)

@@ -4,7 +4,7 @@
 // i + 256, and so on, and tiles' sums are added the same way until one is left. Tiles do not depend on threads.
 #include <math.h>
 
-#include "loops.hpp"
+#include "python.hpp"
 
 using namespace gc;
 
@@ -129,6 +129,7 @@ GC_API int64_t gc_segment_statistics(const float* x, const int64_t* table, int64
 } catch (const std::bad_alloc&) {
   return NO_MEMORY;
 }
+GC_CALLED(gc_segment_statistics)
 
 // The largest magnitude alone, (m,).
 GC_API int64_t gc_segment_absmax(const float* x, const int64_t* table, int64_t m, float* absmax, int threads) {
@@ -155,6 +156,7 @@ GC_API int64_t gc_segment_absmax(const float* x, const int64_t* table, int64_t m
   });
   return 0;
 }
+GC_CALLED(gc_segment_absmax)
 
 // Thresholds and scales of ternary codes, (m,) each: `gcbench.ops.reference.ternary_scales`. `limit` is null for
 // clip = 0, and with `at_limit` only `scale` is written.
@@ -180,3 +182,4 @@ GC_API int64_t gc_ternary_scales(const float* x, const int64_t* table, int64_t m
 } catch (const std::bad_alloc&) {
   return NO_MEMORY;
 }
+GC_CALLED(gc_ternary_scales)

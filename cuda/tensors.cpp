@@ -1,23 +1,8 @@
-// Where the elements of Python's tensors lie. Torch is asked in C, by the functions that DLPack has it export: some
-// 50 ns a tensor, where reading its attributes in Python takes 350.
-#include "loops.hpp"
+// Where the elements of Python's tensors lie. Torch is asked in C, by the functions
+// that DLPack has it export: some 50 ns a tensor, where reading its attributes in Python takes 350.
+#include "python.hpp"
 
-// What is used of Python's stable ABI, which needs no Python.h; the process that loads this library has it.
-#pragma GCC visibility push(default)
-extern "C" {
-struct PyObject;
-PyObject* PyBytes_FromStringAndSize(const char* bytes, intptr_t size);
-char* PyBytes_AsString(PyObject* bytes);
-PyObject* PyDict_GetItemWithError(PyObject* dict, PyObject* key);
-void PyErr_Clear();
-long long PyLong_AsLongLong(PyObject* number);
-PyObject* PyTuple_GetItem(PyObject* tuple, intptr_t index);
-PyObject* PyTuple_New(intptr_t size);
-int PyTuple_SetItem(PyObject* tuple, intptr_t index, PyObject* item);  // takes the reference
-intptr_t PyTuple_Size(PyObject* tuple);
-void Py_DecRef(PyObject* object);
-}
-#pragma GCC visibility pop
+using namespace gc;
 
 namespace {
 
@@ -48,57 +33,201 @@ struct Exchange {  // DLPackExchangeAPI
 
 constexpr int32_t CPU = 1;
 
-// Whether a view is what `address` of gcbench/ops/cpu/library.py takes, in one dimension.
-bool fits(const View& view, long long dtype, long long numel) {
-  return view.device_type == CPU && view.dimensions == 1 && view.shape[0] == numel && view.strides &&
-         view.strides[0] == 1 && (view.kind | view.bits << 8 | view.lanes << 16) == dtype;
+// The table, or an older one that it leads to, of the version that is known here; null if none is, or cannot describe
+// a tensor.
+const Exchange* usable(const void* table) {
+  const Header* found = static_cast<const Header*>(table);
+  while (found && found->major != 1) found = found->older;
+  const Exchange* exchange = reinterpret_cast<const Exchange*>(found);
+  return exchange && exchange->view ? exchange : nullptr;
 }
 
-// Return bytes that hold the addresses of one column's tensors; null if one does not fit, or with an exception set.
-PyObject* column_addresses(const Exchange* exchange, PyObject* column, PyObject* dtypes) {
-  PyObject *tensors = PyTuple_GetItem(column, 0), *name = PyTuple_GetItem(column, 1);
-  PyObject *dtype = name ? PyDict_GetItemWithError(dtypes, name) : nullptr, *lengths = PyTuple_GetItem(column, 2);
-  if (!tensors || !dtype || !lengths) return nullptr;
-  const intptr_t number = PyTuple_Size(tensors) == PyTuple_Size(lengths) ? PyTuple_Size(tensors) : -1;
-  const long long wanted = PyLong_AsLongLong(dtype);
-  PyObject* made = number < 0 ? nullptr : PyBytes_FromStringAndSize(nullptr, 8 * number);
-  if (!made) return nullptr;
-  char* out = PyBytes_AsString(made);
-  for (intptr_t i = 0; i < number; ++i) {
-    PyObject *tensor = PyTuple_GetItem(tensors, i), *length = PyTuple_GetItem(lengths, i);
-    View view;
-    if (exchange->view(tensor, &view) || !fits(view, wanted, PyLong_AsLongLong(length))) {
-      Py_DecRef(made);
-      return nullptr;
-    }
-    const int64_t place = reinterpret_cast<int64_t>(view.data) + static_cast<int64_t>(view.byte_offset);
-    memcpy(out + 8 * i, &place, 8);
+// Whether a view is of contiguous elements on the CPU, as many and of the type that are wanted.
+bool fits(const View& view, long long dtype, long long numel) {
+  if (view.device_type != CPU || (view.kind | view.bits << 8 | view.lanes << 16) != dtype || !view.strides) return false;
+  long long found = 1;
+  for (int32_t d = view.dimensions; d-- > 0; found *= view.shape[d]) {
+    if (view.shape[d] != 1 && view.strides[d] != found && found != 0) return false;
   }
-  return made;
+  return found == numel;
+}
+
+// Torch's functions, and DLPack's numbers for its dtypes.
+struct Torch {
+  const Exchange* known;
+  PyObject* dtypes;
+
+  // DLPack's number for a dtype; -1 for another object.
+  long long number_of(PyObject* dtype) const {
+    PyObject* number = dtype ? PyDict_GetItemWithError(dtypes, dtype) : nullptr;
+    return number ? PyLong_AsLongLong(number) : -1;
+  }
+
+  // Write where a tensor's elements lie; false if they do not fit.
+  bool place(PyObject* tensor, long long dtype, long long numel, int dimensions, void* out) const {
+    View view;
+    if (known->view(tensor, &view) || (dimensions && view.dimensions != dimensions)) return false;
+    if (!fits(view, dtype, numel)) return false;
+    const int64_t place = reinterpret_cast<int64_t>(view.data) + static_cast<int64_t>(view.byte_offset);
+    memcpy(out, &place, sizeof place);
+    return true;
+  }
+};
+
+// A reference that is given back.
+struct Held {
+  PyObject* object;
+
+  explicit Held(PyObject* given) : object(given) {}
+  Held(const Held&) = delete;
+  ~Held() {
+    if (object) Py_DecRef(object);
+  }
+  PyObject* release() { return std::exchange(object, nullptr); }
+};
+
+// Return bytes that hold the addresses of one column's tensors; null if one does not fit, or with an exception set.
+PyObject* column_addresses(const Torch& torch, PyObject* column) {
+  PyObject *tensors = PyTuple_GetItem(column, 0), *lengths = PyTuple_GetItem(column, 2);
+  const long long dtype = torch.number_of(PyTuple_GetItem(column, 1));
+  if (!tensors || dtype < 0 || !lengths) return nullptr;
+  const intptr_t number = PyTuple_Size(tensors) == PyTuple_Size(lengths) ? PyTuple_Size(tensors) : -1;
+  Held made(number < 0 ? nullptr : PyBytes_FromStringAndSize(nullptr, 8 * number));
+  if (!made.object) return nullptr;
+  char* out = PyBytes_AsString(made.object);
+  for (intptr_t i = 0; i < number; ++i) {
+    const long long length = PyLong_AsLongLong(PyTuple_GetItem(lengths, i));
+    if (!torch.place(PyTuple_GetItem(tensors, i), dtype, length, 1, out + 8 * i)) return nullptr;
+  }
+  return made.release();
+}
+
+constexpr int PARTS = 4;
+
+// The arrays that payloads of up to PARTS tensors each become, for a mean.
+class Columns {
+ public:
+  // `layout`: a tuple of tuples: dtype and length of each tensor of a payload.
+  Columns(const Torch& torch, PyObject* layout, intptr_t number) : torch_(torch), number_(number) {
+    const intptr_t size = PyTuple_Size(layout);
+    if (size > PARTS || number < 1) return;
+    for (; parts_ < size; ++parts_) {
+      PyObject* part = PyTuple_GetItem(layout, parts_);
+      dtypes_[parts_] = torch.number_of(PyTuple_GetItem(part, 0));
+      lengths_[parts_] = PyLong_AsLongLong(PyTuple_GetItem(part, 1));
+    }
+    made_.object = PyTuple_New(parts_ + 3);
+    for (int k = 0; made_.object && k <= parts_; ++k) {
+      PyObject* bytes = PyBytes_FromStringAndSize(nullptr, (k < parts_ ? 8 : 4) * number);
+      if (!bytes) return;
+      arrays_[k] = PyBytes_AsString(bytes);
+      PyTuple_SetItem(made_.object, k, bytes);
+    }
+    good_ = made_.object;
+  }
+
+  // Add a payload: tensors, some of them in tuples, then its number of workers. False if it does not fit.
+  bool add(intptr_t i, PyObject* payload) {
+    const intptr_t last = PyTuple_Size(payload) - 1;
+    int part = 0;
+    for (intptr_t k = 0; k < last; ++k) {
+      if (!add_part(i, PyTuple_GetItem(payload, k), part)) return false;
+    }
+    if (last < 0 || part != parts_) return false;
+    const long long count = PyLong_AsLongLong(PyTuple_GetItem(payload, last));
+    const float weight = (float)count;
+    memcpy(arrays_[parts_] + 4 * i, &weight, 4);
+    total_ += count;
+    return count != -1 || !PyErr_Occurred();
+  }
+
+  // The arrays of addresses, that of the counts as floats, their number and sum; null with an exception set.
+  PyObject* finished() {
+    PyObject *number = PyLong_FromLongLong(number_), *total = PyLong_FromLongLong(total_);
+    const bool kept = number && total;
+    PyTuple_SetItem(made_.object, parts_ + 1, number);
+    PyTuple_SetItem(made_.object, parts_ + 2, total);
+    return kept ? made_.release() : nullptr;
+  }
+
+  bool good() const { return good_; }
+
+ private:
+  bool add_part(intptr_t i, PyObject* object, int& part) {
+    Held type(PyObject_Type(object));
+    if (type.object != &PyTuple_Type) {
+      const int k = part++;
+      return k < parts_ && torch_.place(object, dtypes_[k], lengths_[k], 1, arrays_[k] + 8 * i);
+    }
+    const intptr_t size = PyTuple_Size(object);
+    for (intptr_t k = 0; k < size; ++k) {
+      if (!add_part(i, PyTuple_GetItem(object, k), part)) return false;
+    }
+    return true;
+  }
+
+  const Torch& torch_;
+  const intptr_t number_;
+  int parts_ = 0;
+  long long dtypes_[PARTS], lengths_[PARTS], total_ = 0;
+  char* arrays_[PARTS + 1];
+  Held made_{nullptr};
+  bool good_ = false;
+};
+
+// The caller finds what is wrong, and says it in its own words.
+PyObject* nothing() {
+  PyErr_Clear();
+  return PyTuple_New(0);
 }
 
 }  // namespace
 
-// Return a tuple of bytes: for each column, the addresses of its tensors. It is empty if a tensor is not of one
-// dimension, contiguous, on the CPU, of its column's dtype and length, or if torch cannot be asked or describe it. The
-// interpreter's lock is held.
+// Return where a tensor's elements lie; 0 if they are not on the CPU, contiguous, of this dtype and as many, or if torch
+// cannot be asked.
 //
-// `exchange`: what torch.Tensor's `__dlpack_c_exchange_api__` holds, or null. `columns`: a tuple of tuples: a tuple of
-// tensors, their dtype, a tuple of their lengths. `dtypes`: a dict of dtypes to DLPack's kind, bits and lanes, lowest byte first.
-GC_API PyObject* gc_tensor_addresses(const void* exchange, PyObject* columns, PyObject* dtypes) {
-  const Header* found = static_cast<const Header*>(exchange);
-  while (found && found->major != 1) found = found->older;
-  const Exchange* usable = reinterpret_cast<const Exchange*>(found);
-  const intptr_t number = usable && usable->view ? PyTuple_Size(columns) : 0;
-  PyObject* made = PyTuple_New(number);
-  for (intptr_t k = 0; made && k < number; ++k) {
-    PyObject* addresses = column_addresses(usable, PyTuple_GetItem(columns, k), dtypes);
-    if (!addresses) {
-      PyErr_Clear();  // the caller finds what is wrong, and says it in its own words
-      Py_DecRef(made);
-      return PyTuple_New(0);
-    }
-    PyTuple_SetItem(made, k, addresses);
-  }
-  return made;
+// `exchange`: what torch.Tensor's `__dlpack_c_exchange_api__` holds, or null. `dtypes`: a dict of dtypes to DLPack's kind,
+// bits and lanes, lowest byte first.
+GC_API PyObject* gc_tensor_address(const void* exchange, PyObject* tensor, PyObject* dtype, int64_t numel,
+                                   PyObject* dtypes) {
+  const Torch torch{usable(exchange), dtypes};
+  int64_t place = 0;
+  if (!torch.known || !torch.place(tensor, torch.number_of(dtype), numel, 0, &place)) PyErr_Clear();
+  return PyLong_FromLongLong(place);
 }
+GC_CALLED(gc_tensor_address)
+
+// Return a tuple of bytes: for each column, the addresses of its tensors. It is empty if one is none that
+// `gc_tensor_address` knows, or not of one dimension.
+//
+// `columns`: a tuple of tuples: a tuple of tensors, their dtype, a tuple of their lengths.
+GC_API PyObject* gc_tensor_addresses(const void* exchange, PyObject* columns, PyObject* dtypes) {
+  const Torch torch{usable(exchange), dtypes};
+  const intptr_t number = torch.known ? PyTuple_Size(columns) : 0;
+  Held made(PyTuple_New(number));
+  for (intptr_t k = 0; made.object && k < number; ++k) {
+    PyObject* addresses = column_addresses(torch, PyTuple_GetItem(columns, k));
+    if (!addresses) return nothing();
+    PyTuple_SetItem(made.object, k, addresses);
+  }
+  return made.release();
+}
+GC_CALLED(gc_tensor_addresses)
+
+// Return what a mean of payloads takes: for each tensor of a payload the bytes that hold its addresses in all, then those
+// of their numbers of workers as float32, the number of payloads, and the sum of workers. The tuple is empty if there is no
+// payload, or one is not of tensors as in `gc_tensor_addresses` and an int.
+//
+// `payloads`: a sequence of tuples: tensors, some of them in tuples, and a number of workers. `layout`: a tuple of
+// tuples: dtype and length of each tensor.
+GC_API PyObject* gc_tensor_columns(const void* exchange, PyObject* payloads, PyObject* layout, PyObject* dtypes) {
+  const Torch torch{usable(exchange), dtypes};
+  const intptr_t number = torch.known ? PySequence_Size(payloads) : 0;
+  Columns columns(torch, layout, number);
+  for (intptr_t i = 0; columns.good() && i < number; ++i) {
+    Held payload(PySequence_GetItem(payloads, i));
+    if (!payload.object || !columns.add(i, payload.object)) return nothing();
+  }
+  return columns.good() ? columns.finished() : nothing();
+}
+GC_CALLED(gc_tensor_columns)

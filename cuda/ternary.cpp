@@ -2,7 +2,7 @@
 #include <type_traits>
 
 #include "ternary.cuh"
-#include "loops.hpp"
+#include "python.hpp"
 
 using namespace gc;
 
@@ -31,6 +31,7 @@ GC_API int64_t gc_ternary_encode(const float* x, int64_t n, const int64_t* table
   });
   return 0;
 }
+GC_CALLED(gc_ternary_encode)
 
 namespace {
 
@@ -177,6 +178,7 @@ GC_API int64_t gc_ternary_mean(const uint32_t* const* words, const int32_t* bits
   });
   return bad;
 }
+GC_CALLED(gc_ternary_mean)
 
 // The sums of all payloads' codes in `width` bits each. Returns as gc_ternary_mean.
 GC_API int64_t gc_ternary_merge(const uint32_t* const* words, const int32_t* bits, const int32_t* tops, int64_t number,
@@ -200,3 +202,4 @@ GC_API int64_t gc_ternary_merge(const uint32_t* const* words, const int32_t* bit
   });
   return bad;
 }
+GC_CALLED(gc_ternary_merge)

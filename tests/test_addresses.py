@@ -136,14 +136,110 @@ def test_a_check_speaks_before_the_address(way):
         assert library.addresses((((torch.zeros(8),), torch.float32, (8,)),), check)
 
 
+# ---- of one tensor -------------------------------------------------------------------------------
+
+CONTIGUOUS: dict[str, Callable[[], Tensor]] = {
+    "a row": lambda: torch.zeros(12),
+    "rows": lambda: torch.zeros(3, 4),
+    "a part": lambda: torch.zeros(6, 4)[2:5],
+    "of length 1": lambda: torch.zeros(12, 7)[:, :1].as_strided((1, 12, 1), (5, 1, 99)),
+    "a parameter": lambda: torch.nn.Parameter(torch.zeros(2, 2, 3)),
+}
+OTHERWISE: dict[str, Callable[[], Tensor]] = {
+    "short": lambda: torch.zeros(11),
+    "of another dtype": lambda: torch.zeros(12).double(),
+    "transposed": lambda: torch.zeros(4, 3).T,
+    "strided": lambda: torch.zeros(24)[::2],
+    "expanded": lambda: torch.zeros(1).expand(12),
+    "elsewhere": lambda: torch.zeros(12, device="meta"),
+}
+
+
+@pytest.mark.parametrize("kind", CONTIGUOUS)
+def test_any_contiguous_tensor_has_an_address(kind, way):
+    tensor = CONTIGUOUS[kind]()
+    assert library.address(tensor, torch.float32, 12) == tensor.data_ptr()
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3)])
+def test_what_holds_nothing_is_taken(shape, way):
+    assert library.address(torch.zeros(shape), torch.float32, 0) == 0
+
+
+@pytest.mark.parametrize("kind", OTHERWISE)
+def test_another_tensor_has_none(kind, way):
+    with pytest.raises(ValueError, match="12 contiguous torch"):
+        library.address(OTHERWISE[kind](), torch.float32, 12)
+
+
+# ---- of the payloads of a mean -------------------------------------------------------------------
+
+LAYOUT = ((torch.int32, 3), (torch.float32, 8), (torch.float32, 8))
+
+
+def coded(count: int) -> tuple[Any, ...]:
+    words = torch.zeros(3, dtype=torch.int32)
+    return words, (torch.zeros(8), torch.zeros(10)[1:9]), count
+
+
+def test_a_mean_gets_columns_and_counts(way):
+    payloads = [coded(1), coded(5), coded(2**24 + 1)]
+    (words, low, high, counts, number, total), kept = library.summands(payloads, LAYOUT)
+    for column, of in ((words, 0), (low, 1), (high, 2)):
+        flat = [(first, *rest) for first, rest, _ in payloads]
+        assert unpack("3Q", column) == tuple(payload[of].data_ptr() for payload in flat)
+    assert unpack("3f", counts) == (1, 5, 2**24)  # float32, as the definition divides
+    assert (number, total) == (3, 2**24 + 7)
+    assert kept
+
+
+BROKEN: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no payload": (lambda: [], ValueError, "no payloads"),
+    "another dtype": (lambda: [(coded(1)[0].long(), *coded(1)[1:])], ValueError, "3 torch.int64"),
+    "a short part": (
+        lambda: [(coded(1)[0], (torch.zeros(8), torch.zeros(7)), 1)],
+        ValueError,
+        "7 torch.float32 on cpu",
+    ),
+    "a part less": (lambda: [(coded(1)[0], (torch.zeros(8),), 1)], ValueError, "shorter|longer"),
+    "a part more": (lambda: [(torch.zeros(8), *coded(1))], ValueError, "shorter|longer"),
+    "a list": (
+        lambda: [(coded(1)[0], list(coded(1)[1])[:1], 1)],
+        ValueError,
+        "shorter|longer",
+    ),
+    "parts of one": (lambda: [coded(1), (coded(1)[0], 1)], ValueError, "shorter|longer"),
+    "no count": (lambda: [coded(1)[:2]], ValueError, "shorter|longer"),
+    "a word for a count": (lambda: [(*coded(1)[:2], "x")], Exception, "float|str"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_what_is_wrong_in_a_mean_is_said(kind, way):
+    make, error, said = BROKEN[kind]
+    with pytest.raises(error, match=said):
+        library.summands(make(), LAYOUT)
+
+
+def test_parts_of_a_mean_are_copied_where_they_are_not_contiguous(way):
+    strided = torch.arange(6, dtype=torch.int32)[::2]
+    (words, _, number, total), _kept = library.summands([(strided, 4)], ((torch.int32, 3),))
+    (first,) = unpack("Q", words)
+    assert [*(ctypes.c_int32 * 3).from_address(first)] == [0, 2, 4]
+    assert (number, total) == (1, 4)
+
+
 # ---- torch is asked, if it can be ----------------------------------------------------------------
 
 
 def test_torch_is_asked_in_c(monkeypatch):
     """Nothing falls back without being seen: this torch has the functions, and they serve."""
-    monkeypatch.setattr(library, "address", None)
+    monkeypatch.setattr(library, "_address", None)
+    monkeypatch.setattr(library, "_flat", None)
     tensor = torch.zeros(8)
     assert places(tensor) == [tensor.data_ptr()]
+    assert library.address(tensor, torch.float32, 8) == tensor.data_ptr()
+    assert library.summands([(tensor, 1)], ((torch.float32, 8),))
 
 
 def test_nothing_is_left_behind():
@@ -154,6 +250,12 @@ def test_nothing_is_left_behind():
         before = sys.getallocatedblocks()
         for _ in range(1000):
             library.c.gc_tensor_addresses(library.c.exchange, columns, library.DTYPES)
+            for count in (1, "x"):
+                payloads = [(tensors[0], 1), (tensors[1], count)]
+                library.c.gc_tensor_columns(
+                    library.c.exchange, payloads, ((dtype, 8),), library.DTYPES
+                )
+            library.c.gc_tensor_address(library.c.exchange, tensors[0], dtype, 8, library.DTYPES)
         refused = (tensors[:1] * 2, torch.float32, (8, 7))
         for _ in range(1000):
             library.c.gc_tensor_addresses(library.c.exchange, (refused,), library.DTYPES)
@@ -164,10 +266,10 @@ def test_a_torch_without_it_is_served(monkeypatch):
     isa, asked = library.c.isa, []
     with cpu.using_isa(isa), monkeypatch.context() as hidden:
         hidden.delattr(torch.Tensor, "__dlpack_c_exchange_api__")
-        library.c.load(isa, cpu.SIGNATURES)
+        library.c.load(isa)
         assert library.c.exchange is None
-        serve = library.address
-        hidden.setattr(library, "address", lambda *args: asked.append(args) or serve(*args))
+        serve = library._address
+        hidden.setattr(library, "_address", lambda *args: asked.append(args) or serve(*args))
         tensor = torch.zeros(8)
         assert places(tensor) == [tensor.data_ptr()]
         assert len(asked) == 1

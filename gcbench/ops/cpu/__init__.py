@@ -1,13 +1,13 @@
 """The native CPU kernels: one module a family, each a thin layer over the C functions.
 
 To add a kernel: write it in `cuda/<family>.cpp` (over `cuda/loops.hpp` and the element codecs in
-`cuda/<family>.cuh`), give its C function a line in the family's `SIGNATURES` and a Python function
-of the operation's name and arguments in its `KERNELS`, and its inputs in `tests/kernel_cases`.
+`cuda/<family>.cuh`) with `GC_CALLED` after its C function, put a Python function of the operation's
+name and arguments into the family's `KERNELS`, and its inputs into `tests/kernel_cases`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,9 +45,6 @@ FAMILIES: tuple[Any, ...] = (
     ternary,
 )
 KERNELS: Kernels = {name: call for family in FAMILIES for name, call in family.KERNELS.items()}
-SIGNATURES: Mapping[str, str] = {
-    name: letters for family in FAMILIES for name, letters in family.SIGNATURES.items()
-}
 
 _status: tuple[bool, str] | None = None
 
@@ -57,7 +54,7 @@ def status() -> tuple[bool, str]:
     global _status
     if _status is None:
         try:
-            c.load(library.best(), SIGNATURES)
+            c.load(library.best())
             _status = True, f"native kernels, {c.isa}"
         except GcbenchError as error:
             _status = False, f"no native library: {error}"
@@ -68,8 +65,8 @@ def status() -> tuple[bool, str]:
 def using_isa(isa: str) -> Iterator[None]:
     """Serve the kernels by another instruction set's library inside a with statement."""
     before = c.isa
-    c.load(isa, SIGNATURES)
+    c.load(isa)
     try:
         yield
     finally:
-        c.load(before, SIGNATURES)
+        c.load(before)

@@ -11,13 +11,6 @@ from gcbench.errors import PayloadError
 from gcbench.ops.bitstream import OMEGA_MAX, check_codes, check_stream
 from gcbench.ops.cpu.library import address, c
 
-SIGNATURES = {
-    "gc_omega_dense_write": "plip",
-    "gc_omega_sparse_write": "plip",
-    "gc_omega_dense_read": "pllipp",
-    "gc_omega_sparse_read": "pllipp",
-}
-
 
 def _omega_bits(k: int) -> int:
     """Return the length of the omega code of k."""

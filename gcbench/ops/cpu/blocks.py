@@ -10,13 +10,7 @@ from torch import Tensor
 from gcbench.compressor import Key, Segments
 from gcbench.errors import PayloadError
 from gcbench.ops.blocks import BAD_CODE, BAD_SCALE
-from gcbench.ops.cpu.library import address, addresses, c, output, stream, unzipped, weights
-
-SIGNATURES = {
-    "gc_int8_encode": "plpliQQIIppi",
-    "gc_int8_decode": "pplplpfpi",
-    "gc_int8_mean": "pppiflplpi",
-}
+from gcbench.ops.cpu.library import address, c, output, stream, summands
 
 
 def int8_encode(
@@ -76,18 +70,10 @@ def int8_mean(
 ) -> Tensor:
     """Serve `ops.int8_mean`."""
     n, m = segments.numel, len(segments)
-    every_codes, every_scales, counts = unzipped(payloads)
-    shares, number, workers = weights(counts)
-    (codes, scales), _kept = addresses(
-        ((every_codes, torch.int8, (n,) * number), (every_scales, torch.float32, (m,) * number))
-    )
+    arguments, _kept = summands(payloads, ((torch.int8, n), (torch.float32, m)))
     out = output(out, torch.float32, n)
     fault = c.gc_int8_mean(
-        codes,
-        scales,
-        shares,
-        number,
-        workers,
+        *arguments,
         n,
         segments.table.data_ptr(),
         m,

@@ -11,11 +11,6 @@ from gcbench.errors import PayloadError
 from gcbench.ops.cpu.library import address, c, output, summands
 from gcbench.ops.half import NOT_FINITE
 
-SIGNATURES = {
-    "gc_half_encode": "plipi",
-    "gc_half_mean": "ppiflipi",
-}
-
 
 def half_encode(x: Tensor, dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
     """Serve `ops.half_encode`."""
@@ -41,13 +36,10 @@ def half_mean(
 ) -> Tensor:
     """Serve `ops.half_mean`."""
     dtype, n = payloads[0][0].dtype, payloads[0][0].numel()
-    (codes, counts, number, workers), _kept = summands(payloads, dtype, n)
+    arguments, _kept = summands(payloads, ((dtype, n),))
     out = output(out, torch.float32, n)
     bad = c.gc_half_mean(
-        codes,
-        counts,
-        number,
-        workers,
+        *arguments,
         n,
         dtype is torch.bfloat16,
         address(out, torch.float32, n),

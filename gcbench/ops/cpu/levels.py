@@ -15,7 +15,7 @@ from gcbench.ops.cpu.bitstream import (
     omega_sparse_read,
     omega_sparse_write,
 )
-from gcbench.ops.cpu.library import address, addresses, c, output, stream, unzipped, weights
+from gcbench.ops.cpu.library import address, c, output, stream, summands
 from gcbench.ops.quantize import (
     BAD_CODES,
     BAD_NORMS,
@@ -25,14 +25,6 @@ from gcbench.ops.quantize import (
     one_by_one,
 )
 from gcbench.ops.reference import into, packed_words
-
-SIGNATURES = {
-    "gc_level_norms": "ppliipi",
-    "gc_level_codes": "plplpiQQIIpi",
-    "gc_level_encode": "plplpiiQQIIpi",
-    "gc_level_decode": "pipiilplpfpi",
-    "gc_level_mean": "pppifiiilplpi",
-}
 
 
 def level_norms(x: Tensor, segments: Segments, norm: str, levels: int) -> Tensor:
@@ -164,28 +156,16 @@ def level_mean(
     if coding != "fixed":
         return into(out, one_by_one(level_decode, payloads, norm, levels, coding, segments))
     n, m, bits = segments.numel, len(segments), level_bits(levels)
-    numel = packed_words(n, bits)
-    every_words, every_norms, counts = unzipped(payloads)
-    shares, number, workers = weights(counts)
 
     def check() -> None:
-        for words, norms in zip(every_words, every_norms, strict=True):
+        for words, norms, _ in payloads:
             check_words(words, norms, n, bits, m)
 
-    (words, norms), _kept = addresses(
-        (
-            (every_words, torch.int32, (numel,) * number),
-            (every_norms, torch.float32, (m,) * number),
-        ),
-        check,
-    )
+    layout = (torch.int32, packed_words(n, bits)), (torch.float32, m)
+    arguments, _kept = summands(payloads, layout, check)
     out = output(out, torch.float32, n)
     fault = c.gc_level_mean(
-        words,
-        norms,
-        shares,
-        number,
-        workers,
+        *arguments,
         bits,
         norm == "max",
         levels,

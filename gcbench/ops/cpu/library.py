@@ -9,8 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from struct import pack
 from typing import Any
@@ -22,52 +21,37 @@ import gcbench
 from gcbench.compressor import Key
 from gcbench.errors import GcbenchError
 from gcbench.ops import sources
+from gcbench.ops.backend import SEQUENCES
 
 ISAS = ("baseline", "avx2", "avx512")
 """Instruction sets from the least to the most; other processors than x86-64 have the first."""
 FOLDER = Path(gcbench.__file__).parent / "_native"
 REBUILD = "pip install again (`pip install -e .` in a checkout) with a C++ compiler at hand"
 
-_TYPES = {
-    "p": ctypes.c_void_p,
-    "l": ctypes.c_int64,
-    "i": ctypes.c_int,
-    "f": ctypes.c_float,
-    "d": ctypes.c_double,
-    "Q": ctypes.c_uint64,
-    "I": ctypes.c_uint32,
-    "o": ctypes.py_object,
-}
-HELD = {"gc_tensor_addresses": "poo"}
-"""Signatures of the functions that use Python's objects: they are called with its lock held."""
 DTYPES = {
     torch.int8: 0 | 8 << 8 | 1 << 16,
     torch.int32: 0 | 32 << 8 | 1 << 16,
     torch.int64: 0 | 64 << 8 | 1 << 16,
     torch.float16: 2 | 16 << 8 | 1 << 16,
     torch.float32: 2 | 32 << 8 | 1 << 16,
+    torch.complex64: 5 | 64 << 8 | 1 << 16,
     torch.bfloat16: 4 | 16 << 8 | 1 << 16,
 }
 """What payloads are made of, as DLPack has it: kind, bits, lanes (one element is one number)."""
 Column = tuple[tuple[Tensor, ...], torch.dtype, tuple[int, ...]]
 """One tensor of each payload: they, their dtype, the elements of each."""
-NO_MEMORY = -(2**63)  # in cuda/loops.hpp, too
-
-
-def _checked(result: int, function: Any, arguments: Any) -> int:
-    """Return what a C function returned, unless it found no memory."""
-    if result == NO_MEMORY:
-        raise MemoryError(
-            f"{function.__name__} finds no memory for what it keeps meanwhile: "
-            "free some, or pass smaller tensors"
-        )
-    return result
 
 
 class Functions:
-    """The C functions of one library at a time, as attributes.
+    """The C functions of one library at a time, as attributes: what `GC_CALLED` marks in C++.
 
-    Each returns an int, or raises MemoryError; those of `HELD` return an object.
+    Each takes numbers, and addresses as ints or bytes (or None), releases the interpreter's lock,
+    and returns an int; those about tensors take and return objects, and hold it.
+
+    Raises:
+        MemoryError: there is none for what a function keeps meanwhile.
+        TypeError: too few or too many arguments, or one is no number.
+        OverflowError: a number is wider than what C takes.
     """
 
     def __init__(self) -> None:
@@ -75,21 +59,12 @@ class Functions:
         self.exchange: int | None = None
         """Where torch's functions lie that C calls; None in a torch that has none."""
 
-    def load(self, isa: str, signatures: Mapping[str, str]) -> None:
+    def load(self, isa: str) -> None:
         """Take the functions of this instruction set's library in place of those before."""
-        path = str(FOLDER / f"{isa}.so")
-        self._take(ctypes.CDLL(path), signatures, ctypes.c_int64)
-        self._take(ctypes.PyDLL(path), HELD, ctypes.py_object)
+        library = ctypes.PyDLL(str(FOLDER / f"{isa}.so"))
+        library.gc_functions.restype = ctypes.py_object
+        self.__dict__.update(library.gc_functions())
         self.isa, self.exchange = isa, _exchange()
-
-    def _take(self, library: ctypes.CDLL, signatures: Mapping[str, str], returned: Any) -> None:
-        for name, letters in signatures.items():
-            function = getattr(library, name)
-            function.argtypes = [_TYPES[letter] for letter in letters]
-            function.restype = returned
-            if returned is ctypes.c_int64:
-                function.errcheck = _checked
-            setattr(self, name, function)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         raise AttributeError(f"the native library has no function {name}, or is not loaded")
@@ -153,6 +128,12 @@ def address(tensor: Tensor, dtype: torch.dtype, numel: int) -> int:
     Raises:
         ValueError: another dtype, length or device, or not contiguous.
     """
+    found: int = c.gc_tensor_address(c.exchange, tensor, dtype, numel, DTYPES)
+    return found or _address(tensor, dtype, numel)
+
+
+def _address(tensor: Tensor, dtype: torch.dtype, numel: int) -> int:
+    """Serve `address` where C cannot: there is nothing in a tensor, or something is wrong."""
     if (
         tensor.dtype is not dtype
         or tensor.numel() != numel
@@ -181,13 +162,9 @@ def stream(key: Key) -> tuple[int, int, int, int]:
     return high << 32 | low, key.offset, step, who
 
 
-def c_array(numbers: Iterable[int]) -> array[int]:
-    """Return a C array of int64.
-
-    That takes a third of ctypes' time. A kernel gets it as `.buffer_info()[0]`, and the caller
-    keeps it alive meanwhile.
-    """
-    return array("q", numbers)
+def c_array(numbers: Iterable[int]) -> bytes:
+    """Return a C array of int64."""
+    return array("q", numbers).tobytes()
 
 
 def addresses(
@@ -228,25 +205,37 @@ def unzipped(payloads: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
 
 
 def summands(
-    payloads: Sequence[tuple[Tensor, int]],
-    dtype: torch.dtype,
-    numel: int,
+    payloads: Sequence[tuple[Any, ...]],
+    layout: tuple[tuple[torch.dtype, int], ...],
     check: Callable[[], object] | None = None,
-) -> tuple[tuple[bytes, bytes, int, float], object]:
-    """Return the C arguments of a mean, and what they point into: payloads, counts, number, sum.
+) -> tuple[tuple[Any, ...], object]:
+    """Return the C arguments of a mean, and what the caller keeps alive meanwhile.
 
-    `payloads`: a tensor of `numel` elements of `dtype` each, and its number of workers. `check`:
-    see `addresses`.
+    The arguments are an array of addresses for each tensor of a payload, one of the numbers of
+    workers as float32, the number of payloads, and the sum of workers.
+
+    `payloads`: tuples of tensors, some of them in a tuple, and a number of workers. `layout`:
+    dtype and elements of each tensor. `check`: see `addresses`.
 
     Raises:
         ValueError: there is none, or one has another dtype, length or device.
     """
-    tensors, counts = unzipped(payloads)
-    (where,), kept = addresses(((tensors, dtype, (numel,) * len(counts)),), check)
-    return (where, *weights(counts)), kept
+    found = c.gc_tensor_columns(c.exchange, payloads, layout, DTYPES)
+    if found:
+        return found, payloads
+    *tensors, counts = unzipped([tuple(_flat(payload)) for payload in payloads])
+    number = len(counts)
+    columns = tuple(
+        (column, dtype, (numel,) * number)
+        for column, (dtype, numel) in zip(tensors, layout, strict=True)
+    )
+    arrays, kept = addresses(columns, check)
+    return (*arrays, pack(f"{number}f", *counts), number, sum(counts)), kept
 
 
-@lru_cache
-def weights(counts: tuple[int, ...]) -> tuple[bytes, int, int]:
-    """Return the numbers of workers as a C array of float32, its length, and their sum."""
-    return pack(f"{len(counts)}f", *counts), len(counts), sum(counts)
+def _flat(payload: tuple[Any, ...]) -> Iterator[Any]:
+    for part in payload:
+        if isinstance(part, SEQUENCES):
+            yield from _flat(part)
+        else:
+            yield part

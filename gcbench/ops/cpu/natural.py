@@ -13,11 +13,6 @@ from gcbench.ops.cpu.library import address, c, output, stream, summands
 from gcbench.ops.natural import BAD_CODE, NATURAL_BITS, natural_size
 from gcbench.ops.reference import packed_words
 
-SIGNATURES = {
-    "gc_natural_encode": "plQQIIpi",
-    "gc_natural_mean": "ppiflpi",
-}
-
 
 def natural_encode(x: Tensor, key: Key, *, out: Tensor | None = None) -> Tensor:
     """Serve `ops.natural_encode`."""
@@ -43,18 +38,12 @@ def natural_mean(
     payloads: Sequence[tuple[Tensor, int]], n: int, name: str, *, out: Tensor | None = None
 ) -> Tensor:
     """Serve `ops.natural_mean`."""
-    (words, counts, number, workers), _kept = summands(
-        payloads,
-        torch.int32,
-        packed_words(n, NATURAL_BITS),
-        check=lambda: natural_size(payloads, n),
+    arguments, _kept = summands(
+        payloads, ((torch.int32, packed_words(n, NATURAL_BITS)),), lambda: natural_size(payloads, n)
     )
     out = output(out, torch.float32, n)
     bad = c.gc_natural_mean(
-        words,
-        counts,
-        number,
-        workers,
+        *arguments,
         n,
         address(out, torch.float32, n),
         torch.get_num_threads(),

@@ -10,12 +10,6 @@ from gcbench.errors import PayloadError
 from gcbench.ops.cpu.library import address, c, output, stream
 from gcbench.ops.reference import check_bits, packed_words
 
-SIGNATURES = {
-    "gc_pack": "pilipi",
-    "gc_unpack": "pllipi",
-    "gc_draws24": "QQIIlpi",
-}
-
 
 def pack(codes: Tensor, bits: int, *, out: Tensor | None = None) -> Tensor:
     """Serve `ops.pack`."""

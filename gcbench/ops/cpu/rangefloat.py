@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from gcbench.errors import PayloadError
-from gcbench.ops.cpu.library import address, c, output
+from gcbench.ops.cpu.library import address, c, c_array, output
 from gcbench.ops.rangefloat import Groups, grouped_grids, grouped_values, range_check
 from gcbench.ops.reference import packed_words
 
-SIGNATURES = {
-    "gc_range_pack": "plpliippi",
-    "gc_range_unpack": "ppllpiipi",
-}
 
-
-def _table(groups: Groups) -> Any:
-    """Return groups as the kernels take them: a C array of int64, two a run."""
-    return (ctypes.c_int64 * (2 * len(groups)))(*chain.from_iterable(groups))
+def _table(groups: Groups) -> bytes:
+    """Return groups as the kernels take them: two integers a run."""
+    return c_array(chain.from_iterable(groups))
 
 
 def range_pack(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from collections.abc import Sequence
 from itertools import chain
@@ -17,21 +16,8 @@ from gcbench.ops.cpu.library import address, addresses, c, c_array, output, stre
 from gcbench.ops.reference import packed_words
 from gcbench.ops.selection import KeptRun, gaps_low_bits, kept_total, position_coding
 
-SIGNATURES = {
-    "gc_largest_elements": "pplppi",
-    "gc_random_positions": "QQIIplpi",
-    "gc_pack_bitmap": "pllpi",
-    "gc_pack_gaps": "pllippi",
-    "gc_unpack_bitmap": "plpllppi",
-    "gc_unpack_gaps": "ppilpllppi",
-    "gc_unpack_int32": "ppllpi",
-    "gc_scatter": "pplpli",
-    "gc_scatter_mean": "ppplfpli",
-    "gc_gather": "plplpi",
-}
 
-
-def _table(runs: Sequence[KeptRun]) -> array[int]:
+def _table(runs: Sequence[KeptRun]) -> bytes:
     """Return runs as the kernels take them: four integers a run."""
     return c_array(chain.from_iterable(runs))
 
@@ -46,12 +32,11 @@ def largest_elements(x: Tensor, runs: Sequence[KeptRun]) -> tuple[Tensor, Tensor
         end = max(end, stop)
     if end > n:
         raise ValueError(f"segments that end at {end} in a tensor of {n} elements")
-    table = _table(runs)
     positions = torch.empty(total, dtype=torch.int64)
     values = torch.empty(total, dtype=torch.float32)
     c.gc_largest_elements(
         address(x, torch.float32, n),
-        table.buffer_info()[0],
+        _table(runs),
         len(runs),
         positions.data_ptr(),
         values.data_ptr(),
@@ -65,10 +50,9 @@ def random_positions(
 ) -> Tensor:
     """Serve `ops.random_positions`."""
     positions = torch.empty(kept_total(runs), dtype=torch.int64)
-    table = _table(runs)
     c.gc_random_positions(
         *stream(key),
-        table.buffer_info()[0],
+        _table(runs),
         len(runs),
         positions.data_ptr(),
         torch.get_num_threads(),
@@ -165,25 +149,24 @@ def unpack_positions(
     coding = position_coding(coding, n, total)
     parts = [part.contiguous() for part in parts]
     positions = torch.empty(total, dtype=torch.int64)
-    table = _table(runs)
-    wanted = table.buffer_info()[0], len(runs), total, positions.data_ptr()
-    found, threads = ctypes.c_int64(), torch.get_num_threads()
+    wanted = _table(runs), len(runs), total, positions.data_ptr()
+    found, threads = array("q", [0]), torch.get_num_threads()
     held, low = n, 0
     if coding == "int32":
         bad = c.gc_unpack_int32(address(parts[0], torch.int32, total), *wanted, threads)
     elif coding == "bitmap":
         words = address(parts[0], torch.int32, packed_words(n, 1))
-        bad = c.gc_unpack_bitmap(words, n, *wanted, ctypes.addressof(found), threads)
+        bad = c.gc_unpack_bitmap(words, n, *wanted, found.buffer_info()[0], threads)
     else:
         low = gaps_low_bits(n, total)
         held = total + ((n - total) >> low)
         codes = address(parts[0], torch.int32, packed_words(total, low))
         words = address(parts[1], torch.int32, packed_words(held, 1))
-        bad = c.gc_unpack_gaps(codes, words, low, n, *wanted, ctypes.addressof(found), threads)
+        bad = c.gc_unpack_gaps(codes, words, low, n, *wanted, found.buffer_info()[0], threads)
     if bad:
         reason = {
             1: f"a bit is set after the last of {held} codes",
-            2: f"a bitmap with {found.value} bits set: {total} expected",
+            2: f"a bitmap with {found[0]} bits set: {total} expected",
             3: "positions must increase",
             4: "a segment has more or fewer positions than its own",
             5: f"a bit is set after the last of {total} codes",

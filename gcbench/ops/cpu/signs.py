@@ -11,19 +11,9 @@ from torch import Tensor
 
 from gcbench.compressor import Key, Segments
 from gcbench.errors import PayloadError
-from gcbench.ops.cpu.library import address, addresses, c, output, stream, unzipped, weights
+from gcbench.ops.cpu.library import address, addresses, c, output, stream, summands
 from gcbench.ops.reference import packed_words
 from gcbench.ops.sign import sign_voters, wrong
-
-SIGNATURES = {
-    "gc_sign_pack": "plipi",
-    "gc_sign_pack_above": "pplpdpi",
-    "gc_sign_decode": "plipi",
-    "gc_sign_values": "pplpppfpi",
-    "gc_sign_mean": "ppppifplpi",
-    "gc_sign_vote": "pppllliliQQIIpi",
-    "gc_sign_encode": "ppplppppi",
-}
 
 
 def sign_pack(x: Tensor, bits: int = 1, *, out: Tensor | None = None) -> Tensor:
@@ -274,22 +264,17 @@ def sign_mean(
 ) -> Tensor:
     """Serve `ops.sign_mean`."""
     n, m = segments.numel, len(segments)
-    packed, values, counts = unzipped(payloads)
-    shares, number, workers = weights(counts)
-    sizes = (m,) * number
-    (words, *means), _kept = addresses(
-        (
-            (packed, torch.int32, (packed_words(n, 1),) * number),
-            *[(column, torch.float32, sizes) for column in zip(*values, strict=True)],
-        ),
-        lambda: [_packed(words, 1, n) for words in packed],
+    classes = len(payloads[0][1]) if payloads else 0
+    layout = (torch.int32, packed_words(n, 1)), *((torch.float32, m),) * classes
+    (words, *means, counts, number, workers), _kept = summands(
+        payloads, layout, lambda: [_packed(words, 1, n) for words, _, _ in payloads]
     )
     out = output(out, torch.float32, n)
     bad = c.gc_sign_mean(
         words,
         means[0] if len(means) == 2 else None,
         means[-1],
-        shares,
+        counts,
         number,
         workers,
         segments.table.data_ptr(),

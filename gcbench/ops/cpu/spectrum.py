@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
+from struct import pack
 
 import torch
 from torch import Tensor
@@ -11,14 +11,6 @@ from torch import Tensor
 from gcbench.compressor import Segments
 from gcbench.ops.cpu.library import address, c, c_array, output
 from gcbench.ops.spectrum import Rows
-
-SIGNATURES = {
-    "gc_spectrum_scaled": "pplffipppi",
-    "gc_spectrum_unscaled": "ppplpppi",
-    "gc_spectrum_restored": "ppplppi",
-    "gc_spectrum_mean": "pppplpli",
-    "gc_spectrum_fold": "ppflipi",
-}
 
 
 def _places(rows: Rows | None, segments: Segments) -> tuple[int, int]:
@@ -122,7 +114,7 @@ def spectrum_mean(
     out: Tensor | None = None,
 ) -> Tensor:
     """Serve `ops.spectrum_mean`."""
-    number, factors = len(sparse), array("f", weights)
+    number = len(sparse)
     if len(weights) != number:
         raise ValueError(f"{len(weights)} weights for {number} spectra")
     held: list[Tensor] = []
@@ -133,14 +125,12 @@ def spectrum_mean(
         totals.append(len(kept))
         starts.append(address(values, torch.float32, 2 * len(kept)))
         places.append(address(kept, torch.int64, len(kept)))
-    where = c_array(starts + places + totals)
-    first = where.buffer_info()[0]
     out = torch.empty(bins, 2, dtype=torch.float32) if out is None else out
     bad = c.gc_spectrum_mean(
-        first,
-        first + 8 * number,
-        first + 16 * number,
-        factors.buffer_info()[0],
+        c_array(starts),
+        c_array(places),
+        c_array(totals),
+        pack(f"{number}f", *weights),
         number,
         address(out, torch.float32, 2 * bins),
         bins,

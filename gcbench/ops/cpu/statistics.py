@@ -8,12 +8,6 @@ from torch import Tensor
 from gcbench.compressor import Segments
 from gcbench.ops.cpu.library import address, c
 
-SIGNATURES = {
-    "gc_segment_statistics": "pplpppi",
-    "gc_segment_absmax": "pplpi",
-    "gc_ternary_scales": "pplfippi",
-}
-
 
 def segment_absmax(x: Tensor, segments: Segments) -> Tensor:
     """Serve `ops.segment_absmax`."""

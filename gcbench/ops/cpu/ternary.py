@@ -14,12 +14,6 @@ from gcbench.errors import PayloadError
 from gcbench.ops.cpu.library import address, addresses, c, output, stream, unzipped
 from gcbench.ops.reference import packed_words, ternary_bits
 
-SIGNATURES = {
-    "gc_ternary_encode": "plplppQQIIpi",
-    "gc_ternary_mean": "pppllplplpi",
-    "gc_ternary_merge": "pppllipi",
-}
-
 
 def ternary_encode(
     x: Tensor,
