@@ -87,7 +87,7 @@ struct Held {
 };
 
 // Return bytes that hold the addresses of one column's tensors; null if one does not fit, or with an exception set.
-PyObject* column_addresses(const Torch& torch, PyObject* column) {
+PyObject* column_addresses(const Torch& torch, PyObject* column, int dimensions) {
   PyObject *tensors = PyTuple_GetItem(column, 0), *lengths = PyTuple_GetItem(column, 2);
   const long long dtype = torch.number_of(PyTuple_GetItem(column, 1));
   if (!tensors || dtype < 0 || !lengths) return nullptr;
@@ -97,7 +97,7 @@ PyObject* column_addresses(const Torch& torch, PyObject* column) {
   char* out = PyBytes_AsString(made.object);
   for (intptr_t i = 0; i < number; ++i) {
     const long long length = PyLong_AsLongLong(PyTuple_GetItem(lengths, i));
-    if (!torch.place(PyTuple_GetItem(tensors, i), dtype, length, 1, out + 8 * i)) return nullptr;
+    if (!torch.place(PyTuple_GetItem(tensors, i), dtype, length, dimensions, out + 8 * i)) return nullptr;
   }
   return made.release();
 }
@@ -198,15 +198,16 @@ GC_API PyObject* gc_tensor_address(const void* exchange, PyObject* tensor, PyObj
 GC_CALLED(gc_tensor_address)
 
 // Return a tuple of bytes: for each column, the addresses of its tensors. It is empty if one is none that
-// `gc_tensor_address` knows, or not of one dimension.
+// `gc_tensor_address` knows.
 //
-// `columns`: a tuple of tuples: a tuple of tensors, their dtype, a tuple of their lengths.
-GC_API PyObject* gc_tensor_addresses(const void* exchange, PyObject* columns, PyObject* dtypes) {
+// `columns`: a tuple of tuples: a tuple of tensors, their dtype, a tuple of their lengths. `dimensions`: which they must
+// have; 0 if any.
+GC_API PyObject* gc_tensor_addresses(const void* exchange, PyObject* columns, int dimensions, PyObject* dtypes) {
   const Torch torch{usable(exchange), dtypes};
   const intptr_t number = torch.known ? PyTuple_Size(columns) : 0;
   Held made(PyTuple_New(number));
   for (intptr_t k = 0; made.object && k < number; ++k) {
-    PyObject* addresses = column_addresses(torch, PyTuple_GetItem(columns, k));
+    PyObject* addresses = column_addresses(torch, PyTuple_GetItem(columns, k), dimensions);
     if (!addresses) return nothing();
     PyTuple_SetItem(made.object, k, addresses);
   }
@@ -216,7 +217,7 @@ GC_CALLED(gc_tensor_addresses)
 
 // Return what a mean of payloads takes: for each tensor of a payload the bytes that hold its addresses in all, then those
 // of their numbers of workers as float32, the number of payloads, and the sum of workers. The tuple is empty if there is no
-// payload, or one is not of tensors as in `gc_tensor_addresses` and an int.
+// payload, or one is not of contiguous tensors of one dimension and an int.
 //
 // `payloads`: a sequence of tuples: tensors, some of them in tuples, and a number of workers. `layout`: a tuple of
 // tuples: dtype and length of each tensor.

@@ -249,7 +249,7 @@ def test_nothing_is_left_behind():
         columns = ((tensors, torch.float32, (8, 8)), (tensors, dtype, (8, 8)))
         before = sys.getallocatedblocks()
         for _ in range(1000):
-            library.c.gc_tensor_addresses(library.c.exchange, columns, library.DTYPES)
+            library.c.gc_tensor_addresses(library.c.exchange, columns, 1, library.DTYPES)
             for count in (1, "x"):
                 payloads = [(tensors[0], 1), (tensors[1], count)]
                 library.c.gc_tensor_columns(
@@ -258,7 +258,7 @@ def test_nothing_is_left_behind():
             library.c.gc_tensor_address(library.c.exchange, tensors[0], dtype, 8, library.DTYPES)
         refused = (tensors[:1] * 2, torch.float32, (8, 7))
         for _ in range(1000):
-            library.c.gc_tensor_addresses(library.c.exchange, (refused,), library.DTYPES)
+            library.c.gc_tensor_addresses(library.c.exchange, (refused,), 1, library.DTYPES)
         assert sys.getallocatedblocks() - before < 100
 
 
@@ -299,7 +299,7 @@ def test_only_the_known_version_is_used():
     tensor = torch.zeros(8)
     columns = (((tensor,), torch.float32, (8,)),)
     for table, found in ((known, True), (newer, True), (only, False), (without, False)):
-        given = library.c.gc_tensor_addresses(ctypes.addressof(table), columns, library.DTYPES)
+        given = library.c.gc_tensor_addresses(ctypes.addressof(table), columns, 1, library.DTYPES)
         assert given == ((tensor.data_ptr().to_bytes(8, "little"),) if found else ())
 
 
@@ -352,7 +352,7 @@ def test_all_of_a_view_is_read(change, moved):
     table.functions[3] = ctypes.cast(kept, ctypes.c_void_p).value
     tensor = torch.zeros(8)
     given = library.c.gc_tensor_addresses(
-        ctypes.addressof(table), (((tensor,), torch.float32, (8,)),), library.DTYPES
+        ctypes.addressof(table), (((tensor,), torch.float32, (8,)),), 1, library.DTYPES
     )
     if moved is None:
         assert given == ()

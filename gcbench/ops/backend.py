@@ -130,7 +130,8 @@ def op(definition: Callable[P, R]) -> Callable[P, R]:
             use("auto")
         if not _serving:
             return definition(*args, **kwargs)
-        place = _place(args[0])
+        first = args[0]
+        place = "cpu" if isinstance(first, Tensor) and first.is_cpu else _place(first)
         if place is None:
             place = torch.device(cast(str, kwargs.get("device", "cpu"))).type
         kernel = _serving[place].get(name) if place in _serving else None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from gcbench.ops.bitstream import OMEGA_MAX, check_codes, check_stream
 from gcbench.ops.cpu.library import address, c
 
 
+@lru_cache
 def _omega_bits(k: int) -> int:
     """Return the length of the omega code of k."""
     length = 1
@@ -58,13 +61,13 @@ def _read(
     """
     check_stream(words)
     count, words = words.numel(), words.contiguous()
-    info = torch.tensor([0, records])
-    fault = read(words.data_ptr(), count, n, levels, codes.data_ptr(), info.data_ptr())
+    info = array("q", [0, records])
+    fault = read(words.data_ptr(), count, n, levels, codes.data_ptr(), info.buffer_info()[0])
     if fault:
-        where, bits = int(info[0]), 32 * count
+        where, bits = info[0], 32 * count
         raise PayloadError(
             (
-                f"bit stream of {bits} bits ends {where} of {int(info[1])} codes early",
+                f"bit stream of {bits} bits ends {where} of {info[1]} codes early",
                 f"bit stream: a code stands for more than {where}, or for nothing",
                 f"bit stream of {bits} bits: its codes end at bit {where}",
                 f"bit stream: bits after its end at {where} of {bits} are not zero",

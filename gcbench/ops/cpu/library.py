@@ -172,13 +172,14 @@ def addresses(
 ) -> tuple[tuple[bytes, ...], object]:
     """Return a C array of addresses for each column, and what the caller keeps alive meanwhile.
 
-    Tensors of one dimension that are contiguous and as expected are looked at in C. If there is
-    another one, and in a torch that C cannot ask, `check` is called, and all are taken one by one.
+    Contiguous tensors that are as expected are looked at in C, and of one dimension where there is
+    a `check`. If there is another one, and in a torch that C cannot ask, the check is made, and all
+    are taken one by one.
 
     Raises:
         ValueError: a tensor has another dtype, length or device; and what `check` raises.
     """
-    found = c.gc_tensor_addresses(c.exchange, columns, DTYPES)
+    found = c.gc_tensor_addresses(c.exchange, columns, check is not None, DTYPES)
     if found:
         return found, columns
     if check is not None:
@@ -233,7 +234,7 @@ def summands(
     return (*arrays, pack(f"{number}f", *counts), number, sum(counts)), kept
 
 
-def _flat(payload: tuple[Any, ...]) -> Iterator[Any]:
+def _flat(payload: Sequence[Any]) -> Iterator[Any]:
     for part in payload:
         if isinstance(part, SEQUENCES):
             yield from _flat(part)

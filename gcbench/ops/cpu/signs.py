@@ -136,13 +136,16 @@ def _encode(
     x: Tensor,
     residual: Tensor | None,
     segments: Segments,
-    classes: int,
+    low: Tensor | None,
     left: Tensor | None,
-) -> tuple[Tensor, list[Tensor], int]:
-    """Return the bits, the values of each segment (the last ones those of +1), what is wrong."""
+) -> tuple[Tensor, Tensor, int]:
+    """Return the bits, what +1 is in each segment, what is wrong; fill `low`, what -1 is.
+
+    Without `low` both are as large.
+    """
     n, m, x = segments.numel, len(segments), x.contiguous()
     words = torch.empty(packed_words(n, 1), dtype=torch.int32)
-    values = [torch.empty(m, dtype=torch.float32) for _ in range(classes)]
+    high = x.new_empty(m)  # sooner than torch.empty
     if residual is not None:
         residual = residual.contiguous()
     bad = c.gc_sign_encode(
@@ -151,23 +154,24 @@ def _encode(
         segments.table.data_ptr(),
         m,
         words.data_ptr(),
-        values[0].data_ptr() if classes == 2 else None,
-        values[-1].data_ptr(),
+        None if low is None else low.data_ptr(),
+        high.data_ptr(),
         None if left is None else address(left, torch.float32, n),
         torch.get_num_threads(),
     )
-    return words, values, bad
+    return words, high, bad
 
 
 def scaled_encode(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
     """Serve `ops.scaled_encode`."""
-    words, (scale,), _ = _encode(x, None, segments, 1, None)
+    words, scale, _ = _encode(x, None, segments, None, None)
     return words, scale
 
 
 def class_encode(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
     """Serve `ops.class_encode`."""
-    words, (low, high), _ = _encode(x, None, segments, 2, None)
+    low = x.new_empty(len(segments))
+    words, high, _ = _encode(x, None, segments, low, None)
     return words, low, high
 
 
@@ -176,7 +180,7 @@ def scaled_feedback(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Serve `ops.scaled_feedback`."""
     out = output(out, torch.float32, segments.numel)
-    words, (scale,), bad = _encode(x, residual, segments, 1, out)
+    words, scale, bad = _encode(x, residual, segments, None, out)
     if bad:
         raise wrong(name, bad)
     return words, scale, out
@@ -186,8 +190,8 @@ def class_feedback(
     x: Tensor, residual: Tensor, segments: Segments, name: str, *, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Serve `ops.class_feedback`."""
-    out = output(out, torch.float32, segments.numel)
-    words, (low, high), bad = _encode(x, residual, segments, 2, out)
+    out, low = output(out, torch.float32, segments.numel), x.new_empty(len(segments))
+    words, high, bad = _encode(x, residual, segments, low, out)
     if bad:
         raise wrong(name, bad)
     return words, low, high, out

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gcbench.compressor import Segments
-from gcbench.ops.cpu.library import address, c, c_array, output
+from gcbench.ops.cpu.library import address, addresses, c, c_array, output
 from gcbench.ops.spectrum import Rows
 
 
@@ -117,18 +117,18 @@ def spectrum_mean(
     number = len(sparse)
     if len(weights) != number:
         raise ValueError(f"{len(weights)} weights for {number} spectra")
-    held: list[Tensor] = []
-    starts, places, totals = [], [], []
-    for kept, values in sparse:
-        kept, values = kept.contiguous(), values.contiguous()
-        held += kept, values
-        totals.append(len(kept))
-        starts.append(address(values, torch.float32, 2 * len(kept)))
-        places.append(address(kept, torch.int64, len(kept)))
+    every_kept, every_value = zip(*sparse, strict=True) if sparse else ((), ())
+    totals = tuple(map(len, every_kept))
+    (places, starts), _kept = addresses(
+        (
+            (every_kept, torch.int64, totals),
+            (every_value, torch.float32, tuple(2 * total for total in totals)),
+        )
+    )
     out = torch.empty(bins, 2, dtype=torch.float32) if out is None else out
     bad = c.gc_spectrum_mean(
-        c_array(starts),
-        c_array(places),
+        starts,
+        places,
         c_array(totals),
         pack(f"{number}f", *weights),
         number,
