@@ -40,6 +40,8 @@ class Row(BaseModel):
     """10^9 bytes of the float32 gradient a second."""
     copy_seconds: Positive
     """Median of `copy_` of as many elements, timed before each round."""
+    around_seconds: Positive | None = None
+    """Median of what a short call spends outside of its native functions."""
     seconds: Positive
     """Median."""
     iqr: float
@@ -148,13 +150,14 @@ def select(rows: Sequence[Row], **wanted: str | None) -> list[Row]:
 # ---- text ----------------------------------------------------------------------------------------
 
 NAMES = ("op", "backend")
-NUMBERS = ("median ms", "GB/s", "x copy_", "x eager", "% of floor")
+NUMBERS = ("median ms", "GB/s", "x copy_", "x eager", "% of floor", "us around")
 NOTE = (
     "GB/s: of the float32 gradient, 4 bytes an element. x copy_: times as fast as copy_ of the "
     "same elements, timed before each round. x eager: times as fast as the same in eager torch, "
     "written as in research code. % of floor: 100 where bytes that must move (each input read and "
     "each output written once) move as fast as those of copy_; more is possible, as copy_ reads "
-    "what it overwrites."
+    "what it overwrites. us around: microseconds that a short call spends outside of the native "
+    "function."
 )
 
 
@@ -167,6 +170,7 @@ def _cells(row: Row, eager: float | None) -> list[str]:
         number(row.of_copy),
         "-" if eager is None or row.backend == "eager" else number(eager / row.seconds),
         number(100 * row.of_floor),
+        "-" if row.around_seconds is None else number(1e6 * row.around_seconds),
     ]
 
 
@@ -182,7 +186,9 @@ def tables(timings: Timings, rows: Sequence[Row]) -> list[tuple[str, list[Column
         title += f" in {first.tensors} tensors" if first.tensors > 1 else ""
         title += f", {threads} thread{'s' * (threads > 1)}" if device == "cpu" else f", {device}"
         cells = zip(*(_cells(row, eager.get((row.op, where))) for row in alike), strict=True)
-        columns = zip((*NAMES, *NUMBERS), map(list, cells), strict=True)
+        columns = list(zip((*NAMES, *NUMBERS), map(list, cells), strict=True))
+        if all(row.around_seconds is None for row in alike):
+            del columns[-1]
         found.append((title, [Column(*column) for column in columns]))
     return found
 
@@ -211,7 +217,7 @@ def _json(timings: Timings, rows: Sequence[Row]) -> str:
         json.dumps(
             {
                 key: float(f"{value:.5g}") if isinstance(value, float) else value
-                for key, value in row.model_dump().items()
+                for key, value in row.model_dump(exclude_none=True).items()
             }
         )
         for row in rows

@@ -100,6 +100,23 @@ def test_ratios_are_those_of_the_row_and_its_own_eager_and_copy(saved):
     assert "Example 9000 (AVX512), 2 cores, torch 2.13.0, gcbench 0.1.0, commit 0123456789+" in text
 
 
+def test_what_lies_around_short_calls_has_a_column_where_there_are_any(saved):
+    path = saved(
+        row(),
+        row(size="1e4", around_seconds=2.5e-6),
+        row(size="1e4", backend="reference"),
+    )
+    text = invoke("kernels", path).out
+    long, short = text.split("1e4: 25,000,000 elements")
+    assert "us around" not in long
+    assert "us around" in short.split("Example")[0]
+    assert cells(short, "ternary_encode", "cpu avx512")[5] == "2.50"
+    assert cells(short, "ternary_encode", "reference ")[5] == "-"
+    again = invoke("kernels", path, "--json").json["rows"]
+    assert [row.get("around_seconds") for row in again] == [None, 2.5e-6, None]
+    assert "around_seconds" not in again[0]
+
+
 @pytest.mark.parametrize("width", [20, 40, 61, 62, 80, 200])
 def test_a_narrow_terminal_cuts_no_cell(saved, width, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))
@@ -242,6 +259,9 @@ def test_the_benchmarks_write_what_the_command_reads(tmp_path):
         assert row.gb_per_second == pytest.approx(4e-5 / row.seconds, rel=0.01)
         assert row.fastest <= row.seconds
         assert 5 <= row.rounds <= 100
+        assert (row.around_seconds is not None) == (
+            row.backend.startswith("cpu") and row.seconds < 1e-4
+        )
     assert "samples" not in path.read_text()
     assert '"data"' not in path.read_text()
     assert "10,000 elements" in invoke("kernels", path).out

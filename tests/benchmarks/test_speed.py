@@ -24,6 +24,8 @@ from gcbench.ops.cpu import library
 ROUNDS = 100
 """At most; and at least `FEWEST`, but one where a call alone takes longer than a row may."""
 FEWEST = 5
+SHORT = 1e-4
+"""Seconds of a call below which what lies around its C functions is timed, too."""
 FLUSHED = 8 * 2**26
 """Bytes that are written between two calls on a GPU: they push all else out of its L2."""
 
@@ -154,6 +156,46 @@ def _served(backend: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _clocked() -> Iterator[list[float]]:
+    """Yield a list of the seconds that each call of a C function takes meanwhile."""
+    inside: list[float] = []
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            result = function(*arguments)
+            inside.append(time.perf_counter() - began)
+            return result
+
+        return call
+
+    kernels = {
+        name: function
+        for name, function in vars(library.c).items()
+        if name.startswith("gc_") and not name.startswith("gc_tensor")
+    }
+    try:
+        for name, function in kernels.items():
+            setattr(library.c, name, timed(function))
+        yield inside
+    finally:
+        vars(library.c).update(kernels)
+
+
+def _around(call: Callable[[], Any], copy: Callable[[], None]) -> float:
+    """Return the median of the seconds that a call spends outside of C functions."""
+    outside = []
+    with _clocked() as inside:
+        for _ in range(ROUNDS):
+            copy()
+            inside.clear()
+            began = time.perf_counter()
+            call()
+            outside.append(time.perf_counter() - began - sum(inside))
+    return statistics.median(outside)
+
+
 def test_speed(row: Row, benchmark, request):
     torch.set_num_threads(row.threads)
     gradient, timed = KEPT.gradient(row), KEPT.timed(row)
@@ -183,6 +225,9 @@ def test_speed(row: Row, benchmark, request):
         copy()
         copies.clear()
         benchmark.pedantic(call, setup=copy, rounds=rounds)
+        native = row.backend.startswith("cpu") and CASES[row.case].op
+        short = benchmark.stats and benchmark.stats.stats.median < SHORT
+        around = _around(call, copy) if native and short else None
     if not benchmark.stats:
         return  # --benchmark-disable: each call is made once
     median = benchmark.stats.stats.median
@@ -198,6 +243,7 @@ def test_speed(row: Row, benchmark, request):
         "bytes_per_element": round(timed.moved / gradient.n, 4),
         "gb_per_second": 4e-9 * gradient.n / median,
         "copy_seconds": statistics.median(copies),
+        "around_seconds": around,
     }
 
 
