@@ -164,7 +164,7 @@ class Segments:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the flat tensor."""
         return self.offsets[-1]

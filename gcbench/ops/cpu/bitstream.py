@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gcbench.errors import PayloadError
 from gcbench.ops.bitstream import OMEGA_MAX, check_codes, check_stream
-from gcbench.ops.cpu.library import address, c
+from gcbench.ops.cpu.library import address, c, new_int32
 
 
 @lru_cache
@@ -32,7 +32,7 @@ def _write(
     if n >= OMEGA_MAX:
         raise ValueError(f"{n} codes: fewer than {OMEGA_MAX} allowed")
     codes = codes.int().contiguous()
-    room = torch.empty((header + longest * n + 31) // 32, dtype=torch.int32)
+    room = new_int32((header + longest * n + 31) // 32)
     used = write(address(codes, torch.int32, n), n, levels, room.data_ptr())
     if used < 0:
         check_codes(codes, levels)
@@ -79,7 +79,7 @@ def _read(
 
 def omega_dense_read(words: Tensor, n: int, levels: int) -> Tensor:
     """Serve `ops.omega_dense_read`."""
-    codes = torch.empty(n, dtype=torch.int32)
+    codes = new_int32(n)
     return _read(c.gc_omega_dense_read, words, n, levels, codes, n)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from gcbench.compressor import Key, Segments
 from gcbench.errors import PayloadError
 from gcbench.ops.blocks import BAD_CODE, BAD_SCALE
-from gcbench.ops.cpu.library import address, c, output, stream, summands
+from gcbench.ops.cpu.library import address, c, new_float32, output, stream, summands
 
 
 def int8_encode(
@@ -18,7 +18,7 @@ def int8_encode(
 ) -> tuple[Tensor, Tensor]:
     """Serve `ops.int8_encode`."""
     n, m, x = segments.numel, len(segments), x.contiguous()
-    codes, scales = output(out, torch.int8, n), torch.empty(m, dtype=torch.float32)
+    codes, scales = output(out, torch.int8, n), new_float32(m)
     c.gc_int8_encode(
         address(x, torch.float32, n),
         n,

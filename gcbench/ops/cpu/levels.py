@@ -15,7 +15,7 @@ from gcbench.ops.cpu.bitstream import (
     omega_sparse_read,
     omega_sparse_write,
 )
-from gcbench.ops.cpu.library import address, c, output, stream, summands
+from gcbench.ops.cpu.library import address, c, new_float32, output, stream, summands
 from gcbench.ops.quantize import (
     BAD_CODES,
     BAD_NORMS,
@@ -30,7 +30,7 @@ from gcbench.ops.reference import into, packed_words
 def level_norms(x: Tensor, segments: Segments, norm: str, levels: int) -> Tensor:
     """Serve `ops.level_norms`."""
     m, x = len(segments), x.contiguous()
-    norms = torch.empty(m, dtype=torch.float32)
+    norms = new_float32(m)
     c.gc_level_norms(
         address(x, torch.float32, segments.numel),
         segments.table.data_ptr(),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gcbench.errors import PayloadError
-from gcbench.ops.cpu.library import address, c, c_array, output
+from gcbench.ops.cpu.library import address, c, c_array, new_int32, output
 from gcbench.ops.rangefloat import Groups, grouped_grids, grouped_values, range_check
 from gcbench.ops.reference import packed_words
 
@@ -29,7 +29,7 @@ def range_pack(
     """Serve `ops.range_pack`."""
     range_check(bits, mantissa)
     n, values = grouped_values(groups), values.contiguous()
-    grids = torch.empty(grouped_grids(groups), dtype=torch.int32)
+    grids = new_int32(grouped_grids(groups))
     size = packed_words(n, bits)
     words = output(out, torch.int32, size)
     c.gc_range_pack(

@@ -12,7 +12,18 @@ from torch import Tensor
 
 from gcbench.compressor import Key
 from gcbench.errors import PayloadError
-from gcbench.ops.cpu.library import address, addresses, c, c_array, output, stream, unzipped
+from gcbench.ops.cpu.library import (
+    address,
+    addresses,
+    c,
+    c_array,
+    new_float32,
+    new_int32,
+    new_int64,
+    output,
+    stream,
+    unzipped,
+)
 from gcbench.ops.reference import packed_words
 from gcbench.ops.selection import KeptRun, gaps_low_bits, kept_total, position_coding
 
@@ -32,8 +43,8 @@ def largest_elements(x: Tensor, runs: Sequence[KeptRun]) -> tuple[Tensor, Tensor
         end = max(end, stop)
     if end > n:
         raise ValueError(f"segments that end at {end} in a tensor of {n} elements")
-    positions = torch.empty(total, dtype=torch.int64)
-    values = torch.empty(total, dtype=torch.float32)
+    positions = new_int64(total)
+    values = new_float32(total)
     c.gc_largest_elements(
         address(x, torch.float32, n),
         _table(runs),
@@ -49,7 +60,7 @@ def random_positions(
     key: Key, runs: Sequence[KeptRun], device: torch.device | str = "cpu"
 ) -> Tensor:
     """Serve `ops.random_positions`."""
-    positions = torch.empty(kept_total(runs), dtype=torch.int64)
+    positions = new_int64(kept_total(runs))
     c.gc_random_positions(
         *stream(key),
         _table(runs),
@@ -63,7 +74,7 @@ def random_positions(
 def gather(x: Tensor, positions: Tensor) -> Tensor:
     """Serve `ops.gather`."""
     n, total, x, positions = x.numel(), positions.numel(), x.contiguous(), positions.contiguous()
-    out = torch.empty(total, dtype=torch.float32)
+    out = new_float32(total)
     bad = c.gc_gather(
         address(x, torch.float32, n),
         n,
@@ -127,13 +138,13 @@ def pack_positions(positions: Tensor, n: int, coding: str) -> tuple[Tensor, ...]
         return (positions.int(),)
     where, threads = address(positions, torch.int64, total), torch.get_num_threads()
     if coding == "bitmap":
-        words = torch.empty(packed_words(n, 1), dtype=torch.int32)
+        words = new_int32(packed_words(n, 1))
         bad = c.gc_pack_bitmap(where, total, n, words.data_ptr(), threads)
         parts: tuple[Tensor, ...] = (words,)
     else:
         low = gaps_low_bits(n, total)
-        codes = torch.empty(packed_words(total, low), dtype=torch.int32)
-        bits = torch.empty(packed_words(total + ((n - total) >> low), 1), dtype=torch.int32)
+        codes = new_int32(packed_words(total, low))
+        bits = new_int32(packed_words(total + ((n - total) >> low), 1))
         bad = c.gc_pack_gaps(where, total, n, low, codes.data_ptr(), bits.data_ptr(), threads)
         parts = codes, bits
     if bad:
@@ -148,7 +159,7 @@ def unpack_positions(
     total = kept_total(runs)
     coding = position_coding(coding, n, total)
     parts = [part.contiguous() for part in parts]
-    positions = torch.empty(total, dtype=torch.int64)
+    positions = new_int64(total)
     wanted = _table(runs), len(runs), total, positions.data_ptr()
     found, threads = array("q", [0]), torch.get_num_threads()
     held, low = n, 0

@@ -11,7 +11,17 @@ from torch import Tensor
 
 from gcbench.compressor import Key, Segments
 from gcbench.errors import PayloadError
-from gcbench.ops.cpu.library import address, addresses, c, output, stream, summands
+from gcbench.ops.cpu.library import (
+    address,
+    addresses,
+    c,
+    new_float32,
+    new_float64,
+    new_int32,
+    output,
+    stream,
+    summands,
+)
 from gcbench.ops.reference import packed_words
 from gcbench.ops.sign import sign_voters, wrong
 
@@ -38,7 +48,7 @@ def sign_pack_above(
     n, m, x = segments.numel, len(segments), x.contiguous()
     words = packed_words(n, 2)
     out = output(out, torch.int32, words)
-    square = torch.empty(m, dtype=torch.float64)
+    square = new_float64(m)
     threads, table = torch.get_num_threads(), segments.table.data_ptr()
     place = address(x, torch.float32, n)
     c.gc_segment_statistics(place, table, m, None, None, square.data_ptr(), threads)
@@ -144,8 +154,8 @@ def _encode(
     Without `low` both are as large.
     """
     n, m, x = segments.numel, len(segments), x.contiguous()
-    words = torch.empty(packed_words(n, 1), dtype=torch.int32)
-    high = x.new_empty(m)  # sooner than torch.empty
+    words = new_int32(packed_words(n, 1))
+    high = new_float32(m)
     if residual is not None:
         residual = residual.contiguous()
     bad = c.gc_sign_encode(
@@ -170,7 +180,7 @@ def scaled_encode(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
 
 def class_encode(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
     """Serve `ops.class_encode`."""
-    low = x.new_empty(len(segments))
+    low = new_float32(len(segments))
     words, high, _ = _encode(x, None, segments, low, None)
     return words, low, high
 
@@ -190,7 +200,7 @@ def class_feedback(
     x: Tensor, residual: Tensor, segments: Segments, name: str, *, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Serve `ops.class_feedback`."""
-    out, low = output(out, torch.float32, segments.numel), x.new_empty(len(segments))
+    out, low = output(out, torch.float32, segments.numel), new_float32(len(segments))
     words, high, bad = _encode(x, residual, segments, low, out)
     if bad:
         raise wrong(name, bad)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gcbench.compressor import Segments
-from gcbench.ops.cpu.library import address, addresses, c, c_array, output
+from gcbench.ops.cpu.library import address, addresses, c, c_array, new_float32, output
 from gcbench.ops.spectrum import Rows
 
 
@@ -38,7 +38,7 @@ def spectrum_scaled(
 ) -> tuple[Tensor, Tensor]:
     """Serve `ops.spectrum_scaled`."""
     m, table, x = len(segments), segments.table, x.contiguous()
-    unit = torch.empty(m, dtype=torch.float32)
+    unit = new_float32(m)
     places, n = _places(rows, segments)
     out = output(out, torch.float32, n)
     c.gc_spectrum_scaled(
@@ -68,7 +68,7 @@ def spectrum_unscaled(
     n, m, table, bins = segments.numel, len(segments), segments.table, bins.contiguous()
     places, size = _places(rows, segments)
     out = output(out, torch.float32, n)
-    energy = torch.empty(n // 2, dtype=torch.float32)
+    energy = new_float32(n // 2)
     c.gc_spectrum_unscaled(
         address(bins, torch.float32, size),
         address(unit.contiguous(), torch.float32, m),
@@ -118,7 +118,7 @@ def spectrum_mean(
     if len(weights) != number:
         raise ValueError(f"{len(weights)} weights for {number} spectra")
     every_kept, every_value = zip(*sparse, strict=True) if sparse else ((), ())
-    totals = tuple(map(len, every_kept))
+    totals = tuple(map(Tensor.numel, every_kept))
     (places, starts), _kept = addresses(
         (
             (every_kept, torch.int64, totals),

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from gcbench.compressor import Segments
-from gcbench.ops.cpu.library import address, c
+from gcbench.ops.cpu.library import address, c, new_float32, new_float64
 
 
 def segment_absmax(x: Tensor, segments: Segments) -> Tensor:
     """Serve `ops.segment_absmax`."""
     m, table, x = len(segments), segments.table, x.contiguous()
-    out = torch.empty(m, dtype=torch.float32)
+    out = new_float32(m)
     c.gc_segment_absmax(
         address(x, torch.float32, segments.numel),
         table.data_ptr(),
@@ -26,8 +26,8 @@ def segment_absmax(x: Tensor, segments: Segments) -> Tensor:
 def segment_moments(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
     """Serve `ops.segment_moments`."""
     m, table, x = len(segments), segments.table, x.contiguous()
-    total = torch.empty(m, dtype=torch.float64)
-    square = torch.empty(m, dtype=torch.float64)
+    total = new_float64(m)
+    square = new_float64(m)
     c.gc_segment_statistics(
         address(x, torch.float32, segments.numel),
         table.data_ptr(),
@@ -45,8 +45,8 @@ def ternary_scales(
 ) -> tuple[Tensor | None, Tensor]:
     """Serve `ops.ternary_scales`."""
     m, table, x = len(segments), segments.table, x.contiguous()
-    scale = torch.empty(m, dtype=torch.float32)
-    limit = torch.empty(m, dtype=torch.float32) if clip and not at_limit else None
+    scale = new_float32(m)
+    limit = new_float32(m) if clip and not at_limit else None
     c.gc_ternary_scales(
         address(x, torch.float32, segments.numel),
         table.data_ptr(),
