@@ -19,7 +19,7 @@ FAST = ("--cluster-set", "inter.gbit=100000", "--cluster-set", "intra.gbit=10000
 
 def stored(name: str, seed: int, accuracy: float | None, **over: Any) -> Any:
     method = registry.compressor(name)
-    made = summary(name, seed, accuracy, **over)
+    made = summary(name, seed, accuracy, **{"collective": method.legal_collectives()[0], **over})
     made["compressor"] = repr(method)
     made["config"]["memory"] = method.memory
     return made
@@ -97,6 +97,77 @@ def test_results_of_another_memory_or_field_do_not_count(tmp_path: Path) -> None
     folder = write(tmp_path / "runs", stored("none", 0, 0.9), other, field)
     rows = methods(advise(tmp_path, "--runs", folder))
     assert (rows["terngrad"]["results"], rows["qsgd"]["results"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("by", "accuracy", "expected"),
+    [
+        ("allgather", 0.9, ("use", "allgather", 1)),  # and not by two-shot, which is faster
+        ("twoshot", 0.9, ("use", "twoshot", 1)),
+        ("allgather", 0.87, ("too costly", "twoshot", 1)),  # two-shot loses something more
+    ],
+)
+def test_what_owners_encode_again_is_known_by_its_own_collective(
+    tmp_path: Path, by: str, accuracy: float, expected: tuple[str, str, int]
+) -> None:
+    run = stored("qsgd", 0, accuracy, collective=by)
+    folder = write(tmp_path / "runs", stored("none", 0, 0.9), run)
+    row = methods(advise(tmp_path, "--runs", folder))["qsgd"]
+    assert (row["advice"], row["collective"], row["results"]) == expected
+
+
+def test_where_all_collectives_have_one_mean_any_result_counts(tmp_path: Path) -> None:
+    run = stored("terngrad", 0, 0.9, collective="allreduce")
+    folder = write(tmp_path / "runs", stored("none", 0, 0.9), run)
+    row = methods(advise(tmp_path, "--runs", folder))["terngrad"]
+    assert (row["advice"], row["collective"], row["results"]) == ("use", "twoshot", 1)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"options": {"clip": {"0": 1.0, "50": 2.5}}},
+        {"start_step": 50},
+        {"delay": 1},
+        {"dense_last": True},
+        {"dense_below": 9},
+        {"memory_options": {"decay": 0.5}},
+    ],
+)
+def test_results_of_what_is_not_advised_do_not_count(tmp_path: Path, other: dict) -> None:
+    run = stored("terngrad", 0, 0.9)
+    run["config"] |= other
+    folder = write(tmp_path / "runs", stored("none", 0, 0.9), run)
+    row = methods(advise(tmp_path, "--runs", folder))["terngrad"]
+    assert (row["advice"], row["results"]) == ("measure", 0)
+
+
+def test_results_with_the_dense_tensors_that_were_asked_for_count(tmp_path: Path) -> None:
+    run, plain = stored("terngrad", 0, 0.9), stored("none", 0, 0.9)
+    run["config"] |= {"dense_last": True, "dense_below": 9}
+    folder = write(tmp_path / "runs", plain, run)
+    row = methods(advise(tmp_path, "--runs", folder, "--dense-last", "--dense-below", 9))
+    assert row["terngrad"]["results"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        ("terngrad,int8", "--compressor none,terngrad,int8 --seed"),
+        ("qsgd,terngrad", "--compressor none,terngrad,qsgd --collective twoshot --seed"),
+        (
+            "topk:ratio=0.02,qsgd",
+            "--compressor none,topk --set ratio=0.02 --collective twoshot --dense-last --seed",
+        ),
+    ],
+)
+def test_the_command_measures_what_is_unknown(tmp_path: Path, words: str, command: str) -> None:
+    dense = ("--dense-last",) if "dense-last" in command else ()
+    where = ("--results", tmp_path / "a", "--progress", "none", "--json", "--runs", tmp_path / "r")
+    write(tmp_path / "r", stored("none", 0, 0.9))
+    found = invoke("advise", "--compressor", words, *where, *dense).json
+    (said,) = [line for line in found["conclusions"] if line.startswith("To learn")]
+    assert f"gcbench run --task cifar10 {command} 0,1,2, then" in said
 
 
 def test_on_a_fast_network_it_says_do_not_compress(tmp_path: Path, runs: Path) -> None:

@@ -1,9 +1,9 @@
 """Whether to compress on a given cluster, and with what: predicted gain beside measured cost.
 
-The gain is `prediction`'s, each method by whichever legal collective is fastest. The cost is the
-accuracy that stored runs lost against their own `none`: of several results the worst. What nobody
-measured is not taken for free: such a method is never advised, and the command that measures it is
-told.
+The gain is `prediction`'s, each method by the legal collective with the best advice, then the
+fastest. The cost is the accuracy that stored runs lost against their own `none`: of several results
+the worst. What nobody measured is not taken for free: such a method is never advised, and the
+command that measures it is told. A result by another collective counts where all give one mean.
 
 By all-gather a worker is handed (N - 1) payloads of b bits an element, by a ring all-reduce of fp32
 it is handed 2 (N - 1) / N times 32 bits: an all-gather moves less only below N = 64 / b workers.
@@ -12,13 +12,14 @@ it is handed 2 (N - 1) / N times 32 bits: an all-gather moves less only below N 
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from gcbench import compare, finished, pictures, progress, tables
+from gcbench import compare, finished, pictures, progress, registry, tables
 from gcbench.compressor import Segments
 from gcbench.errors import UsageError
 from gcbench.measure.analysis import Analysis, Ledger, Row, Shown, Table, provenance
@@ -48,27 +49,44 @@ class Settings(prediction.Settings):
 # ---- the cost ------------------------------------------------------------------------------------
 
 
-def known_costs(rows: Sequence[compare.Row]) -> dict[str, list[compare.Row]]:
-    """Return the rows whose distance to `none` is known, by the compressor's repr.
+def known_costs(rows: Sequence[compare.Row]) -> list[compare.Row]:
+    """Return the rows whose distance to `none` is known: of accuracies only."""
+    known = (row for row in rows if row.difference is not None or row.failed)
+    return [row for row in known if row.metric == "accuracy" and not row.is_baseline]
 
-    Only accuracies count, of runs that carry the published method's own memory.
+
+def costs_of(settings: Settings, step: Step, known: Sequence[compare.Row]) -> list[compare.Row]:
+    """Return the rows of this very method as it would be used, by a collective of the same mean.
+
+    It compresses from the first step to the last with the same fields, carries what its source
+    carries, and leaves the same tensors dense. What loses too much by all-gather counts against a
+    two-shot exchange, too, whose owners lose something more; what does not says nothing of it.
     """
-    found: dict[str, list[compare.Row]] = {}
-    for row in rows:
-        if row.metric == "accuracy" and (row.difference is not None or row.failed):
-            if row.first.config.get("memory", "none") != _own_memory(row):
-                continue
-            found.setdefault(row.first.compressor, []).append(row)
-    return found
+    method = step.method
+    asked = {
+        "memory": method.memory,
+        "memory_options": dict(method.memory_options),
+        "start_step": 0,
+        "delay": 0,
+        "dense_last": settings.dense_last,
+        "dense_below": settings.dense_below,
+    }
+
+    def counts(row: compare.Row) -> bool:
+        run = row.runs[0]
+        if run.summary.compressor != repr(method) or finished.schedules(run.summary):
+            return False
+        if any(run.config.get(key, value) != value for key, value in asked.items()):
+            return False
+        same = run.summary.collective == step.collective or not method.requantizes
+        return same or (step.collective == "twoshot" and not fits(settings, row))
+
+    return [row for row in known if counts(row)]
 
 
-def _own_memory(row: compare.Row) -> str | None:
-    from gcbench import registry
-
-    try:
-        return registry.compressor_class(row.first.compressor_name).memory
-    except UsageError:
-        return None  # a method that is not installed here
+def fits(settings: Settings, row: compare.Row) -> bool:
+    """Return whether no seed failed, and no more accuracy was lost than may be."""
+    return not row.failed and (row.difference or 0.0) >= -settings.tolerance
 
 
 def worst(rows: Sequence[compare.Row]) -> compare.Row:
@@ -87,7 +105,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     """
     found = prediction.prepare(settings, observer, ledger, every=True)
     workers = settings.workers[0]
-    costs: dict[str, list[compare.Row]] = {}
+    costs: list[compare.Row] = []
     if settings.runs:
         costs = known_costs(compare.rows(finished.load([Path(run) for run in settings.runs])))
     base = found.plain.at(workers, settings.cluster)
@@ -96,7 +114,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         for word in dict.fromkeys(word for word, _ in found.steps)
         if word != "none"
     ]
-    rows.sort(key=lambda row: (ORDER.index(str(row["advice"])), -float(row["speedup"] or 0)))
+    rows.sort(key=_rank)
     most = base["step_seconds"] / found.compute
     title = (
         f"{found.network.title}, {found.network.numel:,} parameters, batch {found.batch} a worker, "
@@ -106,12 +124,14 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         *found.notes,
         f"use: gains at least {100 * settings.margin:g} % and lost at most "
         f"{100 * settings.tolerance:g} points of accuracy in every stored result. measure: gains "
-        "as much, but no result is stored. too costly: lost more, or diverged. no gain: gains "
+        "as much, but no such result is stored. too costly: lost more, or diverged. no gain: gains "
         "less. speedup: step of `none` by all-reduce / step, predicted.",
         "accuracy: row minus `none` at equal budget, the worst of the stored results, with its "
-        "95 % interval from two seeds on, by the collective that those runs had. all-gather up to: "
-        "fewer than 64 / b workers, b the bits an element of a payload; beyond, it moves more "
-        "bytes than fp32 by a ring all-reduce, and two-shot or all-reduce must serve.",
+        "95 % interval from two seeds on; results of a schedule, with other dense tensors, or by a "
+        "collective with another mean do not count, but what loses too much by all-gather is too "
+        "costly by two-shot, too. all-gather up to: fewer than 64 / b workers, b the bits an "
+        "element of a payload; beyond, it moves more bytes than fp32 by a ring all-reduce, and "
+        "two-shot or all-reduce must serve.",
     ]
     return Analysis(
         kind=KIND,
@@ -138,50 +158,50 @@ _SHOWN = [
 ]
 
 
-def _fastest(found: Prepared, settings: Settings, word: str) -> tuple[Step, dict[str, Any] | str]:
-    """Return the fastest step of a method among its collectives, or why all are refused."""
-    best: tuple[Step, dict[str, Any]] | None = None
-    refused: tuple[Step, str] | None = None
-    for (name, _), step in found.steps.items():
-        if name != word:
-            continue
-        try:
-            at = step.at(settings.workers[0], settings.cluster)
-        except UsageError as error:
-            refused = refused or (step, str(error))
-            continue
-        if best is None or at["step_seconds"] < best[1]["step_seconds"]:
-            best = step, at
-    chosen = best or refused
-    assert chosen is not None  # each method has a collective
-    return chosen
-
-
 def _row(
     settings: Settings,
     found: Prepared,
     word: str,
-    costs: Mapping[str, Sequence[compare.Row]],
+    known: Sequence[compare.Row],
     base: Mapping[str, Any],
 ) -> Row:
-    step, at = _fastest(found, settings, word)
+    """Return the row of a method by the collective with the best advice, of these the fastest."""
+    steps = [step for (name, _), step in found.steps.items() if name == word]
+    rows = [_by_collective(settings, found, word, step, known, base) for step in steps]
+    return min(rows, key=_rank)
+
+
+def _rank(row: Row) -> tuple[int, float]:
+    return ORDER.index(str(row["advice"])), -float(row["speedup"] or 0)
+
+
+def _by_collective(
+    settings: Settings,
+    found: Prepared,
+    word: str,
+    step: Step,
+    known: Sequence[compare.Row],
+    base: Mapping[str, Any],
+) -> Row:
     method, workers, cluster = step.method, settings.workers[0], settings.cluster
     segments = Segments.of(found.network.shapes, method.granularity)
     bits = 8 * traffic.payload_bytes(method, segments)[0] / found.network.numel
     row: Row = {"method": word, "compressor": repr(method), "collective": step.collective}
     gathers = "allgather" in method.legal_collectives()
     row |= {"bits": bits, "gather_limit": math.ceil(64 / bits) - 1 if gathers and bits else None}
-    stored = costs.get(repr(method), [])
+    stored = costs_of(settings, step, known)
     row["results"] = len(stored)
-    fits = True
+    good = True
     if stored:
         lost = worst(stored)
         row["accuracy"] = "failed" if lost.failed else tables.versus(lost)
         row["accuracy_difference"] = None if lost.failed else lost.difference
         row["accuracy_from"] = f"{lost.first.task}, {lost.first.steps} steps, n={len(lost.values)}"
-        fits = not lost.failed and (lost.difference or 0.0) >= -settings.tolerance
-    if isinstance(at, str):
-        return {**row, "advice": REFUSED, "refused": at, "speedup": None}
+        good = fits(settings, lost)
+    try:
+        at = step.at(workers, cluster)
+    except UsageError as error:
+        return {**row, "advice": REFUSED, "refused": str(error), "speedup": None}
     gain = base["step_seconds"] / at["step_seconds"]
     row |= {key: at[key] for key in ("step_seconds", "wire_bytes", "topology")}
     row["speedup"] = gain
@@ -189,7 +209,7 @@ def _row(
     links = prediction.pays(step, found.plain, workers, cluster) if several else []
     row["pays_at_gbit"] = prediction.ranges(links) if several else None
     worth = gain >= 1 + settings.margin
-    row["advice"] = NO_GAIN if not worth else COSTLY if not fits else USE if stored else MEASURE
+    row["advice"] = NO_GAIN if not worth else COSTLY if not good else USE if stored else MEASURE
     row["refused"] = None
     return row
 
@@ -216,12 +236,27 @@ def _advice(settings: Settings, rows: Sequence[Row], most: float) -> list[str]:
     else:
         said = [f"Do not compress: no method gains {100 * settings.margin:g} %."]
     if unknown and (not used or float(unknown[0]["speedup"] or 0) > float(used[0]["speedup"] or 0)):
-        names = ",".join(str(row["method"]).partition(":")[0] for row in unknown[:3])
-        said.append(
-            f"To learn what {names} would cost: gcbench run --task cifar10 --compressor "
-            f"none,{names} --seed 0,1,2, then the same command again."
-        )
+        said.append(_to_learn(settings, unknown))
     return [*said, bound]
+
+
+def _to_learn(settings: Settings, unknown: Sequence[Row]) -> str:
+    """Return the command that measures the fastest of these, and others that it can measure, too.
+
+    That are at most three, of the same collective and, where fields are set, the first alone.
+    """
+    name, *options = str(unknown[0]["method"]).split(":")
+    by = str(unknown[0]["collective"])
+    alike = [str(row["method"]) for row in unknown if row["collective"] == by]
+    names = [name] if options else [word for word in alike if ":" not in word][:3]
+    words = ["gcbench", "run", "--task", "cifar10", "--compressor", ",".join(["none", *names])]
+    words += [word for option in options for word in ("--set", option)]
+    usual = {registry.compressor_class(each).collectives[0] for each in names}
+    words += [] if usual == {by} else ["--collective", by]
+    words += ["--dense-last"] if settings.dense_last else []
+    words += ["--dense-below", str(settings.dense_below)] if settings.dense_below else []
+    command = shlex.join([*words, "--seed", "0,1,2"])
+    return f"To learn what {','.join(names)} would cost: {command}, then the same command again."
 
 
 # ---- the picture ---------------------------------------------------------------------------------
