@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -137,12 +139,63 @@ def _error_file(folder: str, rank: int) -> Path:
     return Path(folder) / f"error-{rank}.json"
 
 
-def _spawned(errors: str, call: Callable[..., None], words: Sequence[Any]) -> None:
-    """Be one local worker process; leave what went wrong in a file in `errors` for the parent."""
+def _end_workers(number: int, frame: object) -> None:
+    """Have torch's launcher end the workers by SIGTERM, which they hear while they import, too."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    raise SignalException("Ctrl-C", signal.SIGTERM)
+
+
+@contextmanager
+def _deaf_workers() -> Iterator[None]:
+    """Have the processes that Python starts in here not hear Ctrl-C: the launcher tells them.
+
+    The terminal tells all processes: one that still imports would print a traceback and leave its
+    peers waiting for it. The mask is inherited; this process has it only while it starts one, and
+    hears Ctrl-C after that. An interruption between two of them leaves those that the launcher does
+    not know yet: none outlives this.
+    """
+    kind: Any = multiprocessing.get_context("spawn").Process
+    start = kind._Popen
+    started = []
+    here = threading.current_thread() is threading.main_thread()
+
+    def deaf(process: Any) -> Any:
+        resource_tracker.ensure_running()  # its own start would unblock the signal
+        asked = threading.Event()
+        if here:  # a thread without the mask may take the signal, too
+            signal.signal(signal.SIGINT, lambda number, frame: asked.set())
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            started.append(start(process))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            if here:  # in place of the launcher's
+                signal.signal(signal.SIGINT, _end_workers)
+        if asked.is_set():
+            _end_workers(signal.SIGINT, None)
+        return started[-1]
+
+    kind._Popen = staticmethod(deaf)
+    try:
+        yield
+    finally:
+        kind._Popen = staticmethod(start)
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def _spawned(errors: str, call: Callable[..., Any], words: Sequence[Any]) -> Any:
+    """Be one local worker process; leave what went wrong in a file in `errors` for the parent.
+
+    It does not hear Ctrl-C, see `_deaf_workers`: the launcher's SIGTERM ends it.
+    """
     _die_with_parent()
     rank = int(os.environ["RANK"])
     try:
-        call(*words)
+        return call(*words)
     except Exception as error:
         known = isinstance(error, GcbenchError)
         message = {
@@ -159,7 +212,7 @@ def _spawned(errors: str, call: Callable[..., None], words: Sequence[Any]) -> No
         os._exit(1)
 
 
-def local_launch(workers: int, name: str) -> Any:
+def _local_launch(workers: int, name: str) -> Any:
     """Return the settings of torch's elastic launcher for local processes; it stays quiet."""
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -195,11 +248,12 @@ def spawn(config: Config, run: Run, options: Options) -> None:
 
 
 def in_processes(
-    workers: int, threads: int, name: str, call: Callable[..., None], words: Sequence[Any]
-) -> None:
-    """Run `call(*words)` in local processes, by torch's elastic launcher, each with RANK set.
+    workers: int, threads: int, name: str, call: Callable[..., Any], words: Sequence[Any]
+) -> list[Any]:
+    """Return what `call(*words)` returns in each local process, by rank; RANK is set in each.
 
-    `call` is a function of a module, and `words` can be pickled.
+    torch's elastic launcher starts them. `call` is a function of a module; `words` and what it
+    returns can be pickled.
 
     Raises:
         GcbenchError: the first error of any worker.
@@ -209,10 +263,12 @@ def in_processes(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    with TemporaryDirectory(prefix="gcbench-") as errors, signals_restored():
+    with TemporaryDirectory(prefix="gcbench-") as errors, signals_restored(), _deaf_workers():
         try:
             with _environment(OMP_NUM_THREADS=str(threads)):
-                elastic_launch(local_launch(workers, name), _spawned)(errors, call, words)
+                launch = elastic_launch(_local_launch(workers, name), _spawned)
+                found: dict[int, Any] = launch(errors, call, words)
+                return [found[rank] for rank in range(workers)]
         except ChildFailedError as failure:
             died = GcbenchError(f"a worker process died without a word ({failure!s:.200})")
             raise _first_error(workers, errors, died) from failure

@@ -822,24 +822,17 @@ def in_processes(methods: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[
 
     Raises:
         GcbenchError: a process died.
-        KeyboardInterrupt: the user asked to stop.
+        Interrupted: the user asked to stop.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
-    from gcbench.engines import local_launch, signals_restored
+    from gcbench import engines
+    from gcbench.train import Interrupted
 
     try:
-        with signals_restored():
-            found = elastic_launch(local_launch(PROCESSES, "verify"), _worker)(list(methods))
-    except ChildFailedError as failure:
-        raise GcbenchError(
-            "one of three processes died; --no-processes leaves them out"
-        ) from failure
-    except SignalException:
-        raise KeyboardInterrupt from None
-    replicas = [found[rank] for rank in range(PROCESSES)]
+        replicas = engines.in_processes(PROCESSES, 1, "verify", _worker, (list(methods),))
+    except Interrupted:
+        raise
+    except GcbenchError as failure:
+        raise GcbenchError(f"{failure}; --no-processes leaves the processes out") from failure
     apart = {"error": "the replicas of three processes differ"}
     return [own if own == a == b else apart for own, a, b in zip(*replicas, strict=True)]
 
