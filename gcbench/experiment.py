@@ -286,9 +286,47 @@ def provenance(config: Config) -> dict[str, Any]:
         "versions": versions(),
         "machine": machine(),
         "backend": serving(config),
+        "objects": objects(config),
         "threads": threads_per_worker(config),
         "python": sys.executable.rsplit("/", 1)[-1],
     }
+
+
+def objects(config: Config) -> dict[str, Any]:
+    """Return what carries out a config, with every field: one not given is this version's default.
+
+    The compressor is a list: one for each stage of its schedules.
+    """
+    stages = schedule.starts(config.options)
+    return {
+        "task": registry.call(config.make_task()),
+        "compressor": [registry.call(config.make_compressor(step)) for step in stages],
+        "memory": registry.call(config.make_memory()),
+    }
+
+
+def check_objects(config: Config, made: Mapping[str, Any], folder: Path) -> None:
+    """Refuse a stored run of this config whose fields not given had other defaults than now.
+
+    `made` is its summary, or as much of it as there is. Runs from before `objects` were stored tell
+    the compressor alone, once they are finished.
+
+    Raises:
+        GcbenchError: it would come out otherwise now, or does not say.
+    """
+    there = (made.get("provenance") or {}).get("objects")
+    here = objects(config)
+    if there is None:
+        there = {"compressor": [made.get("compressor", "unknown fields")]}
+        here = {"compressor": [repr(config.make_compressor(config.steps - 1))]}
+    for kind, now in here.items():
+        then = there[kind]
+        if then != now:
+            old, new = (" / ".join(v) if isinstance(v, list) else v for v in (then, now))
+            raise GcbenchError(
+                f"{folder} was made with {old} by another gcbench; the same command now means "
+                f"{new}. --force makes it again, another --results keeps both"
+            )
 
 
 def serving(config: Config) -> str:

@@ -177,6 +177,12 @@ def _typed(what: str, cls: type[Any], options: dict[str, Any]) -> dict[str, Any]
     return typed
 
 
+def call(made: object) -> str:
+    """Return the call that makes an object of a plug-in, each of its fields told."""
+    told = [f"{name}={getattr(made, name)!r}" for name in fields(type(made))]
+    return f"{type(made).__qualname__}({', '.join(told)})"
+
+
 def make(what: str, cls: type[T], options: dict[str, Any]) -> T:
     """Return `cls(**options)` with the values in its fields' types; UsageError otherwise."""
     known = fields(cls)

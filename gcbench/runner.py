@@ -93,11 +93,13 @@ class Runner:
 
         Raises:
             MissedError: it is past a step that is to be captured.
+            GcbenchError: it was made, or begun, by a gcbench with other defaults.
             GcbenchError: it failed; its records and checkpoint stay.
         """
         run = Run(self.results / config.run_name)
         finished = None if self.force else run.summary
         if finished is not None and finished.get("schema") == SCHEMA:
+            experiment.check_objects(config, finished, run.folder)
             if missing := self.capture.missing(run) if self.capture and leads else []:
                 raise captures.missed(config.run_name, missing)
             if leads:
@@ -111,17 +113,16 @@ class Runner:
         with run.locked():
             resumed = not self.force and run.can_resume(config.model_dump(mode="json"))
             if resumed:
+                experiment.check_objects(config, {"provenance": run.read_provenance()}, run.folder)
                 _say(f"{place} {config.run_name}: goes on from its checkpoint")
             else:
                 run.start(config.model_dump(mode="json"), experiment.provenance(config))
                 sinks.forget(run, registry.sinks().keys() - self.told)
-                budget = config.make_task().paper_steps
-                told = f" (the paper: {budget})" if budget else ""
                 carried = "" if config.memory == "none" else f", memory {config.memory}"
                 _say(
                     f"{place} {config.run_name}: {config.make_compressor()!r}, "
                     f"{config.workers} workers, {config.engine}, {config.collective}{carried}, "
-                    f"{config.steps} steps of batch {config.batch}{told}; "
+                    f"{config.steps} steps of batch {config.batch}; "
                     f"backend {experiment.serving(config)}"
                 )
             self._engine(config, run)
@@ -154,8 +155,8 @@ class Runner:
         _say(f"{left} run(s) left. Go on with: {start}")
 
     def _print(self, done: Sequence[dict[str, Any]], *, single: bool, json: bool) -> None:
-        if json:
-            print(jsonlib.dumps(done[0] if single and done else list(done), indent=2))
+        if json and not (single and not done):  # a run alone that failed has no document
+            print(jsonlib.dumps(done[0] if single else list(done), indent=2))
         elif done:
             listing.show_table(listing.summaries(done))
             _say(f"runs in {self.results}; compare them: gcbench compare {self.results}")

@@ -1,0 +1,112 @@
+"""Runs that another version made with other defaults: the hash is the same, the run is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Result, invoke
+
+from gcbench import memory, registry
+
+QUICK = ("--task", "quadratic", "--workers", 2, "--steps", 12, "--progress", "none", "--json")
+
+
+def run(results: Path, *words: object) -> Result:
+    return invoke("run", *QUICK, "--results", results, *words)
+
+
+def with_default(cls: type[Any], field: str, value: object) -> pytest.MonkeyPatch:
+    """Give a field another default, as another version has it, until `undo`."""
+    names = [each.name for each in dataclasses.fields(cls)]
+    own = [each.default for each in dataclasses.fields(cls)]
+    own[names.index(field)] = value
+    patch = pytest.MonkeyPatch()
+    patch.setattr(cls.__init__, "__defaults__", tuple(own))
+    return patch
+
+
+@pytest.mark.parametrize(
+    ("cls", "field", "value", "words"),
+    [
+        (registry.compressor_class("terngrad"), "clip", 2.0, ()),
+        (registry.compressor_class("terngrad"), "clip", 2.0, ("--set", "share=0:true/6:false")),
+        (registry.task_class("quadratic"), "noise", 0.5, ()),
+        (memory.Residual, "decay", 0.9, ("--memory", "forced-residual")),
+    ],
+)
+def test_a_finished_run_of_other_defaults_is_not_reused(tmp_path, cls, field, value, words):
+    collective = () if not words else ("--collective", "allgather")
+    other = with_default(cls, field, value)
+    try:
+        before = run(tmp_path, *words, *collective).json
+    finally:
+        other.undo()
+    done = run(tmp_path, *words, *collective)
+    assert done.code == 1
+    assert done.out == ""
+    said = done.err.strip()
+    assert said.startswith(
+        f"gcbench: {tmp_path / 'quadratic-terngrad-'}{before['config_hash']} was"
+    )
+    then, now = said.split("the same command now means")
+    assert f"{field}={value}" in then
+    assert f"{field}={value}" not in now
+    assert "--force makes it again, another --results keeps both" in now
+    after = run(tmp_path, *words, *collective, "--force").json
+    assert after["config_hash"] == before["config_hash"]
+    assert after["params_sha256"] != before["params_sha256"]
+    assert "finished before, skipped" in run(tmp_path, *words, *collective).err
+
+
+def change(folder: Path, name: str, key: str, value: object = None) -> None:
+    """Set an entry of a run's file, or take it out, as an older version left it."""
+    held = json.loads((folder / name).read_text())
+    inner = held["provenance"] if name == "summary.json" and key == "objects" else held
+    inner.pop(key) if value is None else inner.update({key: value})
+    (folder / name).write_text(json.dumps(held))
+
+
+def test_a_run_from_before_objects_were_stored_is_known_by_its_compressor(tmp_path):
+    before = run(tmp_path).json
+    (folder,) = tmp_path.iterdir()
+    change(folder, "summary.json", "objects")
+    assert "skipped" in run(tmp_path).err
+    change(folder, "summary.json", "compressor", "TernGrad(clip=2.5)")
+    assert "was made with TernGrad(clip=2.5) by another gcbench" in run(tmp_path).err
+    assert run(tmp_path, "--force").json["params_sha256"] == before["params_sha256"]
+
+
+def test_an_interrupted_run_does_not_go_on_with_other_defaults(tmp_path, monkeypatch):
+    from gcbench.train import Trainer
+
+    def fall(self, *words):
+        raise OSError("a power cut")
+
+    often = ("--checkpoint-seconds", 0, "--log-every", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "evaluate", fall)
+        assert run(tmp_path, *often).code == 1
+    (folder,) = tmp_path.iterdir()
+    assert (folder / "checkpoint.pt").exists()
+    kept = (folder / "provenance.json").read_text()
+    other = with_default(registry.compressor_class("terngrad"), "clip", 2.0)
+    try:
+        assert "TernGrad(clip=2.5, " in run(tmp_path, *often).err.split("now means")[0]
+    finally:
+        other.undo()
+    change(folder, "provenance.json", "objects")
+    assert "was made with unknown fields" in run(tmp_path, *often).err
+    (folder / "provenance.json").write_text(kept)
+    assert "goes on from its checkpoint" in run(tmp_path, *often).err
+
+
+def test_a_run_that_failed_alone_has_no_document(tmp_path):
+    done = run(tmp_path, "--compressor", "none", "--lr", 1e30)
+    assert (done.code, done.out) == (1, "")
+    assert "non-finite gradient" in done.err
+    both = run(tmp_path, "--compressor", "none", "--lr", "1e30,2e30")
+    assert (both.code, json.loads(both.out)) == (1, [])  # as many documents as runs that are done
