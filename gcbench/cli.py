@@ -10,7 +10,17 @@ from typing import Annotated, Any
 
 import typer
 
-from gcbench.commands import DataDir, Format, Formatted, Json, Progress, Shown, print_json, say
+from gcbench.commands import (
+    RUNS,
+    DataDir,
+    Format,
+    Formatted,
+    Json,
+    Progress,
+    Shown,
+    print_json,
+    say,
+)
 from gcbench.commands.advise import advise
 from gcbench.commands.bandwidth import bandwidth
 from gcbench.commands.bounds import bounds
@@ -28,8 +38,9 @@ app = typer.Typer(
 data_app = typer.Typer(no_args_is_help=True, help="Fetch data sets, or say where they are.")
 app.add_typer(data_app, name="data")
 
-RESULTS = Path("results/runs")
 TIMINGS = Path("results/kernels.json")
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
 
 
 class Kind(StrEnum):
@@ -49,14 +60,8 @@ class KernelFormat(StrEnum):
     json = "json"
 
 
-class DataName(StrEnum):
-    """The data sets that can be fetched."""
-
-    cifar10 = "cifar10"
-    mnist = "mnist"
-
-
 S = str | None
+DataName = Annotated[str, typer.Argument(help="A data set: the name of a task that needs one.")]
 SUITE = "A paper's table or figure: see `gcbench list suites`; or a YAML file."
 RUN = "What is compared"
 TRAIN = "Training (the task's defaults unless given)"
@@ -157,7 +162,7 @@ def run(
         Path | None, typer.Option(help="YAML file with the same keys; flags win over it.")
     ] = None,
     data_dir: DataDir = None,
-    results: Annotated[Path, typer.Option(help="Folder for the runs.")] = RESULTS,
+    results: Annotated[Path, typer.Option(help="Folder for the runs.")] = RUNS,
     checkpoint_seconds: Annotated[
         float, typer.Option(min=0, help="Seconds between checkpoints.")
     ] = 60.0,
@@ -252,7 +257,7 @@ def compare(
             raise UsageError(f"--where {word!r}: SETTING=VALUE[,VALUE] expected, each setting once")
         conditions[key] = values.split(",")
     beside = None
-    runs = finished.load(folders or [RESULTS])
+    runs = finished.load(folders or [RUNS])
     if suite is not None:
         from gcbench import suites
         from gcbench.suites import published
@@ -366,9 +371,9 @@ app.command()(advise)
 app.command()(report)
 
 
-def _print_folder(name: DataName, folder: Path, *, as_json: bool) -> None:
+def _print_folder(name: str, folder: Path, *, as_json: bool) -> None:
     if as_json:
-        print_json({"name": name.value, "folder": str(folder), "found": folder.is_dir()})
+        print_json({"name": name, "folder": str(folder), "found": folder.is_dir()})
     else:
         print(folder)
 
@@ -378,7 +383,7 @@ def data_get(name: DataName, data_dir: DataDir = None, as_json: Json = False) ->
     """Download a data set, or check the files that are there, and print the folder."""
     from gcbench import data
 
-    _print_folder(name, data.get(name.value, data_dir), as_json=as_json)
+    _print_folder(name, data.get(name, data_dir), as_json=as_json)
 
 
 @data_app.command("path")
@@ -386,7 +391,7 @@ def data_path(name: DataName, data_dir: DataDir = None, as_json: Json = False) -
     """Print the folder where a data set is looked for."""
     from gcbench import data
 
-    _print_folder(name, data.path(name.value, data_dir), as_json=as_json)
+    _print_folder(name, data.path(name, data_dir), as_json=as_json)
 
 
 def _version(asked: bool) -> None:
@@ -427,6 +432,8 @@ def main() -> None:
     except SystemExit as done:
         if "TORCHELASTIC_RUN_ID" in os.environ and done.code in (None, 0):
             _leave()
+        if done.code == INTERRUPTED:  # typer has caught Ctrl-C without a word
+            say("gcbench: interrupted")
         raise
     except GcbenchError as error:
         if os.environ.get("GCBENCH_DEBUG"):
@@ -439,7 +446,7 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         say("gcbench: interrupted")
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except Exception as error:  # the last line of defence: one line, and how to see more
         if os.environ.get("GCBENCH_DEBUG"):
             raise

@@ -195,9 +195,10 @@ def get(name: str, data_dir: Path | None = None) -> Path:
         with filelock.FileLock(root / f".{source.folder}.lock"):
             _fetch_all(name, source, root)
     except OSError as error:
+        place = "--data-dir or GCBENCH_DATA" if data_dir else "GCBENCH_CACHE"
         raise GcbenchError(
             f"{name} cannot be stored in {root}: {error.strerror or error}. Name another folder "
-            "with GCBENCH_CACHE."
+            f"with {place}."
         ) from error
     return folder
 

@@ -334,4 +334,7 @@ def write(path: Path, text: str) -> None:
     try:
         write_atomically(path, text.encode())
     except GcbenchError as error:
-        raise GcbenchError(f"cannot write {path}; name another file with --output") from error
+        why = getattr(error.__cause__, "strerror", None) or error
+        raise GcbenchError(
+            f"cannot write {path}: {why}; name another file with --output"
+        ) from error

@@ -28,7 +28,7 @@ LOCK = "lock"
 
 
 @contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def explained(path: Path) -> Iterator[None]:
     """Turn an operating system's refusal into a line for the user."""
     try:
         yield
@@ -42,7 +42,7 @@ def _explained(path: Path) -> Iterator[None]:
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace `path` with `data`: after a crash it holds the old bytes or the new, never a mix."""
     part = path.with_name(path.name + ".part")
-    with _explained(path):
+    with explained(path):
         try:
             with part.open("wb") as file:
                 file.write(data)
@@ -81,14 +81,14 @@ class Run:
         Raises:
             GcbenchError: it cannot be made.
         """
-        with _explained(self.folder):
+        with explained(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the run for this process; GcbenchError if another one has it."""
         path = self.folder / LOCK
-        with _explained(path):
+        with explained(path):
             file = path.open("w")
         with file:
             try:
@@ -107,9 +107,9 @@ class Run:
         write_atomically(self.folder / "config.json", _json(config))
         write_atomically(self.folder / "provenance.json", _json(provenance))
         for name in ("summary.json", "checkpoint.pt", "metrics.jsonl", "metrics.parquet"):
-            with _explained(self.folder / name):
+            with explained(self.folder / name):
                 (self.folder / name).unlink(missing_ok=True)
-        with _explained(self.folder / CAPTURES), contextlib.suppress(FileNotFoundError):
+        with explained(self.folder / CAPTURES), contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.folder / CAPTURES)
 
     def _object(self, name: str) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class Run:
     def append(self, record: Mapping[str, Any]) -> None:
         """Add one line to the metrics; it is in the file when this returns."""
         path = self.folder / "metrics.jsonl"
-        with _explained(path), path.open("a") as file:
+        with explained(path), path.open("a") as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
 
     def records(self) -> list[dict[str, Any]]:

@@ -272,6 +272,12 @@ def test_where_a_data_set_lies(tmp_path):
     assert invoke(*asked, "--json").json == told | {"found": True}
 
 
+def test_a_data_set_that_is_none(tmp_path):
+    for command in ("get", "path"):
+        done = invoke("data", command, "mnits", "--data-dir", tmp_path)
+        refused(done, 2, "Did you mean 'mnist'? Known: cifar10, mnist.")
+
+
 @pytest.mark.parametrize("below", ["file", "file/deeper"])
 def test_a_results_folder_that_cannot_be_made(tmp_path, below):
     (tmp_path / "file").write_text("mine")

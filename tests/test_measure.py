@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from commands import invoke
+from test_cli import files_of_at_most
 
 from gcbench.errors import GcbenchError, UsageError
 from gcbench.measure import analysis as measuring
@@ -144,6 +145,16 @@ def test_a_ledger_keeps_what_was_made_before_a_crash(tmp_path: Path) -> None:
     with Ledger(tmp_path / "x").open(afresh=True) as ledger:
         assert "one" not in ledger
     assert path.read_bytes() == b""
+
+
+def test_a_full_disk_is_told_and_keeps_what_was_made(tmp_path: Path) -> None:
+    with files_of_at_most(100), Ledger(tmp_path).open() as ledger:
+        ledger["one"] = 1
+        with pytest.raises(GcbenchError, match=r"cannot write .*: File too large. Free space"):
+            ledger["two"] = "x" * 100
+    with Ledger(tmp_path).open() as ledger:
+        assert ledger["one"] == 1
+        assert "two" not in ledger  # a part of it lies there
 
 
 def test_two_processes_do_not_share_a_ledger(tmp_path: Path) -> None:

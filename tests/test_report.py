@@ -296,3 +296,11 @@ def test_long_tables_scroll(tmp_path: Path) -> None:
         (tmp_path / "a.json").write_text(json.dumps(measuring.document(analysis)))
         reported(tmp_path / "x", tmp_path / "a.json")
         assert ('class="wide long"' in (tmp_path / "page.html").read_text()) is expected
+
+
+def test_a_page_that_cannot_be_written_says_why(tmp_path: Path) -> None:
+    (tmp_path / "page.html").mkdir()
+    write(tmp_path / "runs", summary("none", 0, 0.9))
+    done = invoke("report", tmp_path / "runs", "--output", tmp_path / "page.html")
+    assert done.code == 1
+    assert f"gcbench: cannot write {tmp_path}/page.html: Is a directory; name another" in done.err

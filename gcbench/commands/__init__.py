@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gcbench import progress
     from gcbench.measure.analysis import Analysis, Ledger
 
+RUNS = Path("results/runs")
 ANALYSES = Path("results/analyses")
 
 

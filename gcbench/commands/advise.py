@@ -9,6 +9,7 @@ import typer
 
 from gcbench.commands import (
     ANALYSES,
+    RUNS,
     Force,
     Format,
     Formatted,
@@ -34,8 +35,6 @@ from gcbench.commands.scale import (
     PlaceSet,
     Threads,
 )
-
-RUNS = Path("results/runs")
 
 
 def advise(

@@ -7,9 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gcbench.commands import ANALYSES, Json, Progress, Shown, print_json, say
-
-RUNS = Path("results/runs")
+from gcbench.commands import ANALYSES, RUNS, Json, Progress, Shown, print_json, say
 
 
 def report(

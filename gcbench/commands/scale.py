@@ -9,6 +9,7 @@ import typer
 
 from gcbench.commands import (
     ANALYSES,
+    RUNS,
     Force,
     Format,
     Formatted,
@@ -248,7 +249,7 @@ def validate(
     from gcbench import finished
     from gcbench.measure.scale import validation
 
-    folders = runs or [Path("results/runs")]
+    folders = runs or [RUNS]
     found = finished.load(folders)
     settings = make(
         validation.Settings,

@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from gcbench import experiment, pictures
 from gcbench.errors import GcbenchError, UsageError, unknown
 from gcbench.measure import MODULES
-from gcbench.store import write_atomically
+from gcbench.store import explained, write_atomically
 from gcbench.typeset import Column, latex, latex_text, markdown, number, terminal
 
 SCHEMA = 1
@@ -156,13 +156,9 @@ class Ledger:
         Raises:
             GcbenchError: another process has it, or the folder cannot be written.
         """
-        try:
+        with explained(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = self.path.open("a+")
-        except OSError as error:
-            raise GcbenchError(
-                f"cannot write {self.path} ({error.strerror}); choose another folder with --results"
-            ) from None
+            file = self.path.open("a+b", buffering=0)
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -180,7 +176,7 @@ class Ledger:
                 except ValueError:
                     break  # cut short by a crash
                 self._found[entry["key"]] = entry["record"]
-                whole += len(line.encode())
+                whole += len(line)
             file.truncate(whole)
             self._file = file
             yield self
@@ -192,9 +188,12 @@ class Ledger:
         return self._found[key]
 
     def __setitem__(self, key: str, record: Any) -> None:
+        """Keep a record; it is in the file when this returns, or GcbenchError says why not."""
         self._found[key] = record
-        self._file.write(json.dumps({"key": key, "record": record}, allow_nan=False) + "\n")
-        self._file.flush()
+        line = (json.dumps({"key": key, "record": record}, allow_nan=False) + "\n").encode()
+        with explained(self.path):
+            while line:  # a full disk may take a part
+                line = line[self._file.write(line) :]
 
 
 def save(analysis: Analysis, results: Path) -> Path:
@@ -207,12 +206,8 @@ def save(analysis: Analysis, results: Path) -> Path:
     import pyarrow.parquet as pq
 
     folder = results / analysis.name
-    try:
+    with explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise GcbenchError(
-            f"cannot write {folder} ({error.strerror}); choose another folder with --results"
-        ) from None
     for table in analysis.tables:
         fields = dict.fromkeys(field for row in table.rows for field in row)
         columns = {field: [row.get(field) for row in table.rows] for field in fields}

@@ -13,7 +13,6 @@ The yardstick is the library's own all-reduce of the same size in the same comma
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 
 from gcbench import progress
@@ -27,7 +26,7 @@ from gcbench.measure.bandwidth.worker import measure
 __all__ = ["Settings", "draw", "run"]
 
 
-def _worker(settings_json: str, folder: str, mode: progress.Mode, *, force: bool) -> None:
+def _worker(settings_json: str, folder: str, mode: progress.Mode, force: bool) -> None:
     """Be one worker of a process group: join it, and measure what the folder lacks."""
     from gcbench import engines
 
@@ -37,12 +36,6 @@ def _worker(settings_json: str, folder: str, mode: progress.Mode, *, force: bool
     finished = leads and not force and _finished(Path(folder)) is not None
     measure(world, plan(settings), Path(folder), mode, afresh=force, finished=finished)
     world.close()  # not after an error: it is told before others see the connection break
-
-
-def _process(settings_json: str, folder: str, mode: progress.Mode, force: bool) -> None:
-    """Be a local process that one signal ends at once: nothing is lost, see `Ledger`."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _worker(settings_json, folder, mode, force=force)
 
 
 def _finished(folder: Path) -> Analysis | None:
@@ -69,14 +62,14 @@ def run(
     if settings.engine == "torchrun":
         engines.check_size(settings.workers)
         found = None if force else _finished(folder)
-        _worker(*words, force=force)
+        _worker(*words, force)
         if os.environ["RANK"] != "0":
             return None
     else:
         found = None if force else _finished(folder)
         if found is None:
             processes = settings.workers, settings.threads, name
-            engines.in_processes(*processes, _process, (*words, force))
+            engines.in_processes(*processes, _worker, (*words, force))
     if found is not None:
         return found, False
     with analysis.Ledger(folder).open() as ledger:
