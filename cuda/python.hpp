@@ -65,8 +65,7 @@ bool read(PyObject* given, T*& out) {
   if (given == &_Py_NoneStruct) return true;
   PyObject* type = PyObject_Type(given);
   Py_DecRef(type);
-  out = type == &PyBytes_Type ? reinterpret_cast<T*>(PyBytes_AsString(given))
-                              : static_cast<T*>(const_cast<void*>(static_cast<const void*>(PyLong_AsVoidPtr(given))));
+  out = static_cast<T*>(type == &PyBytes_Type ? PyBytes_AsString(given) : PyLong_AsVoidPtr(given));
   return out || !PyErr_Occurred();
 }
 
