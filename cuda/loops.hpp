@@ -48,11 +48,11 @@ inline int64_t words_of(int64_t n, int bits) {
   return bits * (n / TILE * LANES + (n % TILE + LANES - 1) / LANES);
 }
 
-// Call f(first, last) for ranges of tiles that cover n elements, on up to `threads` threads.
-template <class F>
+// Call f(first, last) for ranges of `tiles` tiles, of which LEAST are worth a thread, on up to `threads` threads.
+template <int64_t LEAST = GRAIN, class F>
 void parallel(int64_t tiles, int threads, F f) {
 #if defined(_OPENMP)
-  const int64_t useful = tiles / GRAIN;
+  const int64_t useful = tiles / LEAST;
   if (threads > useful) threads = (int)useful;
   if (threads > 1) {
 #pragma omp parallel num_threads(threads)

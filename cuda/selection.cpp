@@ -1,14 +1,15 @@
-// Selection of the largest elements of segments, exact, of equal ones the first; positions as bits; scatter and gather.
+// Selection of the largest elements of segments, exact, of equal ones the first.
 //
-// A long segment is read once: a sample gives a threshold that a few more than k elements reach, these are collected,
-// and the k-th largest is found among them by histograms of ever finer bins. Where the sample misleads, as it does if
-// most elements are equal, the histograms are taken over the segment itself: a fixed number of passes, whatever the
-// values. A short segment's keys lie in first-level cache, where its threshold is found by counting.
+// A long segment is read once: a sample gives a threshold that a few more than k elements reach, and these are
+// collected. The k-th largest is found by counting how many of them reach a key, for ever nearer keys on both sides of it.
+// Where the sample misleads, as it does if most elements are equal, it is found by histograms of ever finer bins over the
+// segment itself: a fixed number of passes, whatever the values. A short segment's keys lie in first-level cache, and are
+// counted at once.
 #include <algorithm>
 #include <type_traits>
 
-#include "python.hpp"
 #include "selection.cuh"
+#include "selection.hpp"
 
 using namespace gc;
 
@@ -18,53 +19,17 @@ constexpr int CHUNK = 4096;       // elements that are looked at in one go
 constexpr int SHORT = CHUNK;      // elements of a segment whose threshold is found by counting
 constexpr int GROUP = 4;          // indices that are written at once
 constexpr int SAMPLE = 32768;     // elements of a sample, at most
-constexpr int FEW = 1 << 19;      // elements that a cache holds, so that counting them again costs little
+constexpr int REST = 256;         // candidates that are left when the last is looked for among them
+constexpr int NEAR = 8;           // elements of a sample by which a rank in it may be missed
 constexpr int BINS = 2048;
 constexpr int32_t LEAST = -0x7fffffff - 1, MOST = 0x7fffffff;  // of keys
 constexpr int64_t PART = 1ll << 31;  // elements whose indices have 32 bits
-
-struct Run {  // gcbench.ops.selection.KeptRun
-  int64_t start, rows, length, keep;
-};
-
-// Call f(part) for 0 <= part < parts, on `threads` threads.
-template <class F>
-void each_part(int parts, int threads, F f) {
-#if defined(_OPENMP)
-  if (threads > 1 && parts > 1) {
-#pragma omp parallel for schedule(static, 1) num_threads(threads)
-    for (int p = 0; p < parts; ++p) f(p);
-    return;
-  }
-#endif
-  for (int p = 0; p < parts; ++p) f(p);
-}
-
-int useful_threads(int64_t n, int threads) {
-  const int64_t useful = n / (2 * GRAIN * TILE);  // threads meet four times
-  return useful < threads ? (useful > 1 ? (int)useful : 1) : threads;
-}
-
-// The first index in [0, count) whose at(index), which does not decrease, is `value` or more; or count.
-template <class F>
-int64_t first_from(int64_t count, int64_t value, F at) {
-  int64_t low = 0;
-  while (count > 0) {
-    const int64_t half = count / 2;
-    if (at(low + half) < value) {
-      low += half + 1;
-      count -= half + 1;
-    } else {
-      count = half;
-    }
-  }
-  return low;
-}
 
 // ---- where the elements come from --------------------------------------------------------------------------------
 
 struct Floats {
   using Order = ByMagnitude;
+  static constexpr int EASE = 2;  // how many of them are as much work as one word
   const uint32_t* x;
 
   const uint32_t* read(int64_t start, int, uint32_t*) const { return x + start; }
@@ -130,6 +95,7 @@ constexpr int SPARE = 160;  // words that `read` writes beyond those that were a
 
 struct Words {
   using Order = ByWord;
+  static constexpr int EASE = 1;
   Key key;
 
   const uint32_t* read(int64_t start, int count, uint32_t* scratch) const {
@@ -280,9 +246,56 @@ int reach(const uint32_t* raw, int n, int32_t limit) {
   return found;
 }
 
-// The k-th largest of n keys that a cache holds: bounds are moved together by counting, from near `guess`.
+// Keys between which the k-th largest lies: `at_low` keys, at least k, reach `low`; `beyond` go beyond `high`, fewer,
+// or just k where both are the key below it.
+struct Bounds {
+  int32_t low, high;
+  int64_t at_low, beyond;
+
+  int64_t between() const { return at_low - beyond; }
+};
+
+// Move bounds together, from near `guess`, until no more than `enough` keys are between them or they are equal.
+// `reaching(key)` counts the keys that reach one.
+template <class F>
+Bounds narrowed(Bounds b, int64_t k, int32_t guess, int64_t enough, F reaching) {
+  uint32_t step = 1u << 18;
+  bool over = false, under = false, halve = false;
+  while (b.low < b.high && b.between() > enough) {
+    const uint32_t width = (uint32_t)b.high - (uint32_t)b.low;
+    const int64_t before = b.between();
+    int32_t middle = (int32_t)((uint32_t)b.low + width / 2 + 1);
+    if (over && under) {
+      if (!halve) {  // as if keys were spread evenly; a little off, for the farther bound to come near, too
+        const int64_t below = b.at_low - k, margin = below > k - b.beyond ? -enough / 4 : enough / 4;
+        const double share = (double)std::max<int64_t>(below + margin, 0) / (double)(before + 1);
+        middle = (int32_t)((uint32_t)b.low + 1 + (uint32_t)(width * share));
+      }
+    } else if (guess > b.low && guess <= b.high) {  // no bound is near yet
+      middle = guess;
+    }
+    const int64_t found = reaching(middle);
+    if (found == k) return Bounds{middle - 1, middle - 1, found, found};
+    if (found > k) {
+      b.low = middle;
+      b.at_low = found;
+      under = true;
+      guess = step < (uint32_t)b.high - (uint32_t)b.low ? (int32_t)((uint32_t)b.low + step) : b.low;
+    } else {
+      b.high = middle - 1;
+      b.beyond = found;
+      over = true;
+      guess = step < (uint32_t)b.high - (uint32_t)b.low ? (int32_t)((uint32_t)b.high - step) : b.low;
+    }
+    step = step < 1u << 28 ? 4 * step : 0xffffffffu;
+    halve = !halve && 2 * b.between() > before;  // which ends whatever the keys are
+  }
+  return b;
+}
+
+// Bounds of the k-th largest of n keys, at most `enough` keys apart, where a cache holds them.
 template <class Order>
-Limit kth_of_few(const uint32_t* raw, int n, int k, int32_t guess) {
+Bounds bounds_of(const uint32_t* raw, int n, int64_t k, int32_t guess, int64_t enough) {
   int32_t low = Order::key(raw[0]), high = low;
 #pragma omp simd reduction(min : low) reduction(max : high)
   for (int i = 0; i < n; ++i) {
@@ -290,62 +303,48 @@ Limit kth_of_few(const uint32_t* raw, int n, int k, int32_t guess) {
     low = key < low ? key : low;
     high = key > high ? key : high;
   }
-  int at_low = n, beyond = 0;  // keys that reach `low`, at least k, and that go beyond `high`, fewer
-  uint32_t step = 1u << 18;
-  bool over = false, under = false, halve = false;
-  while (low < high) {
-    const uint32_t width = (uint32_t)high - (uint32_t)low;
-    int32_t middle = (int32_t)((uint32_t)low + width / 2 + 1);
-    if (over && under) {  // as if keys were spread evenly, in turn with halving, which ends whatever the keys are
-      const double share = (double)(at_low - k) / (at_low - beyond + 1);
-      if (!halve) middle = (int32_t)((uint32_t)low + 1 + (uint32_t)(width * share));
-      halve = !halve;
-    } else if (guess > low && guess <= high) {  // no bound is near yet
-      middle = guess;
-    }
-    const int found = reach<Order>(raw, n, middle);
-    if (found == k) return Limit{middle - 1, 0};  // above the smallest key, so there is one below
-    if (found > k) {
-      low = middle;
-      at_low = found;
-      under = true;
-      guess = step < (uint32_t)high - (uint32_t)low ? (int32_t)((uint32_t)low + step) : low;
-    } else {
-      high = middle - 1;
-      beyond = found;
-      over = true;
-      guess = step < (uint32_t)high - (uint32_t)low ? (int32_t)((uint32_t)high - step) : low;
-    }
-    step = step < 1u << 28 ? 4 * step : 0xffffffffu;
-  }
-  return Limit{low, k - beyond};
+  return narrowed(Bounds{low, high, n, 0}, k, guess, enough, [=](int32_t key) { return reach<Order>(raw, n, key); });
 }
 
-// A key that somewhat more than k of n elements reach, probably, and how many of them there is to be room for.
-struct Sampled {
-  int32_t key;
-  int64_t room;
+// The k-th largest of n keys that a cache holds.
+template <class Order>
+Limit kth_of_few(const uint32_t* raw, int n, int64_t k, int32_t guess) {
+  const Bounds found = bounds_of<Order>(raw, n, k, guess, 0);
+  return Limit{found.low, k - found.beyond};
+}
+
+// How to find a key that somewhat more than k of n elements reach, probably: `key`, or that of number `rank` in a
+// sample of `size` elements, one of each `stride`. The k-th largest is near `guess`, or near number `middle`.
+struct Plan {
+  int64_t size, stride, rank, middle, room;  // no sample: size 0; `room`: for how many elements there is to be some
+  int32_t key, guess;
 };
 
-Sampled sampled_limit(const Floats& source, int64_t start, int64_t n, int64_t k) {
+Plan planned(const Floats&, int64_t n, int64_t k) {
   int64_t size = n / 64 < 1024 ? 1024 : n / 64 < 4096 ? n / 64 : n / 2048 < 4096 ? 4096 : n / 2048;
   size = size < SAMPLE ? size : SAMPLE;
   const int64_t stride = n / size;
-  std::unique_ptr<uint32_t[]> sample(new uint32_t[size]);
-  const uint32_t* x = source.x + start;
-  for (int64_t i = 0; i < size; ++i, x += stride) {
-    sample[i] = x[(uint64_t)((uint32_t)i * 2654435761u) * (uint64_t)stride >> 32];
-  }
   const double share = (double)k / (double)n * (double)size;
   const int64_t rank = (int64_t)(share + 5 * __builtin_sqrt(share)) + 8;
-  if (rank >= size) return {LEAST, n};
-  return {kth_of_few<ByMagnitude>(sample.get(), (int)size, (int)rank, 0).key, 2 * (rank + 8) * stride};
+  if (rank >= size) return {0, 0, 0, 0, n, LEAST, LEAST};
+  return {size, stride, rank, std::max<int64_t>((int64_t)share, 1), 2 * (rank + 8) * stride, LEAST, LEAST};
 }
 
-Sampled sampled_limit(const Words&, int64_t, int64_t n, int64_t k) {
-  const double wanted = (double)k + 6 * __builtin_sqrt((double)k) + 16, share = wanted / (double)n;
-  if (share >= 1) return {LEAST, n};
-  return {(int32_t)((int64_t)((1 - share) * 0x1p32) - (1ll << 31)), 2 * (int64_t)wanted};
+Plan planned(const Words&, int64_t n, int64_t k) {
+  const auto key_of = [=](double number) {
+    return (int32_t)((int64_t)((1 - number / (double)n) * 0x1p32) - (1ll << 31));
+  };
+  const double wanted = (double)k + 6 * __builtin_sqrt((double)k) + 16;
+  if (wanted >= (double)n) return {0, 0, 0, 0, n, LEAST, LEAST};
+  return {0, 0, 0, 0, 2 * (int64_t)wanted, key_of(wanted), key_of((double)k)};
+}
+
+// Take elements [first, last) of the sample of those from x on.
+void take(const uint32_t* x, const Plan& plan, int64_t first, int64_t last, uint32_t* sample) {
+  x += first * plan.stride;
+  for (int64_t i = first; i < last; ++i, x += plan.stride) {
+    sample[i] = x[(uint64_t)((uint32_t)i * 2654435761u) * (uint64_t)plan.stride >> 32];
+  }
 }
 
 // ---- selection ----------------------------------------------------------------------------------------------------
@@ -423,6 +422,14 @@ struct Candidates {
   bool full() const { return count > room; }
 };
 
+// One part of a segment, alone in its lines of memory.
+struct alignas(64) Part {
+  int64_t first, last;  // elements
+  Candidates found;
+  int64_t number[2];  // what has been counted, in turns
+  int64_t above, ties;
+};
+
 // Call f(at, raw, count) for chunks of the elements [first, last) of the segment at `start`, while that returns true.
 template <class Source, class F>
 void each_chunk(const Source& source, int64_t start, int64_t first, int64_t last, F f) {
@@ -449,102 +456,179 @@ void collect(const Source& source, int64_t start, int64_t first, int64_t last, i
   });
 }
 
+// Write the keys within bounds of which there are `room` at most, and return how many there are.
 template <class Order>
-int32_t largest_key(const Candidates& of, int32_t top) {
-  const uint32_t* raw = of.raw;
-#pragma omp simd reduction(max : top)
-  for (int64_t i = 0; i < of.count; ++i) top = Order::key(raw[i]) > top ? Order::key(raw[i]) : top;
-  return top;
+int within(const Candidates& of, const Bounds& bounds, uint32_t* out) {
+  int found = 0;
+  int64_t i = 0;
+  const auto reached = [=](int64_t from, int32_t key) { return reaching<Order>(of.raw + from, key); };
+  for (; i + 32 <= of.count; i += 32) {
+    uint32_t mask = reached(i, bounds.low);
+    if (mask && bounds.high != MOST) mask &= ~reached(i, bounds.high + 1);
+    for (; mask; mask &= mask - 1) out[found++] = of.raw[i + __builtin_ctz(mask)];
+  }
+  for (; i < of.count; ++i) {
+    const int32_t key = Order::key(of.raw[i]);
+    if (key >= bounds.low && key <= bounds.high) out[found++] = of.raw[i];
+  }
+  return found;
 }
 
+// The k-th largest of the `total` candidates of all parts, which reach `low`; every thread returns it.
+template <class Order>
+Limit kth_of_parts(Part* part, int parts, const Team& team, int64_t total, int64_t k, int32_t low, int32_t guess,
+                   uint32_t* rest) {
+  int turn = 0;
+  const auto sum = [&](auto count) {  // counts in turns: who is ahead writes others than those that are read
+    turn = 1 - turn;
+    team.each(parts, [&](int p) { part[p].number[turn] = count(p, part[p].found); });
+    team.meet();
+    int64_t all = 0;
+    for (int p = 0; p < parts; ++p) all += part[p].number[turn];
+    return all;
+  };
+  const Bounds bounds = narrowed(Bounds{low, MOST, total, 0}, k, guess, REST, [&](int32_t key) {
+    return sum([=](int, const Candidates& of) { return count_from<Order>(of.raw, of.count, key); });
+  });
+  if (bounds.low == bounds.high) return Limit{bounds.low, k - bounds.beyond};
+  sum([=](int p, const Candidates& of) { return within<Order>(of, bounds, rest + p * REST); });
+  uint32_t all[REST];
+  int count = 0;
+  for (int p = 0; p < parts; ++p) {
+    memcpy(all + count, rest + p * REST, part[p].number[turn] * sizeof *all);
+    count += (int)part[p].number[turn];
+  }
+  return kth_of_few<Order>(all, count, k - bounds.beyond, LEAST);
+}
+
+// The k largest of one long segment: its candidates are collected by a threshold, and the limit is found among them.
 template <class Source>
-void select_long(const Source& source, int64_t start, int64_t n, int64_t k, int threads, const Kept& out) {
+class Long {
+ public:
   using Order = typename Source::Order;
-  threads = useful_threads(n, threads);
-  const int parts = threads > (n + PART - 1) / PART ? threads : (int)((n + PART - 1) / PART);
-  const auto edge = [=](int p) { return p == parts ? n : n / CHUNK * p / parts * CHUNK; };
 
-  const Sampled sampled = sampled_limit(source, start, n, k);
-  const auto room = [=](int p) { return std::min(edge(p + 1) - edge(p), sampled.room); };
-  int64_t all = 0;
-  for (int p = 0; p < parts; ++p) all += 2 * (room(p) + CHUNK);
-  std::unique_ptr<Candidates[]> found(new Candidates[parts]);
-  std::unique_ptr<uint32_t[]> memory(new uint32_t[all]);  // one piece, which an allocator is likelier to keep mapped
-  uint32_t* next = memory.get();
-  for (int p = 0; p < parts; ++p) {
-    found[p] = Candidates{next, next + room(p) + CHUNK, room(p), 0};
-    next += 2 * (room(p) + CHUNK);
+  Long(const Source& source, int64_t start, int64_t n, int64_t k, int threads, const Kept& out)
+      : source_(source), start_(start), k_(k), threads_(useful_threads(n / Source::EASE, threads)),
+        parts_(std::max(threads_, (int)((n + PART - 1) / PART))), out_(out), plan_(planned(source, n, k)) {
+    const auto edge = [=](int p) { return p == parts_ ? n : n / CHUNK * p / parts_ * CHUNK; };
+    const auto room = [&](int p) { return std::min(edge(p + 1) - edge(p), plan_.room); };
+    int64_t all = 0;
+    for (int p = 0; p < parts_; ++p) all += 2 * (room(p) + CHUNK);
+    memory_.reset(new uint32_t[all]);  // one piece, which an allocator is likelier to keep mapped
+    sample_.reset(new uint32_t[plan_.size]);
+    rest_.reset(new uint32_t[parts_ * REST]);
+    part_.reset(new Part[parts_]);
+    uint32_t* next = memory_.get();
+    for (int p = 0; p < parts_; ++p) {
+      const int64_t size = room(p) + CHUNK;
+      part_[p] = Part{edge(p), edge(p + 1), {next, next + size, room(p), 0}, {}, 0, 0};
+      next += 2 * size;
+    }
   }
-  each_part(parts, threads, [&](int p) { collect(source, start, edge(p), edge(p + 1), sampled.key, found[p]); });
-  int64_t total = 0;
-  bool collected = true;
-  for (int p = 0; p < parts; ++p) {
-    total += found[p].count;
-    collected &= !found[p].full();
-  }
-  collected &= total >= k;
 
-  // What is left to look at: the candidates, or all.
-  const auto each = [&](int p, auto f) {
-    if (collected) {
-      f(found[p].raw, found[p].count);
-    } else {
-      each_chunk(source, start, edge(p), edge(p + 1), [&](int64_t, const uint32_t* raw, int count) {
+  void run() {
+    bool done = false;
+    together(threads_, [&](const Team& team) {
+      if (by_candidates(team) && team.rank == 0) done = true;
+    });
+    if (!done) by_histograms();
+  }
+
+ private:
+  // Returns, to every thread, whether the candidates were enough, and not too many for their memory.
+  bool by_candidates(const Team& team) {
+    int32_t key = plan_.key, guess = plan_.guess;
+    if constexpr (std::is_same<Source, Floats>::value) {  // words need no sample
+      if (plan_.size) {
+        const int64_t size = plan_.size;
+        const auto edge = [=](int rank) { return size * rank / team.size; };
+        take(source_.x + start_, plan_, edge(team.rank), edge(team.rank + 1), sample_.get());
+        team.meet();
+        const auto near = [&](int64_t rank, int32_t from) {
+          return bounds_of<Order>(sample_.get(), (int)size, rank, from, NEAR).low;
+        };
+        key = near(plan_.rank, LEAST);
+        if (plan_.rank * plan_.stride > SHORT) guess = near(plan_.middle, key);
+      }
+    }
+    team.each(parts_, [&](int p) { collect(source_, start_, part_[p].first, part_[p].last, key, part_[p].found); });
+    team.meet();
+    int64_t total = 0;
+    for (int p = 0; p < parts_; ++p) {
+      if (part_[p].found.full()) return false;
+      total += part_[p].found.count;
+    }
+    if (total < k_) return false;
+    const Limit limit = parts_ == 1 && total <= SHORT
+                            ? kth_of_few<Order>(part_[0].found.raw, (int)total, k_, guess)
+                            : kth_of_parts<Order>(part_.get(), parts_, team, total, k_, key, guess, rest_.get());
+    const auto each = [&](int p, auto f) { f(part_[p].found.raw, part_[p].found.count); };
+    write(team, limit, each, [&](int p, Limit own, Kept here) {
+      const Candidates& found = part_[p].found;
+      const int64_t base = start_ + part_[p].first;
+      for (int64_t i = 0; i < found.count; i += CHUNK) {
+        const int count = (int)(found.count - i < CHUNK ? found.count - i : CHUNK);
+        const uint32_t* index = found.index + i;
+        emit<Order>(found.raw + i, count, own, here, [=](uint32_t j) { return base + index[j]; });
+      }
+    });
+    return true;
+  }
+
+  // The histograms are those of all elements.
+  void by_histograms() {
+    const auto each = [&](int p, auto f) {
+      each_chunk(source_, start_, part_[p].first, part_[p].last, [&](int64_t, const uint32_t* raw, int count) {
         f(raw, count);
         return true;
       });
-    }
-  };
-  Limit limit;
-  if (collected && parts == 1 && total <= FEW) {
-    limit = kth_of_few<Order>(found[0].raw, (int)total, (int)k, LEAST);
-  } else {
-    int32_t low = LEAST, high = MOST;
-    if (collected) {
-      low = high = sampled.key;
-      for (int p = 0; p < parts; ++p) high = largest_key<Order>(found[p], high);
-    }
-    limit = kth_of_many<Order>(k, low, high, parts, threads, each);
+    };
+    const Limit limit = kth_of_many<Order>(k_, LEAST, MOST, parts_, threads_, each);
+    together(threads_, [&](const Team& team) {
+      write(team, limit, each, [&](int p, Limit own, Kept here) {
+        each_chunk(source_, start_, part_[p].first, part_[p].last, [&](int64_t at, const uint32_t* raw, int count) {
+          const int64_t base = start_ + at;
+          emit<Order>(raw, count, own, here, [=](uint32_t i) { return base + i; });
+          return true;
+        });
+      });
+    });
   }
 
-  // Ties go to the first parts; so where each part's output begins depends on those before it.
-  std::unique_ptr<int64_t[]> above(new int64_t[2 * parts]);
-  int64_t* ties = above.get() + parts;
-  each_part(parts, threads, [&](int p) {
-    int64_t reached = 0, beyond = 0;
-    each(p, [&](const uint32_t* raw, int64_t count) {
-      reached += count_from<Order>(raw, count, limit.key);
-      beyond += limit.key == MOST ? 0 : count_from<Order>(raw, count, limit.key + 1);
-    });
-    above[p] = beyond;
-    ties[p] = reached - beyond;
-  });
-  std::unique_ptr<int64_t[]> begin(new int64_t[parts]);
-  int64_t written = 0, left = limit.room;
-  for (int p = 0; p < parts; ++p) {
-    begin[p] = written;
-    ties[p] = std::min(ties[p], left);
-    left -= ties[p];
-    written += above[p] + ties[p];
-  }
-  each_part(parts, threads, [&](int p) {
-    Kept here = out.from(begin[p]);
-    Limit own{limit.key, ties[p]};
-    if (!collected) {
-      each_chunk(source, start, edge(p), edge(p + 1), [&](int64_t at, const uint32_t* raw, int count) {
-        emit<Order>(raw, count, own, here, [=](uint32_t i) { return start + at + i; });
-        return true;
+  // Write what is within the limit: `each(part, f)` calls f(raw, count) for what is left of a part, and
+  // `emit_part(part, own, here)` writes what of it is within its own limit. Ties go to the first parts; so where the
+  // output of a part begins depends on those before it.
+  template <class Each, class Emit>
+  void write(const Team& team, const Limit& limit, Each each, Emit emit_part) {
+    if (parts_ > 1) {
+      team.each(parts_, [&](int p) {
+        int64_t reached = 0, beyond = 0;
+        each(p, [&](const uint32_t* raw, int64_t count) {
+          reached += count_from<Order>(raw, count, limit.key);
+          beyond += limit.key == MOST ? 0 : count_from<Order>(raw, count, limit.key + 1);
+        });
+        part_[p].above = beyond;
+        part_[p].ties = reached - beyond;
       });
-      return;
+      team.meet();
     }
-    const uint32_t *index = found[p].index, *raw = found[p].raw;
-    const int64_t base = start + edge(p);
-    for (int64_t i = 0; i < found[p].count; i += CHUNK) {
-      const int count = (int)(found[p].count - i < CHUNK ? found[p].count - i : CHUNK);
-      emit<Order>(raw + i, count, own, here, [=](uint32_t j) { return base + index[i + j]; });
+    int64_t written = 0, left = limit.room;
+    for (int p = 0; p < parts_; ++p) {
+      const int64_t ties = parts_ > 1 ? std::min(part_[p].ties, left) : left;
+      if (p % team.size == team.rank) emit_part(p, Limit{limit.key, ties}, out_.from(written));
+      written += part_[p].above + ties;
+      left -= ties;
     }
-  });
-}
+  }
+
+  const Source& source_;
+  const int64_t start_, k_;
+  const int threads_, parts_;
+  const Kept out_;
+  const Plan plan_;
+  std::unique_ptr<uint32_t[]> memory_, sample_, rest_;
+  std::unique_ptr<Part[]> part_;
+};
 
 template <class Source>
 void select(const Source& source, const Run* runs, int64_t count, int threads, Kept out) {
@@ -558,7 +642,7 @@ void select(const Source& source, const Run* runs, int64_t count, int threads, K
       } else if (length <= SHORT) {
         return select_short(source, start, (int)length, (int)keep, guess, here);
       } else {
-        select_long(source, start, length, keep, own_threads, here);
+        Long<Source>(source, start, length, keep, own_threads, here).run();
       }
       return guess;
     };
@@ -576,165 +660,6 @@ void select(const Source& source, const Run* runs, int64_t count, int threads, K
     }
     out = out.from(run->rows * keep);
   }
-}
-
-// ---- bitmaps ------------------------------------------------------------------------------------------------------
-
-// Set the bits at(0) < at(1) < ... of n, all others not. Returns 1 if they do not increase or are not below n.
-template <class F>
-int64_t set_bits(int64_t total, int64_t n, uint32_t* words, int threads, F at) {
-  int64_t bad = 0;
-  const int64_t words_in_all = words_of(n, 1);
-  parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
-    const int64_t end = last * LANES < words_in_all ? last * LANES : words_in_all;
-    memset(words + first * LANES, 0, (end - first * LANES) * sizeof *words);
-    const int64_t begin = first * TILE, stop = last * TILE < n ? last * TILE : n;
-    const bool whole = n % TILE == 0 || last < tiles_of(n);
-    const int64_t full = whole ? stop : n / TILE * TILE;  // where tiles end that have all their lanes
-    int64_t before = begin - 1;
-    for (int64_t j = begin ? first_from(total, begin, at) : 0; j < total; ++j) {
-      const int64_t bit = at(j);
-      if (bit <= before || bit >= n) {
-#pragma omp atomic write
-        bad = 1;
-        return;
-      }
-      if (bit >= stop) return;
-      before = bit;
-      if (bit < full) {
-        words[(bit / TILE * LANES) + bit % LANES] |= 1u << (bit / LANES % LANES);
-      } else {
-        const int lanes = tile_lanes(full, n), i = (int)(bit - full);
-        words[full / TILE * LANES + bit_word(i, lanes)] |= 1u << bit_shift(i, lanes);
-      }
-    }
-  });
-  return bad;
-}
-
-// rows[j], bit l = words[l], bit j.
-inline void transpose_bits(const uint32_t* words, uint32_t* rows) {
-#if defined(__AVX512F__)
-  const __m512i a = _mm512_loadu_si512(words), b = _mm512_loadu_si512(words + 16);
-  __m512i bit = _mm512_set1_epi32(1);
-  GC_ROLLED for (int j = 0; j < 32; ++j) {
-    rows[j] = _mm512_test_epi32_mask(a, bit) | (uint32_t)_mm512_test_epi32_mask(b, bit) << 16;
-    bit = _mm512_slli_epi32(bit, 1);
-  }
-#else
-  memcpy(rows, words, LANES * sizeof *rows);
-  uint32_t mask = 0x0000ffffu;
-  for (int j = 16; j; j >>= 1, mask ^= mask << j) {
-    for (int k = 0; k < 32; k = ((k | j) + 1) & ~j) {
-      const uint32_t swap = ((rows[k] >> j) ^ rows[k | j]) & mask;
-      rows[k] ^= swap << j;
-      rows[k | j] ^= swap;
-    }
-  }
-#endif
-}
-
-// Write where the bits of a bitmap of n are set, if exactly `total` are; returns 1 if one is set from n on, 2 if the
-// number, which is written to `count`, is another.
-int64_t find_bits(const uint32_t* words, int64_t n, int64_t total, int64_t* positions, int64_t* count, int threads) {
-  const int64_t tiles = tiles_of(n), full = n / TILE;
-  const int parts = useful_threads(n, threads);
-  std::unique_ptr<int64_t[]> sums(new int64_t[parts]);
-  GC_ALIGNED uint32_t tail[TILE / 32] = {};  // the last, shorter tile: bit i in the order of bits
-  if (full < tiles) {
-    const int lanes = tile_lanes(full * TILE, n), rest = (int)(n - full * TILE);
-    for (int i = 0; i < lanes * LANES; ++i) {
-      const uint32_t bit = words[full * LANES + bit_word(i, lanes)] >> bit_shift(i, lanes) & 1;
-      if (bit && i >= rest) return 1;
-      tail[i / 32] |= bit << i % 32;
-    }
-  }
-  const auto edge = [=](int p) { return full * p / parts; };
-  each_part(parts, parts, [&](int p) {
-    int64_t sum = 0;
-    for (int64_t i = edge(p) * LANES; i < edge(p + 1) * LANES; i += 2) {
-      uint64_t pair;
-      memcpy(&pair, words + i, sizeof pair);
-      sum += __builtin_popcountll(pair);
-    }
-    sums[p] = sum;
-  });
-  int64_t before = 0;
-  for (int p = 0; p < parts; ++p) {
-    const int64_t own = sums[p];
-    sums[p] = before;
-    before += own;
-  }
-  int64_t found = before;
-  for (uint32_t word : tail) found += __builtin_popcount(word);
-  if (found != total) {
-    *count = found;
-    return 2;
-  }
-  const auto write = [](const uint32_t* rows, int64_t start, int64_t* out) {
-    for (int j = 0; j < 32; j += 2) {
-      uint64_t pair = rows[j] | (uint64_t)rows[j + 1] << 32;
-      for (; pair; pair &= pair - 1) *out++ = start + 32 * j + __builtin_ctzll(pair);
-    }
-    return out;
-  };
-  each_part(parts, parts, [&](int p) {
-    int64_t* out = positions + sums[p];
-    for (int64_t t = edge(p); t < edge(p + 1); ++t) {
-      GC_ALIGNED uint32_t rows[32];
-      transpose_bits(words + t * LANES, rows);
-      out = write(rows, t * TILE, out);
-    }
-  });
-  write(tail, full * TILE, positions + before);
-  return 0;
-}
-
-// Add the low bits: positions[j] = (bit j - j) * 2^low + j + code j. Returns 1 if a code after the last is not zero.
-template <int B>
-int64_t add_low_bits(const uint32_t* words, int64_t total, int64_t* positions, int threads) {
-  int64_t bad = 0;
-  parallel(tiles_of(total), threads, [&](int64_t first, int64_t last) {
-    for (int64_t t = first; t < last; ++t) {
-      const int count = (int)(total - t * TILE < TILE ? total - t * TILE : TILE);
-      GC_ALIGNED uint32_t codes[TILE];
-      unpack_tile<B>(words + t * B * LANES, count, [&](int i, uint32_t code) { codes[i] = code; });
-      int64_t* part = positions + t * TILE;
-      GC_SIMD for (int i = 0; i < count; ++i) {
-        const int64_t j = t * TILE + i;
-        part[i] = ((part[i] - j) << B) + j + codes[i];
-      }
-      for (int i = count; i < tile_lanes(t * TILE, total) * LANES; ++i) {
-        if (codes[i]) {
-#pragma omp atomic write
-          bad = 1;
-        }
-      }
-    }
-  });
-  return bad;
-}
-
-// Whether positions increase (else 3) and each segment has its own (else 4).
-int64_t check_positions(const int64_t* positions, int64_t total, const Run* runs, int64_t count) {
-  bool rising = true;
-  for (int64_t start = 0; start + 1 < total; start += TILE) {
-    const int64_t stop = start + TILE < total - 1 ? start + TILE : total - 1;
-    int falls = 0;
-#pragma omp simd reduction(| : falls)
-    for (int64_t i = start; i < stop; ++i) falls |= positions[i + 1] <= positions[i];
-    rising &= !falls;
-  }
-  if (!rising) return 3;
-  const int64_t* own = positions;
-  for (const Run* run = runs; run < runs + count; ++run) {
-    if (run->keep == 0) continue;
-    for (int64_t row = 0; row < run->rows; ++row, own += run->keep) {
-      const int64_t start = run->start + row * run->length;
-      if (own[0] < start || own[run->keep - 1] >= start + run->length) return 4;
-    }
-  }
-  return 0;
 }
 
 }  // namespace
@@ -760,169 +685,3 @@ GC_API int64_t gc_random_positions(uint64_t seed, uint64_t offset, uint32_t step
   return NO_MEMORY;
 }
 GC_CALLED(gc_random_positions)
-
-// Positions as a bitmap of n bits. Returns 1 if they do not increase or are not below n.
-GC_API int64_t gc_pack_bitmap(const int64_t* positions, int64_t total, int64_t n, uint32_t* words, int threads) {
-  return set_bits(total, n, words, threads, [=](int64_t j) { return positions[j]; });
-}
-GC_CALLED(gc_pack_bitmap)
-
-// Positions in the coding of Elias and Fano with `low` low bits. Returns as gc_pack_bitmap.
-GC_API int64_t gc_pack_gaps(const int64_t* positions, int64_t total, int64_t n, int low, uint32_t* low_words,
-                            uint32_t* high_words, int threads) {
-  if (total && (positions[0] < 0 || positions[total - 1] >= n)) return 1;
-  if (low) {
-    with_bits(low, [&](auto b) {
-      constexpr int B = decltype(b)::value;
-      parallel(tiles_of(total), threads, [&](int64_t first, int64_t last) {
-        for (int64_t t = first; t < last; ++t) {
-          const int count = (int)(total - t * TILE < TILE ? total - t * TILE : TILE);
-          const int64_t base = t * TILE, *part = positions + base;
-          pack_tile<B>([=](int i) { return (uint32_t)(part[i] - base - i) & ((1u << B) - 1); }, count,
-                       low_words + t * B * LANES);
-        }
-      });
-    });
-  }
-  return set_bits(total, total + ((n - total) >> low), high_words, threads,
-                  [=](int64_t j) { return ((positions[j] - j) >> low) + j; });
-}
-GC_CALLED(gc_pack_gaps)
-
-// Positions from a bitmap of n bits. Returns 0, or 1: a bit is set from n on, 2: `number` bits are set, not `total`,
-// 3: they do not increase, 4: a segment has not its own k.
-GC_API int64_t gc_unpack_bitmap(const uint32_t* words, int64_t n, const int64_t* runs, int64_t count, int64_t total,
-                                int64_t* positions, int64_t* number, int threads) try {
-  const int64_t bad = find_bits(words, n, total, positions, number, threads);
-  return bad ? bad : check_positions(positions, total, (const Run*)runs, count);
-} catch (const std::bad_alloc&) {
-  return NO_MEMORY;
-}
-GC_CALLED(gc_unpack_bitmap)
-
-// Positions from the coding of Elias and Fano. Returns as gc_unpack_bitmap, or 5: a low code after the last.
-GC_API int64_t gc_unpack_gaps(const uint32_t* low_words, const uint32_t* high_words, int low, int64_t n,
-                              const int64_t* runs, int64_t count, int64_t total, int64_t* positions, int64_t* number,
-                              int threads) try {
-  int64_t bad = find_bits(high_words, total + ((n - total) >> low), total, positions, number, threads);
-  if (bad) return bad;
-  if (low) {
-    with_bits(low, [&](auto b) { bad = add_low_bits<decltype(b)::value>(low_words, total, positions, threads); });
-    if (bad) return 5;
-  }
-  return check_positions(positions, total, (const Run*)runs, count);
-} catch (const std::bad_alloc&) {
-  return NO_MEMORY;
-}
-GC_CALLED(gc_unpack_gaps)
-
-// Positions of 32 bits. Returns as gc_unpack_bitmap.
-GC_API int64_t gc_unpack_int32(const int32_t* indices, const int64_t* runs, int64_t count, int64_t total,
-                               int64_t* positions, int threads) {
-  (void)threads;
-  GC_SIMD for (int64_t i = 0; i < total; ++i) positions[i] = indices[i];
-  return check_positions(positions, total, (const Run*)runs, count);
-}
-GC_CALLED(gc_unpack_int32)
-
-// Zeros with values at increasing positions, n in all. Returns 1 if they do not increase or are not below n.
-GC_API int64_t gc_scatter(const float* values, const int64_t* positions, int64_t total, float* out, int64_t n,
-                          int threads) {
-  int64_t bad = 0;
-  if (total && (positions[0] < 0 || positions[total - 1] >= n)) return 1;
-  parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
-    GC_ALIGNED float row[TILE] = {};
-    int64_t j = first_from(total, first * TILE, [=](int64_t i) { return positions[i]; });
-    for (int64_t t = first; t < last; ++t) {
-      const int64_t start = t * TILE, stop = start + TILE < n ? start + TILE : n, from = j;
-      int64_t before = start - 1;
-      for (; j < total && positions[j] < stop; ++j) {
-        if (positions[j] <= before) {
-#pragma omp atomic write
-          bad = 1;
-          return;
-        }
-        before = positions[j];
-        row[before - start] = values[j];
-      }
-      write_tile(out + start, row, (int)(stop - start), n >= STREAM_FROM);
-      for (int64_t i = from; i < j; ++i) row[positions[i] - start] = 0;
-    }
-    end_stream();
-  });
-  return bad;
-}
-GC_CALLED(gc_scatter)
-
-// The sum of `number` sparse tensors of n elements, in their order, divided by `divisor`: tensor p has totals[p] values
-// at increasing positions. Returns as gc_scatter.
-GC_API int64_t gc_scatter_mean(const float* const* values, const int64_t* const* positions, const int64_t* totals,
-                               int64_t number, float divisor, float* out, int64_t n, int threads) {
-  int64_t bad = 0;
-  parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
-    GC_ALIGNED float row[TILE] = {};
-    uint64_t touched[TILE / 64] = {};
-    std::unique_ptr<int64_t[]> at(new (std::nothrow) int64_t[number]);
-    if (!at) {
-#pragma omp atomic write
-      bad = NO_MEMORY;
-      return;
-    }
-    for (int64_t p = 0; p < number; ++p) {
-      const int64_t* own = positions[p];
-      at[p] = first ? first_from(totals[p], first * TILE, [=](int64_t i) { return own[i]; }) : 0;
-    }
-    for (int64_t t = first; t < last; ++t) {
-      const int64_t start = t * TILE, stop = start + TILE < n ? start + TILE : n;
-      for (int64_t p = 0; p < number; ++p) {
-        int64_t before = start - 1, j = at[p];
-        for (; j < totals[p] && positions[p][j] < stop; ++j) {
-          if (positions[p][j] <= before) {
-#pragma omp atomic write
-            bad = 1;
-            return;
-          }
-          before = positions[p][j];
-          const int i = (int)(before - start);
-          row[i] += values[p][j];
-          touched[i / 64] |= 1ull << i % 64;
-        }
-        at[p] = j;
-      }
-      for (int k = 0; k < TILE / 64; ++k) {
-        for (uint64_t mask = touched[k]; mask; mask &= mask - 1) row[64 * k + __builtin_ctzll(mask)] /= divisor;
-      }
-      write_tile(out + start, row, (int)(stop - start), n >= STREAM_FROM);
-      for (int k = 0; k < TILE / 64; ++k) {
-        for (; touched[k]; touched[k] &= touched[k] - 1) row[64 * k + __builtin_ctzll(touched[k])] = 0;
-      }
-    }
-    for (int64_t p = 0; p < number; ++p) {
-      if (last == tiles_of(n) && at[p] < totals[p]) {
-#pragma omp atomic write
-        bad = 1;
-      }
-    }
-    end_stream();
-  });
-  return bad;
-}
-GC_CALLED(gc_scatter_mean)
-
-// The elements of x, (n,), at `positions`. Returns 1 if one of these is not in [0, n).
-GC_API int64_t gc_gather(const float* x, int64_t n, const int64_t* positions, int64_t total, float* out, int threads) {
-  int64_t bad = 0;
-  parallel(tiles_of(total), threads, [&](int64_t first, int64_t last) {
-    const int64_t stop = last * TILE < total ? last * TILE : total;
-    for (int64_t j = first * TILE; j < stop; ++j) {
-      if ((uint64_t)positions[j] >= (uint64_t)n) {
-#pragma omp atomic write
-        bad = 1;
-        return;
-      }
-      out[j] = x[positions[j]];
-    }
-  });
-  return bad;
-}
-GC_CALLED(gc_gather)

@@ -16,6 +16,7 @@ from itertools import product
 from typing import Any
 
 import kernel_cases
+import kernel_cases.selection
 import pytest
 import torch
 from cusim import cuda_device, shim  # noqa: F401  # fixtures
@@ -23,12 +24,13 @@ from kernel_cases import Call
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.compressor import Key, Segments
-from gcbench.errors import GcbenchError
+from gcbench.compressor import TILE, Key, Segments
+from gcbench.errors import GcbenchError, PayloadError
 from gcbench.ops import cpu, cuda, sources
 from gcbench.ops.backend import DEFINITIONS
 from gcbench.ops.cpu import library
 from gcbench.ops.cuda import compile, launch
+from gcbench.ops.selection import gaps_low_bits
 
 FAMILIES = kernel_cases.families()
 NATIVE = cpu.status()
@@ -235,6 +237,34 @@ def test_large_outputs_are_the_same(number):
             want = outcome(call)
         with ops.using("cpu"):
             assert outcome(call, number) == want, call
+
+
+@needs_native
+def test_threads_select_the_same():
+    """However many look through one segment together."""
+    for call in kernel_cases.selection.long(200_003):
+        with ops.using("reference"):
+            want = outcome(call)
+        with ops.using("cpu"):
+            for isa, number in product(library.levels(), (1, 2, 3)):
+                with cpu.using_isa(isa):
+                    assert outcome(call, number) == want, f"{call}: {isa}, {number} thread(s)"
+
+
+@needs_native
+@pytest.mark.parametrize("number", [1, 2])
+def test_positions_increase_where_threads_meet(number):
+    n, total = 70_007, 10_500
+    kept, runs, low = torch.arange(total), [ops.KeptRun(0, 1, n, total)], gaps_low_bits(n, total)
+    _, high = ops.pack_positions(kept, n, "gaps")
+    with ops.using("cpu"), threads(number):
+        for last in range(TILE - 1, total - 1, TILE):  # one of them is a thread's last
+            codes, twice = torch.zeros(total, dtype=torch.int32), kept.clone()
+            codes[last], twice[last + 1] = 1, last
+            with pytest.raises(PayloadError, match="positions must increase"):
+                ops.unpack_positions((ops.pack(codes, low), high), n, "gaps", runs, "x")
+            with pytest.raises(IndexError, match="positions do not increase"):
+                ops.pack_positions(twice, n, "bitmap")
 
 
 HUGE = 2**57

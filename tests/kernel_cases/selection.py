@@ -71,6 +71,16 @@ def cases(n: int) -> Iterator[Call]:
     yield Call("scatter", "into", (some, kept, n), {"out": torch.full((n,), torch.nan)})
 
 
+def long(n: int) -> Iterator[Call]:
+    """Yield selections of one segment, long enough for several threads."""
+    runs = [ops.kept_runs(Segments((0, n)), ratio) for ratio in (1e-5, 0.01, 0.3, 0.97)]
+    for what, x in (*values(n), *nonfinite(n), *misleading(n)):
+        for kept in runs:
+            yield Call("largest_elements", f"{what} {kept}", (x, kept))
+    for kept in runs:
+        yield Call("random_positions", f"{kept}", (WRAPPING, kept), DEVICE)
+
+
 def wire(n: int, kept: Tensor, runs: Sequence[ops.KeptRun], what: str) -> Iterator[Call]:
     """Yield both ways of each coding; unpacked also with bits that are wrong in different ways."""
     generator = torch.Generator().manual_seed(n)
