@@ -33,6 +33,8 @@ def cases(n: int) -> Iterator[Call]:
             yield Call(
                 "level_encode", f"{cut} {coding}", (x, norms * 0 + 9, 9, coding, segments, key)
             )
+    if n == 1025:
+        yield from rows()
     if not few:
         yield from every_quotient(n)
     if n >= TILE:
@@ -119,7 +121,7 @@ def means(n: int, cut: str, segments: Segments, levels: int) -> Iterator[Call]:
                 for code, (_, norms, count) in zip(codes, parts, strict=True)
             ]
             yield Call("level_mean", f"{name} {coding}", (streams, norm, levels, coding, segments))
-    for number in range(6):
+    for number in range(7):
         place = (number + levels) % 4
         words, norms, count = parts[place]
         middle = (torch.arange(len(words)) == len(words) // 2).int()
@@ -130,10 +132,18 @@ def means(n: int, cut: str, segments: Segments, levels: int) -> Iterator[Call]:
             ("cut", (words[1:], norms)),
             ("few", (words, norms[1:])),
             ("double", (words, norms.double())),
+            ("of no norm", (words, norms * 0)),
         )[number]
         worse = [*parts[:place], (*wrong, count), *parts[place + 1 :]]
         yield Call("level_mean", f"{name} {what} at {place}", (worse, *rest))
     yield from unreached_means(n, cut, segments, levels)
+
+
+def rows() -> Iterator[Call]:
+    """Means over segments of 1 to 9 whole rows of 32, which begin anywhere in the packed words."""
+    edges = torch.tensor([*range(1, 10), *range(9, 0, -1)]).cumsum(0).mul(32).tolist()
+    for levels in LEVELS:
+        yield from means(edges[-1], "rows", Segments((0, *edges)), levels)
 
 
 def unreached_means(n: int, cut: str, segments: Segments, levels: int) -> Iterator[Call]:
