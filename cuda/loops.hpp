@@ -163,6 +163,20 @@ static inline void ask_lines(const float* tile, int first) {
 
 static inline void ask_ahead(const float* tile) { ask_lines<TILE / 16>(tile, 0); }
 
+constexpr int64_t APART = 1 << 16;  // elements from which on it pays to read in several places
+
+// Call f(i) for multiples i of STEP, from four places in turn, as memory is read faster so than from one; in an order that
+// must not matter. Returns how many of the first of `n` elements, of which there are many, are done.
+template <int STEP, class F>
+static inline int64_t from_four(int64_t n, F f) {
+  const int64_t part = n / (4 * STEP) * STEP;
+  GC_ROLLED for (int64_t i = 0; i < part; i += STEP) {
+    GC_UNROLL
+    for (int place = 0; place < 4; ++place) f(place * part + i);
+  }
+  return 4 * part;
+}
+
 // ---- random numbers --------------------------------------------------------------------------------------------
 
 #if defined(__AVX512F__)

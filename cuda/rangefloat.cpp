@@ -93,15 +93,18 @@ Peaks peaks_of(const uint32_t* x, int64_t n) {
   constexpr int STEP = 64;
   VecI highest = {};  // as signed integers, floats below 0 are below all others
   VecU lowest = {};   // as unsigned ones, above all others, the least on top
-  int64_t i = 0;
-  GC_ROLLED for (; i + STEP <= n; i += STEP) {
-    ask<STEP>(x + i + FAR);
+  const auto keep = [&highest, &lowest, x](int64_t from) {
     GC_UNROLL
     for (int k = 0; k < STEP; k += WIDTH) {
-      const VecU here = load_vector<VecU>(x + i + k);
+      const VecU here = load_vector<VecU>(x + from + k);
       highest = (VecI)here > highest ? (VecI)here : highest;
       lowest = here > lowest ? here : lowest;
     }
+  };
+  int64_t i = n < APART ? 0 : from_four<STEP>(n, keep);
+  GC_ROLLED for (; i + STEP <= n; i += STEP) {
+    ask<STEP>(x + i + FAR);
+    keep(i);
   }
   int32_t up = 0;
   uint32_t down = 0x80000000u;

@@ -30,11 +30,14 @@ uint32_t largest_of(VecI tops) {
 uint32_t largest(const float* x, int64_t n) {
   constexpr int STEP = 64;
   VecI tops = {};
-  int64_t i = 0;
+  const auto keep = [&tops, x](int64_t from) {
+    GC_UNROLL
+    for (int k = 0; k < STEP; k += WIDTH) keep_largest(tops, x + from + k);
+  };
+  int64_t i = n < APART ? 0 : from_four<STEP>(n, keep);
   GC_ROLLED for (; i + STEP <= n; i += STEP) {
     ask_lines<STEP / 16>(x + i - TILE, 0);
-    GC_UNROLL
-    for (int k = 0; k < STEP; k += WIDTH) keep_largest(tops, x + i + k);
+    keep(i);
   }
   uint32_t top = largest_of(tops);
   for (; i < n; ++i) {
