@@ -1,0 +1,395 @@
+// 1-bit codes on the CPU, and the means of their classes.
+//
+// Encoding with error feedback reads 8 bytes an element and writes 4 1/8 where segments are short, and reads and writes 4
+// more where they are not.
+#include <algorithm>
+#include <vector>
+
+#include "signs.hpp"
+
+using namespace gc;
+
+namespace {
+
+constexpr int64_t MANY = 1 << 15;  // elements of a segment that are not read again from a cache
+constexpr int64_t LEAD = 384;      // elements from what is summed to what is asked for; more leave the cache
+constexpr int64_t PIECES = 8;      // segments in a tile that are worth to be encoded row by row
+
+// ---- class sums ------------------------------------------------------------------------------------------------
+
+// Sums of K classes: the negative and the positive elements, or (K = 1) all magnitudes.
+template <int K>
+struct Sums {
+  double total[K];
+};
+
+#if defined(__AVX512F__)
+typedef __m512d Doubles;  // as many as a register holds
+inline Doubles doubles_at(const float* x) { return _mm512_cvtps_pd(_mm256_loadu_ps(x)); }
+inline Doubles lesser(Doubles a, Doubles b) { return _mm512_min_pd(a, b); }
+inline Doubles greater(Doubles a, Doubles b) { return _mm512_max_pd(a, b); }
+#elif defined(__AVX2__)
+typedef __m256d Doubles;
+inline Doubles doubles_at(const float* x) { return _mm256_cvtps_pd(_mm_loadu_ps(x)); }
+inline Doubles lesser(Doubles a, Doubles b) { return _mm256_min_pd(a, b); }
+inline Doubles greater(Doubles a, Doubles b) { return _mm256_max_pd(a, b); }
+#else
+typedef double Doubles __attribute__((vector_size(16)));
+inline Doubles doubles_at(const float* x) { return Doubles{x[0], x[1]}; }
+inline Doubles lesser(Doubles a, Doubles b) { return a < b ? a : b; }
+inline Doubles greater(Doubles a, Doubles b) { return a > b ? a : b; }
+#endif
+
+typedef int64_t Longs __attribute__((vector_size(sizeof(Doubles))));
+inline Doubles magnitudes(Doubles v) { return (Doubles)((Longs)v & INT64_MAX); }
+
+// The sums of W elements, a power of two, asking for LINES lines from `next` on for each 64. `eighth(k)`: where the
+// k-th eighth of them lies. The compiler makes two instructions of below_zero and above_zero; there is one, which
+// like them has the second argument where that is a NaN.
+template <int K, int W, int LINES, class Eighth, class Load>
+inline Sums<K> row_sums(Eighth eighth, Load next) {
+  constexpr int PART = W / 8, STEP = 8, WIDTH = sizeof(Doubles) / sizeof(double);
+  GC_ALIGNED double first[PART], second[PART];
+  GC_ROLLED for (int start = 0; start < PART; start += STEP) {
+    GC_UNROLL
+    for (int k = 0; k < LINES; ++k) next.ask((start / STEP * LINES + k) * LINE);
+    GC_UNROLL
+    for (int i = start; i < start + STEP; i += WIDTH) {
+      Doubles v[8];
+      GC_UNROLL
+      for (int k = 0; k < 8; ++k) v[k] = doubles_at(eighth(k) + i);
+      const auto add = [&](double* out, auto part) {
+        const Doubles a = part(v[0]) + part(v[4]), b = part(v[2]) + part(v[6]);
+        const Doubles c = part(v[1]) + part(v[5]), d = part(v[3]) + part(v[7]);
+        const Doubles all = (a + b) + (c + d);
+        memcpy(out + i, &all, sizeof all);
+      };
+      const Doubles zero{};
+      if constexpr (K == 2) {
+        add(first, [=](Doubles u) { return lesser(zero, u); });
+        add(second, [=](Doubles u) { return greater(zero, u); });
+      } else {
+        add(first, [](Doubles u) { return magnitudes(u); });
+      }
+    }
+  }
+  if constexpr (K == 2) {
+    return {{halve(first, PART), halve(second, PART)}};
+  } else {
+    return {{halve(first, PART)}};
+  }
+}
+
+// The sums of `count` elements: with zeros up to W, which change no more than the sign of a zero sum, and means have
+// none. Only the eighth that they end in is copied.
+template <int K, int W, int LINES, class Load>
+inline Sums<K> padded_sums(const float* x, int count, Load next) {
+  constexpr int PART = W / 8;
+  GC_ALIGNED float last[PART] = {};
+  static const float zeros[PART] = {};
+  const float* eighths[8];
+  const int whole = count / PART;
+  for (int k = 0; k < 8; ++k) eighths[k] = k < whole ? x + k * PART : k == whole ? last : zeros;
+  memcpy(last, x + whole * PART, count % PART * sizeof *x);
+  const float* const* of = eighths;
+  return row_sums<K, W, LINES>([=](int k) { return of[k]; }, next);
+}
+
+template <int K, int LINES, class Load>
+inline Sums<K> tile_sums(const float* x, int count, Load next) {
+  if (count == TILE) return row_sums<K, TILE, LINES>([=](int k) { return x + k * (TILE / 8); }, next);
+  switch (width_of(count)) {
+    case TILE:
+      return padded_sums<K, TILE, LINES>(x, count, next);
+    case TILE / 2:
+      return padded_sums<K, TILE / 2, LINES>(x, count, next);
+    case TILE / 4:
+      return padded_sums<K, TILE / 4, LINES>(x, count, next);
+    case TILE / 8:
+      return padded_sums<K, TILE / 8, LINES>(x, count, next);
+  }
+  return padded_sums<K, TILE / 16, LINES>(x, count, next);  // the least that row_sums takes
+}
+
+// ---- encoding --------------------------------------------------------------------------------------------------
+
+// Encode x, or x + residual (FEEDBACK) leaving what is lost in `left`: bits, and the values that stand for them in
+// each segment. K = 2: the means `low` and `high` of the classes; K = 1: the mean magnitude `high`, and its negative.
+// What sums x + residual writes it to `left`, so that encoding reads one array.
+//
+// A segment inside the range of one thread is summed when the thread comes to its first tile, and encoded from the
+// cache; long ones, and those that cross ranges, are summed before.
+template <int K, bool FEEDBACK>
+class Encoder {
+ public:
+  Encoder(const float* x, const float* residual, const int64_t* table, int64_t m, uint32_t* words, float* low,
+          float* high, float* left, int threads)
+      : segments_(table, m), n_(segments_.offsets[m]), x_(x), residual_(residual), words_(words), low_(low),
+        high_(high), left_(left), threads_(threads) {}
+
+  // Returns NOT_FINITE where a mean is not.
+  int64_t run() {
+    const int64_t tiles = tiles_of(n_);
+    ranges_ = std::max<int64_t>(1, std::min<int64_t>(threads_, tiles / GRAIN));
+    sum_apart();
+    const int64_t ranges = ranges_;
+    if (ranges > 1) {
+#pragma omp parallel for num_threads(ranges) schedule(static, 1)
+      for (int64_t k = 0; k < ranges; ++k) encode(tiles * k / ranges, tiles * (k + 1) / ranges);
+    } else {
+      encode(0, tiles);
+    }
+    return bad_ ? NOT_FINITE : NOTHING;
+  }
+
+ private:
+  struct Inputs {  // from an element on
+    const float *x, *residual;
+    void ask(int64_t i) const {
+      __builtin_prefetch(x + i);
+      if constexpr (FEEDBACK) __builtin_prefetch(residual + i);
+    }
+  };
+
+  Inputs inputs(int64_t start) const { return {x_ + start, FEEDBACK ? residual_ + start : nullptr}; }
+  int64_t length(int64_t s) const { return segments_.offsets[s + 1] - segments_.offsets[s]; }
+  int64_t edge(int64_t range) const { return std::min(tiles_of(n_) * range / ranges_ * TILE, n_); }
+  float low(int64_t s) const { return K == 2 ? low_[s] : -high_[s]; }
+  const float* offered() const { return FEEDBACK ? left_ : x_; }  // what is encoded
+
+  void set(int64_t s, const Sums<K>& sums, int64_t ones) {
+    const int64_t count = length(s);
+    if constexpr (K == 2) {
+      low_[s] = class_mean(sums.total[0], (double)(count - ones));
+      high_[s] = class_mean(sums.total[1], (double)ones);
+      if (!is_finite(low_[s]) || !is_finite(high_[s])) bad_ = true;
+    } else {
+      high_[s] = class_mean(sums.total[0], (double)count);
+      if (!is_finite(high_[s])) bad_ = true;
+    }
+  }
+
+  // Write to `left` what is offered of [start, start + count), and count the bits that are 1 (K = 2).
+  int32_t offer(int64_t start, int count) const {
+    const float *x = x_ + start, *residual = FEEDBACK ? residual_ + start : nullptr;
+    float* left = FEEDBACK ? left_ + start : nullptr;
+    int32_t ones = 0;
+#pragma omp simd reduction(+ : ones)
+    for (int i = 0; i < count; ++i) {
+      float v = x[i];
+      if constexpr (FEEDBACK) {
+        v += residual[i];
+        left[i] = v;
+      }
+      if constexpr (K == 2) ones += (int32_t)sign_bit(v);
+    }
+    return ones;
+  }
+
+  // Offer a tile of a segment, and return its sums. For each 64 elements LINES lines are asked for, from `ahead` on.
+  template <int LINES>
+  Sums<K> sums_of_tile(int64_t s, int64_t tile, int64_t ahead, int64_t& ones) const {
+    const int64_t start = segments_.offsets[s] + tile * TILE;
+    const int count = (int)std::min<int64_t>(segments_.offsets[s + 1] - start, TILE);
+    ones = offer(start, count);
+    return tile_sums<K, LINES>(offered() + start, count, inputs(ahead));
+  }
+
+  // Sum the segments that no range sums on its way: long ones, those that cross ranges, and empty ones.
+  void sum_apart() {
+    std::vector<int64_t> apart, before{0};  // segments, and the tiles before each
+    int64_t range = 0;
+    for (int64_t s = 0; s < segments_.count; ++s) {
+      const int64_t start = segments_.offsets[s], stop = segments_.offsets[s + 1];
+      if (start == stop) {
+        set(s, Sums<K>{}, 0);
+        continue;
+      }
+      while (edge(range + 1) <= start) ++range;
+      if (stop - start > MANY || stop > edge(range + 1)) {
+        apart.push_back(s);
+        before.push_back(before.back() + tiles_of(stop - start));
+      }
+    }
+    const int64_t tiles = before.back();
+    std::vector<double> totals(K * tiles);
+    std::vector<int64_t> ones(tiles);
+    parallel(tiles, threads_, [&](int64_t first, int64_t last) {
+      size_t a = std::upper_bound(before.begin(), before.end(), first) - before.begin() - 1;
+      for (int64_t t = first; t < last; ++t) {
+        while (before[a + 1] <= t) ++a;
+        const int64_t ahead = segments_.offsets[apart[a]] + (t - before[a] + 2) * TILE;
+        const Sums<K> got = sums_of_tile<4>(apart[a], t - before[a], ahead, ones[t]);
+        for (int k = 0; k < K; ++k) totals[k * tiles + t] = got.total[k];
+      }
+    });
+    for (size_t a = 0; a < apart.size(); ++a) {
+      Sums<K> all{};
+      for (int k = 0; k < K; ++k) {
+        all.total[k] = halve_all(totals.data() + k * tiles + before[a], before[a + 1] - before[a]);
+      }
+      int64_t positive = 0;
+      for (int64_t t = before[a]; t < before[a + 1]; ++t) positive += ones[t];
+      set(apart[a], all, positive);
+    }
+  }
+
+  // `ahead`: the first element that has not been asked for. Sums and codes ask for one half each of what they work
+  // through, so that memory has as much time as both take.
+  void sum_short(int64_t s, int64_t& ahead) {
+    const int64_t tiles = tiles_of(length(s));
+    double totals[K][MANY / TILE];
+    int64_t ones = 0;
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int64_t start = segments_.offsets[s] + t * TILE, stop = std::min(start + TILE, segments_.offsets[s + 1]);
+      ahead = std::max(ahead, stop + LEAD);
+      int64_t more;
+      const Sums<K> got = sums_of_tile<2>(s, t, ahead, more);
+      ahead += (stop - start) / 2;
+      for (int k = 0; k < K; ++k) totals[k][t] = got.total[k];
+      ones += more;
+    }
+    Sums<K> all{};
+    for (int k = 0; k < K; ++k) all.total[k] = halve_all(totals[k], tiles);
+    set(s, all, ones);
+  }
+
+  void encode(int64_t first, int64_t last) {
+    if (first == last) return;
+    const int64_t begin = first * TILE, end = std::min(last * TILE, n_);
+    const int64_t* offsets = segments_.offsets;
+    int64_t s = segments_.holding(begin), next = s, ahead = begin;
+    for (int64_t t = first; t < last; ++t) {
+      const int count = count_of(t, n_);
+      bool summed = false;  // a segment that begins in this tile
+      for (; next < segments_.count && offsets[next] < t * TILE + count; ++next) {
+        const bool inside = offsets[next] >= begin && offsets[next + 1] <= end;
+        if (inside && length(next) > 0 && length(next) <= MANY) {
+          sum_short(next, ahead);
+          summed = true;
+        }
+      }
+      if (summed || ahead > (t + 1) * TILE) {
+        encode_tile<1>(t, count, s, inputs(ahead));
+        ahead += TILE / 2;
+      } else {
+        encode_tile<2>(t, count, s, Ahead{offered() + (t + 2) * TILE});
+      }
+    }
+  }
+
+  // `next`: what to ask for meanwhile.
+  template <int LINES, class Load>
+  void encode_tile(int64_t t, int count, int64_t& s, Load next) {
+    const int64_t start = t * TILE;
+    const float* value = offered() + start;
+    uint32_t* words = words_ + t * LANES;
+    if constexpr (!FEEDBACK) {
+      pack_asking<LINES>([=](int i) { return sign_bit(value[i]); }, count, words, next);
+    } else {
+      float* left = left_ + start;
+      while (segments_.offsets[s + 1] <= start) ++s;
+      const auto code_in = [=](int64_t part) {
+        return [=, below = low(part), above = high_[part]](int i) {
+          const float v = left[i];
+          left[i] = v - (v >= 0.0f ? above : below);
+          return sign_bit(v);
+        };
+      };
+      if (segments_.offsets[s + 1] >= start + count) {
+        pack_asking<LINES>(code_in(s), count, words, next);
+      } else if (count == TILE && segments_.offsets[std::min(s + PIECES, segments_.count)] < start + TILE) {
+        pack_many<LINES>(start, s, words, next);
+      } else if (count == TILE) {
+        pack_parts<LINES>(start, s, code_in, words, next);
+      } else {
+        pack_asking<LINES>([=](int i) { return sign_bit(left[i]); }, count, words, next);
+        for_parts(segments_, start, count, s, [=](int64_t part, int from, int to) {
+          const auto code = code_in(part);
+          GC_SIMD for (int i = from; i < to; ++i) code(i);
+        });
+      }
+    }
+  }
+
+  // Pack a whole tile of many segments, with the values laid out.
+  template <int LINES, class Load>
+  void pack_many(int64_t start, int64_t& s, uint32_t* out, Load next) {
+    GC_ALIGNED float below[TILE + LANES], above[TILE + LANES];
+    for_parts(segments_, start, TILE, s, [&](int64_t part, int from, int to) {
+      const float least = low(part), most = high_[part];
+      GC_ROLLED for (int i = from; i < to; i += LANES) {  // the next segment overwrites what is too much
+        GC_SIMD for (int l = 0; l < LANES; ++l) {
+          below[i + l] = least;
+          above[i + l] = most;
+        }
+      }
+    });
+    float* left = left_ + start;
+    const float *lows = below, *highs = above;
+    const auto code = [=](int i) {
+      const float v = left[i];
+      left[i] = v - (v >= 0.0f ? highs[i] : lows[i]);
+      return sign_bit(v);
+    };
+    pack_asking<LINES>(code, TILE, out, next);
+  }
+
+  // Pack a whole tile of several segments: rows inside one of them as such, others with the values laid out.
+  template <int LINES, class Code, class Load>
+  void pack_parts(int64_t start, int64_t& s, Code code_in, uint32_t* out, Load next) {
+    GC_ALIGNED uint32_t words[LANES] = {};
+    GC_ALIGNED float below[LANES], above[LANES];
+    for_parts(segments_, start, TILE, s, [&](int64_t part, int from, int to) {
+      const auto lay_out = [&](int begin, int end) {
+        for (int i = begin; i < end; ++i) {
+          below[i % LANES] = low(part);
+          above[i % LANES] = high_[part];
+        }
+      };
+      const int first = (from + LANES - 1) / LANES * LANES, last = to / LANES * LANES;
+      if (from < first) {
+        lay_out(from, std::min(first, to));
+        if (to < first) return;
+        float* left = left_ + start + first - LANES;
+        const float *lows = below, *highs = above;
+        const auto code = [=](int i) {
+          const int l = i - (first - LANES);
+          const float v = left[l];
+          left[l] = v - (v >= 0.0f ? highs[l] : lows[l]);
+          return sign_bit(v);
+        };
+        pack_rows<LINES>(code, first - LANES, first, words, next);
+      }
+      pack_rows<LINES>(code_in(part), first, last, words, next);
+      lay_out(std::max(first, last), to);
+    });
+    memcpy(out, words, sizeof words);
+  }
+
+  const Segments segments_;
+  const int64_t n_;
+  const float *x_, *residual_;
+  uint32_t* words_;
+  float *low_, *high_, *left_;
+  const int threads_;
+  int64_t ranges_ = 1;
+  bool bad_ = false;
+};
+
+}  // namespace
+
+// Bits of x, (n,), or of x + residual leaving in `left`, which may be `residual`, what is lost; and the mean `low` of
+// the negative and `high` of the other elements of each segment (`low` null: `high` the mean magnitude). Returns a
+// `Wrong` where these are not finite.
+GC_API int64_t gc_sign_encode(const float* x, const float* residual, const int64_t* table, int64_t m, uint32_t* words,
+                              float* low, float* high, float* left, int threads) try {
+  const auto run = [=](auto encoder) { return encoder.run(); };
+  if (low && residual) return run(Encoder<2, true>(x, residual, table, m, words, low, high, left, threads));
+  if (low) return run(Encoder<2, false>(x, residual, table, m, words, low, high, left, threads));
+  if (residual) return run(Encoder<1, true>(x, residual, table, m, words, low, high, left, threads));
+  return run(Encoder<1, false>(x, residual, table, m, words, low, high, left, threads));
+} catch (const std::bad_alloc&) {
+  return NO_MEMORY;
+}
+GC_CALLED(gc_sign_encode)
