@@ -81,9 +81,13 @@ inline void encode_mixed(const float* x, const float* divisor, const uint32_t* d
 }
 
 bool good_scales(const float* scales, int64_t m) {
-  bool good = true;
-  for (int64_t s = 0; s < m; ++s) good &= scales[s] == 0 || (scales[s] >= TINY && scales[s] <= FLOAT_MAX);
-  return good;
+  uint32_t wrong = 0;
+#pragma omp simd reduction(| : wrong)
+  for (int64_t s = 0; s < m; ++s) {
+    const float scale = scales[s];
+    wrong |= !((scale == 0) | ((scale >= TINY) & (scale <= FLOAT_MAX)));
+  }
+  return !wrong;
 }
 
 constexpr int VECTORS = 4;                // whose sums stay in registers

@@ -377,10 +377,12 @@ class Tiles {
 #endif
 };
 
-bool good_norms(const float* norms, int64_t m, float least) {
-  bool good = true;
-  for (int64_t s = 0; s < m; ++s) good &= level_norm_sent(norms[s], least);
-  return good;
+// Whether each of m segments whose norm is not 0 has its mark.
+bool all_marked(const float* norms, const uint8_t* marks, int64_t m) {
+  uint32_t wrong = 0;
+#pragma omp simd reduction(| : wrong)
+  for (int64_t s = 0; s < m; ++s) wrong |= (norms[s] != 0) & !marks[s];
+  return !wrong;
 }
 
 }  // namespace
@@ -395,7 +397,7 @@ GC_API int64_t gc_level_mean(const uint32_t* const* words, const float* const* n
   const Payloads in{words, norms, counts, number};
   const Scale scale(levels, bits);
   for (int p = 0; p < number; ++p) {
-    if (!good_norms(norms[p], m, TINY * scale.top)) return BAD_NORMS;
+    if (!norms_sent(norms[p], m, TINY * scale.top)) return BAD_NORMS;
   }
   // Which segments of which payloads have the highest level, as those of largest magnitudes have.
   std::unique_ptr<uint8_t[]> marks(exact ? new uint8_t[number * m]() : nullptr);
@@ -422,9 +424,7 @@ GC_API int64_t gc_level_mean(const uint32_t* const* words, const float* const* n
     if (stream) end_stream();
     if (wrong) __atomic_store_n(&bad, true, __ATOMIC_RELAXED);
   });
-  for (int p = 0; exact && p < number; ++p) {
-    for (int64_t s = 0; s < m; ++s) bad |= norms[p][s] != 0 && !reached[p * m + s];
-  }
+  for (int p = 0; exact && p < number; ++p) bad |= !all_marked(norms[p], reached + p * m, m);
   return bad ? BAD_CODES : 0;
 } catch (const std::bad_alloc&) {
   return NO_MEMORY;

@@ -365,13 +365,12 @@ GC_API int64_t gc_level_decode(const uint32_t* words, int bits, const float* nor
                                int threads) try {
   const Segments segments(table, m);
   const float least = TINY * (float)levels;
-  for (int64_t s = 0; s < m; ++s) {
-    if (!level_norm_sent(norms[s], least)) return 1;
-  }
+  if (!norms_sent(norms, m, least)) return 1;
   if (exact) {
-    for (int64_t s = 0; s < m; ++s) {
-      if (norms[s] != 0 && segments.offsets[s] == segments.offsets[s + 1]) return 2;
-    }
+    uint32_t wrong = 0;
+#pragma omp simd reduction(| : wrong)
+    for (int64_t s = 0; s < m; ++s) wrong |= (norms[s] != 0) & (table[s] == table[s + 1]);
+    if (wrong) return 2;
   }
   std::unique_ptr<Judge::Edge[]> edges(new Judge::Edge[2 * (threads + 1)]);
   Judge judge{segments, norms, exact != 0, edges.get()};

@@ -22,7 +22,9 @@ GC_HD float level_ratio(float code, float levels, float reciprocal) {
 }
 
 // Whether an encoder sends this norm; `least` is TINY * levels.
-GC_HD bool level_norm_sent(float norm, float least) { return norm == 0 || (norm >= least && norm <= FLOAT_MAX); }
+GC_HD bool level_norm_sent(float norm, float least) {
+  return (norm == 0) | ((norm >= least) & (norm <= FLOAT_MAX));  // without branches, for loops over many
+}
 
 // The norm that codes are drawn with: NaN, which leads to zeros, for one that is not finite; 1 for one that counts as
 // zero, as such a segment's elements are next to 1 never rounded up.

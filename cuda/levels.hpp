@@ -5,6 +5,14 @@
 
 namespace gc {
 
+// Whether an encoder sends such norms, which are 0 or at least `least`.
+static inline bool norms_sent(const float* norms, int64_t m, float least) {
+  uint32_t wrong = 0;
+#pragma omp simd reduction(| : wrong)
+  for (int64_t s = 0; s < m; ++s) wrong |= !level_norm_sent(norms[s], least);
+  return !wrong;
+}
+
 #if defined(__AVX2__)
 // Entry k[i] modulo WIDTH of a table, for each i.
 static inline VecF looked_up(VecF table, VecI k) {
