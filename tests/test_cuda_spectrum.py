@@ -52,8 +52,12 @@ def test_in_place(cuda_device):  # noqa: F811
         wanted, energies = ops.spectrum_unscaled(x, unit, pairs)
         restored = ops.spectrum_restored(x, unit, pairs)
     here = x.to(cuda_device, copy=True)
-    found, energy = RUN["spectrum_unscaled"](here, unit.to(cuda_device), pairs, out=here)
+    given = torch.zeros(3000, device=cuda_device)
+    found, energy = RUN["spectrum_unscaled"](
+        here, unit.to(cuda_device), pairs, out=here, energy=given
+    )
     assert found.data_ptr() == here.data_ptr()
+    assert energy.data_ptr() == given.data_ptr()
     assert same(found, wanted)
     assert same(energy, energies)
     here = x.to(cuda_device, copy=True)

@@ -192,6 +192,21 @@ def test_segments_are_coded_apart(bitmap):
 # ---- the selection -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_energies_go_where_they_are_wanted(backend):
+    bins = torch.tensor([3.0, 4.0, 0.0, -2.0, 1.0, 1.0])
+    out, energy = torch.zeros(6), torch.zeros(3)
+    with ops.using(backend):
+        found = ops.spectrum_unscaled(
+            bins, torch.tensor([2.0]), Segments((0, 6)), out=out, energy=energy
+        )
+        assert [each.data_ptr() for each in found] == [out.data_ptr(), energy.data_ptr()]
+        assert energy.tolist() == [25.0, 4.0, 2.0]
+        assert out.tolist() == (2 * bins).tolist()
+        with pytest.raises((ValueError, RuntimeError)):
+            ops.spectrum_unscaled(bins, torch.tensor([2.0]), Segments((0, 6)), energy=energy[:2])
+
+
 @pytest.mark.parametrize("theta", [0.0, 0.3, 0.5, 0.85, 0.9, 0.999])
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 64, 999, 1000])
 def test_the_error_is_the_dropped_energy(n, theta):

@@ -202,17 +202,18 @@ def spectrum_unscaled(
     *,
     rows: Rows | None = None,
     out: Tensor | None = None,
+    energy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return bins times their unit, float32, shape (2 bins,), and |X|^2 before that, (bins,).
 
     `bins`: float32, shape (2 bins,), which `segments` cover; `unit`: float32, shape (m,). `rows`:
     where each segment is to be found in `bins`. `out`: where to write the former, which may be
-    `bins` if there are no `rows`.
+    `bins` if there are no `rows`; `energy`: and the latter.
     """
     if rows is not None:
         bins = bins[_places(segments, rows, bins.device)]
     real, imag = bins.view(-1, 2).unbind(1)
-    energy = (real * real).add_(imag * imag)
+    energy = into(energy, (real * real).add_(imag * imag))
     return into(out, bins * _each(unit, segments)), energy
 
 

@@ -575,9 +575,9 @@ def _spectrum_scaled(g: Gradient) -> Timed:
 def _spectrum_unscaled(g: Gradient) -> Timed:
     bins = torch.view_as_real(halves(g)).reshape(-1)
     segments, unit = Segments((0, len(bins))), torch.ones(1, device=g.x.device)
-    out = torch.empty_like(bins)
+    out, energy = torch.zeros_like(bins), g.empty(torch.float32, len(bins) // 2)
     return Timed(
-        lambda: ops.spectrum_unscaled(bins, unit, segments, out=out),
+        lambda: ops.spectrum_unscaled(bins, unit, segments, out=out, energy=energy),
         nbytes(bins, out) + nbytes(bins) // 2,
     )
 

@@ -63,12 +63,13 @@ def spectrum_unscaled(
     *,
     rows: Rows | None = None,
     out: Tensor | None = None,
+    energy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Serve `ops.spectrum_unscaled`."""
     n, m, table, bins = segments.numel, len(segments), segments.table, bins.contiguous()
     places, size = _places(rows, segments)
     out = output(out, torch.float32, n)
-    energy = new_float32(n // 2)
+    energy = output(energy, torch.float32, n // 2)
     c.gc_spectrum_unscaled(
         address(bins, torch.float32, size),
         address(unit.contiguous(), torch.float32, m),
@@ -76,7 +77,7 @@ def spectrum_unscaled(
         m,
         places,
         address(out, torch.float32, n),
-        energy.data_ptr(),
+        address(energy, torch.float32, n // 2),
         torch.get_num_threads(),
     )
     return out, energy

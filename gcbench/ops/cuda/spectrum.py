@@ -96,6 +96,7 @@ def spectrum_unscaled(
     *,
     rows: Rows | None = None,
     out: Tensor | None = None,
+    energy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Serve `ops.spectrum_unscaled`.
 
@@ -109,7 +110,7 @@ def spectrum_unscaled(
     bins = tables.checked(bins, torch.float32, size)
     unit = tables.checked(unit, torch.float32, m, device)
     out = tables.output(out, torch.float32, n, device)
-    energy = torch.empty(n // 2, dtype=torch.float32, device=device)
+    energy = tables.output(energy, torch.float32, n // 2, device)
     if n:
         args = (bins, unit, tables.table(segments, device), i64(m), places, out, energy)
         grid = tables.grid(_tiles(segments))
