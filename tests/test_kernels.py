@@ -203,10 +203,10 @@ def test_the_default_dtype_does_not_matter(family):
         torch.set_default_dtype(torch.float32)
 
 
-def with_output(call: kernel_cases.Call) -> bool:
-    """Tell whether an operation writes where it is told, and this call returns something."""
+def takes_output(call: kernel_cases.Call) -> bool:
+    """Tell whether an operation writes where it is told, and is not told yet."""
     takes = "out" in inspect.signature(getattr(ops, call.op)).parameters
-    return takes and "out" not in call.kwargs and not isinstance(outcome(call), type)
+    return takes and "out" not in call.kwargs
 
 
 @needs_native
@@ -215,9 +215,12 @@ def with_output(call: kernel_cases.Call) -> bool:
 def test_an_output_buffer_is_filled(family, backend):
     """And refused if it is too long."""
     with ops.using(backend):
-        for call in filter(with_output, FAMILIES[family].cases(1025)):
+        for call in filter(takes_output, FAMILIES[family].cases(1025)):
             run = partial(getattr(ops, call.op), *call.args, **call.kwargs)
-            fresh = run()
+            try:
+                fresh = run()
+            except GcbenchError:  # a corrupt payload
+                continue
             whole = [fresh] if isinstance(fresh, Tensor) else list(fresh)
             place = -1 if call.op.endswith("_feedback") else 0
             buffer = torch.empty_like(whole[place]).view(torch.uint8).fill_(0x5A)
