@@ -8,11 +8,6 @@ namespace {
 
 constexpr int64_t FEW_TILES = 4;  // of positions that are worth a thread: each is looked up alone
 
-// As many of `threads` as have `least` tiles each; one at least.
-int worth(int64_t tiles, int64_t least, int threads) {
-  return (int)std::max<int64_t>(1, std::min<int64_t>(threads, tiles / least));
-}
-
 // The first index in [0, count) whose at(index), which does not decrease, is `value` or more; or count.
 template <class F>
 int64_t first_from(int64_t count, int64_t value, F at) {

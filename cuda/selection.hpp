@@ -56,9 +56,12 @@ static inline void together(int threads, F f) {
   f(Team{0, 1});
 }
 
-static inline int useful_threads(int64_t n, int threads) {
-  const int64_t useful = n / (2 * GRAIN * TILE);  // threads meet a dozen times
-  return useful < threads ? (useful > 1 ? (int)useful : 1) : threads;
+// As many of `threads` as have `least` tiles each; one at least.
+static inline int worth(int64_t tiles, int64_t least, int threads) {
+  return (int)std::max<int64_t>(1, std::min<int64_t>(threads, tiles / least));
 }
+
+// Of n elements, where threads meet a dozen times.
+static inline int useful_threads(int64_t n, int threads) { return worth(n / TILE, 2 * GRAIN, threads); }
 
 }  // namespace gc

@@ -7,21 +7,6 @@ using namespace gc;
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int VECTOR = 64;
-#elif defined(__AVX2__)
-constexpr int VECTOR = 32;
-#else
-constexpr int VECTOR = 16;
-#endif
-typedef uint32_t Words __attribute__((vector_size(VECTOR)));  // as many as a register holds
-
-inline Words load_words(const uint32_t* from) {
-  Words w;
-  memcpy(&w, from, sizeof w);
-  return w;
-}
-
 // [count >= least] for a count in bit planes: the comparison of numbers, from their lowest bit on.
 template <class Plane>
 inline Plane at_least(const Plane* planes, int number, uint32_t least) {
@@ -33,14 +18,13 @@ inline Plane at_least(const Plane* planes, int number, uint32_t least) {
 // [number of set bits >= least] among fewer than 2^P ballots of one bit, for `count` words.
 template <int P>
 void vote_words(const uint32_t* const* ballots, int64_t number, uint32_t least, int64_t count, uint32_t* out) {
-  constexpr int WIDTH = sizeof(Words) / sizeof(uint32_t);
   const auto vote = [=](auto get) {
-    Words planes[P] = {};
+    VecU planes[P] = {};
     for (int64_t p = 0; p < number; ++p) {
-      Words carry = get(p);
+      VecU carry = get(p);
       GC_UNROLL
       for (int k = 0; k < P; ++k) {
-        const Words next = planes[k] & carry;
+        const VecU next = planes[k] & carry;
         planes[k] ^= carry;
         carry = next;
       }
@@ -49,13 +33,13 @@ void vote_words(const uint32_t* const* ballots, int64_t number, uint32_t least, 
   };
   int64_t i = 0;
   for (; i + WIDTH <= count; i += WIDTH) {
-    const Words won = vote([=](int64_t p) { return load_words(ballots[p] + i); });
+    const VecU won = vote([=](int64_t p) { return load_vector<VecU>(ballots[p] + i); });
     memcpy(out + i, &won, sizeof won);
   }
   if (i < count) {
     const size_t rest = (count - i) * sizeof(uint32_t);
-    const Words won = vote([=](int64_t p) {
-      Words w{};
+    const VecU won = vote([=](int64_t p) {
+      VecU w{};
       memcpy(&w, ballots[p] + i, rest);
       return w;
     });

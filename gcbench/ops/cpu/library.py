@@ -1,7 +1,8 @@
 """The native library: found, checked, loaded, called.
 
-It is a plain C interface, built from `cuda/*.cpp` when the package is installed, once for each
-instruction set; the best that the processor has is taken. `GCBENCH_ISA` takes another one.
+It is built from `cuda/*.cpp` when the package is installed, once for each instruction set; the best
+that the processor has is taken. `GCBENCH_ISA` takes another one. No Python.h is needed, and one
+build serves every version of Python: see `cuda/python.hpp`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ DTYPES = {
     torch.complex64: 5 | 64 << 8 | 1 << 16,
     torch.bfloat16: 4 | 16 << 8 | 1 << 16,
 }
-"""What payloads are made of, as DLPack has it: kind, bits, lanes (one element is one number)."""
+"""What kernels take, as DLPack has it: kind, bits, lanes (one element is one number)."""
 Column = tuple[tuple[Tensor, ...], torch.dtype, tuple[int, ...]]
 """One tensor of each payload: they, their dtype, the elements of each."""
 
