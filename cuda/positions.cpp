@@ -72,9 +72,9 @@ inline void transpose_bits(const uint32_t* words, uint32_t* rows) {
 #endif
 }
 
-// Write where the bits of a bitmap of n are set, if exactly `total` are; returns 1 if one is set from n on, 2 if the
-// number, which is written to `count`, is another.
-int64_t find_bits(const uint32_t* words, int64_t n, int64_t total, int64_t* positions, int64_t* count, int threads) {
+// Write where the bits of a bitmap of n are set, if exactly `total` are; returns 1 if one is set from n on, 2 + 8 times
+// their number if it is another.
+int64_t find_bits(const uint32_t* words, int64_t n, int64_t total, int64_t* positions, int threads) {
   const int64_t tiles = tiles_of(n), full = n / TILE;
   const int parts = useful_threads(n, threads);
   std::unique_ptr<int64_t[]> sums(new int64_t[parts]);
@@ -105,10 +105,7 @@ int64_t find_bits(const uint32_t* words, int64_t n, int64_t total, int64_t* posi
   }
   int64_t found = before;
   for (uint32_t word : tail) found += __builtin_popcount(word);
-  if (found != total) {
-    *count = found;
-    return 2;
-  }
+  if (found != total) return 2 + 8 * found;
   const auto write = [](const uint32_t* rows, int64_t start, int64_t* out) {
     for (int j = 0; j < 32; j += 2) {
       uint64_t pair = rows[j] | (uint64_t)rows[j + 1] << 32;
@@ -219,11 +216,11 @@ GC_API int64_t gc_pack_gaps(const int64_t* positions, int64_t total, int64_t n, 
 }
 GC_CALLED(gc_pack_gaps)
 
-// Positions from a bitmap of n bits. Returns 0, or 1: a bit is set from n on, 2: `number` bits are set, not `total`,
+// Positions from a bitmap of n bits. Returns 0, or 1: a bit is set from n on, 2 + 8 k: k bits are set, not `total`,
 // 3: they do not increase, 4: a segment has not its own k.
 GC_API int64_t gc_unpack_bitmap(const uint32_t* words, int64_t n, const int64_t* runs, int64_t count, int64_t total,
-                                int64_t* positions, int64_t* number, int threads) try {
-  const int64_t bad = find_bits(words, n, total, positions, number, threads);
+                                int64_t* positions, int threads) try {
+  const int64_t bad = find_bits(words, n, total, positions, threads);
   return bad ? bad : check_positions(positions, total, (const Run*)runs, count);
 } catch (const std::bad_alloc&) {
   return NO_MEMORY;
@@ -232,9 +229,9 @@ GC_CALLED(gc_unpack_bitmap)
 
 // Positions from the coding of Elias and Fano. Returns as gc_unpack_bitmap, or 5: a low code after the last.
 GC_API int64_t gc_unpack_gaps(const uint32_t* low_words, const uint32_t* high_words, int low, int64_t n,
-                              const int64_t* runs, int64_t count, int64_t total, int64_t* positions, int64_t* number,
+                              const int64_t* runs, int64_t count, int64_t total, int64_t* positions,
                               int threads) try {
-  int64_t bad = find_bits(high_words, total + ((n - total) >> low), total, positions, number, threads);
+  int64_t bad = find_bits(high_words, total + ((n - total) >> low), total, positions, threads);
   if (bad) return bad;
   if (low) {
     with_bits(low, [&](auto b) { bad = add_low_bits<decltype(b)::value>(low_words, total, positions, threads); });

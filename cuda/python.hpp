@@ -40,6 +40,7 @@ long long PyLong_AsLongLong(PyObject* number);
 unsigned long long PyLong_AsUnsignedLongLong(PyObject* number);
 void* PyLong_AsVoidPtr(PyObject* number);
 PyObject* PyLong_FromLongLong(long long number);
+PyObject* PyObject_CallFunctionObjArgs(PyObject* function, ...);
 PyObject* PyObject_Type(PyObject* object);
 PyObject* PySequence_GetItem(PyObject* sequence, intptr_t index);  // a new reference
 intptr_t PySequence_Size(PyObject* sequence);
@@ -48,6 +49,7 @@ PyObject* PyTuple_New(intptr_t size);
 int PyTuple_SetItem(PyObject* tuple, intptr_t index, PyObject* item);  // takes the reference
 intptr_t PyTuple_Size(PyObject* tuple);
 void Py_DecRef(PyObject* object);
+void Py_IncRef(PyObject* object);
 }
 #pragma GCC visibility pop
 

@@ -52,10 +52,11 @@ bool fits(const View& view, long long dtype, long long numel) {
   return found == numel;
 }
 
-// Torch's functions, and DLPack's numbers for its dtypes.
+// Torch's functions, DLPack's numbers for its dtypes, and what serves where C cannot; the interpreter's lock guards them.
+// All are null before `gc_tensors_ask`.
 struct Torch {
-  const Exchange* known;
-  PyObject* dtypes;
+  const Exchange* known = nullptr;
+  PyObject *dtypes = nullptr, *otherwise = nullptr;
 
   // DLPack's number for a dtype; -1 for another object.
   long long number_of(PyObject* dtype) const {
@@ -86,8 +87,10 @@ struct Held {
   PyObject* release() { return std::exchange(object, nullptr); }
 };
 
+Torch torch;
+
 // Return bytes that hold the addresses of one column's tensors; null if one does not fit, or with an exception set.
-PyObject* column_addresses(const Torch& torch, PyObject* column, int dimensions) {
+PyObject* column_addresses(PyObject* column, int dimensions) {
   PyObject *tensors = PyTuple_GetItem(column, 0), *lengths = PyTuple_GetItem(column, 2);
   const long long dtype = torch.number_of(PyTuple_GetItem(column, 1));
   if (!tensors || dtype < 0 || !lengths) return nullptr;
@@ -108,7 +111,7 @@ constexpr int PARTS = 4;
 class Columns {
  public:
   // `layout`: a tuple of tuples: dtype and length of each tensor of a payload.
-  Columns(const Torch& torch, PyObject* layout, intptr_t number) : torch_(torch), number_(number) {
+  Columns(PyObject* layout, intptr_t number) : number_(number) {
     const intptr_t size = PyTuple_Size(layout);
     if (size > PARTS || number < 1) return;
     for (; parts_ < size; ++parts_) {
@@ -157,7 +160,7 @@ class Columns {
     Held type(PyObject_Type(object));
     if (type.object != &PyTuple_Type) {
       const int k = part++;
-      return k < parts_ && torch_.place(object, dtypes_[k], lengths_[k], 1, arrays_[k] + 8 * i);
+      return k < parts_ && torch.place(object, dtypes_[k], lengths_[k], 1, arrays_[k] + 8 * i);
     }
     const intptr_t size = PyTuple_Size(object);
     for (intptr_t k = 0; k < size; ++k) {
@@ -166,7 +169,6 @@ class Columns {
     return true;
   }
 
-  const Torch& torch_;
   const intptr_t number_;
   int parts_ = 0;
   long long dtypes_[PARTS], lengths_[PARTS], total_ = 0;
@@ -183,31 +185,41 @@ PyObject* nothing() {
 
 }  // namespace
 
-// Return where a tensor's elements lie; 0 if they are not on the CPU, contiguous, of this dtype and as many, or if torch
-// cannot be asked.
+// Ask torch about tensors by this table from here on.
 //
 // `exchange`: what torch.Tensor's `__dlpack_c_exchange_api__` holds, or null. `dtypes`: a dict of dtypes to DLPack's kind,
-// bits and lanes, lowest byte first.
-GC_API PyObject* gc_tensor_address(const void* exchange, PyObject* tensor, PyObject* dtype, int64_t numel,
-                                   PyObject* dtypes) {
-  const Torch torch{usable(exchange), dtypes};
+// bits and lanes, lowest byte first. `otherwise`: serves `gc_tensor_address` where C cannot.
+GC_API PyObject* gc_tensors_ask(const void* exchange, PyObject* dtypes, PyObject* otherwise) {
+  Held before(torch.dtypes), another(torch.otherwise);
+  Py_IncRef(dtypes);
+  Py_IncRef(otherwise);
+  torch = {usable(exchange), dtypes, otherwise};
+  return PyLong_FromLongLong(torch.known != nullptr);
+}
+GC_CALLED(gc_tensors_ask)
+
+// Return where a tensor's elements lie; or what `otherwise` returns, if they are not on the CPU, contiguous, of this dtype
+// and as many, or if torch cannot be asked.
+GC_API PyObject* gc_tensor_address(PyObject* tensor, PyObject* dtype, PyObject* numel) {
   int64_t place = 0;
-  if (!torch.known || !torch.place(tensor, torch.number_of(dtype), numel, 0, &place)) PyErr_Clear();
-  return PyLong_FromLongLong(place);
+  if (torch.known && torch.place(tensor, torch.number_of(dtype), PyLong_AsLongLong(numel), 0, &place)) {
+    return PyLong_FromLongLong(place);
+  }
+  PyErr_Clear();
+  return PyObject_CallFunctionObjArgs(torch.otherwise, tensor, dtype, numel, nullptr);
 }
 GC_CALLED(gc_tensor_address)
 
-// Return a tuple of bytes: for each column, the addresses of its tensors. It is empty if one is none that
-// `gc_tensor_address` knows.
+// Return a tuple of bytes: for each column, the addresses of its tensors. It is empty if one does not fit, as
+// `gc_tensor_address` has it.
 //
 // `columns`: a tuple of tuples: a tuple of tensors, their dtype, a tuple of their lengths. `dimensions`: which they must
 // have; 0 if any.
-GC_API PyObject* gc_tensor_addresses(const void* exchange, PyObject* columns, int dimensions, PyObject* dtypes) {
-  const Torch torch{usable(exchange), dtypes};
+GC_API PyObject* gc_tensor_addresses(PyObject* columns, int dimensions) {
   const intptr_t number = torch.known ? PyTuple_Size(columns) : 0;
   Held made(PyTuple_New(number));
   for (intptr_t k = 0; made.object && k < number; ++k) {
-    PyObject* addresses = column_addresses(torch, PyTuple_GetItem(columns, k), dimensions);
+    PyObject* addresses = column_addresses(PyTuple_GetItem(columns, k), dimensions);
     if (!addresses) return nothing();
     PyTuple_SetItem(made.object, k, addresses);
   }
@@ -221,10 +233,9 @@ GC_CALLED(gc_tensor_addresses)
 //
 // `payloads`: a sequence of tuples: tensors, some of them in tuples, and a number of workers. `layout`: a tuple of
 // tuples: dtype and length of each tensor.
-GC_API PyObject* gc_tensor_columns(const void* exchange, PyObject* payloads, PyObject* layout, PyObject* dtypes) {
-  const Torch torch{usable(exchange), dtypes};
+GC_API PyObject* gc_tensor_columns(PyObject* payloads, PyObject* layout) {
   const intptr_t number = torch.known ? PySequence_Size(payloads) : 0;
-  Columns columns(torch, layout, number);
+  Columns columns(layout, number);
   for (intptr_t i = 0; columns.good() && i < number; ++i) {
     Held payload(PySequence_GetItem(payloads, i));
     if (!payload.object || !columns.add(i, payload.object)) return nothing();

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from struct import unpack
 from typing import Any
 
@@ -36,11 +37,18 @@ def _served():
         yield
 
 
+@pytest.fixture
+def ask():
+    """Yield what makes C ask torch by another table, or not at all, until the test ends."""
+    yield library.c.ask
+    library.c.ask(library.exchange())
+
+
 @pytest.fixture(params=WAYS)
-def way(request, monkeypatch):
-    """Hide from the loader what torch gives to C, or do not."""
+def way(request, ask):
+    """Ask torch in C, or do not."""
     if request.param == "Python":
-        monkeypatch.setattr(library.c, "exchange", None)
+        assert not ask(None)
     return request.param
 
 
@@ -158,18 +166,18 @@ OTHERWISE: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("kind", CONTIGUOUS)
 def test_any_contiguous_tensor_has_an_address(kind, way):
     tensor = CONTIGUOUS[kind]()
-    assert library.address(tensor, torch.float32, 12) == tensor.data_ptr()
+    assert library.c.gc_tensor_address(tensor, torch.float32, 12) == tensor.data_ptr()
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3)])
 def test_what_holds_nothing_is_taken(shape, way):
-    assert library.address(torch.zeros(shape), torch.float32, 0) == 0
+    assert library.c.gc_tensor_address(torch.zeros(shape), torch.float32, 0) == 0
 
 
 @pytest.mark.parametrize("kind", OTHERWISE)
 def test_another_tensor_has_none(kind, way):
     with pytest.raises(ValueError, match="12 contiguous torch"):
-        library.address(OTHERWISE[kind](), torch.float32, 12)
+        library.c.gc_tensor_address(OTHERWISE[kind](), torch.float32, 12)
 
 
 # ---- of the payloads of a mean -------------------------------------------------------------------
@@ -232,13 +240,14 @@ def test_parts_of_a_mean_are_copied_where_they_are_not_contiguous(way):
 # ---- torch is asked, if it can be ----------------------------------------------------------------
 
 
-def test_torch_is_asked_in_c(monkeypatch):
+def test_torch_is_asked_in_c(monkeypatch, ask):
     """Nothing falls back without being seen: this torch has the functions, and they serve."""
-    monkeypatch.setattr(library, "_address", None)
+    monkeypatch.setattr(library, "address", None)
     monkeypatch.setattr(library, "_flat", None)
+    assert ask(library.exchange())
     tensor = torch.zeros(8)
     assert places(tensor) == [tensor.data_ptr()]
-    assert library.address(tensor, torch.float32, 8) == tensor.data_ptr()
+    assert library.c.gc_tensor_address(tensor, torch.float32, 8) == tensor.data_ptr()
     assert library.summands([(tensor, 1)], ((torch.float32, 8),))
 
 
@@ -249,16 +258,16 @@ def test_nothing_is_left_behind():
         columns = ((tensors, torch.float32, (8, 8)), (tensors, dtype, (8, 8)))
         before = sys.getallocatedblocks()
         for _ in range(1000):
-            library.c.gc_tensor_addresses(library.c.exchange, columns, 1, library.DTYPES)
+            library.c.gc_tensor_addresses(columns, 1)
             for count in (1, "x"):
                 payloads = [(tensors[0], 1), (tensors[1], count)]
-                library.c.gc_tensor_columns(
-                    library.c.exchange, payloads, ((dtype, 8),), library.DTYPES
-                )
-            library.c.gc_tensor_address(library.c.exchange, tensors[0], dtype, 8, library.DTYPES)
+                library.c.gc_tensor_columns(payloads, ((dtype, 8),))
+            with suppress(ValueError):
+                library.c.gc_tensor_address(tensors[0], dtype, 8)
+            library.c.ask(library.exchange())
         refused = (tensors[:1] * 2, torch.float32, (8, 7))
         for _ in range(1000):
-            library.c.gc_tensor_addresses(library.c.exchange, (refused,), 1, library.DTYPES)
+            library.c.gc_tensor_addresses((refused,), 1)
         assert sys.getallocatedblocks() - before < 100
 
 
@@ -266,14 +275,15 @@ def test_a_torch_without_it_is_served(monkeypatch):
     isa, asked = library.c.isa, []
     with cpu.using_isa(isa), monkeypatch.context() as hidden:
         hidden.delattr(torch.Tensor, "__dlpack_c_exchange_api__")
+        assert library.exchange() is None
+        serve = library.address
+        hidden.setattr(library, "address", lambda *args: asked.append(args) or serve(*args))
         library.c.load(isa)
-        assert library.c.exchange is None
-        serve = library._address
-        hidden.setattr(library, "_address", lambda *args: asked.append(args) or serve(*args))
         tensor = torch.zeros(8)
         assert places(tensor) == [tensor.data_ptr()]
         assert len(asked) == 1
-    assert library.c.exchange is not None
+    assert places(tensor) == [tensor.data_ptr()]
+    assert len(asked) == 1
 
 
 class Table(ctypes.Structure):
@@ -287,19 +297,21 @@ class Table(ctypes.Structure):
     )
 
 
-def test_only_the_known_version_is_used():
+def test_only_the_known_version_is_used(ask):
     """A newer one leads to an older; one that has not this function is not asked."""
-    assert library.c.exchange
-    known = Table.from_address(library.c.exchange)
+    exchange = library.exchange()
+    assert exchange
+    known = Table.from_address(exchange)
     assert known.major == 1
-    newer = Table(major=2, older=library.c.exchange)
+    newer = Table(major=2, older=exchange)
     only = Table(major=2, functions=known.functions)
     without = Table.from_buffer_copy(known)
     without.functions[3] = None
     tensor = torch.zeros(8)
     columns = (((tensor,), torch.float32, (8,)),)
     for table, found in ((known, True), (newer, True), (only, False), (without, False)):
-        given = library.c.gc_tensor_addresses(ctypes.addressof(table), columns, 1, library.DTYPES)
+        assert ask(ctypes.addressof(table)) is found
+        given = library.c.gc_tensor_addresses(columns, 1)
         assert given == ((tensor.data_ptr().to_bytes(8, "little"),) if found else ())
 
 
@@ -336,10 +348,11 @@ LOOK = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(View))
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_all_of_a_view_is_read(change, moved):
+def test_all_of_a_view_is_read(change, moved, ask):
     """Of a GPU's, and of what no torch says yet."""
-    assert library.c.exchange
-    table = Table.from_buffer_copy(Table.from_address(library.c.exchange))
+    exchange = library.exchange()
+    assert exchange
+    table = Table.from_buffer_copy(Table.from_address(exchange))
     real = ctypes.cast(table.functions[3], LOOK)
 
     def look(tensor, view):
@@ -351,9 +364,8 @@ def test_all_of_a_view_is_read(change, moved):
     kept = LOOK(look)
     table.functions[3] = ctypes.cast(kept, ctypes.c_void_p).value
     tensor = torch.zeros(8)
-    given = library.c.gc_tensor_addresses(
-        ctypes.addressof(table), (((tensor,), torch.float32, (8,)),), 1, library.DTYPES
-    )
+    assert ask(ctypes.addressof(table))
+    given = library.c.gc_tensor_addresses((((tensor,), torch.float32, (8,)),), 1)
     if moved is None:
         assert given == ()
     else:
@@ -471,7 +483,7 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(("name", "part"), cases())
-def test_operations_do_the_same_both_ways(name, part, change, monkeypatch):
+def test_operations_do_the_same_both_ways(name, part, change, ask):
     """Bytes or error; and what is only laid out otherwise changes no byte."""
     make, call = OPERATIONS[name]
     payloads = [make(rank) for rank in range(3)]
@@ -485,7 +497,7 @@ def test_operations_do_the_same_both_ways(name, part, change, monkeypatch):
             CHANGES[change](tensor) if i == part else tensor for i, tensor in enumerate(changed)
         )
     fast = outcome(call, payloads)
-    monkeypatch.setattr(library.c, "exchange", None)
+    assert not ask(None)
     assert outcome(call, payloads) == fast
     if change in ("none", "strided", "parameter", "subclass"):
         assert fast == right

@@ -10,7 +10,7 @@ from torch import Tensor
 from gcbench.compressor import Key, Segments
 from gcbench.errors import PayloadError
 from gcbench.ops.blocks import BAD_CODE, BAD_SCALE
-from gcbench.ops.cpu.library import address, c, new_float32, output, stream, summands
+from gcbench.ops.cpu.library import c, new_float32, output, stream, summands
 
 
 def int8_encode(
@@ -20,13 +20,13 @@ def int8_encode(
     n, m, x = segments.numel, len(segments), x.contiguous()
     codes, scales = output(out, torch.int8, n), new_float32(m)
     c.gc_int8_encode(
-        address(x, torch.float32, n),
+        c.gc_tensor_address(x, torch.float32, n),
         n,
         segments.table.data_ptr(),
         m,
         rounding == "stochastic",
         *stream(key),
-        address(codes, torch.int8, n),
+        c.gc_tensor_address(codes, torch.int8, n),
         scales.data_ptr(),
         torch.get_num_threads(),
     )
@@ -47,14 +47,14 @@ def int8_decode(
     codes, scales = codes.contiguous(), scales.contiguous()
     out = output(out, torch.float32, n)
     fault = c.gc_int8_decode(
-        address(codes, torch.int8, n),
-        address(scales, torch.float32, m),
+        c.gc_tensor_address(codes, torch.int8, n),
+        c.gc_tensor_address(scales, torch.float32, m),
         n,
         segments.table.data_ptr(),
         m,
-        None if onto is None else address(onto, torch.float32, n),
+        None if onto is None else c.gc_tensor_address(onto, torch.float32, n),
         count,
-        address(out, torch.float32, n),
+        c.gc_tensor_address(out, torch.float32, n),
         torch.get_num_threads(),
     )
     if fault:
@@ -77,7 +77,7 @@ def int8_mean(
         n,
         segments.table.data_ptr(),
         m,
-        address(out, torch.float32, n),
+        c.gc_tensor_address(out, torch.float32, n),
         torch.get_num_threads(),
     )
     if fault:

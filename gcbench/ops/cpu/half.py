@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gcbench.errors import PayloadError
-from gcbench.ops.cpu.library import address, c, output, summands
+from gcbench.ops.cpu.library import c, output, summands
 from gcbench.ops.half import NOT_FINITE
 
 
@@ -17,10 +17,10 @@ def half_encode(x: Tensor, dtype: torch.dtype, *, out: Tensor | None = None) -> 
     n, x = x.numel(), x.contiguous()
     out = output(out, dtype, n)
     c.gc_half_encode(
-        address(x, torch.float32, n),
+        c.gc_tensor_address(x, torch.float32, n),
         n,
         dtype is torch.bfloat16,
-        address(out, dtype, n),
+        c.gc_tensor_address(out, dtype, n),
         torch.get_num_threads(),
     )
     return out
@@ -42,7 +42,7 @@ def half_mean(
         *arguments,
         n,
         dtype is torch.bfloat16,
-        address(out, torch.float32, n),
+        c.gc_tensor_address(out, torch.float32, n),
         torch.get_num_threads(),
     )
     if bad:

@@ -15,7 +15,7 @@ from gcbench.ops.cpu.bitstream import (
     omega_sparse_read,
     omega_sparse_write,
 )
-from gcbench.ops.cpu.library import address, c, new_float32, output, stream, summands
+from gcbench.ops.cpu.library import c, new_float32, output, stream, summands
 from gcbench.ops.quantize import (
     BAD_CODES,
     BAD_NORMS,
@@ -32,7 +32,7 @@ def level_norms(x: Tensor, segments: Segments, norm: str, levels: int) -> Tensor
     m, x = len(segments), x.contiguous()
     norms = new_float32(m)
     c.gc_level_norms(
-        address(x, torch.float32, segments.numel),
+        c.gc_tensor_address(x, torch.float32, segments.numel),
         segments.table.data_ptr(),
         m,
         norm == "2",
@@ -56,14 +56,14 @@ def level_codes(
     n, m, x, norms = segments.numel, len(segments), x.contiguous(), norms.contiguous()
     out = output(out, torch.int32, n)
     c.gc_level_codes(
-        address(x, torch.float32, n),
+        c.gc_tensor_address(x, torch.float32, n),
         n,
         segments.table.data_ptr(),
         m,
-        address(norms, torch.float32, m),
+        c.gc_tensor_address(norms, torch.float32, m),
         levels,
         *stream(key),
-        address(out, torch.int32, n),
+        c.gc_tensor_address(out, torch.int32, n),
         torch.get_num_threads(),
     )
     return out
@@ -87,15 +87,15 @@ def level_encode(
     x, norms, words = x.contiguous(), norms.contiguous(), packed_words(n, bits)
     out = output(out, torch.int32, words)
     c.gc_level_encode(
-        address(x, torch.float32, n),
+        c.gc_tensor_address(x, torch.float32, n),
         n,
         segments.table.data_ptr(),
         m,
-        address(norms, torch.float32, m),
+        c.gc_tensor_address(norms, torch.float32, m),
         levels,
         bits,
         *stream(key),
-        address(out, torch.int32, words),
+        c.gc_tensor_address(out, torch.int32, words),
         torch.get_num_threads(),
     )
     return out
@@ -125,17 +125,17 @@ def level_decode(
     words, norms = words.contiguous(), norms.contiguous()
     out = output(out, torch.float32, n)
     fault = c.gc_level_decode(
-        address(words, torch.int32, numel),
+        c.gc_tensor_address(words, torch.int32, numel),
         bits,
-        address(norms, torch.float32, m),
+        c.gc_tensor_address(norms, torch.float32, m),
         norm == "max",
         levels,
         n,
         segments.table.data_ptr(),
         m,
-        None if onto is None else address(onto, torch.float32, n),
+        None if onto is None else c.gc_tensor_address(onto, torch.float32, n),
         count,
-        address(out, torch.float32, n),
+        c.gc_tensor_address(out, torch.float32, n),
         torch.get_num_threads(),
     )
     if fault:
@@ -172,7 +172,7 @@ def level_mean(
         n,
         segments.table.data_ptr(),
         m,
-        address(out, torch.float32, n),
+        c.gc_tensor_address(out, torch.float32, n),
         torch.get_num_threads(),
     )
     if fault:

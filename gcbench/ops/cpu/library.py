@@ -57,21 +57,27 @@ class Functions:
 
     def __init__(self) -> None:
         self.isa = ""
-        self.exchange: int | None = None
-        """Where torch's functions lie that C calls; None in a torch that has none."""
+
+    def ask(self, exchange: int | None) -> bool:
+        """Ask torch about tensors in C, by the table that lies here, or in Python if None.
+
+        Return whether the table is of use.
+        """
+        return bool(self.gc_tensors_ask(exchange, DTYPES, address))
 
     def load(self, isa: str) -> None:
         """Take the functions of this instruction set's library in place of those before."""
         library = ctypes.PyDLL(str(FOLDER / f"{isa}.so"))
         library.gc_functions.restype = ctypes.py_object
         self.__dict__.update(library.gc_functions())
-        self.isa, self.exchange = isa, _exchange()
+        self.isa = isa
+        self.ask(exchange())
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         raise AttributeError(f"the native library has no function {name}, or is not loaded")
 
 
-def _exchange() -> int | None:
+def exchange() -> int | None:
     """Return where the table lies by which torch tells C about tensors, or None."""
     capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if capsule is None:
@@ -126,15 +132,11 @@ def best() -> str:
 def address(tensor: Tensor, dtype: torch.dtype, numel: int) -> int:
     """Return where the elements of a tensor lie, for a kernel that takes it on trust.
 
+    Kernels call `c.gc_tensor_address`, which does the same in C where it can.
+
     Raises:
         ValueError: another dtype, length or device, or not contiguous.
     """
-    found: int = c.gc_tensor_address(c.exchange, tensor, dtype, numel, DTYPES)
-    return found or _address(tensor, dtype, numel)
-
-
-def _address(tensor: Tensor, dtype: torch.dtype, numel: int) -> int:
-    """Serve `address` where C cannot: there is nothing in a tensor, or something is wrong."""
     if (
         tensor.dtype is not dtype
         or tensor.numel() != numel
@@ -194,7 +196,7 @@ def addresses(
     Raises:
         ValueError: a tensor has another dtype, length or device; and what `check` raises.
     """
-    found = c.gc_tensor_addresses(c.exchange, columns, check is not None, DTYPES)
+    found = c.gc_tensor_addresses(columns, check is not None)
     if found:
         return found, columns
     if check is not None:
@@ -203,7 +205,10 @@ def addresses(
     return tuple(
         pack(
             f"{len(held)}Q",
-            *(address(each, dtype, numel) for each, numel in zip(held, lengths, strict=True)),
+            *(
+                c.gc_tensor_address(each, dtype, numel)
+                for each, numel in zip(held, lengths, strict=True)
+            ),
         )
         for held, (_, dtype, lengths) in zip(kept, columns, strict=True)
     ), kept
@@ -236,7 +241,7 @@ def summands(
     Raises:
         ValueError: there is none, or one has another dtype, length or device.
     """
-    found = c.gc_tensor_columns(c.exchange, payloads, layout, DTYPES)
+    found = c.gc_tensor_columns(payloads, layout)
     if found:
         return found, payloads
     *tensors, counts = unzipped([tuple(_flat(payload)) for payload in payloads])

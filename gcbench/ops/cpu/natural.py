@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gcbench.compressor import Key
 from gcbench.errors import PayloadError
-from gcbench.ops.cpu.library import address, c, output, stream, summands
+from gcbench.ops.cpu.library import c, output, stream, summands
 from gcbench.ops.natural import BAD_CODE, NATURAL_BITS, natural_size
 from gcbench.ops.reference import packed_words
 
@@ -20,10 +20,10 @@ def natural_encode(x: Tensor, key: Key, *, out: Tensor | None = None) -> Tensor:
     words = packed_words(n, NATURAL_BITS)
     out = output(out, torch.int32, words)
     c.gc_natural_encode(
-        address(x, torch.float32, n),
+        c.gc_tensor_address(x, torch.float32, n),
         n,
         *stream(key),
-        address(out, torch.int32, words),
+        c.gc_tensor_address(out, torch.int32, words),
         torch.get_num_threads(),
     )
     return out
@@ -45,7 +45,7 @@ def natural_mean(
     bad = c.gc_natural_mean(
         *arguments,
         n,
-        address(out, torch.float32, n),
+        c.gc_tensor_address(out, torch.float32, n),
         torch.get_num_threads(),
     )
     if bad:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gcbench.compressor import Key
 from gcbench.errors import PayloadError
-from gcbench.ops.cpu.library import address, c, output, stream
+from gcbench.ops.cpu.library import c, output, stream
 from gcbench.ops.reference import check_bits, packed_words
 
 
@@ -20,11 +20,11 @@ def pack(codes: Tensor, bits: int, *, out: Tensor | None = None) -> Tensor:
     words = packed_words(n, bits)
     out = output(out, torch.int32, words)
     c.gc_pack(
-        address(codes, codes.dtype, n),
+        c.gc_tensor_address(codes, codes.dtype, n),
         codes.element_size(),
         n,
         bits,
-        address(out, torch.int32, words),
+        c.gc_tensor_address(out, torch.int32, words),
         torch.get_num_threads(),
     )
     return out
@@ -44,11 +44,11 @@ def unpack(words: Tensor, bits: int, n: int, *, out: Tensor | None = None) -> Te
         out = torch.empty((*words.shape[:-1], n), dtype=torch.int32)
     rows = words.numel() // size if n else 0
     c.gc_unpack(
-        address(words, torch.int32, words.numel()),
+        c.gc_tensor_address(words, torch.int32, words.numel()),
         rows,
         n,
         bits,
-        address(out, torch.int32, rows * n),
+        c.gc_tensor_address(out, torch.int32, rows * n),
         torch.get_num_threads(),
     )
     return out
@@ -59,7 +59,7 @@ def draws24(
 ) -> Tensor:
     """Serve `ops.draws24`."""
     out = output(out, torch.int32, n)
-    c.gc_draws24(*stream(key), n, address(out, torch.int32, n), torch.get_num_threads())
+    c.gc_draws24(*stream(key), n, c.gc_tensor_address(out, torch.int32, n), torch.get_num_threads())
     return out
 
 

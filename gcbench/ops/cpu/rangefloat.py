@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gcbench.errors import PayloadError
-from gcbench.ops.cpu.library import address, c, c_array, new_int32, output
+from gcbench.ops.cpu.library import c, c_array, new_int32, output
 from gcbench.ops.rangefloat import Groups, grouped_grids, grouped_values, range_check
 from gcbench.ops.reference import packed_words
 
@@ -33,14 +33,14 @@ def range_pack(
     size = packed_words(n, bits)
     words = output(out, torch.int32, size)
     c.gc_range_pack(
-        address(values, torch.float32, n),
+        c.gc_tensor_address(values, torch.float32, n),
         n,
         _table(groups),
         len(grids),
         bits,
         mantissa,
         grids.data_ptr(),
-        address(words, torch.int32, size),
+        c.gc_tensor_address(words, torch.int32, size),
         torch.get_num_threads(),
     )
     return words, grids
@@ -61,14 +61,14 @@ def range_unpack(
     n, m = grouped_values(groups), grouped_grids(groups)
     words, grids, out = words.contiguous(), grids.contiguous(), output(out, torch.float32, n)
     bad = c.gc_range_unpack(
-        address(words, torch.int32, packed_words(n, bits)),
-        address(grids, torch.int32, m),
+        c.gc_tensor_address(words, torch.int32, packed_words(n, bits)),
+        c.gc_tensor_address(grids, torch.int32, m),
         m,
         n,
         _table(groups),
         bits,
         mantissa,
-        address(out, torch.float32, n),
+        c.gc_tensor_address(out, torch.float32, n),
         torch.get_num_threads(),
     )
     if bad:

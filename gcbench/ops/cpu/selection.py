@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain
 from struct import pack
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from gcbench.compressor import Key
 from gcbench.errors import PayloadError
 from gcbench.ops.cpu.library import (
-    address,
     addresses,
     c,
     c_array,
@@ -28,27 +27,26 @@ from gcbench.ops.reference import packed_words
 from gcbench.ops.selection import KeptRun, gaps_low_bits, kept_total, position_coding
 
 
-def _table(runs: Sequence[KeptRun]) -> bytes:
-    """Return runs as the kernels take them: four integers a run."""
-    return c_array(chain.from_iterable(runs))
+@lru_cache
+def _table(runs: tuple[KeptRun, ...]) -> tuple[int, int, bytes, int]:
+    """Return where segments end, how many elements are kept, and the runs as the kernels take them.
+
+    These are an array of four integers a run, and the number of runs.
+    """
+    end = max((run.start + run.rows * run.length for run in runs), default=0)
+    return end, kept_total(runs), c_array(chain.from_iterable(runs)), len(runs)
 
 
 def largest_elements(x: Tensor, runs: Sequence[KeptRun]) -> tuple[Tensor, Tensor]:
     """Serve `ops.largest_elements`."""
     n, x = x.numel(), x.contiguous()
-    end = total = 0
-    for start, rows, length, keep in runs:
-        total += rows * keep
-        stop = start + rows * length
-        end = max(end, stop)
+    end, total, *table = _table(tuple(runs))
     if end > n:
         raise ValueError(f"segments that end at {end} in a tensor of {n} elements")
-    positions = new_int64(total)
-    values = new_float32(total)
+    positions, values = new_int64(total), new_float32(total)
     c.gc_largest_elements(
-        address(x, torch.float32, n),
-        _table(runs),
-        len(runs),
+        c.gc_tensor_address(x, torch.float32, n),
+        *table,
         positions.data_ptr(),
         values.data_ptr(),
         torch.get_num_threads(),
@@ -60,11 +58,11 @@ def random_positions(
     key: Key, runs: Sequence[KeptRun], device: torch.device | str = "cpu"
 ) -> Tensor:
     """Serve `ops.random_positions`."""
-    positions = new_int64(kept_total(runs))
+    _, total, *table = _table(tuple(runs))
+    positions = new_int64(total)
     c.gc_random_positions(
         *stream(key),
-        _table(runs),
-        len(runs),
+        *table,
         positions.data_ptr(),
         torch.get_num_threads(),
     )
@@ -76,9 +74,9 @@ def gather(x: Tensor, positions: Tensor) -> Tensor:
     n, total, x, positions = x.numel(), positions.numel(), x.contiguous(), positions.contiguous()
     out = new_float32(total)
     bad = c.gc_gather(
-        address(x, torch.float32, n),
+        c.gc_tensor_address(x, torch.float32, n),
         n,
-        address(positions, torch.int64, total),
+        c.gc_tensor_address(positions, torch.int64, total),
         total,
         out.data_ptr(),
         torch.get_num_threads(),
@@ -93,10 +91,10 @@ def scatter(values: Tensor, positions: Tensor, n: int, *, out: Tensor | None = N
     total, values, positions = positions.numel(), values.contiguous(), positions.contiguous()
     out = output(out, torch.float32, n)
     bad = c.gc_scatter(
-        address(values, torch.float32, total),
-        address(positions, torch.int64, total),
+        c.gc_tensor_address(values, torch.float32, total),
+        c.gc_tensor_address(positions, torch.int64, total),
         total,
-        address(out, torch.float32, n),
+        c.gc_tensor_address(out, torch.float32, n),
         n,
         torch.get_num_threads(),
     )
@@ -121,7 +119,7 @@ def scatter_mean(
         pack(f"{number}q", *totals),
         number,
         count,
-        address(out, torch.float32, n),
+        c.gc_tensor_address(out, torch.float32, n),
         n,
         torch.get_num_threads(),
     )
@@ -136,7 +134,7 @@ def pack_positions(positions: Tensor, n: int, coding: str) -> tuple[Tensor, ...]
     coding = position_coding(coding, n, total)
     if coding == "int32":
         return (positions.int(),)
-    where, threads = address(positions, torch.int64, total), torch.get_num_threads()
+    where, threads = c.gc_tensor_address(positions, torch.int64, total), torch.get_num_threads()
     if coding == "bitmap":
         words = new_int32(packed_words(n, 1))
         bad = c.gc_pack_bitmap(where, total, n, words.data_ptr(), threads)
@@ -156,32 +154,40 @@ def unpack_positions(
     parts: Sequence[Tensor], n: int, coding: str, runs: Sequence[KeptRun], name: str
 ) -> Tensor:
     """Serve `ops.unpack_positions`."""
-    total = kept_total(runs)
+    _, total, *table = _table(tuple(runs))
     coding = position_coding(coding, n, total)
-    parts = [part.contiguous() for part in parts]
     positions = new_int64(total)
-    wanted = _table(runs), len(runs), total, positions.data_ptr()
-    found, threads = array("q", [0]), torch.get_num_threads()
+    wanted = *table, total, positions.data_ptr(), torch.get_num_threads()
     held, low = n, 0
     if coding == "int32":
-        bad = c.gc_unpack_int32(address(parts[0], torch.int32, total), *wanted, threads)
+        (indices,) = parts
+        indices = indices.contiguous()
+        bad = c.gc_unpack_int32(c.gc_tensor_address(indices, torch.int32, total), *wanted)
     elif coding == "bitmap":
-        words = address(parts[0], torch.int32, packed_words(n, 1))
-        bad = c.gc_unpack_bitmap(words, n, *wanted, found.buffer_info()[0], threads)
+        (words,) = parts
+        words = words.contiguous()
+        place = c.gc_tensor_address(words, torch.int32, packed_words(n, 1))
+        bad = c.gc_unpack_bitmap(place, n, *wanted)
     else:
         low = gaps_low_bits(n, total)
         held = total + ((n - total) >> low)
-        codes = address(parts[0], torch.int32, packed_words(total, low))
-        words = address(parts[1], torch.int32, packed_words(held, 1))
-        bad = c.gc_unpack_gaps(codes, words, low, n, *wanted, found.buffer_info()[0], threads)
+        codes, words = parts
+        codes, words = codes.contiguous(), words.contiguous()
+        bad = c.gc_unpack_gaps(
+            c.gc_tensor_address(codes, torch.int32, packed_words(total, low)),
+            c.gc_tensor_address(words, torch.int32, packed_words(held, 1)),
+            low,
+            n,
+            *wanted,
+        )
     if bad:
         reason = {
             1: f"a bit is set after the last of {held} codes",
-            2: f"a bitmap with {found[0]} bits set: {total} expected",
+            2: f"a bitmap with {bad >> 3} bits set: {total} expected",
             3: "positions must increase",
             4: "a segment has more or fewer positions than its own",
             5: f"a bit is set after the last of {total} codes",
-        }[bad]
+        }[bad & 7]
         raise PayloadError(f"{name}: {reason}")
     return positions
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from gcbench.compressor import Key, Segments
 from gcbench.errors import PayloadError
 from gcbench.ops.cpu.library import (
-    address,
     addresses,
     c,
     new_float32,
@@ -32,10 +31,10 @@ def sign_pack(x: Tensor, bits: int = 1, *, out: Tensor | None = None) -> Tensor:
     words = packed_words(n, bits)
     out = output(out, torch.int32, words)
     c.gc_sign_pack(
-        address(x, torch.float32, n),
+        c.gc_tensor_address(x, torch.float32, n),
         n,
         bits,
-        address(out, torch.int32, words),
+        c.gc_tensor_address(out, torch.int32, words),
         torch.get_num_threads(),
     )
     return out
@@ -50,10 +49,16 @@ def sign_pack_above(
     out = output(out, torch.int32, words)
     square = new_float64(m)
     threads, table = torch.get_num_threads(), segments.table.data_ptr()
-    place = address(x, torch.float32, n)
+    place = c.gc_tensor_address(x, torch.float32, n)
     c.gc_segment_statistics(place, table, m, None, None, square.data_ptr(), threads)
     c.gc_sign_pack_above(
-        place, table, m, square.data_ptr(), factor, address(out, torch.int32, words), threads
+        place,
+        table,
+        m,
+        square.data_ptr(),
+        factor,
+        c.gc_tensor_address(out, torch.int32, words),
+        threads,
     )
     return out
 
@@ -82,7 +87,11 @@ def sign_decode(
     """Serve `ops.sign_decode`."""
     words, out = _packed(words, bits, n), output(out, torch.float32, n)
     bad = c.gc_sign_decode(
-        words.data_ptr(), n, bits, address(out, torch.float32, n), torch.get_num_threads()
+        words.data_ptr(),
+        n,
+        bits,
+        c.gc_tensor_address(out, torch.float32, n),
+        torch.get_num_threads(),
     )
     if bad:
         raise wrong(name, bad)
@@ -134,7 +143,7 @@ def sign_vote(
         min(quorum, voters),
         coin is not None,
         *(stream(coin) if coin is not None else (0, 0, 0, 0)),
-        address(out, torch.int32, size),
+        c.gc_tensor_address(out, torch.int32, size),
         torch.get_num_threads(),
     )
     if bad:
@@ -143,45 +152,42 @@ def sign_vote(
 
 
 def _encode(
-    x: Tensor,
-    residual: Tensor | None,
-    segments: Segments,
-    low: Tensor | None,
-    left: Tensor | None,
-) -> tuple[Tensor, Tensor, int]:
-    """Return the bits, what +1 is in each segment, what is wrong; fill `low`, what -1 is.
+    x: Tensor, residual: Tensor | None, segments: Segments, classes: bool, left: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor, int]:
+    """Return the bits, what -1 and +1 are in each segment, and what is wrong.
 
-    Without `low` both are as large.
+    With `classes` -1 and +1 have a mean of their own; without them +1 is their common magnitude,
+    and there is no other.
     """
     n, m, x = segments.numel, len(segments), x.contiguous()
-    words = new_int32(packed_words(n, 1))
-    high = new_float32(m)
+    words, high = new_int32(packed_words(n, 1)), new_float32(m)
+    low = new_float32(m) if classes else None
     if residual is not None:
         residual = residual.contiguous()
     bad = c.gc_sign_encode(
-        address(x, torch.float32, n),
-        None if residual is None else address(residual, torch.float32, n),
+        c.gc_tensor_address(x, torch.float32, n),
+        None if residual is None else c.gc_tensor_address(residual, torch.float32, n),
         segments.table.data_ptr(),
         m,
         words.data_ptr(),
         None if low is None else low.data_ptr(),
         high.data_ptr(),
-        None if left is None else address(left, torch.float32, n),
+        None if left is None else c.gc_tensor_address(left, torch.float32, n),
         torch.get_num_threads(),
     )
-    return words, high, bad
+    return words, low, high, bad
 
 
 def scaled_encode(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
     """Serve `ops.scaled_encode`."""
-    words, scale, _ = _encode(x, None, segments, None, None)
+    words, _, scale, _ = _encode(x, None, segments, False, None)
     return words, scale
 
 
 def class_encode(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
     """Serve `ops.class_encode`."""
-    low = new_float32(len(segments))
-    words, high, _ = _encode(x, None, segments, low, None)
+    words, low, high, _ = _encode(x, None, segments, True, None)
+    assert low is not None
     return words, low, high
 
 
@@ -190,7 +196,7 @@ def scaled_feedback(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Serve `ops.scaled_feedback`."""
     out = output(out, torch.float32, segments.numel)
-    words, scale, bad = _encode(x, residual, segments, None, out)
+    words, _, scale, bad = _encode(x, residual, segments, False, out)
     if bad:
         raise wrong(name, bad)
     return words, scale, out
@@ -200,10 +206,11 @@ def class_feedback(
     x: Tensor, residual: Tensor, segments: Segments, name: str, *, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Serve `ops.class_feedback`."""
-    out, low = output(out, torch.float32, segments.numel), new_float32(len(segments))
-    words, high, bad = _encode(x, residual, segments, low, out)
+    out = output(out, torch.float32, segments.numel)
+    words, low, high, bad = _encode(x, residual, segments, True, out)
     if bad:
         raise wrong(name, bad)
+    assert low is not None
     return words, low, high, out
 
 
@@ -228,11 +235,11 @@ def _values(
         words.data_ptr(),
         segments.table.data_ptr(),
         m,
-        None if low is None else address(low, torch.float32, m),
-        address(high, torch.float32, m),
-        None if total is None else address(total, torch.float32, n),
+        None if low is None else c.gc_tensor_address(low, torch.float32, m),
+        c.gc_tensor_address(high, torch.float32, m),
+        None if total is None else c.gc_tensor_address(total, torch.float32, n),
         1.0 if total is None else float(count),
-        address(out, torch.float32, n),
+        c.gc_tensor_address(out, torch.float32, n),
         torch.get_num_threads(),
     )
     if bad:
@@ -293,7 +300,7 @@ def sign_mean(
         workers,
         segments.table.data_ptr(),
         m,
-        address(out, torch.float32, n),
+        c.gc_tensor_address(out, torch.float32, n),
         torch.get_num_threads(),
     )
     if bad:

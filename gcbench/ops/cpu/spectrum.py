@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gcbench.compressor import Segments
-from gcbench.ops.cpu.library import address, addresses, c, c_array, new_float32, output
+from gcbench.ops.cpu.library import addresses, c, c_array, new_float32, output
 from gcbench.ops.spectrum import Rows
 
 
@@ -42,7 +42,7 @@ def spectrum_scaled(
     places, n = _places(rows, segments)
     out = output(out, torch.float32, n)
     c.gc_spectrum_scaled(
-        address(x, torch.float32, segments.numel),
+        c.gc_tensor_address(x, torch.float32, segments.numel),
         table.data_ptr(),
         m,
         peak,
@@ -50,7 +50,7 @@ def spectrum_scaled(
         half,
         places,
         unit.data_ptr(),
-        address(out, torch.float32, n),
+        c.gc_tensor_address(out, torch.float32, n),
         torch.get_num_threads(),
     )
     return out, unit
@@ -71,13 +71,13 @@ def spectrum_unscaled(
     out = output(out, torch.float32, n)
     energy = output(energy, torch.float32, n // 2)
     c.gc_spectrum_unscaled(
-        address(bins, torch.float32, size),
-        address(unit.contiguous(), torch.float32, m),
+        c.gc_tensor_address(bins, torch.float32, size),
+        c.gc_tensor_address(unit.contiguous(), torch.float32, m),
         table.data_ptr(),
         m,
         places,
-        address(out, torch.float32, n),
-        address(energy, torch.float32, n // 2),
+        c.gc_tensor_address(out, torch.float32, n),
+        c.gc_tensor_address(energy, torch.float32, n // 2),
         torch.get_num_threads(),
     )
     return out, energy
@@ -96,12 +96,12 @@ def spectrum_restored(
     places, size = _places(rows, segments)
     out = output(out, torch.float32, n)
     c.gc_spectrum_restored(
-        address(x, torch.float32, size),
-        address(unit.contiguous(), torch.float32, m),
+        c.gc_tensor_address(x, torch.float32, size),
+        c.gc_tensor_address(unit.contiguous(), torch.float32, m),
         table.data_ptr(),
         m,
         places,
-        address(out, torch.float32, n),
+        c.gc_tensor_address(out, torch.float32, n),
         torch.get_num_threads(),
     )
     return out
@@ -133,7 +133,7 @@ def spectrum_mean(
         c_array(totals),
         pack(f"{number}f", *weights),
         number,
-        address(out, torch.float32, 2 * bins),
+        c.gc_tensor_address(out, torch.float32, 2 * bins),
         bins,
         torch.get_num_threads(),
     )
@@ -158,12 +158,12 @@ def spectrum_fold(
     size = h if inverse else h + 1
     out = output(out, torch.complex64, size)
     c.gc_spectrum_fold(
-        address(waves, torch.complex64, n),
-        address(factors, torch.complex64, h // 2 + 1),
+        c.gc_tensor_address(waves, torch.complex64, n),
+        c.gc_tensor_address(factors, torch.complex64, h // 2 + 1),
         scale,
         h,
         inverse,
-        address(out, torch.complex64, size),
+        c.gc_tensor_address(out, torch.complex64, size),
         torch.get_num_threads(),
     )
     return out

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gcbench.compressor import Segments
-from gcbench.ops.cpu.library import address, c, new_float32, new_float64
+from gcbench.ops.cpu.library import c, new_float32, new_float64
 
 
 def segment_absmax(x: Tensor, segments: Segments) -> Tensor:
@@ -14,7 +14,7 @@ def segment_absmax(x: Tensor, segments: Segments) -> Tensor:
     m, table, x = len(segments), segments.table, x.contiguous()
     out = new_float32(m)
     c.gc_segment_absmax(
-        address(x, torch.float32, segments.numel),
+        c.gc_tensor_address(x, torch.float32, segments.numel),
         table.data_ptr(),
         m,
         out.data_ptr(),
@@ -29,7 +29,7 @@ def segment_moments(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
     total = new_float64(m)
     square = new_float64(m)
     c.gc_segment_statistics(
-        address(x, torch.float32, segments.numel),
+        c.gc_tensor_address(x, torch.float32, segments.numel),
         table.data_ptr(),
         m,
         None,
@@ -48,7 +48,7 @@ def ternary_scales(
     scale = new_float32(m)
     limit = new_float32(m) if clip and not at_limit else None
     c.gc_ternary_scales(
-        address(x, torch.float32, segments.numel),
+        c.gc_tensor_address(x, torch.float32, segments.numel),
         table.data_ptr(),
         m,
         clip,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gcbench.compressor import Key, Segments
 from gcbench.errors import PayloadError
-from gcbench.ops.cpu.library import address, addresses, c, output, stream, unzipped
+from gcbench.ops.cpu.library import addresses, c, output, stream, unzipped
 from gcbench.ops.reference import packed_words, ternary_bits
 
 
@@ -29,14 +29,14 @@ def ternary_encode(
     words = packed_words(n, 2)
     out = output(out, torch.int32, words)
     c.gc_ternary_encode(
-        address(x, torch.float32, n),
+        c.gc_tensor_address(x, torch.float32, n),
         n,
         segments.table.data_ptr(),
         m,
-        None if limit is None else address(limit, torch.float32, m),
-        address(scale, torch.float32, m),
+        None if limit is None else c.gc_tensor_address(limit, torch.float32, m),
+        c.gc_tensor_address(scale, torch.float32, m),
         *stream(key),
-        address(out, torch.int32, words),
+        c.gc_tensor_address(out, torch.int32, words),
         torch.get_num_threads(),
     )
     return out
@@ -99,11 +99,11 @@ def ternary_mean(
         tops,
         number,
         workers,
-        address(scale, torch.float32, m),
+        c.gc_tensor_address(scale, torch.float32, m),
         n,
         segments.table.data_ptr(),
         m,
-        address(out, torch.float32, n),
+        c.gc_tensor_address(out, torch.float32, n),
         torch.get_num_threads(),
     )
     _check(bad, payloads)
@@ -125,7 +125,7 @@ def ternary_merge(
         number,
         n,
         width,
-        address(out, torch.int32, words),
+        c.gc_tensor_address(out, torch.int32, words),
         torch.get_num_threads(),
     )
     _check(bad, payloads)
