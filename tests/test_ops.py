@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gcbench import ops
 from gcbench.compressor import TILE, Key, Segments
 from gcbench.errors import PayloadError, UsageError
+from gcbench.ops import cpu
 
 # Random123's known-answer file (kat_vectors), philox4x32 with 10 rounds: counter, key, output.
 KNOWN = [
@@ -250,3 +251,21 @@ def test_segments_shard_by_brute_force():
             assert list(which) == inside
             kept = [min(pairs[i][1], stop) - max(pairs[i][0], start) for i in inside]
             assert list(shard.lengths) == kept
+
+
+def test_the_chosen_backend_serves_where_it_can(monkeypatch):
+    """Kernels serve tensors of their device, by name, and only inside their with statement."""
+    monkeypatch.setattr(cpu, "status", lambda: (True, ""))
+    monkeypatch.setattr(cpu, "KERNELS", {"sign_pack": lambda *args, **kwargs: (args, kwargs)})
+    x = torch.tensor([1.0, -1.0, 0.0])
+    with ops.using("reference"):
+        words = ops.sign_pack(x)
+        assert words.tolist() == [0b101]
+        with ops.using("cpu"):
+            assert ops.sign_pack(x, bits=2) == ((x,), {"bits": 2})
+            assert ops.sign_pack(x.to("meta")).device.type == "meta"
+            assert ops.sign_decode(words, 1, 3, "").tolist() == [1, -1, 1]  # there is no kernel
+            with ops.using("reference"):
+                assert ops.sign_pack(x).tolist() == words.tolist()
+            assert ops.sign_pack(x) == ((x,), {})
+        assert ops.sign_pack(x).tolist() == words.tolist()

@@ -27,6 +27,8 @@ DEFINITIONS: dict[str, Callable[..., Any]] = {}
 
 _serving: dict[str, Kernels] | None = None
 """Device type to kernels; None until a backend is chosen or the first operation runs."""
+_served: dict[str, dict[str, Callable[..., Any]]] = {}
+"""The same the other way round, for calls: an operation's name to device types to kernels."""
 
 
 class Backend(NamedTuple):
@@ -82,25 +84,32 @@ def use(backend: str) -> None:
     Raises:
         UsageError: see `choose`.
     """
-    global _serving
     if backend == "auto":
         native = [found.name for found in backends() if found.available][1:]
-        _serving = {name: _kernels(name) for name in native}
     else:
-        name = choose(backend, backend)
-        _serving = {} if name == "reference" else {name: _kernels(name)}
+        native = [name for name in (choose(backend, backend),) if name != "reference"]
+    _serve({name: _kernels(name) for name in native})
+
+
+def _serve(serving: dict[str, Kernels] | None) -> None:
+    """Serve operations by these kernels from here on; by "auto" if it is None."""
+    global _serving
+    _serving = serving
+    for name, kernels in _served.items():
+        kernels.clear()
+        if serving:
+            kernels.update({place: own[name] for place, own in serving.items() if name in own})
 
 
 @contextmanager
 def using(backend: str) -> Iterator[None]:
     """Serve operations by `backend` inside a with statement."""
-    global _serving
     before = _serving
     use(backend)
     try:
         yield
     finally:
-        _serving = before
+        _serve(before)
 
 
 def _place(argument: Any) -> str | None:
@@ -123,19 +132,20 @@ def op(definition: Callable[P, R]) -> Callable[P, R]:
     name = definition.__name__
     if name in DEFINITIONS:
         raise ValueError(f"operation {name} is defined twice")
+    served = _served.setdefault(name, {})
 
     @wraps(definition)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if _serving is None:
             use("auto")
-        if not _serving:
+        if not served:
             return definition(*args, **kwargs)
         first = args[0]
         place = "cpu" if isinstance(first, Tensor) and first.is_cpu else _place(first)
         if place is None:
             place = torch.device(cast(str, kwargs.get("device", "cpu"))).type
-        kernel = _serving[place].get(name) if place in _serving else None
-        return kernel(*args, **kwargs) if kernel else definition(*args, **kwargs)
+        kernel: Callable[P, R] = served.get(place, definition)
+        return kernel(*args, **kwargs)
 
     DEFINITIONS[name] = definition
     return call
