@@ -10,7 +10,24 @@ from gcbench import ops
 from kernel_cases import Call
 
 
+def alike(n: int) -> Iterator[Call]:
+    """Codes that repeat: who begins to read between two of them may never find a beginning."""
+    index = torch.arange(n)
+    for name, codes, levels in (
+        ("all 2", torch.full((n,), 2), 3),
+        ("all -5", torch.full((n,), -5), 7),
+        ("1 and -3 in turn", 1 - 4 * (index % 2), 3),
+        ("of 20 bits and more", (index * 7919 % 200_001) - 100_000, 100_000),
+        ("every fifth -1", -(index % 5 == 0).int(), 1),
+    ):
+        for form in ("dense", "sparse"):
+            words = getattr(ops, f"omega_{form}_write")(codes.int(), levels)
+            yield Call(f"omega_{form}_write", name, (codes.int(), levels))
+            yield Call(f"omega_{form}_read", name, (words, n, levels))
+
+
 def cases(n: int) -> Iterator[Call]:
+    yield from alike(n)
     generator = torch.Generator().manual_seed(n)
     for levels, share in ((1, 0.5), (7, 1.0), (7, 0.01), (300, 0.3), (32767, 1.0), (127, 0.0)):
         if n > 5000 and levels > 7:
@@ -36,7 +53,13 @@ def cases(n: int) -> Iterator[Call]:
             yield Call(read, f"{name}, one code less", (words, max(0, n - 1), levels))
             yield Call(read, f"{name}, one code more", (words, n + 1, levels))
             yield Call(read, f"{name}, of fewer levels", (words, n, max(1, levels // 2)))
-            for place in (0, len(words) // 3, len(words) - 1) if len(words) else ():
+            for place in (
+                sorted({len(words) * k // 5 for k in range(5)} | {len(words) - 1}) if n else ()
+            ):
                 flipped = words.clone()
                 flipped[place] ^= 1 << int(torch.randint(0, 31, (1,), generator=generator))
                 yield Call(read, f"{name} flipped at {place}", (flipped, n, levels))
+            for bit in range(2, 20, 3) if form == "sparse" and n > 1000 else ():  # the head's digits
+                flipped = words.clone()
+                flipped[0] ^= 1 << (31 - bit)
+                yield Call(read, f"{name} flipped at bit {bit}", (flipped, n, levels))

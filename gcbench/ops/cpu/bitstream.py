@@ -14,6 +14,10 @@ from gcbench.ops.bitstream import OMEGA_MAX, check_codes, check_stream
 from gcbench.ops.cpu.library import c, new_int32
 
 
+HEADER = 43
+"""Bits of the longest omega code, with which the sparse form may begin."""
+
+
 @lru_cache
 def _omega_bits(k: int) -> int:
     """Return the length of the omega code of k."""
@@ -24,16 +28,15 @@ def _omega_bits(k: int) -> int:
     return length
 
 
-def _write(
-    write: Callable[..., int], codes: Tensor, levels: int, header: int, longest: int
-) -> Tensor:
-    """Return the words that `write` makes of at most `header` bits and `longest` for each code."""
-    n = codes.numel()
+def _write(write: Callable[..., int], codes: Tensor, levels: int, longest: int) -> Tensor:
+    """Return the words that `write` makes of a header and at most `longest` bits for each code."""
+    n, threads = codes.numel(), torch.get_num_threads()
     if n >= OMEGA_MAX:
         raise ValueError(f"{n} codes: fewer than {OMEGA_MAX} allowed")
     codes = codes.int().contiguous()
-    room = new_int32((header + longest * n + 31) // 32)
-    used = write(c.gc_tensor_address(codes, torch.int32, n), n, levels, room.data_ptr())
+    room = new_int32((HEADER + longest * n + 31) // 32 + 2 * threads)
+    place = c.gc_tensor_address(codes, torch.int32, n)
+    used = write(place, n, levels, longest, room.data_ptr(), threads)
     if used < 0:
         check_codes(codes, levels)
     return room.narrow_copy(0, 0, used)  # in half the time of slicing and cloning
@@ -41,14 +44,13 @@ def _write(
 
 def omega_dense_write(codes: Tensor, levels: int) -> Tensor:
     """Serve `ops.omega_dense_write`."""
-    return _write(c.gc_omega_dense_write, codes, levels, 0, _omega_bits(levels + 1) + 1)
+    return _write(c.gc_omega_dense_write, codes, levels, _omega_bits(levels + 1) + 1)
 
 
 def omega_sparse_write(codes: Tensor, levels: int) -> Tensor:
     """Serve `ops.omega_sparse_write`."""
-    header = _omega_bits(codes.numel() + 1)
     # A distance takes at most as many bits as it is wide, and one bit where it is 1.
-    return _write(c.gc_omega_sparse_write, codes, levels, header, 2 + _omega_bits(levels))
+    return _write(c.gc_omega_sparse_write, codes, levels, 2 + _omega_bits(levels))
 
 
 def _read(
@@ -62,7 +64,15 @@ def _read(
     check_stream(words)
     count, words = words.numel(), words.contiguous()
     info = array("q", [0, records])
-    fault = read(words.data_ptr(), count, n, levels, codes.data_ptr(), info.buffer_info()[0])
+    fault = read(
+        words.data_ptr(),
+        count,
+        n,
+        levels,
+        codes.data_ptr(),
+        info.buffer_info()[0],
+        torch.get_num_threads(),
+    )
     if fault:
         where, bits = info[0], 32 * count
         raise PayloadError(
