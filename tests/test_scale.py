@@ -12,7 +12,7 @@ import pytest
 import torch
 from commands import invoke
 
-from gcbench import kernels, registry
+from gcbench import kernels, ops, registry
 from gcbench.compressor import Compressor, Key, Payload, Segments
 from gcbench.errors import UsageError
 from gcbench.exchange import Exchange, Lane, shard_bounds
@@ -309,6 +309,16 @@ RATES = work.Rates(dict(zip(work.PARTS, (1.0, 2.0, 5.0, 3.0, 16.0, 24.0), strict
 def test_work_counts_what_the_exchange_does(word, collective, encode, decode) -> None:
     found = work.step(RATES, registry.compressor(word), collective, 1.0, 4)
     assert found == pytest.approx((encode, decode))
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_only_the_gradient_itself_costs_nothing_to_encode(backend):
+    """Also of methods whose positions are drawn: each is given what it encodes with."""
+    with ops.using(backend):
+        found = [
+            name for name in registry.compressors() if work.hands_on(registry.compressor(name))
+        ]
+    assert found == ["none"]
 
 
 def test_floors_move_each_byte_once() -> None:
