@@ -94,7 +94,7 @@ def backend(request):
     if not cpu.status()[0] and request.param == "cpu":
         pytest.skip(cpu.status()[1])
     with ops.using(request.param):
-        yield
+        yield request.param
 
 
 @pytest.fixture
@@ -268,6 +268,40 @@ def test_reading_leaves_the_words_alone(form):
 def test_corrupt_streams_are_refused(form, n, levels, bits, message):
     with pytest.raises(PayloadError, match=message):
         read(form, tensor(words_of(bits)), n, levels)
+
+
+@pytest.mark.parametrize("form", ["dense", "sparse"])
+@pytest.mark.parametrize(("levels", "share"), [(1, 0.5), (9, 0.1), (300, 0.9)])
+def test_long_streams_tell_what_is_wrong_alike(form, levels, share, backend):
+    """They are read at several places at once: what is said is of the first thing that is wrong."""
+    n, generator = 40_000, torch.Generator().manual_seed(levels)
+    sign = 1 - 2 * torch.randint(0, 2, (n,), generator=generator)
+    size = torch.randint(1, levels + 1, (n,), generator=generator) * sign
+    codes = size * (torch.rand(n, generator=generator) < share)
+    words = write(form, codes, levels)
+    places = [*range(2, 32, 3), *torch.randint(0, 32 * len(words), (12,), generator=generator)]
+    streams = [(words, n - 9, levels), (words, n + 9, levels), (words, n, 1), (words[:-900], n, 9)]
+    for place in map(int, places):
+        flipped = words.clone()
+        flipped[place // 32] ^= 1 << (31 - place % 32)
+        streams.append((flipped, n, levels))
+
+    def said(*stream):
+        try:
+            return read(form, *stream).tolist()
+        except PayloadError as error:
+            return str(error)
+
+    before = torch.get_num_threads()
+    for stream in streams:
+        with ops.using("reference"):
+            wanted = said(*stream)
+        for threads in (1, 2) if backend == "cpu" else ():
+            torch.set_num_threads(threads)
+            found = said(*stream)
+            # The definition looks for the end of the stream before it looks at the numbers.
+            assert found == wanted or ("early" in wanted and "more than" in found)
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("value", [2**31 + 1, 2**32 - 1, 2**32, 2**33 + 5, 2**63, 2**2000])

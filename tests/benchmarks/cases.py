@@ -84,14 +84,12 @@ class Case(NamedTuple):
 CASES: dict[str, Case] = {}
 
 
-def case(
-    name: str, eager: Eager | None = None, sizes: Sequence[str] = tuple(SIZES)
-) -> Callable[[Prepare], Prepare]:
+def case(name: str, eager: Eager | None = None) -> Callable[[Prepare], Prepare]:
     """Enter a preparing function as `name`: an operation, and a number where it takes many."""
 
     def enter(prepare: Prepare) -> Prepare:
         op = name if name in DEFINITIONS else name.rstrip("0123456789")
-        CASES[name] = Case(name, prepare, eager, op, sizes)
+        CASES[name] = Case(name, prepare, eager, op)
         return prepare
 
     return enter
@@ -405,7 +403,7 @@ def _omega(g: Gradient, op: str) -> Timed:
 
 
 for _op in ("omega_dense_write", "omega_dense_read", "omega_sparse_write", "omega_sparse_read"):
-    case(_op, sizes=("1e4", "1e6"))(partial(_omega, op=_op))
+    case(_op)(partial(_omega, op=_op))
 
 
 @case("int8_encode", each(eager.int8))

@@ -53,13 +53,7 @@ def cases(n: int) -> Iterator[Call]:
             yield Call(read, f"{name}, one code less", (words, max(0, n - 1), levels))
             yield Call(read, f"{name}, one code more", (words, n + 1, levels))
             yield Call(read, f"{name}, of fewer levels", (words, n, max(1, levels // 2)))
-            for place in (
-                sorted({len(words) * k // 5 for k in range(5)} | {len(words) - 1}) if n else ()
-            ):
+            for place in (0, len(words) // 3, len(words) - 1) if len(words) else ():
                 flipped = words.clone()
                 flipped[place] ^= 1 << int(torch.randint(0, 31, (1,), generator=generator))
                 yield Call(read, f"{name} flipped at {place}", (flipped, n, levels))
-            for bit in range(2, 20, 3) if form == "sparse" and n > 1000 else ():  # the head's digits
-                flipped = words.clone()
-                flipped[0] ^= 1 << (31 - bit)
-                yield Call(read, f"{name} flipped at bit {bit}", (flipped, n, levels))
