@@ -13,8 +13,10 @@ import pytest
 def pytest_configure(config):
     """Have waiting threads leave their core to others: two cores are few. Not where time is taken.
 
-    libgomp reads this when torch loads it, so nothing here imports torch before.
+    libgomp reads this when torch loads it, so nothing here imports torch before. And the terminal
+    in which tests run does not cut what commands print.
     """
+    os.environ.pop("COLUMNS", None)
     if not any("benchmarks" in word for word in config.args):
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

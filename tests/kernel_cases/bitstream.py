@@ -19,7 +19,7 @@ def alike(n: int) -> Iterator[Call]:
         ("1 and -3 in turn", 1 - 4 * (index % 2), 3),
         ("of 20 bits and more", (index * 7919 % 200_001) - 100_000, 100_000),
         ("every fifth -1", -(index % 5 == 0).int(), 1),
-        ("every hundredth 32767", (index % 100 == 0) * 32767, 32767),
+        ("records of 37 bits", (index % 130 == 0) * 32767, 32767),
     ):
         for form in ("dense", "sparse"):
             words = getattr(ops, f"omega_{form}_write")(codes.int(), levels)

@@ -13,7 +13,6 @@ from gcbench.errors import PayloadError
 from gcbench.ops.bitstream import OMEGA_MAX, check_codes, check_stream
 from gcbench.ops.cpu.library import c, new_int32
 
-
 HEADER = 43
 """Bits of the longest omega code, with which the sparse form may begin."""
 
