@@ -212,9 +212,9 @@ template <class Write>
 int64_t write_parts(int64_t n, int64_t header, int longest, uint32_t* out, int threads, Write write) {
   const int parts = worth(tiles_of(n), WRITTEN, std::min(threads, MOST));
   const auto edge = [=](int p) { return n * p / parts; };
-  // Where a part lies until it is known how long those before are: behind the longest that these can be, and a word
-  // that is written in vain.
-  const auto room = [=](int p) { return p ? out + (header + longest * edge(p) + 31) / 32 + 2 * p : out; };
+  // Where a part lies until it is known how long those before are: behind the longest that these can be, of which each
+  // begins and ends with a word of its own.
+  const auto room = [=](int p) { return p ? out + (header + longest * edge(p) + 31) / 32 + p : out; };
   int64_t bits[MOST];
   each_part(parts, parts, [&](int p) { bits[p] = write(edge(p), edge(p + 1), room(p)); });
   int64_t at = bits[0];
@@ -231,7 +231,7 @@ int64_t write_parts(int64_t n, int64_t header, int longest, uint32_t* out, int t
 }  // namespace
 
 // Write the dense form of n codes, of which each takes at most `longest` bits, on up to `threads` threads; `out` has room
-// for that and two words a thread. Returns the number of words, or -1 if a code is not in [-levels, levels].
+// for that and a word a thread. Returns the number of words, or -1 if a code is not in [-levels, levels].
 GC_API int64_t gc_omega_dense_write(const int32_t* codes, int64_t n, int levels, int longest, uint32_t* out,
                                     int threads) {
   return write_parts(n, 0, longest, out, threads, [=](int64_t first, int64_t last, uint32_t* to) {

@@ -234,6 +234,22 @@ def test_codes_beyond_the_levels_are_refused(form, code):
 
 
 @pytest.mark.parametrize("form", ["dense", "sparse"])
+def test_threads_write_one_stream(form):
+    """Of the longest codes, which fill the room of a thread; and each sees what is wrong."""
+    codes = torch.full((80_003,), -1, dtype=torch.int32)
+    words = write(form, codes, 1)
+    assert torch.equal(read(form, words, len(codes), 1), codes)
+    for threads in range(2, 10):
+        torch.set_num_threads(threads)
+        assert torch.equal(write(form, codes, 1), words)
+    for place in (0, 50_000, 80_002):
+        wrong = codes.clone()
+        wrong[place] = 2
+        with pytest.raises(ValueError, match="-1 to 1 allowed"):
+            write(form, wrong, 1)
+
+
+@pytest.mark.parametrize("form", ["dense", "sparse"])
 def test_reading_leaves_the_words_alone(form):
     words = write(form, torch.tensor([0, -3, 1]), 3)
     kept = words.clone()

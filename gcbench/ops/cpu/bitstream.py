@@ -33,7 +33,7 @@ def _write(write: Callable[..., int], codes: Tensor, levels: int, longest: int) 
     if n >= OMEGA_MAX:
         raise ValueError(f"{n} codes: fewer than {OMEGA_MAX} allowed")
     codes = codes.int().contiguous()
-    room = new_int32((HEADER + longest * n + 31) // 32 + 2 * threads)
+    room = new_int32((HEADER + longest * n + 31) // 32 + threads)
     place = c.gc_tensor_address(codes, torch.int32, n)
     used = write(place, n, levels, longest, room.data_ptr(), threads)
     if used < 0:
