@@ -84,8 +84,11 @@ class Prefixes {
     return {(digits >> 1 >> (63 - entry.width)) | entry.one, entry.length, digits << entry.width >> 63 != 0};
   }
 
-  // The same for who does not ask whether it is wrong.
+  // The same for who does not ask whether it is wrong, and waits for each code: short ones come sooner.
   uint64_t read(uint64_t window, int& length) const {
+    const Short code = omega(window);
+    length = code.length;
+    if (length) return (uint64_t)code.value;
     const Found found = (*this)(window);
     length = found.length;
     return found.wrong ? NOTHING : found.value;
@@ -218,8 +221,9 @@ struct Part {
 };
 
 constexpr int PLACES = 4;          // of a thread at once: reading waits for the length of each record
-constexpr int64_t STRETCH = 4096;  // bits of a part at least
-constexpr int64_t MEETING = 1024;  // bits in which readers are expected to meet
+constexpr int64_t STRETCH = 1024;  // bits of a part at least
+constexpr int64_t MEETING = 512;   // bits in which readers are expected to meet
+constexpr int64_t WORTH = 16384;   // bits that are worth another thread
 
 template <class Form>
 void read_part(const Form& form, const Stream& stream, Part<Form>& part) {
@@ -266,8 +270,8 @@ template <class Form, class Put>
 Progress read_ahead(const Form& form, const Stream& stream, const Progress from, int64_t records, int64_t codes,
                     int threads, Put put) {
   const int64_t end = stream.bits() - 64, stretch = end - from.place;
-  const int team = (int)std::min<int64_t>(threads, stretch / (PLACES * STRETCH)), parts = team * PLACES;
-  if (team < 1) return from;
+  if (stretch < PLACES * STRETCH) return from;
+  const int team = (int)std::max<int64_t>(1, std::min<int64_t>(threads, stretch / WORTH)), parts = team * PLACES;
   const auto edge = [=](int p) { return from.place + stretch * p / parts; };
   const auto room = [=](int p) {
     return std::min(records, (edge(p + 1) - edge(p)) / Form::SHORTEST + Form::LONGEST);
