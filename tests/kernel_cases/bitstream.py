@@ -15,7 +15,9 @@ def alike(n: int) -> Iterator[Call]:
     index = torch.arange(n)
     for name, codes, levels in (
         ("all 2", torch.full((n,), 2), 3),
-        ("all -5", torch.full((n,), -5), 7),
+        ("all -14", torch.full((n,), -14), 14),  # the most of which four take 32 bits
+        ("all 15", torch.full((n,), 15), 15),
+        ("all -127", torch.full((n,), -127), 127),  # the most of which two do
         ("1 and -3 in turn", 1 - 4 * (index % 2), 3),
         ("of 20 bits and more", (index * 7919 % 200_001) - 100_000, 100_000),
         ("every fifth -1", -(index % 5 == 0).int(), 1),
