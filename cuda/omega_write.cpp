@@ -204,6 +204,8 @@ void append(uint32_t* words, int64_t at, const uint32_t* from, int64_t bits) {
 
 constexpr int64_t WRITTEN = 8;  // tiles of codes that are worth a thread
 constexpr int MOST = 64;        // threads
+// Words of a part beyond its codes' bits: its ends fill no words, and the first distance may reach back to before it.
+constexpr int SPARE = 3;
 
 // Write the codes [0, n) by parts, on up to `threads` threads, one after the other. `write(first, last, out)` returns the
 // bits of a part, or -1; `longest` is what a code takes at most, and `header` what the first part has before. Returns
@@ -212,9 +214,8 @@ template <class Write>
 int64_t write_parts(int64_t n, int64_t header, int longest, uint32_t* out, int threads, Write write) {
   const int parts = worth(tiles_of(n), WRITTEN, std::min(threads, MOST));
   const auto edge = [=](int p) { return n * p / parts; };
-  // Where a part lies until it is known how long those before are: behind the longest that these can be, of which each
-  // begins and ends with a word of its own.
-  const auto room = [=](int p) { return p ? out + (header + longest * edge(p) + 31) / 32 + p : out; };
+  // Where a part lies until it is known how long those before are: behind the longest that these can be.
+  const auto room = [=](int p) { return p ? out + (header + longest * edge(p) + 31) / 32 + SPARE * p : out; };
   int64_t bits[MOST];
   each_part(parts, parts, [&](int p) { bits[p] = write(edge(p), edge(p + 1), room(p)); });
   int64_t at = bits[0];
@@ -231,7 +232,7 @@ int64_t write_parts(int64_t n, int64_t header, int longest, uint32_t* out, int t
 }  // namespace
 
 // Write the dense form of n codes, of which each takes at most `longest` bits, on up to `threads` threads; `out` has room
-// for that and a word a thread. Returns the number of words, or -1 if a code is not in [-levels, levels].
+// for that and SPARE words a thread. Returns the number of words, or -1 if a code is not in [-levels, levels].
 GC_API int64_t gc_omega_dense_write(const int32_t* codes, int64_t n, int levels, int longest, uint32_t* out,
                                     int threads) {
   return write_parts(n, 0, longest, out, threads, [=](int64_t first, int64_t last, uint32_t* to) {

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from gcbench import ops
 from gcbench.errors import PayloadError
 from gcbench.ops import bitstream, cpu
+from gcbench.ops.cpu import bitstream as native
 
 BY_HAND = {
     1: "0",
@@ -247,6 +248,24 @@ def test_threads_write_one_stream(form):
         wrong[place] = 2
         with pytest.raises(ValueError, match="-1 to 1 allowed"):
             write(form, wrong, 1)
+
+
+@pytest.mark.parametrize("zeros", [20_000, 2**20])
+def test_a_distance_may_reach_back_before_a_thread(zeros, monkeypatch):
+    """Its code is longer than what a code takes at most; no word is written beyond the room."""
+    codes = torch.full((2 * zeros,), -1, dtype=torch.int32)
+    codes[:zeros] = 0
+    words, rooms = write("sparse", codes, 1), []
+
+    def guarded(n):
+        rooms.append(torch.full((n + 8,), 0x5A5A5A5A, dtype=torch.int32))
+        return rooms[-1][:n]
+
+    monkeypatch.setattr(native, "new_int32", guarded)
+    for threads in range(2, 10):
+        torch.set_num_threads(threads)
+        assert torch.equal(write("sparse", codes, 1), words)
+    assert all((room[-8:] == 0x5A5A5A5A).all() for room in rooms)
 
 
 @pytest.mark.parametrize("form", ["dense", "sparse"])

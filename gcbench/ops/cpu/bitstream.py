@@ -15,6 +15,8 @@ from gcbench.ops.cpu.library import c, new_int32
 
 HEADER = 43
 """Bits of the longest omega code, with which the sparse form may begin."""
+SPARE = 3
+"""Words that each thread may write beyond the bits of its codes, as in cuda/omega_write.cpp."""
 
 
 @lru_cache
@@ -33,7 +35,7 @@ def _write(write: Callable[..., int], codes: Tensor, levels: int, longest: int) 
     if n >= OMEGA_MAX:
         raise ValueError(f"{n} codes: fewer than {OMEGA_MAX} allowed")
     codes = codes.int().contiguous()
-    room = new_int32((HEADER + longest * n + 31) // 32 + threads)
+    room = new_int32((HEADER + longest * n + 31) // 32 + SPARE * threads)
     place = c.gc_tensor_address(codes, torch.int32, n)
     used = write(place, n, levels, longest, room.data_ptr(), threads)
     if used < 0:
