@@ -224,6 +224,7 @@ constexpr int PLACES = 4;          // of a thread at once: reading waits for the
 constexpr int64_t STRETCH = 1024;  // bits of a part at least
 constexpr int64_t MEETING = 512;   // bits in which readers are expected to meet
 constexpr int64_t WORTH = 16384;   // bits that are worth another thread
+constexpr int64_t ROUND = 65536;   // bits of a part at most: its records stay in cache until they are put
 
 template <class Form>
 void read_part(const Form& form, const Stream& stream, Part<Form>& part) {
@@ -264,55 +265,54 @@ void read_parts(const Form& form, const Stream& stream, Part<Form>* parts) {
   }
 }
 
-// Read a stream's records at several places at once, as far as all is well; who calls goes on where this ends. At most
-// `records` more are taken, of `codes` more codes. put(part, before) takes those of a part, `before` it.
+// Read a stream's records at several places at once, in rounds, as far as all is well; who calls goes on where this ends.
+// At most `records` more are taken, of `codes` more codes. put(part, before) takes those of a part, `before` it.
 template <class Form, class Put>
 Progress read_ahead(const Form& form, const Stream& stream, const Progress from, int64_t records, int64_t codes,
                     int threads, Put put) {
   const int64_t end = stream.bits() - 64, stretch = end - from.place;
   if (stretch < PLACES * STRETCH) return from;
   const int team = (int)std::max<int64_t>(1, std::min<int64_t>(threads, stretch / WORTH)), parts = team * PLACES;
-  const auto edge = [=](int p) { return from.place + stretch * p / parts; };
-  const auto room = [=](int p) {
-    return std::min(records, (edge(p + 1) - edge(p)) / Form::SHORTEST + Form::LONGEST);
-  };
-  int64_t total = 0;
-  for (int p = 0; p < parts; ++p) total += room(p);
+  const int64_t rounds = (stretch + parts * ROUND - 1) / (parts * ROUND), each = stretch / rounds;
+  const int64_t room = std::min(records, (each / parts + 1) / Form::SHORTEST + Form::LONGEST);
   std::unique_ptr<Part<Form>[]> all(new (std::nothrow) Part<Form>[parts]);
-  std::unique_ptr<typename Form::Record[]> kept(new (std::nothrow) typename Form::Record[total]);
+  std::unique_ptr<typename Form::Record[]> kept(new (std::nothrow) typename Form::Record[parts * room]);
   if (!all || !kept) return from;
-  typename Form::Record* free = kept.get();
-  for (int p = 0; p < parts; ++p) {
-    all[p] = {edge(p), edge(p), edge(p + 1), 0, free, free, free + room(p), false};
-    free += room(p);
-  }
   Progress result = from;
   together(team, [&](const Team& own) {
-    // As many threads as were asked for may not have come.
-    for (int group = own.rank; group < team; group += own.size) {
-      Part<Form>* part = all.get() + group * PLACES;
-      for (int k = group ? 0 : 1; k < PLACES; ++k) {
-        typename Form::Record ignored;
-        bool bad = false;
-        int64_t place = part[k].first - MEETING;
-        while (place < part[k].first) place += form.read(stream, place, ignored, bad);
-        part[k].first = part[k].place = place;
+    Progress now = from;  // the same in all threads
+    bool well = true;
+    while (well && end - now.place >= parts * STRETCH && now.records < from.records + records) {
+      const int64_t start = now.place, length = std::min(each, end - start);
+      const auto edge = [=](int p) { return start + length * p / parts; };
+      // As many threads as were asked for may not have come.
+      for (int group = own.rank; group < team; group += own.size) {
+        Part<Form>* part = all.get() + group * PLACES;
+        for (int k = 0; k < PLACES; ++k) {
+          const int p = group * PLACES + k;
+          int64_t place = p ? edge(p) - MEETING : start;
+          while (place < edge(p)) {
+            typename Form::Record ignored;
+            bool bad = false;
+            place += form.read(stream, place, ignored, bad);
+          }
+          typename Form::Record* free = kept.get() + p * room;
+          part[k] = {place, place, edge(p + 1), 0, free, free, free + room, false};
+        }
+        read_parts(form, stream, part);
       }
-      read_parts(form, stream, part);
-    }
-    own.meet();
-    Progress before = from;
-    for (int p = 0; p < parts; ++p) {
-      const Part<Form>& part = all[p];
-      const Progress after{part.place, before.records + (part.next - part.records), before.codes + part.codes};
-      if (part.first != before.place || part.bad || after.records - from.records > records ||
-          after.codes - from.codes > codes) {
-        break;
+      own.meet();
+      for (int p = 0; p < parts && all[p].first == now.place; ++p) {
+        const Part<Form>& part = all[p];
+        const Progress after{part.place, now.records + (part.next - part.records), now.codes + part.codes};
+        well = !part.bad && after.records - from.records <= records && after.codes - from.codes <= codes;
+        if (!well) break;
+        if (p / PLACES % own.size == own.rank) put(part, now);
+        now = after;
       }
-      if (p / PLACES % own.size == own.rank) put(part, before);
-      before = after;
+      own.meet();
     }
-    if (own.rank == 0) result = before;
+    if (own.rank == 0) result = now;
   });
   return result;
 }
