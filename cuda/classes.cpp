@@ -111,21 +111,99 @@ inline Sums<K> tile_sums(const float* x, int count, Load next) {
   return padded_sums<K, TILE / 16, LINES>(x, count, next);  // the least that row_sums takes
 }
 
+// The values that stand for the bits of each segment: the means `low` and `high` of the classes; or (K = 1) the mean
+// magnitude `high`, and its negative.
+template <int K>
+struct Values {
+  float *low, *high;
+  bool bad = false;  // one of them is not finite
+
+  float below(int64_t s) const { return K == 2 ? low[s] : -high[s]; }
+
+  // Of `count` elements, of which `ones` have bit 1 (K = 2).
+  void set(int64_t s, int64_t count, const Sums<K>& sums, int64_t ones) {
+    if constexpr (K == 2) {
+      low[s] = class_mean(sums.total[0], (double)(count - ones));
+      high[s] = class_mean(sums.total[1], (double)ones);
+      if (!is_finite(low[s])) bad = true;
+    } else {
+      high[s] = class_mean(sums.total[0], (double)count);
+    }
+    if (!is_finite(high[s])) bad = true;
+  }
+};
+
+int64_t ones_of(const float* x, int count) {
+  int32_t ones = 0;
+#pragma omp simd reduction(+ : ones)
+  for (int i = 0; i < count; ++i) ones += (int32_t)sign_bit(x[i]);
+  return ones;
+}
+
 // ---- encoding --------------------------------------------------------------------------------------------------
 
-// Encode x, or x + residual (FEEDBACK) leaving what is lost in `left`: bits, and the values that stand for them in
-// each segment. K = 2: the means `low` and `high` of the classes; K = 1: the mean magnitude `high`, and its negative.
-// What sums x + residual writes it to `left`, so that encoding reads one array.
+// Encode x. Bits need no values, so sums are taken of what is in the cache anyway: each tile of a segment by the thread
+// that packs its first element. Returns NOT_FINITE where a mean is not.
+template <int K>
+int64_t encode_alone(const float* x, const Segments& segments, uint32_t* words, Values<K> values, int threads) {
+  const int64_t n = segments.offsets[segments.count], parts = segments.tiles[segments.count];
+  // Of segments of more than one tile.
+  std::unique_ptr<double[]> all_sums(new double[K * parts]);
+  std::unique_ptr<int64_t[]> all_ones(new int64_t[parts]);
+  double* sums = all_sums.get();
+  int64_t* ones = all_ones.get();
+  parallel(tiles_of(n), threads, [=, &segments, &values](int64_t first, int64_t last) {
+    const int64_t *offsets = segments.offsets, *tiles = segments.tiles;
+    int64_t s = segments.holding(first * TILE), part = tiles[s] + tiles_of(first * TILE - offsets[s]);
+    int64_t ahead = first * TILE;  // the first element that has not been asked for: sums and packing ask for a half each
+    for (int64_t t = first; t < last; ++t) {
+      const int count = count_of(t, n);
+      const float* here = x + t * TILE;
+      for (; part < parts; ++part) {
+        while (tiles[s + 1] <= part) ++s;
+        const int64_t start = offsets[s] + (part - tiles[s]) * TILE, left = offsets[s + 1] - start;
+        if (start >= t * TILE + count) break;
+        const int some = (int)std::min<int64_t>(left, TILE);
+        ahead = std::max(ahead, start + some + TILE);
+        const Sums<K> got = tile_sums<K, 2>(x + start, some, Ahead{x + ahead});
+        ahead += some / 2;
+        const int64_t positive = K == 2 ? ones_of(x + start, some) : 0;
+        if (tiles[s + 1] - tiles[s] == 1) {
+          values.set(s, left, got, positive);
+        } else {
+          for (int k = 0; k < K; ++k) sums[k * parts + part] = got.total[k];
+          ones[part] = positive;
+        }
+      }
+      pack_asking<1>([=](int i) { return sign_bit(here[i]); }, count, words + t * LANES,
+                     Ahead{x + ahead});
+      ahead += TILE / 2;
+    }
+  });
+  for (int64_t s = 0; s < segments.count; ++s) {
+    const int64_t first = segments.tiles[s], last = segments.tiles[s + 1];
+    if (last - first == 1) continue;
+    Sums<K> all{};
+    for (int k = 0; k < K && first < last; ++k) all.total[k] = halve_all(sums + k * parts + first, last - first);
+    int64_t positive = 0;
+    for (int64_t part = first; part < last; ++part) positive += ones[part];
+    values.set(s, segments.offsets[s + 1] - segments.offsets[s], all, positive);
+  }
+  return values.bad ? NOT_FINITE : NOTHING;
+}
+
+// Encode x + residual, leaving what is lost in `left`. What sums x + residual writes it there, so that encoding reads one
+// array.
 //
 // A segment inside the range of one thread is summed when the thread comes to its first tile, and encoded from the
 // cache; long ones, and those that cross ranges, are summed before.
-template <int K, bool FEEDBACK>
-class Encoder {
+template <int K>
+class FeedbackEncoder {
  public:
-  Encoder(const float* x, const float* residual, const int64_t* table, int64_t m, uint32_t* words, float* low,
-          float* high, float* left, int threads)
-      : segments_(table, m), n_(segments_.offsets[m]), x_(x), residual_(residual), words_(words), low_(low),
-        high_(high), left_(left), threads_(threads) {}
+  FeedbackEncoder(const float* x, const float* residual, const Segments& segments, uint32_t* words, Values<K> values,
+                  float* left, int threads)
+      : segments_(segments), n_(segments.offsets[segments.count]), x_(x), residual_(residual), words_(words),
+        values_(values), left_(left), threads_(threads) {}
 
   // Returns NOT_FINITE where a mean is not.
   int64_t run() {
@@ -139,7 +217,7 @@ class Encoder {
     } else {
       encode(0, tiles);
     }
-    return bad_ ? NOT_FINITE : NOTHING;
+    return values_.bad ? NOT_FINITE : NOTHING;
   }
 
  private:
@@ -147,40 +225,23 @@ class Encoder {
     const float *x, *residual;
     void ask(int64_t i) const {
       __builtin_prefetch(x + i);
-      if constexpr (FEEDBACK) __builtin_prefetch(residual + i);
+      __builtin_prefetch(residual + i);
     }
   };
 
-  Inputs inputs(int64_t start) const { return {x_ + start, FEEDBACK ? residual_ + start : nullptr}; }
+  Inputs inputs(int64_t start) const { return {x_ + start, residual_ + start}; }
   int64_t length(int64_t s) const { return segments_.offsets[s + 1] - segments_.offsets[s]; }
   int64_t edge(int64_t range) const { return std::min(tiles_of(n_) * range / ranges_ * TILE, n_); }
-  float low(int64_t s) const { return K == 2 ? low_[s] : -high_[s]; }
-  const float* offered() const { return FEEDBACK ? left_ : x_; }  // what is encoded
-
-  void set(int64_t s, const Sums<K>& sums, int64_t ones) {
-    const int64_t count = length(s);
-    if constexpr (K == 2) {
-      low_[s] = class_mean(sums.total[0], (double)(count - ones));
-      high_[s] = class_mean(sums.total[1], (double)ones);
-      if (!is_finite(low_[s]) || !is_finite(high_[s])) bad_ = true;
-    } else {
-      high_[s] = class_mean(sums.total[0], (double)count);
-      if (!is_finite(high_[s])) bad_ = true;
-    }
-  }
 
   // Write to `left` what is offered of [start, start + count), and count the bits that are 1 (K = 2).
   int32_t offer(int64_t start, int count) const {
-    const float *x = x_ + start, *residual = FEEDBACK ? residual_ + start : nullptr;
-    float* left = FEEDBACK ? left_ + start : nullptr;
+    const float *x = x_ + start, *residual = residual_ + start;
+    float* left = left_ + start;
     int32_t ones = 0;
 #pragma omp simd reduction(+ : ones)
     for (int i = 0; i < count; ++i) {
-      float v = x[i];
-      if constexpr (FEEDBACK) {
-        v += residual[i];
-        left[i] = v;
-      }
+      const float v = x[i] + residual[i];
+      left[i] = v;
       if constexpr (K == 2) ones += (int32_t)sign_bit(v);
     }
     return ones;
@@ -192,7 +253,7 @@ class Encoder {
     const int64_t start = segments_.offsets[s] + tile * TILE;
     const int count = (int)std::min<int64_t>(segments_.offsets[s + 1] - start, TILE);
     ones = offer(start, count);
-    return tile_sums<K, LINES>(offered() + start, count, inputs(ahead));
+    return tile_sums<K, LINES>(left_ + start, count, inputs(ahead));
   }
 
   // Sum the segments that no range sums on its way: long ones, those that cross ranges, and empty ones.
@@ -202,7 +263,7 @@ class Encoder {
     for (int64_t s = 0; s < segments_.count; ++s) {
       const int64_t start = segments_.offsets[s], stop = segments_.offsets[s + 1];
       if (start == stop) {
-        set(s, Sums<K>{}, 0);
+        values_.set(s, 0, Sums<K>{}, 0);
         continue;
       }
       while (edge(range + 1) <= start) ++range;
@@ -230,7 +291,7 @@ class Encoder {
       }
       int64_t positive = 0;
       for (int64_t t = before[a]; t < before[a + 1]; ++t) positive += ones[t];
-      set(apart[a], all, positive);
+      values_.set(apart[a], length(apart[a]), all, positive);
     }
   }
 
@@ -251,7 +312,7 @@ class Encoder {
     }
     Sums<K> all{};
     for (int k = 0; k < K; ++k) all.total[k] = halve_all(totals[k], tiles);
-    set(s, all, ones);
+    values_.set(s, length(s), all, ones);
   }
 
   void encode(int64_t first, int64_t last) {
@@ -273,7 +334,7 @@ class Encoder {
         encode_tile<1>(t, count, s, inputs(ahead));
         ahead += TILE / 2;
       } else {
-        encode_tile<2>(t, count, s, Ahead{offered() + (t + 2) * TILE});
+        encode_tile<2>(t, count, s, Ahead{left_ + (t + 2) * TILE});
       }
     }
   }
@@ -282,33 +343,28 @@ class Encoder {
   template <int LINES, class Load>
   void encode_tile(int64_t t, int count, int64_t& s, Load next) {
     const int64_t start = t * TILE;
-    const float* value = offered() + start;
     uint32_t* words = words_ + t * LANES;
-    if constexpr (!FEEDBACK) {
-      pack_asking<LINES>([=](int i) { return sign_bit(value[i]); }, count, words, next);
-    } else {
-      float* left = left_ + start;
-      while (segments_.offsets[s + 1] <= start) ++s;
-      const auto code_in = [=](int64_t part) {
-        return [=, below = low(part), above = high_[part]](int i) {
-          const float v = left[i];
-          left[i] = v - (v >= 0.0f ? above : below);
-          return sign_bit(v);
-        };
+    float* left = left_ + start;
+    while (segments_.offsets[s + 1] <= start) ++s;
+    const auto code_in = [=](int64_t part) {
+      return [=, below = values_.below(part), above = values_.high[part]](int i) {
+        const float v = left[i];
+        left[i] = v - (v >= 0.0f ? above : below);
+        return sign_bit(v);
       };
-      if (segments_.offsets[s + 1] >= start + count) {
-        pack_asking<LINES>(code_in(s), count, words, next);
-      } else if (count == TILE && segments_.offsets[std::min(s + PIECES, segments_.count)] < start + TILE) {
-        pack_many<LINES>(start, s, words, next);
-      } else if (count == TILE) {
-        pack_parts<LINES>(start, s, code_in, words, next);
-      } else {
-        pack_asking<LINES>([=](int i) { return sign_bit(left[i]); }, count, words, next);
-        for_parts(segments_, start, count, s, [=](int64_t part, int from, int to) {
-          const auto code = code_in(part);
-          GC_SIMD for (int i = from; i < to; ++i) code(i);
-        });
-      }
+    };
+    if (segments_.offsets[s + 1] >= start + count) {
+      pack_asking<LINES>(code_in(s), count, words, next);
+    } else if (count == TILE && segments_.offsets[std::min(s + PIECES, segments_.count)] < start + TILE) {
+      pack_many<LINES>(start, s, words, next);
+    } else if (count == TILE) {
+      pack_parts<LINES>(start, s, code_in, words, next);
+    } else {
+      pack_asking<LINES>([=](int i) { return sign_bit(left[i]); }, count, words, next);
+      for_parts(segments_, start, count, s, [=](int64_t part, int from, int to) {
+        const auto code = code_in(part);
+        GC_SIMD for (int i = from; i < to; ++i) code(i);
+      });
     }
   }
 
@@ -317,7 +373,7 @@ class Encoder {
   void pack_many(int64_t start, int64_t& s, uint32_t* out, Load next) {
     GC_ALIGNED float below[TILE + LANES], above[TILE + LANES];
     for_parts(segments_, start, TILE, s, [&](int64_t part, int from, int to) {
-      const float least = low(part), most = high_[part];
+      const float least = values_.below(part), most = values_.high[part];
       GC_ROLLED for (int i = from; i < to; i += LANES) {  // the next segment overwrites what is too much
         GC_SIMD for (int l = 0; l < LANES; ++l) {
           below[i + l] = least;
@@ -343,8 +399,8 @@ class Encoder {
     for_parts(segments_, start, TILE, s, [&](int64_t part, int from, int to) {
       const auto lay_out = [&](int begin, int end) {
         for (int i = begin; i < end; ++i) {
-          below[i % LANES] = low(part);
-          above[i % LANES] = high_[part];
+          below[i % LANES] = values_.below(part);
+          above[i % LANES] = values_.high[part];
         }
       };
       const int first = (from + LANES - 1) / LANES * LANES, last = to / LANES * LANES;
@@ -371,10 +427,10 @@ class Encoder {
   const int64_t n_;
   const float *x_, *residual_;
   uint32_t* words_;
-  float *low_, *high_, *left_;
+  Values<K> values_;
+  float* left_;
   const int threads_;
   int64_t ranges_ = 1;
-  bool bad_ = false;
 };
 
 }  // namespace
@@ -384,11 +440,12 @@ class Encoder {
 // `Wrong` where these are not finite.
 GC_API int64_t gc_sign_encode(const float* x, const float* residual, const int64_t* table, int64_t m, uint32_t* words,
                               float* low, float* high, float* left, int threads) try {
-  const auto run = [=](auto encoder) { return encoder.run(); };
-  if (low && residual) return run(Encoder<2, true>(x, residual, table, m, words, low, high, left, threads));
-  if (low) return run(Encoder<2, false>(x, residual, table, m, words, low, high, left, threads));
-  if (residual) return run(Encoder<1, true>(x, residual, table, m, words, low, high, left, threads));
-  return run(Encoder<1, false>(x, residual, table, m, words, low, high, left, threads));
+  const Segments segments(table, m);
+  const auto run = [=, &segments](auto values) {
+    if (!residual) return encode_alone(x, segments, words, values, threads);
+    return FeedbackEncoder(x, residual, segments, words, values, left, threads).run();
+  };
+  return low ? run(Values<2>{low, high}) : run(Values<1>{nullptr, high});
 } catch (const std::bad_alloc&) {
   return NO_MEMORY;
 }
