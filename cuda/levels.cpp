@@ -169,6 +169,7 @@ void for_codes(const float* x, int64_t n, const Segments& segments, const float*
       }
       put(t, codes, count);
     }
+    end_stream();  // what `put` may have begun
   });
 }
 
@@ -178,8 +179,9 @@ void for_codes(const float* x, int64_t n, const Segments& segments, const float*
 GC_API int64_t gc_level_codes(const float* x, int64_t n, const int64_t* table, int64_t m, const float* norms,
                               int levels, uint64_t seed, uint64_t offset, uint32_t step, uint32_t who, int32_t* out,
                               int threads) {
+  const bool stream = n >= STREAM_FROM;
   for_codes(x, n, Segments(table, m), norms, levels, Key{seed, offset, step, who}, threads,
-            [=](int64_t t, const int32_t* codes, int count) { memcpy(out + t * TILE, codes, count * sizeof *out); });
+            [=](int64_t t, const int32_t* codes, int count) { write_tile(out + t * TILE, codes, count, stream); });
   return 0;
 }
 GC_CALLED(gc_level_codes)

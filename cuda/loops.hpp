@@ -510,13 +510,22 @@ static inline void put_vector(float* out, VecF v, bool stream) {
   memcpy(out, &v, sizeof v);
 }
 
-// Write one tile of floats, past the caches if `stream` and the address allows it.
-static inline void write_tile(float* out, const float* tile, int count, bool stream) {
-  if (stream && count == TILE && ((uintptr_t)out & 63) == 0) {
-    for (int i = 0; i < TILE; i += WIDTH) put_vector(out + i, load_vector<VecF>(tile + i), true);
-    return;
+// Write `count` floats or integers; if `stream`, whole lines past the caches.
+template <class T>
+static inline void write_tile(T* out, const T* tile, int count, bool stream) {
+  static_assert(sizeof(T) == sizeof(float), "elements of 4 bytes");
+  constexpr int LINE = 16;
+  int i = 0;
+  if (stream) {
+    const int head = (int)(-(uintptr_t)out / sizeof(T) % LINE);  // elements to the first line that begins here
+    i = head < count ? head : count;
+    memcpy(out, tile, i * sizeof *out);
+    GC_ROLLED for (; i + LINE <= count; i += LINE) {
+      GC_UNROLL
+      for (int k = 0; k < LINE; k += WIDTH) put_vector((float*)(out + i + k), load_vector<VecF>(tile + i + k), true);
+    }
   }
-  memcpy(out, tile, count * sizeof *out);
+  memcpy(out + i, tile + i, (count - i) * sizeof *out);
 }
 
 // Divide a tile's sums by the number of workers. A product with the reciprocal of a power of two is the quotient.

@@ -52,7 +52,12 @@ void pack_all(const T* codes, int64_t n, int bits, uint32_t* out, int threads) {
     GC_ALIGNED uint32_t tile[TILE];
     for (int64_t t = first; t < last; ++t) {
       const T* part = codes + t * TILE;
+      ask_ahead((const float*)part);
       const int count = (int)(n - t * TILE < TILE ? n - t * TILE : TILE), lanes = (count + LANES - 1) / LANES;
+      if (sizeof(T) == sizeof *tile && count == TILE) {
+        pack_codes(bits, (const uint32_t*)part, lanes, out + t * bits * LANES);
+        continue;
+      }
       GC_SIMD for (int i = 0; i < count; ++i) tile[i] = (uint32_t)part[i];
       for (int i = count; i < LANES * lanes; ++i) tile[i] = 0;
       pack_codes(bits, tile, lanes, out + t * bits * LANES);
@@ -76,14 +81,16 @@ GC_CALLED(gc_pack)
 
 // Unpack n codes from each of `rows` stretches of words.
 GC_API int64_t gc_unpack(const uint32_t* words, int64_t rows, int64_t n, int bits, int32_t* out, int threads) {
+  const bool stream = n >= STREAM_FROM;
   for (int64_t row = 0; row < rows; ++row, words += words_of(n, bits), out += n) {
     parallel(tiles_of(n), threads, [=](int64_t first, int64_t last) {
       GC_ALIGNED uint32_t tile[TILE];
       for (int64_t t = first; t < last; ++t) {
         const int count = (int)(n - t * TILE < TILE ? n - t * TILE : TILE);
         unpack_codes(bits, words + t * bits * LANES, (count + LANES - 1) / LANES, tile);
-        memcpy(out + t * TILE, tile, count * sizeof *out);
+        write_tile((uint32_t*)out + t * TILE, tile, count, stream);
       }
+      if (stream) end_stream();
     });
   }
   return 0;
@@ -94,12 +101,14 @@ GC_CALLED(gc_unpack)
 GC_API int64_t gc_draws24(uint64_t seed, uint64_t offset, uint32_t step, uint32_t who, int64_t n, int32_t* out,
                           int threads) {
   const Key key{seed, offset, step, who};
+  const bool stream = n >= STREAM_FROM;
   parallel(tiles_of(n), threads, [=](int64_t first, int64_t last) {
     Draws draws(key, first);
     for (int64_t t = first; t < last; ++t) {
       const int64_t count = n - t * TILE < TILE ? n - t * TILE : TILE;
-      memcpy(out + t * TILE, draws.tile(), count * sizeof *out);
+      write_tile((uint32_t*)out + t * TILE, draws.tile(), (int)count, stream);
     }
+    if (stream) end_stream();
   });
   return 0;
 }

@@ -45,6 +45,7 @@ void for_tiles(const Segments& segments, int threads, F f) {
       const int64_t start = segments.offsets[s] + (t - segments.tiles[s]) * TILE, left = segments.offsets[s + 1] - start;
       f(s, start, (int)(left < TILE ? left : TILE));
     }
+    end_stream();  // what `f` may have begun
   });
 }
 
@@ -89,16 +90,21 @@ GC_API int64_t gc_spectrum_scaled(const float* x, const int64_t* table, int64_t 
     unit[s] = (power < 0x1p-110f ? 0x1p-110f : power > 0x1p126f ? 0x1p126f : power) / peak;
     inverse[s] = zero ? 0.0f : 1.0f / unit[s];
   }
+  const bool stream = segments.offsets[m] >= STREAM_FROM;
   for_tiles(segments, threads, [&](int64_t s, int64_t start, int count) {
     const float by = inverse[s], *from = x + start;
     float* to = out + rows.place(s, start);
+    GC_ALIGNED float buffer[TILE];
+    float* tile = stream ? buffer : to;
+    if (stream) ask_ahead(from);
     if (by == 0) {
-      for (int i = 0; i < count; ++i) to[i] = 0.0f;
+      for (int i = 0; i < count; ++i) tile[i] = 0.0f;
     } else if (half) {
-      GC_SIMD for (int i = 0; i < count; ++i) to[i] = to_half(from[i] * by);
+      GC_SIMD for (int i = 0; i < count; ++i) tile[i] = to_half(from[i] * by);
     } else {
-      GC_SIMD for (int i = 0; i < count; ++i) to[i] = from[i] * by;
+      GC_SIMD for (int i = 0; i < count; ++i) tile[i] = from[i] * by;
     }
+    if (stream) write_tile(to, tile, count, stream);
     const int64_t end = segments.offsets[s + 1];
     if (places && start + count == end) {
       memset(to + count, 0, (rows.widths[s] - (end - segments.offsets[s])) * sizeof *to);
@@ -115,14 +121,21 @@ GC_API int64_t gc_spectrum_unscaled(const float* bins, const float* unit, const 
                                     const int64_t* places, float* out, float* energy, int threads) {
   const Segments segments(table, m);
   const Rows rows(places, segments);
+  const bool stream = segments.offsets[m] >= STREAM_FROM;
   for_tiles(segments, threads, [&](int64_t s, int64_t start, int count) {
     const float by = unit[s], *from = bins + rows.place(s, start);
-    float *to = out + start, *size = energy + start / 2;
+    GC_ALIGNED float buffer[TILE], sizes[PIECE];
+    float *tile = stream ? buffer : out + start, *size = stream ? sizes : energy + start / 2;
+    if (stream) ask_ahead(from);
     GC_SIMD for (int i = 0; i < count / 2; ++i) {
       const float re = from[2 * i], im = from[2 * i + 1];
       size[i] = re * re + im * im;
-      to[2 * i] = re * by;
-      to[2 * i + 1] = im * by;
+      tile[2 * i] = re * by;
+      tile[2 * i + 1] = im * by;
+    }
+    if (stream) {
+      write_tile(out + start, tile, count, stream);
+      write_tile(energy + start / 2, size, count / 2, stream);
     }
   });
   return 0;
@@ -134,13 +147,17 @@ GC_API int64_t gc_spectrum_restored(const float* x, const float* unit, const int
                                     const int64_t* places, float* out, int threads) {
   const Segments segments(table, m);
   const Rows rows(places, segments);
+  const bool stream = segments.offsets[m] >= STREAM_FROM;
   for_tiles(segments, threads, [&](int64_t s, int64_t start, int count) {
     const float by = unit[s], *from = x + rows.place(s, start);
-    float* to = out + start;
+    GC_ALIGNED float buffer[TILE];
+    float* tile = stream ? buffer : out + start;
+    if (stream) ask_ahead(from);
     GC_SIMD for (int i = 0; i < count; ++i) {
       const float v = from[i] * by;
-      to[i] = v > FLOAT_MAX ? FLOAT_MAX : v < -FLOAT_MAX ? -FLOAT_MAX : v;
+      tile[i] = v > FLOAT_MAX ? FLOAT_MAX : v < -FLOAT_MAX ? -FLOAT_MAX : v;
     }
+    if (stream) write_tile(out + start, tile, count, stream);
   });
   return 0;
 }
@@ -198,6 +215,7 @@ GC_API int64_t gc_spectrum_fold(const float* waves, const float* factors, float 
                                 float* out, int threads) {
   const uint32_t flip = inverse ? 0x80000000u : 0;
   const int64_t pairs = h / 2 + 1;
+  const bool stream = 2 * h >= STREAM_FROM;
   parallel((pairs + PIECE - 1) / PIECE, threads, [&](int64_t first, int64_t last) {
     for (int64_t start = first * PIECE; start < last * PIECE && start < pairs; start += PIECE) {
       const int count = (int)(pairs - start < PIECE ? pairs - start : PIECE);
@@ -210,6 +228,10 @@ GC_API int64_t gc_spectrum_fold(const float* waves, const float* factors, float 
       reverse(waves + 2 * least, count - whole, back + 2 * whole);
       if (inverse && start == 0) own[1] = back[1] = 0.0f;
       const float* turn = factors + 2 * start;
+      if (stream) {
+        ask_ahead(waves + 2 * start);
+        ask_ahead(turn);
+      }
       GC_SIMD for (int i = 0; i < count; ++i) {
         const float a = own[2 * i], b = own[2 * i + 1], c = back[2 * i], d = back[2 * i + 1];
         const float real = turn[2 * i], imag = float_of(bits_of(turn[2 * i + 1]) ^ flip);
@@ -219,12 +241,24 @@ GC_API int64_t gc_spectrum_fold(const float* waves, const float* factors, float 
         far.re[i] = ((a + c) - p) * scale;
         far.im[i] = (q - (b - d)) * scale;
       }
-      near.join(count, out + 2 * start);
+      if (stream) {
+        near.join(count, own);
+        write_tile(out + 2 * start, own, 2 * count, stream);
+      } else {
+        near.join(count, out + 2 * start);
+      }
       // Of the others, those with h - k above k: not the last of even h; and not h itself, if that is left out.
       const int skip = inverse && start == 0, most = 2 * (start + count - 1) < h ? count : count - 1;
       far.join(count, back);
-      reverse(back + 2 * skip, most - skip, out + 2 * (h - start - most + 1));
+      float* to = out + 2 * (h - start - most + 1);
+      if (stream) {
+        reverse(back + 2 * skip, most - skip, own);
+        write_tile(to, own, 2 * (most - skip), stream);
+      } else {
+        reverse(back + 2 * skip, most - skip, to);
+      }
     }
+    if (stream) end_stream();
   });
   return 0;
 }
