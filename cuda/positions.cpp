@@ -336,6 +336,8 @@ GC_API int64_t gc_scatter_mean(const float* const* values, const int64_t* const*
 }
 GC_CALLED(gc_scatter_mean)
 
+constexpr int64_t AHEAD = 64;  // positions from what is read to what is asked for
+
 // The elements of x, (n,), at `positions`. Returns 1 if one of these is not in [0, n).
 GC_API int64_t gc_gather(const float* x, int64_t n, const int64_t* positions, int64_t total, float* out, int threads) {
   int64_t bad = 0;
@@ -347,6 +349,8 @@ GC_API int64_t gc_gather(const float* x, int64_t n, const int64_t* positions, in
         bad = 1;
         return;
       }
+      // Each lies in a line of its own, mostly. What is no position may be asked for, too.
+      if (j + AHEAD < stop) __builtin_prefetch((const char*)x + sizeof *x * (size_t)positions[j + AHEAD]);
       out[j] = x[positions[j]];
     }
   });
