@@ -212,10 +212,47 @@ GC_API int64_t gc_int8_encode(const float* x, int64_t n, const int64_t* table, i
 }
 GC_CALLED(gc_int8_encode)
 
-// (code / 127) * scale, times `count`, added to `onto` (null: not). Returns 1 if a scale, 2 if a code is what no
-// encoder sends. `out` may be `onto`.
+// The sum over `number` payloads of (code / 127) * scale, each times its count, divided by `divisor`. Returns 1
+// if a scale, 2 if a code is what no encoder sends.
+GC_API int64_t gc_int8_mean(const int8_t* const* codes, const float* const* scales, const float* counts, int number,
+                            float divisor, int64_t n, const int64_t* table, int64_t m, float* out, int threads) {
+  const Segments segments(table, m);
+  const Payloads in{codes, scales, counts, number};
+  for (int p = 0; p < number; ++p) {
+    if (!good_scales(scales[p], m)) return 1;
+  }
+  const bool stream = n >= STREAM_FROM;
+  int bad = 0;
+  parallel(tiles_of(n), threads, [=, &segments, &in, &bad](int64_t first, int64_t last) {
+    GC_ALIGNED float sums[TILE];
+    VecI lowest = {};
+    int64_t s = segments.holding(first * TILE);
+    for (int64_t t = first; t < last; ++t) {
+      const int64_t start = t * TILE;
+      const int count = (int)(n - start < TILE ? n - start : TILE);
+      for_parts(segments, start, count, s, [&](int64_t part, int begin, int end) {
+        add_part(in, start, part, begin, end, sums, lowest);
+      });
+      if (divisor != 1) divide_tile(sums, count, divisor);
+      write_tile(out + start, sums, count, stream);
+    }
+    if (stream) end_stream();
+    for (int l = 0; l < WIDTH; ++l) {
+      if (lowest[l] < -INT8_TOP) {
+#pragma omp atomic write
+        bad = 2;
+      }
+    }
+  });
+  return bad;
+}
+GC_CALLED(gc_int8_mean)
+
+// (code / 127) * scale, or `onto` plus `count` times that. Returns as gc_int8_mean. `out` may be `onto`.
 GC_API int64_t gc_int8_decode(const int8_t* codes, const float* scales, int64_t n, const int64_t* table, int64_t m,
                               const float* onto, float count, float* out, int threads) {
+  const float one = 1;
+  if (!onto) return gc_int8_mean(&codes, &scales, &one, 1, 1.0f, n, table, m, out, threads);
   const Segments segments(table, m);
   if (!good_scales(scales, m)) return 1;
   const bool stream = n >= STREAM_FROM && onto != out;
@@ -237,10 +274,8 @@ GC_API int64_t gc_int8_decode(const int8_t* codes, const float* scales, int64_t 
         lowest = code < lowest ? code : lowest;
         values[i] = level_ratio((float)code, (float)INT8_TOP, reciprocal) * scale[i];
       }
-      if (onto) {
-        const float* base = onto + t * TILE;
-        GC_SIMD for (int i = 0; i < some; ++i) values[i] = base[i] + values[i] * count;
-      }
+      const float* base = onto + t * TILE;
+      GC_SIMD for (int i = 0; i < some; ++i) values[i] = base[i] + values[i] * count;
       write_tile(out + t * TILE, values, some, stream);
     }
     if (stream) end_stream();
@@ -252,39 +287,3 @@ GC_API int64_t gc_int8_decode(const int8_t* codes, const float* scales, int64_t 
   return bad;
 }
 GC_CALLED(gc_int8_decode)
-
-// The sum over `number` payloads of (code / 127) * scale, each times its count, divided by `divisor`. Returns as
-// gc_int8_decode.
-GC_API int64_t gc_int8_mean(const int8_t* const* codes, const float* const* scales, const float* counts, int number,
-                            float divisor, int64_t n, const int64_t* table, int64_t m, float* out, int threads) {
-  const Segments segments(table, m);
-  const Payloads in{codes, scales, counts, number};
-  for (int p = 0; p < number; ++p) {
-    if (!good_scales(scales[p], m)) return 1;
-  }
-  const bool stream = streams(out, n);
-  int bad = 0;
-  parallel(tiles_of(n), threads, [=, &segments, &in, &bad](int64_t first, int64_t last) {
-    GC_ALIGNED float sums[TILE];
-    VecI lowest = {};
-    int64_t s = segments.holding(first * TILE);
-    for (int64_t t = first; t < last; ++t) {
-      const int64_t start = t * TILE;
-      const int count = (int)(n - start < TILE ? n - start : TILE);
-      for_parts(segments, start, count, s, [&](int64_t part, int begin, int end) {
-        add_part(in, start, part, begin, end, sums, lowest);
-      });
-      divide_tile(sums, count, divisor);
-      write_tile(out + start, sums, count, stream);
-    }
-    if (stream) end_stream();
-    for (int l = 0; l < WIDTH; ++l) {
-      if (lowest[l] < -INT8_TOP) {
-#pragma omp atomic write
-        bad = 2;
-      }
-    }
-  });
-  return bad;
-}
-GC_CALLED(gc_int8_mean)
