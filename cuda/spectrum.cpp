@@ -169,6 +169,7 @@ GC_API int64_t gc_spectrum_mean(const float* const* values, const int64_t* const
                                 const float* weights, int64_t number, float* out, int64_t length, int threads) {
   int64_t bad = 0;
   const int64_t tiles = (length + PIECE - 1) / PIECE;
+  const bool stream = 2 * length >= STREAM_FROM;
   parallel(tiles, threads, [&](int64_t first, int64_t last) {
     std::unique_ptr<int64_t[]> at(new (std::nothrow) int64_t[number]);
     if (!at) {
@@ -176,13 +177,15 @@ GC_API int64_t gc_spectrum_mean(const float* const* values, const int64_t* const
       bad = NO_MEMORY;
       return;
     }
+    GC_ALIGNED float buffer[2 * PIECE];
     bool wrong = false;
     for (int64_t p = 0; p < number; ++p) {
       at[p] = first ? std::lower_bound(bins[p], bins[p] + kept[p], first * PIECE) - bins[p] : 0;
     }
     for (int64_t start = first * PIECE; start < last * PIECE && start < length; start += PIECE) {
       const int64_t stop = start + PIECE < length ? start + PIECE : length;
-      memset(out + 2 * start, 0, (stop - start) * sizeof(Pair));
+      float* sums = stream ? buffer : out + 2 * start;
+      memset(sums, 0, (stop - start) * sizeof(Pair));
       for (int64_t p = 0; p < number; ++p) {
         const int64_t *own = bins[p], end = kept[p];
         const float weight = weights[p], *from = values[p];
@@ -193,12 +196,14 @@ GC_API int64_t gc_spectrum_mean(const float* const* values, const int64_t* const
             break;
           }
           before = own[j];
-          out[2 * before] += from[2 * j] * weight;
-          out[2 * before + 1] += from[2 * j + 1] * weight;
+          sums[2 * (before - start)] += from[2 * j] * weight;
+          sums[2 * (before - start) + 1] += from[2 * j + 1] * weight;
         }
         at[p] = j;
       }
+      if (stream) write_tile(out + 2 * start, sums, (int)(2 * (stop - start)), stream);
     }
+    if (stream) end_stream();
     for (int64_t p = 0; p < number; ++p) wrong |= last == tiles && at[p] < kept[p];
     if (wrong) {
 #pragma omp atomic write

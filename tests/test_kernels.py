@@ -192,6 +192,9 @@ def large(n: int) -> Iterator[Call]:
     for inverse in (False, True):
         h = len(spectra) - inverse
         yield Call("spectrum_fold", "", (spectra, turns(2 * h), 0.3), {"inverse": inverse})
+    kept = torch.arange(0, n, 7)
+    sparse = [(kept, x[: 2 * len(kept)].view(-1, 2))] * 2
+    yield Call("spectrum_mean", "", (sparse, [0.5, 0.3], n))
     for name, edges in (("model", (0, n)), ("unaligned", (0, 6, 2**21 + 10, n // 2 * 2))):
         segments = Segments(edges)
         unit = 2.0 ** torch.arange(len(segments))
