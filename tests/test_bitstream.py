@@ -297,6 +297,8 @@ def test_reading_leaves_the_words_alone(form):
         ("sparse", 5, 3, omega(2) + omega(5) + "0" + omega(4), "more than 3"),
         ("sparse", 5, 3, omega(2) + omega(5) + "0" + omega(3) + "1", "not zero"),
         ("sparse", 5, 3, "0" * 33, "end at bit 1"),
+        ("sparse", 5, 3, "0" * 9000, "end at bit 1"),
+        ("dense", 0, 3, "0" * 9000, "end at bit 0"),
         ("sparse", 99, 3, omega(100), "codes early"),
     ],
 )
