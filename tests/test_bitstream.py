@@ -268,6 +268,34 @@ def test_a_distance_may_reach_back_before_a_thread(zeros, monkeypatch):
     assert all((room[-8:] == 0x5A5A5A5A).all() for room in rooms)
 
 
+@pytest.mark.parametrize(("form", "code"), [("dense", -1), ("sparse", 2)])
+def test_readers_that_never_meet(form, code):
+    """Streams that make sense for ever to who begins inside a code: 1001 1001, and 00100 00100."""
+    for zeros in range(5):
+        codes = torch.full((40_000,), code, dtype=torch.int32)
+        codes[:zeros] = 0
+        words = write(form, codes, 3)
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(read(form, words, len(codes), 3), codes)
+
+
+def test_distances_beyond_the_end_write_nothing_there(monkeypatch):
+    words = write("sparse", torch.arange(40_000).remainder(3).int(), 3)
+    zeros, whole = torch.zeros, []
+
+    def guarded(n, **options):
+        whole.append(zeros(n + 64, **options))
+        return whole[-1][:n]
+
+    monkeypatch.setattr(native.torch, "zeros", guarded)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        with pytest.raises(PayloadError, match="index 39998 of 39990 codes"):
+            read("sparse", words, 39_990, 3)
+    assert all((tensor[-64:] == 0).all() for tensor in whole)
+
+
 @pytest.mark.parametrize("form", ["dense", "sparse"])
 def test_reading_leaves_the_words_alone(form):
     words = write(form, torch.tensor([0, -3, 1]), 3)

@@ -199,7 +199,9 @@ def large(n: int) -> Iterator[Call]:
         segments = Segments(edges)
         unit = 2.0 ** torch.arange(len(segments))
         for half in (False, True):
-            yield Call("spectrum_scaled", name, (x[: edges[-1]], segments, 1.0, 0.1), {"half": half})
+            yield Call(
+                "spectrum_scaled", name, (x[: edges[-1]], segments, 1.0, 0.1), {"half": half}
+            )
         yield Call("spectrum_restored", name, (x[: edges[-1]], unit, segments))
         if edges[-1] % 2 == 0:
             yield Call("spectrum_unscaled", name, (x[: edges[-1]], unit, segments))
