@@ -1,7 +1,7 @@
 // 1-bit codes on the CPU, and the means of their classes.
 //
-// Encoding with error feedback reads 8 bytes an element and writes 4 1/8 where segments are short, and reads and writes 4
-// more where they are not.
+// Encoding reads 4 bytes an element and writes 1/8; with error feedback it reads 8 and writes 4 1/8 where segments are
+// short, and reads and writes 4 more where they are not.
 #include <algorithm>
 #include <vector>
 
@@ -175,8 +175,7 @@ int64_t encode_alone(const float* x, const Segments& segments, uint32_t* words, 
           ones[part] = positive;
         }
       }
-      pack_asking<1>([=](int i) { return sign_bit(here[i]); }, count, words + t * LANES,
-                     Ahead{x + ahead});
+      pack_asking<1>([=](int i) { return sign_bit(here[i]); }, count, words + t * LANES, Ahead{x + ahead});
       ahead += TILE / 2;
     }
   });

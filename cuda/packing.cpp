@@ -52,9 +52,9 @@ void pack_all(const T* codes, int64_t n, int bits, uint32_t* out, int threads) {
     GC_ALIGNED uint32_t tile[TILE];
     for (int64_t t = first; t < last; ++t) {
       const T* part = codes + t * TILE;
-      ask_ahead((const float*)part);
       const int count = (int)(n - t * TILE < TILE ? n - t * TILE : TILE), lanes = (count + LANES - 1) / LANES;
       if (sizeof(T) == sizeof *tile && count == TILE) {
+        ask_ahead((const float*)part);
         pack_codes(bits, (const uint32_t*)part, lanes, out + t * bits * LANES);
         continue;
       }

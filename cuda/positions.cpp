@@ -350,7 +350,7 @@ GC_API int64_t gc_gather(const float* x, int64_t n, const int64_t* positions, in
         return;
       }
       // Each lies in a line of its own, mostly. What is no position may be asked for, too.
-      if (j + AHEAD < stop) __builtin_prefetch((const char*)x + sizeof *x * (size_t)positions[j + AHEAD]);
+      if (j + AHEAD < stop) __builtin_prefetch((const void*)((uintptr_t)x + sizeof *x * (uintptr_t)positions[j + AHEAD]));
       out[j] = x[positions[j]];
     }
   });
