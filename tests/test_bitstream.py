@@ -228,10 +228,25 @@ def test_tiny_chunks_change_nothing(form):
 
 
 @pytest.mark.parametrize("form", ["dense", "sparse"])
-@pytest.mark.parametrize("code", [-4, 4, 2**31 - 1])
-def test_codes_beyond_the_levels_are_refused(form, code):
-    with pytest.raises(ValueError, match="-3 to 3 allowed"):
-        write(form, torch.tensor([0, code, 1]), 3)
+@pytest.mark.parametrize("levels", [1, 2, 14, 15, 30, 31, 127, 128, 129, 255, 256, 257, 32767])
+def test_the_largest_codes_alone(form, levels):
+    """They are the longest, of which fewest are written at once."""
+    for gap in (1, 255, 256):
+        codes = torch.zeros(1000, dtype=torch.int32)
+        codes[::gap] = levels
+        codes[2 * gap :: 3 * gap] *= -1
+        words = write(form, codes, levels)
+        text = dense(codes.tolist()) if form == "dense" else sparse(codes.tolist())
+        assert unsigned(words) == words_of(text)
+        assert torch.equal(read(form, words, 1000, levels), codes)
+
+
+@pytest.mark.parametrize("form", ["dense", "sparse"])
+@pytest.mark.parametrize("levels", [3, 20, 300])
+def test_codes_beyond_the_levels_are_refused(form, levels):
+    for code in (-levels - 1, levels + 1, 2**31 - 1):
+        with pytest.raises(ValueError, match=f"-{levels} to {levels} allowed"):
+            write(form, torch.tensor([0, code, 1]), levels)
 
 
 @pytest.mark.parametrize("form", ["dense", "sparse"])
