@@ -164,10 +164,10 @@ int64_t encode_alone(const float* x, const Segments& segments, uint32_t* words, 
         const int64_t start = offsets[s] + (part - tiles[s]) * TILE, left = offsets[s + 1] - start;
         if (start >= t * TILE + count) break;
         const int some = (int)std::min<int64_t>(left, TILE);
+        const int64_t positive = K == 2 ? ones_of(x + start, some) : 0;
         ahead = std::max(ahead, start + some + TILE);
         const Sums<K> got = tile_sums<K, 2>(x + start, some, Ahead{x + ahead});
         ahead += some / 2;
-        const int64_t positive = K == 2 ? ones_of(x + start, some) : 0;
         if (tiles[s + 1] - tiles[s] == 1) {
           values.set(s, left, got, positive);
         } else {

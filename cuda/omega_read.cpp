@@ -224,7 +224,7 @@ constexpr int PLACES = 4;          // of a thread at once: reading waits for the
 constexpr int64_t STRETCH = 1024;  // bits of a part at least
 constexpr int64_t MEETING = 512;   // bits in which readers are expected to meet
 constexpr int64_t WORTH = 16384;   // bits that are worth another thread
-constexpr int64_t ROUND = 65536;   // bits of a part at most: its records stay in cache until they are put
+constexpr int64_t ROUND = 131072;  // bits of a part at most: its records stay in cache until they are put
 
 template <class Form>
 void read_part(const Form& form, const Stream& stream, Part<Form>& part) {
