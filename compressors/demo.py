@@ -47,6 +47,13 @@ class DeMo(Compressor):
     portable = False
     variants = ({}, {"sign": False}, {"chunk": 16, "topk": 8})
 
+    @property
+    def recipe(self) -> Mapping[str, Any]:
+        """Return plain steps by the sign; the mean itself is a gradient for any optimizer."""
+        if not self.sign:
+            return {}
+        return {"optimizer": "sgd", "lr": 1e-3, "momentum": 0.0, "nesterov": False}
+
     def __post_init__(self) -> None:
         if not 1 <= self.chunk <= 256:
             raise ValueError(f"chunk={self.chunk}: 1 to 256 elements, so that an index has 16 bits")

@@ -19,9 +19,9 @@ and the vote is 0, as in a tie, where it is won by fewer than min(quorum, M) vot
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,12 @@ class SignSGD(Compressor):
 
     collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather")
     requantizes = False
+    recipe: ClassVar[Mapping[str, Any]] = {
+        "optimizer": "sgd",
+        "lr": 1e-3,
+        "momentum": 0.0,
+        "nesterov": False,
+    }
     variants = ({}, {"ties": "coin"}, {"abstain": 0.5}, {"quorum": 2})
 
     def __post_init__(self) -> None:

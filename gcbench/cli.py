@@ -117,6 +117,18 @@ def run(
         S, _opt("Keep tensors below this many elements dense; default 0.", RUN)
     ] = None,
     seed: Annotated[S, _opt("Seed(s); default 0.", RUN)] = None,
+    holdout: Annotated[
+        S, _opt("Training examples kept for validation; default 0: none.", TRAIN)
+    ] = None,
+    test: Annotated[
+        bool | None,
+        typer.Option(
+            "--test/--no-test",
+            help="Judge by the test split, too; with --holdout after the last step alone.",
+            rich_help_panel=TRAIN,
+            show_default=False,
+        ),
+    ] = None,
     steps: Annotated[S, _opt("Training steps.", TRAIN)] = None,
     batch: Annotated[S, _opt("Examples a step, over all workers.", TRAIN)] = None,
     optimizer: Annotated[S, _opt("sgd or adam, after decoding.", TRAIN)] = None,
@@ -163,6 +175,12 @@ def run(
     ] = None,
     data_dir: DataDir = None,
     results: Annotated[Path, typer.Option(help="Folder for the runs.")] = RUNS,
+    rows: Annotated[
+        Path | None,
+        typer.Option(
+            help="Parquet file of rows: a run that has one is skipped, others add theirs."
+        ),
+    ] = None,
     checkpoint_seconds: Annotated[
         float, typer.Option(min=0, help="Seconds between checkpoints.")
     ] = 60.0,
@@ -194,12 +212,30 @@ def run(
         given["task_options"]["network"] = grid.value(network)
     for key, text in settings.items():
         given[key] = grid.value(text) if isinstance(text, str) else text
-    configs = suites.load(suite).configs(given) if suite else grid.expand(given, config)
+    chosen = None if suite is None else suites.load(suite)
     plan = None if capture is None else captures.Plan(captures.steps(capture), capture_layers)
     told = () if sink is None else sinks.names(sink)
-    runner.Runner(
-        results, data_dir, checkpoint_seconds, progress.value, force=force, capture=plan, told=told
-    ).all(configs, json=json)
+    made = runner.Runner(
+        results,
+        data_dir,
+        checkpoint_seconds,
+        progress.value,
+        force=force,
+        capture=plan,
+        told=told,
+        kept=rows,
+        suite="" if chosen is None else f"{chosen.name}/{chosen.version}",
+    )
+    if chosen is None or chosen.tune is None:
+        configs = grid.expand(given, config) if chosen is None else chosen.configs(given)
+        made.all(configs, json=json)
+    else:
+        if chosen.tune is not None and "TORCHELASTIC_RUN_ID" in os.environ:
+            raise UsageError(
+                f"suite {chosen.name!r} chooses rates by trials, which only the process of worker "
+                "0 knows: run it without torchrun (--engine spawn has real processes)"
+            )
+        made.work(chosen.runs(given), len(chosen.points(given)), json=json)
     if suite is not None and os.environ.get("RANK", "0") == "0":
         say(f"beside the published numbers: gcbench compare {results} --suite {suite}")
 
@@ -216,6 +252,7 @@ _NOT_SETTINGS = {
     "config",
     "data_dir",
     "results",
+    "rows",
     "checkpoint_seconds",
     "force",
     "progress",

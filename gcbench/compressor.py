@@ -297,6 +297,14 @@ class Compressor(ABC):
         return ()
 
     @property
+    def recipe(self) -> Mapping[str, Any]:
+        """Settings of the optimizer that belong to the published method, by their names in a run.
+
+        They are the defaults of a run with this method; a run with other values is marked.
+        """
+        return {}
+
+    @property
     def variants(self) -> tuple[Mapping[str, Any], ...]:
         """Configurations that the contract test runs and that have golden bytes; {} is default."""
         return ({},)

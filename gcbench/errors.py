@@ -18,6 +18,14 @@ class UsageError(GcbenchError):
     exit_code = 2
 
 
+class DivergedError(GcbenchError):
+    """A run met a gradient that is not finite at `step`: its result is that it failed."""
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
+
+
 class PayloadError(GcbenchError, ValueError):
     """A payload that no encoder of this configuration can have produced."""
 

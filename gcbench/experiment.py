@@ -20,10 +20,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from gcbench import memory, ops, registry, schedule
 from gcbench.compressor import Compressor, Segments
-from gcbench.errors import GcbenchError, UsageError, unknown
+from gcbench.errors import DivergedError, GcbenchError, UsageError, unknown
 from gcbench.exchange import check_legal
 from gcbench.memory import Memory
-from gcbench.schema import ADDED
+from gcbench.schema import ADDED, SCHEMA
+from gcbench.store import Run
 from gcbench.task import Task
 
 Positive = Annotated[int, Field(ge=1)]
@@ -55,6 +56,9 @@ class Config(BaseModel):
     dense_below: NotNegative = 0
     gradients: Literal["loop", "batched"] = "loop"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    holdout: NotNegative = 0  # training examples kept for validation, the same for every seed
+    test: bool = True  # False: only the validation examples judge the run
+    task_version: Positive = 1  # of the task's definition (`Task.version`)
     steps: Positive
     batch: Positive
     optimizer: Literal["sgd", "adam"] = "sgd"
@@ -94,14 +98,20 @@ class Config(BaseModel):
                 raise unknown("setting", key, cls.model_fields)
         task_options = given.get("task_options") or {}
         task = registry.task(given.get("task", "digits"), **task_options)
-        values = {**task.defaults(), **given}
-        name = values.get("compressor", "terngrad")
-        options = values.get("options") or {}
+        if given.get("task_version", task.version) != task.version:
+            raise UsageError(
+                f"task_version {given['task_version']!r}: this gcbench has version {task.version} "
+                f"of task {task.name}; leave the setting out"
+            )
+        name = given.get("compressor", "terngrad")
+        options = given.get("options") or {}
         options = {key: schedule.normalize(key, value) for key, value in options.items()}
         stages = {
             start: registry.compressor(name, **schedule.at(options, start))
             for start in schedule.starts(options)
         }
+        values = {**task.defaults(), **stages[max(stages)].recipe, **given}
+        values["task_version"] = task.version
         # As the method has them, so that clip=2 and clip=2.0 are one config.
         values["options"] = {
             key: {start: getattr(stages[start], key) for start in value}
@@ -121,6 +131,8 @@ class Config(BaseModel):
         given_options = {**own, **(values.get("memory_options") or {})}
         made = memory.make(carried, given_options)
         values["memory_options"] = {key: getattr(made, key) for key in given_options}
+        if made.has_momentum:
+            _leave_momentum_to_memory(str(carried), values, given)
         place = str(values.get("device", "cpu")).partition(":")[0]
         ops.choose(str(values.get("backend", "auto")), place)
         try:
@@ -146,6 +158,8 @@ class Config(BaseModel):
                 f"gradients=batched is one pass for all simulated workers; engine {self.engine} "
                 "has one worker a process: use gradients=loop"
             )
+        if not (self.test or self.holdout):
+            raise ValueError("test=false leaves nothing that judges the run: give --holdout n, too")
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs momentum > 0")
         if self.schedule == "step" and not self.schedule_steps:
@@ -197,6 +211,27 @@ class Config(BaseModel):
                 return float(self.lr * self.schedule_gamma**reached)
             case _:
                 return self.lr
+
+
+def _leave_momentum_to_memory(name: str, values: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Switch the optimizer's momentum off, as the memory `name` applies its own.
+
+    Raises:
+        UsageError: the user gave a momentum, or the optimizer is none that does without.
+    """
+    if given.get("momentum"):
+        raise UsageError(
+            f"momentum {given['momentum']} beside memory {name!r}, which applies its own: leave "
+            "--momentum out, and set the memory's by --memory-set"
+        )
+    if values.get("optimizer", "sgd") != "sgd":
+        raise UsageError(
+            f"optimizer {values['optimizer']!r} would add its own averages to the momentum of "
+            f"memory {name!r}: give --optimizer sgd and a rate for it, --lr"
+        )
+    values["momentum"] = 0.0
+    if "nesterov" not in given:
+        values["nesterov"] = False
 
 
 def _one_line(error: ValidationError) -> str:
@@ -345,6 +380,8 @@ def command(config: Config) -> str:
     method = config.make_compressor()
     usual = {
         **task.defaults(),
+        **config.make_compressor(config.steps - 1).recipe,
+        **({"momentum": 0.0, "nesterov": False} if config.make_memory().has_momentum else {}),
         "collective": method.legal_collectives()[0],
         "memory": method.memory,
         "memory_options": method.memory_options if config.memory == method.memory else {},
@@ -356,7 +393,7 @@ def command(config: Config) -> str:
     for key, value in config.model_dump(mode="json").items():
         default = usual.get(key, Config.model_fields[key].default)
         default = list(default) if isinstance(default, tuple) else default
-        if key in ("task", "compressor") or value == default:
+        if key in ("task", "compressor", "task_version") or value == default:
             continue
         flag = "--" + key.replace("_", "-")
         if key in SET_FLAGS:
@@ -386,6 +423,31 @@ def nominal_ratio(method: Compressor) -> float | None:
     """Return 32 bits over the bits an element that the method's source quotes."""
     bits = method.nominal_bits()
     return None if bits is None else 32 / bits
+
+
+def failed(config: Config, run: Run, error: DivergedError) -> dict[str, Any]:
+    """Return the summary of a run that diverged: what it spent, and no metric.
+
+    The bytes are those of its last record.
+    """
+    spent = (run.records() or [{}])[-1]
+    wire = float(spent.get("wire_bytes", 0.0))
+    shown = ("task", "workers", "collective", "engine", "gradients", "seed", "steps", "batch")
+    return {
+        "schema": SCHEMA,
+        **{key: getattr(config, key) for key in shown},
+        "compressor": repr(config.make_compressor(config.steps - 1)),
+        "compressor_name": config.compressor,
+        "test_accuracy": None,
+        "test_loss": None,
+        "failed": {"step": error.step, "reason": str(error)},
+        "payload_bytes_up": float(spent.get("payload_bytes_up", 0.0)),
+        "payload_bytes_down": float(spent.get("payload_bytes_down", 0.0)),
+        "wire_bytes": {"per_worker": wire, "total": wire * config.workers},
+        "config_hash": config.hash,
+        "config": config.model_dump(mode="json"),
+        "provenance": run.read_provenance(),
+    }
 
 
 def finite(value: float) -> float | None:

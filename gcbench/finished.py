@@ -36,6 +36,13 @@ class Modelled(BaseModel):
     link_latency_us: float
 
 
+class Failure(BaseModel):
+    """Why a run has no result: it diverged at `step`, counted from 0."""
+
+    step: int
+    reason: str
+
+
 class Summary(BaseModel):
     """The fields of summary.json (schema 1) that a comparison needs; the others are kept."""
 
@@ -53,6 +60,9 @@ class Summary(BaseModel):
     batch: int = Field(ge=1)
     test_accuracy: float | None = None
     test_loss: float | None = None
+    validation_accuracy: float | None = None
+    validation_loss: float | None = None
+    failed: Failure | None = None
     train_loss: float | None = None
     params: int | None = None
     payload_bytes_up: float = Field(ge=0)

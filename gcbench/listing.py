@@ -108,7 +108,10 @@ def suites() -> list[Row]:
     for name in known.names():
         suite = known.load(name)
         points = suite.points()
-        budgets = {(point.config.steps, point.published.steps): None for point in points}
+        budgets = {
+            (point.config.steps, point.published.steps if point.published else None): None
+            for point in points
+        }
         rows.append(
             {
                 "name": name,
@@ -116,7 +119,7 @@ def suites() -> list[Row]:
                 "source": suite.paper,
                 "runs": len(points),
                 "steps": [ours for ours, _ in budgets],
-                "paper_steps": [theirs for _, theirs in budgets],
+                "paper_steps": [theirs for _, theirs in budgets if theirs is not None],
                 "takes": suite.takes,
                 "differs": suite.differs,
                 "file": str(suite.file),

@@ -29,6 +29,8 @@ class Memory(ABC):
     buffers: ClassVar[tuple[str, ...]] = ()
     residuals: ClassVar[tuple[str, ...]] = ()
     """The buffers that hold what is still to be applied: they follow the learning rate."""
+    has_momentum: ClassVar[bool] = False
+    """Whether the memory applies the momentum, so that the optimizer must add none."""
 
     @property
     def feedback(self) -> bool:
@@ -112,6 +114,7 @@ class Momentum(Memory):
     beta: float = 0.9
 
     buffers: ClassVar[tuple[str, ...]] = ("momentum",)
+    has_momentum: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.beta < 1:
@@ -142,6 +145,7 @@ class Dgc(Memory):
     clip: float = 0.0  # threshold of the 2-norm of the mean gradient; 0: no clipping
 
     buffers: ClassVar[tuple[str, ...]] = ("velocity", "residual")
+    has_momentum: ClassVar[bool] = True
     residuals: ClassVar[tuple[str, ...]] = ("residual",)
 
     def __post_init__(self) -> None:

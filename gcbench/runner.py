@@ -6,12 +6,12 @@ import json as jsonlib
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gcbench import captures, engines, experiment, listing, registry, sinks
-from gcbench.errors import GcbenchError, UsageError
+from gcbench import captures, engines, experiment, listing, registry, rows, sinks
+from gcbench.errors import DivergedError, GcbenchError, UsageError
 from gcbench.experiment import Config
 from gcbench.progress import Mode
 from gcbench.schema import SCHEMA
@@ -21,6 +21,22 @@ from gcbench.train import Interrupted, Options
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+Work = Generator[Config, Mapping[str, Any], None]
+"""Yields configs, and is sent the summary of each."""
+
+
+def each(configs: Sequence[Config]) -> Work:
+    """Return the work of a grid that is known beforehand."""
+    for config in configs:  # `yield from` a list could not be sent anything
+        yield config
+
+
+def _raise_if_failed(summary: Mapping[str, Any], where: str) -> None:
+    """Raise again what a run that was made before failed with."""
+    if failed := summary.get("failed"):
+        raise DivergedError(f"{failed['reason']} ({where})", failed["step"])
 
 
 class Runner:
@@ -36,14 +52,35 @@ class Runner:
         force: bool,
         capture: captures.Plan | None = None,
         told: tuple[str, ...] = (),
+        kept: Path | None = None,
+        suite: str = "",
     ) -> None:
-        """`told` names the sinks that hear of the records."""
+        """`told` names the sinks that hear of the records.
+
+        `kept`: a file of rows (`gcbench.rows`). A run that has a row there is not made again, and
+        each finished run adds its own; `suite`, as name/version, is told in them.
+        """
         self.results, self.data_dir, self.force = results, data_dir, force
         self.checkpoint_seconds, self.progress = checkpoint_seconds, progress
         self.capture, self.told = capture, told
+        self.kept, self.suite = kept, suite
 
     def all(self, configs: Sequence[Config], *, json: bool) -> None:
-        """Do all runs, then print their summaries.
+        """Do all runs of a grid, see `work`; what they need is checked before the first."""
+        configs = [self._in_environment(config) for config in configs]
+        for config in configs:
+            self._check(config)
+        self.work(each(configs), len(configs), json=json)
+
+    def _check(self, config: Config) -> None:
+        experiment.require_device(config.device)
+        if self.capture is not None:
+            self.capture.check(config.run_name, config.steps)
+
+    def work(self, work: Work, count: int, *, json: bool) -> None:
+        """Do the runs that `work` yields, then print their summaries.
+
+        `count` is how many are known beforehand; trials that choose a rate come on top.
 
         A run that fails does not keep the others from running; the first failure is raised at the
         end, after what was done has been printed.
@@ -52,27 +89,45 @@ class Runner:
             Interrupted: the user asked to stop.
             GcbenchError: a run failed.
         """
-        configs = [self._in_environment(config) for config in configs]
-        for config in configs:
-            experiment.require_device(config.device)
-            if self.capture is not None:
-                self.capture.check(config.run_name, config.steps)
         leads = int(os.environ.get("RANK", "0")) == 0
+        known = {one["config_hash"]: one for one in rows.read(self.kept)} if self.kept else {}
         done: list[dict[str, Any]] = []
         failures: list[GcbenchError] = []
-        for number, config in enumerate(configs, 1):
+        number = 0
+        told: Mapping[str, Any] = {}
+        while True:
             try:
-                done.append(self.one(config, f"[{number}/{len(configs)}]", leads=leads))
+                config = self._in_environment(work.send(told) if told else next(work))
+            except StopIteration:
+                break
+            self._check(config)
+            trial = not config.test
+            number += not trial
+            place = "[trial]" if trial else f"[{number}/{count}]"
+            try:
+                if config.hash in known:
+                    told = known[config.hash]
+                    if leads:
+                        _say(f"{place} {config.run_name}: its row is in {self.kept}, skipped")
+                    _raise_if_failed(told, f"row in {self.kept}")
+                else:
+                    told = self.one(config, place, leads=leads)
+                if not trial:
+                    done.append(dict(told))
             except Interrupted as stopped:
                 if leads:
-                    self._explain_interruption(stopped, config, len(configs) - number + 1)
+                    self._explain_interruption(stopped, config, count - number + 1)
                 raise
             except GcbenchError as error:
-                if len(configs) > 1:
+                told = {"failed": {"reason": str(error)}}
+                if isinstance(error, DivergedError) and trial:
+                    _say(f"{place} {config.run_name}: {error}")
+                    continue
+                if count > 1:
                     _say(f"gcbench: {config.run_name} failed: {error}")
                 failures.append(error)
         if leads:
-            self._print(done, single=len(configs) == 1, json=json)
+            self._print(done, single=count == 1, json=json)
         if failures:
             raise failures[0]
 
@@ -102,9 +157,11 @@ class Runner:
             experiment.check_objects(config, finished, run.folder)
             if missing := self.capture.missing(run) if self.capture and leads else []:
                 raise captures.missed(config.run_name, missing)
+            _raise_if_failed(finished, f"found in {run.folder}; --force runs it again")
             if leads:
                 _say(f"{place} {config.run_name}: finished before, skipped (--force runs it again)")
                 self._retell(run, finished)
+                self._keep(run, finished)
             return finished
         if not leads:
             self._engine(config, run)
@@ -125,11 +182,23 @@ class Runner:
                     f"{config.steps} steps of batch {config.batch}; "
                     f"backend {experiment.serving(config)}"
                 )
-            self._engine(config, run)
+            try:
+                self._engine(config, run)
+            except DivergedError as error:
+                run.finish(experiment.failed(config, run, error))
+                self._keep(run, run.summary or {})
+                raise
         summary = run.summary
         if summary is None:
             raise GcbenchError(f"{run.folder} has no summary after its run")
+        self._keep(run, summary)
         return summary
+
+    def _keep(self, run: Run, summary: Mapping[str, Any]) -> None:
+        """Add a finished run to the file of rows."""
+        if self.kept is not None:
+            curve = [record for record in run.records() if record["kind"] == "eval"]
+            rows.add(self.kept, rows.row(summary, curve, self.suite))
 
     def _engine(self, config: Config, run: Run) -> None:
         options = Options(

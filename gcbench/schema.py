@@ -10,6 +10,8 @@ METRIC_COLUMNS = (
     "lr",
     "test_accuracy",
     "test_loss",
+    "validation_accuracy",
+    "validation_loss",
     "payload_bytes_up",
     "payload_bytes_down",
     "wire_bytes",
@@ -21,6 +23,9 @@ ADDED: dict[str, object] = {
     "start_step": 0,
     "delay": 0,
     "rebroadcast_every": 0,
+    "task_version": 1,
+    "holdout": 0,
+    "test": True,
 }
 """Config keys that the first results did not have, and what those did: older rows read so, and in
 the hash of a config they count where they say more, so that a config keeps its name."""

@@ -23,13 +23,17 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """Examples in memory, on one device: inputs (n, ...) as stored and targets (n,)."""
+    """Examples in memory, on one device: inputs (n, ...) as stored and targets (n, ...)."""
 
     inputs: Tensor
     targets: Tensor
 
     def __len__(self) -> int:
         return len(self.targets)
+
+    def select(self, indices: Tensor) -> Split:
+        """Return the split of the examples at `indices`, int64 of shape (m,), in that order."""
+        return Split(self.inputs[indices], self.targets[indices])
 
     def to(self, device: torch.device) -> Split:
         """Return the split on `device`."""
@@ -45,6 +49,11 @@ class Task(ABC):
 
     name: ClassVar[str] = ""
     """The name on the command line; the registry fills it in from the file's name."""
+    version: ClassVar[int] = 1
+    """Counts the definitions of data, model, loss and preparation that gave other results.
+
+    It stands in the config of every run, so that results of different definitions never meet.
+    """
     paper_steps: ClassVar[str] = ""
     """The budget of the source in words, where the default one is shorter."""
 

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from gcbench import captures, experiment, ops, progress, registry, sinks, streams
 from gcbench.clock import Clock
 from gcbench.compressor import Key, Segments
-from gcbench.errors import GcbenchError, UsageError
+from gcbench.errors import DivergedError, GcbenchError, UsageError
 from gcbench.exchange import Exchange, Lane, dense_tensors
 from gcbench.experiment import Config
 from gcbench.schema import PHASES, SCHEMA
 from gcbench.store import Run
-from gcbench.task import Task
+from gcbench.task import Split, Task
 from gcbench.world import World
 
 EVALUATION_BATCH = 500
@@ -86,6 +86,31 @@ def _tracks_statistics(model: nn.Module) -> bool:
     )
 
 
+def _hold_out(train: Split, count: int, batch: int) -> tuple[Split, Split | None]:
+    """Return the examples to train on, and `count` others for validation (None for 0).
+
+    The same examples for every seed and method: a draw that depends on their number alone.
+
+    Raises:
+        UsageError: what is left does not fill a batch.
+    """
+    left = len(train) - count
+    if left < batch:
+        held = f" less {count} held out" if count else ""
+        raise UsageError(f"batch {batch} is larger than the {len(train)} training examples{held}")
+    if not count:
+        return train, None
+    order = _permutation(Key(0, 0, 0, 0, streams.HOLDOUT), len(train))
+    return train.select(order[count:].sort().values), train.select(order[:count].sort().values)
+
+
+def _permutation(key: Key, n: int) -> Tensor:
+    """Return a random order of n examples, int64 on the CPU."""
+    draws = ops.draws24(key, 2 * n).long()
+    # 48 bits an example: ties, which the stable sort resolves, are out of the question.
+    return torch.argsort(draws[:n] << 24 | draws[n:], stable=True)
+
+
 class Trainer:
     """One run: the state of its local workers, and a step."""
 
@@ -99,11 +124,10 @@ class Trainer:
         self.compressor = config.make_compressor(config.steps - 1)  # the one that it ends with
         self.clock = Clock(self.device)
         train, test = self.task.load(options.data_dir)
-        if config.batch > len(train):
-            raise UsageError(
-                f"batch {config.batch} is larger than the {len(train)} training examples"
-            )
+        train, self.validation = _hold_out(train, config.holdout, config.batch)
         self.train, self.test = train.to(self.device), test.to(self.device)
+        if self.validation is not None:
+            self.validation = self.validation.to(self.device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             self.model = self.task.model().to(self.device)
@@ -211,10 +235,7 @@ class Trainer:
         epoch, place = divmod(self.step, n // batch)
         if self._order[0] != epoch:
             key = Key(self.config.seed, epoch, 0, 0, streams.ORDER)
-            draws = ops.draws24(key, 2 * n).long()
-            # 48 bits an example: ties, which the stable sort resolves, are out of the question.
-            order = torch.argsort(draws[:n] << 24 | draws[n:], stable=True)
-            self._order = (epoch, order.to(self.device))
+            self._order = (epoch, _permutation(key, n).to(self.device))
         share = batch // self.config.workers
         start = place * batch + rank * share
         return self._order[1][start : start + share]
@@ -297,9 +318,10 @@ class Trainer:
             if is_bad:
                 pieces = zip(self.names, torch.split(bucket, self.sizes), strict=True)
                 layer = next(name for name, piece in pieces if not piece.isfinite().all())
-                raise GcbenchError(
+                raise DivergedError(
                     f"non-finite gradient in layer {layer} of worker {rank} at step {self.step}. "
-                    "Lower --lr, or go on without such steps: --on-nonfinite skip"
+                    "Lower --lr, or go on without such steps: --on-nonfinite skip",
+                    self.step,
                 )
         return True
 
@@ -385,30 +407,41 @@ class Trainer:
 
     # -- evaluation --------------------------------------------------------------------------------
 
-    def evaluate(self) -> dict[str, float | None]:
-        """Return accuracy and loss on the test split, with averaged parameters where kept.
+    def evaluate(self, *, last: bool = True) -> dict[str, float | None]:
+        """Return accuracy and loss, with averaged parameters where kept.
 
-        Worker 0's buffers serve, as under DistributedDataParallel.
+        With validation examples those judge the run on its way, and the test split is looked at
+        after the last step alone (not at all without `Config.test`); without any, the test split
+        is looked at each time. Worker 0's buffers serve, as under DistributedDataParallel.
         """
+        found: dict[str, float | None] = {}
+        if self.validation is not None:
+            found |= self._judge(self.validation, "validation")
+        if self.config.test and (last or self.validation is None):
+            found |= self._judge(self.test, "test")
+        return found
+
+    def _judge(self, split: Split, name: str) -> dict[str, float | None]:
+        """Return `<name>_accuracy`, None for a task without one, and `<name>_loss`."""
         model = copy.deepcopy(self.replicas[0]).eval()
         if self.ema:
             averages = dict(zip(self.names, self.ema, strict=True))
-            for name, parameter in model.named_parameters():
-                parameter.data = averages[name]
+            for own, parameter in model.named_parameters():
+                parameter.data = averages[own]
         right, loss, judged = 0, 0.0, True
         with torch.no_grad():
-            for start in range(0, len(self.test), EVALUATION_BATCH):
-                stop = min(start + EVALUATION_BATCH, len(self.test))
+            for start in range(0, len(split), EVALUATION_BATCH):
+                stop = min(start + EVALUATION_BATCH, len(split))
                 indices = torch.arange(start, stop, device=self.device)
-                inputs, targets = self.task.batch(self.test, indices, None)
+                inputs, targets = self.task.batch(split, indices, None)
                 outputs = model(inputs)
                 loss += float(self.task.loss(outputs, targets)) * (stop - start)
                 correct = self.task.correct(outputs, targets)
                 judged = judged and correct is not None
                 right += int(correct.sum()) if correct is not None else 0
         return {
-            "test_accuracy": right / len(self.test) if judged else None,
-            "test_loss": experiment.finite(loss / len(self.test)),
+            f"{name}_accuracy": right / len(split) if judged else None,
+            f"{name}_loss": experiment.finite(loss / len(split)),
         }
 
     # -- the run -----------------------------------------------------------------------------------
@@ -478,7 +511,7 @@ class Trainer:
                 self._record("train", {"train_loss": loss, "lr": lr})
             if done or (config.eval_every and self.step % config.eval_every == 0):
                 self._check_replicas()
-                last_eval = self._evaluate_once()
+                last_eval = self._evaluate_once(last=done)
                 self._record("eval", last_eval)
             pause = "" if done else self._pause(time.monotonic() - saved, stop())
             if pause:
@@ -488,9 +521,9 @@ class Trainer:
                 raise Interrupted(f"stopped after step {self.step} of {config.steps}")
         return last_eval
 
-    def _evaluate_once(self) -> dict[str, float | None]:
+    def _evaluate_once(self, *, last: bool) -> dict[str, float | None]:
         """Evaluate where worker 0 lives; the others wait and learn the result."""
-        own = self.evaluate() if self.leads else {}
+        own = self.evaluate(last=last) if self.leads else {}
         return self.world.collect([own] * len(self.world.ranks))[0]
 
     def _pause(self, since_saved: float, asked: bool) -> str:

@@ -239,7 +239,10 @@ def test_a_gradient_that_explodes(run, tmp_path):
     absurd = ("--lr", 1e30, "--compressor", "none")
     refused(run(*absurd), 1, "non-finite gradient in layer x of worker 0 at step", "Lower --lr")
     (folder,) = tmp_path.iterdir()
-    assert not (folder / "summary.json").exists()
+    told = json.loads((folder / "summary.json").read_text())
+    assert told["failed"]["step"] == 2
+    assert told["test_loss"] is None
+    refused(run(*absurd), 1, "at step 2", "--force runs it again")
     summary = run(*absurd, "--on-nonfinite", "skip", "--json").json
     assert 0 < summary["skipped_steps"] < 12
     assert summary["test_loss"] is None  # infinite: JSON has no number for it

@@ -79,9 +79,12 @@ def rows_of(path: Path, *found: dict[str, Any]) -> Path:
 def test_bundled_suites_say_all_that_a_reader_needs(name):
     suite = suites.load(name)
     points = suite.points()
+    assert len(suite.differs) > 40
+    if all(point.published is None for point in points):  # of gcbench's own
+        assert suite.tiers
+        return
     assert "arXiv:" in suite.source
     assert suite.place.startswith(("Figure ", "Table "))
-    assert len(suite.differs) > 40
     for point in points:
         assert point.config.steps < point.published.steps  # a laptop's budget
         assert 0.8 < (point.published.accuracy or 0.0) < 1
@@ -389,7 +392,7 @@ def test_run_and_compare_a_suite_for_real(own, tmp_path):
 
 def test_list_suites():
     rows = {one["name"]: one for one in invoke("list", "suites", "--json").json}
-    assert list(rows) == ["fft-table2", "terngrad-figure3", "terngrad-table1"]
+    assert list(rows) == ["fft-table2", "main", "terngrad-figure3", "terngrad-table1"]
     table = rows["terngrad-table1"]
     assert (table["runs"], table["steps"], table["paper_steps"]) == (
         4,

@@ -5,11 +5,15 @@ all entries share, each entry adds its own; both are the keys of `gcbench run --
 a grid. `published` is the test accuracy, a fraction of 1: one number for the whole grid of the
 entry, or one for each value of the setting that `by` names. null stands for a number that the paper
 shows but that cannot be read. A run from a suite is the run that the same settings give by hand.
+
+A suite of gcbench's own publishes nothing: it compares methods by results/PROTOCOL.md. `tune` says
+how each entry's learning rate is chosen (`tuning`), and `tiers` which bits an element, measured on
+the way up, are compared with each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +25,7 @@ from gcbench import grid, registry, schedule
 from gcbench.errors import UsageError, unknown
 from gcbench.experiment import SET_FLAGS, Config
 from gcbench.finished import canonical, text
+from gcbench.suites.tuning import FREE_OF_TRIALS, Choice, Tune, quality
 
 FOLDER = Path(__file__).parent
 FREE = frozenset(
@@ -64,12 +69,37 @@ class Point:
     """The place of its entry in the suite, from 1."""
     settings: Mapping[str, Any]
     """What the entry sets, and the suite does not."""
-    published: Published
+    published: Published | None
+    tune: Tune | None = None
+    """How the rate is chosen; `config` has one of the rates until it is."""
 
     @cached_property
     def resolved(self) -> dict[str, Any]:
-        """The config as JSON, with every field of compressor, task and memory, without FREE."""
-        return resolved(self.config)
+        """The config as JSON, with every field of compressor, task and memory, without FREE.
+
+        Without the learning rate, where it is chosen by trials.
+        """
+        known = resolved(self.config)
+        return {k: v for k, v in known.items() if self.tune is None or k not in FREE_OF_TRIALS}
+
+    @cached_property
+    def identity(self) -> str:
+        """What tells this point from those that are no other seed or budget of it."""
+        return canonical(self.resolved)
+
+    def trial(self, lr: float) -> Config:
+        """Return the run that tries a rate."""
+        assert self.tune is not None, "a point without a rule has no trials"
+        return self.tune.trial(self.config, lr)
+
+    def choose(self, tried: Mapping[float, float]) -> Choice:
+        """Return what the trials say."""
+        assert self.tune is not None, "a point without a rule has no trials"
+        return self.tune.choose(tried)
+
+    def with_rate(self, lr: float) -> Config:
+        """Return the run at the chosen rate."""
+        return self.config.model_copy(update={"lr": lr})
 
 
 class Entry(BaseModel):
@@ -79,7 +109,8 @@ class Entry(BaseModel):
 
     config: dict[str, Any]
     by: str | None = None  # the setting that `published` has numbers by
-    published: float | dict[int | float | str, float | None] | None
+    published: float | dict[int | float | str, float | None] | None = None
+    start: list[float] | None = None  # rates that are tried first, in place of those of `tune`
     place: str | None = None  # within the suite's
     paper_steps: Steps | None = None  # the budget of the published number; else the suite's
 
@@ -126,7 +157,10 @@ class Suite(BaseModel):
     place: str
     differs: str
     takes: str | None = None  # time, and on what
+    version: Annotated[int, Field(ge=1)] = 1  # counts definitions that gave other results
     paper_steps: Steps | None = None
+    tune: Tune | None = None
+    tiers: dict[str, tuple[float, float]] = {}  # from and to which bits an element on the way up
     config: dict[str, Any] = {}
     entries: list[Entry] = Field(min_length=1)
 
@@ -150,6 +184,8 @@ class Suite(BaseModel):
             UsageError: a setting that no run has, or values that none has; a file that is wrong.
         """
         given = given or {}
+        if self.tune is not None and "lr" in given:
+            raise UsageError(f"suite {self.name!r} chooses the learning rate by trials; drop --lr")
         changed = {key: value for key, value in given.items() if key in FREE}
         chosen = [*_conditions({k: v for k, v in given.items() if k not in FREE})]
         points = [point for cell in self._cells(changed) for point in cell]
@@ -162,24 +198,51 @@ class Suite(BaseModel):
         return kept
 
     def configs(self, given: Mapping[str, Any]) -> list[Config]:
-        """Return the configs of `points`."""
+        """Return the configs of `points`, of a suite that chooses no rates."""
         return [point.config for point in self.points(given)]
+
+    def runs(self, given: Mapping[str, Any]) -> Generator[Config, Mapping[str, Any], None]:
+        """Yield the configs to run, and be sent the summary of each: seed by seed.
+
+        The trials that choose a rate come before the runs that need it.
+        """
+        points = sorted(self.points(given), key=lambda point: point.config.seed)
+        rates: dict[str, float] = {}
+        for point in points:
+            if point.tune is not None and point.identity not in rates:
+                rates[point.identity] = yield from _tuned(point)
+        for point in points:
+            rate = rates.get(point.identity)
+            yield point.config if rate is None else point.with_rate(rate)
+
+    def tier(self, bits: float) -> str | None:
+        """Return the tier of a row by its measured bits an element on the way up."""
+        for name, (low, high) in self.tiers.items():
+            if low <= bits <= high:
+                return name
+        return None
 
     def _cells(self, changed: Mapping[str, Any]) -> Iterator[list[Point]]:
         """Yield the runs of each published number."""
         owners: dict[str, int] = {}
         for number, entry in enumerate(self.entries, 1):
             steps = entry.paper_steps or self.paper_steps
-            if steps is None:
+            if steps is None and entry.published is not None:
                 raise UsageError(f"suite {self.name!r}, entry {number}: paper_steps is missing")
-            told = (steps, self.paper, entry.place, self.name, self.differs)
+            tune = self._tune(number, entry)
             for own, accuracy in entry.cells():
+                first = {} if tune is None else {"lr": tune.start[len(tune.start) // 2]}
                 try:
-                    configs = grid.expand({**self._with(own), **changed}, None)
+                    configs = grid.expand({**self._with(own), **first, **changed}, None)
                 except UsageError as error:
                     raise UsageError(f"suite {self.name!r}, entry {number}: {error}") from error
-                cell = [Point(one, number, own, Published(accuracy, *told)) for one in configs]
-                for identity in {canonical(point.resolved) for point in cell}:
+                told = None
+                if steps is not None:
+                    told = Published(
+                        accuracy, steps, self.paper, entry.place, self.name, self.differs
+                    )
+                cell = [Point(one, number, own, told, tune) for one in configs]
+                for identity in {point.identity for point in cell}:
                     if identity in owners:
                         raise UsageError(
                             f"suite {self.name!r}: entries {owners[identity]} and {number} have "
@@ -187,6 +250,26 @@ class Suite(BaseModel):
                         )
                     owners[identity] = number
                 yield cell
+
+    def _tune(self, number: int, entry: Entry) -> Tune | None:
+        """Return the rule for an entry, with the rates that it starts from.
+
+        Raises:
+            UsageError: a rate is given beside the rule, or the start is none.
+        """
+        if self.tune is None or entry.start is None:
+            if entry.start is not None:
+                raise UsageError(f"suite {self.name!r}, entry {number}: start without tune")
+            tune = self.tune
+        else:
+            try:
+                self.tune.check(entry.start)
+            except ValueError as error:
+                raise UsageError(f"suite {self.name!r}, entry {number}: {error}") from None
+            tune = self.tune.model_copy(update={"start": entry.start})
+        if tune is not None and ("lr" in self.config or "lr" in entry.config):
+            raise UsageError(f"suite {self.name!r}, entry {number}: lr is chosen by tune; drop it")
+        return tune
 
     def _with(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """Return an entry's settings and, where it says nothing, the suite's."""
@@ -205,6 +288,17 @@ class Suite(BaseModel):
         if field is not None:
             return any(field in (config.get(key) or {}) for config in every)
         return any(key in config for config in every) or any(key == e.by for e in self.entries)
+
+
+def _tuned(point: Point) -> Generator[Config, Mapping[str, Any], float]:
+    """Yield the trials of a point, be sent their summaries, and return the chosen rate."""
+    tried: dict[float, float] = {}
+    while True:
+        choice = point.choose(tried)
+        if choice.lr is not None:
+            return choice.lr
+        assert choice.trial is not None, "a choice is a rate or a trial"
+        tried[choice.trial] = quality((yield point.trial(choice.trial)))
 
 
 # ---- the settings of a run -----------------------------------------------------------------------
@@ -258,6 +352,8 @@ class _Condition(NamedTuple):
         """Raise UsageError where no run has the setting, or none its values."""
         present = dict.fromkeys(text(v) for p in points if (v := self.of(p)) is not _ABSENT)
         if not present:
+            if self.field is None:
+                raise UsageError(f"suite {suite!r} chooses {self.key} itself; leave it out")
             known = {name for p in points for name in p.resolved[self.key]}
             raise unknown(f"field of suite {suite}:", str(self.field), known)
         missing = [word for word in map(text, self.values) if word not in present]
