@@ -235,7 +235,7 @@ def run(
                 f"suite {chosen.name!r} chooses rates by trials, which only the process of worker "
                 "0 knows: run it without torchrun (--engine spawn has real processes)"
             )
-        made.work(chosen.runs(given), len(chosen.points(given)), json=json)
+        made.work(chosen.runs(given), len(chosen.points(given)), json=json, tuned=True)
     if suite is not None and os.environ.get("RANK", "0") == "0":
         say(f"beside the published numbers: gcbench compare {results} --suite {suite}")
 
@@ -271,9 +271,14 @@ def compare(
     ] = None,
     by: Annotated[S, typer.Option(help="A table for each value of a setting, e.g. task.")] = None,
     target: Annotated[
-        float | None,
-        typer.Option(help="Say what it took to this accuracy, e.g. 0.9 (or test loss)."),
+        S,
+        typer.Option(
+            help="Say what it took to this accuracy, e.g. 0.9 (or loss); fp32: what `none` ends at."
+        ),
     ] = None,
+    trials: Annotated[
+        bool, typer.Option(help="Show the trials that chose learning rates, too.")
+    ] = False,
     format_: Formatted = Format.table,
     suite: Annotated[
         S, typer.Option(help=SUITE + " Only its runs, beside the published numbers.")
@@ -301,12 +306,18 @@ def compare(
 
         beside = published.beside(suites.load(suite), runs)
         runs = beside.runs
+    elif not trials:
+        runs = finished.without_trials(runs)
     runs, shown = comparing.where(runs, conditions)
-    rows = list(filter(shown, comparing.rows(runs, target)))
+    own = comparing.TUNED_KEYS if beside is not None and beside.choices else frozenset()
+    level = comparing.level(target, runs)
+    rows = list(filter(shown, comparing.rows(runs, level, own)))
     if not rows:
         raise UsageError(f"no row has all of {' and '.join(where or ())}")
     if beside is not None:
         rows = beside.rows(rows)
+    if by is None and any(row.tier is not None for row in rows):
+        by = "tier"
     print(tables.render(rows, "json" if json else format_.value, by=by))
     if beside is not None and beside.missing:
         say("\n  ".join(beside.unmade()))

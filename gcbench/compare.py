@@ -55,6 +55,8 @@ class Reached(NamedTuple):
     wire_bytes: float | None
     seconds: float | None
     """Wall clock of the run: in the engine simulate of all workers in one process."""
+    link_seconds: float | None
+    """Communication alone, as modelled from the run's link."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class Row:
     """Short label: the compressor's name, and what tells it from the other rows."""
     context: Mapping[str, Any]
     """Keys of the budget that differ among the rows of the table (task, workers, ...)."""
+    own: Mapping[str, Any]
+    """Keys that are the method's own choice and differ among the rows (lr, momentum, ...)."""
     runs: tuple[Run, ...]
     metric: str
     """"accuracy" (a fraction, higher is better) or "test_loss" (lower is better)."""
@@ -85,6 +89,12 @@ class Row:
     """For each seed with evaluations, what it took to meet the target; None where it never did."""
     published: Published | None = None
     """What a paper says of this run, where the rows are those of a suite."""
+    tier: str | None = None
+    """The tier of equal bits to which a suite counts the row, by its measured bits."""
+    rank: str | None = None
+    """Its place in the tier, "1" or, tied, "1="; "-" with fewer than 5 common seeds."""
+    rate: str | None = None
+    """How a suite's rule chose the learning rate: "tuned", "edge" of what was tried, "untuned"."""
 
     @property
     def first(self) -> Summary:
@@ -144,10 +154,27 @@ class Row:
         return middle - half, middle + half
 
     def to_target(self, field: str) -> float | None:
-        """Return the mean over seeds of a field of `Reached`; None unless every seed got there."""
-        spent = [getattr(reached, field) for reached in self.reached.values() if reached]
-        known = [value for value in spent if value is not None]
-        return statistics.fmean(known) if known and len(known) == len(self.runs) else None
+        """Return the median over seeds of a field of `Reached`; inf for a seed that missed it.
+
+        None where a seed has no curve, or did not record the field.
+        """
+        if not self.reached or len(self.reached) < len(self.runs):
+            return None
+        spent = [getattr(r, field) if r else math.inf for r in self.reached.values()]
+        return None if None in spent else float(statistics.median(spent))
+
+    @property
+    def bits_up(self) -> float | None:
+        """Measured bits an element that a worker hands over, mean over seeds."""
+        ratio = self.average("payload_ratio_up")
+        return 32 / ratio if ratio else None
+
+    @property
+    def above_baseline(self) -> bool:
+        """Whether the interval of the difference to fp32 lies on the better side of zero."""
+        if self.interval is None:
+            return False
+        return self.interval[0] > 0 if self.metric == "accuracy" else self.interval[1] < 0
 
     @property
     def band(self) -> tuple[float, float] | None:
@@ -230,6 +257,10 @@ class Row:
             "compressor_name": first.compressor_name,
             **{key: getattr(first, key) for key in named},
             **{key: value for key, value in self.context.items() if key not in named},
+            **dict(self.own),
+            **({} if self.tier is None else {"tier": self.tier, "rank": self.rank}),
+            **({} if self.rate is None else {"rate": self.rate}),
+            "bits_up": self.bits_up,
             "metric": self.metric,
             "mean": self.mean,
             "sd": self.sd,
@@ -247,7 +278,7 @@ class Row:
             "target": self.target,
             "target_reached": sum(reached is not None for reached in self.reached.values()),
             "target_runs": len(self.reached),
-            **{f"target_{name}": self.to_target(name) for name in Reached._fields},
+            **{f"target_{name}": finite(self.to_target(name)) for name in Reached._fields},
             "baseline_n": len(self.baseline),
             "band_low": self.band[0] if self.band else None,
             "band_high": self.band[1] if self.band else None,
@@ -277,6 +308,11 @@ class Row:
         }
 
 
+def finite(value: float | None) -> float | None:
+    """Return the value, None for one that strict JSON cannot hold."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 def _median(values: Iterable[float | None]) -> float | None:
     present = [value for value in values if value is not None]
     return statistics.median(present) if present else None
@@ -285,12 +321,14 @@ def _median(values: Iterable[float | None]) -> float | None:
 def _metric(run: Run, metric: str) -> float | None:
     """Return the finite metric of a run; None where the run diverged."""
     summary = run.summary
-    value = summary.test_accuracy if metric == "accuracy" else summary.test_loss
-    if value is None or not math.isfinite(value):
+    split = "validation" if run.is_trial else "test"
+    loss = getattr(summary, f"{split}_loss")
+    value = getattr(summary, f"{split}_accuracy") if metric == "accuracy" else loss
+    if summary.failed or value is None or not math.isfinite(value):
         return None
     # Parameters of NaN still have an accuracy, by chance: their loss tells, null where it is there.
-    loss = summary.test_loss
-    diverged = "test_loss" in summary.model_fields_set if loss is None else not math.isfinite(loss)
+    told = f"{split}_loss" in summary.model_fields_set
+    diverged = told if loss is None else not math.isfinite(loss)
     return None if diverged else value
 
 
@@ -299,7 +337,7 @@ def _varying(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     return [key for key in keys if len({canonical(config.get(key)) for config in configs}) > 1]
 
 
-def _labels(runs: Sequence[Run]) -> list[str]:
+def _labels(runs: Sequence[Run], own: frozenset[str]) -> list[str]:
     """Return a short label for each, one run a row, equal labels only for equal methods."""
     varying = _varying([run.config for run in runs])
     labels = []
@@ -308,10 +346,10 @@ def _labels(runs: Sequence[Run]) -> list[str]:
         same = [
             one.summary for one in runs if one.summary.compressor_name == summary.compressor_name
         ]
-        own = fields(summary)
+        every = fields(summary)
         shown = dict.fromkeys([*(config.get("options") or {}), *_varying([*map(fields, same)])])
         words = [summary.compressor_name]
-        words += [f"{name}={text(own[name])}" for name in shown if name in own]
+        words += [f"{name}={text(every[name])}" for name in shown if name in every]
         if len({one.collective for one in same}) > 1:
             words.append(summary.collective)
         if len({one.config.get("memory") for one in runs if one.summary in same}) > 1:
@@ -327,19 +365,23 @@ def _labels(runs: Sequence[Run]) -> list[str]:
         tags = [text(config[key]) for key in _TAG_KEYS if key in varying and config.get(key)]
         tags += [f"{key}={text(config.get(key))}" for key in _TAG_PAIRS if key in varying]
         labels.append(" ".join(words + [f"[{tag}]" for tag in tags]))
-    places = [canonical([_budget(run), label]) for run, label in zip(runs, labels, strict=True)]
+    places = [
+        canonical([_budget(run), label, {key: run.config.get(key) for key in own}])
+        for run, label in zip(runs, labels, strict=True)
+    ]
     return [  # what the short label does not tell apart gets the long one
         label if places.count(place) == 1 else run.summary.compressor
         for run, label, place in zip(runs, labels, places, strict=True)
     ]
 
 
-def _budget(run: Run) -> dict[str, Any]:
-    return {key: value for key, value in run.config.items() if key not in METHOD_KEYS}
+def _budget(run: Run, own: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """Return the settings that a row shares with its baseline; `own` are the method's choice."""
+    return {key: value for key, value in run.config.items() if key not in METHOD_KEYS | own}
 
 
 def _baseline(
-    run: Run, seeds: set[int], rows: Sequence[Row]
+    run: Run, seeds: set[int], rows: Sequence[Row], own: frozenset[str]
 ) -> tuple[Mapping[int, float], tuple[str, ...]]:
     """Return the values of the `none` row of equal budget, and the tuned keys that differ.
 
@@ -353,8 +395,9 @@ def _baseline(
         return len(seeds & row.values.keys()), len(row.values), equal
 
     def differing(row: Row) -> tuple[str, ...]:
-        other = _budget(row.runs[0])
-        return tuple(key for key in _budget(run) | other if other.get(key) != run.config.get(key))
+        other = _budget(row.runs[0], own)
+        every = _budget(run, own) | other
+        return tuple(key for key in every if other.get(key) != run.config.get(key))
 
     def quality(row: Row) -> float:
         best = row.mean if row.metric == "accuracy" else -(row.mean or math.inf)
@@ -382,15 +425,18 @@ def _reached(run: Run, metric: str, target: float) -> Reached | None:
 
     A run whose parameters are NaN still has an accuracy, by chance: it never meets a target.
     """
-    column = "test_accuracy" if metric == "accuracy" else "test_loss"
+    split = run.judged_by
+    column = f"{split}_accuracy" if metric == "accuracy" else f"{split}_loss"
     for record in run.evaluations():
         value = record.get(column)
-        if value is None or record.get("test_loss", 0.0) is None:
+        if value is None or record.get(f"{split}_loss", 0.0) is None:
             continue
         if value >= target if metric == "accuracy" else value <= target:
             up, down = record.get("payload_bytes_up"), record.get("payload_bytes_down")
             payload = None if up is None or down is None else up + down
-            return Reached(record["step"], payload, record.get("wire_bytes"), record.get("seconds"))
+            wire, link = record.get("wire_bytes"), run.summary.communicate_modelled
+            modelled = None if link is None else link.seconds * record["step"]
+            return Reached(record["step"], payload, wire, record.get("seconds"), modelled)
     return None
 
 
@@ -409,10 +455,53 @@ def _front(row: Row, rows: Sequence[Row]) -> bool:
     return row.mean is not None and not row.failed and not any(map(beats, alike))
 
 
-def rows(runs: Sequence[Run], target: float | None = None) -> list[Row]:
+def fp32_target(runs: Sequence[Run]) -> float:
+    """Return the target that the uncompressed runs set: the median of their last evaluation.
+
+    Raises:
+        UsageError: there is no uncompressed run with evaluations, or of more than one task.
+    """
+    last = []
+    baselines = [run for run in runs if run.summary.compressor_name == BASELINE]
+    for run in baselines:
+        if curve := run.evaluations():
+            accuracy = curve[-1].get(f"{run.judged_by}_accuracy")
+            last.append(curve[-1].get(f"{run.judged_by}_loss") if accuracy is None else accuracy)
+    known = [value for value in last if value is not None]
+    if not known or len({run.summary.task for run in runs}) > 1:
+        raise UsageError(
+            "--target fp32: uncompressed runs (`none`) of one task expected, with their "
+            "evaluations; give a number, e.g. --target 0.7, or choose a task by --where"
+        )
+    return float(statistics.median(known))
+
+
+def level(target: str | None, runs: Sequence[Run]) -> float | None:
+    """Return the target as a number: `fp32` is what the uncompressed runs set.
+
+    Raises:
+        UsageError: another word, or see `fp32_target`.
+    """
+    if target is None:
+        return None
+    if target == "fp32":
+        return fp32_target(runs)
+    try:
+        return float(target)
+    except ValueError:
+        raise UsageError(
+            f"--target {target}: an accuracy from 0 to 1, a loss, or fp32 expected"
+        ) from None
+
+
+def rows(
+    runs: Sequence[Run], target: float | None = None, own: frozenset[str] = frozenset()
+) -> list[Row]:
     """Return one row of each configuration without its seed, the baseline first in each budget.
 
-    `target`: an accuracy (a fraction) or, for tasks without one, a test loss, to say what it took.
+    `target`: an accuracy (a fraction) or, for tasks without one, a loss, to say what it took. It is
+    met on validation examples where the runs held some out, else on the test split.
+    `own`: keys of the config that each method chooses for itself; the others make equal budgets.
 
     Raises:
         UsageError: a target that no accuracy can meet.
@@ -423,10 +512,15 @@ def rows(runs: Sequence[Run], target: float | None = None) -> list[Row]:
         groups.setdefault(run.method, []).append(run)
     grouped = [sorted(group, key=lambda run: run.summary.seed) for group in groups.values()]
     firsts = [group[0] for group in grouped]
-    context = sorted(_varying([_budget(run) for run in firsts]), key=_context_order)
-    with_accuracy = {run.summary.task for run in runs if run.summary.test_accuracy is not None}
+    context = sorted(_varying([_budget(run, own) for run in firsts]), key=_context_order)
+    chosen = [key for key in _varying([run.config for run in firsts]) if key in own]
+    with_accuracy = {
+        run.summary.task
+        for run in runs
+        if (run.summary.test_accuracy, run.summary.validation_accuracy) != (None, None)
+    }
     bare = []
-    for group, label in zip(grouped, _labels(firsts), strict=True):
+    for group, label in zip(grouped, _labels(firsts, own), strict=True):
         metric = "accuracy" if group[0].summary.task in with_accuracy else "test_loss"
         values = {run.summary.seed: _metric(run, metric) for run in group}
         phases = [run.summary.phase_seconds for run in group]
@@ -440,6 +534,7 @@ def rows(runs: Sequence[Run], target: float | None = None) -> list[Row]:
             Row(
                 method=label,
                 context={key: group[0].config.get(key) for key in context},
+                own={key: group[0].config.get(key) for key in chosen},
                 runs=tuple(group),
                 metric=metric,
                 values={seed: value for seed, value in values.items() if value is not None},
@@ -455,7 +550,7 @@ def rows(runs: Sequence[Run], target: float | None = None) -> list[Row]:
         )
     made = []
     for row in bare:
-        best, tuned = _baseline(row.runs[0], set(row.values), bare)
+        best, tuned = _baseline(row.runs[0], set(row.values), bare, own)
         front = _front(row, bare)
         made.append(replace(row, baseline=best, tuned=tuned, on_front=front))
     return sorted(
@@ -471,6 +566,55 @@ def rows(runs: Sequence[Run], target: float | None = None) -> list[Row]:
 def _context_order(key: str) -> tuple[int, str]:
     first = ("task", "task_options", "workers", "steps", "batch", "optimizer", "lr")
     return (first.index(key) if key in first else len(first)), key
+
+
+# ---- tiers and ranks ----------------------------------------------------------------------------
+
+LEAST_SEEDS = 5
+"""Common seeds below which no ranking is shown."""
+
+
+def ranked(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with their place in their tier: 1 + how many rows of it are better.
+
+    A row is better if the confidence interval of its paired difference over the common seeds
+    (Student's t) excludes zero, at 95 % for all pairs of the tier together (Bonferroni). Rows of
+    equal place are marked as tied. "-" where a pair has fewer than `LEAST_SEEDS` common seeds.
+    """
+    places: dict[int, int | None] = {}
+    groups: dict[str, list[int]] = {}
+    for i, row in enumerate(rows):
+        if row.tier is not None:
+            groups.setdefault(canonical([row.tier, row.context]), []).append(i)
+    for members in groups.values():
+        pairs = len(members) * (len(members) - 1) // 2
+        for i in members:
+            others = [rows[j] for j in members if j != i]
+            better = [_beats(other, rows[i], 0.05 / pairs) for other in others]
+            places[i] = None if None in better or not others else 1 + sum(map(bool, better))
+    made = []
+    for i, row in enumerate(rows):
+        if row.tier is None:
+            made.append(row)
+            continue
+        group = groups[canonical([row.tier, row.context])]
+        tied = sum(places[j] == places[i] for j in group) > 1
+        made.append(replace(row, rank="-" if places[i] is None else f"{places[i]}" + "=" * tied))
+    return made
+
+
+def _beats(one: Row, other: Row, level: float) -> bool | None:
+    """Return whether a row is better than another by their common seeds; None if too few."""
+    from scipy import stats
+
+    common = sorted(one.values.keys() & other.values.keys())
+    if len(common) < LEAST_SEEDS:
+        return None
+    sign = 1 if one.metric == "accuracy" else -1
+    differences = [sign * (one.values[seed] - other.values[seed]) for seed in common]
+    middle, spread = statistics.fmean(differences), statistics.stdev(differences)
+    half = float(stats.t.ppf(1 - level / 2, len(common) - 1)) * spread / math.sqrt(len(common))
+    return middle > half
 
 
 # ---- filters and groups --------------------------------------------------------------------------
@@ -526,8 +670,11 @@ def by(rows: Sequence[Row], key: str) -> dict[str, list[Row]]:
     Raises:
         UsageError: a setting that no run has.
     """
-    _known(key, [row.runs[0] for row in rows])
     groups: dict[str, list[Row]] = {}
+    tiers = key == "tier" and any(row.tier is not None for row in rows)
+    if not tiers:
+        _known(key, [row.runs[0] for row in rows])
     for row in rows:
-        groups.setdefault(text(_settings(row.runs[0]).get(key)), []).append(row)
+        value = (row.tier or "none") if tiers else text(_settings(row.runs[0]).get(key))
+        groups.setdefault(value, []).append(row)
     return groups

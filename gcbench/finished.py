@@ -8,12 +8,13 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from gcbench import rows as rowfiles
 from gcbench import schedule
 from gcbench.errors import GcbenchError, UsageError
 from gcbench.schema import ADDED, SCHEMA
@@ -86,7 +87,11 @@ class Run:
 
     summary: Summary
     source: Path
-    """The run's folder, or the .json file that holds the summary."""
+    """The run's folder, or the .json or .parquet file that holds the summary."""
+    curve: Sequence[Mapping[str, Any]] | None = None
+    """The evaluations, where the row of a file brought them."""
+    suite: str = ""
+    """The suite for which a row was made, as name/version."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -103,12 +108,24 @@ class Run:
         by_step = schedules(self.summary)
         return canonical([self.summary.compressor_name, self.summary.compressor, config, by_step])
 
+    @property
+    def is_trial(self) -> bool:
+        """Whether the run only helped to choose a setting: it never saw the test split."""
+        return not self.config.get("test", True)
+
+    @property
+    def judged_by(self) -> str:
+        """The split that the evaluations are of: "validation" where examples were held out."""
+        return "validation" if self.config.get("holdout") else "test"
+
     def evaluations(self) -> list[dict[str, Any]]:
         """Return the records of the evaluations; none for a row of a .json file without metrics.
 
         Raises:
             GcbenchError: the metrics cannot be read.
         """
+        if self.curve is not None:
+            return sorted(map(dict, self.curve), key=lambda record: record["step"])
         parquet, lines = self.source / "metrics.parquet", self.source / "metrics.jsonl"
         try:
             if parquet.exists():
@@ -206,6 +223,31 @@ def _read_list(path: Path) -> list[Run]:
     return [_parse(item, path, f"{path}, row {i}") for i, item in enumerate(items, 1)]
 
 
+def _read_rows(path: Path) -> list[Run]:
+    """Return the runs of a Parquet file of rows."""
+    found = []
+    for i, one in enumerate(rowfiles.read(path), 1):
+        curve, suite = one.pop("evaluations", []), one.pop("suite", "")
+        run = _parse(one, path, f"{path}, row {i}")
+        found.append(replace(run, curve=curve, suite=suite))
+    if not found:
+        raise UsageError(f"{path} has no row yet")
+    return found
+
+
+def row_files(folder: Path) -> list[Path]:
+    """Return the files of rows in a folder at any depth, outside of the folders of runs."""
+    found: list[Path] = []
+    for place, below, files in os.walk(folder):
+        below.sort()
+        if "summary.json" in files or any(name in files for name in RUN_FILES):
+            below.clear()
+            continue
+        parquets = [Path(place) / name for name in sorted(files) if name.endswith(".parquet")]
+        found += filter(rowfiles.holds, parquets)
+    return found
+
+
 def run_folders(folder: Path) -> Iterator[Path]:
     """Yield the folders of runs, finished or not, in a folder at any depth."""
     for place, below, files in os.walk(folder):
@@ -220,12 +262,26 @@ def warn(line: str) -> None:
     print(f"gcbench: {line}", file=sys.stderr)
 
 
+def without_trials(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs that saw the test split; the others are counted on stderr.
+
+    Raises:
+        UsageError: none did.
+    """
+    kept = [run for run in runs if not run.is_trial]
+    if trials := len(runs) - len(kept):
+        warn(f"{trials} trial{'s' * (trials > 1)} of learning rates left out; --trials shows them")
+    if not kept:
+        raise UsageError("only trials of learning rates here; --trials shows them")
+    return kept
+
+
 def load(folders: Sequence[Path]) -> list[Run]:
     """Return the finished runs in `folders`, each once.
 
-    Each path is a run's folder, a folder with runs at any depth, or a .json file that holds one
-    summary or a list of them. Unfinished runs, and different results for one config and seed, are
-    reported on stderr.
+    Each path is a run's folder, a folder with runs or files of rows at any depth, a .parquet file
+    of rows, or a .json file that holds one summary or a list of them. Unfinished runs, and
+    different results for one config and seed, are reported on stderr.
 
     Raises:
         UsageError: a path is missing, or nothing in it is a run.
@@ -239,12 +295,14 @@ def load(folders: Sequence[Path]) -> list[Run]:
         if not folder.exists():
             raise UsageError(f"{folder} does not exist; `gcbench run` writes to results/runs")
         if folder.is_file():
-            if folder.suffix != ".json":
-                raise UsageError(f"{folder} is no folder and no .json file of summaries")
-            found += _read_list(folder)
+            if folder.suffix not in (".json", ".parquet"):
+                raise UsageError(f"{folder} is no folder, and no .json or .parquet file of rows")
+            found += _read_rows(folder) if folder.suffix == ".parquet" else _read_list(folder)
             continue
-        runs = list(run_folders(folder))
-        if not runs:
+        runs, files = list(run_folders(folder)), row_files(folder)
+        for file in files:
+            found += _read_rows(file)
+        if not (runs or files):
             raise UsageError(
                 f"no run in {folder} (a run's folder holds config.json and, once finished, "
                 "summary.json); name another folder, or make a run with `gcbench run`"

@@ -166,8 +166,10 @@ def summaries(done: Sequence[Mapping[str, Any]]) -> list[Row]:
     rows = []
     axes = [key for key in AXES if len({str(summary["config"][key]) for summary in done}) > 1]
     for summary in done:
-        accuracy = summary["test_accuracy"]
-        loss = summary["test_loss"]
+        accuracy, loss = summary.get("test_accuracy"), summary.get("test_loss")
+        if not summary["config"]["test"]:
+            accuracy, loss = summary.get("validation_accuracy"), summary["validation_loss"]
+        seconds = summary.get("step_seconds")
         rows.append(
             {
                 "name": summary["compressor_name"],
@@ -178,7 +180,7 @@ def summaries(done: Sequence[Mapping[str, Any]]) -> list[Row]:
                 "loss": "not finite" if loss is None else f"{loss:.4g}",
                 "ratio up": _ratio(summary["payload_ratio_up"]),
                 "ratio down": _ratio(summary["payload_ratio_down"]),
-                "step": f"{1e3 * summary['step_seconds']:.0f} ms",
+                "step": "-" if seconds is None else f"{1e3 * seconds:.0f} ms",
             }
         )
     return rows

@@ -38,10 +38,16 @@ def _shown(row: Row) -> str:
 
 
 def curve(run: Run, column: str) -> dict[int, float]:
-    """Return the evaluations of a run by step; empty for a row of a .json file without metrics."""
+    """Return the evaluations of a run by step; empty for a row of a .json file without metrics.
+
+    `column`: "accuracy" or "loss", of the split that judged the run on its way.
+    """
+
+    column = f"{run.judged_by}_{column}"
 
     def diverged(record: dict[str, Any]) -> bool:  # NaN parameters still have an accuracy
-        return record.get(column) is None or record.get("test_loss", 0.0) is None
+        loss = f"{run.judged_by}_loss"
+        return record.get(column) is None or record.get(loss, 0.0) is None
 
     return {
         record["step"]: math.nan if diverged(record) else record[column]
@@ -137,7 +143,7 @@ def _curves(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]])
     bare = []
     for number, row in enumerate(panel, 1):
         name = f"{number}  {_shown(row)}" if len(panel) > MANY else _shown(row)
-        read = [curve(run, "test_accuracy" if accuracy else "test_loss") for run in row.runs]
+        read = [curve(run, "accuracy" if accuracy else "loss") for run in row.runs]
         curves = [points for points in read if points]
         style = styles[_label(row)]
         steps, table = [], []

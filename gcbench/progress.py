@@ -42,13 +42,14 @@ def _words(record: Mapping[str, Any], *, short: bool = False) -> str:
     if record["kind"] == "train":
         loss = record["train_loss"]
         return "loss not finite" if loss is None else f"loss {loss:.4f}"
-    accuracy, loss = record["test_accuracy"], record["test_loss"]
+    split = "test" if "test_loss" in record else "validation"
+    accuracy, loss = record[f"{split}_accuracy"], record[f"{split}_loss"]
     if short:
         figure = loss if accuracy is None else 100 * accuracy
         unit = "" if accuracy is None else " %"
-        return "test loss not finite" if figure is None else f"test {figure:.4g}{unit}"
-    parts = [] if accuracy is None else [f"test accuracy {100 * accuracy:.2f} %"]
-    parts.append("test loss not finite" if loss is None else f"test loss {loss:.4g}")
+        return f"{split} loss not finite" if figure is None else f"{split} {figure:.4g}{unit}"
+    parts = [] if accuracy is None else [f"{split} accuracy {100 * accuracy:.2f} %"]
+    parts.append(f"{split} loss not finite" if loss is None else f"{split} loss {loss:.4g}")
     return ", ".join(parts)
 
 

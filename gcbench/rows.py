@@ -32,6 +32,18 @@ def row(summary: Mapping[str, Any], evaluations: Sequence[Mapping[str, Any]], su
     return {**summary, "suite": suite, "evaluations": curve}
 
 
+def holds(path: Path) -> bool:
+    """Return whether a Parquet file holds rows; False for what cannot be read."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        schema = parquet.read_schema(path)
+    except (OSError, pa.ArrowException):
+        return False
+    return bool((schema.metadata or {}).get(_MARK) == KIND)
+
+
 def read(path: Path) -> list[Row]:
     """Return the rows of a file in their order; none if it does not exist.
 

@@ -29,7 +29,7 @@ Work = Generator[Config, Mapping[str, Any], None]
 
 def each(configs: Sequence[Config]) -> Work:
     """Return the work of a grid that is known beforehand."""
-    for config in configs:  # `yield from` a list could not be sent anything
+    for config in configs:  # noqa: UP028 - `yield from` a list could not be sent anything
         yield config
 
 
@@ -77,10 +77,11 @@ class Runner:
         if self.capture is not None:
             self.capture.check(config.run_name, config.steps)
 
-    def work(self, work: Work, count: int, *, json: bool) -> None:
+    def work(self, work: Work, count: int, *, json: bool, tuned: bool = False) -> None:
         """Do the runs that `work` yields, then print their summaries.
 
-        `count` is how many are known beforehand; trials that choose a rate come on top.
+        `count` is how many are known beforehand. `tuned`: runs that are not tested come on top of
+        them, as trials that choose a rate.
 
         A run that fails does not keep the others from running; the first failure is raised at the
         end, after what was done has been printed.
@@ -101,7 +102,7 @@ class Runner:
             except StopIteration:
                 break
             self._check(config)
-            trial = not config.test
+            trial = tuned and not config.test
             number += not trial
             place = "[trial]" if trial else f"[{number}/{count}]"
             try:

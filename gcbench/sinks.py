@@ -168,7 +168,12 @@ class TensorBoard(Sink):
             "wire_bytes": "bytes/wire",
             "seconds": "seconds",
         },
-        "eval": {"test_accuracy": "accuracy/test", "test_loss": "loss/test"},
+        "eval": {
+            "test_accuracy": "accuracy/test",
+            "test_loss": "loss/test",
+            "validation_accuracy": "accuracy/validation",
+            "validation_loss": "loss/validation",
+        },
     }
     """Kind of record -> column -> tag; an evaluation's bytes are those of the steps before it."""
 
@@ -198,9 +203,9 @@ class TensorBoard(Sink):
         """Write the record's scalars; a loss that is not finite is NaN."""
         when = self.started + record["seconds"]
         for column, tag in self.TAGS[record["kind"]].items():
-            value = record[column]
-            if value is None and column == "test_accuracy":
-                continue  # the task has none
+            value = record.get(column)
+            if value is None and (column not in record or column.endswith("accuracy")):
+                continue  # of another split, or the task has none
             value = math.nan if value is None else value
             self.writer.add_scalar(tag, value, record["step"], when)
         self.writer.flush()

@@ -62,11 +62,17 @@ def _target(rows: Sequence[Row]) -> list[Column]:
         ("payload_bytes", "payload\nMB", 1 / MB),
         ("wire_bytes", "wire\nMB", 1 / MB),
         ("seconds", "wall\ns", 1.0),
+        ("link_seconds", "link\n~s", 1.0),
     ]
+
+    def spent(row: Row, field: str, scale: float) -> str:
+        value = row.to_target(field)
+        return "never" if value == math.inf else number(value, scale)
+
     return [
         Column(f"to {name}:\nseeds", list(map(met, rows))),
         *(
-            Column(heading, [number(row.to_target(field), scale) for row in rows])
+            Column(heading, [spent(row, field, scale) for row in rows])
             for field, heading, scale in fields
         ),
     ]
@@ -88,6 +94,38 @@ def _published(rows: Sequence[Row]) -> list[Column]:
         Column("ours -\npublished", [beyond(row) for row, _ in known]),
         Column("steps: ours\n/ published", [f"{r.first.steps:,} / {p.steps:,}" for r, p in known]),
     ]
+
+
+def _tiers(rows: Sequence[Row]) -> list[Column]:
+    """Return what a suite of gcbench's own says; nothing for other rows."""
+    columns = []
+    if any(row.rank is not None for row in rows):
+        columns.append(Column("rank", [row.rank or "" for row in rows]))
+    if any(row.rate is not None for row in rows):
+        columns.append(Column("rate", [row.rate or "" for row in rows]))
+    if any(row.tier is not None for row in rows):
+        columns.append(Column("bits\nup", [number(row.bits_up) for row in rows]))
+    return columns
+
+
+def _tier_notes(rows: Sequence[Row]) -> list[str]:
+    made = []
+    if any(row.rank is not None for row in rows):
+        made.append(
+            "rank: within the tier, 1 + how many of its methods are better by a paired interval "
+            "over at least 5 seeds, at 95 % for all pairs together; = marks ties, - too few seeds."
+        )
+    if any(row.rate in ("edge", "untuned") for row in rows):
+        made.append(
+            "rate: edge: the best rate is the lowest or highest that was tried; untuned: not the "
+            "one that the suite's rule chooses."
+        )
+    if above := [row.method for row in rows if row.above_baseline]:
+        made.append(
+            f"Better than uncompressed, interval included: {', '.join(above)}. Look for the reason "
+            "before believing it: a rate that suits it better, or noise that regularizes."
+        )
+    return made
 
 
 def _published_notes(rows: Sequence[Row]) -> list[str]:
@@ -123,6 +161,7 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
         "which": [
             *(Column(key, [text(row.context[key]) for row in rows]) for key in rows[0].context),
             Column("method", [row.method for row in rows]),
+            *(Column(key, [text(row.own[key]) for row in rows]) for key in rows[0].own),
         ],
         "quality": [
             Column(quality, [_quality(row, len(metrics) > 1) for row in rows]),
@@ -131,6 +170,7 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
             Column("vs none", [versus(row) for row in rows]),
             Column("in band", [row.in_band for row in rows]),
             Column("front", ["yes" if row.on_front else "" for row in rows]),
+            *_tiers(rows),
         ],
         "target": _target(rows),
         "traffic": [
@@ -176,7 +216,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         "Bytes per worker and step, MB = 10^6 bytes. payload: encoded, up + down; wire: what a "
         "worker sends over the network, with the collective's own factor.",
     ]
-    made += _published_notes(rows)
+    made += _published_notes(rows) + _tier_notes(rows)
     if any(row.difference is not None and not row.pairs for row in rows):
         made.append("†: no common seeds; the difference is of the two means.")
     keys = sorted({key for row in rows for key in row.tuned})
@@ -186,8 +226,10 @@ def notes(rows: Sequence[Row]) -> list[str]:
         )
     if rows[0].target is not None:
         made.append(
-            "Target: what a worker had spent at the first evaluation that met it, mean over seeds, "
-            "where all of them did; evaluations are --eval-every steps apart."
+            "Target: what a worker had spent at the first evaluation that met it, median over "
+            "seeds, a miss being infinite (never: half or more of them missed it); evaluations are "
+            "--eval-every steps apart, on validation examples where some were held out. link: "
+            "communication alone, as modelled."
         )
     if any(row.failed for row in rows):
         made.append("failed: the run diverged; such seeds are in no mean.")
@@ -231,13 +273,13 @@ def _table(rows: Sequence[Row], width: int) -> str:
 
 
 def _markdown(rows: Sequence[Row]) -> str:
-    names = len(rows[0].context) + 1
+    names = len(rows[0].context) + 1 + len(rows[0].own)
     return "\n\n".join([*(markdown(columns, names) for columns in sheets(rows)), *notes(rows)])
 
 
 def _latex(rows: Sequence[Row]) -> str:
     """Return a tabular for each table (needs the package booktabs), and the notes below."""
-    names = len(rows[0].context) + 1
+    names = len(rows[0].context) + 1 + len(rows[0].own)
     told = " ".join(map(latex_text, notes(rows)))
     small = rf"\par\smallskip{{\footnotesize {told}\par}}"
     return "\n\n".join([*(latex(columns, names) for columns in sheets(rows)), small])

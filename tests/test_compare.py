@@ -352,7 +352,7 @@ def test_paths_that_are_no_results(tmp_path: Path) -> None:
     for path, words in [
         ("missing", "does not exist"),
         ("empty", "no run in .*gcbench run"),
-        ("note.txt", "no folder and no .json"),
+        ("note.txt", "no folder, and no .json"),
         ("none.json", "empty list"),
     ]:
         with pytest.raises(UsageError, match=words):
@@ -481,7 +481,7 @@ def test_a_curve_stops_where_a_run_diverged(tmp_path: Path) -> None:
     records[1]["test_loss"] = None  # as the engine writes NaN
     records.append({"kind": "train", "step": 3, "train_loss": 1.0})
     (run.source / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
-    curve = plots.curve(run, "test_accuracy")
+    curve = plots.curve(run, "accuracy")
     assert curve[1] == 0.1
     assert math.isnan(curve[2])
     assert list(curve) == [1, 2]
@@ -616,7 +616,7 @@ def evaluated(run: Any, accuracies: dict[int, float | None]) -> None:
 
 
 def test_what_it_took_to_the_target(tmp_path: Path) -> None:
-    """The first evaluation that meets it; the mean where all seeds do; NaN parameters never do."""
+    """The first evaluation that meets it; the median, a miss infinite; NaN parameters never do."""
     write(tmp_path, *BASE[:2], summary("late", 0), summary("late", 1))
     found = {(run.summary.compressor_name, run.summary.seed): run for run in load([tmp_path])}
     evaluated(found["none", 0], {30: 0.95, 10: 0.5, 20: 0.9})
@@ -628,12 +628,13 @@ def test_what_it_took_to_the_target(tmp_path: Path) -> None:
     assert none.to_target("payload_bytes") == 11 * 25
     assert none.to_target("wire_bytes") == 7 * 25
     assert none.to_target("seconds") == 6.25
-    assert late.to_target("step") is None
+    assert late.to_target("step") == math.inf
     assert (late.reached[0].step, late.reached[1]) == (20, None)
     text = render([none, late])
     assert "to 90 %:" in text
     assert "2 of 2" in text
     assert "1 of 2" in text
+    assert "never" in text
     record = late.record()
     assert (record["target_reached"], record["target_runs"], record["target_step"]) == (1, 2, None)
     assert "to 90" not in render(rows(list(found.values())))

@@ -8,10 +8,11 @@ from dataclasses import MISSING, dataclass, replace
 from typing import Any
 
 from gcbench import grid, memory, registry
-from gcbench.compare import Row
+from gcbench.compare import Row, ranked
 from gcbench.errors import UsageError
-from gcbench.finished import Run, canonical, fields, text
+from gcbench.finished import Run, fields, text
 from gcbench.suites import Point, Suite
+from gcbench.suites.tuning import Choice, quality
 
 
 @dataclass(frozen=True)
@@ -24,16 +25,39 @@ class Beside:
     """By `Run.method`."""
     missing: list[Point]
     """The runs of the suite that nobody has made, with whatever budget."""
+    choices: Mapping[str, Choice]
+    """What the trials that were read say of each point's rate, by `Point.identity`."""
 
     def rows(self, rows: Sequence[Row]) -> list[Row]:
         """Return the rows of these runs with the published numbers."""
-        return [replace(r, published=self.points[r.runs[0].method].published) for r in rows]
+        made = []
+        for row in rows:
+            point = self.points[row.runs[0].method]
+            bits = row.bits_up
+            made.append(
+                replace(
+                    row,
+                    published=point.published,
+                    tier=None if bits is None else self.suite.tier(bits),
+                    rate=self._rate(row, point),
+                )
+            )
+        return ranked(made)
+
+    def _rate(self, row: Row, point: Point) -> str | None:
+        """Return whether the row has the rate that the suite's rule chooses."""
+        if point.tune is None:
+            return None
+        choice = self.choices[point.identity]
+        if choice.lr != row.runs[0].config.get("lr"):
+            return "untuned"
+        return "edge" if choice.at_edge else "tuned"
 
     def unmade(self) -> list[str]:
         """Return lines on the runs that are missing and the command for them; none if none is."""
         if not self.missing:
             return []
-        every = len(self.missing) + len({canonical(p.resolved) for p in self.points.values()})
+        every = len(self.missing) + len({p.identity for p in self.points.values()})
         first = f"{len(self.missing)} of {every} runs of suite {self.suite.name} not made yet"
         return [first, *_described(self.missing), f"make them with: {self._command()}"]
 
@@ -80,22 +104,33 @@ def beside(suite: Suite, runs: Sequence[Run]) -> Beside:
     Raises:
         UsageError: none of them is.
     """
-    points = {canonical(point.resolved): point for point in suite.points()}
+    points = {point.identity: point for point in suite.points()}
     found: dict[str, Point] = {}
+    tried: dict[str, dict[float, float]] = {identity: {} for identity in points}
     tasks = {point.config.task for point in points.values()}
     for method, run in {run.method: run for run in runs if run.summary.task in tasks}.items():
         told = _recorded(run)
         for point in points.values():
-            if _same(suite, point.resolved, told):
+            if not _same(suite, point.resolved, told):
+                continue
+            if not run.is_trial:
                 found[method] = point
+            elif point.tune is not None and point.tune.tries(run.summary.model_dump()):
+                lr = float(run.config["lr"])
+                tried[point.identity][lr] = quality(run.summary.model_dump())
     if not found:
         raise UsageError(
             f"no run here is one of suite {suite.name} ({len(runs)} read); make them with "
             f"`gcbench run --suite {suite.asked}`"
         )
-    made = {canonical(point.resolved) for point in found.values()}
+    made = {point.identity for point in found.values()}
     missing = [point for identity, point in points.items() if identity not in made]
-    return Beside(suite, [run for run in runs if run.method in found], found, missing)
+    choices = {
+        identity: point.choose(tried[identity])
+        for identity, point in points.items()
+        if point.tune is not None
+    }
+    return Beside(suite, [run for run in runs if run.method in found], found, missing, choices)
 
 
 def _recorded(run: Run) -> dict[str, Any]:

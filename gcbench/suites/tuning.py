@@ -76,6 +76,10 @@ class Tune(BaseModel):
         }
         return Config.make({**config.model_dump(exclude={"task_version"}), **changes})
 
+    def tries(self, summary: Mapping[str, Any]) -> bool:
+        """Return whether a run is a trial of this rule, by its summary."""
+        return (summary["steps"], summary["seed"]) == (self.steps, self.seed)
+
     def choose(self, tried: Mapping[float, float], start: Sequence[float] | None = None) -> Choice:
         """Return the rate to take, or to try next.
 

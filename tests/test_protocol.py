@@ -1,0 +1,387 @@
+"""The protocol of comparisons: what is held out, how rates are chosen, ranks, rows in files."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from commands import invoke
+
+from gcbench import compare, rows, suites
+from gcbench.errors import GcbenchError, UsageError
+from gcbench.experiment import Config, command
+from gcbench.finished import load
+from gcbench.store import Run
+from gcbench.suites import published
+from gcbench.suites.tuning import Tune, quality
+from gcbench.train import Options, Trainer
+from gcbench.world import SimulatedWorld
+
+LADDER = [0.001, 0.003, 0.01, 0.03, 0.1]
+OWN = """
+title: mine
+version: 3
+source: ours
+place: mine
+differs: It is short.
+tune: {steps: 10, seed: 9, ladder: [0.001, 0.01, 0.1, 1.0], start: [0.01, 0.1], extend: 2}
+tiers: {"one bit": [0, 1.5], "more": [1.5, 40]}
+config: {task: digits, batch: 32, steps: 20, workers: 2, holdout: 200, seed: [0, 1], threads: 1}
+entries:
+  - config: {compressor: [none, terngrad]}
+  - config: {compressor: signsgd, momentum: 0.0}
+    start: [0.001, 0.01]
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    path = tmp_path / "own.yaml"
+    path.write_text(OWN)
+    return path
+
+
+def trainer(**given) -> Trainer:
+    config = Config.make({"task": "digits", "steps": 4, "workers": 2, **given})
+    world = SimulatedWorld(config.workers, torch.device("cpu"), None, 1, 2)
+    return Trainer(config, world, Run(Path("nowhere")), Options())
+
+
+# ---- what is held out ----------------------------------------------------------------------------
+
+
+def test_the_examples_held_out_are_the_same_for_every_seed_and_never_trained_on():
+    made = [trainer(holdout=300, seed=seed) for seed in (0, 1)]
+    whole = trainer().train
+    for one in made:
+        assert one.validation is not None
+        assert (len(one.train), len(one.validation)) == (len(whole) - 300, 300)
+        assert torch.equal(one.validation.inputs, made[0].validation.inputs)
+        both = torch.cat([one.train.inputs, one.validation.inputs]).flatten(1).long()
+        assert torch.equal(  # together they are the training split
+            torch.unique(both, dim=0, return_counts=True)[1],
+            torch.unique(whole.inputs.flatten(1).long(), dim=0, return_counts=True)[1],
+        )
+    shares = torch.bincount(made[0].validation.targets).float() / 300
+    assert shares.min() > 0.05  # drawn, not a stretch of the file
+
+
+def test_the_test_split_is_looked_at_after_the_last_step_alone(tmp_path, monkeypatch):
+    seen = []
+    judge = Trainer._judge
+
+    def spy(self, split, name):
+        seen.append((self.step, name))
+        assert split is (self.test if name == "test" else self.validation)
+        return judge(self, split, name)
+
+    monkeypatch.setattr(Trainer, "_judge", spy)
+    words = ("run", "--compressor", "none", "--steps", 4, "--eval-every", 2, "--results", tmp_path)
+    invoke(*words, "--holdout", 200)
+    assert seen == [(2, "validation"), (4, "validation"), (4, "test")]
+    seen.clear()
+    tried = invoke(*words, "--holdout", 200, "--no-test", "--json").json
+    assert seen == [(2, "validation"), (4, "validation")]
+    assert tried.get("test_accuracy") is None
+    assert tried["validation_accuracy"] > 0
+    seen.clear()
+    invoke(*words)
+    assert seen == [(2, "test"), (4, "test")]
+
+
+def test_nothing_would_judge_a_run_without_both_splits():
+    with pytest.raises(UsageError, match="give --holdout n"):
+        Config.make({"test": False})
+    with pytest.raises(UsageError, match="less 1400 held out"):
+        trainer(holdout=1400, batch=64)
+
+
+def test_rows_of_another_definition_of_the_task_do_not_meet():
+    config = Config.make({"task": "digits"})
+    assert config.task_version == 1
+    assert config.model_copy(update={"task_version": 2}).hash != config.hash
+    with pytest.raises(UsageError, match="has version 1 of task digits"):
+        Config.make({"task": "digits", "task_version": 2})
+
+
+# ---- the optimizer of a method's source ----------------------------------------------------------
+
+
+def test_signs_take_the_steps_of_their_source_unless_others_are_given():
+    config = Config.make({"task": "digits", "compressor": "signsgd"})
+    assert (config.optimizer, config.momentum, config.lr) == ("sgd", 0.0, 1e-3)
+    assert "--momentum" not in command(config)
+    other = Config.make({"task": "digits", "compressor": "signsgd", "momentum": 0.5, "lr": 0.1})
+    assert (other.momentum, other.lr) == (0.5, 0.1)
+    assert (
+        Config.make({"task": "digits", "compressor": "demo", "options": {"sign": False}}).lr > 1e-3
+    )
+
+
+@pytest.mark.parametrize("carried", ["momentum", "dgc"])
+def test_a_memory_with_momentum_leaves_none_to_the_optimizer(carried):
+    given = {"task": "digits", "compressor": "topk", "memory": carried}
+    config = Config.make(given)
+    assert config.momentum == 0.0
+    assert command(config).count("--momentum") == 0
+    with pytest.raises(UsageError, match="applies its own"):
+        Config.make({**given, "momentum": 0.9})
+    with pytest.raises(UsageError, match="give --optimizer sgd"):
+        Config.make({**given, "optimizer": "adam"})
+
+
+# ---- the choice of a rate ------------------------------------------------------------------------
+
+
+def chosen(results: dict[float, float], **over) -> tuple[float | None, bool, list[float]]:
+    """Follow the rule with these results; return the rate, whether at an edge, and the trials."""
+    rule = Tune(**{"steps": 5, "seed": 0, "ladder": LADDER, "start": [0.003, 0.01], **over})
+    tried: dict[float, float] = {}
+    while (choice := rule.choose(tried)).lr is None:
+        assert choice.trial not in tried
+        tried[choice.trial] = results[choice.trial]
+    return choice.lr, choice.at_edge, list(tried)
+
+
+RISING = dict(zip(LADDER, [0.1, 0.2, 0.3, 0.4, 0.5], strict=True))
+
+
+def test_the_rate_is_the_best_that_has_a_worse_neighbour_on_either_side():
+    peak = {0.001: 0.5, 0.003: 0.6, 0.01: 0.7, 0.03: 0.65, 0.1: 0.0}
+    assert chosen(peak, extend=3) == (0.01, False, [0.003, 0.01, 0.03])
+    assert chosen(RISING, extend=1) == (0.03, True, [0.003, 0.01, 0.03])
+    assert chosen(RISING, extend=3) == (0.1, True, [0.003, 0.01, 0.03, 0.1])
+    falling = {lr: -value for lr, value in RISING.items()}
+    assert chosen(falling, extend=3) == (0.001, True, [0.003, 0.01, 0.001])
+    assert chosen(RISING, extend=0) == (0.01, True, [0.003, 0.01])
+
+
+def test_of_equal_rates_the_lower_and_of_diverged_ones_a_lower_still():
+    assert chosen(dict.fromkeys(LADDER, 0.5), extend=0)[0] == 0.003
+    diverged = {**dict.fromkeys(LADDER, -math.inf), 0.001: 0.2}
+    assert chosen(diverged, extend=1) == (0.001, True, [0.003, 0.01, 0.001])
+
+
+def test_what_judges_a_trial():
+    assert (
+        quality({"validation_accuracy": 0.7, "validation_loss": 1.0, "test_accuracy": 0.9}) == 0.7
+    )
+    assert quality({"validation_accuracy": None, "validation_loss": 2.0}) == -2.0
+    assert quality({"validation_accuracy": 0.1, "validation_loss": None}) == -math.inf
+    assert quality({"failed": {"step": 3, "reason": "NaN"}}) == -math.inf
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("start: [0.01, 0.1]", "start: [0.01, 1.0]", "neighbours on the ladder"),
+        ("start: [0.001, 0.01]", "start: [0.5]", "entry 2: start .* neighbours on the ladder"),
+        ("holdout: 200, ", "", "the test split never chooses"),
+        ("compressor: [none, terngrad]", "compressor: none, lr: 0.1", "lr is chosen by tune"),
+        ("ladder: [0.001, 0.01", "ladder: [0.01, 0.001", "increasing order"),
+    ],
+)
+def test_files_whose_rule_is_wrong(own, old, new, message):
+    own.write_text(OWN.replace(old, new, 1))
+    with pytest.raises(UsageError, match=message):
+        list(suites.load(str(own)).runs({}))
+
+
+# ---- a suite from the trials to the table --------------------------------------------------------
+
+
+def test_a_suite_chooses_rates_and_its_rows_say_so(own, tmp_path):
+    file, runs = tmp_path / "rows.parquet", tmp_path / "runs"
+    words = ("run", "--suite", own, "--rows", file, "--results", runs)
+    first = invoke(*words, "--json")
+    assert [one["seed"] for one in first.json] == [0, 0, 0, 1, 1, 1]  # seed by seed
+    kept = rows.read(file)
+    trials = [one for one in kept if not one["config"]["test"]]
+    assert all(one.get("test_accuracy") is None and one["seed"] == 9 for one in trials)
+    assert {one["suite"] for one in kept} == {"own/3"}
+    suite = suites.load(str(own))
+    beside = published.beside(suite, load([file]))
+    for point in suite.points({"seed": [0]}):
+        lr = beside.choices[point.identity].lr
+        mine = [o for o in trials if o["compressor_name"] == point.config.compressor]
+        best = max(mine, key=lambda o: (o["validation_accuracy"], -o["config"]["lr"]))
+        assert best["config"]["lr"] == lr
+        finals = [o for o in first.json if o["compressor_name"] == point.config.compressor]
+        assert {o["config"]["lr"] for o in finals} == {lr}
+    shutil.rmtree(runs)  # the rows alone say what is done
+    again = invoke(*words)
+    assert again.code == 0
+    assert again.err.count("skipped") == len(kept)
+    assert not runs.exists()
+    table = invoke("compare", file, "--suite", own, "--target", "fp32")
+    assert "tier=one bit" in table.out.replace("\n", " ")
+    assert "to " in table.out
+    told = invoke("compare", file, "--suite", own, "--json").json
+    assert {(r["compressor_name"], r["tier"]) for r in told} == {
+        ("none", "more"),
+        ("terngrad", "more"),
+        ("signsgd", "one bit"),
+    }
+    assert all(r["rate"] in ("tuned", "edge") and r["rank"] == "-" for r in told)
+    assert all(r["pairs"] == 2 for r in told if r["compressor_name"] != "none")
+    stray = next(o for o in kept if o["compressor_name"] == "terngrad" and o["config"]["test"])
+    stray["config"]["lr"] = 0.5
+    stray["config_hash"] = "other"
+    rows.add(file, stray)
+    told = invoke("compare", file, "--suite", own, "--json").json
+    assert [r["rate"] for r in told].count("untuned") == 1
+    only = invoke("compare", file)
+    assert f"{len(trials)} trials of learning rates left out" in only.err
+
+
+def test_a_rate_that_a_suite_chooses_is_not_given(own):
+    done = invoke("run", "--suite", own, "--lr", "0.1")
+    assert done.code == 2
+    assert "chooses the learning rate by trials" in done.err
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+def table(tmp_path: Path, **accuracies: list[float]) -> dict[str, compare.Row]:
+    """Return ranked rows of one tier with these accuracies, seed by seed."""
+    found = []
+    for name, values in accuracies.items():
+        config = Config.make({"compressor": name, "workers": 2})
+        shown = ("task", "workers", "collective", "engine", "gradients", "steps", "batch")
+        for seed, value in enumerate(values):
+            found.append(
+                {
+                    "schema": 1,
+                    **{key: getattr(config, key) for key in shown},
+                    "seed": seed,
+                    "compressor": repr(config.make_compressor()),
+                    "compressor_name": name,
+                    "test_accuracy": value,
+                    "test_loss": 1.0,
+                    "payload_bytes_up": 8.0,
+                    "payload_bytes_down": 8.0,
+                    "wire_bytes": {"per_worker": 8.0},
+                    "config": config.model_dump(mode="json"),
+                }
+            )
+    (tmp_path / "rows.json").write_text(json.dumps(found))
+    own = compare.TUNED_KEYS
+    made = compare.rows(load([tmp_path / "rows.json"]), own=own)
+    tier = [compare.replace(row, tier="t") for row in made]
+    return {row.first.compressor_name: row for row in compare.ranked(tier)}
+
+
+def test_methods_within_each_other_s_interval_are_tied(tmp_path):
+    made = table(
+        tmp_path,
+        terngrad=[0.70, 0.71, 0.72, 0.70, 0.71],
+        qsgd=[0.71, 0.70, 0.72, 0.71, 0.70],
+        topk=[0.60, 0.61, 0.62, 0.60, 0.61],
+    )
+    assert {name: row.rank for name, row in made.items()} == {
+        "terngrad": "1=",
+        "qsgd": "1=",
+        "topk": "3",
+    }
+
+
+def test_pairs_decide_where_seeds_differ_more_than_methods(tmp_path):
+    level = [0.5, 0.6, 0.7, 0.8, 0.9]
+    spread = [0.001, -0.001, 0.0, 0.001, -0.001]
+    better = [value + 0.02 + e for value, e in zip(level, spread, strict=True)]
+    made = table(tmp_path, terngrad=level, qsgd=better)
+    assert (made["qsgd"].rank, made["terngrad"].rank) == ("1", "2")
+
+
+def test_four_seeds_are_no_ranking(tmp_path):
+    made = table(tmp_path, terngrad=[0.7] * 4, qsgd=[0.5, 0.51, 0.5, 0.51])
+    assert {row.rank for row in made.values()} == {"-"}
+
+
+def test_better_than_uncompressed_is_told(tmp_path):
+    made = table(tmp_path, none=[0.5, 0.51, 0.52], qsgd=[0.6, 0.612, 0.62], topk=[0.5, 0.52, 0.51])
+    assert made["qsgd"].above_baseline
+    assert not made["topk"].above_baseline
+
+
+# ---- rows in files -------------------------------------------------------------------------------
+
+SUMMARY = {
+    "config_hash": "a",
+    "seed": 3,
+    "test_accuracy": 0.25,
+    "test_loss": None,
+    "config": {"lr": 0.1, "options": {}},
+}
+
+
+def test_a_row_comes_back_as_it_was(tmp_path):
+    file = tmp_path / "deep" / "rows.parquet"
+    curve = [{"kind": "eval", "step": 2, "validation_loss": 0.5, "train_loss": None}]
+    rows.add(file, rows.row(SUMMARY, curve, "own/1"))
+    rows.add(file, rows.row({**SUMMARY, "config_hash": "b", "failed": {"step": 1}}, [], ""))
+    rows.add(file, rows.row({**SUMMARY, "seed": 4}, curve, "own/1"))  # in place of the first
+    second, first = rows.read(file)
+    assert first == {
+        **{key: value for key, value in SUMMARY.items() if value is not None},
+        "seed": 4,
+        "suite": "own/1",
+        "evaluations": [{"kind": "eval", "step": 2, "validation_loss": 0.5}],
+    }
+    assert (second["config_hash"], second["failed"]) == ("b", {"step": 1})
+
+
+def test_files_that_hold_no_rows(tmp_path):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    (tmp_path / "text.parquet").write_text("no parquet")
+    parquet.write_table(pa.table({"a": [1]}), tmp_path / "other.parquet")
+    for name, message in (("text", "cannot be read as Parquet"), ("other", "holds no rows")):
+        assert not rows.holds(tmp_path / f"{name}.parquet")
+        with pytest.raises(GcbenchError, match=message):
+            rows.read(tmp_path / f"{name}.parquet")
+    assert rows.read(tmp_path / "missing.parquet") == []
+
+
+def _add(words: tuple[str, int]) -> None:
+    path, number = words
+    for i in range(5):
+        rows.add(Path(path), {**SUMMARY, "config_hash": f"{number}-{i}"})
+
+
+def test_processes_that_add_at_once_lose_nothing(tmp_path):
+    file = tmp_path / "rows.parquet"
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        pool.map(_add, [(str(file), number) for number in range(2)])
+    assert len(rows.read(file)) == 10
+
+
+def test_a_diverged_run_is_a_result(tmp_path):
+    file = tmp_path / "rows.parquet"
+    words = (
+        "run",
+        "--task",
+        "quadratic",
+        "--compressor",
+        "none",
+        "--lr",
+        "1e30,0.1",
+        "--rows",
+        file,
+    )
+    done = invoke(*words, "--steps", 12, "--results", tmp_path / "runs")
+    assert done.code == 1
+    told = invoke("compare", tmp_path / "runs", "--json").json
+    assert sorted((r["n"], r["failed"]) for r in told) == [(0, 1), (1, 0)]
+    assert sorted("failed" in one for one in rows.read(file)) == [False, True]
+    again = invoke(*words, "--steps", 12, "--results", tmp_path / "elsewhere")
+    assert again.code == 1
+    assert "non-finite gradient" in again.err
+    assert not (tmp_path / "elsewhere").exists()
