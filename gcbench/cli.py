@@ -290,7 +290,8 @@ def compare(
 ) -> None:
     """Compare finished runs: accuracy over seeds, bytes, time by phase."""
     from gcbench import compare as comparing
-    from gcbench import finished, tables
+    from gcbench import finished, suites
+    from gcbench.suites import published
 
     conditions = {}
     for word in where or ():
@@ -298,33 +299,35 @@ def compare(
         if not (key and equals and values) or key in conditions:
             raise UsageError(f"--where {word!r}: SETTING=VALUE[,VALUE] expected, each setting once")
         conditions[key] = values.split(",")
-    beside = None
-    runs = finished.load(folders or [RUNS])
+    asked = comparing.Asked(conditions, target, by, "json" if json else format_.value)
+    groups = published.by_suite(finished.load(folders or [RUNS]))
     if suite is not None:
-        from gcbench import suites
-        from gcbench.suites import published
-
-        beside = published.beside(suites.load(suite), runs)
-        runs = beside.runs
-    elif not trials:
-        runs = finished.without_trials(runs)
-    runs, shown = comparing.where(runs, conditions)
-    own = comparing.TUNED_KEYS if beside is not None and beside.choices else frozenset()
-    level = comparing.level(target, runs)
-    rows = list(filter(shown, comparing.rows(runs, level, own)))
-    if not rows:
-        raise UsageError(f"no row has all of {' and '.join(where or ())}")
-    if beside is not None:
-        rows = beside.rows(rows)
-    if by is None and any(row.tier is not None for row in rows):
-        by = "tier"
-    print(tables.render(rows, "json" if json else format_.value, by=by))
-    if beside is not None and beside.missing:
-        say("\n  ".join(beside.unmade()))
+        runs = [run for group in groups.values() for run in group]
+        groups = {suite: runs}
+    elif len(groups) > 1 and (json or plot is not None or format_ is Format.csv):
+        raise UsageError(
+            f"rows of {len(groups)} suites here, which are no one table or picture: choose with "
+            f"--suite {' or '.join(filter(None, groups))}"
+        )
+    shown: list[finished.Run] = []
+    for name, runs in groups.items():
+        beside = published.beside(suites.load(name), runs) if name else None
+        if beside is not None:
+            runs = beside.runs
+            say(f"suite {beside.suite.name}: {beside.suite.title}")
+        elif not trials:
+            runs = finished.without_trials(runs)
+        rows = comparing.chosen(runs, asked, tuned=beside is not None and bool(beside.choices))
+        if beside is not None:
+            rows = beside.rows(rows)
+        print(comparing.told(rows, asked))
+        if beside is not None and beside.missing:
+            say("\n  ".join(beside.unmade()))
+        shown += [run for row in rows for run in row.runs]
     if plot is not None:
         from gcbench import plots
 
-        plots.draw([run for row in rows for run in row.runs], plot)
+        plots.draw(shown, plot)
         say(f"wrote {plot}")
 
 

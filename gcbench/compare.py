@@ -617,6 +617,42 @@ def _beats(one: Row, other: Row, level: float) -> bool | None:
     return middle > half
 
 
+# ---- what a command asks for -----------------------------------------------------------------------
+
+
+class Asked(NamedTuple):
+    """What a comparison is to show, as the command line has it."""
+
+    conditions: Mapping[str, Sequence[str]]
+    """Setting -> the values allowed."""
+    target: str | None
+    by: str | None
+    format: str
+
+
+def chosen(runs: Sequence[Run], asked: Asked, *, tuned: bool) -> list[Row]:
+    """Return the rows that were asked for; `tuned`: each method chose its own rate.
+
+    Raises:
+        UsageError: no row has all that was asked for, or see `where`, `level` and `rows`.
+    """
+    runs, meets = where(runs, asked.conditions)
+    own = TUNED_KEYS if tuned else frozenset()
+    found = list(filter(meets, rows(runs, level(asked.target, runs), own)))
+    if not found:
+        words = (f"{key}={','.join(values)}" for key, values in asked.conditions.items())
+        raise UsageError(f"no row has all of {' and '.join(words)}")
+    return found
+
+
+def told(rows: Sequence[Row], asked: Asked) -> str:
+    """Return the rows as text; those of a suite with tiers have a table for each."""
+    from gcbench import tables
+
+    tiers = asked.by is None and any(row.tier is not None for row in rows)
+    return tables.render(rows, asked.format, by="tier" if tiers else asked.by)
+
+
 # ---- filters and groups --------------------------------------------------------------------------
 
 

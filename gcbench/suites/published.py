@@ -10,8 +10,8 @@ from typing import Any
 from gcbench import grid, memory, registry
 from gcbench.compare import Row, ranked
 from gcbench.errors import UsageError
-from gcbench.finished import Run, fields, text
-from gcbench.suites import Point, Suite
+from gcbench.finished import Run, fields, text, warn
+from gcbench.suites import Point, Suite, load, names
 from gcbench.suites.tuning import Choice, quality
 
 
@@ -96,6 +96,29 @@ def _described(points: Sequence[Point]) -> Iterator[str]:
                 values = dict.fromkeys(text(point.resolved[key]) for point in own)
                 words.append(f"{key}={','.join(values)}")
         yield " ".join(words)
+
+
+def by_suite(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Return the runs by the name of the suite for which they were made, "" for none.
+
+    Rows of another version of a suite than this gcbench has are left out, and counted on stderr.
+    """
+    versions = {name: load(name).version for name in names()}
+    groups: dict[str, list[Run]] = {}
+    left: dict[str, int] = {}
+    for run in runs:
+        name, _, version = run.suite.partition("/")
+        if name in versions and version != str(versions[name]):
+            left[run.suite] = left.get(run.suite, 0) + 1
+            continue
+        groups.setdefault(name if name in versions else "", []).append(run)
+    for suite, count in left.items():
+        name, _, version = suite.partition("/")
+        warn(
+            f"{count} rows of version {version} of suite {name} left out: it is version "
+            f"{versions[name]} here, whose results do not compare with them"
+        )
+    return groups
 
 
 def beside(suite: Suite, runs: Sequence[Run]) -> Beside:
