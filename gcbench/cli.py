@@ -6,7 +6,7 @@ import os
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,6 +28,9 @@ from gcbench.commands.histogram import histogram
 from gcbench.commands.report import report
 from gcbench.commands.scale import app as scale_app
 from gcbench.errors import GcbenchError, UsageError
+
+if TYPE_CHECKING:
+    from gcbench.compare import Row
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -309,7 +312,7 @@ def compare(
             f"rows of {len(groups)} suites here, which are no one table or picture: choose with "
             f"--suite {' or '.join(filter(None, groups))}"
         )
-    shown: list[finished.Run] = []
+    shown: list[Row] = []
     for name, runs in groups.items():
         beside = published.beside(suites.load(name), runs) if name else None
         if beside is not None:
@@ -323,11 +326,14 @@ def compare(
         print(comparing.told(rows, asked))
         if beside is not None and beside.missing:
             say("\n  ".join(beside.unmade()))
-        shown += [run for row in rows for run in row.runs]
+        shown += rows
     if plot is not None:
-        from gcbench import plots
+        from gcbench import plots, tierplot
 
-        plots.draw(shown, plot)
+        if any(row.tier is not None for row in shown):
+            tierplot.draw(shown, suites.load(next(iter(groups))).title, plot)
+        else:
+            plots.draw([run for row in shown for run in row.runs], plot)
         say(f"wrote {plot}")
 
 

@@ -385,3 +385,40 @@ def test_a_diverged_run_is_a_result(tmp_path):
     assert again.code == 1
     assert "non-finite gradient" in again.err
     assert not (tmp_path / "elsewhere").exists()
+
+
+# ---- the picture of tiers ------------------------------------------------------------------------
+
+
+def test_the_picture_of_tiers(tmp_path, monkeypatch):
+    from gcbench import tierplot
+
+    made = table(
+        tmp_path,
+        none=[0.70, 0.71, 0.69, 0.70, 0.70],
+        terngrad=[0.66, 0.68, 0.67, 0.66, 0.67],
+        qsgd=[0.60, 0.61, 0.60, 0.62, 0.61],
+        topk=[0.65, 0.65, 0.66, 0.64, 0.65],
+    )
+    sizes = {"none": 32.0, "terngrad": 2.0, "qsgd": 2.1, "topk": 0.4}
+    placed = []
+    for name, row in made.items():
+        first = row.first.model_copy(update={"payload_bytes_up": 4e8 * sizes[name]})
+        runs = [compare.replace(run, summary=first) for run in row.runs]
+        tier = "few" if sizes[name] < 1 else "two" if sizes[name] < 3 else "many"
+        front = name != "qsgd"
+        placed.append(compare.replace(row, runs=tuple(runs), tier=tier, on_front=front))
+    drawn = []
+    monkeypatch.setattr(tierplot.pictures, "save", lambda figure, path: drawn.append(figure))
+    tierplot.draw(placed, "mine", tmp_path / "tiers.png")
+    (axes,) = drawn[0].axes
+    names = {label.get_text() for label in axes.texts}
+    assert names == {"none", "terngrad", "qsgd", "topk"}
+    (line,) = [line for line in axes.lines if len(line.get_xdata()) == 3]
+    assert list(line.get_ydata()) == pytest.approx([65.0, 66.8, 70.0])  # the best of each tier
+    faded = [c.lines[0].get_alpha() for c in axes.containers]
+    assert sorted(faded) == [tierplot.FADED, 1.0, 1.0, 1.0]
+    spread = 2.776445 * made["terngrad"].sd / 5**0.5  # Student's t, 4 degrees of freedom
+    assert tierplot.half_interval(made["terngrad"]) == pytest.approx(spread, rel=1e-6)
+    with pytest.raises(UsageError, match="no finished row of a tier"):
+        tierplot.draw([compare.replace(made["none"], tier=None)], "mine", tmp_path / "t.png")
