@@ -1,8 +1,9 @@
 """Data sets on disk: finding, downloading, checking and reading the published files.
 
-Files lie in their official layout, `cifar-10-batches-bin/*.bin` and `mnist/*.gz`, either in a
-folder that the user names or in the download cache, and are compared with their published SHA-256
-each time they are found. Nothing is unpickled.
+Files lie in their official layout, `cifar-10-batches-bin/*.bin` and `mnist/*.gz`, or, where there
+is none, in ours, `text/tinyshakespeare.txt`; either in a folder that the user names or in the
+download cache. They are compared with their published SHA-256 each time they are found. Nothing is
+unpickled.
 """
 
 from __future__ import annotations
@@ -45,6 +46,12 @@ class File:
     name: str
     size: int
     sha256: str
+    published: str = ""
+    """Its name at the mirrors, where that says too little to keep it: `input.txt`."""
+
+    def address(self, mirror: str) -> str:
+        """Return where `mirror` has the file."""
+        return mirror + (self.published or self.name)
 
     def fault(self, path: Path) -> str | None:
         """Return what is wrong with the file at `path`, or None."""
@@ -69,7 +76,7 @@ class Source:
     folder: str
     files: tuple[File, ...]
     mirrors: tuple[str, ...]
-    """Addresses to which a file's name is appended, tried in turn."""
+    """Addresses to which a file's published name is appended, tried in turn."""
     archive: File | None = None
     """The tar archive that holds the folder, where files are not published one by one."""
 
@@ -125,6 +132,20 @@ SOURCES = {
         mirrors=(
             "https://ossci-datasets.s3.amazonaws.com/mnist/",
             "https://storage.googleapis.com/cvdf-datasets/mnist/",
+        ),
+    ),
+    "shakespeare": Source(
+        folder="text",
+        files=(
+            File(
+                "tinyshakespeare.txt",
+                1_115_394,
+                "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+                published="input.txt",
+            ),
+        ),
+        mirrors=(
+            "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/",
         ),
     ),
 }
@@ -212,9 +233,11 @@ def _source(name: str) -> Source:
 def _by_hand(source: Source, root: Path) -> str:
     """Return how to bring the files to `root` without this program."""
     if source.archive:
-        urls = " or ".join(mirror + source.archive.name for mirror in source.mirrors)
+        urls = " or ".join(source.archive.address(mirror) for mirror in source.mirrors)
         return f"Download {urls} and unpack it in {root}"
-    names = ", ".join(file.name for file in source.files)
+    names = ", ".join(
+        f"{file.published} as {file.name}" if file.published else file.name for file in source.files
+    )
     return f"Download {names} from {' or '.join(source.mirrors)} into {root / source.folder}"
 
 
@@ -263,11 +286,11 @@ def _fetch(file: File, mirrors: tuple[str, ...], into: Path) -> None:
             # A wrong checksum may come from the old part; it is gone then, so try once more.
             resumed = part.exists()
             try:
-                _retrieve(mirror + file.name, file, into, part)
+                _retrieve(file.address(mirror), file, into, part)
             except ValueError:
                 if not resumed:
                     raise
-                _retrieve(mirror + file.name, file, into, part)
+                _retrieve(file.address(mirror), file, into, part)
         except (requests.RequestException, ValueError) as error:
             failure = error
         else:
@@ -392,6 +415,16 @@ def mnist(data_dir: Path | None = None) -> tuple[Examples, Examples]:
         (train.unsqueeze(1), train_labels.long()),
         (test.unsqueeze(1), test_labels.long()),
     )
+
+
+def shakespeare(data_dir: Path | None = None) -> Tensor:
+    """Return the bytes of tinyshakespeare, an ASCII text: uint8 (1,115,394,).
+
+    Raises:
+        GcbenchError: see `find`.
+    """
+    (file,) = find("shakespeare", data_dir)
+    return torch.from_numpy(np.fromfile(file, np.uint8))
 
 
 def cifar_rows(file: Path) -> Examples:

@@ -23,7 +23,10 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """Examples in memory, on one device: inputs (n, ...) as stored and targets (n, ...)."""
+    """Examples in memory, on one device: inputs (n, ...) as stored and targets (n, ...).
+
+    A class an example is targets (n,), a token at each of t places (n, t).
+    """
 
     inputs: Tensor
     targets: Tensor

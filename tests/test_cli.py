@@ -278,7 +278,7 @@ def test_where_a_data_set_lies(tmp_path):
 def test_a_data_set_that_is_none(tmp_path):
     for command in ("get", "path"):
         done = invoke("data", command, "mnits", "--data-dir", tmp_path)
-        refused(done, 2, "Did you mean 'mnist'? Known: cifar10, mnist.")
+        refused(done, 2, "Did you mean 'mnist'? Known: cifar10, mnist, shakespeare.")
 
 
 @pytest.mark.parametrize("below", ["file", "file/deeper"])

@@ -175,7 +175,7 @@ def test_the_recorded_command_gives_the_same_config(flags):
     assert again.hash == made.hash
 
 
-@pytest.mark.parametrize("task", ["quadratic", "digits", "mnist", "cifar10"])
+@pytest.mark.parametrize("task", ["quadratic", "digits", "mnist", "cifar10", "shakespeare"])
 def test_the_recorded_command_says_only_what_differs(task):
     (made,) = parse(f"gcbench run --task {task}")
     assert experiment.command(made) == f"gcbench run --task {task} --compressor terngrad"

@@ -253,12 +253,40 @@ def test_without_network_the_message_says_what_to_do(
     assert "Error" not in message
 
 
+def test_a_file_that_is_published_under_another_name(
+    server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = data.SOURCES["shakespeare"]
+    (file,) = real.files
+    assert (real.folder, file.name, file.address("")) == (
+        "text",
+        "tinyshakespeare.txt",
+        "input.txt",
+    )
+    content = b"to be, or not"
+    named = data.File(file.name, len(content), hashlib.sha256(content).hexdigest(), file.published)
+    source = data.Source(real.folder, (named,), (server.url,))
+    monkeypatch.setitem(data.SOURCES, "shakespeare", source)
+    with pytest.raises(
+        GcbenchError, match=r"Download input\.txt as tinyshakespeare\.txt from .*/text"
+    ):
+        data.find("shakespeare")
+    server.files["input.txt"] = content
+    assert bytes(data.shakespeare().tolist()) == content
+    assert server.asked == [("input.txt", None)] * 2
+    assert [path.name for path in (cache / "text").iterdir()] == ["tinyshakespeare.txt"]
+
+
 def test_the_published_addresses() -> None:
     assert data.SOURCES["cifar10"].mirrors == ("https://www.cs.toronto.edu/~kriz/",)
     assert [mirror.split("/")[2] for mirror in data.SOURCES["mnist"].mirrors] == [
         "ossci-datasets.s3.amazonaws.com",
         "storage.googleapis.com",
     ]
+    (text,) = data.SOURCES["shakespeare"].files
+    (mirror,) = data.SOURCES["shakespeare"].mirrors
+    place = "karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+    assert text.address(mirror) == f"https://raw.githubusercontent.com/{place}"
 
 
 def test_server_that_does_not_answer(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +364,9 @@ def test_files_in_a_named_folder_are_checked_and_not_downloaded(
 
 
 def test_unknown_name() -> None:
-    expected = re.escape("unknown data set 'mnits'. Did you mean 'mnist'? Known: cifar10, mnist.")
+    expected = re.escape(
+        "unknown data set 'mnits'. Did you mean 'mnist'? Known: cifar10, mnist, shakespeare."
+    )
     for function in (data.path, data.find, data.get):
         with pytest.raises(UsageError, match=expected):
             function("mnits")
@@ -434,3 +464,8 @@ def test_the_published_files() -> None:
     assert labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
     assert test_labels[:10].tolist() == [7, 2, 1, 0, 4, 1, 4, 9, 5, 9]
     assert images.float().mean().item() / 255 == pytest.approx(0.1307, abs=1e-4)
+
+    text = data.shakespeare(Path(REAL))
+    assert (text.shape, text.dtype) == ((1_115_394,), torch.uint8)
+    assert bytes(text[:14].tolist()) == b"First Citizen:"
+    assert len(text.unique()) == 65

@@ -20,6 +20,7 @@ from gcbench.task import Split, Task
 
 models = importlib.import_module("gcbench.tasks._models")
 cifar10 = importlib.import_module("gcbench.tasks.cifar10")
+shakespeare = importlib.import_module("gcbench.tasks.shakespeare")
 
 KEY = Key(seed=3, step=11, rank=1)
 BUILT_IN = [
@@ -31,6 +32,7 @@ BUILT_IN = [
     ("cifar10", {}),
     ("cifar10", {"network": "resnet20"}),
     ("cifar10", {"network": "resnet32", "augment": False}),
+    ("shakespeare", {"layers": 2, "width": 32}),
 ]
 SHAPES = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
 SETTINGS = {
@@ -44,8 +46,16 @@ def images(n: int, *shape: int, seed: int = 0) -> Tensor:
     return torch.randint(256, (n, *shape), dtype=torch.uint8, generator=generator)
 
 
+def text(n: int, seed: int = 0) -> Tensor:
+    """Return n tokens of noise."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(65, (n,), dtype=torch.uint8, generator=generator)
+
+
 def split_of(task: Task, n: int = 64) -> Split:
     """Return n training examples; of noise where the real ones are not at hand."""
+    if task.name == "shakespeare":
+        return shakespeare.blocks(text(n * task.context + 1), task.context)
     if task.name not in SHAPES:
         return task.load(None)[0]
     return Split(images(n, *SHAPES[task.name]), torch.arange(n) % 10)
@@ -72,7 +82,7 @@ def test_contract(name: str, options: dict[str, Any]) -> None:
     indices = torch.tensor([5, 0, 63, 7])
     batch, again = (task.batch(split, indices, KEY) for _ in range(2))
     torch.testing.assert_close(batch, again, rtol=0, atol=0)
-    assert batch.inputs.dtype == torch.float32
+    assert batch.inputs.dtype in (torch.float32, torch.int64), "numbers, or indices of tokens"
     assert torch.equal(batch.targets, split.targets[indices])
     assert torch.equal(torch.get_rng_state(), before), "the global generator was touched"
 
@@ -166,6 +176,9 @@ def test_vmap_over_workers(name: str, options: dict[str, Any]) -> None:
         ("quadratic", {"condition": 0.5}, "condition 0.5: finite numbers from 1 on are allowed"),
         ("quadratic", {"condition": math.nan}, "condition nan"),
         ("quadratic", {"noise": -1.0}, "noise -1.0: finite numbers from 0 on are allowed"),
+        ("shakespeare", {"layers": 0}, "layers 0: at least 1 is allowed"),
+        ("shakespeare", {"context": 0}, "context 0: at least 1 is allowed"),
+        ("shakespeare", {"width": 130}, "width 130 with heads 4: a multiple of heads is allowed"),
     ],
 )
 def test_bad_options(name: str, options: dict[str, Any], message: str) -> None:
@@ -184,6 +197,13 @@ def test_bad_options(name: str, options: dict[str, Any], message: str) -> None:
         ("cifar10", {}, 1_068_298),
         ("cifar10", {"network": "resnet20"}, 269_722),
         ("cifar10", {"network": "resnet32"}, 464_154),
+        ("shakespeare", {}, 818_176),
+        # Embeddings and logits; a layer's norms, attention and perceptron; the last norm.
+        (
+            "shakespeare",
+            {"layers": 3, "width": 8, "heads": 2, "context": 5},
+            (2 * 65 + 5) * 8 + 3 * (4 * 8 + 4 * 8 * 8 + 4 * 8 + 8 * 8 * 8 + 5 * 8) + 2 * 8,
+        ),
     ],
 )
 def test_number_of_parameters(name: str, options: dict[str, Any], parameters: int) -> None:
@@ -553,3 +573,107 @@ def test_schedules_follow_the_paper() -> None:
     assert (cifarnet["lr"], cifarnet["batch"], cifarnet["ema"]) == (2e-4, 128, 0.9999)
     assert (cifarnet["weight_decay"], cifarnet["decay"]) == (0.004, "loss")
     assert "300,000" in registry.task_class("cifar10").paper_steps
+
+
+# ---- shakespeare ---------------------------------------------------------------------------------
+
+
+def test_shakespeare_blocks_are_the_text_and_its_successors() -> None:
+    split = shakespeare.blocks(torch.arange(3 * 4 + 1, dtype=torch.uint8), 4)
+    assert split.inputs.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert torch.equal(split.targets, split.inputs.long() + 1)
+    assert len(shakespeare.blocks(torch.arange(3 * 4), 4)) == 2, "the last has no successor"
+
+
+def test_shakespeare_tokens_are_places_among_the_characters() -> None:
+    every = torch.tensor(list(shakespeare.CHARACTERS.encode()), dtype=torch.uint8)
+    assert sorted(shakespeare.CHARACTERS) == list(shakespeare.CHARACTERS)
+    assert shakespeare.tokens(every).tolist() == list(range(65))
+    with pytest.raises(ValueError, match="byte 64 at 1: the 65 characters of tinyshakespeare"):
+        shakespeare.tokens(torch.tensor(list(b"A@"), dtype=torch.uint8))
+
+
+def test_shakespeare_splits_are_the_text_in_order_and_share_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    characters = text(1234)
+    written = torch.tensor(list(shakespeare.CHARACTERS.encode()), dtype=torch.uint8)
+    monkeypatch.setattr(shakespeare.data, "shakespeare", lambda _: written[characters.long()])
+    train, test = registry.task("shakespeare", context=10).load(None)
+    # The first 1,111 characters and the last 123: a block in each needs one character more.
+    assert torch.equal(train.inputs.flatten(), characters[:1110])
+    assert torch.equal(train.targets.flatten(), characters[1:1111].long())
+    assert torch.equal(test.inputs.flatten(), characters[1111:1231])
+    assert torch.equal(test.targets.flatten(), characters[1112:1232].long())
+
+
+def test_shakespeare_starts_with_a_uniform_guess() -> None:
+    task = registry.task("shakespeare")
+    batch = task.batch(split_of(task, 8), torch.arange(8), None)
+    outputs = fresh(task)(batch.inputs)
+    assert outputs.shape == (8, 64, 65)
+    loss = task.loss(outputs, batch.targets)
+    # Normalized activations times weights of 0.02: logits with the variance 128 * 0.02^2, of which
+    # noise as target costs half.
+    assert loss.item() == pytest.approx(math.log(65) + 128 * 0.02**2 / 2, abs=0.02)
+    each = F.cross_entropy(outputs.movedim(2, 1), batch.targets, reduction="none")
+    torch.testing.assert_close(loss, each.mean())
+    assert task.correct(outputs, batch.targets) is None
+
+
+def test_shakespeare_initialization_is_gpt2s() -> None:
+    for name, parameter in fresh(registry.task("shakespeare")).named_parameters():
+        if name.endswith("bias"):
+            assert (parameter == 0).all(), name
+        elif "norm" in name:
+            assert (parameter == 1).all(), name
+        else:
+            ends = "attended" in name or "contract" in name
+            std = 0.02 / math.sqrt(8) if ends else 0.02
+            # A sample's deviation has a relative deviation of 1 / sqrt(2 n).
+            n = parameter.numel()
+            assert parameter.std().item() == pytest.approx(std, rel=5 / math.sqrt(2 * n)), name
+
+
+def test_shakespeare_sees_all_earlier_characters_and_no_later_one() -> None:
+    task = registry.task("shakespeare", layers=2, width=32, context=12)
+    model, context = fresh(task).double(), text(12).long()[None]
+    logits = model(context)
+    for place in range(12):
+        other = context.clone()
+        other[0, place] = (other[0, place] + 1) % 65
+        changed = (model(other) - logits).abs().amax(-1)[0]
+        assert (changed[:place] == 0).all()
+        assert (changed[place:] > 1e-9).all()
+    short = model(context[:, :7])
+    torch.testing.assert_close(short, logits[:, :7])
+
+
+def test_shakespeare_attention_is_softmax_of_scaled_products() -> None:
+    layer = shakespeare.Layer(width=6, heads=2).double()
+    x = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mixed = []
+    weight, bias = layer.attend.weight, layer.attend.bias
+    for head in range(2):
+        rows = [slice(6 * part + 3 * head, 6 * part + 3 * head + 3) for part in range(3)]
+        q, k, v = (layer.norm1(x) @ weight[some].T + bias[some] for some in rows)
+        scores = (q @ k.T / math.sqrt(3)).masked_fill(torch.ones(5, 5).triu(1) > 0, -math.inf)
+        mixed.append(scores.softmax(-1) @ v)
+    y = x + layer.attended(torch.cat(mixed, -1))
+    z = y + layer.contract(F.gelu(layer.expand(layer.norm2(y)), approximate="tanh"))
+    torch.testing.assert_close(layer(x[None])[0], z)
+
+
+def test_shakespeare_learns_which_character_follows() -> None:
+    """A text that counts through the characters is learnt in some steps of a small network."""
+    task = registry.task("shakespeare", layers=2, width=64, context=16)
+    split = shakespeare.blocks(torch.arange(20_000) % 65, task.context)
+    model = fresh(task)
+    optimizer = torch.optim.Adam(model.parameters(), task.defaults()["lr"])
+    for step in range(40):
+        batch = task.batch(split, torch.arange(16) + 16 * step, Key(0, step, 0))
+        optimizer.zero_grad()
+        task.loss(model(batch.inputs), batch.targets).backward()
+        optimizer.step()
+    batch = task.batch(split, torch.arange(1200, 1240), None)
+    assert task.loss(model(batch.inputs), batch.targets) < 0.5

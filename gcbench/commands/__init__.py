@@ -47,7 +47,7 @@ DataDir = Annotated[
     Path | None,
     typer.Option(
         envvar="GCBENCH_DATA",
-        help="Folder with cifar-10-batches-bin/ and mnist/; without it the download cache serves.",
+        help="Folder with cifar-10-batches-bin/, mnist/ or text/; without it the cache serves.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]

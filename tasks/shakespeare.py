@@ -1,0 +1,178 @@
+"""Shakespeare by characters, with a small transformer: the language model among the tasks.
+
+Data: tinyshakespeare, 1,115,394 characters, 65 different ones, which are the tokens. The last tenth
+of the text is the test split, the rest is trained on. An example is a block of `context` characters
+and, as targets, their successors. Blocks are fixed and do not overlap, so that any choice of rows
+is a split again; what is left over at the end of a split, less than a block, is not used.
+Network: a decoder-only transformer as GPT-2, pre-norm: learned positions; in each layer causal
+attention and then a perceptron of 4 width units with GELU (its tanh form), each behind a layer norm
+and added to its input; a last layer norm; an output matrix of its own, not tied to the embedding,
+without bias. No dropout. With 4 layers of width 128, 4 heads and 64 characters of context: 818,176
+parameters. Weights are drawn from N(0, 0.02^2), those of the matrices that end in the residual sum
+with 0.02 / sqrt(2 layers); biases 0.
+Recipe, ours: batch 32 (2,048 characters) over all workers, 1,000 steps of Adam, lr 0.002 decaying
+linearly to 0, no weight decay. The rate was chosen on the last tenth of the training text, without
+compression, one seed, 4 workers and 400 steps: 2.245 nats with 0.001, 2.178 with 0.002, 2.464 with
+0.004.
+Metric: cross-entropy in nats a character, the mean over all characters; there is no accuracy. A
+uniform guess has ln 65 = 4.174.
+Source: Karpathy's char-rnn (the text) and Radford et al. 2019 (network and initialization; their
+code draws positions with 0.01, we with 0.02 like the rest).
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gcbench import data
+from gcbench.compressor import Key
+from gcbench.task import Batch, Split, Task
+
+CHARACTERS = "\n !$&',-.3:;?" + string.ascii_uppercase + string.ascii_lowercase
+"""The characters of the text in the order of their codes; a token is a place in this order."""
+
+
+def tokens(text: Tensor) -> Tensor:
+    """Return the tokens, uint8 (n,), of a text in bytes, uint8 (n,).
+
+    Raises:
+        ValueError: the text has a character that is not one of `CHARACTERS`.
+    """
+    table = torch.full((256,), 255, dtype=torch.uint8)
+    table[torch.tensor([ord(character) for character in CHARACTERS])] = torch.arange(
+        len(CHARACTERS), dtype=torch.uint8
+    )
+    found = table[text.long()]
+    if (strange := found == 255).any():
+        place = int(strange.nonzero()[0])
+        raise ValueError(
+            f"byte {int(text[place])} at {place:,}: the {len(CHARACTERS)} characters of "
+            "tinyshakespeare are allowed"
+        )
+    return found
+
+
+def blocks(text: Tensor, context: int) -> Split:
+    """Cut tokens, (n,), into blocks: inputs uint8 and targets int64, ((n - 1) // context, context).
+
+    The targets are the inputs' successors, so a block needs one character beyond its end.
+    """
+    rows = (len(text) - 1) // context
+    inputs, targets = text[: rows * context], text[1 : rows * context + 1]
+    return Split(inputs.view(rows, context), targets.view(rows, context).long())
+
+
+class Layer(nn.Module):
+    """One pre-norm layer: x + attention(norm(x)), then x + perceptron(norm(x))."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.attend = nn.Linear(width, 3 * width)
+        self.attended = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.expand = nn.Linear(width, 4 * width)
+        self.contract = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output for float32 (b, t, width), of the same shape."""
+        # (b, t, 3 width) -> three times (b, heads, t, width / heads)
+        queries, keys, values = (
+            part.unflatten(-1, (self.heads, -1)).transpose(-2, -3)
+            for part in self.attend(self.norm1(x)).chunk(3, -1)
+        )
+        # In plain operations: torch's fused attention on a CPU cannot be vectorized over workers.
+        scores = queries @ keys.transpose(-1, -2) / queries.shape[-1] ** 0.5
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+        mixed = scores.masked_fill(later, float("-inf")).softmax(-1) @ values
+        x = x + self.attended(mixed.transpose(-2, -3).flatten(-2))
+        out: Tensor = x + self.contract(F.gelu(self.expand(self.norm2(x)), approximate="tanh"))
+        return out
+
+
+class Transformer(nn.Module):
+    """Tokens, int64 (b, t) with t <= context, -> logits of each one's successor, (b, t, 65)."""
+
+    def __init__(self, layers: int, width: int, heads: int, context: int) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(len(CHARACTERS), width)
+        self.positions = nn.Embedding(context, width)
+        self.layers = nn.Sequential(*(Layer(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.logits = nn.Linear(width, len(CHARACTERS), bias=False)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                ends = name.endswith(("attended", "contract"))
+                nn.init.normal_(module.weight, std=0.02 / (2 * layers) ** 0.5 if ends else 0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits, (b, t, 65); none depends on a later character."""
+        places = self.positions.weight[: x.shape[-1]]
+        logits: Tensor = self.logits(self.norm(self.layers(self.characters(x) + places)))
+        return logits
+
+
+@dataclass(frozen=True)
+class Shakespeare(Task):
+    """Predict the next character of Shakespeare's plays."""
+
+    layers: int = 4
+    width: int = 128  # of the residual stream
+    heads: int = 4  # of attention in a layer; they share the width
+    context: int = 64  # characters of a block
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "width", "heads", "context"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} {value}: at least 1 is allowed")
+        if self.width % self.heads:
+            raise ValueError(
+                f"width {self.width} with heads {self.heads}: a multiple of heads is allowed"
+            )
+
+    def defaults(self) -> Mapping[str, Any]:
+        """Return our recipe; there is no published one for this size."""
+        return {
+            "batch": 32,
+            "steps": 1000,
+            "optimizer": "adam",
+            "lr": 2e-3,
+            "weight_decay": 0.0,
+            "schedule": "poly",
+            "schedule_power": 1.0,
+            "ema": 0.0,
+            "eval_every": 250,
+        }
+
+    def load(self, data_dir: Path | None) -> tuple[Split, Split]:
+        """Return the splits: inputs uint8 and targets int64, both (n, context)."""
+        text = tokens(data.shakespeare(data_dir))
+        end = len(text) - len(text) // 10
+        return blocks(text[:end], self.context), blocks(text[end:], self.context)
+
+    def model(self) -> nn.Module:
+        """Return the transformer, freshly initialized."""
+        return Transformer(self.layers, self.width, self.heads, self.context)
+
+    def batch(self, split: Split, indices: Tensor, key: Key | None) -> Batch:
+        """Return the blocks at `indices` as tokens, int64 (b, context); nothing is augmented."""
+        return Batch(split.inputs[indices].long(), split.targets[indices])
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy over all characters of all blocks, in nats."""
+        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+    def correct(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Return None: the loss is what language models are compared by."""
+        return None
