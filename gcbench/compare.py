@@ -617,7 +617,7 @@ def _beats(one: Row, other: Row, level: float) -> bool | None:
     return middle > half
 
 
-# ---- what a command asks for -----------------------------------------------------------------------
+# ---- what a command asks for --------------------------------------------------------------------
 
 
 class Asked(NamedTuple):

@@ -1,4 +1,4 @@
-"""The picture of a suite with tiers: accuracy against bytes, an interval and a name at each point."""
+"""The picture of a suite with tiers: accuracy against bytes, with intervals and names."""
 
 from __future__ import annotations
 

@@ -394,7 +394,14 @@ def test_run_and_compare_a_suite_for_real(own, tmp_path):
 def test_list_suites():
     rows = {one["name"]: one for one in invoke("list", "suites", "--json").json}
     assert list(rows) == [
-        *("fft-table2", "main", "terngrad-ablation", "terngrad-figure3", "terngrad-table1"),
+        *(
+            "fft-table2",
+            "main",
+            "main-language",
+            "terngrad-ablation",
+            "terngrad-figure3",
+            "terngrad-table1",
+        ),
     ]
     table = rows["terngrad-table1"]
     assert (table["runs"], table["steps"], table["paper_steps"]) == (
