@@ -317,10 +317,11 @@ def compare(
         beside = published.beside(suites.load(name), runs) if name else None
         if beside is not None:
             runs = beside.runs
-            say(f"suite {beside.suite.name}: {beside.suite.title}")
+            if suite is None:
+                say(f"suite {beside.suite.name}: {beside.suite.title}")
         elif not trials:
             runs = finished.without_trials(runs)
-        rows = comparing.chosen(runs, asked, tuned=beside is not None and bool(beside.choices))
+        rows = comparing.chosen(runs, asked, beside.suite.choices if beside else frozenset())
         if beside is not None:
             rows = beside.rows(rows)
         print(comparing.told(rows, asked))

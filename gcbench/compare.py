@@ -630,14 +630,13 @@ class Asked(NamedTuple):
     format: str
 
 
-def chosen(runs: Sequence[Run], asked: Asked, *, tuned: bool) -> list[Row]:
-    """Return the rows that were asked for; `tuned`: each method chose its own rate.
+def chosen(runs: Sequence[Run], asked: Asked, own: frozenset[str] = frozenset()) -> list[Row]:
+    """Return the rows that were asked for; `own` as for `rows`.
 
     Raises:
         UsageError: no row has all that was asked for, or see `where`, `level` and `rows`.
     """
     runs, meets = where(runs, asked.conditions)
-    own = TUNED_KEYS if tuned else frozenset()
     found = list(filter(meets, rows(runs, level(asked.target, runs), own)))
     if not found:
         words = (f"{key}={','.join(values)}" for key, values in asked.conditions.items())

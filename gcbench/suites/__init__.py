@@ -22,6 +22,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from gcbench import grid, registry, schedule
+from gcbench.compare import TUNED_KEYS
 from gcbench.errors import UsageError, unknown
 from gcbench.experiment import SET_FLAGS, Config
 from gcbench.finished import canonical, text
@@ -160,6 +161,7 @@ class Suite(BaseModel):
     version: Annotated[int, Field(ge=1)] = 1  # counts definitions that gave other results
     paper_steps: Steps | None = None
     tune: Tune | None = None
+    own: list[str] = []  # settings in which an entry may differ from its baseline
     tiers: dict[str, tuple[float, float]] = {}  # from and to which bits an element on the way up
     config: dict[str, Any] = {}
     entries: list[Entry] = Field(min_length=1)
@@ -168,6 +170,11 @@ class Suite(BaseModel):
     def paper(self) -> str:
         """The paper, and where in it."""
         return f"{self.source}, {self.place}"
+
+    @property
+    def choices(self) -> frozenset[str]:
+        """The settings that an entry chooses for itself: its baseline may have others."""
+        return frozenset(self.own) | (TUNED_KEYS if self.tune else frozenset())
 
     @property
     def asked(self) -> str:
