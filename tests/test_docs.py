@@ -82,10 +82,6 @@ def test_the_table_of_kernels_is_what_was_saved():
         assert told == times
 
 
-def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
-
-
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "results/README.md"])
 def test_files_that_documents_name_exist(name):
     """Every path in backticks or in a link that looks like one of ours is there."""
