@@ -27,9 +27,10 @@ from gcbench.schema import ADDED, SCHEMA
 from gcbench.store import Run
 from gcbench.task import Task
 
-Positive = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[int, Field(ge=0)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[int, Field(ge=1, strict=True)]  # strict: neither true nor "8"
+NotNegative = Annotated[int, Field(ge=0, strict=True)]
+Finite = Annotated[float, Field(allow_inf_nan=False, strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
 
 
 class Config(BaseModel):
@@ -50,21 +51,23 @@ class Config(BaseModel):
     memory: str = "none"
     memory_options: dict[str, Any] = {}
     start_step: NotNegative = 0  # steps before it are exchanged in fp32
-    delay: Annotated[int, Field(ge=0, le=1)] = 0  # steps by which a mean is applied late
+    delay: Annotated[int, Field(ge=0, le=1, strict=True)] = (
+        0  # steps by which a mean is applied late
+    )
     rebroadcast_every: NotNegative = 0  # steps between broadcasts of worker 0's parameters
-    dense_last: bool = False
+    dense_last: Flag = False
     dense_below: NotNegative = 0
     gradients: Literal["loop", "batched"] = "loop"
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
     holdout: NotNegative = 0  # training examples kept for validation, the same for every seed
-    test: bool = True  # False: only the validation examples judge the run
+    test: Flag = True  # False: only the validation examples judge the run
     task_version: Positive = 1  # of the task's definition (`Task.version`)
     steps: Positive
     batch: Positive
     optimizer: Literal["sgd", "adam"] = "sgd"
     lr: Annotated[Finite, Field(gt=0)]
     momentum: Annotated[Finite, Field(ge=0, lt=1)] = 0.0
-    nesterov: bool = False
+    nesterov: Flag = False
     betas: tuple[Annotated[Finite, Field(ge=0, lt=1)], Annotated[Finite, Field(ge=0, lt=1)]] = (
         0.9,
         0.999,

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -24,14 +24,33 @@ NESTED = ("options", "task_options", "memory_options")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1, but 2e-4 is a number, as everywhere else."""
+    """YAML with the words of its version 1.2: `yes` and `010` are text, 2e-4 is a number.
+
+    In PyYAML's version 1.1 `yes` is true, `010` is eight and 1:30 is ninety.
+    """
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return a mapping; YAMLError where a key comes twice."""
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.YAMLError(f"the key {key.value!r} comes twice{key.start_mark}")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
-    [*"-+0123456789"],
-)
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
+    ("int", r"[-+]?(0|[1-9][0-9]*)", [*"-+0123456789"]),
+    ("float", r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?", [*"-+.0123456789"]),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", [*"-+."]),
+):
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first
+    )
 
 
 def _scalar(text: str) -> Any:
@@ -43,12 +62,19 @@ def _scalar(text: str) -> Any:
 
 
 def value(text: str) -> Any:
-    """Return the value of a flag: a scalar, a schedule, or a list for a grid at its commas."""
+    """Return the value of a flag: a scalar, a schedule, or a list for a grid at its commas.
+
+    Raises:
+        UsageError: a schedule has a step twice.
+    """
     if "," in text:
         return [value(part.strip()) for part in text.split(",")]
     stages = [_STAGE.fullmatch(part.strip()) for part in text.split("/")]
     if all(stages):
-        return {int(stage[1]): _scalar(stage[2]) for stage in stages if stage}
+        found = {int(stage[1]): _scalar(stage[2]) for stage in stages if stage}
+        if len(found) < len(stages):
+            raise UsageError(f"{text}: a step comes twice; give each stage a step of its own")
+        return found
     if "/" in text and all(part.strip() for part in text.split("/")):
         parts = [_scalar(part) for part in text.split("/")]
         if all(isinstance(part, int | float) for part in parts):

@@ -59,6 +59,43 @@ def test_values_of_flags(text, value):
     assert type(found) is type(value)
 
 
+@pytest.mark.parametrize(
+    ("word", "read"),
+    [("yes", "yes"), ("off", "off"), ("010", "010"), ("0x10", "0x10"), ("1_000", "1_000")],
+)
+def test_words_of_old_yaml_are_text(word, read, tmp_path):
+    assert grid.value(word) == read
+    (tmp_path / "c.yaml").write_text(f"lr: {word}\n")
+    assert grid.read(tmp_path / "c.yaml") == {"lr": read}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--workers yes",
+        "--workers true",
+        "--workers 010",
+        "--lr true",
+        "--seed 1.0",
+        "--set clip=0:1.0/0:2.0",
+    ],
+)
+def test_misreadings_are_refused(words):
+    with pytest.raises(UsageError):
+        parse(f"gcbench run {words}")
+
+
+def test_a_suite_needs_a_name():
+    with pytest.raises(UsageError, match="--suite: a name expected"):
+        parse("gcbench run --suite ''")
+
+
+def test_a_key_of_a_file_comes_once(tmp_path):
+    (tmp_path / "c.yaml").write_text("lr: 0.1\noptions: {clip: 1.0, clip: 2.0}\n")
+    with pytest.raises(UsageError, match="the key 'clip' comes twice"):
+        grid.read(tmp_path / "c.yaml")
+
+
 def test_false_is_no_true_word():
     (made,) = parse("gcbench run --set share=False")
     assert made.make_compressor().share is False
@@ -246,7 +283,7 @@ BAD = {
     "--steps 0": "steps=0",
     "--seed -1": "seed=-1",
     "--seed 0,,1": "seed=None",
-    "--lr nan": "lr='nan': input should be a finite number",
+    "--lr nan": "lr='nan': input should be a valid number",
     "--lr .inf": "lr=inf: input should be a finite number",
     "--lr 0": "lr=0: input should be greater than 0",
     "--lr fast": "lr='fast': input should be a valid number",

@@ -401,6 +401,8 @@ def load(name: str) -> Suite:
     Raises:
         UsageError: an unknown name; a file that is missing or wrong.
     """
+    if not name:
+        raise UsageError(f"--suite: a name expected ({', '.join(names())}), or a file")
     is_path = name.endswith((".yaml", ".yml")) or "/" in name
     if not is_path and name not in names():
         raise unknown("suite", name, names(), "A file is named by its path: my.yaml.")
