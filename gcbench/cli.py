@@ -114,7 +114,7 @@ def run(
         S, _opt("Steps between broadcasts of worker 0's parameters; default 0: none.", RUN)
     ] = None,
     dense_last: Annotated[
-        bool | None, _opt("Keep the last (classifier) layer dense; default no.", RUN)
+        bool | None, _opt("Keep the last (classifier) layer dense; default the task's.", RUN)
     ] = None,
     dense_below: Annotated[
         S, _opt("Keep tensors below this many elements dense; default 0.", RUN)

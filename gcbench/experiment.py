@@ -282,7 +282,7 @@ def versions() -> dict[str, str]:
     import torch
 
     found = {"python": platform.python_version()}
-    for package in ("gcbench", "torch", "numpy", "scikit-learn"):
+    for package in ("gcbench", "torch", "numpy", "scikit-learn", "pillow"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -48,8 +48,9 @@ class Sink(ABC):
     def record(self, record: Mapping[str, Any]) -> None:
         """Take a line of `metrics.jsonl`; on return it is where the end of this process finds it.
 
-        The columns are `schema.METRIC_COLUMNS`, those that `kind` does not have left out; None is a
-        number that was not finite, or an accuracy that the task does not have.
+        The columns are `schema.METRIC_COLUMNS`, those that `kind` does not have left out, and in an
+        evaluation the `test_NAME` of the task's own metrics; None is a number that was not finite,
+        or an accuracy that the task does not have.
         """
 
     def close(self) -> None:  # noqa: B027  (most sinks need nothing)
@@ -202,7 +203,12 @@ class TensorBoard(Sink):
     def record(self, record: Mapping[str, Any]) -> None:
         """Write the record's scalars; a loss that is not finite is NaN."""
         when = self.started + record["seconds"]
-        for column, tag in self.TAGS[record["kind"]].items():
+        tags = dict(self.TAGS[record["kind"]])
+        for column in record:  # a task's own metrics
+            split, _, metric = column.partition("_")
+            if split in ("test", "validation"):
+                tags.setdefault(column, f"{metric}/{split}")
+        for column, tag in tags.items():
             value = record.get(column)
             if value is None and (column not in record or column.endswith("accuracy")):
                 continue  # of another split, or the task has none

@@ -197,8 +197,9 @@ class Run:
 
         records = self.records()
         types = {"kind": pa.string(), "step": pa.int64()}
-        schema = pa.schema([(name, types.get(name, pa.float64())) for name in METRIC_COLUMNS])
-        columns = {name: [record.get(name) for record in records] for name in METRIC_COLUMNS}
+        names = dict.fromkeys((*METRIC_COLUMNS, *(name for record in records for name in record)))
+        schema = pa.schema([(name, types.get(name, pa.float64())) for name in names])
+        columns = {name: [record.get(name) for record in records] for name in names}
         buffer = io.BytesIO()
         pq.write_table(pa.table(columns, schema=schema), buffer)
         write_atomically(self.folder / "metrics.parquet", buffer.getvalue())

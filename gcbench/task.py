@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
+from gcbench import ops, streams
 from gcbench.compressor import Key
 
 
@@ -23,9 +24,11 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """Examples in memory, on one device: inputs (n, ...) as stored and targets (n, ...).
+    """Examples on one device: inputs (n, ...) as stored and targets (n, ...).
 
-    A class an example is targets (n,), a token at each of t places (n, t).
+    A class an example is targets (n,), a token at each of t places (n, t). A task whose examples do
+    not fit in memory derives from it: `inputs` then say where each example is, and `Task.batch`
+    reads it.
     """
 
     inputs: Tensor
@@ -34,13 +37,50 @@ class Split:
     def __len__(self) -> int:
         return len(self.targets)
 
-    def select(self, indices: Tensor) -> Split:
-        """Return the split of the examples at `indices`, int64 of shape (m,), in that order."""
-        return Split(self.inputs[indices], self.targets[indices])
-
-    def to(self, device: torch.device) -> Split:
+    def to(self, device: torch.device) -> Self:
         """Return the split on `device`."""
-        return Split(self.inputs.to(device), self.targets.to(device))
+        return replace(self, inputs=self.inputs.to(device), targets=self.targets.to(device))
+
+    def select(self, indices: Tensor) -> Self:
+        """Return the split of the examples at `indices`, int64 (m,), in that order."""
+        return replace(self, inputs=self.inputs[indices], targets=self.targets[indices])
+
+
+class Dropout(nn.Module):
+    """Dropout with masks from a `Key`: the same in every engine and after a resume.
+
+    In training an element is zero with probability `rate` and else divided by 1 - `rate`; in
+    evaluation nothing changes. The trainer sets `key` before each forward pass. torch's own dropout
+    draws from one generator for the whole process, in the order in which the workers come.
+    """
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        if not 0 <= rate < 1:
+            raise ValueError(f"dropout {rate}: from 0 to below 1 is allowed")
+        self.rate = rate
+        self.key: Key | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x`, a float tensor of any shape, with elements dropped.
+
+        Raises:
+            RuntimeError: in training, and no key was set.
+        """
+        if not self.training or self.rate == 0:
+            return x
+        if self.key is None:
+            raise RuntimeError("Dropout has no key: call gcbench.task.set_dropout_key before")
+        kept = ops.uniform(self.key, x.numel(), x.device).view(x.shape) >= self.rate
+        return x * (kept.to(x.dtype) / (1 - self.rate))
+
+
+def set_dropout_key(model: nn.Module, key: Key) -> None:
+    """Give each `Dropout` of a model its own draws out of those of `key`: seed, step and rank."""
+    layers = (module for module in model.modules() if isinstance(module, Dropout))
+    for place, layer in enumerate(layers):
+        # Far beyond the elements of any activation, so that no two layers share a draw.
+        layer.key = key._replace(stream=streams.DROPOUT, offset=place << 40)
 
 
 class Task(ABC):
@@ -59,6 +99,8 @@ class Task(ABC):
     """
     paper_steps: ClassVar[str] = ""
     """The budget of the source in words, where the default one is shorter."""
+    evaluation_batch: ClassVar[int] = 500
+    """Examples of the test split that are evaluated at a time."""
 
     @abstractmethod
     def defaults(self) -> Mapping[str, Any]:
@@ -83,6 +125,10 @@ class Task(ABC):
     def model(self) -> nn.Module:
         """Return a fresh model, initialized from torch's current CPU generator."""
 
+    def model_for(self, train: Split) -> nn.Module:
+        """Return a fresh model that fits the data; `model()` where it does not depend on them."""
+        return self.model()
+
     @abstractmethod
     def batch(self, split: Split, indices: Tensor, key: Key | None) -> Batch:
         """Return the examples at `indices`, shape (b,), prepared on the split's device.
@@ -97,6 +143,13 @@ class Task(ABC):
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
         """Return a boolean tensor (b,): which examples are right; None where that means nothing."""
         return outputs.argmax(1) == targets
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
+        """Return further figures of each example, boolean or float (b,), by name; none by default.
+
+        Their means are recorded as `test_NAME`, or `validation_NAME`.
+        """
+        return {}
 
     def decayed(self, parameter: str) -> bool:
         """Return whether weight decay applies to the parameter of this name; to all by default."""

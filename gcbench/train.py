@@ -28,10 +28,9 @@ from gcbench.exchange import Exchange, Lane, dense_tensors
 from gcbench.experiment import Config
 from gcbench.schema import PHASES, SCHEMA
 from gcbench.store import Run
-from gcbench.task import Split, Task
+from gcbench.task import Dropout, Split, Task, set_dropout_key
 from gcbench.world import World
 
-EVALUATION_BATCH = 500
 THREADS_FROM = 1 << 17
 """Parameters from which simulated workers run on threads; below, the interpreter is the limit."""
 AGREE_EVERY = 10
@@ -111,6 +110,21 @@ def _permutation(key: Key, n: int) -> Tensor:
     return torch.argsort(draws[:n] << 24 | draws[n:], stable=True)
 
 
+def _check_randomness(model: nn.Module, gradients: str) -> None:
+    """Raise UsageError for dropout whose masks would depend on the engine, or on nothing."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
+            raise UsageError(
+                f"{name} of the model is torch's {type(module).__name__}, whose masks depend on the "
+                "engine and are others after a resume; use gcbench.task.Dropout"
+            )
+        if isinstance(module, Dropout) and module.rate and gradients == "batched":
+            raise UsageError(
+                "gradients=batched has one pass and so one mask for all workers; "
+                "use gradients=loop for a model with dropout"
+            )
+
+
 class Trainer:
     """One run: the state of its local workers, and a step."""
 
@@ -130,7 +144,7 @@ class Trainer:
             self.validation = self.validation.to(self.device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            self.model = self.task.model().to(self.device)
+            self.model = self.task.model_for(train).to(self.device)
         self.replicas = [
             _share_parameters(copy.deepcopy(self.model), self.model) for _ in world.ranks
         ]
@@ -139,6 +153,7 @@ class Trainer:
                 "gradients=batched cannot keep each worker's batch-norm statistics apart; "
                 "use gradients=loop for this model"
             )
+        _check_randomness(self.model, config.gradients)
         self._lay_out()
         self.recorder = self._recorder()
         world.inline = self.total < THREADS_FROM
@@ -240,9 +255,12 @@ class Trainer:
         start = place * batch + rank * share
         return self._order[1][start : start + share]
 
+    def _key(self, rank: int) -> Key:
+        """Return the address of the random numbers of one worker's examples at this step."""
+        return Key(self.config.seed, self.step, rank, 0, streams.AUGMENT)
+
     def _batch(self, rank: int) -> tuple[Tensor, Tensor]:
-        key = Key(self.config.seed, self.step, rank, 0, streams.AUGMENT)
-        return self.task.batch(self.train, self._indices(rank), key)
+        return self.task.batch(self.train, self._indices(rank), self._key(rank))
 
     def finish_bucket(self, gradients: list[Tensor]) -> Tensor:
         """Return the flat gradient with the loss's L2 term, float32, shape (total,)."""
@@ -258,7 +276,9 @@ class Trainer:
     def _gradient(self, rank: int) -> tuple[Tensor, float]:
         """Return one worker's bucket and loss: the definition, computed by itself."""
         inputs, targets = self._batch(rank)
-        outputs = self.replicas[rank - self.world.ranks[0]](inputs)
+        replica = self.replicas[rank - self.world.ranks[0]]
+        set_dropout_key(replica, self._key(rank))
+        outputs = replica(inputs)
         loss = self.task.loss(outputs, targets)
         gradients = torch.autograd.grad(loss, self.parameters)
         return self.finish_bucket(list(gradients)), float(loss.detach())
@@ -422,16 +442,18 @@ class Trainer:
         return found
 
     def _judge(self, split: Split, name: str) -> dict[str, float | None]:
-        """Return `<name>_accuracy`, None for a task without one, and `<name>_loss`."""
+        """Return `<name>_accuracy` (None for a task without one), `<name>_loss`, task's metrics."""
         model = copy.deepcopy(self.replicas[0]).eval()
         if self.ema:
             averages = dict(zip(self.names, self.ema, strict=True))
             for own, parameter in model.named_parameters():
                 parameter.data = averages[own]
         right, loss, judged = 0, 0.0, True
+        further: dict[str, float] = {}
+        size = self.task.evaluation_batch
         with torch.no_grad():
-            for start in range(0, len(split), EVALUATION_BATCH):
-                stop = min(start + EVALUATION_BATCH, len(split))
+            for start in range(0, len(split), size):
+                stop = min(start + size, len(split))
                 indices = torch.arange(start, stop, device=self.device)
                 inputs, targets = self.task.batch(split, indices, None)
                 outputs = model(inputs)
@@ -439,9 +461,12 @@ class Trainer:
                 correct = self.task.correct(outputs, targets)
                 judged = judged and correct is not None
                 right += int(correct.sum()) if correct is not None else 0
+                for metric, values in self.task.metrics(outputs, targets).items():
+                    further[metric] = further.get(metric, 0.0) + float(values.sum())
         return {
             f"{name}_accuracy": right / len(split) if judged else None,
             f"{name}_loss": experiment.finite(loss / len(split)),
+            **{f"{name}_{k}": experiment.finite(v / len(split)) for k, v in further.items()},
         }
 
     # -- the run -----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ def check_network(name: str, known: Iterable[str]) -> None:
         raise ValueError(str(unknown("network", name, names)))
 
 
-def _truncated(layer: nn.Conv2d | nn.Linear, std: float, bias: float = 0.0) -> None:
+def truncated(layer: nn.Conv2d | nn.Linear, std: float, bias: float = 0.0) -> None:
     """Initialize as TensorFlow's truncated normal does: N(0, std^2) drawn again beyond 2 std."""
     nn.init.trunc_normal_(layer.weight, std=std, a=-2 * std, b=2 * std)
     if layer.bias is not None:
@@ -26,26 +26,26 @@ def _truncated(layer: nn.Conv2d | nn.Linear, std: float, bias: float = 0.0) -> N
 
 
 class LocalResponseNorm(nn.Module):
-    """x_c (1 + alpha / size sum_{|c - c'| <= size // 2} x_c'^2)^(-3/4) over `channels` channels.
+    """x_c (k + alpha / size sum_{|c - c'| <= size // 2} x_c'^2)^(-3/4) over `channels` channels.
 
-    The same function as torch's `nn.LocalResponseNorm(size, alpha, beta=0.75, k=1)` (TensorFlow's
-    `alpha` is `alpha / size` here). The window sum is a product with a banded matrix, which costs
+    The same function as torch's `nn.LocalResponseNorm(size, alpha, beta=0.75, k=k)` (TensorFlow's
+    `alpha` is `alpha / size` here, its `bias` is k). The window sum is a product with a banded matrix, which costs
     a quarter of torch's padded three-dimensional pooling on a CPU.
     """
 
     band: Tensor
-    one: Tensor
+    k: Tensor
 
-    def __init__(self, channels: int, size: int, alpha: float) -> None:
+    def __init__(self, channels: int, size: int, alpha: float, k: float = 1.0) -> None:
         super().__init__()
         index = torch.arange(channels)
         band = ((index[:, None] - index).abs() <= size // 2).float().mul_(alpha / size)
         self.register_buffer("band", band[:, :, None, None], persistent=False)
-        self.register_buffer("one", torch.ones(channels), persistent=False)
+        self.register_buffer("k", torch.full((channels,), k), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalized activations; `x` and the result are float32 (b, channels, h, w)."""
-        root = F.conv2d(x * x, self.band, self.one).rsqrt()
+        root = F.conv2d(x * x, self.band, self.k).rsqrt()
         return x * (root * root.sqrt())
 
 
@@ -69,11 +69,11 @@ class CifarNet(nn.Module):
         self.fc3 = nn.Linear(64 * 6 * 6, 384)
         self.fc4 = nn.Linear(384, 192)
         self.logits = nn.Linear(192, 10)
-        _truncated(self.conv1, 0.05)
-        _truncated(self.conv2, 0.05, bias=0.1)
-        _truncated(self.fc3, 0.04, bias=0.1)
-        _truncated(self.fc4, 0.04, bias=0.1)
-        _truncated(self.logits, 1 / 192)
+        truncated(self.conv1, 0.05)
+        truncated(self.conv2, 0.05, bias=0.1)
+        truncated(self.fc3, 0.04, bias=0.1)
+        truncated(self.fc4, 0.04, bias=0.1)
+        truncated(self.logits, 1 / 192)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits, (b, 10)."""
@@ -94,10 +94,10 @@ class LeNet(nn.Module):
         self.conv2 = nn.Conv2d(20, 50, 5, padding=2)
         self.fc3 = nn.Linear(50 * 7 * 7, 500)
         self.logits = nn.Linear(500, 10)
-        _truncated(self.conv1, 0.05)
-        _truncated(self.conv2, 0.05)
-        _truncated(self.fc3, 0.048)
-        _truncated(self.logits, 0.0767)
+        truncated(self.conv1, 0.05)
+        truncated(self.conv2, 0.05)
+        truncated(self.fc3, 0.048)
+        truncated(self.logits, 0.0767)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits, (b, 10)."""
