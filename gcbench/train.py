@@ -115,8 +115,8 @@ def _check_randomness(model: nn.Module, gradients: str) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
             raise UsageError(
-                f"{name} of the model is torch's {type(module).__name__}, whose masks depend on the "
-                "engine and are others after a resume; use gcbench.task.Dropout"
+                f"{name} of the model is torch's {type(module).__name__}, whose masks depend on "
+                "the engine and are others after a resume; use gcbench.task.Dropout"
             )
         if isinstance(module, Dropout) and module.rate and gradients == "batched":
             raise UsageError(

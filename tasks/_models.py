@@ -29,8 +29,8 @@ class LocalResponseNorm(nn.Module):
     """x_c (k + alpha / size sum_{|c - c'| <= size // 2} x_c'^2)^(-3/4) over `channels` channels.
 
     The same function as torch's `nn.LocalResponseNorm(size, alpha, beta=0.75, k=k)` (TensorFlow's
-    `alpha` is `alpha / size` here, its `bias` is k). The window sum is a product with a banded matrix, which costs
-    a quarter of torch's padded three-dimensional pooling on a CPU.
+    `alpha` is `alpha / size` here, its `bias` is k). The window sum is a product with a banded
+    matrix, which costs a quarter of torch's padded three-dimensional pooling on a CPU.
     """
 
     band: Tensor
