@@ -303,6 +303,8 @@ class Row:
             "suite": self.published.suite,
             "published": self.published.accuracy,
             "published_difference": self.beyond_published,
+            "test_top5": self.average("test_top5"),
+            "published_top5": self.published.top5,
             "published_steps": self.published.steps,
             "published_source": self.published.source,
         }

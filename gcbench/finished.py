@@ -64,6 +64,7 @@ class Summary(BaseModel):
     validation_accuracy: float | None = None
     validation_loss: float | None = None
     failed: Failure | None = None
+    test_top5: float | None = None
     train_loss: float | None = None
     params: int | None = None
     payload_bytes_up: float = Field(ge=0)

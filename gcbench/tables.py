@@ -8,7 +8,7 @@ import json
 import math
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -88,10 +88,19 @@ def _published(rows: Sequence[Row]) -> list[Column]:
         value = row.beyond_published
         return "-" if value is None else f"{100 * value:+.2f}" + " §" * row.other_budget
 
-    numbers = [one.accuracy for _, one in known]
+    def percent(values: Iterable[float | None]) -> list[str]:
+        return ["-" if value is None else f"{100 * value:.2f}" for value in values]
+
+    top5 = []
+    if any(one.top5 is not None for _, one in known):
+        top5 = [
+            Column("top-5\n%", percent(row.average("test_top5") for row, _ in known)),
+            Column("published\ntop-5 %", percent(one.top5 for _, one in known)),
+        ]
     return [
-        Column("published\n%", ["-" if a is None else f"{100 * a:.2f}" for a in numbers]),
+        Column("published\n%", percent(one.accuracy for _, one in known)),
         Column("ours -\npublished", [beyond(row) for row, _ in known]),
+        *top5,
         Column("steps: ours\n/ published", [f"{r.first.steps:,} / {p.steps:,}" for r, p in known]),
     ]
 

@@ -29,8 +29,8 @@ Source: Wen et al. 2017, tables 2 and 3; what the paper leaves out from the auth
 an unused class more).
 
 `resnet50`, 25,557,032 parameters. Recipe: batch 256, SGD with momentum 0.9, lr 0.1, divided by 10
-at 1/3 and 2/3 of the steps (in the paper when the error stops falling), weight decay 0.0001 on all
-parameters, no dropout. Source: He et al. 2016, section 3.4: up to 600,000 steps.
+at a third and two thirds of the steps (in the paper when the error stops falling), weight decay
+0.0001 on all parameters, no dropout. Source: He et al. 2016, section 3.4: up to 600,000 steps.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class ImageNet(Task):
                 "weight_decay": 1e-4,
                 "decay": "update",
                 "schedule": "step",
-                "schedule_steps": [1 / 3, 2 / 3],
+                "schedule_steps": [0.333, 0.667],
                 "schedule_gamma": 0.1,
                 "ema": 0.0,
             }
@@ -137,8 +137,8 @@ class ImageNet(Task):
             "lr": 0.01,
             "weight_decay": 5e-4,
             "schedule": "step",
-            # 370,000 steps of 256 are 73.9 epochs of 1,281,167 photographs.
-            "schedule_steps": [20 / 73.9, 40 / 73.9, 60 / 73.9],
+            # 20, 40 and 60 of the 73.93 epochs that 370,000 steps of 256 are.
+            "schedule_steps": [0.2705, 0.5410, 0.8116],
             "schedule_gamma": 0.1,
         }
 

@@ -88,7 +88,9 @@ def test_bundled_suites_say_all_that_a_reader_needs(name):
     assert suite.place.startswith(("Figure ", "Table "))
     for point in points:
         assert point.config.steps < point.published.steps  # a laptop's budget
-        assert 0.8 < (point.published.accuracy or 0.0) < 1
+        told = [n for n in (point.published.accuracy, point.published.top5) if n is not None]
+        assert told
+        assert all(0.5 < number < 1 for number in told)
         assert point.published.source.startswith(suite.paper)
         assert Config.make(point.config.model_dump(exclude_unset=True)) == point.config
 
@@ -122,6 +124,72 @@ def test_table_1_of_terngrad():
     }
     examples = {p.config.steps * p.config.batch for p in suites.load("terngrad-table1").points()}
     assert examples == {128 * 3200}  # both batches see equally many
+
+
+def recipes(name: str) -> dict[tuple[Any, ...], tuple[Any, ...]]:
+    return {
+        (c.compressor, c.workers, c.batch, c.options.get("clip")): (
+            p.published.accuracy,
+            p.published.top5,
+            p.published.steps,
+            c.lr,
+            c.weight_decay,
+            c.task_options["dropout"],
+        )
+        for p in suites.load(name).points()
+        if (c := p.config) and c.dense_last
+    }
+
+
+def test_table_2_of_terngrad():
+    assert recipes("terngrad-table2") == {
+        ("none", 2, 256, None): (0.5733, 0.8056, 370_000, 0.01, 5e-4, 0.5),
+        ("terngrad", 2, 256, None): (0.5761, 0.8047, 370_000, 0.01, 5e-4, 0.2),
+        ("terngrad", 2, 256, 0.0): (0.5463, 0.7816, 370_000, 0.01, 5e-4, 0.2),
+        ("none", 4, 512, None): (0.5732, 0.8073, 185_000, 0.02, 5e-4, 0.5),
+        ("terngrad", 4, 512, None): (0.5728, 0.8023, 185_000, 0.02, 5e-4, 0.2),
+        ("none", 8, 1024, None): (0.5662, 0.8028, 92_500, 0.04, 5e-4, 0.5),
+        ("terngrad", 8, 1024, None): (0.5754, 0.8025, 92_500, 0.04, 5e-4, 0.2),
+    }
+    points = suites.load("terngrad-table2").points()
+    assert {p.config.steps * p.config.batch for p in points} == {256 * 3700}
+
+
+def test_table_3_of_terngrad():
+    assert recipes("terngrad-table3") == {
+        ("none", 2, 128, None): (None, 0.8830, 600_000, 0.04, 4e-5, 0.2),
+        ("terngrad", 2, 128, None): (None, 0.8677, 600_000, 0.04, 1e-5, 0.08),
+        ("none", 4, 256, None): (None, 0.8782, 300_000, 0.08, 4e-5, 0.2),
+        ("terngrad", 4, 256, None): (None, 0.8596, 300_000, 0.08, 1e-5, 0.08),
+        ("none", 8, 512, None): (None, 0.8900, 300_000, 0.10, 4e-5, 0.2),
+        ("terngrad", 8, 512, None): (None, 0.8647, 300_000, 0.10, 2e-5, 0.08),
+    }
+
+
+def test_top_5_stands_beside_its_published_number(tmp_path):
+    points = [
+        p for p in suites.load("terngrad-table3").points() if p.config.compressor == "terngrad"
+    ]
+    rows = [
+        row(p.config, 0.3, test_top5=top5)
+        for p, top5 in zip(points, (0.25, 0.5, None), strict=True)
+    ]
+    path = rows_of(tmp_path / "rows.json", *rows)
+    told = invoke("compare", path, "--suite", "terngrad-table3", "--format", "csv")
+    found = {
+        line["workers"]: (line["test_top5"], line["published_top5"], line["published"])
+        for line in csv.DictReader(io.StringIO(told.out))
+    }
+    assert found == {
+        "2": ("0.25", "0.8677", ""),
+        "4": ("0.5", "0.8596", ""),
+        "8": ("", "0.8647", ""),
+    }
+    shown = invoke("compare", path, "--suite", "terngrad-table3", "--format", "markdown").out
+    cells = {tuple(cell.strip() for cell in line.split("|")) for line in shown.splitlines()}
+    assert any("25.00" in line and "86.77" in line for line in cells)
+    without = invoke("compare", path, "--format", "markdown").out
+    assert "top-5" not in without
 
 
 def test_table_2_of_fft_sparsification():

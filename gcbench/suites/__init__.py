@@ -4,7 +4,9 @@ A suite is a YAML file: those of this folder by name, others by path. `config` h
 all entries share, each entry adds its own; both are the keys of `gcbench run --config`, lists make
 a grid. `published` is the test accuracy, a fraction of 1: one number for the whole grid of the
 entry, or one for each value of the setting that `by` names. null stands for a number that the paper
-shows but that cannot be read. A run from a suite is the run that the same settings give by hand.
+does not have, or shows so that it cannot be read. `published_top5` is the accuracy among five
+guesses, for tasks that measure `test_top5`. A run from a suite is the run that the same settings
+give by hand.
 
 A suite of gcbench's own publishes nothing: it compares methods by results/PROTOCOL.md. `tune` says
 how each entry's learning rate is chosen (`tuning`), and `tiers` which bits an element, measured on
@@ -54,6 +56,8 @@ class Published(NamedTuple):
     suite: str
     differs: str
     """How the suite differs from the paper."""
+    top5: float | None = None
+    """The accuracy among five guesses; None where the paper does not say it."""
 
     @property
     def source(self) -> str:
@@ -111,11 +115,12 @@ class Entry(BaseModel):
     config: dict[str, Any]
     by: str | None = None  # the setting that `published` has numbers by
     published: float | dict[int | float | str, float | None] | None = None
+    published_top5: float | None = None
     start: list[float] | None = None  # rates that are tried first, in place of those of `tune`
     place: str | None = None  # within the suite's
     paper_steps: Steps | None = None  # the budget of the published number; else the suite's
 
-    @field_validator("published", mode="before")
+    @field_validator("published", "published_top5", mode="before")
     @classmethod
     def _are_fractions(cls, given: Any) -> Any:
         for number in given.values() if isinstance(given, dict) else [given]:
@@ -246,7 +251,13 @@ class Suite(BaseModel):
                 told = None
                 if steps is not None:
                     told = Published(
-                        accuracy, steps, self.paper, entry.place, self.name, self.differs
+                        accuracy,
+                        steps,
+                        self.paper,
+                        entry.place,
+                        self.name,
+                        self.differs,
+                        entry.published_top5,
                     )
                 cell = [Point(one, number, own, told, tune) for one in configs]
                 for identity in {point.identity for point in cell}:

@@ -12,6 +12,7 @@ so its step is not predicted. speedup: measured step of the group's `none` / ste
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -121,6 +122,11 @@ def read(run: finished.Run) -> Case:
         raise GcbenchError(f"{run.source}: its config cannot be made here ({said})") from None
     model = config.make_task().model()
     shapes = [tuple(parameter.shape) for parameter in named.values()]
+    if summary.params not in (None, params := sum(map(math.prod, shapes))):
+        raise GcbenchError(
+            f"{run.source}: its model had {summary.params:,} parameters, the task's own has "
+            f"{params:,}: it was fitted to data, and its layers cannot be told"
+        )
     last = classifier(model) if config.dense_last else []
     dense = dense_tensors(list(named), shapes, config.dense_below, last)
     pairs = list(zip(shapes, dense, strict=True))
