@@ -290,18 +290,19 @@ def _photos(root: Path, part: str) -> Photos:
     folder = root / part
     if not folder.is_dir():
         raise GcbenchError(f"imagenet: {folder} is missing; {_layout(root)}")
-    classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
     if not classes:
         raise GcbenchError(f"imagenet: {folder} has no class folders; {_layout(root)}")
     files: list[str] = []
     targets: list[int] = []
     for number, name in enumerate(classes):
         found = []
-        for entry in os.scandir(folder / name):
-            if entry.name.lower().endswith(ENDINGS) and not entry.name.startswith("."):
-                if not entry.stat().st_size:
-                    raise GcbenchError(f"imagenet: {entry.path} is empty; bring it again")
-                found.append(f"{part}/{name}/{entry.name}")
+        with os.scandir(folder / name) as entries:
+            for entry in entries:
+                if entry.name.lower().endswith(ENDINGS) and not entry.name.startswith("."):
+                    if not entry.stat().st_size:
+                        raise GcbenchError(f"imagenet: {entry.path} is empty; bring it again")
+                    found.append(f"{part}/{name}/{entry.name}")
         if not found:
             ends = ", ".join(ENDINGS)
             raise GcbenchError(f"imagenet: {folder / name} has no photographs ({ends})")
