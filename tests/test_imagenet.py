@@ -98,7 +98,7 @@ def test_two_towers_are_convolutions_in_groups() -> None:
     """AlexNet in evaluation, by torch's grouped convolutions and its local response norm."""
     torch.manual_seed(0)
     model = models.AlexNet(7, 80, 0.5).eval()
-    x = torch.randn(2, 3, 80, 80)
+    x = 1000 * torch.randn(2, 3, 80, 80)  # local response normalization is of large values
 
     def layer(towers: nn.ModuleList, x: Tensor, padding: int, groups: int) -> Tensor:
         weight = torch.cat([tower.conv.weight for tower in towers])
@@ -524,7 +524,18 @@ def photos(tmp_path_factory) -> Path:
     return data
 
 
-QUICK = ("--task-set", "folder=few", "--task-set", "side=64", "--workers", 2, "--batch", 4)
+QUICK = (
+    "--task-set",
+    "folder=few",
+    "--task-set",
+    "side=64",
+    "--workers",
+    2,
+    "--batch",
+    4,
+    "--holdout",
+    5,
+)
 
 
 @pytest.fixture(scope="module")
@@ -560,6 +571,9 @@ def test_a_run_on_photographs(run, network: str) -> None:
     (made,) = finished.load([folder])
     (evaluation,) = made.evaluations()
     assert evaluation["test_top5"] == summary["test_top5"]
+    assert evaluation["validation_top5"] * 5 == pytest.approx(
+        round(5 * evaluation["validation_top5"])
+    )
     with pytest.raises(
         GcbenchError, match=r"parameters, the task's own has [0-9,]+: it was fitted"
     ):
