@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gcbench import finished, ops, registry, streams
+from gcbench import finished, ops, registry, sinks, streams
 from gcbench.compressor import Key
 from gcbench.errors import GcbenchError, UsageError
 from gcbench.experiment import Config
@@ -483,7 +484,11 @@ def test_augmentation_is_the_keys_alone(tree: Tree, network: str) -> None:
     keys = [KEY, KEY._replace(seed=4), KEY._replace(step=12), KEY._replace(rank=0)]
     seen = [made.batch(train, some, key).inputs for key in keys]
     assert torch.equal(torch.get_rng_state(), before)
-    assert len(torch.cat(seen).unique(dim=0)) >= 12, "of alexnet's 200 crops some may agree"
+    for place, own in enumerate(seen):
+        # Of alexnet's 200 crops of this size two may agree.
+        assert len(own.unique(dim=0)) >= 3
+        for other in seen[:place]:
+            assert (own - other).abs().amax((1, 2, 3)).count_nonzero() >= 3
     torch.set_num_threads(3)  # of decoding; undone after every test
     assert torch.equal(made.batch(train, some, KEY).inputs, seen[0])
     plain = task(network, side=64, augment=False).batch(train, some, KEY).inputs
@@ -504,6 +509,22 @@ def test_top_5_by_hand() -> None:
     found = task().metrics(outputs, targets)["top5"]
     assert found.tolist() == [True, True, False, True, False]
     assert task().metrics(outputs[:, :3], targets.clamp_max(2))["top5"].all()
+
+
+def test_a_sink_hears_of_top_5() -> None:
+    told: dict[str, float] = {}
+    sink = sinks.TensorBoard()
+    sink.started = 0.0
+    add = lambda tag, value, *_: told.update({tag: value})  # noqa: E731
+    sink.writer = SimpleNamespace(add_scalar=add, flush=lambda: None)
+    found = {"test_accuracy": 0.25, "test_loss": 2.0, "test_top5": 0.5, "validation_top5": 0.75}
+    sink.record({"kind": "eval", "step": 3, "seconds": 1.0, "payload_bytes_up": 9.0, **found})
+    assert told == {
+        "accuracy/test": 0.25,
+        "loss/test": 2.0,
+        "top5/test": 0.5,
+        "top5/validation": 0.75,
+    }
 
 
 # ---- runs on real photographs --------------------------------------------------------------------
