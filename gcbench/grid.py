@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -29,8 +29,6 @@ class _Loader(yaml.SafeLoader):
     In PyYAML's version 1.1 `yes` is true, `010` is eight and 1:30 is ninety.
     """
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return a mapping; YAMLError where a key comes twice."""
         seen = set()
@@ -41,6 +39,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_Loader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),

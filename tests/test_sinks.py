@@ -222,7 +222,7 @@ def expected(run: Run) -> dict[str, list[tuple[int, float]]]:
     found: dict[str, list[tuple[int, float]]] = {}
     for record in run.records():
         for column, tag in sinks.TensorBoard.TAGS[record["kind"]].items():
-            if record[column] is not None:
+            if record.get(column) is not None:
                 value = float(np.float32(record[column]))
                 found.setdefault(tag, []).append((record["step"], value))
     return found
