@@ -91,7 +91,9 @@ class Runner:
             GcbenchError: a run failed.
         """
         leads = int(os.environ.get("RANK", "0")) == 0
-        known = {one["config_hash"]: one for one in rows.read(self.kept)} if self.kept else {}
+        known = {}
+        if self.kept is not None and not self.force:
+            known = {one["config_hash"]: one for one in rows.read(self.kept)}
         done: list[dict[str, Any]] = []
         failures: list[GcbenchError] = []
         number = 0
@@ -108,6 +110,7 @@ class Runner:
             try:
                 if config.hash in known:
                     told = known[config.hash]
+                    experiment.check_objects(config, told, Path(str(self.kept)))
                     if leads:
                         _say(f"{place} {config.run_name}: its row is in {self.kept}, skipped")
                     _raise_if_failed(told, f"row in {self.kept}")
@@ -121,7 +124,9 @@ class Runner:
                 raise
             except GcbenchError as error:
                 told = {"failed": {"reason": str(error)}}
-                if isinstance(error, DivergedError) and trial:
+                if trial:
+                    if not isinstance(error, DivergedError):
+                        raise  # without it no rate can be chosen
                     _say(f"{place} {config.run_name}: {error}")
                     continue
                 if count > 1:
