@@ -202,7 +202,7 @@ def run(
         for key, value in locals().items()
         if value is not None and key not in _NOT_SETTINGS
     }
-    from gcbench import captures, grid, runner, sinks, suites
+    from gcbench import captures, grid, membership, runner, sinks, suites
 
     if suite is not None and config is not None:
         raise UsageError("--suite and --config are two files of settings: give one of them")
@@ -233,13 +233,13 @@ def run(
         configs = grid.expand(given, config) if chosen is None else chosen.configs(given)
         made.all(configs, json=json)
     else:
-        if chosen.tune is not None and "TORCHELASTIC_RUN_ID" in os.environ:
+        if chosen.tune is not None and membership.by_torchrun():
             raise UsageError(
                 f"suite {chosen.name!r} chooses rates by trials, which only the process of worker "
                 "0 knows: run it without torchrun (--engine spawn has real processes)"
             )
         made.work(chosen.runs(given), len(chosen.points(given)), json=json, tuned=True)
-    if suite is not None and os.environ.get("RANK", "0") == "0":
+    if suite is not None and membership.leads():
         say(f"beside the published numbers: gcbench compare {results} --suite {suite}")
 
 
@@ -485,10 +485,14 @@ def _leave() -> None:
 
 def main() -> None:
     """Run the command line; exit code 2 for usage, 1 for failures, 130 when interrupted."""
+    from gcbench import launched, membership
+
+    if membership.by_torchrun():  # before torch is imported, which takes seconds
+        launched.die_with_parent(os.getppid())
     try:
         app()
     except SystemExit as done:
-        if "TORCHELASTIC_RUN_ID" in os.environ and done.code in (None, 0):
+        if membership.by_torchrun() and done.code in (None, 0):
             _leave()
         if done.code == INTERRUPTED:  # typer has caught Ctrl-C without a word
             say("gcbench: interrupted")

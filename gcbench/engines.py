@@ -1,52 +1,57 @@
-"""Where the workers of a run live: in this process, in local processes, or under torchrun."""
+"""Where the workers of a run live: in this process, in local processes, or under torchrun.
+
+Local processes talk over loopback alone, see `gcbench.launch`. What torchrun opens is torch's own
+and the user's to close off: its agent serves the job's keys by TCP, without a password and, unless
+`--standalone` or `--rdzv-endpoint localhost:...` says otherwise, for every interface of the
+machine; with the c10d rendezvous the agents exchange pickled state through it, so that whoever
+reaches the port can have code executed as the user. Workers open a port each for gloo's (or NCCL's)
+connections, on the interface of the host's name or of GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME), with
+neither password nor encryption. Such jobs belong on a network of machines that trust each other.
+What gcbench itself sends over these connections is JSON and tensors, never pickled.
+"""
 
 from __future__ import annotations
 
-import ctypes
-import json
-import logging
-import multiprocessing
 import os
+import secrets
 import signal
-import sys
+import socket
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
-from multiprocessing import resource_tracker
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
-from gcbench import experiment
-from gcbench.errors import GcbenchError, UsageError
+from gcbench import captures, experiment, launch, membership
+from gcbench.errors import PeerLostError, UsageError
 from gcbench.experiment import Config
+from gcbench.membership import Membership
 from gcbench.store import Run
-from gcbench.train import Interrupted, Options, Trainer
+from gcbench.train import Options, Trainer
 from gcbench.world import DistributedWorld, Link, SimulatedWorld, World
-
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl: the signal to get when the parent dies."""
 
 
 @contextmanager
 def _stop_on_signals(*, launched: bool) -> Iterator[Callable[[], bool]]:
     """Turn the first Ctrl-C or SIGTERM into a flag; a second one acts as usual.
 
-    Not in a launched worker: it gets the terminal's signal and then the launcher's, and it is the
-    launcher that loses patience.
+    Not in a launched worker: torchrun repeats what the terminal sent to all, and it is the launcher
+    that loses patience.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
     asked = threading.Event()
-    with signals_restored() as before:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
 
         def handle(number: int, frame: object) -> None:
             asked.set()
@@ -56,18 +61,9 @@ def _stop_on_signals(*, launched: bool) -> Iterator[Callable[[], bool]]:
         for number in before:
             signal.signal(number, handle)
         yield asked.is_set
-
-
-@contextmanager
-def signals_restored() -> Iterator[dict[signal.Signals, Any]]:
-    """Give the handlers of Ctrl-C and SIGTERM, and put them back."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield before
     finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _fit(config: Config, world: World, run: Run, options: Options, *, launched: bool) -> None:
@@ -95,26 +91,104 @@ def simulate(config: Config, run: Run, options: Options) -> None:
     _fit(config, world, run, options, launched=False)
 
 
-def join(kind: str, threads: int) -> World:
-    """Join the process group that the environment describes, as one worker on a device `kind`."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+def join(
+    member: Membership, kind: str, threads: int, at_most: timedelta | None = None
+) -> DistributedWorld:
+    """Join the process group of a job, as one worker on a device `kind`.
+
+    `at_most` shortens the timeout of collectives.
+
+    Raises:
+        UsageError: the timeout in the environment is none.
+        PeerLostError: not all workers arrived in that time, or torchrun's agent is gone.
+    """
+    timeout = launch.collective_timeout()
+    timeout = timeout if at_most is None else min(timeout, at_most)
     device = torch.device(kind)
     if device.type == "cuda":
-        device = torch.device("cuda", local % torch.cuda.device_count())
+        device = torch.device("cuda", member.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     torch.set_num_threads(threads)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
-    return DistributedWorld(device)
+    place: dict[str, Any] = {"rank": member.rank, "world_size": member.size, "timeout": timeout}
+    try:
+        store = _store(member, timeout)
+        dist.init_process_group(backend, store=store, **place)
+    except RuntimeError as error:
+        said = (str(error).splitlines() or [""])[0]
+        raise PeerLostError(
+            f"worker {member.rank}: the {member.size} workers of this job did not find each other "
+            f"within {timeout.total_seconds():.0f} s ({launch.TIMEOUT}): {said:.200}"
+        ) from error
+    return DistributedWorld(device, store, timeout, watched=member.folder is not None)
 
 
-def check_size(workers: int) -> None:
+def _store(member: Membership, timeout: timedelta) -> Store:
+    """Return the store of this job, or of this attempt of it, at which its workers meet."""
+    if member.folder is not None:
+        store: Store = FileStore(str(member.folder / "store"), member.size)
+        store.set_timeout(timeout)
+        return store
+    _require_agent(member)
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    return fresh(store, member, timeout)
+
+
+def _require_agent(member: Membership) -> None:
+    """Raise PeerLostError if torchrun's agent, which keeps the store, is no more.
+
+    torch would ask for it again and again until the timeout.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        socket.create_connection(address, timeout=30).close()
+    except OSError as error:
+        raise PeerLostError(
+            f"worker {member.rank}: torchrun's agent at {address[0]}:{address[1]} does not answer "
+            f"({error.strerror or error}): it has ended"
+        ) from error
+
+
+def fresh(store: Store, member: Membership, timeout: timedelta) -> Store:
+    """Return a part of torchrun's store that no earlier attempt of the job has written to.
+
+    After a restart (`--max-restarts`) the store still has the keys of the workers that died, and a
+    process group that finds them waits for the dead. torch's count of restarts is no name for an
+    attempt: on several machines each agent counts its own. So worker 0 draws a name; it knows who
+    answers to it, and every other worker knows that it is heard by a living worker 0.
+
+    Raises:
+        PeerLostError: worker 0 did not hear from another one, or the other way round, in time.
+    """
+    own = secrets.token_hex(8)
+    if member.rank == 0:
+        store.set("gcbench/attempt", own)
+        for rank in range(1, member.size):
+            theirs = store.get(f"gcbench/{own}/{rank}").decode()  # waits for it
+            store.set(f"gcbench/{own}/{rank}/{theirs}", "")
+        return PrefixStore(own, store)
+    patience = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < patience:
+        attempt = store.get("gcbench/attempt").decode()
+        store.set(f"gcbench/{attempt}/{member.rank}", own)
+        if store.check([f"gcbench/{attempt}/{member.rank}/{own}"]):
+            return PrefixStore(attempt, store)
+        time.sleep(0.01)
+    raise PeerLostError(
+        f"worker {member.rank}: worker 0 did not come within {timeout.total_seconds():.0f} s "
+        f"({launch.TIMEOUT})"
+    )
+
+
+def check_size(member: Membership, workers: int) -> None:
     """Raise UsageError under a torchrun that started another number of processes."""
-    size = int(os.environ["WORLD_SIZE"])
-    if size != workers:
+    if member.size != workers:
         raise UsageError(
-            f"--workers {workers} under torchrun with {size} processes: they are the "
-            f"workers; give --workers {size}"
+            f"--workers {workers} under torchrun with {member.size} processes: they are the "
+            f"workers; give --workers {member.size}"
         )
 
 
@@ -122,118 +196,45 @@ def torchrun(config: Config, run: Run, options: Options) -> None:
     """Be one worker of a job that torchrun started.
 
     Raises:
-        UsageError: the job has another number of workers than the config.
+        UsageError: the job has another number of workers than the config, or there is none.
     """
-    check_size(config.workers)
-    world = join(config.device, experiment.threads_per_worker(config))
+    member = membership.from_torchrun()
+    if member is None:
+        raise UsageError("engine torchrun: torchrun did not start this process")
+    check_size(member, config.workers)
+    _be_worker(member, config, run, options)
+
+
+def _be_worker(member: Membership, config: Config, run: Run, options: Options) -> None:
+    world = join(member, config.device, experiment.threads_per_worker(config))
     _fit(config, world, run, options, launched=True)
 
 
-def _die_with_parent() -> None:
-    """Have the kernel end this process with its parent: no worker goes on writing unwatched."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _options_to_json(options: Options) -> dict[str, Any]:
+    given = {name: getattr(options, name) for name in ("checkpoint_seconds", "progress", "sinks")}
+    look, plan, data = options.on_bucket, options.capture, options.data_dir
+    return given | {
+        "data_dir": None if data is None else str(data),
+        "on_bucket": None if look is None else launch.name_of(look),
+        "capture": None if plan is None else asdict(plan),
+    }
 
 
-def _error_file(folder: str, rank: int) -> Path:
-    return Path(folder) / f"error-{rank}.json"
-
-
-def _end_workers(number: int, frame: object) -> None:
-    """Have torch's launcher end the workers by SIGTERM, which they hear while they import, too."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-
-    raise SignalException("Ctrl-C", signal.SIGTERM)
-
-
-@contextmanager
-def _deaf_workers() -> Iterator[None]:
-    """Have the processes that Python starts in here not hear Ctrl-C: the launcher tells them.
-
-    The terminal tells all processes: one that still imports would print a traceback and leave its
-    peers waiting for it. The mask is inherited; this process has it only while it starts one, and
-    hears Ctrl-C after that. An interruption between two of them leaves those that the launcher does
-    not know yet: none outlives this.
-    """
-    kind: Any = multiprocessing.get_context("spawn").Process
-    start = kind._Popen
-    started = []
-    here = threading.current_thread() is threading.main_thread()
-
-    def deaf(process: Any) -> Any:
-        resource_tracker.ensure_running()  # its own start would unblock the signal
-        asked = threading.Event()
-        if here:  # a thread without the mask may take the signal, too
-            signal.signal(signal.SIGINT, lambda number, frame: asked.set())
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            started.append(start(process))
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            if here:  # in place of the launcher's
-                signal.signal(signal.SIGINT, _end_workers)
-        if asked.is_set():
-            _end_workers(signal.SIGINT, None)
-        return started[-1]
-
-    kind._Popen = staticmethod(deaf)
-    try:
-        yield
-    finally:
-        kind._Popen = staticmethod(start)
-        for process in started:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-
-
-def _spawned(errors: str, call: Callable[..., Any], words: Sequence[Any]) -> Any:
-    """Be one local worker process; leave what went wrong in a file in `errors` for the parent.
-
-    It does not hear Ctrl-C, see `_deaf_workers`: the launcher's SIGTERM ends it.
-    """
-    _die_with_parent()
-    rank = int(os.environ["RANK"])
-    try:
-        return call(*words)
-    except Exception as error:
-        known = isinstance(error, GcbenchError)
-        message = {
-            "time": time.time(),
-            "message": str(error) if known else f"worker {rank}: {error!r}",
-            "exit_code": getattr(error, "exit_code", 1),
-            "known": known,
-            "trace": traceback.format_exc(),
-        }
-        with suppress(OSError):
-            _error_file(errors, rank).write_text(json.dumps(message))
-        # A peer that waits in a collective is brought down by the launcher, not by this exit.
-        sys.stdout.flush()
-        os._exit(1)
-
-
-def _local_launch(workers: int, name: str) -> Any:
-    """Return the settings of torch's elastic launcher for local processes; it stays quiet."""
-    from torch.distributed.launcher.api import LaunchConfig
-
-    for logger in logging.root.manager.loggerDict:
-        if logger.startswith("torch.distributed.elastic"):  # each has a level of its own
-            logging.getLogger(logger).setLevel(logging.CRITICAL)
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=workers,
-        run_id=name,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="spawn",
+def _options_from_json(told: dict[str, Any]) -> Options:
+    look, plan, data = told["on_bucket"], told["capture"], told["data_dir"]
+    return Options(
+        data_dir=None if data is None else Path(data),
+        checkpoint_seconds=told["checkpoint_seconds"],
+        progress=told["progress"],
+        on_bucket=None if look is None else launch.named(look),
+        capture=None if plan is None else captures.Plan(tuple(plan["steps"]), plan["layers"]),
+        sinks=tuple(told["sinks"]),
     )
 
 
-def _train(config_json: str, folder: str, options: Options) -> None:
-    torchrun(Config.model_validate_json(config_json), Run(Path(folder)), options)
+def _train(member: Membership, config_json: str, folder: str, told: dict[str, Any]) -> None:
+    config = Config.model_validate_json(config_json)
+    _be_worker(member, config, Run(Path(folder)), _options_from_json(told))
 
 
 def spawn(config: Config, run: Run, options: Options) -> None:
@@ -241,74 +242,11 @@ def spawn(config: Config, run: Run, options: Options) -> None:
 
     Raises:
         GcbenchError: the first error of any worker.
-    """
-    threads = experiment.threads_per_worker(config)
-    words = config.model_dump_json(), str(run.folder), options
-    in_processes(config.workers, threads, config.hash, _train, words)
-
-
-def in_processes(
-    workers: int, threads: int, name: str, call: Callable[..., Any], words: Sequence[Any]
-) -> list[Any]:
-    """Return what `call(*words)` returns in each local process, by rank; RANK is set in each.
-
-    torch's elastic launcher starts them. `call` is a function of a module; `words` and what it
-    returns can be pickled.
-
-    Raises:
-        GcbenchError: the first error of any worker.
         Interrupted: the user asked to stop.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
-    with TemporaryDirectory(prefix="gcbench-") as errors, signals_restored(), _deaf_workers():
-        try:
-            with _environment(OMP_NUM_THREADS=str(threads)):
-                launch = elastic_launch(_local_launch(workers, name), _spawned)
-                found: dict[int, Any] = launch(errors, call, words)
-                return [found[rank] for rank in range(workers)]
-        except ChildFailedError as failure:
-            died = GcbenchError(f"a worker process died without a word ({failure!s:.200})")
-            raise _first_error(workers, errors, died) from failure
-        except (SignalException, KeyboardInterrupt) as failure:
-            raise _first_error(workers, errors, Interrupted("stopped by the user")) from failure
-
-
-@contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def _first_error(workers: int, errors: str, silent: GcbenchError) -> GcbenchError:
-    """Return what went wrong first in any worker, as an error of this process.
-
-    `silent` is the error if no worker said anything.
-    """
-    found = []
-    for rank in range(workers):
-        with suppress(OSError, ValueError):
-            found.append(json.loads(_error_file(errors, rank).read_text()))
-    # A worker that fails by itself says so in our words; its peers only see the connection break.
-    found.sort(key=lambda error: (not error["known"], error["time"]))
-    if not found or (isinstance(silent, Interrupted) and not found[0]["known"]):
-        return silent
-    if found[0]["exit_code"] == Interrupted.exit_code:
-        return Interrupted(found[0]["message"])
-    error = UsageError if found[0]["exit_code"] == UsageError.exit_code else GcbenchError
-    result = error(found[0]["message"])
-    result.add_note(found[0]["trace"])
-    return result
+    threads = experiment.threads_per_worker(config)
+    words = config.model_dump_json(), str(run.folder), _options_to_json(options)
+    launch.in_processes(config.workers, threads, _train, words)
 
 
 ENGINES = {"simulate": simulate, "spawn": spawn, "torchrun": torchrun}

@@ -26,6 +26,16 @@ class DivergedError(GcbenchError):
         self.step = step
 
 
+class Interrupted(GcbenchError):
+    """The user asked to stop; the checkpoint is written."""
+
+    exit_code = 130
+
+
+class PeerLostError(GcbenchError):
+    """Another worker is gone: this one cannot go on, and the cause is elsewhere."""
+
+
 class PayloadError(GcbenchError, ValueError):
     """A payload that no encoder of this configuration can have produced."""
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json as jsonlib
-import os
 import shlex
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gcbench import captures, engines, experiment, listing, registry, rows, sinks
-from gcbench.errors import DivergedError, GcbenchError, UsageError
+from gcbench import captures, engines, experiment, listing, membership, registry, rows, sinks
+from gcbench.errors import DivergedError, GcbenchError, Interrupted, UsageError
 from gcbench.experiment import Config
 from gcbench.progress import Mode
 from gcbench.schema import SCHEMA
 from gcbench.store import Run
-from gcbench.train import Interrupted, Options
+from gcbench.train import Options
 
 
 def _say(text: str) -> None:
@@ -90,7 +89,7 @@ class Runner:
             Interrupted: the user asked to stop.
             GcbenchError: a run failed.
         """
-        leads = int(os.environ.get("RANK", "0")) == 0
+        leads = membership.leads()
         known = {}
         if self.kept is not None and not self.force:
             known = {one["config_hash"]: one for one in rows.read(self.kept)}
@@ -139,7 +138,7 @@ class Runner:
 
     def _in_environment(self, config: Config) -> Config:
         """Under torchrun, become one worker of its job."""
-        if "TORCHELASTIC_RUN_ID" not in os.environ:
+        if not membership.by_torchrun():
             if config.engine == "torchrun":
                 raise UsageError(
                     "engine torchrun is found from the environment: start the command with "

@@ -7,14 +7,16 @@ written last and marks a finished run.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import io
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -39,12 +41,51 @@ def explained(path: Path) -> Iterator[None]:
         ) from error
 
 
+def open_own(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
+    """Open a file of a run, as `open` does; what is there must be a regular file.
+
+    A symbolic link could lead to a file that is no part of the run and would be overwritten, and
+    a pipe would make this process wait for somebody.
+
+    Raises:
+        GcbenchError: the path is a link, a pipe, a device or a socket.
+        OSError: as `open` does.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        # Truncated below, once it is known what it is; and a pipe is not waited for.
+        return os.open(name, flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+    try:
+        file = open(path, mode, buffering, opener=opener)  # noqa: SIM115
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise _not_own(path) from None
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise _not_own(path)
+        if "w" in mode:
+            file.truncate(0)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _not_own(path: Path) -> GcbenchError:
+    return GcbenchError(
+        f"{path} is a symbolic link, or no regular file; gcbench made no such thing and leaves it "
+        "alone: remove it, or choose another folder with --results"
+    )
+
+
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace `path` with `data`: after a crash it holds the old bytes or the new, never a mix."""
     part = path.with_name(path.name + ".part")
     with explained(path):
         try:
-            with part.open("wb") as file:
+            with open_own(part, "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -79,9 +120,11 @@ class Run:
         """Make the folder, if it is not there.
 
         Raises:
-            GcbenchError: it cannot be made.
+            GcbenchError: it cannot be made, or is a symbolic link.
         """
         with explained(self.folder):
+            if self.folder.is_symlink():
+                raise _not_own(self.folder)
             self.folder.mkdir(parents=True, exist_ok=True)
 
     @contextlib.contextmanager
@@ -89,14 +132,18 @@ class Run:
         """Hold the run for this process; GcbenchError if another one has it."""
         path = self.folder / LOCK
         with explained(path):
-            file = path.open("w")
+            file = open_own(path, "w")
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+                # Not a file that its last holder removed between the two calls.
+                held = os.path.samestat(os.fstat(file.fileno()), path.lstat())
+            except (BlockingIOError, FileNotFoundError):
+                held = False
+            if not held:
                 raise GcbenchError(
                     f"{self.folder} is being written by another gcbench process; wait for it"
-                ) from None
+                )
             try:
                 yield
             finally:
@@ -120,7 +167,8 @@ class Run:
         """
         path = self.folder / name
         try:
-            value = json.loads(path.read_text())
+            with open_own(path, "r") as file:
+                value = json.load(file)
         except (OSError, ValueError) as error:
             raise GcbenchError(f"{path} cannot be read ({error}); run again with --force") from None
         if not isinstance(value, dict):
@@ -145,7 +193,7 @@ class Run:
     def append(self, record: Mapping[str, Any]) -> None:
         """Add one line to the metrics; it is in the file when this returns."""
         path = self.folder / "metrics.jsonl"
-        with explained(path), path.open("a") as file:
+        with explained(path), open_own(path, "a") as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
 
     def records(self) -> list[dict[str, Any]]:
@@ -154,7 +202,9 @@ class Run:
         if not path.exists():
             return []
         found = []
-        for line in path.read_text(errors="replace").splitlines():
+        with open_own(path, "rb") as file:
+            text = file.read().decode(errors="replace")
+        for line in text.splitlines():
             try:
                 found.append(json.loads(line))
             except ValueError:
@@ -183,7 +233,10 @@ class Run:
         if not path.exists():
             return None
         try:
-            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+            with open_own(path, "rb") as file:
+                state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        except GcbenchError:
+            raise
         except Exception as error:
             raise GcbenchError(
                 f"{path} cannot be read ({type(error).__name__}); start over with --force"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from gcbench import captures, experiment, ops, progress, registry, sinks, streams
 from gcbench.clock import Clock
 from gcbench.compressor import Key, Segments
-from gcbench.errors import DivergedError, GcbenchError, UsageError
+from gcbench.errors import DivergedError, GcbenchError, Interrupted, UsageError
 from gcbench.exchange import Exchange, Lane, dense_tensors
 from gcbench.experiment import Config
 from gcbench.schema import PHASES, SCHEMA
@@ -37,12 +37,6 @@ AGREE_EVERY = 10
 """Steps between agreements to pause; between processes each costs a message."""
 EMA_WARM_UP = 10
 """TensorFlow's ExponentialMovingAverage with a step count: decay <= (1 + t) / (10 + t)."""
-
-
-class Interrupted(GcbenchError):
-    """The user asked to stop; the checkpoint is written."""
-
-    exit_code = 130
 
 
 @dataclass
@@ -477,7 +471,7 @@ class Trainer:
         return self.world.ranks[0] == 0
 
     def _record(self, kind: str, values: Mapping[str, Any]) -> None:
-        traffic = self.world.collect(self.world.traffic)
+        traffic = self.world.collect_traffic()
         record = {
             "kind": kind,
             "step": self.step,
@@ -639,7 +633,7 @@ class Trainer:
 
     def _summary(self, evaluation: Mapping[str, float | None]) -> dict[str, Any]:
         config, world = self.config, self.world
-        traffic = world.collect(world.traffic)
+        traffic = world.collect_traffic()
         up = sum(t.payload_up for t in traffic) / world.size
         down = sum(t.payload_down for t in traffic) / world.size
         wire = sum(t.wire for t in traffic)

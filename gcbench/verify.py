@@ -20,10 +20,9 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from gcbench import exchange, memory, ops, registry
+from gcbench import exchange, launch, memory, ops, registry
 from gcbench.clock import Clock
 from gcbench.compressor import (
     COLLECTIVES,
@@ -34,9 +33,10 @@ from gcbench.compressor import (
     Payload,
     Segments,
 )
-from gcbench.errors import GcbenchError, PayloadError, UsageError
+from gcbench.errors import GcbenchError, Interrupted, PayloadError, UsageError
 from gcbench.exchange import Exchange, Lane
-from gcbench.world import DistributedWorld, Link, SimulatedWorld, World
+from gcbench.membership import Membership
+from gcbench.world import Link, SimulatedWorld, World
 
 SIZES = (0, 1, 31, 32, 33, 1023, 1025, 10_007)
 SHAPES = ((3, 5), (0,), (1,), (), (40, 33), (7,), (2, 3, 3, 3), (1030,), (0, 4))
@@ -789,7 +789,7 @@ def exchange_digests(method: Compressor, world: World | None = None) -> dict[str
             own = [worker[0][buffer] for worker in made.workers if buffer in worker[0]]
             for tensor in here.collect(own) if own else []:
                 digest.update(_raw(tensor))
-        digest.update(repr(here.collect(here.traffic)).encode())
+        digest.update(repr(here.collect_traffic()).encode())
         for traffic in here.traffic:  # the next collective counts from zero
             traffic.payload_up = traffic.payload_down = traffic.wire = 0.0
         found[collective] = digest.hexdigest()
@@ -804,11 +804,13 @@ def _digests(method: Compressor, world: World | None = None) -> dict[str, str]:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def _worker(methods: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, str]]:
+def _worker(
+    member: Membership, methods: Sequence[tuple[str, Mapping[str, Any]]]
+) -> list[dict[str, str]]:
     """Be one of three processes."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
-    world = DistributedWorld(torch.device("cpu"))
+    from gcbench import engines
+
+    world = engines.join(member, "cpu", 1, at_most=timedelta(minutes=2))
     try:
         return [_digests(registry.compressor(name, **options), world) for name, options in methods]
     finally:
@@ -824,11 +826,8 @@ def in_processes(methods: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[
         GcbenchError: a process died.
         Interrupted: the user asked to stop.
     """
-    from gcbench import engines
-    from gcbench.train import Interrupted
-
     try:
-        replicas = engines.in_processes(PROCESSES, 1, "verify", _worker, (list(methods),))
+        replicas = launch.in_processes(PROCESSES, 1, _worker, (list(methods),))
     except Interrupted:
         raise
     except GcbenchError as failure:

@@ -9,22 +9,76 @@ it gets back to decode; its own part is in both, as a parameter server would cou
 leaves it for other workers: 2 (N - 1) / N of an all-reduced tensor (ring), N - 1 times an
 all-gathered one, the shards of others in an all-to-all, (N - 1) / N of a broadcast one (a pipeline
 through all workers, on average).
+
+What workers tell each other beside gradients travels as JSON and tensors, never pickled: nothing
+that arrives is executed.
 """
 
 from __future__ import annotations
 
+import json
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import astuple, dataclass
+from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from gcbench.errors import PeerLostError
 
 T = TypeVar("T")
 Op = Literal["sum", "max"]
+ROLL_CALL_SECONDS = 2.0
+"""How long a worker whose collective broke off waits for signs of life of the others."""
+
+
+def to_bytes(value: Any) -> bytes:
+    """Return a value as bytes: a line of JSON, then its tensors as safetensors.
+
+    A value is None, a bool, a number, a string, a tensor, or a list, tuple or dict of values; keys
+    are strings. A tuple comes back as a list.
+
+    Raises:
+        TypeError: it is, or holds, something else.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def plain(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            name = str(len(tensors))
+            tensors[name] = part.detach().cpu().contiguous().clone()  # safetensors wants no views
+            return {"tensor": name}
+        if isinstance(part, dict):
+            if not all(isinstance(key, str) for key in part):
+                raise TypeError(f"keys {list(part)}: strings expected")
+            return {"dict": {key: plain(each) for key, each in part.items()}}
+        return [plain(each) for each in part] if isinstance(part, list | tuple) else part
+
+    line = json.dumps(plain(value)).encode()
+    return line + b"\n" + (safetensors.torch.save(tensors) if tensors else b"")
+
+
+def from_bytes(data: bytes) -> Any:
+    """Return the value that `to_bytes` made these bytes of; its tensors are on the CPU."""
+    line, _, rest = data.partition(b"\n")
+    tensors = safetensors.torch.load(rest) if rest else {}
+
+    def value(part: Any) -> Any:
+        if isinstance(part, dict):
+            if "tensor" in part:
+                return tensors[part["tensor"]]
+            return {key: value(each) for key, each in part["dict"].items()}
+        return [value(each) for each in part] if isinstance(part, list) else part
+
+    return value(json.loads(line))
 
 
 @dataclass(frozen=True)
@@ -147,7 +201,14 @@ class World(ABC):
 
     @abstractmethod
     def collect(self, values: Sequence[T]) -> list[T]:
-        """Return every worker's value, by rank: for records and checks, not counted as traffic."""
+        """Return every worker's value, by rank: for records and checks, not counted as traffic.
+
+        A value is what `to_bytes` takes; a tuple may come back as a list.
+        """
+
+    def collect_traffic(self) -> list[Traffic]:
+        """Return every worker's traffic, by rank."""
+        return [Traffic(*row) for row in self.collect([astuple(own) for own in self.traffic])]
 
     @abstractmethod
     def close(self) -> None:
@@ -208,26 +269,77 @@ class SimulatedWorld(World):
 class DistributedWorld(World):
     """One worker of a torch.distributed process group that has been initialized."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, store: Store, timeout: timedelta, *, watched: bool
+    ) -> None:
+        """`store` and `timeout` are the process group's.
+
+        `watched`: a launcher sees at once which process ends, and names it.
+        """
         self.size, self.device = dist.get_world_size(), device
         rank = dist.get_rank()
         self.ranks = range(rank, rank + 1)
+        self.store, self.timeout, self.watched = store, timeout, watched
         super().__init__()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Run a collective of torch.distributed.
+
+        Raises:
+            PeerLostError: it broke off; the message names the workers that are gone.
+        """
+        began = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            waited = time.monotonic() - began
+            raise self._lost(error, waited) from error
+
+    def _lost(self, error: RuntimeError, waited: float) -> PeerLostError:
+        own, limit = self.ranks[0], self.timeout.total_seconds()
+        said = (str(error).splitlines() or [""])[0]
+        timed_out = waited >= limit / 2
+        gone = self._silent() if timed_out or not self.watched else []
+        if gone:
+            who = ", ".join(map(str, gone))
+            what = f"without an answer from worker {who}, which has ended or stands still"
+        else:
+            what = "broken off by another worker"
+        return PeerLostError(
+            f"worker {own}: a collective ended after {waited:.0f} s {what}; the limit is "
+            f"{limit:.0f} s (GCBENCH_COLLECTIVE_TIMEOUT). torch says: {said:.200}"
+        )
+
+    def _silent(self) -> list[int]:
+        """Return the workers that do not answer a roll call; none if the store is gone, too."""
+        others = set(range(self.size)) - set(self.ranks)
+        with suppress(RuntimeError):
+            self.store.set(f"gcbench/here/{self.ranks[0]}", "")
+            patience = time.monotonic() + ROLL_CALL_SECONDS
+            while others and time.monotonic() < patience:
+                others -= {r for r in others if self.store.check([f"gcbench/here/{r}"])}
+                time.sleep(0.01)
+            return sorted(others)
+        return []
 
     def map(self, call: Callable[[int], T]) -> list[T]:  # noqa: D102
         return [call(self.ranks[0])]
 
     def collect(self, values: Sequence[T]) -> list[T]:  # noqa: D102
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, values[0])
-        return everyone
+        own = torch.frombuffer(bytearray(to_bytes(values[0])), dtype=torch.uint8).to(self.device)
+        size = torch.tensor([own.numel()], device=self.device)
+        sizes = torch.cat(self._all_gather([size], [1] * self.size)).tolist()
+        everyone = self._all_gather([own], sizes)
+        return [from_bytes(data.cpu().numpy().tobytes()) for data in everyone]
 
     def close(self) -> None:  # noqa: D102
         dist.destroy_process_group()
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         received = tensor.clone()
-        dist.broadcast(received, 0)
+        with self.together():
+            dist.broadcast(received, 0)
         return received
 
     def _all_reduce(self, tensors: Sequence[Tensor], op: Op) -> Tensor:
@@ -235,7 +347,8 @@ class DistributedWorld(World):
         if op == "sum" and tensor.is_floating_point() and tensor.device.type == "cpu":
             return self._ordered_sum(tensor)
         total = tensor.clone()
-        dist.all_reduce(total, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
+        with self.together():
+            dist.all_reduce(total, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
         return total
 
     def _ordered_sum(self, tensor: Tensor) -> Tensor:
@@ -258,13 +371,15 @@ class DistributedWorld(World):
         if len(set(sizes)) > 1:  # shorter tensors are not padded: every byte sent is a real one
             return self._all_to_all([[tensor] * self.size], [sizes])[0]
         out = tensor.new_empty(sum(sizes))
-        dist.all_gather(list(torch.split(out, list(sizes))), tensor)
+        with self.together():
+            dist.all_gather(list(torch.split(out, list(sizes))), tensor)
         return list(torch.split(out, list(sizes)))
 
     def _all_to_all(
         self, chunks: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]]
     ) -> list[list[Tensor]]:
         sent, counts = chunks[0], list(sizes[0])
-        out = sent[0].new_empty(sum(counts))
-        dist.all_to_all_single(out, torch.cat(list(sent)), counts, [c.numel() for c in sent])
+        out, joined = sent[0].new_empty(sum(counts)), torch.cat(list(sent))
+        with self.together():
+            dist.all_to_all_single(out, joined, counts, [c.numel() for c in sent])
         return [list(torch.split(out, counts))]

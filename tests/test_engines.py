@@ -15,10 +15,10 @@ from commands import end, invoke, members, start, wait_for
 from torch import nn
 
 from gcbench import engines, registry
-from gcbench.errors import GcbenchError, UsageError
+from gcbench.errors import GcbenchError, Interrupted, UsageError
 from gcbench.experiment import Config
 from gcbench.store import Run
-from gcbench.train import Interrupted, Options, Trainer
+from gcbench.train import Options, Trainer
 from gcbench.world import Link, SimulatedWorld
 
 COLLECTIVES = ("twoshot", "allreduce", "allgather")

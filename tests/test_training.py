@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from gcbench.errors import Interrupted
 from gcbench.experiment import Config
 from gcbench.memory import Dgc, NoMemory, Residual
 from gcbench.store import Run
-from gcbench.train import Interrupted, Options, Trainer
+from gcbench.train import Options, Trainer
 from gcbench.world import SimulatedWorld
 
 

@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from gcbench import experiment, pictures
 from gcbench.errors import GcbenchError, UsageError, unknown
 from gcbench.measure import MODULES
-from gcbench.store import explained, write_atomically
+from gcbench.store import explained, open_own, write_atomically
 from gcbench.typeset import Column, latex, latex_text, markdown, number, terminal
 
 SCHEMA = 1
@@ -158,7 +158,7 @@ class Ledger:
         """
         with explained(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = self.path.open("a+b", buffering=0)
+            file = open_own(self.path, "a+b", 0)
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -12,26 +12,28 @@ The yardstick is the library's own all-reduce of the same size in the same comma
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from gcbench import progress
+from gcbench import membership, progress
 from gcbench.measure import analysis
 from gcbench.measure.analysis import Analysis
 from gcbench.measure.bandwidth.picture import draw
 from gcbench.measure.bandwidth.settings import KIND, Settings, items, plan
 from gcbench.measure.bandwidth.tables import summarize
 from gcbench.measure.bandwidth.worker import measure
+from gcbench.membership import Membership
 
 __all__ = ["Settings", "draw", "run"]
 
 
-def _worker(settings_json: str, folder: str, mode: progress.Mode, force: bool) -> None:
+def _worker(
+    member: Membership, settings_json: str, folder: str, mode: progress.Mode, force: bool
+) -> None:
     """Be one worker of a process group: join it, and measure what the folder lacks."""
     from gcbench import engines
 
     settings = Settings.model_validate_json(settings_json)
-    world = engines.join(settings.device, settings.threads)
+    world = engines.join(member, settings.device, settings.threads)
     leads = world.ranks[0] == 0
     finished = leads and not force and _finished(Path(folder)) is not None
     measure(world, plan(settings), Path(folder), mode, afresh=force, finished=finished)
@@ -54,22 +56,21 @@ def run(
         GcbenchError: the first error of any worker.
         Interrupted: the user asked to stop; what was measured is kept.
     """
-    from gcbench import engines
+    from gcbench import engines, launch
 
     name = f"{KIND}-{analysis.digest(settings.model_dump(mode='json'))}"
     folder = results / name
     words = settings.model_dump_json(), str(folder), mode
-    if settings.engine == "torchrun":
-        engines.check_size(settings.workers)
+    if (member := membership.from_torchrun()) is not None:
+        engines.check_size(member, settings.workers)
         found = None if force else _finished(folder)
-        _worker(*words, force)
-        if os.environ["RANK"] != "0":
+        _worker(member, *words, force)
+        if member.rank != 0:
             return None
     else:
         found = None if force else _finished(folder)
         if found is None:
-            processes = settings.workers, settings.threads, name
-            engines.in_processes(*processes, _worker, (*words, force))
+            launch.in_processes(settings.workers, settings.threads, _worker, (*words, force))
     if found is not None:
         return found, False
     with analysis.Ledger(folder).open() as ledger:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from gcbench import exchange, experiment, ops
+from gcbench import exchange, experiment, membership, ops
 from gcbench.compressor import COLLECTIVES
 from gcbench.errors import UsageError, unknown
 from gcbench.measure import methods
@@ -135,14 +134,14 @@ def make(
     Raises:
         UsageError: what cannot be measured, with what can.
     """
-    launched = "TORCHELASTIC_RUN_ID" in os.environ
-    engine = "torchrun" if launched else engine or "spawn"
+    member = membership.from_torchrun()
+    engine = "torchrun" if member else engine or "spawn"
     if engine == "simulate":
         raise UsageError(
             "engine simulate has no network to measure; use --engine spawn (local processes), or "
             "start the command by torchrun"
         )
-    if engine == "torchrun" and not launched:
+    if engine == "torchrun" and member is None:
         raise UsageError(
             "engine torchrun is found from the environment: start the command with "
             "`torchrun --nproc-per-node N -m gcbench bandwidth ...`, or use --engine spawn"
@@ -150,10 +149,10 @@ def make(
     if engine not in ("spawn", "torchrun"):
         raise unknown("engine", engine, ("spawn", "torchrun"))
     if workers is None:
-        workers = int(os.environ["WORLD_SIZE"]) if launched else 2
+        workers = member.size if member else 2
     if workers < 2:
         raise UsageError(f"--workers {workers}: at least 2 have something to exchange")
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", workers)) if launched else workers
+    here = member.local_size if member else workers
     words = tuple(methods.all_of(compressors))
     named = _names(collectives, ("default",))
     if named not in (("default",), ("all",)):

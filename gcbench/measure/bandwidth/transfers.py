@@ -47,7 +47,7 @@ class Item(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What each worker needs to know; it can be pickled."""
+    """What each worker needs to know."""
 
     items: tuple[Item, ...]
     sizes: tuple[int, ...]

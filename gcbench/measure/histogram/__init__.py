@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from gcbench import captures, progress
 from gcbench.captures import Capture, Layer
 from gcbench.compressor import TILE, Compressor
-from gcbench.errors import UsageError
+from gcbench.errors import Interrupted, UsageError
 from gcbench.experiment import Config
 from gcbench.measure import analysis as measuring
 from gcbench.measure import methods as words
@@ -27,7 +27,6 @@ from gcbench.measure.histogram.picture import draw
 from gcbench.measure.histogram.reconstruction import ALL, ERRORS, Arrived, Gradients, Sums
 from gcbench.measure.histogram.tables import FIGURES, GRADIENT
 from gcbench.runner import Runner
-from gcbench.train import Interrupted
 
 __all__ = ["Settings", "draw", "measure", "train"]
 
