@@ -186,13 +186,14 @@ class _Crew:
     def wait(self) -> None:
         """Wait until all workers have ended; end them when one fails or the user insists."""
         left = set(range(len(self.processes)))
-        deadline = math.inf
+        deadline, asked = math.inf, False
         while left:
             try:
                 # No wait without an end: a signal that another thread took is heard in between.
                 event = self.events.get(timeout=max(0.0, min(1.0, deadline - time.monotonic())))
             except Empty:
                 if time.monotonic() >= deadline:
+                    asked = True
                     self.kill()
                 continue
             if event is None:
@@ -204,11 +205,16 @@ class _Crew:
             left.discard(event)
             if self.processes[event].returncode == 0:
                 continue
-            if deadline == math.inf or self.report(event):
-                self.failed.append(event)  # after the first: not those that are ended here
-            stopped = self.report(event).get("exit_code") == Interrupted.exit_code
-            if not stopped and deadline == math.inf:
-                deadline = time.monotonic() + GRACE_SECONDS
+            report = self.report(event)
+            if report or not asked:
+                self.failed.append(event)  # and not those that are ended here
+            if report.get("exit_code") == Interrupted.exit_code:
+                continue  # the others stop, too, and may still write a checkpoint
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+            # After one that only saw another disappear no one is asked: the cause may be told a moment
+            # later, and the others see it by themselves.
+            if not asked and not report.get("peer_lost"):
+                asked = True
                 self._ask(left)
 
     def _ask(self, ranks: set[int]) -> None:

@@ -59,17 +59,14 @@ def open_own(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
     try:
         file = open(path, mode, buffering, opener=opener)  # noqa: SIM115
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.ESPIPE):
             raise _not_own(path) from None
         raise
-    try:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise _not_own(path)
-        if "w" in mode:
-            file.truncate(0)
-    except BaseException:
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise
+        raise _not_own(path)
+    if "w" in mode:
+        file.truncate(0)
     return file
 
 

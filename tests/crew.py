@@ -1,0 +1,112 @@
+"""What workers do in tests of the launcher; light, so that a worker is there at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from gcbench.errors import GcbenchError, Interrupted, PeerLostError, UsageError
+
+LONG = 60.0
+
+
+def tell(member, *words):
+    """Return what this worker was given and sees around it."""
+    return {
+        "words": list(words),
+        "member": [member.rank, member.size, member.local_rank, member.local_size],
+        "folder": str(member.folder),
+        "mode": oct(member.folder.stat().st_mode),
+        "environment": {
+            name: os.environ.get(name) for name in ("RANK", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
+        },
+        "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+    }
+
+
+def fail(member, how, folder):
+    """Worker 1 fails; worker 0 only loses its peer or waits; worker 2 waits."""
+    ready = Path(folder) / f"ready-{member.rank}"
+    ready.write_text("")
+    while len(list(Path(folder).glob("ready-*"))) < member.size:
+        time.sleep(0.005)
+    if member.rank == 0 and how == "late":
+        raise PeerLostError("worker 0: a collective broke off")
+    if member.rank == 1:
+        time.sleep(0.3 if how == "late" else 0.0)
+        match how:
+            case "exit":
+                os._exit(7)
+            case "kill" | "late":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "known":
+                raise GcbenchError("worker 1 has something to say")
+            case "usage":
+                raise UsageError("worker 1 cannot do this")
+            case "unknown":
+                raise ValueError("not me")
+            case "leave":
+                sys.exit(3)
+            case "interrupted":
+                raise Interrupted("stopped after step 5")
+    if how == "interrupted":
+        time.sleep(0.5)  # a checkpoint that is still being written
+        (Path(folder) / f"saved-{member.rank}").write_text("")
+        raise Interrupted("stopped after step 5")
+    time.sleep(LONG)
+
+
+def interrupt(member, times, folder):
+    """Worker 0 stands for a user who asks to stop; all others would go on for long."""
+    if times > 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (Path(folder) / f"ready-{member.rank}").write_text("")
+    while len(list(Path(folder).glob("ready-*"))) < member.size:
+        time.sleep(0.005)
+    if member.rank == 0:
+        for _ in range(times):
+            os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(0.1)
+    time.sleep(LONG)
+
+
+def stand_still(member):
+    """Meet, then worker 1 stops; say what the others say."""
+    import torch
+    import torch.distributed as dist
+
+    from gcbench import engines
+
+    world = engines.join(member, "cpu", 1)
+    everyone = world.collect([{"rank": member.rank, "x": torch.full((2,), float(member.rank))}])
+    assert [each["x"].tolist() for each in everyone] == [[r, r] for r in range(member.size)]
+    if member.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with world.together():
+        dist.barrier()
+
+
+def meet(member):
+    """Return what three workers collect, by their rank."""
+    import torch
+
+    from gcbench import engines
+
+    world = engines.join(member, "cpu", 1)
+    rank = member.rank
+    value = {
+        "text": "ä" * rank,
+        "numbers": [rank, 0.1 * rank, float("inf"), None, True],
+        "empty": torch.empty(0, 3),
+        "half": torch.full((rank, 2), rank, dtype=torch.bfloat16),
+        "scalar": torch.tensor(rank),
+    }
+    found = world.collect([value])
+    return [
+        [each["text"], each["numbers"], list(each["empty"].shape), each["half"].tolist()]
+        + [str(each["half"].dtype), each["scalar"].item()]
+        for each in found
+    ]
