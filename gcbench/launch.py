@@ -211,8 +211,8 @@ class _Crew:
             if report.get("exit_code") == Interrupted.exit_code:
                 continue  # the others stop, too, and may still write a checkpoint
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-            # After one that only saw another disappear no one is asked: the cause may be told a moment
-            # later, and the others see it by themselves.
+            # Not for one that only saw another disappear: the cause may be told a moment later, and
+            # all others see it, too.
             if not asked and not report.get("peer_lost"):
                 asked = True
                 self._ask(left)

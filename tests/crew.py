@@ -105,8 +105,8 @@ def meet(member):
         "scalar": torch.tensor(rank),
     }
     found = world.collect([value])
-    return [
-        [each["text"], each["numbers"], list(each["empty"].shape), each["half"].tolist()]
-        + [str(each["half"].dtype), each["scalar"].item()]
-        for each in found
-    ]
+    for each in found:
+        each["empty"] = list(each["empty"].shape)
+        each["half"] = [str(each["half"].dtype), *each["half"].tolist()]
+        each["scalar"] = each["scalar"].item()
+    return found

@@ -8,6 +8,7 @@ import math
 import os
 import shlex
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -217,7 +218,7 @@ def test_the_slowest_worker_decides_and_subjects_take_turns(monkeypatch):
         other = [[*step[:-1], step[-1] + (1 if i == 1 else -1)] for i, step in enumerate(steps)]
         return [steps, other]
 
-    world = SimpleNamespace(collect=collect)
+    world = SimpleNamespace(collect=collect, together=nullcontext)
     own, plain = worker.timed(world, list(zip(clocks, probes, strict=True)), 2, 3)
     assert said == ["before", "barrier", "own", "before", "barrier", "plain"] * 5
     assert [step[-1] for step in own] == [

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -157,9 +155,10 @@ def test_torchrun_is_found_and_gives_the_same_bits(two, tmp_path):
 
 
 def test_torchrun_with_another_number_of_workers(monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setenv("RANK", "0")
+    given = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}
+    given |= {"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     done = invoke("run", "--workers", 2, "--results", tmp_path)
     assert done.code == 2
     assert "--workers 2 under torchrun with 3 processes" in done.err
@@ -362,19 +361,6 @@ def test_the_second_signal_acts_as_usual(sign):
         os.kill(os.getpid(), sign)  # the launcher repeats what the terminal sent to all
         assert asked()
     assert signal.getsignal(sign) is before
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's service is Linux's")
-def test_a_worker_dies_with_its_parent_at_once():
-    """By SIGKILL: torch asks for SIGINT, at which a worker would go on and write a checkpoint."""
-    libc, found = ctypes.CDLL(None), ctypes.c_int()
-    try:
-        engines._die_with_parent()
-        libc.prctl(2, ctypes.byref(found))  # PR_GET_PDEATHSIG
-    finally:
-        libc.prctl(engines.PR_SET_PDEATHSIG, 0)
-    assert found.value == signal.SIGKILL
-    assert "_die_with_parent" in engines._spawned.__code__.co_names
 
 
 # -- faults ----------------------------------------------------------------------------------------

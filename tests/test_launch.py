@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import end, invoke, members, start, wait_for
+from safetensors import SafetensorError
 
 from gcbench import engines, launch, launched, membership
 from gcbench.errors import GcbenchError, Interrupted, PeerLostError, UsageError
@@ -287,7 +288,7 @@ class Evil:
 def test_what_workers_tell_each_other_is_never_unpickled(tmp_path):
     data = pickle.dumps(Evil(tmp_path / "mark"))
     for spoiled in (data, b"{}\n" + data, b'{"tensor": "0"}\n' + data):
-        with pytest.raises(Exception, match="."):
+        with pytest.raises((ValueError, SafetensorError)):
             from_bytes(spoiled)
     assert not (tmp_path / "mark").exists()
     pickle.loads(data)
@@ -308,12 +309,17 @@ def test_values_arrive_as_they_were_sent():
     assert torch.equal(found["grown"], x.view(2, 3).t())
     assert all(torch.equal(a, b) for a, b in zip(found["views"], value["views"], strict=True))
     found = launch.in_processes(3, 1, crew.meet, [])
-    rows = [
-        ["ä" * r, [r, 0.1 * r, float("inf"), None, True], [0, 3], [[r, r]] * r]
-        + ["torch.bfloat16", r]
-        for r in range(3)
+    expected = [
+        {
+            "text": "ä" * rank,
+            "numbers": [rank, 0.1 * rank, float("inf"), None, True],
+            "empty": [0, 3],
+            "half": ["torch.bfloat16", *[[rank, rank]] * rank],
+            "scalar": rank,
+        }
+        for rank in range(3)
     ]
-    assert found == [rows] * 3
+    assert found == [expected] * 3
 
 
 # -- workers that stand still ----------------------------------------------------------------------
@@ -395,7 +401,7 @@ def test_an_agent_that_is_gone_is_not_waited_for(torchrun):
         torchrun.setenv("MASTER_PORT", str(server.getsockname()[1]))
         torchrun.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
         engines._require_agent(Membership(0, 2, 0, 2))
-    with pytest.raises(PeerLostError, match="torchrun's agent at 127.0.0.1:"):
+    with pytest.raises(PeerLostError, match="torchrun's agent at 127"):
         engines._require_agent(Membership(0, 2, 0, 2))
 
 

@@ -16,14 +16,14 @@ from torch import Tensor
 from gcbench import memory, ops, progress, verify
 from gcbench.clock import Clock
 from gcbench.compressor import Compressor, Segments
-from gcbench.errors import GcbenchError
+from gcbench.errors import GcbenchError, PeerLostError
 from gcbench.exchange import Exchange, Lane
 from gcbench.measure import methods
 from gcbench.measure.analysis import Ledger
 from gcbench.measure.bandwidth.transfers import BOUNDS, PARTS, PLAIN, YARDSTICK, Item, Plan, Probe
 from gcbench.memory import NoMemory
 from gcbench.schema import PHASES
-from gcbench.world import Link, SimulatedWorld, World
+from gcbench.world import DistributedWorld, Link, SimulatedWorld, World
 
 CHECKED = 2
 """Steps of an exchange that are compared with the simulation: the second has carried something."""
@@ -45,7 +45,7 @@ def shapes(count: int) -> list[tuple[int, ...]]:
 class Inputs:
     """The workers' gradients at one size: independent, nearly normal, alike on every machine."""
 
-    def __init__(self, world: World, count: int) -> None:
+    def __init__(self, world: DistributedWorld, count: int) -> None:
         self.world, self.count = world, count
 
     @cached_property
@@ -68,7 +68,12 @@ class Subject:
     """A compressor by a collective at one size, on this worker."""
 
     def __init__(
-        self, world: World, plan: Plan, inputs: Inputs, method: Compressor, collective: str
+        self,
+        world: DistributedWorld,
+        plan: Plan,
+        inputs: Inputs,
+        method: Compressor,
+        collective: str,
     ) -> None:
         self.world, self.plan, self.inputs = world, plan, inputs
         self.method, self.collective = method, collective
@@ -123,8 +128,9 @@ class Subject:
         if said:
             raise Failed(said)
         means = means or [torch.empty_like(self.inputs.own) for _ in range(CHECKED)]
-        for mean in means:
-            dist.broadcast(mean, 0)
+        with self.world.together():
+            for mean in means:
+                dist.broadcast(mean, 0)
         return means
 
     def advance(self) -> Tensor:
@@ -167,7 +173,8 @@ class Subject:
     def unlike(self) -> int:
         """Return how many elements of the last mean are not the bits that worker 0 has."""
         first = self.last.clone()
-        dist.broadcast(first, 0)
+        with self.world.together():
+            dist.broadcast(first, 0)
         return differing(self.last, first)
 
 
@@ -182,7 +189,7 @@ def differing(a: Tensor, b: Tensor) -> int:
 
 
 def timed(
-    world: World, subjects: Sequence[tuple[Clock, Probe]], warmup: int, iterations: int
+    world: DistributedWorld, subjects: Sequence[tuple[Clock, Probe]], warmup: int, iterations: int
 ) -> list[list[list[float]]]:
     """Return, by subject, the seconds of each iteration: phases, and the whole.
 
@@ -194,7 +201,8 @@ def timed(
             if turn == warmup:
                 clock.steps.clear()
             probe.before()
-            dist.barrier()
+            with world.together():
+                dist.barrier()
             clock.start_step()
             probe.call()
             clock.end_step()
@@ -205,11 +213,11 @@ def timed(
     return slowest
 
 
-def _mean(world: World, value: float) -> float:
+def _mean(world: DistributedWorld, value: float) -> float:
     return sum(world.collect([value])) / world.size
 
 
-def _probed(world: World, plan: Plan, probe: Probe) -> dict[str, Any]:
+def _probed(world: DistributedWorld, plan: Plan, probe: Probe) -> dict[str, Any]:
     with closing(probe):
         (steps,) = timed(world, [(Clock(world.device), probe)], plan.warmup, plan.iterations)
         wrong = sum(world.collect([probe.wrong()]))
@@ -222,7 +230,7 @@ def _probed(world: World, plan: Plan, probe: Probe) -> dict[str, Any]:
     }
 
 
-def _exchanged(world: World, plan: Plan, item: Item, inputs: Inputs) -> dict[str, Any]:
+def _exchanged(world: DistributedWorld, plan: Plan, item: Item, inputs: Inputs) -> dict[str, Any]:
     """Measure an exchange; its iterations and those of the plain all-reduce take turns."""
     count, compressor = inputs.count, methods.parse(item.method)
     try:
@@ -253,7 +261,7 @@ def _exchanged(world: World, plan: Plan, item: Item, inputs: Inputs) -> dict[str
     }
 
 
-def _record(world: World, plan: Plan, item: Item, inputs: Inputs) -> dict[str, Any]:
+def _record(world: DistributedWorld, plan: Plan, item: Item, inputs: Inputs) -> dict[str, Any]:
     match item.kind:
         case "exchange":
             return _exchanged(world, plan, item, inputs)
@@ -264,7 +272,13 @@ def _record(world: World, plan: Plan, item: Item, inputs: Inputs) -> dict[str, A
 
 
 def measure(
-    world: World, plan: Plan, folder: Path, mode: progress.Mode, *, afresh: bool, finished: bool
+    world: DistributedWorld,
+    plan: Plan,
+    folder: Path,
+    mode: progress.Mode,
+    *,
+    afresh: bool,
+    finished: bool,
 ) -> None:
     """Measure what is not yet in the folder's ledger, which worker 0 keeps.
 
@@ -278,7 +292,7 @@ def measure(
 
 
 def _all(
-    world: World,
+    world: DistributedWorld,
     plan: Plan,
     ledger: Ledger | None,
     mode: progress.Mode,
@@ -301,6 +315,8 @@ def _all(
                     continue
                 try:
                     record = _record(world, plan, item, inputs)
+                except PeerLostError:
+                    raise
                 except Exception as error:  # others may wait for this worker: no way to go on
                     raise GcbenchError(
                         f"worker {world.ranks[0]}, {item.name}, {size:,} bytes: "
