@@ -35,7 +35,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from gcbench import launched
-from gcbench.errors import GcbenchError, Interrupted, PeerLostError, UsageError
+from gcbench.errors import (
+    DivergedError,
+    GcbenchError,
+    Interrupted,
+    PeerLostError,
+    UsageError,
+)
 from gcbench.membership import Membership
 
 TIMEOUT = "GCBENCH_COLLECTIVE_TIMEOUT"
@@ -116,6 +122,7 @@ def work(folder: str, rank: int, job: dict[str, Any]) -> None:
             "error": str(error) if known else f"worker {rank}: {error!r}",
             "exit_code": getattr(error, "exit_code", 1),
             "peer_lost": isinstance(error, PeerLostError),
+            "diverged_at": error.step if isinstance(error, DivergedError) else None,
             "trace": traceback.format_exc(),
         }
     with suppress(OSError):
@@ -231,24 +238,30 @@ class _Crew:
     def error(self) -> GcbenchError | None:
         """Return what went wrong first, as an error of this process; None if nothing did.
 
-        What a worker says of itself comes first, then one that died without a word, and last those
-        that only saw others disappear.
+        A worker that only saw others disappear is no cause, whenever it says so.
         """
         reports = {rank: self.report(rank) for rank in self.failed}
         stopped = [r for r in reports.values() if r.get("exit_code") == Interrupted.exit_code]
-        told = [r for r in reports.values() if r and not r["peer_lost"] and r not in stopped]
-        if told:
-            return self._retold(told[0])
+        causes = [
+            r for r in reports if not reports[r].get("peer_lost") and reports[r] not in stopped
+        ]
         if self.stopping or stopped:
-            return Interrupted(stopped[0]["error"] if stopped else "stopped by the user")
-        silent = [rank for rank, report in reports.items() if not report]
-        if silent:
-            return GcbenchError(self._died(silent[0]))
-        return self._retold(next(iter(reports.values()))) if reports else None
+            causes = [
+                rank for rank in causes if reports[rank]
+            ]  # the others ended as they were asked
+            if not causes:
+                return Interrupted(stopped[0]["error"] if stopped else "stopped by the user")
+        if not causes:
+            return self._retold(next(iter(reports.values()))) if reports else None
+        first = causes[0]
+        return self._retold(reports[first]) if reports[first] else GcbenchError(self._died(first))
 
     def _retold(self, report: dict[str, Any]) -> GcbenchError:
-        kind = UsageError if report["exit_code"] == UsageError.exit_code else GcbenchError
-        error = kind(report["error"])
+        error = GcbenchError(report["error"])
+        if report["exit_code"] == UsageError.exit_code:
+            error = UsageError(report["error"])
+        elif report["diverged_at"] is not None:
+            error = DivergedError(report["error"], report["diverged_at"])
         error.add_note(report["trace"])
         return error
 

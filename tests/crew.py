@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from gcbench.errors import GcbenchError, Interrupted, PeerLostError, UsageError
+from gcbench.errors import DivergedError, GcbenchError, Interrupted, PeerLostError, UsageError
 
 LONG = 60.0
 
@@ -28,24 +28,33 @@ def tell(member, *words):
 
 
 def fail(member, how, folder):
-    """Worker 1 fails; worker 0 only loses its peer or waits; worker 2 waits."""
+    """Worker 1 fails, while the others wait.
+
+    late: worker 0 says before that it lost a peer. after: it fails in its own way, as it did.
+    """
     ready = Path(folder) / f"ready-{member.rank}"
     ready.write_text("")
     while len(list(Path(folder).glob("ready-*"))) < member.size:
         time.sleep(0.005)
     if member.rank == 0 and how == "late":
         raise PeerLostError("worker 0: a collective broke off")
+    if member.rank == 0 and how == "after":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(0.5)
+        raise RuntimeError("a connection was closed")
     if member.rank == 1:
         time.sleep(0.3 if how == "late" else 0.0)
         match how:
             case "exit":
                 os._exit(7)
-            case "kill" | "late":
+            case "kill" | "late" | "after":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "known":
                 raise GcbenchError("worker 1 has something to say")
             case "usage":
                 raise UsageError("worker 1 cannot do this")
+            case "diverged":
+                raise DivergedError("not finite in worker 1 at step 4", 4)
             case "unknown":
                 raise ValueError("not me")
             case "leave":

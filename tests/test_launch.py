@@ -22,7 +22,7 @@ from commands import end, invoke, members, start, wait_for
 from safetensors import SafetensorError
 
 from gcbench import engines, launch, launched, membership
-from gcbench.errors import GcbenchError, Interrupted, PeerLostError, UsageError
+from gcbench.errors import DivergedError, GcbenchError, Interrupted, PeerLostError, UsageError
 from gcbench.membership import Membership
 from gcbench.world import from_bytes, to_bytes
 
@@ -89,20 +89,23 @@ def test_each_worker_knows_its_place_and_hears_no_terminal():
         ("exit", GcbenchError, "worker 1 ended with exit code 7, without a word"),
         ("kill", GcbenchError, "worker 1 was ended by SIGKILL: often memory that ran out"),
         ("late", GcbenchError, "worker 1 was ended by SIGKILL: often memory that ran out"),
+        ("after", GcbenchError, "worker 1 was ended by SIGKILL: often memory that ran out"),
         ("leave", GcbenchError, "worker 1 ended with exit code 3, without a word"),
         ("known", GcbenchError, "worker 1 has something to say"),
         ("usage", UsageError, "worker 1 cannot do this"),
+        ("diverged", DivergedError, "not finite in worker 1 at step 4"),
         ("unknown", GcbenchError, "worker 1: ValueError('not me')"),
         ("interrupted", Interrupted, "stopped after step 5"),
     ],
 )
 def test_who_failed_first_is_named_and_no_one_waits(tmp_path, how, error, said):
-    """late: worker 0 tells first that it lost a peer, and is not the cause."""
+    """late, after: worker 0 tells of it, before and after; it is not the cause."""
     began = time.monotonic()
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     with pytest.raises(GcbenchError) as raised:
         launch.in_processes(3, 1, crew.fail, [how, str(tmp_path)])
     assert (type(raised.value), str(raised.value)) == (error, said)
+    assert how != "diverged" or raised.value.step == 4
     assert time.monotonic() - began < crew.LONG / 2
     assert {s: signal.getsignal(s) for s in handlers} == handlers
     saved = sorted(path.name for path in tmp_path.glob("saved-*"))
