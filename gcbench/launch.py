@@ -242,19 +242,20 @@ class _Crew:
         """
         reports = {rank: self.report(rank) for rank in self.failed}
         stopped = [r for r in reports.values() if r.get("exit_code") == Interrupted.exit_code]
-        causes = [
-            r for r in reports if not reports[r].get("peer_lost") and reports[r] not in stopped
-        ]
+        causes = {
+            rank: report
+            for rank, report in reports.items()
+            if report not in stopped and not report.get("peer_lost")
+        }
         if self.stopping or stopped:
-            causes = [
-                rank for rank in causes if reports[rank]
-            ]  # the others ended as they were asked
+            # Those without a word ended as they were asked to.
+            causes = {rank: report for rank, report in causes.items() if report}
             if not causes:
                 return Interrupted(stopped[0]["error"] if stopped else "stopped by the user")
         if not causes:
             return self._retold(next(iter(reports.values()))) if reports else None
-        first = causes[0]
-        return self._retold(reports[first]) if reports[first] else GcbenchError(self._died(first))
+        rank, report = next(iter(causes.items()))
+        return self._retold(report) if report else GcbenchError(self._died(rank))
 
     def _retold(self, report: dict[str, Any]) -> GcbenchError:
         error = GcbenchError(report["error"])

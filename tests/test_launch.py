@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import os
 import pickle
 import signal
@@ -21,9 +23,10 @@ import torch.distributed as dist
 from commands import end, invoke, members, start, wait_for
 from safetensors import SafetensorError
 
-from gcbench import engines, launch, launched, membership
+from gcbench import captures, engines, launch, launched, membership
 from gcbench.errors import DivergedError, GcbenchError, Interrupted, PeerLostError, UsageError
 from gcbench.membership import Membership
+from gcbench.train import Options
 from gcbench.world import from_bytes, to_bytes
 
 TORCHRUN = {
@@ -129,6 +132,16 @@ def test_only_what_can_be_imported_is_handed_on():
     for function in (closure, lambda: None, Path.exists):
         with pytest.raises(UsageError, match="a function at the top of a module"):
             launch.name_of(function)
+
+
+def test_every_option_reaches_the_workers():
+    """One that is added and not handed on would count in a simulation alone."""
+    plan = captures.Plan((1, 2), "fc*")
+    options = Options(Path("data"), 1.5, "plain", crew.tell, plan, ("tensorboard",))
+    told = json.loads(json.dumps(engines._options_to_json(options)))
+    assert engines._options_from_json(told) == options
+    for field in dataclasses.fields(Options):
+        assert getattr(options, field.name) != field.default, f"{field.name} is not tried here"
 
 
 @pytest.mark.parametrize("text", ["0", "abc", "nan", "inf", "-5", "1e9"])
