@@ -448,6 +448,7 @@ def attempt(store, size: int, pause: float) -> set[str]:
 def test_an_attempt_finds_no_key_of_an_earlier_one(tmp_path):
     """Worker 0 comes late: the others find the name of the earlier attempt before its own."""
     store = dist.FileStore(str(tmp_path / "store"), 3)
+    store.set_timeout(timedelta(seconds=20))
     for _ in range(3):
         assert attempt(store, 3, 0.2) == {("0", "1", "2")}
 
