@@ -68,10 +68,11 @@ def workers(session: int) -> list[list[str]]:
     """Return [pid, folder, rank] of the local workers of a session, by rank."""
     found = []
     for pid in members(session):
-        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-        if launched.__file__ in words:
-            at = words.index(launched.__file__)
-            found.append([str(pid), words[at + 1], words[at + 2]])
+        with contextlib.suppress(OSError):  # ended meanwhile
+            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            if launched.__file__ in words:
+                at = words.index(launched.__file__)
+                found.append([str(pid), words[at + 1], words[at + 2]])
     return sorted(found, key=lambda each: each[2])
 
 
