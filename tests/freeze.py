@@ -352,11 +352,10 @@ VARIATIONS: Mapping[str, tuple[str, ...]] = {
 
 
 def kinds(compressors: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return one method of each kind: those that declare the same are of one kind."""
-    found: dict[str, str] = {}
+    """Return one method of each kind: of one default collective, memory, and claim of no bias."""
+    found: dict[tuple[str, str, bool], str] = {}
     for each in compressors:
-        declared = ("two_way", "unbiased", "contractive", "memory")
-        kind = json.dumps([each["collectives"][0], *(each[key] for key in declared)])
+        kind = (each["collectives"][0], each["memory"], bool(each["unbiased"]))
         found.setdefault(kind, each["name"])
     return sorted(found.values())
 
@@ -389,7 +388,7 @@ def runs(compressors: Sequence[Mapping[str, Any]]) -> Iterator[Entry]:
     yield _entry("runs/memory none", *THREE, "--memory", "none", "--compressor", ",".join(names))
     for name, words in VARIATIONS.items():
         yield _entry(f"runs/{name}", *THREE, "--compressor", some, *words)
-    yield _entry("runs/stop", *THREE, "--compressor", some, "--lr", "1e38", code=None)
+    yield _entry("runs/stop", *THREE, "--compressor", some, "--lr", "1e38", code=1)
     floats = {
         key: value
         for each in compressors
@@ -511,7 +510,8 @@ def commands(
     yield _entry("commands/kernels", "kernels", timings, "--json")
     yield _entry("commands/kernels table", "kernels", timings, "--size", "1e6")
     every = [f"inputs/{name}" for name in files]
-    yield _entry("commands/report", "report", *every, "--output", "page.html", pages=("page.html",))
+    written = ("--output", "page.html", "--progress", "none")
+    yield _entry("commands/report", "report", *every, *written, pages=("page.html",))
     for kind in ("compressors", "tasks", "suites", "backends"):
         yield _entry(f"commands/list {kind}", "list", kind, "--json")
     yield _entry("commands/list table", "list")
@@ -530,7 +530,7 @@ class _Page(html.parser.HTMLParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts: dict[str, list[str]] = {"": []}
+        self.parts: list[tuple[str, list[str]]] = [("", [])]
         self._open: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
@@ -546,20 +546,19 @@ class _Page(html.parser.HTMLParser):
         if not text or {"script", "style", "svg"} & set(self._open):
             return
         if self._open:
-            self.parts.setdefault(text, [])
+            self.parts.append((text, []))
         else:
-            list(self.parts.values())[-1].append(text)
+            self.parts[-1][1].append(text)
 
 
 def page(text: str, clean: Normalizer) -> dict[str, Any]:
-    """Return the text of an HTML page as a number of words and a digest under each heading."""
+    """Return the text of an HTML page as a number of texts and a digest under each heading."""
     reader = _Page()
     reader.feed(text)
-    told = {}
-    for heading, lines in reader.parts.items():
-        joined = clean.text("\n".join(lines))
-        digest = hashlib.sha256(joined.encode()).hexdigest()
-        told[heading] = {"texts": len(lines), "sha256": digest}
+    told: dict[str, Any] = {}
+    for number, (heading, lines) in enumerate(reader.parts):
+        digest = hashlib.sha256(clean.text("\n".join(lines)).encode()).hexdigest()
+        told[f"{number} {heading}"] = {"texts": len(lines), "sha256": digest}
     return told
 
 
