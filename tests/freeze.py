@@ -522,6 +522,9 @@ def commands(
         yield _entry(f"commands/refused {' '.join(words)}", *words, code=None)
 
 
+PARTS = ("runs", "payloads", "commands")
+
+
 # ---- running it ----------------------------------------------------------------------------------
 
 
@@ -754,12 +757,20 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _help_pages(asked: Machine, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def _help_pages(asked: Machine, jobs: int) -> Iterator[tuple[str, ...]]:
     """Yield every command, as its words, found from the help of the one above it."""
-    yield words
-    _, _, named = asked.ask(*words, "--help").partition("─ Commands ─")
-    for name in re.findall(r"^│ (\w[\w-]*) {2,}", named, re.MULTILINE):
-        yield from _help_pages(asked, (*words, name))
+    level: list[tuple[str, ...]] = [()]
+    with ThreadPoolExecutor(jobs) as pool:
+        while level:
+            yield from level
+            texts = list(pool.map(lambda words: asked.ask(*words, "--help"), level))
+            level = [
+                (*words, name)
+                for words, text in zip(level, texts, strict=True)
+                for name in re.findall(
+                    r"^│ (\w[\w-]*) {2,}", text.partition("─ Commands ─")[2], re.MULTILINE
+                )
+            ]
 
 
 def golden(tree: Path) -> dict[str, str]:
@@ -774,9 +785,14 @@ def golden(tree: Path) -> dict[str, str]:
 
 
 def _chosen(entry: str, only: Sequence[str]) -> bool:
-    parts = [each for word in only for each in word.split(",")]
-    return not parts or any(
-        entry.startswith(f"{each}/") or fnmatch.fnmatchcase(entry, each) for each in parts
+    """Return whether an entry, or some entry of a part, is among the patterns; none choose all."""
+    patterns = [each for word in only for each in word.split(",")]
+    if entry in PARTS:
+        return not patterns or any(
+            fnmatch.fnmatchcase(entry, each.partition("/")[0]) for each in patterns
+        )
+    return not patterns or any(
+        entry.startswith(f"{each}/") or fnmatch.fnmatchcase(entry, each) for each in patterns
     )
 
 
@@ -814,12 +830,11 @@ def collect(
         if code or tree not in Path(out.strip()).parents:
             raise FreezeError(f"gcbench of {tree} is not what Python imports: {out}{err}")
         compressors = json.loads(asked.ask("list", "compressors", "--json"))
-        suites = [each["name"] for each in json.loads(asked.ask("list", "suites", "--json"))]
-        entries = [
-            *runs(compressors),
-            *payloads(compressors),
-            *commands(compressors, suites, list(_help_pages(asked)), inputs),
-        ]
+        entries = [*runs(compressors), *payloads(compressors)]
+        if _chosen("commands", only):
+            suites = [each["name"] for each in json.loads(asked.ask("list", "suites", "--json"))]
+            pages = list(_help_pages(asked, jobs))
+            entries += commands(compressors, suites, pages, inputs)
         entries = [each for each in entries if _chosen(each.name, only)]
         done: dict[str, Any] = {}
         if _chosen("payloads/golden", only):
