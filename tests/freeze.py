@@ -1016,6 +1016,9 @@ def main(words: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(words)
     try:
         code: int = asked.do(asked)
+    except KeyboardInterrupt:
+        _say("freeze: stopped; what was collected is kept, the same command goes on")
+        return 130
     except (FreezeError, OSError, json.JSONDecodeError) as error:
         _say(f"freeze: {error}")
         return 2
@@ -1023,4 +1026,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # A shell's background jobs ignore SIGINT, and so would the runs that are to be interrupted.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -198,6 +198,66 @@ def test_every_method_meets_what_is_legal_for_it():
     assert len({each.name for each in freeze.runs(METHODS)}) == len(list(freeze.runs(METHODS)))
 
 
+FAKE = """
+import json, pathlib, sys, time
+word, folder = sys.argv[1], pathlib.Path("runs/one")
+folder.mkdir(parents=True, exist_ok=True)
+metrics = folder / "metrics.jsonl"
+if word == "fail":
+    sys.exit("no")
+begun = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+with metrics.open("a") as file:
+    for step in range(begun, 4):
+        print("{}", file=file, flush=True)
+        try:
+            time.sleep(60 if word == "long" and begun == 0 and step == 2 else 0)
+        except KeyboardInterrupt:
+            sys.exit(130)
+print(json.dumps({"steps": 4, "here": str(pathlib.Path.cwd())}))
+"""
+
+
+@pytest.fixture
+def fake(tmp_path):
+    """A machine whose gcbench is a few lines: it trains nothing, and can be interrupted."""
+    tree, scratch = tmp_path / "tree", tmp_path / "scratch"
+    for path in (tree / "gcbench", tree / "results", scratch):
+        path.mkdir(parents=True)
+    (tree / "gcbench" / "__init__.py").touch()
+    (tree / "gcbench" / "__main__.py").write_text(FAKE)
+    return freeze.Machine(tree, tree / "results", scratch)
+
+
+def test_an_entry_keeps_what_its_commands_did(fake):
+    names = ("work", "fail")
+    commands = tuple(freeze.Command((name,)) for name in names)
+    found = fake.run(freeze.Entry("runs/fake", commands))
+    work, fail = found["told"]["commands"]
+    assert work["stdout"] == {"steps": 4, "here": "<folder>"}
+    assert (fail["exit_code"], fail["stderr"]) == (1, ["no"])
+    assert found["told"]["files"] == ["runs/one/metrics.jsonl"]
+    assert found["unexpected"] == ["runs/fake: exit code 1, no"]
+    assert not list(fake.scratch.iterdir())
+
+
+def test_a_run_is_interrupted_and_goes_on(fake):
+    stopped = freeze.Command(("long",), 130, stop_after=3)
+    found = fake.run(freeze.Entry("runs/fake", (stopped, freeze.Command(("long",)))))
+    first, second = found["told"]["commands"]
+    assert first == {"words": ["long"], "exit_code": 130}  # what it said depends on chance
+    assert (second["exit_code"], second["stdout"]["steps"]) == (0, 4)
+    assert found["unexpected"] == []
+
+
+def test_patterns_choose_entries():
+    assert freeze._chosen("runs/delay", [])
+    assert freeze._chosen("runs/delay", ["payloads,runs"])
+    assert freeze._chosen("runs/delay", ["runs/de*"])
+    assert not freeze._chosen("runs/delay", ["payloads", "runs/e*"])
+    assert freeze._chosen("commands", ["runs,commands/help*"])
+    assert not freeze._chosen("commands", ["runs/*"])
+
+
 def test_the_command_line_compares_files(tmp_path, capsys):
     paths = [tmp_path / "a.json", tmp_path / "b.json"]
     for path, told in zip(paths, (ENTRY, changed("commands", 0, "exit_code", to=2)), strict=True):
