@@ -166,6 +166,16 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 160 else f"{text[:157]}..."
 
 
+def _apart(path: str, a: Any, b: Any) -> Difference:
+    """Return a difference, of long texts the parts around the first letter that differs."""
+    if isinstance(a, str) and isinstance(b, str):
+        same = len(os.path.commonprefix([a, b]))
+        start = max(0, same - 60)
+        if start:
+            a, b = f"...{a[start:]}", f"...{b[start:]}"
+    return Difference(path, _shown(a), _shown(b))
+
+
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b):
         return True
@@ -204,7 +214,7 @@ def differences(a: Any, b: Any, path: str = "") -> Iterator[Difference]:
         for i, (x, y) in enumerate(zip(a, b, strict=False)):
             yield from differences(x, y, f"{path}[{i}]")
     elif not _same(a, b):
-        yield Difference(path, _shown(a), _shown(b))
+        yield _apart(path, a, b)
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Difference]]:
@@ -304,11 +314,14 @@ class Command:
 
 @dataclass(frozen=True)
 class Entry:
-    """Commands that run one after the other in a folder; `pages`: HTML files to be read."""
+    """Commands that run one after the other in a folder."""
 
     name: str
     commands: tuple[Command, ...]
     pages: tuple[str, ...] = ()
+    """HTML files that the commands write, to be read."""
+    given: tuple[tuple[str, str], ...] = ()
+    """Names and texts of files that the commands read."""
 
 
 def _entry(name: str, *words: str, code: int | None = 0, pages: tuple[str, ...] = ()) -> Entry:
@@ -349,6 +362,15 @@ VARIATIONS: Mapping[str, tuple[str, ...]] = {
     "seeds": ("--seed", "1,2"),
     "two threads": ("--threads", "2"),
 }
+
+
+VARIANTS = """\
+title: the configurations whose payloads are golden
+source: tests/golden
+place: all
+differs: nothing is published
+config: {task: digits, workers: 3, batch: 12, steps: 4, log_every: 1, eval_every: 2, threads: 1}
+"""
 
 
 def kinds(compressors: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -413,6 +435,27 @@ def runs(compressors: Sequence[Mapping[str, Any]]) -> Iterator[Entry]:
         )
         stopped = Command(words, 130, stop_after=4)
         yield Entry(f"runs/resume {engine}", (stopped, Command(words)))
+
+
+def variants(tree: Path) -> Iterator[Entry]:
+    """Yield runs of every configuration whose payloads are golden, as suites: many in a process."""
+    paths = sorted((tree / "tests" / "golden").glob("*.json"))
+    for i in range(0, len(paths), 5):
+        entries = []
+        for path in paths[i : i + 5]:
+            for fields in json.loads(path.read_text()):
+                words = [] if fields == "default" else fields.split()
+                options = ", ".join(word.replace("=", ": ", 1) for word in words)
+                config = f"{{compressor: {path.stem}, options: {{{options}}}}}"
+                entries.append(f"  - {{config: {config}, place: {json.dumps(fields)}}}")
+        suite = "\n".join([VARIANTS, "entries:", *entries, ""])
+        words = ("run", "--suite", "variants.yaml", "--results", "runs", "--progress", "none")
+        names = ",".join(path.stem for path in paths[i : i + 5])
+        yield Entry(
+            f"runs/variants {names}",
+            (Command((*words, "--json")),),
+            given=(("variants.yaml", suite),),
+        )
 
 
 def payloads(compressors: Sequence[Mapping[str, Any]]) -> Iterator[Entry]:
@@ -678,6 +721,8 @@ class Machine:
         with tempfile.TemporaryDirectory(dir=self.scratch, prefix="entry-") as name:
             folder = Path(name).resolve()
             (folder / "inputs").symlink_to(self.inputs)
+            for file, text in entry.given:
+                (folder / file).write_text(text)
             places = {
                 str(folder): "<folder>",
                 str(self.scratch): "<scratch>",
@@ -830,7 +875,7 @@ def collect(
         if code or tree not in Path(out.strip()).parents:
             raise FreezeError(f"gcbench of {tree} is not what Python imports: {out}{err}")
         compressors = json.loads(asked.ask("list", "compressors", "--json"))
-        entries = [*runs(compressors), *payloads(compressors)]
+        entries = [*runs(compressors), *variants(tree), *payloads(compressors)]
         if _chosen("commands", only):
             suites = [each["name"] for each in json.loads(asked.ask("list", "suites", "--json"))]
             pages = list(_help_pages(asked, jobs))

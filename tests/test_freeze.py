@@ -7,6 +7,7 @@ import json
 
 import freeze
 import pytest
+import yaml
 from freeze import FreezeError, Normalizer
 
 SUMMARY = {
@@ -150,6 +151,13 @@ def test_values_are_compared_exactly(a, b, paths):
     assert [each.path for each in freeze.differences(a, b)] == paths
 
 
+def test_of_long_texts_the_part_that_differs_is_shown():
+    (one,) = freeze.differences("a" * 300 + "left" + "b" * 300, "a" * 300 + "right" + "b" * 300)
+    assert "aleftb" in one.before
+    assert "arightb" in one.after
+    assert len(one.before) <= 160
+
+
 def test_a_page_is_read_by_heading():
     text = "<h1>Runs</h1><p>a</p><script>x</script><h2>Bits</h2>{}<h2>Bits</h2><td>3</td>"
     one, two = (freeze.page(text.format(f"<td>{n}</td>"), Normalizer("x")) for n in (1, 2))
@@ -256,6 +264,20 @@ def test_patterns_choose_entries():
     assert not freeze._chosen("runs/delay", ["payloads", "runs/e*"])
     assert freeze._chosen("commands", ["runs,commands/help*"])
     assert not freeze._chosen("commands", ["runs/*"])
+
+
+def test_every_golden_configuration_is_run(tmp_path):
+    folder = tmp_path / "tests" / "golden"
+    folder.mkdir(parents=True)
+    (folder / "one.json").write_text('{"default": {}, "bits=4 share=False": {}}')
+    (entry,) = freeze.variants(tmp_path)
+    ((name, text),) = entry.given
+    suite = yaml.safe_load(text)
+    assert name in entry.commands[0].words
+    assert [each["config"] for each in suite["entries"]] == [
+        {"compressor": "one", "options": {}},
+        {"compressor": "one", "options": {"bits": 4, "share": False}},
+    ]
 
 
 def test_the_command_line_compares_files(tmp_path, capsys):
