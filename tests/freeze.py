@@ -169,7 +169,8 @@ def _shown(value: Any) -> str:
 def _apart(path: str, a: Any, b: Any) -> Difference:
     """Return a difference, of long texts the parts around the first letter that differs."""
     if isinstance(a, str) and isinstance(b, str):
-        same = len(os.path.commonprefix([a, b]))
+        pairs = enumerate(zip(a, b, strict=False))
+        same = next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
         start = max(0, same - 60)
         if start:
             a, b = f"...{a[start:]}", f"...{b[start:]}"
