@@ -147,21 +147,37 @@ def nonnegative(values: Sequence[float], over: str) -> Interval:
     limit, which fails nothing, is Student's.
     """
     found = interval(values, over, STRICT)
+    return found._replace(low=_bet(found, values, ERROR))
+
+
+def bounded(values: Sequence[float], over: str) -> Interval:
+    """Return the mean of independent values that are not negative, its lower limit the better one.
+
+    Of Student's, which is close for values that are alike, and that of `nonnegative`, which tells
+    that a run has diverged though its values are orders of magnitude apart; each takes half of
+    `ERROR`.
+    """
+    found = interval(values, over, 1 - ERROR / 2)
+    return found._replace(low=max(found.low, _bet(found, values, ERROR / 2)))
+
+
+def _bet(found: Interval, values: Sequence[float], error: float) -> float:
+    """Return the lower limit that `nonnegative` explains."""
     if not math.isfinite(found.mean) or found.mean <= 0:
-        return found
+        return found.low
     shares = [k / 16 for k in range(1, 16)]
 
     def wins(m: float) -> bool:
         gains = [math.fsum(math.log1p(s * (x / m - 1)) for x in values) for s in shares]
         top = max(gains)
         mixture = top + math.log(math.fsum(math.exp(g - top) for g in gains) / len(shares))
-        return mixture >= -math.log(ERROR)
+        return mixture >= -math.log(error)
 
     low, high = 0.0, found.mean
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if wins(middle) else (low, middle)
-    return found._replace(low=low)
+    return low
 
 
 def bernstein(variance: float, largest: float, error: float) -> float:

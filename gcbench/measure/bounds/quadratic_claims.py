@@ -20,6 +20,7 @@ from gcbench.measure.bounds.claims import (
     Judged,
     Unit,
     against,
+    bounded,
     interval,
 )
 from gcbench.measure.bounds.quadratics import Signs
@@ -191,7 +192,7 @@ def _signs(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) 
             continue
         for given in runs:
             values = [v for seed in seeds for v in quadratics.sign_descent(method, given, seed)]
-            found = interval(values, "copies", STRICT).squared()
+            found = bounded(values, "copies").squared()
             told = f"M={given.workers}, cond {given.condition:g}, K={given.k}"
             bound = quadratics.sign_bound(given)
             judged.add(sign_theorem(which, word), PLACE, found, bound, setting=told, ran=word)
@@ -242,7 +243,7 @@ def _rate(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -
     shape, omega = tight
     runs = [quadratics.rate(own, shape, omega, seed) for seed in seeds]
     marks = [[v for run in runs for v in run[k]] for k in range(len(runs[0]))]
-    seen = [interval(values, "copies", STRICT) for values in marks]
+    seen = [bounded(values, "copies") for values in marks]
     found = max(seen, key=lambda one: math.inf if math.isnan(one.mean) else one.mean)
     told = f"omega={omega:.3g}, d={math.prod(shape)}"
     judged.add(rates(word), PLACE, found, 1.0, setting=told, ran=word)
@@ -270,7 +271,7 @@ def _feedback(word: str, method: Compressor, seeds: Sequence[int], judged: Judge
     runs = [quadratics.feedback(own, shape, delta, seed) for seed in seeds]
     told = f"delta={delta:.3g}, d={math.prod(shape)}"
     for make, k in ((descent, 0), (kept, 1)):
-        values = interval([v for run in runs for v in run[k]], "copies", STRICT)
+        values = bounded([v for run in runs for v in run[k]], "copies")
         bound = quadratics.feedback_bounds(shape, delta)[k]
         if not bound:
             _none(judged, (make(word).name,), "delta = 1: nothing is left, whatever is sent")
@@ -288,7 +289,7 @@ def _biased(word: str, method: Compressor, seeds: Sequence[int], judged: Judged)
         plan = quadratics.biased_plan(shape, delta, workers, noise)
         even = [1.0] * len(plan.rates)
         values = [v for seed in seeds for v in quadratics.biased([own], shape, plan, even, seed)]
-        seen = interval(values, "copies", STRICT)
+        seen = bounded(values, "copies")
         told = f"N={workers}, noise {noise:g}, delta={delta:.3g}, d={math.prod(shape)}"
         judged.add(without(word), PLACE, seen, plan.bound(), setting=told, ran=word)
 
@@ -305,6 +306,6 @@ def _falling(word: str, method: Compressor, seeds: Sequence[int], judged: Judged
     plan, methods = quadratics.falling_plan(own, shape)
     weights, total = plan.weighted()
     values = [v for seed in seeds for v in quadratics.biased(methods, shape, plan, weights, seed)]
-    seen = interval(values, "copies", STRICT)
+    seen = bounded(values, "copies")
     bound = total / sum(weights)
     judged.add(falling(word), PLACE, seen, bound, setting=f"N={plan.workers}", ran=word)

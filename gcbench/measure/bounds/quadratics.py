@@ -25,7 +25,9 @@ from gcbench.measure.bounds.alone import agreed, energy, lane_of, single
 from gcbench.world import Link, SimulatedWorld
 
 ELEMENTS = 1024
-"""Of all copies together."""
+"""Of all copies together, unless these are fewer than `LEAST`."""
+LEAST = 16
+"""Copies that Student's t has at least to go by, a seed."""
 PLATEAU_ELEMENTS = 2048
 """The same where a run is held to a value, and not to a bound."""
 SHAPES = ((2, 2), (4, 4), (8, 8), (16, 16))
@@ -74,7 +76,7 @@ class Quadratic:
         """Start at +-start; `noise` is the standard deviation of a worker's gradient."""
         self.generator = torch.Generator().manual_seed(seed)
         self.d = math.prod(shape)
-        self.copies = max(2, (elements or ELEMENTS) // self.d)
+        self.copies = max(LEAST, (elements or ELEMENTS) // self.d)
         exponent = -torch.arange(self.d, dtype=torch.float64) / (self.d - 1)
         self.curvature = condition**exponent
         signs = torch.randint(2, (self.copies, self.d), generator=self.generator) * 2 - 1
