@@ -404,7 +404,7 @@ def test_watching_changes_nothing(watched, simulated, tmp_path) -> None:
 
 
 def test_drawn_gradients_are_unbiased_with_the_noise_of_a_workers_batch(watched) -> None:
-    """On the bowl the noise of one example is 1 a coordinate, that of a worker's 8 examples 1/8.
+    """The noise of one example is 1 a coordinate, that of a worker's 8 examples 1/8.
 
     256 coordinates, 400 batches: the mean variance has a relative sd of 0.44 %, so it is off by 2 %
     with probability 6e-6.
@@ -412,8 +412,8 @@ def test_drawn_gradients_are_unbiased_with_the_noise_of_a_workers_batch(watched)
     record, watch = watched(task="quadratic", steps=1, snapshots=1, batches=400)
     one = record["snapshots"][0]
     assert one["sigma_l2"] ** 2 / 256 == pytest.approx(1 / 8, rel=0.02)
-    bowl = watch.trainer.model  # the start is +-1 from the minimum
-    assert one["gradient_l2"] == pytest.approx(float(bowl.curvature.norm()), rel=0.02)
+    model = watch.trainer.model  # the start is +-1 from the minimum
+    assert one["gradient_l2"] == pytest.approx(float(model.curvature.norm()), rel=0.02)
     assert one["density_noise"] == pytest.approx(1.0, abs=0.01)
     assert one["noise_share"] == pytest.approx(one["sigma_l2"] ** 2 / 400 / one["gradient_l2"] ** 2)
 
@@ -471,7 +471,7 @@ def test_bounds_of_the_sign_by_hand() -> None:
 
 
 def test_bounds_of_error_feedback_by_hand() -> None:
-    """delta = 3/4: sqrt(1 - delta) = 1/2, so the series is 1; it is at most the paper's constant."""
+    """delta = 3/4: sqrt(1 - delta) = 1/2, so the series is 1, and below the paper's constant."""
     lr, d = quadratics.feedback_plan(0.75).lr, 4
     curvature = [1.5 ** (-i / 3) for i in range(d)]
     second = sum(c**2 for c in curvature) + d * 0.3**2
@@ -518,8 +518,8 @@ def test_constants_are_declared_where_their_property_is(of: str) -> None:
     """What has a delta contracts, what has an omega is unbiased, and both are possible numbers."""
     found = 0
     for word, method in bounds.make().chosen().items():
-        for shape in quadratics.SHAPES:
-            value = getattr(method, of)(quadratics.segments_of(method, shape))
+        for size in quadratics.SHAPES:
+            value = getattr(method, of)(quadratics.segments_of(method, size))
             if value is None:
                 continue
             found += 1
@@ -540,7 +540,7 @@ def test_signs_imply_a_vote() -> None:
 
 
 def audited(method, gradients, kept=None):
-    """Return the record of exchanges of two workers' gradients, a list a step, as one tensor each."""
+    """Return the record of exchanges of the workers' gradients, a list a step, of one tensor."""
     kept = kept or memory.NoMemory()
     segments = Segments.of([(len(gradients[0][0]),)], method.granularity)
     lane = alone.lane_of(method, segments, kept)
@@ -688,7 +688,7 @@ def test_older_files_are_drawn(tmp_path) -> None:
 
 def test_an_interrupted_analysis_goes_on(tmp_path, only_small, monkeypatch) -> None:
     words = ("bounds", "--results", tmp_path, "--seed", "0,1", "--quadratic-only")
-    words += ("--methods", "signsgd,topk", "--claims", "[dbs]*")
+    words += ("--methods", "signsgd,topk", "--claims", "[ds]*")
     whole = invoke(*words, "--json", "--force").json
     runs = []
     own = quadratics.sign_descent
@@ -705,10 +705,10 @@ def test_an_interrupted_analysis_goes_on(tmp_path, only_small, monkeypatch) -> N
     done = [
         json.loads(line)["key"] for line in (folder / measuring.LEDGER).read_text().splitlines()
     ]
-    assert "inputs topk M=4" in done
+    assert "inputs signsgd M=4" in done
     assert "signs signsgd" not in done
     (folder / measuring.HEAD).unlink()
-    monkeypatch.setattr(codec_claims, "observed", None)  # what is done is not done again
+    monkeypatch.setattr(codec_claims, "exchange", None)  # what is done is not done again
     resumed = invoke(*words, "--json").json
     assert resumed["tables"][0]["rows"] == whole["tables"][0]["rows"]
 

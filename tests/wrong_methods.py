@@ -15,11 +15,19 @@ from torch import Tensor
 from gcbench import registry
 from gcbench.compressor import Compressor, Key, Payload
 
-BF16, DEMO, EFSIGN, FFT, INT8, NATURAL, ONEBIT, POWER, QSGD, RANDOMK, SIGN, TERN, TOPK = (
-    type(registry.compressor(name))
-    for name in "bf16 demo efsignsgd fft int8 natural onebit powersgd qsgd randomk signsgd "
-    "terngrad topk".split()
-)
+BF16 = type(registry.compressor("bf16"))
+DEMO = type(registry.compressor("demo"))
+EFSIGN = type(registry.compressor("efsignsgd"))
+FFT = type(registry.compressor("fft"))
+INT8 = type(registry.compressor("int8"))
+NATURAL = type(registry.compressor("natural"))
+ONEBIT = type(registry.compressor("onebit"))
+POWER = type(registry.compressor("powersgd"))
+QSGD = type(registry.compressor("qsgd"))
+RANDOMK = type(registry.compressor("randomk"))
+SIGN = type(registry.compressor("signsgd"))
+TERN = type(registry.compressor("terngrad"))
+TOPK = type(registry.compressor("topk"))
 
 
 def drawn(x: Tensor, key: Key, share: float) -> Tensor:
@@ -190,7 +198,7 @@ class HalfTopK(TOPK):
     """Sends zeros in the place of every second of its k."""
 
     def encode(self, x, segments, shared, key):
-        places, values = self._open(super().encode(x, segments, shared, key), segments)
+        places, _ = self._open(super().encode(x, segments, shared, key), segments)
         kept = x.clone()
         kept[places[::2]] = 0
         rest = torch.zeros_like(x)
@@ -220,6 +228,14 @@ class SwappedOneBit(ONEBIT):
 
     def encode_feedback(self, x, residual, segments, shared, key):
         return Compressor.encode_feedback(self, x, residual, segments, shared, key)
+
+
+class RefusedOneBit(ONEBIT):
+    """The mean of the one class for the other, which its own decoder refuses."""
+
+    def encode(self, x, segments, shared, key):
+        words, low, high = super().encode(x, segments, shared, key).parts
+        return Payload((words, high, low))
 
 
 class UnscaledEFSign(EFSIGN):
@@ -316,6 +332,7 @@ WRONG = {
     "forgetfultopk": Wrong(ForgetfulTopK, "[ir]*", ("identity",)),
     "backwardtopk": Wrong(BackwardTopK, "[rcbd]*", ("residual", "residual-bound", "contraction")),
     "swappedonebit": Wrong(SwappedOneBit, "[cen]*", ("contraction", "error-bound")),
+    "refusedonebit": Wrong(RefusedOneBit, "[ce]*", ("contract",)),
     "unscaledefsign": Wrong(UnscaledEFSign, "[cen]*", ("contraction", "normal-loss")),
     "negatedfft": Wrong(NegatedFFT, "[cbf]*", ("contraction", "biased-descent", "falling-error")),
     "summedpower": Wrong(SummedPower, "[cei]*", ("error-bound",)),

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gcbench import experiment, grid, pictures, progress
 from gcbench.compressor import Compressor
-from gcbench.errors import UsageError, unknown
+from gcbench.errors import PayloadError, UsageError, unknown
 from gcbench.experiment import Config
 from gcbench.measure import analysis as measuring
 from gcbench.measure import methods
@@ -235,7 +235,12 @@ def run(
                 shown.step(sum(steps) + number, unit.key)
                 if unit.key not in ledger:
                     own = Judged(settings.wanted)
-                    unit.judge(own)
+                    try:
+                        unit.judge(own)
+                    except PayloadError as error:
+                        word = unit.claims[0].partition("/")[2]
+                        claim = codec_claims.contract(word)
+                        own.refused(claim, unit.place, unit.key.split()[0], word, str(error))
                     ledger[unit.key] = own.record()
                 judged.take(ledger[unit.key])
             shown.step(sum(steps) + len(units), "done")

@@ -25,6 +25,8 @@ from gcbench.memory import NoMemory, Residual
 from gcbench.world import World
 
 Record = dict[str, Any]
+ENDED = ("stopped", "refused")
+"""Fields of a run that ended early: at which step, or by which error of the method."""
 DIRECTIONS = 3
 """A bias is looked for along t, sign(t), and sign(t) where |t| is above its root mean square."""
 
@@ -272,11 +274,16 @@ class Audited(Exchange):
 
 
 def merged(records: Sequence[Mapping[str, Any]]) -> Record:
-    """Return the record of several audits of one method, of as many workers, as one."""
-    first, *others = records
-    total: Record = {name: value for name, value in first.items()}
-    for other in others:
-        total = {name: _plus(name, value, other[name]) for name, value in total.items()}
+    """Return the record of several audits of one method, of as many workers, as one.
+
+    Of what only some of them have, a run that ended early, the first is kept.
+    """
+    total: Record = dict(records[0])
+    for other in records[1:]:
+        shared = {
+            name: _plus(name, value, other[name]) for name, value in total.items() if name in other
+        }
+        total = {**other, **total, **shared}
     return total
 
 
@@ -289,7 +296,7 @@ def _plus(name: str, a: Any, b: Any) -> Any:
         return a or b if name == "random" else a and b
     if name in ("largest", "identity", "residual"):
         return [max(pair) for pair in zip(a, b, strict=True)] if isinstance(a, list) else max(a, b)
-    if name in ("workers", "limit"):
+    if name in ("workers", "limit", *ENDED):
         return a
     if isinstance(a, list) and name in ("sum", "scale", "variance"):
         return [_plus("", *pair) for pair in zip(a, b, strict=True)]

@@ -243,9 +243,10 @@ def judge(found: Interval, bound: float, *, equality: bool = False) -> str:
 
 
 class Unit(NamedTuple):
-    """A piece of work that is done as a whole: its key in the ledger, and how it is judged."""
+    """Work that is done as a whole: its key in the ledger, its place, and how it is judged."""
 
     key: str
+    place: str
     claims: tuple[str, ...]
     judge: Callable[[Judged], None]
 
@@ -272,6 +273,11 @@ class Judged:
         """Judge a claim, if it is asked for; `ran` is the compressor that ran, if one did."""
         if self.wanted(claim.name):
             self.rows.append(row(claim, place, setting, found, bound, why, ran))
+
+    def refused(self, claim: Claim, place: str, setting: str, ran: str, error: str) -> None:
+        """Note that a method broke down on its own payload: that fails, whatever is asked for."""
+        made = row(claim, place, setting, always(1.0, 1), 0.0, error, ran)
+        self.rows.append(made)
 
     def skip(self, name: str, place: str, why: str) -> None:
         """Note that a claim says nothing here; those of a group and reason are told together."""

@@ -60,6 +60,13 @@ VOTES = 60_000
 """Elements of each strength, a seed."""
 
 
+def contract(word: str) -> Claim:
+    """Return the claim that a method decodes what it sends."""
+    return Claim(
+        f"contract/{word}", "theorem", "the method decodes its own payloads", CARD, equality=True
+    )
+
+
 def unbiased(word: str) -> Claim:
     """Return the claim that a method has the expectation that it declares."""
     return Claim(
@@ -188,7 +195,7 @@ def alpha(word: str) -> Claim:
 
 
 MOMENTS = (unbiased, variance, variance_bound)
-AUDITED = (*MOMENTS, contraction, error_bound, identity, residual, sign, alpha)
+AUDITED = (contract, *MOMENTS, contraction, error_bound, identity, residual, sign, alpha)
 OF_METHODS = (*AUDITED, normal_loss, vote, vote_bound)
 
 
@@ -214,6 +221,10 @@ def judge(
     def add(claim: Claim, found: Interval, bound: float, why: str = "") -> None:
         judged.add(claim, place, found, bound, setting=setting, why=why, ran=word)
 
+    if "refused" in record:
+        judged.refused(contract(word), place, setting, word, record["refused"])
+    if not record["steps"]:
+        return
     if "bias" in record:
         _moments(word, record, add, alone=alone)
     for make, name in ((contraction, "by_delta"), (error_bound, "by_bound")):
@@ -404,9 +415,9 @@ def units(methods: Mapping[str, Compressor], seeds: Sequence[int]) -> Iterator[U
         own = tuple(make(word).name for make in (*AUDITED, normal_loss))
         for workers in WORKERS:
             work = partial(_inputs, word, method, workers, seeds)
-            yield Unit(f"inputs {word} M={workers}", own, work)
+            yield Unit(f"inputs {word} M={workers}", PLACE, own, work)
         claims = vote(word).name, vote_bound(word).name
-        yield Unit(f"votes {word}", claims, partial(_votes, word, method, seeds))
+        yield Unit(f"votes {word}", PLACE, claims, partial(_votes, word, method, seeds))
 
 
 def _inputs(

@@ -174,7 +174,7 @@ def units(methods: Mapping[str, Compressor], seeds: Sequence[int]) -> Iterator[U
     for word, method in methods.items():
         for name, makes, work in groups:
             claims = tuple(make(word).name for make in makes)
-            yield Unit(f"{name} {word}", claims, partial(work, word, method, seeds))
+            yield Unit(f"{name} {word}", PLACE, claims, partial(work, word, method, seeds))
 
 
 def _none(judged: Judged, names: Sequence[str], why: str) -> None:

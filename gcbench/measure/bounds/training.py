@@ -14,7 +14,7 @@ import torch
 
 from gcbench import experiment, grid
 from gcbench.compressor import Compressor
-from gcbench.errors import GcbenchError
+from gcbench.errors import GcbenchError, PayloadError
 from gcbench.experiment import Config
 from gcbench.measure.bounds.audit import Audited, Record
 from gcbench.store import Run
@@ -47,14 +47,15 @@ def train(
 ) -> Record:
     """Return the audit of `steps` steps of compressed training.
 
-    A gradient that is not finite ends it: its record says at which step, under `stopped`.
+    A gradient that is not finite ends it: its record says at which step, under `stopped`. So does
+    a payload that the method itself refuses: the record has its words, under `refused`.
     """
     config = config_of(base, word, method, steps)
     threads = experiment.threads_per_worker(config)
     parallel = min(config.workers, max(1, experiment.cores() // threads))
     link = Link(config.link_gbit, config.link_latency_us)
     world = SimulatedWorld(config.workers, torch.device("cpu"), link, threads, parallel)
-    stopped = None
+    ended: Record = {}
     try:
         # The folder is of a run that saves nothing.
         trainer = Trainer(config, world, Run(folder), Options(data_dir=data_dir))
@@ -64,12 +65,14 @@ def train(
             told(step)
             try:
                 trainer.train_step()
+            except PayloadError as error:
+                ended = {"refused": str(error)}
+                break
             except GcbenchError:
                 if not audited.audit.steps:
                     raise  # the task's own gradients: no compressor has touched them
-                stopped = step
+                ended = {"stopped": step}
                 break
     finally:
         world.close()
-    record = audited.audit.record()
-    return record if stopped is None else {**record, "stopped": stopped}
+    return {**audited.audit.record(), **ended}
