@@ -71,6 +71,7 @@ def test_right_methods_pass_every_check(small, tmp_path, monkeypatch) -> None:
     """All that is registered, and the published forms, with one seed: two hundred rows."""
     monkeypatch.setattr(quadratics, "ELEMENTS", 256)
     monkeypatch.setattr(quadratics, "PLATEAU_ELEMENTS", 512)
+    monkeypatch.setattr(quadratics, "LEAST", 8)
     monkeypatch.setattr(codec_claims, "LEAST", 24)
     monkeypatch.setattr(codec_claims, "MOST", 200)
     done = invoke("bounds", *QUICK, "--results", tmp_path, "--json")

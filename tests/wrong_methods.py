@@ -312,9 +312,9 @@ SIGN_THEOREMS = ("sign-theorem-1", "sign-theorem-2a", "sign-theorem-2b")
 WRONG = {
     "flipped": Wrong(Flipped, "[sv]*", (*SIGN_THEOREMS, "sign", "vote", "vote-bound")),
     "slightlyflipped": Wrong(SlightlyFlipped, "sign-floor*", ("sign-floor",)),
-    "negatedsigns": Wrong(NegatedSigns, "[sv]*", (*SIGN_THEOREMS, "sign", "vote", "vote-bound")),
+    "negatedsigns": Wrong(NegatedSigns, "sign", ("sign",)),
     "firstvote": Wrong(FirstWorkersVote, "[sv]*", ("sign", "vote", "sign-floor")),
-    "halftern": Wrong(HalfTern, "[puv]*", ("unbiased", "plateau")),
+    "halftern": Wrong(HalfTern, "[uv]*", ("unbiased", "variance")),
     "tripletern": Wrong(TripleTern, "[puv]*", ("unbiased", "variance", "plateau")),
     "slowtern": Wrong(SlowTern, "rate*", ("rate",), ":clip=0"),
     "deterministictern": Wrong(DeterministicTern, "[uv]*", ("unbiased", "variance")),
