@@ -39,6 +39,11 @@ class HalfPrecision(Compressor):
         rounding = torch.maximum(self.unit * size, size.clamp(max=self.half_step))
         return float(torch.maximum(rounding, size - torch.finfo(self.dtype).max).square().sum())
 
+    def delta(self, segments: Segments) -> float | None:
+        """Return 1 - u^2; None for a format that loses what float32 holds as a normal value."""
+        wide = torch.finfo(self.dtype).tiny <= torch.finfo(torch.float32).tiny
+        return 1 - self.unit**2 if wide else None
+
     def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
         return Payload((ops.half_encode(x, self.dtype),))
 

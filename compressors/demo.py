@@ -70,6 +70,11 @@ class DeMo(Compressor):
             for cut in self._cuts(segments)
         )
 
+    def delta(self, segments: Segments) -> float | None:
+        """Return the least topk / size of a chunk, with room for rounding."""
+        cuts = self._cuts(segments)
+        return min((cut.kept / cut.size for cut in cuts), default=1.0) - 2.0**-18
+
     def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
         cuts = self._cuts(segments)
         coefficients = ops.dct_forward(x, cuts)

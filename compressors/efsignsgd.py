@@ -58,6 +58,10 @@ class EFSignSGD(Compressor):
         count = torch.tensor(segments.lengths, dtype=torch.float64, device=x.device)
         return ops.mean_error(ops.class_means(count, total), count, total, square)
 
+    def delta(self, segments: Segments) -> float:
+        """Return the least density that there is, 1/d of the longest segment, but for rounding."""
+        return (1 - 2.0**-18) / max(1, *segments.lengths, 1)
+
     def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
         return Payload(ops.scaled_encode(x, segments))
 

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -91,6 +91,28 @@ class FFT(Compressor):
         payload = self.encode(x, segments, x, Key(0, 0, 0))
         kept, values = self._open(payload, segments)
         return ops.spectrum_error(x, segments, kept, values, half=self.half, pad=self.pad)
+
+    def delta(self, segments: Segments) -> float | None:
+        """Return the least that is kept of a flat spectrum, less the rounding; None if nothing.
+
+        Of L elements in B bins K are kept: an energy of at least 1 - 2 (B - K) / L, as a bin counts
+        twice at most. The card's bound with that; codes span (2^(N - 1) - 3) / 2^m octaves or more.
+        """
+        worst = 1.0
+        h = 2.0**-10 if self.half else 2.0**-18
+        octaves = (2 ** (self.code_bits - 1) - 3) / 2**self.mantissa
+        for run in self._runs(segments):
+            if not run.length:
+                continue
+            dropped = 2 * (run.length - run.keep) / max(1, 2 * (run.length - 1))
+            kept = math.sqrt(max(0.0, 1 - dropped))
+            q = math.sqrt(4.0 ** -(self.mantissa + 1) + 2 * run.keep * 4.0**-octaves)
+            worst = min(worst, max(0.0, kept - h) ** 2 - (q * kept + h) ** 2)
+        return worst if worst > 0 else None
+
+    def with_error(self, alpha: float) -> FFT:
+        """Return the method with theta = alpha^2: the share of a flat spectrum that is dropped."""
+        return replace(self, theta=alpha**2)
 
     def _runs(self, segments: Segments) -> tuple[ops.KeptRun, ...]:
         """Return the runs of the segments' bins."""

@@ -75,6 +75,21 @@ class Int8(Compressor):
         lost = size < (0.5 - 2**-14) * step  # these become 0
         return float(torch.where(lost, size, (0.5 + 2**-15) * step).square().sum())
 
+    def delta(self, segments: Segments) -> float | None:
+        """Return 1 - (d - 1) / 254^2 of the longest block (stochastic: in expectation), or None.
+
+        The largest element is exact, the others lose half a step at most; p (1 - p) <= 1/4.
+        """
+        longest = max(segments.lengths, default=0)
+        kept = 1 - (1 + 2.0**-13) * max(0, longest - 1) / (2 * TOP) ** 2
+        return kept if kept > 0 else None
+
+    def omega(self, segments: Segments) -> float | None:
+        """Return (d - 1) / 254^2 of the longest block: p (1 - p) <= 1/4 of a squared step."""
+        if not self.unbiased:
+            return None
+        return max(0, max(segments.lengths, default=0) - 1) / (2 * TOP) ** 2
+
     def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
         size, step = self._steps(x, segments)
         part = (size / step).frac()

@@ -46,6 +46,12 @@ class Natural(Compressor):
         share = torch.where((size >= 2.0**-126) & (size <= 2.0**127), 1 / 8, 1.0)
         return float((share * size.square()).sum())
 
+    def delta(self, segments: Segments) -> float:
+        return 7 / 8
+
+    def omega(self, segments: Segments) -> float:
+        return 1 / 8
+
     def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
         size = x.double().abs()
         low = ops.natural_power((x.view(torch.int32) & 0x7FFFFFFF) >> 23).double()

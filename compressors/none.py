@@ -34,6 +34,15 @@ class NoCompression(Compressor):
     def error_bound(self, x: Tensor, segments: Segments) -> float:
         return 0.0
 
+    def delta(self, segments: Segments) -> float:
+        return 1.0
+
+    def omega(self, segments: Segments) -> float:
+        return 0.0
+
+    def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
+        return torch.zeros_like(x, dtype=torch.float64)
+
     def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
         return Payload((x.contiguous(),))
 

@@ -58,6 +58,10 @@ class OneBit(Compressor):
         count, total, square = ops.class_moments(x, segments)
         return ops.mean_error(ops.class_means(count, total), count, total, square)
 
+    def delta(self, segments: Segments) -> float:
+        """Return 1/d of the longest segment: sum_c n_c m_c^2 >= ||V||_1^2 / d >= ||V||^2 / d."""
+        return (1 - 2.0**-18) / max(1, *segments.lengths, 1)
+
     def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
         return Payload(ops.class_encode(x, segments))
 

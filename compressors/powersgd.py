@@ -75,6 +75,17 @@ class PowerSGD(MultiRoundCompressor):
             if m
         )
 
+    def delta(self, segments: Segments) -> float | None:
+        """Return the least r / min(n, m), of the mean over Q; None with a warm start.
+
+        The share holds for a Q that is drawn afresh; for one that an earlier gradient has turned
+        nothing is proved: the new gradient may be orthogonal to it.
+        """
+        if self.warm_start:
+            return None
+        shapes = [(n, m) for _, n, m in self._tensors(segments) if m]
+        return min((self.rank / min(shape) for shape in shapes), default=1.0) - 2.0**-18
+
     def initial_state(self, segments: Segments, key: Key) -> Tensor:
         """Return N(0, 1) draws for all Q, float32, 1-D."""
         return ops.normal(key, sum(self._sizes(segments, 1)))

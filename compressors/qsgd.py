@@ -19,6 +19,7 @@ of nonzeros; 2.8 bits at s = sqrt(d) are not reached (tests/test_qsgd.py::test_c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -76,6 +77,15 @@ class QSGD(Compressor):
             return ops.level_bits(self.levels) + side
         claimed = self.coding == "omega-dense" and self.norm == "2" and self.levels**2 == bucket
         return 2.8 + side if claimed else None
+
+    def omega(self, segments: Segments) -> float:
+        """Return the bound of the card over ||x||^2: at worst ||x||_inf = ||x|| of a segment.
+
+        max-norm: ||v||_inf ||v||_1 <= (1 + sqrt d) / 2 ||v||^2, attained by one large element.
+        """
+        s, d = self.levels, max(segments.lengths, default=0)
+        near = math.sqrt(d) if self.norm == "2" else (1 + math.sqrt(d)) / 2
+        return min(d / (4 * s**2), near / s)
 
     def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
         norms = ops.level_norms(x, segments, self.norm, self.levels)

@@ -72,6 +72,16 @@ class RandomK(Compressor):
         mean_error = ops.dropped_energy(x, segments, ops.kept_runs(segments, self.ratio))
         return None if self.scaled else mean_error
 
+    def delta(self, segments: Segments) -> float | None:
+        """Return the least k/d, in expectation, of the unscaled method."""
+        runs = [run for run in ops.kept_runs(segments, self.ratio) if run.length]
+        return None if self.scaled else min((run.keep / run.length for run in runs), default=1.0)
+
+    def omega(self, segments: Segments) -> float | None:
+        """Return the largest d/k - 1, of the scaled method."""
+        runs = ops.kept_runs(segments, self.ratio)
+        return max((run.inverse for run in runs), default=1.0) - 1 if self.scaled else None
+
     def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor | None:
         """Return (d/k - 1) x^2, float64, shape (n,); None for the unscaled method."""
         if not self.scaled:

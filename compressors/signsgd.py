@@ -64,6 +64,10 @@ class SignSGD(Compressor):
         return "vote" if self.quorum == 1 else "other"
 
     @property
+    def signs(self) -> bool:
+        return self.quorum == 1 and not self.abstain
+
+    @property
     def exact_for(self) -> tuple[str, ...]:
         # The magnitude of signs, 1 = rms, must not be an abstention; zeros need one.
         return () if self.abstain > 1 else ("signs", "ternary") if self.abstain else ("signs",)

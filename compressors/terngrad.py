@@ -68,6 +68,14 @@ class TernGrad(Compressor):
             limit = shared if self.share else own  # what exceeds the scale is cut by it
         return x if limit is None else ops.clamp_(x.clone(), limit, segments)
 
+    def omega(self, segments: Segments) -> float | None:
+        """Return (sqrt(d) - 1) / 2 of the longest segment; None with clipping.
+
+        ||g||_inf ||g||_1 <= (1 + sqrt d) / 2 ||g||^2, attained by one large element and d - 1 of
+        1 / (1 + sqrt d) of it.
+        """
+        return None if self.clip else (math.sqrt(max(1, *segments.lengths, 1)) - 1) / 2
+
     def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
         f = self.target(x, segments, shared).double()
         scale = shared if self.share else self._own(x, segments)[1]

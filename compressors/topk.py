@@ -90,6 +90,16 @@ class TopK(Compressor):
         square = float(ops.segment_moments(x, segments)[1].sum())
         return min(ops.dropped_energy(x, segments, runs) + rounding, square)
 
+    def delta(self, segments: Segments) -> float | None:
+        """Return the least k/d; None where values are rounded, by more than a share of small ones.
+
+        The selection's rule leaves no other room: a tie of all magnitudes attains it.
+        """
+        runs = [run for run in ops.kept_runs(segments, self.ratio) if run.length]
+        if self.values != "fp32":
+            return None
+        return min((run.keep / run.length for run in runs), default=1.0)
+
     def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
         runs = ops.kept_runs(segments, self.ratio)
         return Payload(ops.sparse_encode(x, runs, self.positions, self.values))

@@ -284,6 +284,14 @@ class Compressor(ABC):
         return "mean"
 
     @property
+    def signs(self) -> bool:
+        """Whether a worker sends exactly sign(x), with +1 or -1 for 0, and `mean` is the majority.
+
+        The theorems of signSGD are then about this method. It implies `aggregate` "vote".
+        """
+        return False
+
+    @property
     def portable(self) -> bool:
         """Whether the same input gives the same bytes on every machine.
 
@@ -328,6 +336,31 @@ class Compressor(ABC):
         """Return a proven bound on ||x - decode(encode(x))||^2 of a contractive method.
 
         It is below ||x||^2 unless x = 0. A bound that holds in expectation is tested on a mean.
+        """
+        return None
+
+    def delta(self, segments: Segments) -> float | None:
+        """Return the contraction delta, above 0, that holds whatever x is.
+
+        ||x - decode(encode(x))||^2 <= (1 - delta) ||x||^2 for every x of these segments, or its
+        expectation over the draws; values that are denormal in float32 or near its largest are
+        excepted. None: the method contracts by no such constant.
+        """
+        return None
+
+    def omega(self, segments: Segments) -> float | None:
+        """Return the relative variance that holds whatever x is, of a method unbiased for x.
+
+        E||decode(encode(x)) - x||^2 <= omega ||x||^2 for every x of these segments, of a worker
+        that is alone. None: no such constant, or the method is unbiased for another target.
+        """
+        return None
+
+    def with_error(self, alpha: float) -> Compressor | None:
+        """Return this method set to a relative error of about `alpha`, in (0, 1).
+
+        For theorems in which the error falls to 0 with the steps; the `delta` of what is returned
+        says what the error is at most. None: no field sets it.
         """
         return None
 

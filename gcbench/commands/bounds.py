@@ -32,9 +32,11 @@ def _opt(text: str, panel: str, **more: Any) -> Any:
 
 def bounds(
     claims: Annotated[
-        str, _opt("Only claims with such names, e.g. 'signsgd/*' or '*/topk'.", LOOK)
+        str, _opt("Only claims with such names, e.g. 'sign*' or '*/topk'.", LOOK)
     ] = "*",
-    quadratic_only: Annotated[bool, _opt("Train nothing: only theorems on bowls.", LOOK)] = False,
+    quadratic_only: Annotated[
+        bool, _opt("Train nothing: known inputs and quadratics.", LOOK)
+    ] = False,
     methods: Annotated[
         str | None,
         _opt("Methods with commas, e.g. topk:ratio=0.1,qsgd:norm=2; default all.", LOOK),
@@ -55,9 +57,11 @@ def bounds(
         "0,1,2"
     ),
     every: Annotated[int, _opt("Steps between observations.", LOOK, min=1)] = 10,
-    snapshots: Annotated[int, _opt("Steps at which noise and codecs are seen.", LOOK, min=1)] = 3,
+    snapshots: Annotated[int, _opt("Steps at which the noise is seen.", LOOK, min=1)] = 3,
     batches: Annotated[int, _opt("Batches drawn at a snapshot for the noise.", LOOK, min=8)] = 128,
-    draws: Annotated[int, _opt("Encodings of one gradient by a random code.", LOOK, min=2)] = 8,
+    compressed_steps: Annotated[
+        int, _opt("Steps that each method trains, a seed; 0 for none.", LOOK, min=0)
+    ] = 20,
     weights: Annotated[
         str | None, _opt("Weights whose noise is tested, e.g. '1.weight[3],3.weight[0]'.", LOOK)
     ] = None,
@@ -72,11 +76,12 @@ def bounds(
     format_: Formatted = Format.table,
     json: Json = False,
 ) -> None:
-    """Check the papers' convergence claims: during training, and on bowls of known constants.
+    """Put the papers' theorems, and what methods declare of themselves, to the test.
 
-    Theorems, assumptions and observations are told apart; --strict counts theorems alone.
+    Compressors run on known inputs, in compressed training and on quadratics of known constants.
 
-    What is proved can fail only where code is wrong; the others are about the world.
+    --strict counts theorems alone. What is proved can fail only where code is wrong, or declares
+    what it is not: a method of your own is judged by what its class declares, or inherits.
     """
     from gcbench import grid
     from gcbench.errors import UsageError
@@ -102,7 +107,7 @@ def bounds(
         every=every,
         snapshots=snapshots,
         batches=batches,
-        draws=draws,
+        compressed_steps=compressed_steps,
         methods=methods or "",
         weights=tuple(word.strip() for word in weights.split(",")) if weights else (),
         claims=claims,

@@ -1,15 +1,17 @@
-"""`gcbench bounds`: the papers' convergence claims, held against gradients and on bowls.
+"""`gcbench bounds`: the papers' convergence theorems, and what methods declare, put to the test.
 
-Two places: a task is trained, and its gradients, their noise and what codecs make of them are
-watched (`observe`, `gradient_claims`); and the theorems run on bowls whose constants are known
-(`quadratic_claims`). `claims` has the rule by which all are judged.
+Three places where compressors run: known inputs, compressed training of a task (`codec_claims`,
+both through `audit`), and descents on quadratics whose constants are known (`quadratic_claims`).
+Which rows judge a method follows from its declarations, never from its name. What holds of every
+gradient, or is seen of gradients while no compressor runs, is in a table apart (`observe`,
+`gradient_claims`). `claims` has the rule by which all are judged.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,14 +20,22 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gcbench import experiment, grid, pictures, progress
 from gcbench.compressor import Compressor
-from gcbench.errors import UsageError, unknown
+from gcbench.errors import PayloadError, UsageError, unknown
 from gcbench.experiment import Config
 from gcbench.measure import analysis as measuring
 from gcbench.measure import methods
 from gcbench.measure.analysis import Analysis, Ledger, Row, Shown, Table
-from gcbench.measure.bounds import gradient_claims, gradient_tables, quadratic_claims, quadratics
-from gcbench.measure.bounds.claims import KINDS, VERDICTS, Judged
-from gcbench.measure.bounds.observe import THETA, Plan, Record, Watch
+from gcbench.measure.bounds import (
+    audit,
+    codec_claims,
+    gradient_claims,
+    gradient_tables,
+    quadratic_claims,
+    quadratics,
+    training,
+)
+from gcbench.measure.bounds.claims import KINDS, LOOSE, LOOSELY, VERDICTS, Judged
+from gcbench.measure.bounds.observe import Plan, Record, Watch
 from gcbench.store import Run
 from gcbench.train import Options, Trainer
 from gcbench.world import Link, SimulatedWorld
@@ -35,10 +45,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 KIND = "bounds"
-PUBLISHED = ("qsgd:norm=2", "terngrad:clip=0")
-"""Forms that theorems are about and that are no defaults: they are looked at, too."""
+PUBLISHED = (
+    *("qsgd:norm=2", "terngrad:clip=0", "powersgd:warm_start=false", "randomk:scaled=false"),
+    "int8:rounding=stochastic",
+)
+"""Forms that theorems are about and that are no defaults: they are judged, too."""
 
-_GENERIC = (*gradient_claims.OF_METHODS, *quadratic_claims.OF_METHODS)
+_GENERIC = (*codec_claims.OF_METHODS, *quadratic_claims.OF_METHODS)
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -60,9 +73,10 @@ class Settings(BaseModel):
     every: Count = 10
     snapshots: Count = 3
     batches: Annotated[int, Field(ge=8)] = 128
-    draws: Annotated[int, Field(ge=2)] = 8
+    compressed_steps: Annotated[int, Field(ge=0)] = 20
+    """Steps that each method trains, with every seed; 0: none."""
     methods: str = ""
-    """Words with commas; empty: all registered ones and `PUBLISHED`."""
+    """Words with commas; empty: all registered ones and `PUBLISHED`. `compressor` is one, too."""
     weights: tuple[str, ...] = ()
     claims: str = "*"
     """A pattern of claims' names."""
@@ -93,14 +107,16 @@ class Settings(BaseModel):
         """Return the methods to look at, by their words."""
         from gcbench import registry
 
-        return methods.all_of(self.methods or None, [*registry.compressors(), *PUBLISHED])
+        known = methods.all_of(self.methods or None, [*registry.compressors(), *PUBLISHED])
+        if self.compressor != "none":  # what trains is judged as well
+            known.setdefault(self.compressor, methods.parse(self.compressor))
+        return known
 
     def wanted(self, name: str) -> bool:
         """Return whether a claim, or any of a group that ends in a slash, is asked for."""
         if not name.endswith("/"):
             return fnmatch.fnmatchcase(name, self.claims)
-        known = gradient_claims.catalogue(self.chosen())
-        return any(c.name.startswith(name) and self.wanted(c.name) for c in known)
+        return any(c.name.startswith(name) and self.wanted(c.name) for c in gradient_claims.FIXED)
 
     def snapshot_steps(self) -> tuple[int, ...]:
         """Return the steps of the snapshots, from the first to the last."""
@@ -138,15 +154,11 @@ def check(settings: Settings) -> None:
         UsageError: no claim has such a name, or the training cannot be set up.
     """
     chosen = settings.chosen()
-    gradients = [claim.name for claim in gradient_claims.catalogue(chosen)]
-    bowls = [claim.name for claim in quadratic_claims.catalogue(chosen)]
-    known = bowls if settings.quadratic_only else [*gradients, *bowls]
-    if not any(map(settings.wanted, known)):
-        only = settings.quadratic_only
-        fixed = quadratic_claims.FIXED + (() if only else gradient_claims.FIXED)
-        generic = quadratic_claims.OF_METHODS if only else _GENERIC
-        names = [claim.name for claim in fixed] + [of("METHOD").name for of in generic]
-        raise unknown("claim", settings.claims, names, "A pattern may have *, e.g. 'signsgd/*'.")
+    claims = [*codec_claims.catalogue(chosen), *quadratic_claims.catalogue(chosen)]
+    fixed = () if settings.quadratic_only else gradient_claims.FIXED
+    if not any(settings.wanted(claim.name) for claim in (*fixed, *claims)):
+        names = [claim.name for claim in fixed] + [of("METHOD").name for of in _GENERIC]
+        raise unknown("claim", settings.claims, names, "A pattern may have *, e.g. 'sign*'.")
     if not settings.quadratic_only:
         settings.config(settings.seeds[0])
     if len(set(settings.seeds)) < len(settings.seeds) or not settings.seeds:
@@ -177,46 +189,65 @@ def run(
         tables=[],
     )
     chosen = settings.chosen()
-    units = [
-        unit for unit in quadratic_claims.units(chosen) if any(map(settings.wanted, unit.claims))
+    work = [*codec_claims.units(chosen, settings.seeds)]
+    work += quadratic_claims.units(chosen, settings.seeds)
+    units = [unit for unit in work if any(map(settings.wanted, unit.claims))]
+    train = not settings.quadratic_only
+    watched = train and any(settings.wanted(claim.name) for claim in gradient_claims.FIXED)
+    seeds = settings.seeds if watched else ()
+    compressed = [
+        (word, method, seed)
+        for word, method in chosen.items()
+        for seed in settings.seeds
+        if train and settings.compressed_steps
+        if any(settings.wanted(make(word).name) for make in codec_claims.AUDITED)
     ]
-    named = [claim.name for claim in gradient_claims.catalogue(chosen)]
-    train = not settings.quadratic_only and any(map(settings.wanted, named))
-    seeds = settings.seeds if train else ()
     folder = results / made.name
-    total = len(units) + settings.steps * len(seeds)
-    shown = progress.observer(mode, KIND, total)
+    steps = settings.steps * len(seeds), settings.compressed_steps * len(compressed)
+    shown = progress.observer(mode, KIND, len(units) + sum(steps))
     judged = Judged(settings.wanted)
     with Ledger(folder).open(afresh=force) as ledger:
         try:
-            records = []
-            for number, seed in enumerate(seeds):
+            before = 0
+
+            def told(step: int) -> None:
+                shown.step(before + step, f"{key}, step {step}")
+
+            records, audits = [], []
+            for seed in seeds:
                 key = f"seed {seed}"
                 if key not in ledger:
-
-                    def told(
-                        step: int, key: str = key, before: int = number * settings.steps
-                    ) -> None:
-                        shown.step(before + step, f"{key}, step {step}")
-
-                    ledger[key] = _train(settings, chosen, seed, folder, data_dir, told)
+                    ledger[key] = _train(settings, seed, folder, data_dir, told)
                 records.append(ledger[key])
-            place = _place(settings)
+                before += settings.steps
+            for word, method, seed in compressed:
+                key = f"training {word}, seed {seed}"
+                if key not in ledger:
+                    args = settings.config(seed), word, method, settings.compressed_steps, folder
+                    ledger[key] = training.train(*args, data_dir, told)
+                audits.append((word, ledger[key]))
+                before += settings.compressed_steps
+            _compressed(settings, audits, judged)
             if records:
                 weights = [len(shape) > 1 for shape in records[0]["shapes"]]
-                gradient_claims.judge(records, chosen, weights, THETA, judged, place)
+                gradient_claims.judge(records, weights, judged, _place(settings))
             for number, unit in enumerate(units):
-                shown.step(len(seeds) * settings.steps + number, unit.key)
+                shown.step(sum(steps) + number, unit.key)
                 if unit.key not in ledger:
                     own = Judged(settings.wanted)
-                    unit.judge(own)
+                    try:
+                        unit.judge(own)
+                    except PayloadError as error:
+                        word = unit.claims[0].partition("/")[2]
+                        claim = codec_claims.contract(word)
+                        own.refused(claim, unit.place, unit.key.split()[0], word, str(error))
                     ledger[unit.key] = own.record()
                 judged.take(ledger[unit.key])
-            shown.step(total, "done")
+            shown.step(sum(steps) + len(units), "done")
         finally:
             shown.close()
         judged.sort()
-        made.tables = [*_tables(settings, judged, records)]
+        made.tables = [*_tables(settings, judged, records, audits)]
         made.conclusions = _conclusions(judged.rows)
         made.failed = any(
             row["kind"] == "theorem" and row["verdict"] == "fails" for row in judged.rows
@@ -224,14 +255,32 @@ def run(
     return made
 
 
-def _place(settings: Settings) -> str:
+def _compressed(settings: Settings, audits: Sequence[tuple[str, Record]], judged: Judged) -> None:
+    """Judge the compressed trainings, all seeds of a method together."""
+    place = f"training of {_network(settings)}"
+    for word, together in _by_method(audits).items():
+        told = f"{together['steps']} steps, M={settings.workers}"
+        codec_claims.judge(word, together, judged, place, told)
+
+
+def _by_method(audits: Sequence[tuple[str, Record]]) -> dict[str, Record]:
+    words = dict.fromkeys(word for word, _ in audits)
+    return {
+        word: audit.merged([record for other, record in audits if other == word]) for word in words
+    }
+
+
+def _network(settings: Settings) -> str:
     network = settings.task_options.get("network")
-    return f"gradients of {settings.task}" + (f", {network}" if network else "")
+    return settings.task + (f", {network}" if network else "")
+
+
+def _place(settings: Settings) -> str:
+    return f"gradients of {_network(settings)}, {settings.steps} steps by {settings.compressor}"
 
 
 def _train(
     settings: Settings,
-    chosen: dict[str, Compressor],
     seed: int,
     folder: Path,
     data_dir: Path | None,
@@ -244,8 +293,6 @@ def _train(
             every=settings.every,
             snapshots=settings.snapshot_steps(),
             batches=settings.batches,
-            draws=settings.draws,
-            methods=chosen,
             weights=settings.weights,
             wanted=settings.wanted,
         )
@@ -271,31 +318,14 @@ def _train(
 # ---- tables --------------------------------------------------------------------------------------
 
 
-def _tables(settings: Settings, judged: Judged, records: Sequence[Record]) -> list[Table]:
-    statements = {(str(row["statement"]), str(row["source"])): row for row in reversed(judged.rows)}
-    notes = [
-        f"{_group(str(row['claim']))} ({row['kind']}): {statement} [{source}]"
-        for (statement, source), row in reversed(statements.items())
-    ]
-    kinds = "; ".join(f"{name}: {meaning}" for name, meaning in KINDS.items())
-    first = Table(
-        name="claims",
-        title="Verdicts",
-        shown=[
-            Shown(field="claim", heading="claim"),
-            Shown(field="setting", heading="setting"),
-            Shown(field="verdict", heading="verdict"),
-            Shown(field="bound", heading="bound"),
-            Shown(field="measured", heading="measured"),
-            Shown(field="low", heading="95 %\nfrom"),
-            Shown(field="high", heading="to"),
-            Shown(field="n", heading="n"),
-            Shown(field="over", heading="of"),
-        ],
-        by="place",
-        notes=[*notes, f"Kinds of claims. {kinds}."],
-        rows=judged.rows,
-    )
+def _tables(
+    settings: Settings,
+    judged: Judged,
+    records: Sequence[Record],
+    audits: Sequence[tuple[str, Record]],
+) -> list[Table]:
+    ran = [row for row in judged.rows if row["ran"]]
+    alone = [row for row in judged.rows if not row["ran"]]
     details = Table(
         name="details",
         title="To the verdicts",
@@ -324,10 +354,80 @@ def _tables(settings: Settings, judged: Judged, records: Sequence[Record]) -> li
         rows=judged.skipped(),
     )
     behind: list[Table] = []
+    if audits:
+        behind.append(_codecs(_by_method(audits)))
     if records:
         sizes = [math.prod(shape) for shape in records[0]["shapes"]]
         behind += gradient_tables.tables(records, records[0]["names"], sizes, settings.seeds)
-    return [first, details, absent, *behind]
+    return [
+        _verdicts("claims", "Verdicts on compressors", ran),
+        _verdicts("gradients", "Properties of gradients; no compressor runs in them", alone),
+        *(details, absent, *behind),
+    ]
+
+
+def _verdicts(name: str, title: str, rows: list[Row]) -> Table:
+    statements = {(str(row["statement"]), str(row["source"])): row for row in reversed(rows)}
+    notes = [
+        f"{_group(str(row['claim']))} ({row['kind']}): {statement} [{source}]"
+        for (statement, source), row in reversed(statements.items())
+    ]
+    present = {row["kind"] for row in rows}
+    kinds = "; ".join(f"{kind}: {text}" for kind, text in KINDS.items() if kind in present)
+    return Table(
+        name=name,
+        title=title,
+        shown=[
+            Shown(field="claim", heading="claim"),
+            Shown(field="setting", heading="setting"),
+            Shown(field="verdict", heading="verdict"),
+            Shown(field="bound", heading="bound"),
+            Shown(field="measured", heading="measured"),
+            Shown(field="low", heading="from"),
+            Shown(field="high", heading="to"),
+            Shown(field="slack", heading="slack"),
+            Shown(field="n", heading="n"),
+            Shown(field="over", heading="of"),
+            Shown(field="ran", heading="compressor\nthat ran"),
+        ],
+        by="place",
+        notes=[*notes, f"Kinds of claims. {kinds}."] if rows else [],
+        rows=rows,
+    )
+
+
+def _codecs(found: Mapping[str, Record]) -> Table:
+    """Return what each method lost of the gradients of its own compressed training."""
+    rows: list[Row] = []
+    for word, record in found.items():
+        row: Row = {"method": word, "steps": record["steps"]}
+        lost: list[float] = [value for value in record.get("lost", ()) if value is not None]
+        if lost:
+            row["lost"] = math.fsum(lost) / len(lost)
+        spread, scale = record.get("spread"), record.get("bias", {}).get("scale", [0.0])[0]
+        if spread and scale:
+            row["variance"] = _over(spread["error"], scale)
+            row["declared"] = _over(spread["declared"], scale) if record["exact"] else None
+        if record.get("stopped") is not None:
+            row["stopped"] = record["stopped"]
+        rows.append(row)
+    return Table(
+        name="codecs",
+        title="What is lost in compressed training, as a share of ||x||^2",
+        shown=[
+            Shown(field="method", heading="method"),
+            Shown(field="lost", heading="lost:\n1 - delta"),
+            Shown(field="variance", heading="variance\nof the mean"),
+            Shown(field="declared", heading="declared"),
+            Shown(field="steps", heading="steps"),
+            Shown(field="stopped", heading="stopped\nat step"),
+        ],
+        rows=rows,
+    )
+
+
+def _over(value: float | None, scale: float) -> float | None:
+    return None if value is None else value / scale
 
 
 def _label(row: Row) -> str:
@@ -341,13 +441,25 @@ def _group(name: str) -> str:
     return f"{group}/" if group in generic else name
 
 
+TOLD = {"holds": "hold", LOOSELY: "hold loosely", "fails": "fail", "undecided": "undecided"}
+
+
 def _conclusions(rows: Sequence[Row]) -> list[str]:
     counts = []
     for kind in KINDS:
         own = [row["verdict"] for row in rows if row["kind"] == kind]
-        told = ", ".join(f"{own.count(v)} {v}" for v in VERDICTS if own.count(v))
-        counts.append(f"{len(own)} {kind}{'s' * (len(own) > 1)}: {told}" if own else "")
+        told = ", ".join(f"{own.count(v)} {TOLD[v]}" for v in VERDICTS if own.count(v))
+        rows_of = f"{kind} rows" if len(own) > 1 else f"{kind} row"
+        counts.append(f"{len(own)} {rows_of}: {told}" if own else "")
     sentences = ["; ".join(filter(None, counts)) + "."]
+    for verdict, meaning in (
+        ("undecided", "could not be decided: the interval is too wide for the bound"),
+        (LOOSELY, f"hold with a slack above {LOOSE:g}, under which a wrong code could hide"),
+    ):
+        such = [row for row in rows if row["verdict"] == verdict and row["kind"] == "theorem"]
+        if such:
+            groups = dict.fromkeys(_group(str(row["claim"])) for row in such)
+            sentences.append(f"{len(such)} theorem rows {meaning}: {', '.join(groups)}.")
     for row in rows:
         if row["verdict"] == "fails":
             measured, bound = measuring.cell(row["measured"]), measuring.cell(row["bound"])
@@ -362,9 +474,9 @@ def _conclusions(rows: Sequence[Row]) -> list[str]:
 
 # ---- picture -------------------------------------------------------------------------------------
 
-COLOURS = {"holds": 0, "undecided": 1, "fails": 3}
+COLOURS = {"holds": 0, LOOSELY: 9, "undecided": 1, "fails": 3}
 """Places in the colour-blind palette."""
-SYMBOLS = {"theorem": "o", "assumption": "D", "observation": "^"}
+SYMBOLS = {"theorem": "o", "assumption": "D", "observation": "^", "property": "s"}
 LEAST, MOST = 1e-3, 1e3
 """Ratios beyond these are drawn at the edge, with an arrow."""
 
@@ -375,7 +487,10 @@ def draw(analysis: Analysis, path: Path) -> None:
     Raises:
         GcbenchError: the file cannot be written.
     """
-    rows = analysis.table("claims").rows
+    names = [table.name for table in analysis.tables]
+    rows = list(analysis.table("claims").rows)
+    if "gradients" in names:  # older files have all rows in one table
+        rows += analysis.table("gradients").rows
     places = list(dict.fromkeys(str(row["place"]) for row in rows))
     longest = max(sum(row["place"] == place for row in rows) for place in places)
     with pictures.canvas(9.5 * len(places), 2.6 + 0.3 * longest) as figure:
@@ -423,11 +538,10 @@ def _panel(axes: Axes, rows: Sequence[Row], longest: int) -> None:
 
 def _title(analysis: Analysis, place: str) -> str:
     if place == quadratic_claims.PLACE:
-        dimension, copies = quadratics.DIMENSION, quadratics.COPIES
-        return f"bowls: quadratics of {dimension} dimensions, {copies} copies"
-    known = Settings.model_validate(analysis.settings)
-    seeds = f"{len(known.seeds)} seed{'s' * (len(known.seeds) > 1)}"
-    return f"{place}\n{known.workers} workers, {known.compressor}, {known.steps} steps, {seeds}"
+        return f"{place}, copies of {quadratics.ELEMENTS} elements in all"
+    known = analysis.settings
+    seeds = f"{len(known['seeds'])} seed{'s' * (len(known['seeds']) > 1)}"
+    return f"{place}\n{known['workers']} workers, {seeds}" if "of " in place else place
 
 
 def _legend(figure: Figure, rows: Sequence[Row]) -> None:
@@ -444,6 +558,6 @@ def _legend(figure: Figure, rows: Sequence[Row]) -> None:
         handles.append(Line2D([], [], ls="", marker="s", label=f"{verdict} ({count})", **style))
     for kind, marker in SYMBOLS.items():
         handles.append(Line2D([], [], ls="", marker=marker, color="0.4", ms=9, label=kind))
-    handles.append(Line2D([], [], color="0.4", lw=2.5, label="95 % interval"))
+    handles.append(Line2D([], [], color="0.4", lw=2.5, label="interval"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     figure.suptitle("Convergence claims: left of 1 the bound holds")

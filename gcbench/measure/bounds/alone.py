@@ -1,17 +1,14 @@
-"""A codec on its own: one worker's encodings, and error feedback that trains nothing."""
+"""A codec on its own: what arrives of one tensor, and an exchange of one lane."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from gcbench import memory
 from gcbench.clock import Clock
-from gcbench.compressor import Compressor, Key, Segments
+from gcbench.compressor import Compressor, Key, MultiRoundCompressor, Segments
 from gcbench.exchange import Exchange, Lane
-from gcbench.measure.analysis import Row, finite
 from gcbench.world import Link, SimulatedWorld, World
 
 
@@ -45,37 +42,13 @@ def energy(x: Tensor) -> float:
     return float(x.double().square().sum())
 
 
-class Shadow:
-    """Error feedback along a run's gradients that does not touch the run.
-
-    Lengths are of updates, eta e and eta g, so that steps of any schedule compare: lemma 3 of
-    Karimireddy et al. 2019 for the largest eta ||g|| and the smallest delta that were seen.
-    """
-
-    def __init__(self, method: Compressor, shapes: Sequence[Sequence[int]], seed: int) -> None:
-        self.kept = memory.make("residual", method.memory_options)
-        self.segments = Segments.of(shapes, method.granularity)
-        self.method, self.seed = method, seed
-        self.exchange: Exchange | None = None
-        self.delta, self.gradient, self.residual, self.steps = 1.0, 0.0, 0.0, 0
-
-    def step(self, gradient: Tensor, step: int, lr: float) -> None:
-        """Feed one gradient."""
-        if self.exchange is None:
-            lane = lane_of(self.method, self.segments, self.kept)
-            self.exchange = single(self.seed, gradient.device, lane)
-        state = self.exchange.workers[0][0]
-        scale = 1.0 if self.exchange.lr is None else self.exchange.lr / lr
-        offered = energy(gradient.double() + scale * state["residual"].double())
-        self.exchange.mean([gradient], step, lr)
-        left = energy(state["residual"])
-        if offered:
-            self.delta = min(self.delta, 1 - left / offered)
-        self.gradient = max(self.gradient, lr**2 * energy(gradient))
-        self.residual = max(self.residual, lr**2 * left)
-        self.steps += 1
-
-    def record(self) -> Row:
-        """Return the extremes of the run."""
-        names = ("delta", "gradient", "residual", "steps")
-        return {name: finite(getattr(self, name)) for name in names}
+def random(method: Compressor, x: Tensor, segments: Segments) -> bool:
+    """Return whether encodings of x with two keys differ."""
+    keys = Key(0, 0, 0), Key(0, 1, 0)
+    if isinstance(method, MultiRoundCompressor):  # rounds depend on the first state's draw
+        return True
+    first, second = (
+        method.encode(x, segments, agreed(method, x, segments, key), key).to_bytes() for key in keys
+    )
+    drawn = method.draw_shared(segments, keys[0]) is not None
+    return drawn or not torch.equal(first, second)

@@ -8,7 +8,7 @@ from typing import Any
 
 from gcbench.measure.analysis import Row, Shown, Table
 from gcbench.measure.bounds import shape
-from gcbench.measure.bounds.claims import Interval, mean, over, ratio
+from gcbench.measure.bounds.claims import Interval, mean, ratio
 from gcbench.measure.bounds.observe import Record
 
 
@@ -57,7 +57,6 @@ def tables(
         yield _geometry(snapshots, seeds)
         yield _noise(snapshots, seeds)
         yield _bins(snapshots, seeds)
-    yield from _codecs(snapshots)
 
 
 def _spread(name: str, found: Interval) -> Row:
@@ -213,37 +212,3 @@ def _bins(snapshots: Sequence[Sequence[Record]], seeds: Sequence[int]) -> Table:
                     for k, count in enumerate(weight["counts"])
                 ]
     return Table(name="noise_bins", title="Histograms of the noise of named weights", rows=rows)
-
-
-def _codecs(snapshots: Sequence[Sequence[Record]]) -> Iterator[Table]:
-    rows: dict[str, Row] = {}
-    for group in ("contraction", "variance"):
-        for word in dict.fromkeys(
-            w for run in snapshots for one in run for w in one.get(group, ())
-        ):
-            seen = [one[group][word] for run in snapshots for one in run]
-            losses = [over(error, one["square"]) for one in seen for error in one["errors"]]
-            allowed = "bound" if group == "contraction" else "declared"
-            told = [
-                over(value, one["square"])
-                for one in seen
-                for value in (one[allowed] if group == "variance" else [one[allowed]])
-            ]
-            row = rows.setdefault(word, {"method": word})
-            row[group] = math.fsum(losses) / len(losses)
-            row[f"{group}_told"] = math.fsum(told) / len(told)
-            row["n"] = max(_int(row.get("n") or 0), len(losses))
-    if rows:
-        yield Table(
-            name="codecs",
-            title="What codecs lose of worker 0's gradient, as a share of ||x||^2",
-            shown=[
-                Shown(field="method", heading="method"),
-                Shown(field="contraction", heading="lost:\n1 - delta"),
-                Shown(field="contraction_told", heading="declared\nbound"),
-                Shown(field="variance", heading="variance"),
-                Shown(field="variance_told", heading="declared"),
-                Shown(field="n", heading="n"),
-            ],
-            rows=list(rows.values()),
-        )

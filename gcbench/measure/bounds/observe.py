@@ -1,11 +1,10 @@
-"""What is seen of gradients while a task is trained: norms, noise, and what codecs do to them.
+"""What is seen of gradients while a task is trained: norms, clipping, noise and its shape.
 
-A `Watch` hangs on a trainer and sees each worker's gradient before the exchange. Every step feeds
-the residuals of shadows: error feedback along the gradients of worker 0, apart from what trains.
-Every k-th step is an observation: norms, clipping, the spectrum's alpha. A few steps are snapshots:
-at their parameters many more batches are drawn, which give the mean gradient and, coordinate by
-coordinate, the noise of one worker's batch (Welford's streaming moments, float64), samples of the
-noise of named weights, and what every method makes of worker 0's gradient.
+A `Watch` hangs on a trainer and sees each worker's gradient before the exchange; no compressor runs
+in what it measures. Every k-th step is an observation: norms and clipping. A few steps are
+snapshots: at their parameters many more batches are drawn, which give the mean gradient and,
+coordinate by coordinate, the noise of one worker's batch (Welford's streaming moments, float64),
+and samples of the noise of named weights.
 
 Noise is taken about the mean of the B drawn batches with the factor B / (B - 1), so its variance is
 unbiased; its standard deviation is low by a factor of about 1 - 1 / (4 B) under normal noise. The
@@ -17,7 +16,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,19 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcbench import ops, registry, streams
-from gcbench.compressor import Compressor, Key, Segments
+from gcbench import ops, streams
+from gcbench.compressor import Key, Segments
 from gcbench.errors import UsageError, unknown
 from gcbench.measure.analysis import finite
 from gcbench.measure.bounds import shape
-from gcbench.measure.bounds.alone import Shadow, agreed, energy, lane_of, passed, single
+from gcbench.measure.bounds.alone import energy
 from gcbench.train import Trainer
-from gcbench.world import Link, SimulatedWorld
 
 CLIP = 2.5
 """TernGrad's clipping, in standard deviations of a tensor (Wen et al. 2017, section 3.3)."""
-SPECTRUM, THETA = "fft", 0.85
-"""The method of assumption 3.2 (Wang et al. 2020), with the share that its experiments drop."""
 APART = 1 << 20
 """Added to the rank that addresses a drawn batch, so that no worker of the run draws the same."""
 CHOSEN, CHOSEN_TENSORS = 2, 4
@@ -56,13 +52,10 @@ class Plan:
     snapshots: tuple[int, ...]
     batches: int
     """Batches drawn at a snapshot."""
-    draws: int
-    """Encodings of one gradient, with keys of their own, of a method that draws random numbers."""
-    methods: Mapping[str, Compressor]
     weights: tuple[str, ...]
     """Weights whose noise is tested, as tensor[index]; empty: some are chosen."""
     wanted: Callable[[str], bool]
-    """Whether any claim of a group, e.g. "contraction/", is asked for."""
+    """Whether any claim of a group, e.g. "signsgd/", is asked for."""
 
 
 class Welford:
@@ -133,7 +126,6 @@ class Watch:
         self.plan = plan
         self.observations: list[Record] = []
         self.snapshots: list[Record] = []
-        self.shadows: dict[str, Shadow] = {}
         self._buckets: list[Tensor] = []
 
     def start(self, trainer: Trainer) -> None:
@@ -142,12 +134,6 @@ class Watch:
         self.shapes = trainer.shapes[0]
         self.segments = Segments.of(self.shapes)
         self.weights = locate(self.plan.weights or chosen(trainer.names, self.shapes), trainer)
-        if self.plan.wanted("residual/"):
-            self.shadows = {
-                word: Shadow(method, self.shapes, trainer.config.seed)
-                for word, method in self.plan.methods.items()
-                if method.memory == "residual" and method.contractive
-            }
 
     def on_bucket(self, step: int, rank: int, bucket: Tensor) -> None:
         """Take one worker's gradient; with the last worker's, look at all of them.
@@ -160,13 +146,11 @@ class Watch:
         buckets, self._buckets = self._buckets, []
         if not all(bucket.isfinite().all() for bucket in buckets):
             return
-        lr = self.trainer.config.lr_at(step)
-        for shadow in self.shadows.values():
-            shadow.step(buckets[0], step, lr)
-        if step % self.plan.every == 0:
-            self.observations.append({"step": step, **self._observe(step, buckets)})
-        if step in self.plan.snapshots:
-            self.snapshots.append({"step": step, **self._snapshot(step, buckets[0])})
+        if step % self.plan.every == 0 and self.plan.wanted("terngrad/"):
+            seen = _average([self._ternary(bucket) for bucket in buckets])
+            self.observations.append({"step": step, **seen})
+        if step in self.plan.snapshots and self.plan.wanted("signsgd/"):
+            self.snapshots.append({"step": step, **self._noise(step, buckets[0])})
 
     def record(self) -> Record:
         """Return all that was seen, as JSON holds it."""
@@ -175,18 +159,9 @@ class Watch:
             "shapes": [list(shape) for shape in self.shapes],
             "observations": self.observations,
             "snapshots": self.snapshots,
-            "residuals": {word: shadow.record() for word, shadow in self.shadows.items()},
         }
 
     # -- observations ------------------------------------------------------------------------------
-
-    def _observe(self, step: int, buckets: Sequence[Tensor]) -> Record:
-        found: Record = {}
-        if self.plan.wanted("terngrad/"):
-            found |= _average([self._ternary(bucket) for bucket in buckets])
-        if self.plan.wanted("fft/"):
-            found |= self._spectrum(step, buckets)
-        return found
 
     def _ternary(self, x: Tensor) -> Record:
         """Return ||.||_inf ||.||_1 of the whole, by tensors, and clipped; clipping by tensor."""
@@ -220,22 +195,6 @@ class Watch:
             "squares": [energy(g) for g in torch.split(x, sizes)],
         }
 
-    def _spectrum(self, step: int, buckets: Sequence[Tensor]) -> Record:
-        """Return alpha = ||v' - v|| / ||v|| of the workers' mean v, and of worker 0 alone."""
-        method = registry.compressor(SPECTRUM, theta=THETA)
-        lane = lane_of(method, Segments.of(self.shapes, method.granularity))
-        world = SimulatedWorld(
-            len(buckets), buckets[0].device, Link(10.0, 50.0), torch.get_num_threads(), 1
-        )
-        seed = self.trainer.config.seed
-        mean = torch.stack([bucket.double() for bucket in buckets]).mean(0)
-        arrived = single(seed, mean.device, lane, world).mean(buckets, step).double()
-        alone = passed(method, buckets[0], lane.segments, Key(seed, step, 0)).double()
-        return {
-            "alpha": finite(float((arrived - mean).norm() / mean.norm())),
-            "alpha_one": finite(float((alone - buckets[0]).norm() / buckets[0].double().norm())),
-        }
-
     # -- snapshots ---------------------------------------------------------------------------------
 
     def drawn(self, step: int) -> Iterator[Tensor]:
@@ -264,16 +223,6 @@ class Watch:
         for first in range(0, self.plan.batches, len(copies)):
             got = trainer.world.map(partial(gradient, first))
             yield from got[: self.plan.batches - first]
-
-    def _snapshot(self, step: int, x: Tensor) -> Record:
-        found: Record = {}
-        if self.plan.wanted("signsgd/"):
-            found |= self._noise(step, x)
-        if self.plan.wanted("contraction/"):
-            found["contraction"] = self._each(self._contraction, step, x)
-        if self.plan.wanted("variance/") or self.plan.wanted("variance-bound/"):
-            found["variance"] = self._each(self._variance, step, x)
-        return found
 
     def _noise(self, step: int, like: Tensor) -> Record:
         """Return densities, wrong signs, and the shape of the noise of named weights."""
@@ -310,55 +259,6 @@ class Watch:
                 {"weight": name, **_shape_of(table[:, i])} for i, name in enumerate(self.weights)
             ],
         }
-
-    def _each(
-        self, measure: Callable[[Compressor, int, Tensor], Record | None], step: int, x: Tensor
-    ) -> dict[str, Record]:
-        found = {word: measure(method, step, x) for word, method in self.plan.methods.items()}
-        return {word: record for word, record in found.items() if record is not None}
-
-    def _keys(self, method: Compressor, step: int, x: Tensor, segments: Segments) -> list[Key]:
-        """Return keys to encode with: one for a method that draws no random numbers."""
-        keys = [Key(self.trainer.config.seed, step, k) for k in range(self.plan.draws)]
-        if method.draw_shared(segments, keys[0]) is not None:  # drawn alike by all ranks of a step
-            return [key._replace(step=step * len(keys) + key.rank, rank=0) for key in keys]
-        first, second = (
-            method.encode(x, segments, agreed(method, x, segments, key), key).to_bytes()
-            for key in (keys * 2)[:2]
-        )
-        return keys[:1] if torch.equal(first, second) else keys
-
-    def _contraction(self, method: Compressor, step: int, x: Tensor) -> Record | None:
-        """Return squared errors beside the declared bound and ||x||^2."""
-        if not method.contractive:
-            return None
-        segments = Segments.of(self.shapes, method.granularity)
-        bound = method.error_bound(x, segments)
-        if bound is None:
-            return None
-        errors = [
-            energy(x.double() - passed(method, x, segments, key).double())
-            for key in self._keys(method, step, x, segments)
-        ]
-        return {"errors": errors, "bound": bound, "square": energy(x)}
-
-    def _variance(self, method: Compressor, step: int, x: Tensor) -> Record | None:
-        """Return squared errors beside the declared variance, and the source's bound on it."""
-        if not method.unbiased:
-            return None
-        segments = Segments.of(self.shapes, method.granularity)
-        errors, declared, bounds = [], [], []
-        for key in self._keys(method, step, x, segments):
-            shared = agreed(method, x, segments, key)
-            variance = method.variance(x, segments, shared)
-            if variance is None:
-                return None
-            target = method.target(x, segments, shared).double()
-            payload = method.encode(x, segments, shared, key)
-            errors.append(energy(method.decode(payload, segments, shared).double() - target))
-            declared.append(float(variance.sum()))
-            bounds.append(method.variance_bound(x, segments, shared))
-        return {"errors": errors, "declared": declared, "bounds": bounds, "square": energy(x)}
 
 
 def density(v: Tensor) -> float:

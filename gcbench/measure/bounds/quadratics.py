@@ -1,18 +1,19 @@
-"""The theorems themselves, on bowls where every constant is known.
+"""The theorems themselves, on quadratics whose constants are all known before they run.
 
 f(w) = 1/2 sum_i L_i w_i^2 with curvatures that fall in equal ratios from 1 to 1 / condition, from
-w = +-1, the signs drawn; the gradient of an example has independent noise of variance 1 in every
-coordinate. `COPIES` independent copies run at once: each is a tensor of one bucket, so that real
-codecs, with their scales a tensor, go through the real exchange, and a wrong encoder or decoder
-breaks the claim. Points and exact gradients are float64, what is exchanged is float32. Intervals
-are over the copies.
+w = +-start, the signs drawn; a worker's gradient has independent noise of a given standard
+deviation in every coordinate. Where a theorem asks for bounded gradients the quadratic goes on
+linearly beyond |w_i| = 1 (Huber's function), so that |df/dw_i| <= L_i everywhere. Independent
+copies run at once: each is a tensor of one bucket, so that real codecs, with their scales a tensor,
+go through the real exchange. Points and exact gradients are float64, what is exchanged is float32.
+Values are returned by copy; several seeds give several lots of copies.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,19 +22,23 @@ from torch import Tensor
 from gcbench import memory
 from gcbench.compressor import Compressor, Key, Segments
 from gcbench.measure.bounds.alone import agreed, energy, lane_of, single
-from gcbench.measure.bounds.claims import Interval, interval
 from gcbench.world import Link, SimulatedWorld
 
-SHAPE = (16, 16)
-"""Of one copy: a matrix, so that columns and low ranks mean something."""
-DIMENSION = math.prod(SHAPE)
-COPIES = 32
+ELEMENTS = 1024
+"""Of all copies together, unless these are fewer than `LEAST`."""
+LEAST = 16
+"""Copies that Student's t has at least to go by, a seed."""
+PLATEAU_ELEMENTS = 2048
+"""The same where a run is held to a value, and not to a bound."""
+SHAPES = ((2, 2), (4, 4), (8, 8), (16, 16))
+"""Of one copy: matrices, so that columns and low ranks mean something."""
+Shape = tuple[int, int]
 Draw = Callable[[torch.Generator, tuple[int, ...]], Tensor]
 
 
 def normal(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-    """Return normal noise of variance 1, float64."""
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
+    """Return normal noise of variance 1, float64 with float32's digits."""
+    return torch.randn(shape, generator=generator).double()
 
 
 def skewed(batch: int, share: float = 0.1) -> Draw:
@@ -50,12 +55,13 @@ def skewed(batch: int, share: float = 0.1) -> Draw:
     return draw
 
 
-class Bowl:
-    """`COPIES` copies of one bowl, and the workers that descend them."""
+class Quadratic:
+    """Copies of one quadratic, and the workers that descend them."""
 
     def __init__(
         self,
         method: Compressor,
+        shape: Shape,
         *,
         condition: float,
         noise: float,
@@ -63,46 +69,80 @@ class Bowl:
         kept: memory.Memory | None = None,
         seed: int = 0,
         draw: Draw = normal,
+        start: float = 1.0,
+        huber: bool = False,
+        elements: int | None = None,
     ) -> None:
-        """Start at +-1; `noise` is the standard deviation of a worker's gradient, a coordinate."""
+        """Start at +-start; `noise` is the standard deviation of a worker's gradient."""
         self.generator = torch.Generator().manual_seed(seed)
-        exponent = -torch.arange(DIMENSION, dtype=torch.float64) / (DIMENSION - 1)
+        self.d = math.prod(shape)
+        self.copies = max(LEAST, (elements or ELEMENTS) // self.d)
+        exponent = -torch.arange(self.d, dtype=torch.float64) / (self.d - 1)
         self.curvature = condition**exponent
-        signs = torch.randint(2, (COPIES, DIMENSION), generator=self.generator) * 2 - 1
-        self.w = signs.double()
-        self.method, self.noise, self.draw = method, noise, draw
+        signs = torch.randint(2, (self.copies, self.d), generator=self.generator) * 2 - 1
+        self.w = start * signs.double()
+        self.method, self.noise, self.draw, self.huber = method, noise, draw, huber
+        self.workers, self.seed = workers, seed
+        self.law = torch.Generator().manual_seed(seed + 1_000_003)  # of `declared_step`
         world = SimulatedWorld(workers, torch.device("cpu"), Link(10.0, 50.0), 1, 1)
-        self.segments = Segments.of([SHAPE] * COPIES, method.granularity)
+        self.segments = Segments.of([shape] * self.copies, method.granularity)
         self.exchange = single(seed, world.device, lane_of(method, self.segments, kept), world)
         self.t = 0
 
     @property
     def gap(self) -> float:
-        """f(w_0) - f*, the same for every copy."""
-        return float(self.curvature.sum()) / 2
+        """f(w) - f* now, the mean over copies; at the start all have the same."""
+        return float((self.curvature * self.w.square()).sum(1).mean()) / 2
 
     def gradient(self) -> Tensor:
-        """Return the exact gradients, float64, shape (COPIES, DIMENSION)."""
-        return self.curvature * self.w
+        """Return the exact gradients, float64, shape (copies, d)."""
+        return self.curvature * (self.w.clamp(-1, 1) if self.huber else self.w)
 
     def observed(self) -> list[Tensor]:
-        """Return each worker's bucket of noisy gradients, float32, shape (COPIES * DIMENSION,)."""
+        """Return each worker's bucket of noisy gradients, float32, shape (copies * d,)."""
         exact = self.gradient()
+        if not self.noise:
+            return [exact.float().view(-1)] * self.workers
         return [
             (exact + self.noise * self.draw(self.generator, tuple(exact.shape))).float().view(-1)
-            for _ in range(self.exchange.world.size)
+            for _ in range(self.workers)
         ]
 
-    def step(self, buckets: list[Tensor], lr: float) -> Tensor:
-        """Exchange and descend; return the mean that arrived, float64, (COPIES, DIMENSION)."""
-        arrived = self.exchange.mean(buckets, self.t, lr).double().view(COPIES, DIMENSION)
+    def step(self, buckets: list[Tensor], lr: float) -> None:
+        """Exchange and descend."""
+        arrived = self.exchange.mean(buckets, self.t, lr).double().view(self.copies, self.d)
         self.w -= lr * arrived
         self.t += 1
-        return arrived
+
+    def declared_step(self, buckets: Sequence[Tensor], lr: float) -> None:
+        """Descend by what the method declares, without its code: target and normal noise.
+
+        The noise has the declared variance, of each worker or, where all draw alike, of the mean.
+        """
+        method, segments, key = self.method, self.segments, Key(self.seed, self.t, 0)
+        if method.draw_shared(segments, key) is not None:
+            buckets = [torch.stack(list(buckets)).mean(0)]
+            shared = agreed(method, buckets[0], segments, key)
+        else:
+            own = [method.statistic(x, segments) for x in buckets]
+            shared = torch.stack(own).amax(0) if own[0].numel() else own[0]
+        total = torch.zeros(self.copies * self.d, dtype=torch.float64)
+        for x in buckets:
+            variance = method.variance(x, segments, shared)
+            assert variance is not None, "asked for where a variance is declared"
+            spread = normal(self.law, tuple(total.shape))
+            total += method.target(x, segments, shared).double() + variance.sqrt() * spread
+        self.w -= lr * (total / len(buckets)).view(self.copies, self.d)
+        self.t += 1
 
     def residual(self) -> Tensor:
-        """Return worker 0's residuals, float64, (COPIES, DIMENSION)."""
-        return self.exchange.workers[0][0]["residual"].double().view(COPIES, DIMENSION)
+        """Return worker 0's residuals, float64, (copies, d)."""
+        return self.exchange.workers[0][0]["residual"].double().view(self.copies, self.d)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the run has diverged: what is exchanged would soon be beyond float32."""
+        return not float(self.w.abs().max()) < 1e30
 
 
 def by_copy(method: Compressor) -> Compressor | None:
@@ -115,264 +155,406 @@ def by_copy(method: Compressor) -> Compressor | None:
     return dataclasses.replace(method, granularity="tensor")  # type: ignore[type-var]
 
 
+def segments_of(method: Compressor, shape: Shape) -> Segments:
+    """Return the segments of a bucket of copies."""
+    return Segments.of([shape] * 2, method.granularity)
+
+
+def declares_variance(method: Compressor) -> bool:
+    """Return whether an unbiased method says what its variance is."""
+    x, segments = torch.ones(4), segments_of(method, (1, 2))
+    shared = agreed(method, x, segments, Key(0, 0, 0))
+    return method.variance(x, segments, shared) is not None
+
+
+def tight_delta(method: Compressor) -> tuple[Shape, float] | None:
+    """Return the shape with the largest delta that is declared below .9, and that delta.
+
+    Bounds grow as delta falls; above .9 hardly anything is lost, and 8 x 8 serves, or the largest
+    that has one. None if no delta is declared.
+    """
+    found = [(shape, method.delta(segments_of(method, shape))) for shape in SHAPES]
+    known = [(shape, delta) for shape, delta in found if delta is not None]
+    proper = [(shape, delta) for shape, delta in known if delta < 0.9]
+    if proper:
+        return max(proper, key=lambda pair: pair[1])
+    return known[min(2, len(known) - 1)] if known else None
+
+
+def tight_omega(method: Compressor) -> tuple[Shape, float] | None:
+    """Return the shape with the least omega above 0 that is declared, and that omega."""
+    found = [(shape, method.omega(segments_of(method, shape))) for shape in SHAPES]
+    known = [(shape, omega) for shape, omega in found if omega is not None]
+    proper = [(shape, omega) for shape, omega in known if omega > 0]
+    if proper:
+        return min(proper, key=lambda pair: pair[1])
+    return known[-1] if known else None
+
+
 # ---- signSGD -------------------------------------------------------------------------------------
 
+SIGN_SHAPE = (8, 8)
 
-def sign_theorem(
-    method: Compressor, workers: int, condition: float, k: int, *, symmetric: bool, seed: int = 0
-) -> tuple[Interval, float]:
-    """Return [E mean_k ||g_k||_1]^2 and its bound, theorems 1 and 2 of Bernstein et al. 2018.
 
-    K = k steps of delta = 1 / sqrt(||L||_1 K) with batches of K examples a worker:
-    (1 / K) [sqrt(||L||_1) (f_0 - f* + 1/2) + 2 ||sigma||_1]^2, the noise term over sqrt(workers)
-    where it is unimodal and symmetric. `symmetric` is normal noise; else it is skewed, with the
-    bound of any noise.
+@dataclass(frozen=True)
+class Signs:
+    """A setting of theorems 1 and 2 of Bernstein et al. 2018."""
+
+    workers: int
+    condition: float
+    k: int
+    """Steps, and examples a batch."""
+    sigma: float
+    """Standard deviation of one example's gradient, a coordinate."""
+    symmetric: bool = True
+    """Normal noise; else skewed, with the bound of any noise."""
+
+
+def sign_bound(given: Signs) -> float:
+    """Return the bound on [E mean_k ||g_k||_1]^2, from the problem's constants alone.
+
+    K = k steps of 1 / sqrt(||L||_1 K) with batches of K examples a worker: (1 / K)
+    [sqrt(||L||_1) (f_0 - f* + 1/2) + 2 ||sigma||_1]^2, the noise term over sqrt(workers) where it
+    is unimodal and symmetric.
     """
-    draw = normal if symmetric else skewed(k)
-    bowl = Bowl(
-        method, condition=condition, noise=1 / math.sqrt(k), workers=workers, seed=seed, draw=draw
+    d = math.prod(SIGN_SHAPE)
+    total = sum(given.condition ** (-i / (d - 1)) for i in range(d))
+    spread = 2 * given.sigma * d / (math.sqrt(given.workers) if given.symmetric else 1)
+    return float((math.sqrt(total) * (total / 2 + 0.5) + spread) ** 2 / given.k)
+
+
+def sign_descent(method: Compressor, given: Signs, seed: int) -> list[float]:
+    """Return mean_k ||g_k||_1 of each copy, see `sign_bound`."""
+    noise = given.sigma / math.sqrt(given.k)
+    draw = normal if given.symmetric else skewed(given.k)
+    problem = Quadratic(
+        method,
+        SIGN_SHAPE,
+        condition=given.condition,
+        noise=noise,
+        workers=given.workers,
+        seed=seed,
+        draw=draw,
     )
-    total = float(bowl.curvature.sum())
-    lr = 1 / math.sqrt(total * k)
-    norms = torch.zeros(COPIES, dtype=torch.float64)
-    for _ in range(k):
-        norms += bowl.gradient().abs().sum(1)
-        bowl.step(bowl.observed(), lr)
-    found = interval((norms / k).tolist(), "copies").squared()
-    spread = 2 * DIMENSION / (math.sqrt(workers) if symmetric else 1)
-    return found, (math.sqrt(total) * (bowl.gap + 0.5) + spread) ** 2 / k
+    lr = 1 / math.sqrt(float(problem.curvature.sum()) * given.k)
+    norms = torch.zeros(problem.copies, dtype=torch.float64)
+    for _ in range(given.k):
+        norms += problem.gradient().abs().sum(1)
+        problem.step(problem.observed(), lr)
+    values: list[float] = (norms / given.k).tolist()
+    return values
+
+
+FLOOR_START, FLOOR_STEP, FLOOR_NOISE, FLOOR_STEPS = 0.5, 0.02, 1.0, 250
+
+
+def sign_floor(method: Compressor, workers: int, seed: int) -> list[float]:
+    """Return the mean |w_i| over steps, of each copy, of a descent by votes at the noise floor."""
+    problem = Quadratic(
+        method,
+        SIGN_SHAPE,
+        condition=1.0,
+        noise=FLOOR_NOISE,
+        workers=workers,
+        seed=seed,
+        start=FLOOR_START,
+    )
+    total = torch.zeros(problem.copies, dtype=torch.float64)
+    for _ in range(FLOOR_STEPS):
+        problem.step(problem.observed(), FLOOR_STEP)
+        total += problem.w.abs().mean(1)
+    values: list[float] = (total / FLOOR_STEPS).tolist()
+    return values
+
+
+def sign_chain(workers: int) -> float:
+    """Return the exact expectation of what `sign_floor` measures, of an odd number of workers.
+
+    A coordinate is a Markov chain on start + j step: it goes down with the probability that a
+    majority of `workers` sees a positive gradient, each with probability Phi(w / noise).
+    """
+    j = torch.arange(-FLOOR_STEPS, FLOOR_STEPS + 1, dtype=torch.float64)
+    w = FLOOR_START + j * FLOOR_STEP
+    p = torch.special.ndtr(w / FLOOR_NOISE)
+    down = torch.zeros_like(p)
+    for k in range((workers + 1) // 2, workers + 1):
+        down += math.comb(workers, k) * p**k * (1 - p) ** (workers - k)
+    mass = torch.zeros_like(p)
+    mass[FLOOR_STEPS] = 1.0
+    total = 0.0
+    for _ in range(FLOOR_STEPS):
+        after = torch.zeros_like(mass)
+        after[:-1] += (mass * down)[1:]
+        after[1:] += (mass * (1 - down))[:-1]
+        mass = after
+        total += float(mass @ w.abs())
+    return total / FLOOR_STEPS
+
+
+# ---- unbiased codes ------------------------------------------------------------------------------
+
+
+def _omega(problem: Quadratic) -> float:
+    """Return the declared variance of pure noise over its squared length, of the workers' mean."""
+    method, x = problem.method, problem.observed()[0]
+    key = Key(problem.seed, 0, 0)
+    variance = method.variance(x, problem.segments, agreed(method, x, problem.segments, key))
+    assert variance is not None, "asked for where a variance is declared"
+    return float(variance.sum()) / energy(x)
+
+
+def plateau(method: Compressor, workers: int, seed: int) -> tuple[list[float], list[float]]:
+    """Return E ||w||^2 of each copy at the plateau of a constant step: run, and as declared.
+
+    The second is of the same descent, from the same start by the same gradient noise, with the
+    declared law in the place of the code: it is known without encoding anything. The shape is the
+    largest up to 8 x 8 of which noise has an omega of at most 4. A variance of omega ||x||^2 leaves
+    a plateau only below steps of 2 / (L (1 + omega)): the step is 0.1, or a quarter of that. Steps
+    are counted from 6 / step on, 24 / step of them.
+    """
+
+    def make(shape: Shape) -> Quadratic:
+        return Quadratic(
+            method,
+            shape,
+            condition=2.0,
+            noise=0.125,
+            workers=workers,
+            seed=seed,
+            start=0.0,
+            elements=PLATEAU_ELEMENTS,
+        )
+
+    tried = {shape: _omega(make(shape)) for shape in SHAPES[:3]}
+    small = [shape for shape, omega in tried.items() if omega <= 4]
+    shape = small[-1] if small else SHAPES[0]
+    omega = tried[shape]
+    lr = min(0.1, 0.5 / (1 + omega))
+    settle, counted = round(6 / lr), round(24 / lr)
+    ends = []
+    for declared in (False, True):
+        problem = make(shape)
+        size = problem.noise * math.sqrt(lr / 2 * (1 + omega) / workers)  # near where it will end
+        problem.w = size * normal(problem.generator, (problem.copies, problem.d))
+        total = torch.zeros(problem.copies, dtype=torch.float64)
+        for t in range(settle + counted):
+            buckets = problem.observed()
+            if t >= settle:
+                total += problem.w.square().sum(1)
+            if declared:
+                problem.declared_step(buckets, lr)
+            else:
+                problem.step(buckets, lr)
+                if problem.lost:
+                    total.fill_(math.nan)
+                    break
+        ends.append((total / counted).tolist())
+    return ends[0], ends[1]
+
+
+RATE_STEPS = 400
+
+
+def rate_marks() -> list[int]:
+    """Return the steps at which the rate is looked at."""
+    early = {round(10 ** (k / 8)) for k in range(8, 40)}
+    return sorted(early & set(range(RATE_STEPS)) | {RATE_STEPS})
+
+
+def rate(method: Compressor, shape: Shape, omega: float, seed: int) -> list[list[float]]:
+    """Return ||w_t - w*||^2 over its bound, by mark and copy: theorem 1 of Wen et al. 2017.
+
+    gamma_t = a / (t + t0). E||Q(g)||^2 <= (1 + omega) E||g||^2 <= A + B ||w - w*||^2 with
+    A = (1 + omega) s^2 and B = (1 + omega) L^2, s^2 the noise; so E||w - w*||^2 stays below u_t,
+    u_0 = ||w_0 - w*||^2 and u_{t+1} = (1 - 2 mu gamma_t + B gamma_t^2) u_t + A gamma_t^2, which
+    goes to 0 as 1/t.
+    """
+    condition, noise = 1.5, 1.0
+    problem = Quadratic(method, shape, condition=condition, noise=noise, seed=seed)
+    a = 1.5 * condition
+    t0 = a * (1 + omega) * condition  # the first step is mu / B, at which u falls fastest
+    bound = float(problem.d)
+    seen, marks = [], rate_marks()
+    for t in range(RATE_STEPS):
+        gamma = a / (t + t0)
+        problem.step(problem.observed(), gamma)
+        if problem.lost:
+            return [[math.nan] * problem.copies] * len(marks)
+        shrunk = 1 - 2 * gamma / condition + (1 + omega) * gamma**2
+        bound = shrunk * bound + (1 + omega) * noise**2 * problem.d * gamma**2
+        if t + 1 in marks:
+            seen.append((problem.w.square().sum(1) / bound).tolist())
+    return seen
 
 
 # ---- error feedback ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Feedback:
-    """What one descent with error feedback showed."""
+class Plan:
+    """Step size and number of steps, from delta alone."""
 
-    gradient: Interval
-    """Mean over steps of ||grad f||^2."""
-    gradient_bound: float
-    residual: Interval
-    """The largest over steps of the copies' mean ||eta e||^2, of that step."""
-    residual_bound: float
-    delta: float
+    lr: float
+    steps: int
+
+
+FEEDBACK_CONDITION, FEEDBACK_NOISE = 1.5, 0.3
+
+
+def feedback_plan(delta: float) -> Plan:
+    """Return a step so small that what error feedback adds to the bound does not decide it."""
+    lr = min(0.08, 0.08 * delta / math.sqrt(max(1e-6, 1 - delta)))
+    return Plan(lr, math.ceil(4 / lr))
+
+
+def feedback_bounds(shape: Shape, delta: float) -> tuple[float, float]:
+    """Return theorem II's bound on mean E||grad f||^2 and lemma 3's on max E||eta e||^2.
+
+    Karimireddy et al. 2019, with sigma^2 = sum L_i^2 + noise, which bounds E||g||^2 of Huber's
+    function everywhere. In the place of 4 (1 - delta) / delta^2 stands the sum of the geometric
+    series that it bounds, (1 - delta) / (1 - sqrt(1 - delta))^2 (Minkowski's inequality).
+    """
+    d, plan = math.prod(shape), feedback_plan(delta)
+    curvature = [FEEDBACK_CONDITION ** (-i / (d - 1)) for i in range(d)]
+    second = sum(c**2 for c in curvature) + d * FEEDBACK_NOISE**2
+    root = math.sqrt(max(0.0, 1 - delta))
+    series = (root / (1 - root)) ** 2
+    lr = plan.lr
+    gap = sum(curvature) / 2
+    descent = 2 * gap / (lr * plan.steps) + lr * second + lr**2 * second * series
+    return descent, lr**2 * second * series
 
 
 def feedback(
-    method: Compressor, *, lr: float = 0.05, steps: int = 400, batch: int = 16, seed: int = 0
-) -> Feedback:
-    """Descend with error feedback: lemma 3 and theorem II of Karimireddy et al. 2019.
-
-    sigma^2 >= E||g||^2 is the largest ||grad f||^2 of any copy and step, plus the noise; delta the
-    least that any copy saw at any step.
-    """
-    kept = memory.make("residual", method.memory_options)
-    noise = 1 / math.sqrt(batch)
-    bowl = Bowl(method, condition=10.0, noise=noise, kept=kept, seed=seed)
-    delta, largest, most = 1.0, 0.0, torch.zeros(COPIES, dtype=torch.float64)
+    method: Compressor, shape: Shape, delta: float, seed: int
+) -> tuple[list[float], list[float]]:
+    """Return mean_t ||grad f||^2 and ||eta e||^2 at the worst step, of each copy."""
+    plan = feedback_plan(delta)
+    problem = Quadratic(
+        method,
+        shape,
+        condition=FEEDBACK_CONDITION,
+        noise=FEEDBACK_NOISE,
+        kept=memory.make("residual", {}),
+        seed=seed,
+        huber=True,
+    )
+    most = torch.zeros(problem.copies, dtype=torch.float64)
     squares = torch.zeros_like(most)
-    for _ in range(steps):
-        exact = bowl.gradient().square().sum(1)
-        squares += exact
-        largest = max(largest, float(exact.max()))
-        buckets = bowl.observed()
-        offered = buckets[0].double().view(COPIES, -1) + bowl.residual()
-        bowl.step(buckets, lr)
-        left = bowl.residual().square().sum(1)
-        delta = min(delta, float((1 - left / offered.square().sum(1)).min()))
-        if not math.isfinite(largest) or math.isnan(delta):
-            break
+    for _ in range(plan.steps):
+        squares += problem.gradient().square().sum(1)
+        problem.step(problem.observed(), plan.lr)
+        left = problem.residual().square().sum(1)
+        if problem.lost or not left.isfinite().all():
+            return [math.nan] * problem.copies, [math.nan] * problem.copies
         if left.mean() > most.mean():
             most = left
-    second = largest + noise**2 * DIMENSION
-    lost = (1 - delta) / delta**2 if delta > 0 else math.inf
-    bound = 2 * bowl.gap / (lr * steps) + lr * second + 4 * lr**2 * second * lost
-    return Feedback(
-        interval((squares / steps).tolist(), "copies"),
-        bound,
-        interval((lr**2 * most).tolist(), "copies"),
-        4 * lost * lr**2 * second,
-        delta,
-    )
+    return (squares / plan.steps).tolist(), (plan.lr**2 * most).tolist()
 
 
-# ---- FFT -----------------------------------------------------------------------------------------
+# ---- contraction without feedback ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Relative:
-    """What one descent with a relative error showed."""
+class Biased:
+    """A descent by compressed gradients without feedback: its constants, and its bound."""
 
-    gradient: Interval
-    """Mean over steps, weighted by eta (1 - a), of ||grad f||^2."""
-    bound: float
-    excess: float
-    """The largest ||v' - v|| / ||v|| over the a that the bound is for; above 1 there is none."""
-    worst: float
+    workers: int
+    noise: float
+    errors: tuple[float, ...]
+    """a_t = sqrt(1 - delta_t), by step."""
+    rates: tuple[float, ...]
+    d: int
+    condition: float = 1.5
 
+    @property
+    def gap(self) -> float:
+        """f_0 - f*."""
+        return math.fsum(self.condition ** (-i / (self.d - 1)) for i in range(self.d)) / 2
 
-def relative(
-    method: Compressor,
-    theta: Callable[[int], float],
-    rate: Callable[[int], float],
-    *,
-    workers: int,
-    steps: int = 400,
-    batch: int = 16,
-    seed: int = 0,
-) -> Relative:
-    """Descend by v' with ||v' - v|| <= a_t ||v||, a_t = sqrt(theta_t): theorems 3.4 and 3.5.
+    def weighted(self) -> tuple[list[float], float]:
+        """Return weights w_t, and a bound on sum_t w_t E||grad f_t||^2, L = 1.
 
-    In the form that is proved: with steps eta_t <= (1 - a_t) / (L (1 + a_t)^2), the mean of
-    E||grad f||^2 with weights eta_t (1 - a_t) is at most [2 (f_0 - f*) + s^2 sum_t eta_t (a_t + L
-    eta_t (1 + a_t)^2)] / sum_t eta_t (1 - a_t), s^2 = E||v - grad f||^2 of the workers' mean v. By
-    smoothness, ||v'|| <= (1 + a) ||v|| and 2 ||grad f|| a ||v|| <= a (||grad f||^2 + ||v||^2). For
-    constant a and eta, 2 (f_0 - f*) / (eta (1 - a) T) + s^2 (a + L eta (1 + a)^2) / (1 - a).
-    """
-    noise = 1 / math.sqrt(batch)
-    bowl = Bowl(method, condition=10.0, noise=noise, workers=workers, seed=seed)
-    variance = noise**2 * DIMENSION / workers
-    weights = spent = excess = worst = 0.0
-    squares = torch.zeros(COPIES, dtype=torch.float64)
-    for t in range(steps):
-        a, lr = math.sqrt(theta(t)), rate(t)
-        now = dataclasses.replace(method, theta=theta(t))  # type: ignore[type-var]
-        bowl.exchange.change([lane_of(now, bowl.segments)])
-        weight = lr * (1 - a)
-        squares += weight * bowl.gradient().square().sum(1)
-        weights += weight
-        spent += lr * (a + lr * (1 + a) ** 2)
-        buckets = bowl.observed()
-        mean = torch.stack([bucket.double() for bucket in buckets]).mean(0).view(COPIES, -1)
-        arrived = bowl.step(buckets, lr)
-        ratio = float(((arrived - mean).norm(dim=1) / mean.norm(dim=1)).max())
-        worst, excess = max(worst, ratio), max(excess, ratio / a)
-    found = interval((squares / weights).tolist(), "copies")
-    return Relative(found, (2 * bowl.gap + variance * spent) / weights, excess, worst)
+        For v' = v + e, v the mean of N gradients with noise s^2 / N in all, and E||e||^2 <= a^2
+        (||grad f||^2 + s^2) by Jensen's inequality, so that nothing is assumed of the mean:
+        2 ||grad f|| ||e|| <= a ||grad f||^2 + ||e||^2 / a gives, by smoothness,
+        E f_{t+1} <= f_t - (w_t / 2) ||grad f||^2 + (eta / 2) a s^2 + (eta^2 / 2) (1 + a)
+        (1 / N + a) s^2 with w_t = 2 eta (1 - a) - eta^2 (1 + a)^2, for w_t > 0: theorems 3.4 and
+        3.5 of Wang et al. 2020, where a falls to 0 with eta.
+        """
+        s2 = self.noise**2 * self.d
+        weights, total = [], 2 * self.gap
+        for a, eta in zip(self.errors, self.rates, strict=True):
+            weights.append(2 * eta * (1 - a) - eta**2 * (1 + a) ** 2)
+            total += eta * a * s2 + eta**2 * (1 + a) * (1 / self.workers + a) * s2
+        return weights, total
 
+    def bound(self) -> float:
+        """Return a bound on mean_t E||grad f_t||^2 of a constant step of at most 1 / L, L = 1.
 
-# ---- TernGrad ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Convergence:
-    """What one descent with steps a / (t + t0) showed."""
-
-    worst: float
-    """The largest over steps of E||w - w*||^2, its upper limit, over the proved bound."""
-    steps: int
-    last: Interval
-    """E||w - w*||^2 at the end over that at the start."""
-    last_bound: float
-    slope: Interval
-    """Of log ||w - w*||^2 against log t over the last nine tenths, by copy."""
+        The lesser of that of `weighted` and of another: f_{t+1} <= f_t - (eta / 2) ||grad f||^2 +
+        (eta / 2) ||v' - grad f||^2, with E||v' - grad f||^2 <= (1 + 1 / c) s^2 / N + (1 + c) a^2
+        (||grad f||^2 + s^2) for any c > 0: without noise 2 (f_0 - f*) / (eta (1 - a^2) T).
+        """
+        a, eta, steps = self.errors[0], self.rates[0], len(self.rates)
+        s2 = self.noise**2 * self.d
+        found = []
+        weights, total = self.weighted()
+        if weights[0] > 0:
+            found.append(total / sum(weights))
+        for c in [1e-9, *(2.0**k for k in range(-12, 6))]:
+            left = 1 - (1 + c) * a**2
+            if left > 0 and (s2 or c == 1e-9):
+                added = (1 + 1 / c) * s2 / self.workers + (1 + c) * a**2 * s2
+                found.append((2 * self.gap / (eta * steps) + added) / left)
+        return min(found)
 
 
-def convergence(
-    method: Compressor, *, steps: int = 5000, batch: int = 1, seed: int = 0
-) -> Convergence:
-    """Descend by gamma_t = a / (t + t0): theorem 1 of Wen et al. 2017, with its constants.
+def biased_plan(shape: Shape, delta: float, workers: int, noise: float) -> Biased:
+    """Return the descent whose step has the least bound, of those of at most 1 / L."""
+    a = math.sqrt(max(0.0, 1 - delta))
+    steps = min(600, math.ceil(3 / delta) + 2)
+    plans = [
+        Biased(workers, noise, (a,) * steps, (2.0**-k,) * steps, math.prod(shape)) for k in range(7)
+    ]
+    return min(plans, key=Biased.bound)
 
-    E||g'||^2 = E||g||_inf ||g||_1 <= sqrt(d) E||g||^2 <= A + B ||w - w*||^2 with A = sqrt(d) s^2,
-    s^2 the noise, and B = sqrt(d) L^2; so E||w - w*||^2 stays below u_t, u_0 = ||w_0 - w*||^2 and
-    u_{t+1} = (1 - 2 mu gamma_t + B gamma_t^2) u_t + A gamma_t^2, which goes to 0 as 1/t.
-    """
-    condition = 2.0
-    noise = 1 / math.sqrt(batch)
-    bowl = Bowl(method, condition=condition, noise=noise, seed=seed)
-    a, root = 1.5 * condition, math.sqrt(DIMENSION)
-    t0 = a * root * condition  # the first step is mu / B, at which u falls fastest
-    bound = float(DIMENSION)
-    added, grown = root * noise**2 * DIMENSION, root
-    marks = sorted({round(10 ** (k / 20)) for k in range(20, 20 * 6)} & set(range(steps + 1)))
-    worst, path = 0.0, []
-    for t in range(steps):
-        gamma = a / (t + t0)
-        bowl.step(bowl.observed(), gamma)
-        bound = (1 - 2 * gamma / condition + grown * gamma**2) * bound + added * gamma**2
-        if t + 1 in marks or t + 1 == steps:
-            away = bowl.w.square().sum(1)
-            path.append((t + 1 + t0, away))
-            upper = interval(away.tolist(), "copies").high
-            worst = max(worst, upper / bound) if math.isfinite(upper) else math.nan
-            if math.isnan(worst):
-                break
-    last = [value / DIMENSION for value in path[-1][1].tolist()]
-    late = [(math.log(at), away) for at, away in path if at - t0 >= steps / 10]
-    x = torch.tensor([at for at, _ in late], dtype=torch.float64)
-    y = torch.stack([away.log() for _, away in late])
-    slope = ((x - x.mean())[:, None] * y).sum(0) / (x - x.mean()).square().sum()
-    return Convergence(
-        worst,
-        len(path),
-        interval(last, "copies"),
-        bound / DIMENSION,
-        interval(slope.tolist(), "copies"),
+
+def falling_plan(method: Compressor, shape: Shape) -> tuple[Biased, list[Compressor]]:
+    """Return a descent with steps and errors that fall together, and the method at each step."""
+    rates = [0.2 / (1 + t / 50) for t in range(200)]
+    methods = []
+    errors = []
+    for eta in rates:
+        now = method.with_error(math.sqrt(eta))
+        assert now is not None, "asked for where an error can be set"
+        delta = now.delta(segments_of(now, shape))
+        if delta is None:
+            raise ValueError(f"{now!r} was given as one with an error, and declares no delta")
+        methods.append(now)
+        errors.append(math.sqrt(max(0.0, 1 - delta)))
+    return Biased(4, 0.25, tuple(errors), tuple(rates), math.prod(shape)), methods
+
+
+def biased(
+    methods: Sequence[Compressor], shape: Shape, plan: Biased, weights: Sequence[float], seed: int
+) -> list[float]:
+    """Return the weighted mean of ||grad f_t||^2 of each copy; one method for each step, or one."""
+    problem = Quadratic(
+        methods[0],
+        shape,
+        condition=plan.condition,
+        noise=plan.noise,
+        workers=plan.workers,
+        seed=seed,
     )
-
-
-# ---- plateaus ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Plateau:
-    """Where a constant step ends."""
-
-    measured: Interval
-    """E||w - w*||^2 over the prediction."""
-    over_sgd: Interval
-    """E||w - w*||^2 over that of SGD, which is exact."""
-
-
-def _declared(bowl: Bowl, x: Tensor, key: Key) -> Tensor | None:
-    """Return the declared variance of a bucket, (COPIES, DIMENSION); None if not about x itself."""
-    method, segments = bowl.method, bowl.segments
-    shared = agreed(method, x, segments, key)
-    variance = method.variance(x, segments, shared)
-    if variance is None or not torch.equal(method.target(x, segments, shared), x):
-        return None
-    return variance.view(COPIES, DIMENSION)
-
-
-def plateau(method: Compressor, *, batch: int = 64, seed: int = 0) -> Plateau | None:
-    """Descend by a constant step, and predict the plateau from the declared variance.
-
-    An unbiased code adds noise of mean 0, given the past, so coordinate i has the stationary
-    variance gamma V_i / (L_i (2 - gamma L_i)), V_i the mean total variance of what arrives: the
-    noise plus E of the declared variance. For SGD V_i is the noise. A variance of omega ||x||^2
-    leaves a plateau only below steps of 2 / (L (1 + omega)): gamma is 0.1, or a quarter of that.
-    The first fifth of the steps is not counted; they are 30 times what the flattest direction
-    needs. None: the method declares no variance, or is unbiased for something else than x.
-    """
-    noise, condition = 1 / math.sqrt(batch), 2.0
-    bowl = Bowl(method, condition=condition, noise=noise, seed=seed)
-    first = bowl.observed()[0]
-    omega = _declared(bowl, first, Key(seed, 0, 0))
-    if omega is None:
-        return None
-    spread = 1 + float(omega.sum()) / energy(first)
-    lr = min(0.1, 0.5 / spread)
-    steps = max(2000, round(30 * condition / lr))
-    bowl.w *= noise * math.sqrt(lr / 2 * spread)  # near where it will end
-    squares = torch.zeros(COPIES, DIMENSION, dtype=torch.float64)
-    added = torch.zeros(DIMENSION, dtype=torch.float64)
-    settle = steps // 5
-    for t in range(steps):
-        buckets = bowl.observed()
-        if t >= settle:
-            squares += bowl.w.square()
-            variance = _declared(bowl, buckets[0], Key(seed, t, 0))
-            if variance is None:
-                return None
-            added += variance.mean(0)
-        bowl.step(buckets, lr)
-    counted = steps - settle
-    gain = lr / (bowl.curvature * (2 - lr * bowl.curvature))
-    predicted = float((gain * (noise**2 + added / counted)).sum())
-    plain = float(gain.sum()) * noise**2
-    ends = squares.sum(1) / counted
-    return Plateau(
-        interval((ends / predicted).tolist(), "copies"),
-        interval((ends / plain).tolist(), "copies"),
-    )
+    squares = torch.zeros(problem.copies, dtype=torch.float64)
+    for t, (eta, weight) in enumerate(zip(plan.rates, weights, strict=True)):
+        if len(methods) > 1:
+            problem.exchange.change([lane_of(methods[t], problem.segments)])
+        squares += weight * problem.gradient().square().sum(1)
+        problem.step(problem.observed(), eta)
+        if problem.lost:
+            return [math.nan] * problem.copies
+    values: list[float] = (squares / sum(weights)).tolist()
+    return values

@@ -1,0 +1,121 @@
+"""`gcbench bounds --strict` finds wrong methods, and passes the right ones.
+
+The wrong ones are of `wrong_methods`, installed as a third party's; each goes through the command.
+The seeds are fixed; of a right method a theorem row fails with probability 1e-6 at most.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import invoke
+from wrong_methods import WRONG, Wrong
+
+from gcbench.measure import bounds
+from gcbench.measure.bounds import audit, codec_claims, quadratic_claims, quadratics, training
+from gcbench.measure.bounds.claims import Judged
+
+QUICK = ("--quadratic-only", "--seed", 0, "--strict")
+
+
+@pytest.fixture
+def installed(tmp_path, third_party):
+    """The wrong methods as pip would leave them."""
+    info = tmp_path / "site" / "wrong-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wrong\nVersion: 1.0\n")
+    points = "\n".join(
+        f"{name} = wrong_methods:{wrong.made.__name__}" for name, wrong in WRONG.items()
+    )
+    (info / "entry_points.txt").write_text(f"[gcbench.compressors]\n{points}\n")
+    third_party(str(info.parent))
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Fewer copies and votes: what is wrong here is far beyond any bound."""
+    monkeypatch.setattr(quadratics, "ELEMENTS", 512)
+    monkeypatch.setattr(quadratics, "PLATEAU_ELEMENTS", 1024)
+    monkeypatch.setattr(codec_claims, "VOTES", 20_000)
+
+
+def failed(word: str, wrong: Wrong, folder: Path) -> tuple[int, set[str]]:
+    """Return the exit code of the command, and the groups of theorems that failed."""
+    claims = f"{wrong.claims}/{word}"
+    words = (*QUICK, "--methods", word, "--claims", claims, "--results", folder)
+    done = invoke("bounds", *words, "--json")
+    rows = json.loads(done.out)["tables"][0]["rows"]
+    assert all(row["ran"] == word for row in rows)
+    theorems = [row for row in rows if row["kind"] == "theorem" and row["verdict"] == "fails"]
+    return done.code, {str(row["claim"]).partition("/")[0] for row in theorems}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_method_is_caught(name: str, installed, small, tmp_path) -> None:
+    wrong = WRONG[name]
+    code, fails = failed(name + wrong.options, wrong, tmp_path / "r")
+    assert code == 1
+    assert set(wrong.caught) <= fails, f"{wrong.made.__name__}: caught by {fails}"
+
+
+def test_every_theorem_check_catches_something() -> None:
+    """Each claim of kind theorem that judges methods is one by which a wrong method must fail."""
+    made = (*codec_claims.OF_METHODS, *quadratic_claims.OF_METHODS)
+    theorems = {claim.name[:-2] for of in made if (claim := of("x")).kind == "theorem"}
+    assert theorems == {group for wrong in WRONG.values() for group in wrong.caught}
+
+
+def test_right_methods_pass_every_check(small, tmp_path, monkeypatch) -> None:
+    """All that is registered, and the published forms, with one seed: two hundred rows."""
+    monkeypatch.setattr(quadratics, "ELEMENTS", 256)
+    monkeypatch.setattr(quadratics, "PLATEAU_ELEMENTS", 512)
+    monkeypatch.setattr(quadratics, "LEAST", 8)
+    monkeypatch.setattr(codec_claims, "LEAST", 24)
+    monkeypatch.setattr(codec_claims, "MOST", 200)
+    done = invoke("bounds", *QUICK, "--results", tmp_path, "--json")
+    rows = json.loads(done.out)["tables"][0]["rows"]
+    fails = [
+        (row["claim"], row["setting"], row["ratio"]) for row in rows if row["verdict"] == "fails"
+    ]
+    assert not fails
+    assert done.code == 0
+    judged = {str(row["claim"]).partition("/")[0] for row in rows}
+    made = (*codec_claims.OF_METHODS, *quadratic_claims.OF_METHODS)
+    theorems = {of("x").name[:-2] for of in made if of("x").kind == "theorem"}
+    assert judged == theorems - {"contract"}  # which has rows where it fails alone
+
+
+def test_a_class_derived_from_ours_fails_while_it_trains(installed, tmp_path) -> None:
+    """Half of the signs flipped at random, as what trains: no method needs to be named."""
+    words = ("bounds", "--task", "digits", "--compressor", "flipped", "--strict", "--json")
+    quick = ("--steps", 6, "--compressed-steps", 4, "--batches", 8, "--snapshots", 1)
+    only = ("--methods", "none", "--claims", "sign/*", "--seed", 0, "--results", tmp_path)
+    done = invoke(*words, *quick, *only)
+    assert done.code == 1
+    document = json.loads(done.out)
+    assert document["failed"]
+    (found,) = (
+        row
+        for row in document["tables"][0]["rows"]
+        if row["claim"] == "sign/flipped" and row["place"] == "training of digits"
+    )
+    assert (found["verdict"], found["setting"]) == ("fails", "4 steps, M=4")
+    assert any("sign/flipped" in sentence for sentence in document["conclusions"])
+
+
+@pytest.mark.parametrize("name", ["droppingtern", "negatedsigns", "negatedtopk", "flipped"])
+def test_wrong_methods_are_caught_in_training_alone(name: str, installed, tmp_path) -> None:
+    """20 steps of compressed training, with each of three seeds."""
+    settings = bounds.make(methods=name, seeds=(0, 1, 2), steps=1)
+    base, method = settings.config(0), settings.chosen()[name]
+    records = [
+        training.train(
+            base.model_copy(update={"seed": seed}), name, method, 20, tmp_path, None, lambda _: None
+        )
+        for seed in settings.seeds
+    ]
+    judged = Judged(lambda _: True)
+    codec_claims.judge(name, audit.merged(records), judged, "training", "60 steps")
+    assert any(row["verdict"] == "fails" for row in judged.rows)

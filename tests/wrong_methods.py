@@ -1,0 +1,344 @@
+"""Methods that are wrong, derived from ours or made anew: what `gcbench bounds --strict` must find.
+
+`WRONG` says of each what is wrong, which claims are run, and which of them must fail; the tests
+install the classes as a third party's package. Each keeps the declarations that it inherits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gcbench import registry
+from gcbench.compressor import Compressor, Key, Payload
+
+BF16 = type(registry.compressor("bf16"))
+DEMO = type(registry.compressor("demo"))
+EFSIGN = type(registry.compressor("efsignsgd"))
+FFT = type(registry.compressor("fft"))
+INT8 = type(registry.compressor("int8"))
+NATURAL = type(registry.compressor("natural"))
+ONEBIT = type(registry.compressor("onebit"))
+POWER = type(registry.compressor("powersgd"))
+QSGD = type(registry.compressor("qsgd"))
+RANDOMK = type(registry.compressor("randomk"))
+SIGN = type(registry.compressor("signsgd"))
+TERN = type(registry.compressor("terngrad"))
+TOPK = type(registry.compressor("topk"))
+
+
+def drawn(x: Tensor, key: Key, share: float) -> Tensor:
+    """Return a random mask of that share, drawn afresh for each key."""
+    seed = hash((key.seed, key.step, key.rank, key.offset)) % 2**31
+    return torch.rand(len(x), generator=torch.Generator().manual_seed(seed)) < share
+
+
+class Scaled(Compressor):
+    """Whatever arrives is `factor` times what it must be."""
+
+    factor: ClassVar[float] = 1.0
+
+    def decode(self, payload, segments, shared):
+        return super().decode(payload, segments, shared) * self.factor
+
+    def mean(self, payloads, segments, shared):
+        return super().mean(payloads, segments, shared) * self.factor
+
+
+class NegatedMean(Compressor):
+    """What all apply has the wrong sign; the residual believes that all is well."""
+
+    def mean(self, payloads, segments, shared):
+        return -super().mean(payloads, segments, shared)
+
+
+class SameDraws(Compressor):
+    """All workers draw the same random numbers."""
+
+    def encode(self, x, segments, shared, key):
+        return super().encode(x, segments, shared, key._replace(rank=0))
+
+
+class Flipped(SIGN):
+    share: ClassVar[float] = 0.5
+
+    def encode(self, x, segments, shared, key):
+        wrong = torch.where(drawn(x, key, self.share), -x, x)
+        return super().encode(wrong, segments, shared, key)
+
+
+class SlightlyFlipped(Flipped):
+    share: ClassVar[float] = 0.05
+
+
+class NegatedSigns(SIGN):
+    def encode(self, x, segments, shared, key):
+        return super().encode(-x, segments, shared, key)
+
+
+class FirstWorkersVote(SIGN):
+    """The owner hears worker 0 alone."""
+
+    def mean(self, payloads, segments, shared):
+        return self.decode(payloads[0], segments, shared)
+
+    def merge(self, payloads, segments, shared, key):
+        return payloads[0]._replace(count=sum(payload.count for payload in payloads))
+
+
+class HalfTern(Scaled, TERN):
+    factor = 0.5
+
+
+class TripleTern(Scaled, TERN):
+    factor = 3.0
+
+
+class SlowTern(Scaled, TERN):
+    factor = 0.1
+
+
+class DeterministicTern(TERN):
+    """Rounds to the nearest of -s, 0, s."""
+
+    def encode(self, x, segments, shared, key):
+        limit = torch.empty_like(x)
+        for i, start in enumerate(segments.offsets[:-1]):
+            limit[start : segments.offsets[i + 1]] = shared[i]
+        near = torch.where(x.abs() >= limit / 2, x.sign() * limit, torch.zeros_like(x))
+        return super().encode(near, segments, shared, key)
+
+
+class DroppingTern(TERN):
+    """Forgets 5 % of the elements."""
+
+    def encode(self, x, segments, shared, key):
+        return super().encode(x.masked_fill(drawn(x, key, 0.05), 0), segments, shared, key)
+
+
+class SameTern(SameDraws, TERN):
+    pass
+
+
+class BoastfulTern(TERN):
+    """Declares half of its variance."""
+
+    def variance(self, x, segments, shared):
+        return super().variance(x, segments, shared) / 2
+
+
+class WrongScaleQsgd(Scaled, QSGD):
+    factor = 1.1
+
+
+class NearestQsgd(QSGD):
+    """Rounds to the nearest level, and so not at random."""
+
+    def encode(self, x, segments, shared, key):
+        out = torch.empty_like(x)
+        for start, stop in zip(segments.offsets, segments.offsets[1:], strict=False):
+            part = x[start:stop]
+            top = part.abs().amax().clamp(min=1e-30) if len(part) else 1.0
+            out[start:stop] = (part / top * self.levels).round() * top / self.levels
+        return super().encode(out, segments, shared, key)
+
+
+class CoarseQsgd(QSGD):
+    """Unbiased, at a quarter of the levels that it declares."""
+
+    def encode(self, x, segments, shared, key):
+        few = replace(plain(self), levels=max(1, self.levels // 4))
+        coarse = few.encode(x, segments, shared, key)
+        decoded = few.decode(coarse, segments, shared)
+        return Payload((decoded,))
+
+    def decode(self, payload, segments, shared):
+        return payload.parts[0] / payload.count
+
+    def mean(self, payloads, segments, shared):
+        return torch.stack([payload.parts[0] for payload in payloads]).mean(0)
+
+    def layout(self, segments, count=1):
+        return ((torch.float32, segments.numel),)
+
+
+def plain(method: Compressor) -> Compressor:
+    """Return the QSGD that a derived one would be if nothing were overridden."""
+    return QSGD(method.levels, method.norm, method.granularity, method.coding)
+
+
+class SameQsgd(SameDraws, QSGD):
+    pass
+
+
+class UpwardNatural(NATURAL):
+    """Rounds every mantissa up."""
+
+    def encode(self, x, segments, shared, key):
+        power = torch.exp2(torch.ceil(torch.log2(x.abs().clamp(min=1e-30))))
+        return super().encode(torch.where(x == 0, 0, x.sign() * power), segments, shared, key)
+
+
+class UnscaledRandomK(RANDOMK):
+    """Sends values as they are, and still claims to be unbiased."""
+
+    def decode(self, payload, segments, shared):
+        full = super().decode(payload, segments, shared)
+        return full * self.ratio if self.scaled else full
+
+
+class NegatedTopK(NegatedMean, TOPK):
+    pass
+
+
+class HalfTopK(TOPK):
+    """Sends zeros in the place of every second of its k."""
+
+    def encode(self, x, segments, shared, key):
+        places, _ = self._open(super().encode(x, segments, shared, key), segments)
+        kept = x.clone()
+        kept[places[::2]] = 0
+        rest = torch.zeros_like(x)
+        rest[places] = kept[places]
+        return super().encode(rest, segments, shared, key)
+
+
+class ForgetfulTopK(TOPK):
+    """Clears the residual at every step."""
+
+    def encode_feedback(self, x, residual, segments, shared, key):
+        payload = super().encode_feedback(x, residual, segments, shared, key)
+        residual.zero_()
+        return payload
+
+
+class BackwardTopK(Scaled, TOPK):
+    factor = -1.0
+
+
+class SwappedOneBit(ONEBIT):
+    """The magnitude of the one class for that of the other."""
+
+    def encode(self, x, segments, shared, key):
+        words, low, high = super().encode(x, segments, shared, key).parts
+        return Payload((words, -high, -low))
+
+    def encode_feedback(self, x, residual, segments, shared, key):
+        return Compressor.encode_feedback(self, x, residual, segments, shared, key)
+
+
+class RefusedOneBit(ONEBIT):
+    """The mean of the one class for the other, which its own decoder refuses."""
+
+    def encode(self, x, segments, shared, key):
+        words, low, high = super().encode(x, segments, shared, key).parts
+        return Payload((words, high, low))
+
+
+class UnscaledEFSign(EFSIGN):
+    """Signs without the mean magnitude."""
+
+    def encode(self, x, segments, shared, key):
+        words, scale = super().encode(x, segments, shared, key).parts
+        return Payload((words, torch.ones_like(scale)))
+
+    def encode_feedback(self, x, residual, segments, shared, key):
+        return Compressor.encode_feedback(self, x, residual, segments, shared, key)
+
+
+class NegatedFFT(Scaled, FFT):
+    factor = -1.0
+
+
+class SummedPower(POWER):
+    """Adds what it should average, of four workers."""
+
+    def reconstruct(self, means, segments):
+        return 4 * super().reconstruct(means, segments)
+
+
+class TruncatingInt8(INT8):
+    """Rounds towards 0."""
+
+    def encode(self, x, segments, shared, key):
+        size, step = self._steps(x, segments)
+        down = torch.where(step.isinf(), 0.0, torch.floor(size / step) * step)
+        down = torch.where(size >= 127 * step, size, down)  # the largest stays
+        return super().encode((x.sign() * down).float(), segments, shared, key)
+
+
+class TruncatingBf16(BF16):
+    """Cuts the lower half of the bits off."""
+
+    def encode(self, x, segments, shared, key):
+        cut = (x.contiguous().view(torch.int32) & ~0xFFFF).view(torch.float32)
+        return super().encode(cut, segments, shared, key)
+
+
+class NegatedDemo(DEMO):
+    """Sends the largest coefficients with the wrong sign."""
+
+    def encode(self, x, segments, shared, key):
+        return super().encode(-x, segments, shared, key)
+
+
+@dataclass(frozen=True)
+class Additive(Compressor):
+    """No class of ours: adds noise and claims to be unbiased, which it is, but for 10 %."""
+
+    unbiased = True
+
+    def encode(self, x, segments, shared, key):
+        noise = (drawn(x, key, 0.5).float() * 2 - 1) * x.square().mean().sqrt()
+        return Payload((0.9 * x + noise,))
+
+    def decode(self, payload, segments, shared):
+        return payload.parts[0].clone()
+
+
+class Wrong(NamedTuple):
+    """A wrong class, the claims that are run on it, and those that must fail."""
+
+    made: type[Compressor]
+    claims: str
+    caught: tuple[str, ...]
+    options: str = ""
+
+
+SIGN_THEOREMS = ("sign-theorem-1", "sign-theorem-2a", "sign-theorem-2b")
+WRONG = {
+    "flipped": Wrong(Flipped, "[sv]*", (*SIGN_THEOREMS, "sign", "vote", "vote-bound")),
+    "slightlyflipped": Wrong(SlightlyFlipped, "sign-floor*", ("sign-floor",)),
+    "negatedsigns": Wrong(NegatedSigns, "sign", ("sign",)),
+    "firstvote": Wrong(FirstWorkersVote, "[sv]*", ("sign", "vote", "sign-floor")),
+    "halftern": Wrong(HalfTern, "[uv]*", ("unbiased", "variance")),
+    "tripletern": Wrong(TripleTern, "[puv]*", ("unbiased", "variance", "plateau")),
+    "slowtern": Wrong(SlowTern, "rate*", ("rate",), ":clip=0"),
+    "deterministictern": Wrong(DeterministicTern, "[uv]*", ("unbiased", "variance")),
+    "droppingtern": Wrong(DroppingTern, "[uv]*", ("unbiased",)),
+    "sametern": Wrong(SameTern, "variance*", ("variance",)),
+    "boastfultern": Wrong(BoastfulTern, "[pv]*", ("variance", "plateau")),
+    "wrongscaleqsgd": Wrong(WrongScaleQsgd, "[uv]*", ("unbiased",)),
+    "nearestqsgd": Wrong(NearestQsgd, "[uv]*", ("unbiased", "variance")),
+    "coarseqsgd": Wrong(CoarseQsgd, "[uv]*", ("variance", "variance-bound"), ":norm=2"),
+    "sameqsgd": Wrong(SameQsgd, "variance*", ("variance",)),
+    "upwardnatural": Wrong(UpwardNatural, "[ceuv]*", ("unbiased", "contraction")),
+    "unscaledrandomk": Wrong(UnscaledRandomK, "[uv]*", ("unbiased", "variance"), ":ratio=0.1"),
+    "negatedtopk": Wrong(NegatedTopK, "[dir]*", ("identity", "descent")),
+    "halftopk": Wrong(HalfTopK, "[cen]*", ("contraction", "error-bound")),
+    "forgetfultopk": Wrong(ForgetfulTopK, "[ir]*", ("identity",)),
+    "backwardtopk": Wrong(BackwardTopK, "[rcbd]*", ("residual", "residual-bound", "contraction")),
+    "swappedonebit": Wrong(SwappedOneBit, "[cen]*", ("contraction", "error-bound")),
+    "refusedonebit": Wrong(RefusedOneBit, "[ce]*", ("contract",)),
+    "unscaledefsign": Wrong(UnscaledEFSign, "[cen]*", ("contraction", "normal-loss")),
+    "negatedfft": Wrong(NegatedFFT, "[cbf]*", ("contraction", "biased-descent", "falling-error")),
+    "summedpower": Wrong(SummedPower, "[cei]*", ("error-bound",)),
+    "truncatingint8": Wrong(TruncatingInt8, "[ce]*", ("error-bound",)),
+    "truncatingbf16": Wrong(TruncatingBf16, "[cn]*", ("normal-loss",)),
+    "negateddemo": Wrong(NegatedDemo, "[ce]*", ("contraction", "error-bound")),
+    "additive": Wrong(Additive, "[uv]*", ("unbiased",)),
+}
+"""By the name under which a class is installed."""
