@@ -351,13 +351,14 @@ VARIATIONS: Mapping[str, tuple[str, ...]] = {
     "batched": ("--gradients", "batched"),
     "adam": ("--optimizer", "adam", "--lr", "0.001", "--ema", "0.9", "--weight-decay", "0.01"),
     "decay-update": (
-        *("--weight-decay", "0.01", "--decay", "update", "--nesterov"),
+        *("--weight-decay", "0.01", "--decay", "update"),
+        *("--momentum", "0.9", "--nesterov"),
         *("--schedule", "step", "--schedule-steps", "2"),
     ),
     "decay-loss": ("--weight-decay", "0.01", "--decay", "loss", "--schedule", "constant"),
     "skip": ("--on-nonfinite", "skip", "--lr", "1e38"),
     "holdout": ("--holdout", "96", "--rows", "rows.parquet"),
-    "network": ("--network", "cnn"),
+    "network": ("--network", "conv"),
     "quadratic": ("--task", "quadratic"),
     "reference": ("--backend", "reference"),
     "seeds": ("--seed", "1,2"),
@@ -429,8 +430,8 @@ def runs(compressors: Sequence[Mapping[str, Any]]) -> Iterator[Entry]:
     residual = next(each["name"] for each in compressors if each["memory"] == "residual")
     for engine in ("simulate", "spawn"):
         words = (
-            *("run", "--task", "digits", "--batch", "12", "--steps", "600", "--log-every", "10"),
-            *("--eval-every", "200", "--threads", "1", "--results", "runs", "--progress", "none"),
+            *("run", "--task", "digits", "--batch", "12", "--steps", "200", "--log-every", "10"),
+            *("--eval-every", "100", "--threads", "1", "--results", "runs", "--progress", "none"),
             *("--compressor", residual, "--workers", "2", "--checkpoint-seconds", "0"),
             *("--engine", engine, "--delay", "1", "--json"),
         )
@@ -525,7 +526,21 @@ def commands(
         "commands/histogram",
         (Command(captured), Command(("histogram", "runs", "--compressor", some, *quiet))),
     )
-    small = ("--steps", "4", "--every", "2", "--snapshots", "1", "--batches", "8", "--draws", "2")
+    # Without a choice of claims most of the time would go to the bounds on quadratics.
+    small = (
+        "--claims",
+        "signsgd/*",
+        "--steps",
+        "4",
+        "--every",
+        "2",
+        "--snapshots",
+        "1",
+        "--batches",
+        "8",
+        "--draws",
+        "2",
+    )
     yield _entry("commands/bounds", "bounds", "--seed", "0", "--workers", "2", *small, *quiet)
     given = [w for each in ("Tm=300", "Tf=70", "Tp=34", "Ts=55") for w in ("--throughput", each)]
     thread = ("--threads", "1")
