@@ -150,7 +150,7 @@ _SHOWN = [
     Shown(field="step_seconds", heading="step\nms", scale=1e3),
     Shown(field="collective", heading="by"),
     Shown(field="wire_bytes", heading="wire\nMB", scale=1e-6),
-    Shown(field="pays_at_gbit", heading="pays at\nGbit/s"),
+    Shown(field="pays_on", heading="pays on links"),
     Shown(field="accuracy", heading="accuracy,\npoints"),
     Shown(field="results", heading="stored\nresults"),
     Shown(field="bits", heading="bits an\nelement"),
@@ -205,9 +205,7 @@ def _by_collective(
     gain = base["step_seconds"] / at["step_seconds"]
     row |= {key: at[key] for key in ("step_seconds", "wire_bytes", "topology")}
     row["speedup"] = gain
-    several = cluster.nodes_of(workers) > 1
-    links = prediction.pays(step, found.plain, workers, cluster) if several else []
-    row["pays_at_gbit"] = prediction.ranges(links) if several else None
+    row |= prediction.pays_fields(step, found.plain, workers, cluster)
     worth = gain >= 1 + settings.margin
     row["advice"] = NO_GAIN if not worth else COSTLY if not good else USE if stored else MEASURE
     row["refused"] = None
