@@ -601,8 +601,10 @@ def test_a_prediction_stands_beside_the_published_bars_and_says_what_makes_the_d
         assert row["gradient_seconds"] > 5 * abs(rest)
     (said,) = (line for line in found["conclusions"] if "Fig. 5" in line)
     assert "8 GPUs: 3.04 published" in said
-    assert any(line.startswith("The bars of this network need only 0.517") for line in
-               found["conclusions"])  # fmt: skip
+    told = " ".join(found["conclusions"])
+    assert "The bars of this network need only 0.517 of its gradient" in told
+    own = rows[-1]["messages_seconds"]
+    assert f"at 512 GPUs takes here, {1e3 * own:,.0f} are its own messages" in told
     for other in (["--cluster-set", "inter.gbit=1"], ["--batch", "64"], ["--compute-ms", "300"]):
         assert "published" not in predict(tmp_path, *words, "--workers", "8", *other)
 

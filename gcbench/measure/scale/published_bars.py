@@ -23,6 +23,8 @@ from gcbench.measure.scale.networks import Network
 
 PRESETS = {"gtx1080-1gbe": "1g", "p100-100g": "100g"}
 """Clusters of ours by the names that `figure5` gives them."""
+OWN_MESSAGES = 0.1
+"""Share of a step from which the conclusions tell what the method's own messages add."""
 PARTS = ("model", "gradient", "links", "messages", "node")
 
 
@@ -140,6 +142,16 @@ def conclusions(rows: Sequence[Row]) -> list[str]:
         f"Times as fast as `none` in TernGrad's Fig. 5, {word} at {'; '.join(each)}."
         for word, each in gains.items()
     ]
+    most = max(rows, key=lambda row: float(row["messages_seconds"] or 0), default=None)
+    if most is not None and float(most["messages_seconds"] or 0) > OWN_MESSAGES * float(
+        most["step_seconds"] or 0
+    ):
+        said.append(
+            f"Of the {1e3 * float(most['step_seconds'] or 0):,.0f} ms that a step of "
+            f"{most['method']} at {most['workers']} GPUs takes here, "
+            f"{1e3 * float(most['messages_seconds'] or 0):,.0f} are its own messages beyond the 2 "
+            "bits both ways of the bars: sums over more nodes need more bits."
+        )
     shares = {float(row["needed"] or 0) for row in rows} - {1.0}
     said += [
         f"The bars of this network need only {share:.3f} of its gradient (h), which nothing in the "
