@@ -25,6 +25,13 @@ FP32 = (0.900, 0.910, 0.905, 0.895)
 SUITE = f"main/{suites.load('main').version}"
 
 
+@pytest.fixture(autouse=True)
+def pictures_are_drawn_once(request: pytest.FixtureRequest, monkeypatch) -> None:
+    """Draw none but where the picture is looked at: each takes longer than the advice."""
+    if "pictures" not in request.node.name:
+        monkeypatch.setattr("gcbench.measure.analysis.draw", lambda analysis, path: None)
+
+
 def run(name: str, seed: int, accuracy: float | None, config: Any = None, **over: Any) -> Any:
     """Return a finished run's summary, of a method as its source has it, with a holdout."""
     method = registry.compressor(name)
