@@ -46,14 +46,17 @@ def advise(
     tolerance: Annotated[
         float, typer.Option(help="Points of accuracy that may be lost, 0 to 100.")
     ] = 1.0,
+    tolerance_loss: Annotated[
+        float, typer.Option(help="Test loss that may be added, on tasks without an accuracy.")
+    ] = 0.02,
     margin: Annotated[
         float, typer.Option(help="Gain in % below which it is not worth while.")
     ] = 5.0,
     runs: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Stored results: runs, folders, .json files; may be given again.",
-            show_default=f"{RUNS}, where it is",
+            help="Results of suites: files of rows, folders; may be given again.",
+            show_default=f"results/reference and {RUNS}, where they are",
         ),
     ] = None,
     compressor: Annotated[
@@ -75,14 +78,15 @@ def advise(
 ) -> None:
     """Say whether compression pays for a model on a cluster, and which method.
 
-    Gains are predicted as by `gcbench scale predict`; accuracy lost is that of stored results.
+    Gains are predicted as by `gcbench scale predict`. Accuracy lost is that of runs made for a
+    suite with a holdout, of at least 3 seeds: results/PROTOCOL.md.
     """
     from gcbench import experiment, grid
     from gcbench.measure import methods
     from gcbench.measure.scale import advice, clusters
 
     chosen = [word for word in methods.all_of(compressor) if word != "none"]
-    stored = runs if runs is not None else [RUNS] if RUNS.exists() else []
+    places = runs if runs is not None else advice.usual_places(RUNS)
     settings = make(
         advice.Settings,
         model=model,
@@ -91,8 +95,9 @@ def advise(
         workers=numbers("--workers", workers, int),
         cluster=clusters.load(cluster, grid.pairs("--cluster-set", cluster_set)),
         tolerance=tolerance / 100,
+        tolerance_loss=tolerance_loss,
         margin=margin / 100,
-        runs=[str(path) for path in stored],
+        runs=[str(path) for path in places],
         batch=batch,
         compute_ms=compute_ms,
         dense_last=dense_last,

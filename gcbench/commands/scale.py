@@ -141,23 +141,29 @@ def figure5(
     compressor: Annotated[
         str,
         typer.Option(help="Methods with commas that are put beside the bars; '' for none."),
-    ] = "terngrad,topk",
+    ] = "topk",
     collective: Annotated[
         str | None, typer.Option(help="allreduce, allgather or twoshot; default the method's.")
     ] = None,
     format_: Formatted = Format.table,
     plot: Plot = None,
     results: Results = ANALYSES,
+    progress: Shown = Progress.auto,
     json: Json = False,
 ) -> None:
     """Hold a model to TernGrad's Fig. 5: three networks, two clusters, 1 to 512 GPUs."""
-
+    from gcbench import progress as watching
     from gcbench.measure import methods
     from gcbench.measure.scale import figure5 as published
 
     chosen = list(methods.all_of(compressor)) if compressor.strip() else []
     settings = make(published.Settings, compressors=chosen, collective=collective)
-    deliver(published.run(settings, command_line()), results, plot, format_, as_json=json)
+    observer = watching.observer(progress.value, published.KIND, published.PLACES)
+    try:
+        made = published.run(settings, command_line(), observer)
+    finally:
+        observer.close()
+    deliver(made, results, plot, format_, as_json=json)
 
 
 @app.command()

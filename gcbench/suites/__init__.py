@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -414,10 +414,20 @@ def load(name: str) -> Suite:
     """
     if not name:
         raise UsageError(f"--suite: a name expected ({', '.join(names())}), or a file")
-    is_path = name.endswith((".yaml", ".yml")) or "/" in name
-    if not is_path and name not in names():
+    if name.endswith((".yaml", ".yml")) or "/" in name:
+        return _read(name, Path(name))
+    if name not in names():
         raise unknown("suite", name, names(), "A file is named by its path: my.yaml.")
-    path = Path(name) if is_path else FOLDER / f"{name}.yaml"
+    return _own(name, FOLDER)
+
+
+@cache
+def _own(name: str, folder: Path) -> Suite:
+    """Return a suite of gcbench's own, read and checked once."""
+    return _read(name, folder / f"{name}.yaml")
+
+
+def _read(name: str, path: Path) -> Suite:
     found = grid.read(path, "--suite")
     for key in ("name", "file"):
         if key in found:

@@ -36,6 +36,7 @@ from gcbench.exchange import check_legal
 from gcbench.measure import methods
 from gcbench.measure.analysis import Analysis, Ledger, Row, Shown, Table, provenance
 from gcbench.measure.scale import traffic, work
+from gcbench.measure.scale.clusters import links_text
 
 KIND = "scale-link"
 STAGES = ("Tm", "Tf", "Tp", "Ts")
@@ -324,7 +325,7 @@ def _method_table(
         collective, wire, encode, decode = spend(word)
         saved, more = dense - wire, encode + decode - sum(base)
         link = None if saved <= 0 else 8e-9 * saved / more if more > 0 else None
-        told = "none" if saved <= 0 else "any" if more <= 0 else f"<{link:.3g}"
+        pays = [] if saved <= 0 else [(0.0, math.inf if link is None else link)]
         rows.append(
             {
                 "method": word,
@@ -333,7 +334,7 @@ def _method_table(
                 "encode_seconds_per_byte": encode / nbytes,
                 "decode_seconds_per_byte": decode / nbytes,
                 "break_even_gbit": link,
-                "pays_at_gbit": told,
+                "pays_on": links_text(pays),
                 "kernels": rates[word].source,
             }
         )
@@ -346,7 +347,7 @@ def _method_table(
             Shown(field="wire_ratio", heading="wire\nratio"),
             Shown(field="encode_seconds_per_byte", heading="encode\ns/GB", scale=1e9),
             Shown(field="decode_seconds_per_byte", heading="decode\ns/GB", scale=1e9),
-            Shown(field="pays_at_gbit", heading="pays at\nGbit/s"),
+            Shown(field="pays_on", heading="pays on links"),
         ],
         which=2,
         notes=[

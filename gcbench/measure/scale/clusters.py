@@ -18,7 +18,7 @@ takes the faster of both.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -53,6 +53,30 @@ class Wire(_Model):
     def seconds(self, rounds: float, nbytes: float) -> float:
         """Return the time of `rounds` messages one after the other with `nbytes` in all."""
         return rounds * self.latency_us * 1e-6 + nbytes / self.bytes_per_second
+
+
+def rate_text(gbit: float) -> str:
+    """Return a link's rate to two digits in the unit that people use: 0.529 is "530 Mbit/s"."""
+    for unit, factor in (("Tbit/s", 1e-3), ("Gbit/s", 1.0)):
+        if (value := float(f"{gbit * factor:.2g}")) >= 1:
+            return f"{value:g} {unit}"
+    return f"{float(f'{1e3 * gbit:.2g}'):g} Mbit/s"
+
+
+def links_text(ranges: Sequence[tuple[float, float]]) -> str:
+    """Return ranges of links, in Gbit/s, in words: "below 500 Mbit/s and above 30 Gbit/s".
+
+    A range from 0 has no lower end, one to infinity no upper one.
+    """
+
+    def told(low: float, high: float) -> str:
+        if low == 0:
+            return "any link" if math.isinf(high) else f"below {rate_text(high)}"
+        if math.isinf(high):
+            return f"above {rate_text(low)}"
+        return f"{rate_text(low)} to {rate_text(high)}"
+
+    return " and ".join(told(*each) for each in ranges) or "no link"
 
 
 class Device(_Model):
@@ -202,13 +226,13 @@ _KNOWN: dict[str, dict[str, Any]] = {
         "gpus_per_node": 4,
         "device": "gtx1080",
         "intra": {"gbit": 96, "latency_us": 10},
-        "inter": {"gbit": 1, "latency_us": 50},
+        "inter": {"gbit": 0.887, "latency_us": 50},
     },
     "p100-100g": {
         "gpus_per_node": 4,
         "device": "p100",
         "intra": {"gbit": 320, "latency_us": 5},
-        "inter": {"gbit": 100, "latency_us": 5},
+        "inter": {"gbit": 17.0, "latency_us": 5},
     },
     "v100-25g": {
         "gpus_per_node": 8,
@@ -235,7 +259,8 @@ _KNOWN: dict[str, dict[str, Any]] = {
         "inter": {"gbit": 3200, "latency_us": 5},
     },
 }
-"""Nominal links of data sheets, assumed latencies; the first two are those of TernGrad's Fig. 5."""
+"""Nominal links of data sheets, assumed latencies. The first two are those of TernGrad's Fig. 5,
+whose links between nodes are as fast as its fp32 bars say: `figure5.effective_gbit`."""
 NAMES = tuple(_KNOWN)
 
 

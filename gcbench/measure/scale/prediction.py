@@ -25,13 +25,13 @@ from gcbench.errors import UsageError
 from gcbench.exchange import check_legal
 from gcbench.measure import methods
 from gcbench.measure.analysis import Analysis, Ledger, Row, Shown, Table, provenance
-from gcbench.measure.scale import networks, traffic, work
-from gcbench.measure.scale.clusters import BACKWARD, Cluster
+from gcbench.measure.scale import networks, published_bars, traffic, work
+from gcbench.measure.scale.clusters import BACKWARD, Cluster, links_text, rate_text
 from gcbench.measure.scale.networks import Network, Shapes
 
 KIND = "scale"
 STEPS_PRICED = 1000
-LINKS = 91
+LINKS = 71
 """Rates of a link that are tried for the break-even, ten a decade, before bisection."""
 MOST_WORKERS = 100_000
 
@@ -150,7 +150,7 @@ class Step:
 def pays(step: Step, plain: Step, workers: int, cluster: Cluster) -> list[tuple[float, float]]:
     """Return the network links, as ranges in Gbit/s, at which `step` is faster than `plain`.
 
-    From 1 Mbit/s, which counts as 0, to 1 Pbit/s, which counts as infinite.
+    From 1 Mbit/s, which counts as 0, to 10 Tbit/s, which counts as infinite.
     """
 
     def gains(gbit: float) -> bool:
@@ -159,7 +159,7 @@ def pays(step: Step, plain: Step, workers: int, cluster: Cluster) -> list[tuple[
         own, dense = (one.at(workers, there)["step_seconds"] for one in (step, plain))
         return bool(own < dense * (1 - 1e-9))
 
-    rates = [10 ** (-3 + 9 * place / (LINKS - 1)) for place in range(LINKS)]
+    rates = [10 ** (-3 + 7 * place / (LINKS - 1)) for place in range(LINKS)]
     found = [gains(rate) for rate in rates]
     edges = [0.0] if found[0] else []
     for place in range(1, LINKS):
@@ -208,15 +208,21 @@ def _rates(
     return found
 
 
-def ranges(found: Sequence[tuple[float, float]]) -> str:
-    """Return ranges of links as text."""
+def pays_fields(step: Step, plain: Step, workers: int, cluster: Cluster) -> Row:
+    """Return the links on which a method pays as fields of a row; none of them in a lone node.
 
-    def told(low: float, high: float) -> str:
-        if low == 0:
-            return "any" if math.isinf(high) else f"<{high:.3g}"
-        return f">{low:.3g}" if math.isinf(high) else f"{low:.3g}-{high:.3g}"
-
-    return " ".join(told(*each) for each in found) or "none"
+    `pays_on` in words; `pays_from_gbit`, `pays_to_gbit` the slowest range of them, None for the
+    upper end where it has none, both None where there is no such link.
+    """
+    if cluster.nodes_of(workers) == 1:
+        return {"pays_on": None, "pays_from_gbit": None, "pays_to_gbit": None}
+    found = pays(step, plain, workers, cluster)
+    low, high = found[0] if found else (None, math.inf)
+    return {
+        "pays_on": links_text(found),
+        "pays_from_gbit": low,
+        "pays_to_gbit": None if math.isinf(high) else high,
+    }
 
 
 def _legal(method: Compressor, settings: Settings, word: str, *, every: bool) -> tuple[str, ...]:
@@ -289,11 +295,13 @@ def prepare(
         )
         for word, method, collective in cases
     }
-    links = f"{cluster.inter.gbit:g} Gbit/s and {cluster.inter.latency_us:g} us between nodes"
+    links = f"{rate_text(cluster.inter.gbit)} and {cluster.inter.latency_us:g} us between nodes"
+    if published_bars.place(cluster):
+        links += " (effective: what a ring needs for the fp32 bars of TernGrad's Fig. 5)"
     if cluster.gpus_per_node > 1:
         links += (
             f", {cluster.gpus_per_node} {cluster.device.name} in a node by "
-            f"{cluster.intra.gbit:g} Gbit/s and {cluster.intra.latency_us:g} us"
+            f"{rate_text(cluster.intra.gbit)} and {cluster.intra.latency_us:g} us"
         )
     sources = dict.fromkeys(rates[word].source for word in chosen)
     notes = [
@@ -314,6 +322,9 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     cluster, network, batch = settings.cluster, found.network, found.batch
     steps = {word: step for (word, _), step in found.steps.items()}
     rows = list(_rows(steps, settings.workers, cluster, batch, priced=True))
+    beside: list[Row] = []
+    if settings.compute_ms is None and not settings.dense_below:
+        beside = published_bars.compare(cluster, network, batch, rows)
     most = max(settings.workers)
     curve = list(_rows(steps, _spread(cluster, most), cluster, batch, priced=False))
     title = (
@@ -323,9 +334,10 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     notes = [
         *found.notes,
         "Predicted, nothing here was run. speedup: step of `none` by all-reduce / step. "
-        "efficiency: forward and backward / step. pays at: links between nodes, in Gbit/s, at "
-        "which the step is shorter than that of `none`. way: all workers exchange payloads (flat, "
-        "bytes of a worker), or nodes whose gradients are added first (nodes, bytes of a node).",
+        "efficiency: forward and backward / step. pays on links: those between nodes with which "
+        "the step is shorter than that of `none`, of 1 Mbit/s to 10 Tbit/s. way: all workers "
+        "exchange payloads (flat, bytes of a worker), or nodes whose gradients are added first "
+        "(nodes, bytes of a node).",
     ]
     if cluster.price is not None:
         notes[-1] += f" cost: of {STEPS_PRICED:,} steps at {cluster.price:g} a device and hour."
@@ -336,7 +348,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         settings=settings.model_dump(mode="json"),
         command=command,
         provenance=provenance(),
-        conclusions=_conclusions(rows),
+        conclusions=[*_conclusions(rows), *published_bars.conclusions(beside)],
         tables=[
             Table(
                 name="predictions",
@@ -347,6 +359,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
                 notes=notes,
                 rows=rows,
             ),
+            *([published_bars.table(network, beside)] if beside else []),
             Table(name="curve", title=title, rows=curve),
         ],
     )
@@ -366,7 +379,7 @@ _SHOWN = [
     Shown(field="step_seconds", heading="step\nms", scale=1e3),
     Shown(field="speedup", heading="speedup"),
     Shown(field="efficiency", heading="efficiency\n%", scale=100),
-    Shown(field="pays_at_gbit", heading="pays at\nGbit/s"),
+    Shown(field="pays_on", heading="pays on links"),
     Shown(field="cost", heading="cost"),
 ]
 
@@ -405,8 +418,7 @@ def _rows(
         row["speedup"] = base / seconds
         row["efficiency"] = step.compute / seconds
         if priced and word != "none":
-            links = ranges(pays(step, plain, workers, cluster)) if nodes > 1 else None
-            row["pays_at_gbit"] = links
+            row |= pays_fields(step, plain, workers, cluster)
         if priced and cluster.price is not None:
             row["cost"] = cluster.price * workers * seconds * STEPS_PRICED / 3600
         row["refused"] = None
