@@ -525,6 +525,11 @@ def test_constants_are_declared_where_their_property_is(of: str) -> None:
             found += 1
             assert method.contractive if of == "delta" else method.unbiased, word
             assert 0 < value <= 1 if of == "delta" else value >= 0, word
+            if of == "omega":  # it is about x itself
+                segments = quadratics.segments_of(method, size)
+                x = torch.randn(segments.numel, generator=torch.Generator().manual_seed(0))
+                shared = method.statistic(x, segments)
+                assert torch.equal(method.target(x, segments, shared), x), word
     assert found > 10
 
 
@@ -579,6 +584,7 @@ def test_an_audit_of_an_unbiased_code_by_hand() -> None:
     assert found["bias"]["variance"][1] == pytest.approx(1.75)
     jumps = (2.0, 1.0 + 1.0, 0.5 + 0.75 / 0.5)  # the two levels are 0 and 2
     assert found["spread"]["largest"] == pytest.approx(max(jumps) ** 2)
+    assert found["spread"]["variance"] == pytest.approx(jumps[1] ** 2 * 1 + jumps[2] ** 2 * 0.75)
 
 
 def test_audits_of_seeds_are_added() -> None:
