@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -48,7 +49,15 @@ def invoke(*words: object) -> Result:
 
 
 def start(*words: object, module: str = "gcbench", **environment: str) -> subprocess.Popen[str]:
-    """Start `python -m module *words` from the checkout, in a session of its own."""
+    """Start `python -m module *words` from the checkout, in a session of its own.
+
+    It hears signals even where the tests do not, as under nohup and in a shell's background.
+    """
+
+    def hear() -> None:
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+
     path = os.pathsep.join(filter(None, [environment.pop("path", ""), str(ROOT)]))
     return subprocess.Popen(
         [sys.executable, "-m", module, *map(str, words)],
@@ -56,6 +65,7 @@ def start(*words: object, module: str = "gcbench", **environment: str) -> subpro
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=hear,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path, **environment},
     )

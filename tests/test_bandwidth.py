@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from commands import end, invoke, members, start, wait_for
+from commands import PATIENCE, end, invoke, members, start, wait_for
 
 from gcbench import pictures, registry, verify
 from gcbench.clock import Clock
@@ -593,7 +593,7 @@ def test_kills_and_ctrl_c_keep_what_is_measured_and_leave_no_process(tmp_path):
             os.killpg(process.pid, sign)
         else:
             process.send_signal(sign)
-        process.wait()
+        process.wait(PATIENCE)
         wait_for(lambda process=process: not members(process.pid))
         done = end(process)
         assert done.out == ""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import end, invoke, members, start, wait_for
+from commands import PATIENCE, end, invoke, members, start, wait_for
 from torch import nn
 
 from gcbench import engines, registry
@@ -330,7 +330,7 @@ def test_processes_survive_a_kill_and_ctrl_c_and_none_is_left(tmp_path):
         wait_for(lambda reached=reached: lines(parts) >= reached, process)
         assert len(members(process.pid)) >= 3
         stop(process, sign)
-        process.wait()
+        process.wait(PATIENCE)
         wait_for(lambda process=process: not members(process.pid))
         assert not list(parts.glob("*/summary.json")), "the signal came too late to test anything"
         done = end(process)

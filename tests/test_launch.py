@@ -20,7 +20,7 @@ import crew
 import pytest
 import torch
 import torch.distributed as dist
-from commands import end, invoke, members, start, wait_for
+from commands import PATIENCE, end, invoke, members, start, wait_for
 from safetensors import SafetensorError
 
 from gcbench import captures, engines, launch, launched, membership
@@ -227,7 +227,7 @@ def test_no_worker_outlives_a_launcher_that_ends_while_they_import(tmp_path, sig
         os.killpg(process.pid, sign)  # a terminal that is closed tells all
     else:
         process.send_signal(sign)
-    process.wait()
+    process.wait(PATIENCE)
     wait_for(lambda: not members(process.pid))
     done = end(process)
     assert done.code == (130 if sign == signal.SIGHUP else -sign)
