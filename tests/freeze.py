@@ -74,7 +74,7 @@ VOLATILE = (
     Volatile("*", r"\.provenance\.versions\.\w[\w-]*", "a restructuring may raise the version"),
     Volatile("*", r"\.provenance\.machine\.\w+", "named once in the document"),
     Volatile("runs/*", r"\.phase_seconds\.\w+", "measured time; null stays null"),
-    Volatile("runs/*", r"\]\.(step_)?seconds", "measured time of a run"),
+    Volatile("runs/*", r"\.stdout(\[\d+\])?\.(step_)?seconds", "measured time of a run"),
     Volatile("runs/*", r"\.(columns|rows)\.(\w*_)?seconds\[\d+\]", "measured time in a table"),
 )
 
@@ -754,6 +754,8 @@ class Machine:
                 if command.stop_after:
                     self._interrupted(process, folder, command.stop_after)
                 code, out, err = self.end(process)
+                if self.stopped.is_set():  # it was killed: this is no result
+                    raise FreezeError("stopped")
                 one: dict[str, Any] = {"words": [*command.words], "exit_code": code}
                 if not command.stop_after:
                     one |= {"stdout": _parsed(out), "stderr": err.splitlines()}
@@ -762,7 +764,6 @@ class Machine:
                     last = err.strip().splitlines()[-1:] or [""]
                     unexpected.append(f"{entry.name}: exit code {code}, {clean.text(last[0])}")
             found = sorted(path for path in folder.rglob("*") if path.is_file())
-            found = [path for path in found if "inputs" not in path.relative_to(folder).parts]
             told["files"] = [str(path.relative_to(folder)) for path in found]
             told["tables"] = {
                 str(path.relative_to(folder)): _table(path)
@@ -925,15 +926,16 @@ def collect(
 def _work(
     asked: Machine, todo: Sequence[tuple[Entry, Path]], jobs: int, done: dict[str, Any]
 ) -> None:
-    """Run entries, `jobs` at a time; each that is finished is written at once."""
+    """Run entries, `jobs` at a time; each that ended as it should is written at once."""
     started = time.monotonic()
 
     def one(entry: Entry, path: Path) -> tuple[str, dict[str, Any], float]:
         begun = time.monotonic()
         told = asked.run(entry)
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(told))
-        part.replace(path)
+        if not told["unexpected"]:  # what somebody killed, or ran out of memory, is run again
+            part = path.with_suffix(".part")
+            part.write_text(json.dumps(told))
+            part.replace(path)
         return entry.name, told, time.monotonic() - begun
 
     with ThreadPoolExecutor(jobs) as pool:
