@@ -333,6 +333,7 @@ RUN = (
     *("run", "--task", "digits", "--batch", "12", "--steps", "4", "--log-every", "1"),
     *("--eval-every", "2", "--threads", "1", "--results", "runs", "--progress", "none", "--json"),
 )
+ANALYSIS = ("--results", "analyses", "--progress", "none", "--json")
 THREE = (*RUN, "--workers", "3")
 MEMORIES = ("momentum", "forced-residual", "residual", "dgc")
 CONTRACTING = ("residual", "dgc")
@@ -437,6 +438,9 @@ def runs(compressors: Sequence[Mapping[str, Any]]) -> Iterator[Entry]:
         )
         stopped = Command(words, 130, stop_after=4)
         yield Entry(f"runs/resume {engine}", (stopped, Command(words)))
+    captured = Command((*THREE, "--compressor", "none", "--capture", "0,3"))
+    analysed = Command(("histogram", "runs", "--compressor", some, *ANALYSIS))
+    yield Entry("runs/histogram", (captured, analysed))
 
 
 def variants(tree: Path) -> Iterator[Entry]:
@@ -518,14 +522,7 @@ def commands(
     rows = [f"inputs/{name}" for name, value in files.items() if isinstance(value, list)]
     if not rows:
         raise FreezeError(f"{inputs} has no rows of runs, *.json: the commands need some")
-    quiet = ("--results", "analyses", "--progress", "none", "--json")
     timings = "inputs/kernels.json"
-    some = ",".join(kinds(compressors))
-    captured = (*THREE, "--compressor", "none", "--capture", "0,3")
-    yield Entry(
-        "commands/histogram",
-        (Command(captured), Command(("histogram", "runs", "--compressor", some, *quiet))),
-    )
     # Without a choice of claims most of the time would go to the bounds on quadratics.
     small = (
         "--claims",
@@ -541,24 +538,26 @@ def commands(
         "--draws",
         "2",
     )
-    yield _entry("commands/bounds", "bounds", "--seed", "0", "--workers", "2", *small, *quiet)
+    yield _entry("commands/bounds", "bounds", "--seed", "0", "--workers", "2", *small, *ANALYSIS)
     given = [w for each in ("Tm=300", "Tf=70", "Tp=34", "Ts=55") for w in ("--throughput", each)]
     thread = ("--threads", "1")
     for word in ("resnet20", "alexnet"):
-        words = ("scale", "predict", "--model", word, "--workers", "8,64", *thread, *quiet)
+        words = ("scale", "predict", "--model", word, "--workers", "8,64", *thread, *ANALYSIS)
         yield _entry(f"commands/scale predict {word}", *words)
-    words = ("scale", "predict", "--kernels", timings, "--dense-last", *thread, *quiet)
+    words = ("scale", "predict", "--kernels", timings, "--dense-last", *thread, *ANALYSIS)
     yield _entry("commands/scale predict with timings", *words)
-    plain = tuple(word for word in quiet if word not in ("--progress", "none"))
+    plain = tuple(word for word in ANALYSIS if word not in ("--progress", "none"))
     yield _entry("commands/scale figure5", "scale", "figure5", *plain)
     yield _entry(
-        "commands/scale fft", "scale", "fft", "--kernels", timings, *given, *thread, *quiet
+        "commands/scale fft", "scale", "fft", "--kernels", timings, *given, *thread, *ANALYSIS
     )
     yield _entry(
-        "commands/scale validate", "scale", "validate", *rows, "--kernels", timings, *quiet
+        "commands/scale validate", "scale", "validate", *rows, "--kernels", timings, *ANALYSIS
     )
     stored = [word for each in rows for word in ("--runs", each)]
-    yield _entry("commands/advise", "advise", *stored, "--cluster", "gtx1080-1gbe", *thread, *quiet)
+    yield _entry(
+        "commands/advise", "advise", *stored, "--cluster", "gtx1080-1gbe", *thread, *ANALYSIS
+    )
     for shape in ("table", "markdown", "csv", "json", "latex"):
         yield _entry(f"commands/compare {shape}", "compare", *rows, "--format", shape)
     yield _entry("commands/compare by", "compare", *rows, "--by", "task", "--target", "0.5")
@@ -648,6 +647,7 @@ class Machine:
     def __init__(self, tree: Path, inputs: Path, scratch: Path) -> None:
         self.tree, self.inputs, self.scratch = tree, inputs, scratch
         self.stopped = threading.Event()
+        self._starting = threading.Lock()  # none is started that `stop` does not know of
         self._living: set[subprocess.Popen[str]] = set()
         kept = ("PATH", "HOME", "LD_LIBRARY_PATH", "TMPDIR", "CXX")
         self.environment = {
@@ -669,19 +669,20 @@ class Machine:
 
     def python(self, *words: str, folder: Path) -> subprocess.Popen[str]:
         """Start Python in a session of its own, with nothing of the caller's environment."""
-        if self.stopped.is_set():
-            raise FreezeError("stopped")
-        process = subprocess.Popen(
-            [sys.executable, *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-            cwd=folder,
-            env=self.environment,
-        )
-        self._living.add(process)
+        with self._starting:
+            if self.stopped.is_set():
+                raise FreezeError("stopped")
+            process = subprocess.Popen(
+                [sys.executable, *words],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,
+                cwd=folder,
+                env=self.environment,
+            )
+            self._living.add(process)
         return process
 
     def end(self, process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -702,8 +703,10 @@ class Machine:
 
     def stop(self) -> None:
         """End all that was started and lives."""
-        self.stopped.set()
-        for process in list(self._living):
+        with self._starting:
+            self.stopped.set()
+            living = list(self._living)
+        for process in living:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
