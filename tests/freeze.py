@@ -30,7 +30,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import tempfile
 import threading
 import time
@@ -38,7 +37,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -973,10 +971,10 @@ def _timed(asked: Machine, sizes: str) -> Any:
 # ---- against a commit ----------------------------------------------------------------------------
 
 
-def _git(*words: str) -> bytes:
-    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, check=False)
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise FreezeError(f"git {' '.join(words)}: {done.stderr.decode().strip()}")
+        raise FreezeError(f"git {' '.join(words)}: {done.stderr.strip()}")
     return done.stdout
 
 
@@ -990,23 +988,20 @@ def _build(tree: Path) -> None:
 
 
 def checked_out(commit: str, cache: Path) -> Path:
-    """Return a folder with a commit's files and its native library, made once.
+    """Return a git work tree of a commit with its native library, made once.
 
-    The files are unpacked from `git archive`, so the repository knows of no further work tree.
+    It is a work tree and no mere copy of the files, as runs name the commit that they are of.
 
     Raises:
         FreezeError: there is no such commit, or its library cannot be built.
     """
     tree = cache / commit
     if not tree.exists():
-        part = Path(tempfile.mkdtemp(dir=cache, prefix="tree-"))
-        with tarfile.open(fileobj=BytesIO(_git("archive", commit))) as files:
-            files.extractall(part, filter="data")
-        part.chmod(0o755)
+        _git("worktree", "prune")  # of those whose folders were deleted
+        _git("worktree", "add", "--detach", str(tree), commit)
         built = ROOT / "gcbench" / "_native"
         if built.exists():  # hatch_build.py keeps it only if it is from the commit's sources
-            shutil.copytree(built, part / "gcbench" / "_native")
-        part.rename(tree)
+            shutil.copytree(built, tree / "gcbench" / "_native", dirs_exist_ok=True)
     _build(tree)
     return tree
 
@@ -1014,7 +1009,7 @@ def checked_out(commit: str, cache: Path) -> Path:
 def _against(asked: argparse.Namespace) -> int:
     cache = asked.cache
     cache.mkdir(parents=True, exist_ok=True)
-    commit = _git("rev-parse", "--verify", f"{asked.commit}^{{commit}}").decode().strip()
+    commit = _git("rev-parse", "--verify", f"{asked.commit}^{{commit}}").strip()
     tree = checked_out(commit, cache)
     _build(ROOT)
     # One file may differ between the trees and the comparison still be fair: this one is used
