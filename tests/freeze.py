@@ -30,7 +30,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import tempfile
 import threading
 import time
@@ -38,7 +37,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +72,7 @@ VOLATILE = (
     Volatile("*", r"\.provenance\.versions\.\w[\w-]*", "a restructuring may raise the version"),
     Volatile("*", r"\.provenance\.machine\.\w+", "named once in the document"),
     Volatile("runs/*", r"\.phase_seconds\.\w+", "measured time; null stays null"),
-    Volatile("runs/*", r"\]\.(step_)?seconds", "measured time of a run"),
+    Volatile("runs/*", r"\.stdout(\[\d+\])?\.(step_)?seconds", "measured time of a run"),
     Volatile("runs/*", r"\.(columns|rows)\.(\w*_)?seconds\[\d+\]", "measured time in a table"),
 )
 
@@ -333,6 +331,7 @@ RUN = (
     *("run", "--task", "digits", "--batch", "12", "--steps", "4", "--log-every", "1"),
     *("--eval-every", "2", "--threads", "1", "--results", "runs", "--progress", "none", "--json"),
 )
+ANALYSIS = ("--results", "analyses", "--progress", "none", "--json")
 THREE = (*RUN, "--workers", "3")
 MEMORIES = ("momentum", "forced-residual", "residual", "dgc")
 CONTRACTING = ("residual", "dgc")
@@ -437,6 +436,9 @@ def runs(compressors: Sequence[Mapping[str, Any]]) -> Iterator[Entry]:
         )
         stopped = Command(words, 130, stop_after=4)
         yield Entry(f"runs/resume {engine}", (stopped, Command(words)))
+    captured = Command((*THREE, "--compressor", "none", "--capture", "0,3"))
+    analysed = Command(("histogram", "runs", "--compressor", some, *ANALYSIS))
+    yield Entry("runs/histogram", (captured, analysed))
 
 
 def variants(tree: Path) -> Iterator[Entry]:
@@ -518,14 +520,7 @@ def commands(
     rows = [f"inputs/{name}" for name, value in files.items() if isinstance(value, list)]
     if not rows:
         raise FreezeError(f"{inputs} has no rows of runs, *.json: the commands need some")
-    quiet = ("--results", "analyses", "--progress", "none", "--json")
     timings = "inputs/kernels.json"
-    some = ",".join(kinds(compressors))
-    captured = (*THREE, "--compressor", "none", "--capture", "0,3")
-    yield Entry(
-        "commands/histogram",
-        (Command(captured), Command(("histogram", "runs", "--compressor", some, *quiet))),
-    )
     # Without a choice of claims most of the time would go to the bounds on quadratics.
     small = (
         "--claims",
@@ -541,24 +536,26 @@ def commands(
         "--draws",
         "2",
     )
-    yield _entry("commands/bounds", "bounds", "--seed", "0", "--workers", "2", *small, *quiet)
+    yield _entry("commands/bounds", "bounds", "--seed", "0", "--workers", "2", *small, *ANALYSIS)
     given = [w for each in ("Tm=300", "Tf=70", "Tp=34", "Ts=55") for w in ("--throughput", each)]
     thread = ("--threads", "1")
     for word in ("resnet20", "alexnet"):
-        words = ("scale", "predict", "--model", word, "--workers", "8,64", *thread, *quiet)
+        words = ("scale", "predict", "--model", word, "--workers", "8,64", *thread, *ANALYSIS)
         yield _entry(f"commands/scale predict {word}", *words)
-    words = ("scale", "predict", "--kernels", timings, "--dense-last", *thread, *quiet)
+    words = ("scale", "predict", "--kernels", timings, "--dense-last", *thread, *ANALYSIS)
     yield _entry("commands/scale predict with timings", *words)
-    plain = tuple(word for word in quiet if word not in ("--progress", "none"))
+    plain = tuple(word for word in ANALYSIS if word not in ("--progress", "none"))
     yield _entry("commands/scale figure5", "scale", "figure5", *plain)
     yield _entry(
-        "commands/scale fft", "scale", "fft", "--kernels", timings, *given, *thread, *quiet
+        "commands/scale fft", "scale", "fft", "--kernels", timings, *given, *thread, *ANALYSIS
     )
     yield _entry(
-        "commands/scale validate", "scale", "validate", *rows, "--kernels", timings, *quiet
+        "commands/scale validate", "scale", "validate", *rows, "--kernels", timings, *ANALYSIS
     )
     stored = [word for each in rows for word in ("--runs", each)]
-    yield _entry("commands/advise", "advise", *stored, "--cluster", "gtx1080-1gbe", *thread, *quiet)
+    yield _entry(
+        "commands/advise", "advise", *stored, "--cluster", "gtx1080-1gbe", *thread, *ANALYSIS
+    )
     for shape in ("table", "markdown", "csv", "json", "latex"):
         yield _entry(f"commands/compare {shape}", "compare", *rows, "--format", shape)
     yield _entry("commands/compare by", "compare", *rows, "--by", "task", "--target", "0.5")
@@ -648,6 +645,7 @@ class Machine:
     def __init__(self, tree: Path, inputs: Path, scratch: Path) -> None:
         self.tree, self.inputs, self.scratch = tree, inputs, scratch
         self.stopped = threading.Event()
+        self._starting = threading.Lock()  # none is started that `stop` does not know of
         self._living: set[subprocess.Popen[str]] = set()
         kept = ("PATH", "HOME", "LD_LIBRARY_PATH", "TMPDIR", "CXX")
         self.environment = {
@@ -669,19 +667,20 @@ class Machine:
 
     def python(self, *words: str, folder: Path) -> subprocess.Popen[str]:
         """Start Python in a session of its own, with nothing of the caller's environment."""
-        if self.stopped.is_set():
-            raise FreezeError("stopped")
-        process = subprocess.Popen(
-            [sys.executable, *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-            cwd=folder,
-            env=self.environment,
-        )
-        self._living.add(process)
+        with self._starting:
+            if self.stopped.is_set():
+                raise FreezeError("stopped")
+            process = subprocess.Popen(
+                [sys.executable, *words],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,
+                cwd=folder,
+                env=self.environment,
+            )
+            self._living.add(process)
         return process
 
     def end(self, process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -702,8 +701,10 @@ class Machine:
 
     def stop(self) -> None:
         """End all that was started and lives."""
-        self.stopped.set()
-        for process in list(self._living):
+        with self._starting:
+            self.stopped.set()
+            living = list(self._living)
+        for process in living:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
@@ -754,6 +755,8 @@ class Machine:
                 if command.stop_after:
                     self._interrupted(process, folder, command.stop_after)
                 code, out, err = self.end(process)
+                if self.stopped.is_set():  # it was killed: this is no result
+                    raise FreezeError("stopped")
                 one: dict[str, Any] = {"words": [*command.words], "exit_code": code}
                 if not command.stop_after:
                     one |= {"stdout": _parsed(out), "stderr": err.splitlines()}
@@ -762,7 +765,6 @@ class Machine:
                     last = err.strip().splitlines()[-1:] or [""]
                     unexpected.append(f"{entry.name}: exit code {code}, {clean.text(last[0])}")
             found = sorted(path for path in folder.rglob("*") if path.is_file())
-            found = [path for path in found if "inputs" not in path.relative_to(folder).parts]
             told["files"] = [str(path.relative_to(folder)) for path in found]
             told["tables"] = {
                 str(path.relative_to(folder)): _table(path)
@@ -925,15 +927,16 @@ def collect(
 def _work(
     asked: Machine, todo: Sequence[tuple[Entry, Path]], jobs: int, done: dict[str, Any]
 ) -> None:
-    """Run entries, `jobs` at a time; each that is finished is written at once."""
+    """Run entries, `jobs` at a time; each that ended as it should is written at once."""
     started = time.monotonic()
 
     def one(entry: Entry, path: Path) -> tuple[str, dict[str, Any], float]:
         begun = time.monotonic()
         told = asked.run(entry)
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(told))
-        part.replace(path)
+        if not told["unexpected"]:  # what somebody killed, or ran out of memory, is run again
+            part = path.with_suffix(".part")
+            part.write_text(json.dumps(told))
+            part.replace(path)
         return entry.name, told, time.monotonic() - begun
 
     with ThreadPoolExecutor(jobs) as pool:
@@ -968,10 +971,10 @@ def _timed(asked: Machine, sizes: str) -> Any:
 # ---- against a commit ----------------------------------------------------------------------------
 
 
-def _git(*words: str) -> bytes:
-    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, check=False)
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise FreezeError(f"git {' '.join(words)}: {done.stderr.decode().strip()}")
+        raise FreezeError(f"git {' '.join(words)}: {done.stderr.strip()}")
     return done.stdout
 
 
@@ -985,23 +988,20 @@ def _build(tree: Path) -> None:
 
 
 def checked_out(commit: str, cache: Path) -> Path:
-    """Return a folder with a commit's files and its native library, made once.
+    """Return a git work tree of a commit with its native library, made once.
 
-    The files are unpacked from `git archive`, so the repository knows of no further work tree.
+    It is a work tree and no mere copy of the files, as runs name the commit that they are of.
 
     Raises:
         FreezeError: there is no such commit, or its library cannot be built.
     """
     tree = cache / commit
     if not tree.exists():
-        part = Path(tempfile.mkdtemp(dir=cache, prefix="tree-"))
-        with tarfile.open(fileobj=BytesIO(_git("archive", commit))) as files:
-            files.extractall(part, filter="data")
-        part.chmod(0o755)
+        _git("worktree", "prune")  # of those whose folders were deleted
+        _git("worktree", "add", "--detach", str(tree), commit)
         built = ROOT / "gcbench" / "_native"
         if built.exists():  # hatch_build.py keeps it only if it is from the commit's sources
-            shutil.copytree(built, part / "gcbench" / "_native")
-        part.rename(tree)
+            shutil.copytree(built, tree / "gcbench" / "_native", dirs_exist_ok=True)
     _build(tree)
     return tree
 
@@ -1009,7 +1009,7 @@ def checked_out(commit: str, cache: Path) -> Path:
 def _against(asked: argparse.Namespace) -> int:
     cache = asked.cache
     cache.mkdir(parents=True, exist_ok=True)
-    commit = _git("rev-parse", "--verify", f"{asked.commit}^{{commit}}").decode().strip()
+    commit = _git("rev-parse", "--verify", f"{asked.commit}^{{commit}}").strip()
     tree = checked_out(commit, cache)
     _build(ROOT)
     # One file may differ between the trees and the comparison still be fair: this one is used

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import freeze
 import pytest
@@ -20,7 +21,10 @@ SUMMARY = {
     "provenance": {"started": "2026-01-01T00:00:00", "command": "gcbench run", "commit": "ab"},
 }
 ENTRY = {
-    "commands": [{"exit_code": 0, "stdout": [SUMMARY], "stderr": ["wrote /tmp/x/a", "done"]}],
+    "commands": [
+        {"exit_code": 0, "stdout": [SUMMARY], "stderr": ["wrote /tmp/x/a", "done"]},
+        {"stdout": {"step_seconds": 0.5}},
+    ],
     "tables": {"metrics.parquet": {"columns": {"step": [1, 2], "seconds": [0.1, 0.2]}}},
 }
 
@@ -82,6 +86,7 @@ def test_a_change_is_named(name, capsys):
     ("path", "to"),
     [
         ((*OUT, "seconds"), 9.5),
+        (("commands", 1, "stdout", "step_seconds"), 9.5),
         ((*OUT, "phase_seconds", "encode"), 9.5),
         ((*OUT, "provenance", "started"), "2027-02-02T00:00:00"),
         ((*OUT, "provenance", "commit"), "cd"),
@@ -90,7 +95,7 @@ def test_a_change_is_named(name, capsys):
 )
 def test_what_is_volatile_is_not_compared(path, to, capsys):
     assert freeze.show(document(ENTRY), document(changed(*path, to=to))) == 0
-    assert capsys.readouterr().out.startswith("nothing differs: 1 entries, 12 values compared, 6")
+    assert capsys.readouterr().out.startswith("nothing differs: 1 entries, 12 values compared, 7")
 
 
 def test_times_of_stored_results_are_compared():
@@ -111,7 +116,7 @@ def test_every_pattern_gives_its_reason_and_none_swallows_an_entry(monkeypatch):
     assert all(each.reason for each in (*freeze.VOLATILE, *freeze.TEXTS))
     greedy = (freeze.Volatile("*", r".*", "everything"),)
     monkeypatch.setattr(freeze, "VOLATILE", greedy)
-    with pytest.raises(FreezeError, match=r"runs/one: 1 values kept and 17 dropped"):
+    with pytest.raises(FreezeError, match=r"runs/one: 1 values kept and 18 dropped"):
         document(ENTRY)
     with pytest.raises(FreezeError, match="0 values kept"):
         document({})
@@ -255,6 +260,28 @@ def test_a_run_is_interrupted_and_goes_on(fake):
     assert first == {"words": ["long"], "exit_code": 130}  # what it said depends on chance
     assert (second["exit_code"], second["stdout"]["steps"]) == (0, 4)
     assert found["unexpected"] == []
+
+
+def test_entries_that_ended_well_are_not_run_again(fake, tmp_path):
+    todo, done = [], {}
+    for word in ("work", "fail"):
+        entry = freeze.Entry(f"runs/{word}", (freeze.Command((word,)),))
+        todo.append((entry, tmp_path / f"{word}.json"))
+    freeze._work(fake, todo, 2, done)
+    assert done.keys() == {"runs/work", "runs/fail"}
+    assert json.loads((tmp_path / "work.json").read_text()) == done["runs/work"]
+    assert not (tmp_path / "fail.json").exists()
+
+
+def test_what_is_killed_when_the_freeze_stops_is_no_result(fake):
+    entry = freeze.Entry("runs/fake", (freeze.Command(("long",)),))
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(fake.run, entry)
+        while not list(fake.scratch.glob("*/runs/one/metrics.jsonl")):
+            assert not running.done()
+        fake.stop()
+        with pytest.raises(FreezeError, match="stopped"):
+            running.result(timeout=30)
 
 
 def test_patterns_choose_entries():
