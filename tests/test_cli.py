@@ -198,7 +198,7 @@ def test_info_tells_what_can_run_here():
         (["--set", "klip=2"], ["unknown field", "'klip'", "'clip'"]),
         (["--workers", "3"], ["batch 32 does not divide", "try --batch 33"]),
         (["--steps", "ten"], ["steps='ten'"]),
-        (["--lr", "nan"], ["lr='nan'", "finite"]),
+        (["--lr", "nan"], ["lr='nan'", "valid number"]),
         (["--set", "share=false", "--collective", "twoshot"], ["Legal: allgather"]),
         (["--config", "no/such.yaml"], ["no/such.yaml", "No such file"]),
         (["--device", "gpu"], ["device 'gpu'", "'cpu', 'cuda'"]),
