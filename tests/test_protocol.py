@@ -299,6 +299,15 @@ def test_pairs_decide_where_seeds_differ_more_than_methods(tmp_path):
     assert (made["qsgd"].rank, made["terngrad"].rank) == ("1", "2")
 
 
+def test_the_more_pairs_the_wider_their_intervals(tmp_path):
+    """t = 3.4 of five seeds: beyond 2.78, the limit of one pair, and not beyond 3.96, of three."""
+    ahead = [0.005, 0.02, 0.03, 0.05, 0.02]
+    two = {"terngrad": [0.7] * 5, "qsgd": [0.7 + d for d in ahead]}
+    assert {row.rank for row in table(tmp_path, **two).values()} == {"1", "2"}
+    made = table(tmp_path, **two, topk=[0.2, 0.21, 0.2, 0.22, 0.2])
+    assert (made["qsgd"].rank, made["terngrad"].rank, made["topk"].rank) == ("1=", "1=", "3")
+
+
 def test_four_seeds_are_no_ranking(tmp_path):
     made = table(tmp_path, terngrad=[0.7] * 4, qsgd=[0.5, 0.51, 0.5, 0.51])
     assert {row.rank for row in made.values()} == {"-"}
