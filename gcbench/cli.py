@@ -314,7 +314,8 @@ def compare(
         )
     shown: list[Row] = []
     for name, runs in groups.items():
-        beside = published.beside(suites.load(name), runs) if name else None
+        tested = not trials and any(not run.is_trial for run in runs)
+        beside = published.beside(suites.load(name), runs) if name and tested else None
         if beside is not None:
             runs = beside.runs
             if suite is None:

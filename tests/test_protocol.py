@@ -229,6 +229,12 @@ def test_a_suite_chooses_rates_and_its_rows_say_so(own, tmp_path):
     }
     assert all(r["rate"] in ("tuned", "edge") and r["rank"] == "-" for r in told)
     assert all(r["pairs"] == 2 for r in told if r["compressor_name"] != "none")
+    assert len(invoke("compare", file, "--trials", "--json").json) > len(told)
+    begun = tmp_path / "begun.parquet"  # as long as rates are being chosen
+    rows.write(begun, trials)
+    refused = invoke("compare", begun)
+    assert (refused.code, "only trials of learning rates" in refused.err) == (2, True)
+    assert len(invoke("compare", begun, "--trials", "--json").json) == len(trials)
     stray = next(o for o in kept if o["compressor_name"] == "terngrad" and o["config"]["test"])
     stray["config"]["lr"] = 0.5
     stray["config_hash"] = "other"
