@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.compressor import Compressor, Key, Layout, Payload, Segments
+from gcbench.claims import Claims
+from gcbench.compressor import Compressor, Key, Layout, Payload, Segments, fill, slot
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,49 @@ class HalfPrecision(Compressor):
     half_step: ClassVar[float]  # half the distance of denormals
 
     collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather")
+
+    def encode(
+        self,
+        x: Tensor,
+        segments: Segments,
+        shared: Tensor,
+        key: Key,
+        *,
+        prepared: Any = None,
+        out: Payload | None = None,
+    ) -> Payload:
+        return fill(out, ops.half_encode(x, self.dtype, out=slot(out, 0)))
+
+    def decode(
+        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
+        self.check(payload, segments)
+        return ops.half_decode(payload.parts[0], self.name, out=out)
+
+    def mean(
+        self,
+        payloads: Sequence[Payload],
+        segments: Segments,
+        shared: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        for payload in payloads:
+            self.check(payload, segments)
+        parts = [(payload.parts[0], payload.count) for payload in payloads]
+        return ops.half_mean(parts, self.name, out=out)
+
+    def layout(self, segments: Segments, count: int = 1) -> Layout:
+        return ((self.dtype, segments.numel),)
+
+    @property
+    def claims(self) -> HalfPrecisionClaims:
+        return HalfPrecisionClaims(self)
+
+
+class HalfPrecisionClaims(Claims[HalfPrecision]):
+    """Contracts by the unit roundoff, where nothing is lost to denormals."""
+
     contractive = True
     exact_for = ("signs", "ternary", "integers", "bytes", "sparse")
 
@@ -31,30 +75,17 @@ class HalfPrecision(Compressor):
 
     def gaussian_error(self) -> float:
         """Return u^2 / 3 times the mean of 4^-f, f uniform on [0, 1): the place in a binade."""
-        return self.unit**2 / (8 * math.log(2))
+        return self.codec.unit**2 / (8 * math.log(2))
 
     def error_bound(self, x: Tensor, segments: Segments) -> float:
         """Return the sum of the squared bounds; what half a denormal step swallows counts full."""
         size = x.double().abs()
-        rounding = torch.maximum(self.unit * size, size.clamp(max=self.half_step))
-        return float(torch.maximum(rounding, size - torch.finfo(self.dtype).max).square().sum())
+        rounding = torch.maximum(self.codec.unit * size, size.clamp(max=self.codec.half_step))
+        return float(
+            torch.maximum(rounding, size - torch.finfo(self.codec.dtype).max).square().sum()
+        )
 
     def delta(self, segments: Segments) -> float | None:
         """Return 1 - u^2; None for a format that loses what float32 holds as a normal value."""
-        wide = torch.finfo(self.dtype).tiny <= torch.finfo(torch.float32).tiny
-        return 1 - self.unit**2 if wide else None
-
-    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
-        return Payload((ops.half_encode(x, self.dtype),))
-
-    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
-        self.check(payload, segments)
-        return ops.half_decode(payload.parts[0], self.name)
-
-    def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
-        for payload in payloads:
-            self.check(payload, segments)
-        return ops.half_mean([(each.parts[0], each.count) for each in payloads], self.name)
-
-    def layout(self, segments: Segments, count: int = 1) -> Layout:
-        return ((self.dtype, segments.numel),)
+        wide = torch.finfo(self.codec.dtype).tiny <= torch.finfo(torch.float32).tiny
+        return 1 - self.codec.unit**2 if wide else None

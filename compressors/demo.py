@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.compressor import Compressor, Key, Layout, Payload, Segments
+from gcbench.claims import Claims
+from gcbench.compressor import Compressor, Key, Layout, Payload, Segments, fill
 from gcbench.errors import PayloadError
 
 
@@ -42,9 +43,6 @@ class DeMo(Compressor):
 
     memory: ClassVar[str] = "residual"
     memory_options: ClassVar[Mapping[str, Any]] = {"decay": 0.999}
-    contractive = True
-    aggregate = "other"
-    portable = False
     variants = ({}, {"sign": False}, {"chunk": 16, "topk": 8})
 
     @property
@@ -63,23 +61,20 @@ class DeMo(Compressor):
     def _cuts(self, segments: Segments) -> list[ops.Chunks]:
         return ops.dct_chunks(segments, self.chunk, self.topk)
 
-    def error_bound(self, x: Tensor, segments: Segments) -> float:
-        """Return the bound on the dropped energy, with room for rounding and for denormals."""
-        return 2.0**-296 * x.count_nonzero().item() + sum(
-            (1 - cut.kept / cut.size + 2**-18) * float(x[cut.place].double().square().sum())
-            for cut in self._cuts(segments)
-        )
-
-    def delta(self, segments: Segments) -> float | None:
-        """Return the least topk / size of a chunk, with room for rounding."""
-        cuts = self._cuts(segments)
-        return min((cut.kept / cut.size for cut in cuts), default=1.0) - 2.0**-18
-
-    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
+    def encode(
+        self,
+        x: Tensor,
+        segments: Segments,
+        shared: Tensor,
+        key: Key,
+        *,
+        prepared: Any = None,
+        out: Payload | None = None,
+    ) -> Payload:
         cuts = self._cuts(segments)
         coefficients = ops.dct_forward(x, cuts)
         places = ops.dct_largest(coefficients, cuts)
-        return Payload((ops.dct_pack(places, cuts), coefficients[places]))
+        return fill(out, ops.dct_pack(places, cuts), coefficients[places])
 
     def _sent(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor]:
         """Return where a payload's values belong among all coefficients, int64, and the values."""
@@ -91,14 +86,24 @@ class DeMo(Compressor):
             raise PayloadError(f"{self.name}: {error}") from None
         return places, self.check_finite(values)
 
-    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
+    def decode(
+        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
         """Return what one worker sent: the inverse DCT of its coefficients, without the sign."""
         places, values = self._sent(payload, segments)
         dense = values.new_zeros(segments.numel)
         dense[places] = values
-        return ops.dct_inverse(dense, self._cuts(segments))
+        restored = ops.dct_inverse(dense, self._cuts(segments))
+        return restored if out is None else out.copy_(restored)
 
-    def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
+    def mean(
+        self,
+        payloads: Sequence[Payload],
+        segments: Segments,
+        shared: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Return the update: coefficients averaged over their senders, and the sign taken."""
         total = payloads[0].parts[-1].new_zeros(segments.numel)
         senders = torch.zeros_like(total)
@@ -107,8 +112,33 @@ class DeMo(Compressor):
             total[places] += values  # a payload has a place once: the order is that of ranks
             senders[places] += 1
         update = ops.dct_inverse(total.div_(senders.clamp_(min=1)), self._cuts(segments))
-        return update.sign_() if self.sign else update
+        update = update.sign_() if self.sign else update
+        return update if out is None else out.copy_(update)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         cuts = self._cuts(segments)
         return ((torch.int32, ops.dct_words(cuts)), (torch.float32, ops.dct_kept(cuts)))
+
+    @property
+    def claims(self) -> DeMoClaims:
+        return DeMoClaims(self)
+
+
+class DeMoClaims(Claims[DeMo]):
+    """Contracts by the energy of the dropped coefficients; the update is no mean."""
+
+    contractive = True
+    aggregate = "other"
+    portable = False
+
+    def error_bound(self, x: Tensor, segments: Segments) -> float:
+        """Return the bound on the dropped energy, with room for rounding and for denormals."""
+        return 2.0**-296 * x.count_nonzero().item() + sum(
+            (1 - cut.kept / cut.size + 2**-18) * float(x[cut.place].double().square().sum())
+            for cut in self.codec._cuts(segments)
+        )
+
+    def delta(self, segments: Segments) -> float | None:
+        """Return the least topk / size of a chunk, with room for rounding."""
+        cuts = self.codec._cuts(segments)
+        return min((cut.kept / cut.size for cut in cuts), default=1.0) - 2.0**-18

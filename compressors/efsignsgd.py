@@ -22,13 +22,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.compressor import Compressor, Key, Layout, Payload, Segments
+from gcbench.claims import Claims
+from gcbench.compressor import Compressor, Key, Layout, Payload, Segments, fill
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,80 @@ class EFSignSGD(Compressor):
 
     collectives: ClassVar[tuple[str, ...]] = ("allgather", "twoshot")
     memory: ClassVar[str] = "residual"
-    contractive = True
-    exact_for = ("signs",)
+    fused_feedback = True
     variants = ({}, {"granularity": 512})
 
     def __post_init__(self) -> None:
         Segments.of([(1,)], self.granularity)  # refuses what it does not know
+
+    def encode(
+        self,
+        x: Tensor,
+        segments: Segments,
+        shared: Tensor,
+        key: Key,
+        *,
+        prepared: Any = None,
+        out: Payload | None = None,
+    ) -> Payload:
+        return fill(out, *ops.scaled_encode(x, segments))
+
+    def encode_feedback(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        segments: Segments,
+        shared: Tensor,
+        key: Key,
+        *,
+        out: Payload | None = None,
+    ) -> Payload:
+        *parts, _ = ops.scaled_feedback(x, residual, segments, self.name, out=residual)
+        return fill(out, *parts)
+
+    def decode(
+        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
+        self.check(payload, segments)
+        words, scale = payload.parts
+        return ops.scaled_decode(words, scale, segments, self.name, out=out)
+
+    def decode_onto(
+        self, payload: Payload, segments: Segments, shared: Tensor, total: Tensor
+    ) -> None:
+        self.check(payload, segments)
+        words, scale = payload.parts
+        ops.scaled_decode(
+            words, scale, segments, self.name, total=total, count=payload.count, out=total
+        )
+
+    def mean(
+        self,
+        payloads: Sequence[Payload],
+        segments: Segments,
+        shared: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        for payload in payloads:
+            self.check(payload, segments)
+        parts = [(payload.parts[0], payload.parts[1:], payload.count) for payload in payloads]
+        return ops.sign_mean(parts, segments, self.name, out=out)
+
+    def layout(self, segments: Segments, count: int = 1) -> Layout:
+        words = ops.packed_words(segments.numel, 1)
+        return ((torch.int32, words), (torch.float32, len(segments)))
+
+    @property
+    def claims(self) -> EFSignSGDClaims:
+        return EFSignSGDClaims(self)
+
+
+class EFSignSGDClaims(Claims[EFSignSGD]):
+    """Contracts by the density of the segment."""
+
+    contractive = True
+    exact_for = ("signs",)
 
     def nominal_bits(self) -> float:
         return 1.0
@@ -61,36 +130,3 @@ class EFSignSGD(Compressor):
     def delta(self, segments: Segments) -> float:
         """Return the least density that there is, 1/d of the longest segment, but for rounding."""
         return (1 - 2.0**-18) / max(1, *segments.lengths, 1)
-
-    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
-        return Payload(ops.scaled_encode(x, segments))
-
-    def encode_feedback(
-        self, x: Tensor, residual: Tensor, segments: Segments, shared: Tensor, key: Key
-    ) -> Payload:
-        *parts, _ = ops.scaled_feedback(x, residual, segments, self.name, out=residual)
-        return Payload(tuple(parts))
-
-    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
-        self.check(payload, segments)
-        words, scale = payload.parts
-        return ops.scaled_decode(words, scale, segments, self.name)
-
-    def decode_onto(
-        self, payload: Payload, segments: Segments, shared: Tensor, total: Tensor
-    ) -> None:
-        self.check(payload, segments)
-        words, scale = payload.parts
-        ops.scaled_decode(
-            words, scale, segments, self.name, total=total, count=payload.count, out=total
-        )
-
-    def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
-        for payload in payloads:
-            self.check(payload, segments)
-        parts = [(payload.parts[0], payload.parts[1:], payload.count) for payload in payloads]
-        return ops.sign_mean(parts, segments, self.name)
-
-    def layout(self, segments: Segments, count: int = 1) -> Layout:
-        words = ops.packed_words(segments.numel, 1)
-        return ((torch.int32, words), (torch.float32, len(segments)))

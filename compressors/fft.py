@@ -33,11 +33,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.compressor import Compressor, Key, Layout, Payload, Segments
+from gcbench.claims import Claims
+from gcbench.compressor import Compressor, Key, Layout, Payload, Segments, fill
 
 WIDTHS = {"complex": 1, "real": 2}
 """Bits that a bin has in each bitmap."""
@@ -55,8 +57,6 @@ class FFT(Compressor):
     bitmap: str = "complex"  # one bit a bin; or "real", one a real and one an imaginary part
     pad: bool = True  # zeros after a segment whose length transforms slowly
 
-    contractive = True
-    portable = False
     variants = (
         {},
         {"granularity": "tensor"},
@@ -75,22 +75,88 @@ class FFT(Compressor):
         ops.range_check(self.code_bits, self.mantissa)
         Segments.of([(1,)], self.granularity)  # refuses what it does not know
 
+    def _runs(self, segments: Segments) -> tuple[ops.KeptRun, ...]:
+        """Return the runs of the segments' bins."""
+        return ops.spectrum_runs(segments, self.theta, self.pad)
+
+    def encode(
+        self,
+        x: Tensor,
+        segments: Segments,
+        shared: Tensor,
+        key: Key,
+        *,
+        prepared: Any = None,
+        out: Payload | None = None,
+    ) -> Payload:
+        runs = self._runs(segments)
+        bins, energy = ops.spectrum_forward(x, segments, half=self.half, pad=self.pad)
+        kept = ops.spectrum_largest(energy, runs)
+        width = WIDTHS[self.bitmap]
+        form = self.code_bits, self.mantissa, width
+        return fill(out, *ops.spectrum_pack(bins, kept, runs, *form))
+
+    def _open(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor]:
+        """Return the kept bins, int64, (K,) in all, and their values, float32, (K, 2)."""
+        self.check(payload, segments)
+        form = self.code_bits, self.mantissa, WIDTHS[self.bitmap]
+        return ops.spectrum_unpack(payload.parts, self._runs(segments), *form, self.name)
+
+    def decode(
+        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
+        return self.mean([payload], segments, shared, out=out)
+
+    def mean(
+        self,
+        payloads: Sequence[Payload],
+        segments: Segments,
+        shared: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return the mean: spectra are added in the order of ranks and transformed back once."""
+        opened = [self._open(payload, segments) for payload in payloads]
+        total = sum(payload.count for payload in payloads)
+        weights = [payload.count / total for payload in payloads]
+        mean = ops.spectrum_mean(opened, weights, ops.spectrum_bins(self._runs(segments)))
+        restored = ops.spectrum_inverse(mean, segments, pad=self.pad)
+        return restored if out is None else out.copy_(restored)
+
+    def layout(self, segments: Segments, count: int = 1) -> Layout:
+        return ops.spectrum_layout(self._runs(segments), self.code_bits, WIDTHS[self.bitmap])
+
+    @property
+    def claims(self) -> FFTClaims:
+        return FFTClaims(self)
+
+
+class FFTClaims(Claims[FFT]):
+    """Contracts by the energy of the dropped bins and the rounding of the others."""
+
+    contractive = True
+    portable = False
+
     def nominal_bits(self) -> float:
         """Return the bits of the codes alone."""
-        return (1 - self.theta) * self.code_bits
+        return (1 - self.codec.theta) * self.codec.code_bits
 
     def gaussian_error(self) -> float | None:
         """Return what is dropped and rounded; None where the estimate of the latter matters."""
-        kept = (1 - self.theta) * (1 - math.log(1 - self.theta))
-        rounded = kept * 4.0**-self.mantissa / 24  # steps of 2^-m; 24 as measured
-        narrow = 2**self.code_bits < 12 << self.mantissa  # below 6 octaves a sign eps matters too
+        kept = (1 - self.codec.theta) * (1 - math.log(1 - self.codec.theta))
+        rounded = kept * 4.0**-self.codec.mantissa / 24  # steps of 2^-m; 24 as measured
+        narrow = (
+            2**self.codec.code_bits < 12 << self.codec.mantissa
+        )  # below 6 octaves a sign eps matters too
         return None if narrow or rounded > (1 - kept) / 50 else 1 - kept + rounded
 
     def error_bound(self, x: Tensor, segments: Segments) -> float:
         """Return the bound of the card, for the bins and the rounding that `x` itself has."""
-        payload = self.encode(x, segments, x, Key(0, 0, 0))
-        kept, values = self._open(payload, segments)
-        return ops.spectrum_error(x, segments, kept, values, half=self.half, pad=self.pad)
+        payload = self.codec.encode(x, segments, x, Key(0, 0, 0))
+        kept, values = self.codec._open(payload, segments)
+        return ops.spectrum_error(
+            x, segments, kept, values, half=self.codec.half, pad=self.codec.pad
+        )
 
     def delta(self, segments: Segments) -> float | None:
         """Return the least that is kept of a flat spectrum, less the rounding; None if nothing.
@@ -99,48 +165,17 @@ class FFT(Compressor):
         twice at most. The card's bound with that; codes span (2^(N - 1) - 3) / 2^m octaves or more.
         """
         worst = 1.0
-        h = 2.0**-10 if self.half else 2.0**-18
-        octaves = (2 ** (self.code_bits - 1) - 3) / 2**self.mantissa
-        for run in self._runs(segments):
+        h = 2.0**-10 if self.codec.half else 2.0**-18
+        octaves = (2 ** (self.codec.code_bits - 1) - 3) / 2**self.codec.mantissa
+        for run in self.codec._runs(segments):
             if not run.length:
                 continue
             dropped = 2 * (run.length - run.keep) / max(1, 2 * (run.length - 1))
             kept = math.sqrt(max(0.0, 1 - dropped))
-            q = math.sqrt(4.0 ** -(self.mantissa + 1) + 2 * run.keep * 4.0**-octaves)
+            q = math.sqrt(4.0 ** -(self.codec.mantissa + 1) + 2 * run.keep * 4.0**-octaves)
             worst = min(worst, max(0.0, kept - h) ** 2 - (q * kept + h) ** 2)
         return worst if worst > 0 else None
 
     def with_error(self, alpha: float) -> FFT:
         """Return the method with theta = alpha^2: the share of a flat spectrum that is dropped."""
-        return replace(self, theta=alpha**2)
-
-    def _runs(self, segments: Segments) -> tuple[ops.KeptRun, ...]:
-        """Return the runs of the segments' bins."""
-        return ops.spectrum_runs(segments, self.theta, self.pad)
-
-    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
-        runs = self._runs(segments)
-        bins, energy = ops.spectrum_forward(x, segments, half=self.half, pad=self.pad)
-        kept = ops.spectrum_largest(energy, runs)
-        width = WIDTHS[self.bitmap]
-        return Payload(ops.spectrum_pack(bins, kept, runs, self.code_bits, self.mantissa, width))
-
-    def _open(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor]:
-        """Return the kept bins, int64, (K,) in all, and their values, float32, (K, 2)."""
-        self.check(payload, segments)
-        form = self.code_bits, self.mantissa, WIDTHS[self.bitmap]
-        return ops.spectrum_unpack(payload.parts, self._runs(segments), *form, self.name)
-
-    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
-        return self.mean([payload], segments, shared)
-
-    def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
-        """Return the mean: spectra are added in the order of ranks and transformed back once."""
-        opened = [self._open(payload, segments) for payload in payloads]
-        total = sum(payload.count for payload in payloads)
-        weights = [payload.count / total for payload in payloads]
-        mean = ops.spectrum_mean(opened, weights, ops.spectrum_bins(self._runs(segments)))
-        return ops.spectrum_inverse(mean, segments, pad=self.pad)
-
-    def layout(self, segments: Segments, count: int = 1) -> Layout:
-        return ops.spectrum_layout(self._runs(segments), self.code_bits, WIDTHS[self.bitmap])
+        return replace(self.codec, theta=alpha**2)

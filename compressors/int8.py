@@ -20,13 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.compressor import Compressor, Key, Layout, Payload, Segments
+from gcbench.claims import Claims
+from gcbench.compressor import Compressor, Key, Layout, Payload, Segments, fill
 from gcbench.errors import PayloadError
 
 TOP = 127
@@ -40,22 +41,83 @@ class Int8(Compressor):
     granularity: str | int = 256  # elements of a block; or "tensor", "model", "column"
 
     collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather")
-    exact_for = ("signs", "ternary", "bytes", "sparse")
     variants = ({}, {"rounding": "stochastic"}, {"granularity": "tensor"})
 
     def __post_init__(self) -> None:
         if self.rounding not in ops.INT8_ROUNDINGS:
             raise ValueError(f"rounding={self.rounding!r}: 'nearest' or 'stochastic' allowed")
 
+    def encode(
+        self,
+        x: Tensor,
+        segments: Segments,
+        shared: Tensor,
+        key: Key,
+        *,
+        prepared: Any = None,
+        out: Payload | None = None,
+    ) -> Payload:
+        return fill(out, *ops.int8_encode(x, segments, self.rounding, key))
+
+    def _decode(
+        self, payload: Payload, segments: Segments, total: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        self.check(payload, segments)
+        codes, scales = payload.parts
+        count = payload.count
+        try:
+            return ops.int8_decode(codes, scales, segments, onto=total, count=count, out=out)
+        except PayloadError as error:
+            raise PayloadError(f"{self.name}: {error}") from None
+
+    def decode(
+        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
+        return self._decode(payload, segments, None, out)
+
+    def decode_onto(
+        self, payload: Payload, segments: Segments, shared: Tensor, total: Tensor
+    ) -> None:
+        self._decode(payload, segments, total, total)
+
+    def mean(
+        self,
+        payloads: Sequence[Payload],
+        segments: Segments,
+        shared: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        for payload in payloads:
+            self.check(payload, segments)
+        parts = [(payload.parts[0], payload.parts[1], payload.count) for payload in payloads]
+        try:
+            return ops.int8_mean(parts, segments, out=out)
+        except PayloadError as error:
+            raise PayloadError(f"{self.name}: {error}") from None
+
+    def layout(self, segments: Segments, count: int = 1) -> Layout:
+        return ((torch.int8, segments.numel), (torch.float32, len(segments)))
+
+    @property
+    def claims(self) -> Int8Claims:
+        return Int8Claims(self)
+
+
+class Int8Claims(Claims[Int8]):
+    """Rounding to the nearest contracts; stochastic rounding is unbiased."""
+
+    exact_for = ("signs", "ternary", "bytes", "sparse")
+
     @property
     def unbiased(self) -> bool:
-        return self.rounding == "stochastic"
+        return self.codec.rounding == "stochastic"
 
     @property
     def contractive(self) -> bool:
         """Always when nearest; n stochastic errors below a / 127 stay below a while n < 127^2."""
-        short = isinstance(self.granularity, int) and self.granularity <= TOP**2 - TOP
-        return self.rounding == "nearest" or short
+        short = isinstance(self.codec.granularity, int) and self.codec.granularity <= TOP**2 - TOP
+        return self.codec.rounding == "nearest" or short
 
     def nominal_bits(self) -> float:
         return 8.0
@@ -94,35 +156,3 @@ class Int8(Compressor):
         size, step = self._steps(x, segments)
         part = (size / step).frac()
         return torch.where(step.isinf(), 0.0, step.square() * part * (1 - part))
-
-    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
-        return Payload(ops.int8_encode(x, segments, self.rounding, key))
-
-    def _decode(self, payload: Payload, segments: Segments, total: Tensor | None) -> Tensor:
-        self.check(payload, segments)
-        codes, scales = payload.parts
-        count = payload.count
-        try:
-            return ops.int8_decode(codes, scales, segments, onto=total, count=count, out=total)
-        except PayloadError as error:
-            raise PayloadError(f"{self.name}: {error}") from None
-
-    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
-        return self._decode(payload, segments, None)
-
-    def decode_onto(
-        self, payload: Payload, segments: Segments, shared: Tensor, total: Tensor
-    ) -> None:
-        self._decode(payload, segments, total)
-
-    def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
-        for payload in payloads:
-            self.check(payload, segments)
-        parts = [(payload.parts[0], payload.parts[1], payload.count) for payload in payloads]
-        try:
-            return ops.int8_mean(parts, segments)
-        except PayloadError as error:
-            raise PayloadError(f"{self.name}: {error}") from None
-
-    def layout(self, segments: Segments, count: int = 1) -> Layout:
-        return ((torch.int8, segments.numel), (torch.float32, len(segments)))

@@ -16,13 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.compressor import Compressor, Key, Layout, Payload, Segments
+from gcbench.claims import Claims
+from gcbench.compressor import Compressor, Key, Layout, Payload, Segments, fill, slot
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,49 @@ class Natural(Compressor):
     """Powers of two; a code is the sign and the 8 bits of a float32's exponent."""
 
     collectives: ClassVar[tuple[str, ...]] = ("allgather", "twoshot")
+
+    def encode(
+        self,
+        x: Tensor,
+        segments: Segments,
+        shared: Tensor,
+        key: Key,
+        *,
+        prepared: Any = None,
+        out: Payload | None = None,
+    ) -> Payload:
+        return fill(out, ops.natural_encode(x, key, out=slot(out, 0)))
+
+    def decode(
+        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
+        self.check(payload, segments)
+        return ops.natural_decode(payload.parts[0], segments.numel, self.name, out=out)
+
+    def mean(
+        self,
+        payloads: Sequence[Payload],
+        segments: Segments,
+        shared: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        for payload in payloads:
+            self.check(payload, segments)
+        words = [(payload.parts[0], payload.count) for payload in payloads]
+        return ops.natural_mean(words, segments.numel, self.name, out=out)
+
+    def layout(self, segments: Segments, count: int = 1) -> Layout:
+        return ((torch.int32, ops.packed_words(segments.numel, ops.NATURAL_BITS)),)
+
+    @property
+    def claims(self) -> NaturalClaims:
+        return NaturalClaims(self)
+
+
+class NaturalClaims(Claims[Natural]):
+    """Unbiased, and contracts: the variance is at most an eighth."""
+
     unbiased = True
     contractive = True
     exact_for = ("signs", "ternary")
@@ -59,19 +103,3 @@ class Natural(Compressor):
 
     def variance_bound(self, x: Tensor, segments: Segments, shared: Tensor) -> float:
         return float(x.double().square().sum()) / 8
-
-    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
-        return Payload((ops.natural_encode(x, key),))
-
-    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
-        self.check(payload, segments)
-        return ops.natural_decode(payload.parts[0], segments.numel, self.name)
-
-    def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
-        for payload in payloads:
-            self.check(payload, segments)
-        words = [(payload.parts[0], payload.count) for payload in payloads]
-        return ops.natural_mean(words, segments.numel, self.name)
-
-    def layout(self, segments: Segments, count: int = 1) -> Layout:
-        return ((torch.int32, ops.packed_words(segments.numel, ops.NATURAL_BITS)),)

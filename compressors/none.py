@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from gcbench.compressor import Compressor, Key, Layout, Payload, Segments
+from gcbench.claims import Claims
+from gcbench.compressor import Compressor, Key, Layout, Payload, Segments, fill
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,64 @@ class NoCompression(Compressor):
     """The gradient in float32. A payload of `count` workers holds their sum."""
 
     collectives: ClassVar[tuple[str, ...]] = ("allreduce", "allgather", "twoshot")
+    requantizes = False
+
+    def encode(
+        self,
+        x: Tensor,
+        segments: Segments,
+        shared: Tensor,
+        key: Key,
+        *,
+        prepared: Any = None,
+        out: Payload | None = None,
+    ) -> Payload:
+        return Payload((x.contiguous(),))  # what is sent is there: nothing is written to `out`
+
+    def decode(
+        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
+        self.check(payload, segments)
+        return self.check_finite(torch.div(payload.parts[0], payload.count, out=out))
+
+    def merge(
+        self,
+        payloads: Sequence[Payload],
+        segments: Segments,
+        shared: Tensor,
+        key: Key,
+        *,
+        out: Payload | None = None,
+    ) -> Payload:
+        total = fill(out, payloads[0].parts[0] if out else payloads[0].parts[0].clone())
+        for payload in payloads[1:]:
+            total.parts[0].add_(payload.parts[0])
+        return total._replace(count=sum(payload.count for payload in payloads))
+
+    def mean(
+        self,
+        payloads: Sequence[Payload],
+        segments: Segments,
+        shared: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        key = Key(0, 0, 0)  # the sum draws no random numbers
+        return self.decode(self.merge(payloads, segments, shared, key), segments, shared, out=out)
+
+    def layout(self, segments: Segments, count: int = 1) -> Layout:
+        return ((torch.float32, segments.numel),)
+
+    @property
+    def claims(self) -> NoCompressionClaims:
+        return NoCompressionClaims(self)
+
+
+class NoCompressionClaims(Claims[NoCompression]):
+    """Everything arrives."""
+
     unbiased = True
     contractive = True
-    requantizes = False
     exact_for = ("ternary", "integers", "bytes", "sparse", "signs")
 
     def nominal_bits(self) -> float:
@@ -42,25 +98,3 @@ class NoCompression(Compressor):
 
     def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
         return torch.zeros_like(x, dtype=torch.float64)
-
-    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
-        return Payload((x.contiguous(),))
-
-    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
-        self.check(payload, segments)
-        return self.check_finite(payload.parts[0] / payload.count)
-
-    def merge(
-        self, payloads: Sequence[Payload], segments: Segments, shared: Tensor, key: Key
-    ) -> Payload:
-        total = payloads[0].parts[0].clone()
-        for payload in payloads[1:]:
-            total += payload.parts[0]
-        return Payload((total,), sum(payload.count for payload in payloads))
-
-    def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
-        key = Key(0, 0, 0)  # the sum draws no random numbers
-        return self.decode(self.merge(payloads, segments, shared, key), segments, shared)
-
-    def layout(self, segments: Segments, count: int = 1) -> Layout:
-        return ((torch.float32, segments.numel),)

@@ -22,7 +22,7 @@ between steps, which leaves its span as it is and P in the range of the gradient
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from gcbench import ops
+from gcbench.claims import Claims
 from gcbench.compressor import Key, Layout, MultiRoundCompressor, Segments
 
 LARGEST = torch.finfo(torch.float32).max
@@ -42,10 +43,7 @@ class PowerSGD(MultiRoundCompressor):
     rank: int = 2  # columns of P and Q; the paper takes 2 for images, 4 for language
     warm_start: bool = True  # False draws Q anew at every step
 
-    rounds: ClassVar[int] = 2
     memory: ClassVar[str] = "residual"
-    contractive = True
-    portable = False
     variants = ({}, {"rank": 1}, {"rank": 4}, {"warm_start": False})
 
     def __post_init__(self) -> None:
@@ -64,14 +62,73 @@ class PowerSGD(MultiRoundCompressor):
         shapes = [(n, m) for _, n, m in self._tensors(segments)]
         return [self.rank * m if part else self.rank * n if m else n for n, m in shapes]
 
-    def _cut(self, values: Tensor, segments: Segments, part: int) -> tuple[Tensor, ...]:
-        return torch.split(values, self._sizes(segments, part))
+    def initial_state(self, segments: Segments, key: Key) -> Tensor:
+        """Return N(0, 1) draws for all Q, float32, 1-D."""
+        return ops.normal(key, sum(self._sizes(segments, 1)))
+
+    def in_rounds(
+        self, x: Tensor, segments: Segments, state: Tensor, key: Key, out: Tensor
+    ) -> Generator[Tensor, Tensor, Tensor]:
+        """One power iteration a matrix M; P and Q hold their columns as rows, (r, n) and (r, m)."""
+        tensors = list(self._tensors(segments))
+        matrices = [x[place].view(n, m) for place, n, m in tensors if m]
+
+        q = self._factors(state, [m for _, _, m in tensors if m])
+        p = [q_i @ matrix.T for q_i, matrix in zip(q, matrices, strict=True)]
+        products = iter(p)
+        mean = yield _joined(x, [next(products) if m else x[place] for place, _, m in tensors])
+
+        pieces = torch.split(self.check_finite(mean), self._sizes(segments, 0))
+        p = [
+            ops.orthonormalize(piece.view(self.rank, n))
+            for piece, (_, n, m) in zip(pieces, tensors, strict=True)
+            if m
+        ]
+        mean = yield _joined(x, [p_i @ matrix for p_i, matrix in zip(p, matrices, strict=True)])
+
+        q = self._factors(self.check_finite(mean), [m for _, _, m in tensors if m])
+        factors = zip(p, q, strict=True)
+        for piece, (place, n, m) in zip(pieces, tensors, strict=True):
+            if m:
+                left, right = next(factors)
+                torch.mm(left.T, right, out=out[place].view(n, m))
+            else:
+                out[place] = piece
+        out.clamp_(-LARGEST, LARGEST)
+        if not self.warm_start:
+            return self.initial_state(segments, key)
+        return _joined(x, [ops.orthonormalize(q_i) for q_i in q])
+
+    def _factors(self, values: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        """Cut values into matrices of r rows, each of one of these lengths."""
+        pieces = torch.split(values, [self.rank * length for length in lengths])
+        return [piece.view(self.rank, -1) for piece in pieces]
+
+    def layout(self, segments: Segments, count: int = 1) -> Layout:
+        first, second = (sum(self._sizes(segments, part)) for part in (0, 1))
+        return ((torch.float32, first), (torch.float32, second))
+
+    @property
+    def claims(self) -> PowerSGDClaims:
+        return PowerSGDClaims(self)
+
+
+def _joined(x: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+    """Return all values as one vector; sums beyond float32 saturate, inf less inf is 0."""
+    return torch.cat([x.new_empty(0), *(piece.view(-1) for piece in pieces)]).nan_to_num_()
+
+
+class PowerSGDClaims(Claims[PowerSGD]):
+    """Contracts: the approximation is a projection."""
+
+    contractive = True
+    portable = False
 
     def error_bound(self, x: Tensor, segments: Segments) -> float:
         """Return the bound on the mean over the draws of Q, with room for float32's rounding."""
         return sum(
-            (1 - self.rank / min(n, m) + 2**-18) * float(x[place].double().square().sum())
-            for place, n, m in self._tensors(segments)
+            (1 - self.codec.rank / min(n, m) + 2**-18) * float(x[place].double().square().sum())
+            for place, n, m in self.codec._tensors(segments)
             if m
         )
 
@@ -81,50 +138,7 @@ class PowerSGD(MultiRoundCompressor):
         The share holds for a Q that is drawn afresh; for one that an earlier gradient has turned
         nothing is proved: the new gradient may be orthogonal to it.
         """
-        if self.warm_start:
+        if self.codec.warm_start:
             return None
-        shapes = [(n, m) for _, n, m in self._tensors(segments) if m]
-        return min((self.rank / min(shape) for shape in shapes), default=1.0) - 2.0**-18
-
-    def initial_state(self, segments: Segments, key: Key) -> Tensor:
-        """Return N(0, 1) draws for all Q, float32, 1-D."""
-        return ops.normal(key, sum(self._sizes(segments, 1)))
-
-    def contribute(
-        self, x: Tensor, segments: Segments, state: Tensor, means: Sequence[Tensor]
-    ) -> Tensor:
-        given = means[0] if means else state
-        factors = self._cut(given, segments, 0 if means else 1)
-        pieces = [x.new_empty(0)]
-        for (place, n, m), factor in zip(self._tensors(segments), factors, strict=True):
-            if not m:
-                pieces += [] if means else [x[place]]
-                continue
-            matrix = x[place].view(n, m)
-            vectors = factor.view(self.rank, -1)
-            product = ops.orthonormalize(vectors) @ matrix if means else vectors @ matrix.T
-            # Sums beyond float32 saturate; NaN is infinity less infinity.
-            pieces.append(product.view(-1).nan_to_num_())
-        return torch.cat(pieces)
-
-    def reconstruct(self, means: Sequence[Tensor], segments: Segments) -> Tensor:
-        out = means[0].new_empty(segments.numel)
-        lefts, rights = (self._cut(self.check_finite(m), segments, i) for i, m in enumerate(means))
-        for (place, n, m), p, q in zip(self._tensors(segments), lefts, rights, strict=True):
-            if m:
-                left = ops.orthonormalize(p.view(self.rank, n))
-                torch.mm(left.T, q.view(self.rank, m), out=out[place].view(n, m))
-            else:
-                out[place] = p
-        return out.clamp_(-LARGEST, LARGEST)
-
-    def next_state(self, means: Sequence[Tensor], segments: Segments, key: Key) -> Tensor:
-        if not self.warm_start:
-            return self.initial_state(segments, key)
-        factors = [q.view(self.rank, -1) for q in self._cut(means[1], segments, 1) if len(q)]
-        rows = [ops.orthonormalize(factor).view(-1) for factor in factors]
-        return torch.cat([means[1].new_empty(0), *rows])
-
-    def layout(self, segments: Segments, count: int = 1) -> Layout:
-        first, second = (sum(self._sizes(segments, part)) for part in (0, 1))
-        return ((torch.float32, first), (torch.float32, second))
+        shapes = [(n, m) for _, n, m in self.codec._tensors(segments) if m]
+        return min((self.codec.rank / min(shape) for shape in shapes), default=1.0) - 2.0**-18

@@ -22,13 +22,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.compressor import Compressor, Key, Layout, Payload, Segments
+from gcbench.claims import Claims
+from gcbench.compressor import Compressor, Key, Layout, Payload, Segments, fill, slot
 from gcbench.errors import PayloadError
 
 
@@ -42,7 +43,6 @@ class QSGD(Compressor):
     coding: str = "fixed"  # or "omega-dense", "omega-sparse"
 
     collectives: ClassVar[tuple[str, ...]] = ("allgather", "twoshot")
-    unbiased = True
     variants = (
         {},
         {"levels": 1, "granularity": "tensor"},
@@ -59,50 +59,19 @@ class QSGD(Compressor):
         if self.coding not in ops.LEVEL_CODINGS:
             raise ValueError(f"coding={self.coding!r}: allowed are {', '.join(ops.LEVEL_CODINGS)}")
 
-    @property
-    def exact_for(self) -> tuple[str, ...]:
-        """Inputs of which every element lies on a level; a bucket of one element always does."""
-        if self.granularity == 1:
-            return ("signs", "ternary", "integers", "bytes", "sparse")
-        if self.norm == "2":
-            return ("sparse",)
-        whole = [name for name, top in (("integers", 7), ("bytes", 127)) if self.levels % top == 0]
-        return ("signs", "ternary", "sparse", *whole)
-
-    def nominal_bits(self) -> float | None:
-        """Return code and norm; for "omega-dense" at s = sqrt(d) what Corollary 3.3 claims."""
-        bucket = self.granularity if isinstance(self.granularity, int) else 0
-        side = 32 / bucket if bucket else 0.0
-        if self.coding == "fixed":
-            return ops.level_bits(self.levels) + side
-        claimed = self.coding == "omega-dense" and self.norm == "2" and self.levels**2 == bucket
-        return 2.8 + side if claimed else None
-
-    def omega(self, segments: Segments) -> float:
-        """Return the bound of the card over ||x||^2: at worst ||x||_inf = ||x|| of a segment.
-
-        max-norm: ||v||_inf ||v||_1 <= (1 + sqrt d) / 2 ||v||^2, attained by one large element.
-        """
-        s, d = self.levels, max(segments.lengths, default=0)
-        near = math.sqrt(d) if self.norm == "2" else (1 + math.sqrt(d)) / 2
-        return min(d / (4 * s**2), near / s)
-
-    def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
+    def encode(
+        self,
+        x: Tensor,
+        segments: Segments,
+        shared: Tensor,
+        key: Key,
+        *,
+        prepared: Any = None,
+        out: Payload | None = None,
+    ) -> Payload:
         norms = ops.level_norms(x, segments, self.norm, self.levels)
-        return ops.level_variance(x, norms, self.levels, segments)
-
-    def variance_bound(self, x: Tensor, segments: Segments, shared: Tensor) -> float:
-        norms, s = ops.level_norms(x, segments, self.norm, self.levels).double(), self.levels
-        d = torch.tensor(segments.lengths, dtype=torch.float64, device=x.device)
-        if self.norm == "2":
-            return float((torch.minimum(d / s**2, d.sqrt() / s) * norms.square()).sum())
-        length = ops.segment_moments(x.abs(), segments)[0]
-        return float(torch.minimum(d * (norms / (2 * s)).square(), norms * length / s).sum())
-
-    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
-        norms = ops.level_norms(x, segments, self.norm, self.levels)
-        words = ops.level_encode(x, norms, self.levels, self.coding, segments, key)
-        return Payload((words, norms))
+        code = x, norms, self.levels, self.coding, segments, key
+        return fill(out, ops.level_encode(*code, out=slot(out, 0)), norms)
 
     def _parts(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor, int]:
         self.check(payload, segments)
@@ -112,26 +81,37 @@ class QSGD(Compressor):
             )
         return (*payload.parts, payload.count)
 
-    def _decode(self, payload: Payload, segments: Segments, total: Tensor | None) -> Tensor:
+    def _decode(
+        self, payload: Payload, segments: Segments, total: Tensor | None, out: Tensor | None
+    ) -> Tensor:
         words, norms, count = self._parts(payload, segments)
         code = (words, norms, self.norm, self.levels, self.coding, segments)
         try:
-            return ops.level_decode(*code, onto=total, count=count, out=total)
+            return ops.level_decode(*code, onto=total, count=count, out=out)
         except PayloadError as error:
             raise PayloadError(f"{self.name}: {error}") from None
 
-    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
-        return self._decode(payload, segments, None)
+    def decode(
+        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
+        return self._decode(payload, segments, None, out)
 
     def decode_onto(
         self, payload: Payload, segments: Segments, shared: Tensor, total: Tensor
     ) -> None:
-        self._decode(payload, segments, total)
+        self._decode(payload, segments, total, total)
 
-    def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
+    def mean(
+        self,
+        payloads: Sequence[Payload],
+        segments: Segments,
+        shared: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
         parts = [self._parts(payload, segments) for payload in payloads]
         try:
-            return ops.level_mean(parts, self.norm, self.levels, self.coding, segments)
+            return ops.level_mean(parts, self.norm, self.levels, self.coding, segments, out=out)
         except PayloadError as error:
             raise PayloadError(f"{self.name}: {error}") from None
 
@@ -141,3 +121,62 @@ class QSGD(Compressor):
             return None
         words = ops.packed_words(segments.numel, ops.level_bits(self.levels))
         return (torch.int32, words), (torch.float32, len(segments))
+
+    @property
+    def claims(self) -> QSGDClaims:
+        return QSGDClaims(self)
+
+
+class QSGDClaims(Claims[QSGD]):
+    """Unbiased; the variance is exact, and bounded by lemma 3.1 or the card."""
+
+    unbiased = True
+
+    @property
+    def exact_for(self) -> tuple[str, ...]:
+        """Inputs of which every element lies on a level; a bucket of one element always does."""
+        if self.codec.granularity == 1:
+            return ("signs", "ternary", "integers", "bytes", "sparse")
+        if self.codec.norm == "2":
+            return ("sparse",)
+        whole = [
+            name for name, top in (("integers", 7), ("bytes", 127)) if self.codec.levels % top == 0
+        ]
+        return ("signs", "ternary", "sparse", *whole)
+
+    def nominal_bits(self) -> float | None:
+        """Return code and norm; for "omega-dense" at s = sqrt(d) what Corollary 3.3 claims."""
+        bucket = self.codec.granularity if isinstance(self.codec.granularity, int) else 0
+        side = 32 / bucket if bucket else 0.0
+        if self.codec.coding == "fixed":
+            return ops.level_bits(self.codec.levels) + side
+        claimed = (
+            self.codec.coding == "omega-dense"
+            and self.codec.norm == "2"
+            and self.codec.levels**2 == bucket
+        )
+        return 2.8 + side if claimed else None
+
+    def omega(self, segments: Segments) -> float:
+        """Return the bound of the card over ||x||^2: at worst ||x||_inf = ||x|| of a segment.
+
+        max-norm: ||v||_inf ||v||_1 <= (1 + sqrt d) / 2 ||v||^2, attained by one large element.
+        """
+        s, d = self.codec.levels, max(segments.lengths, default=0)
+        near = math.sqrt(d) if self.codec.norm == "2" else (1 + math.sqrt(d)) / 2
+        return min(d / (4 * s**2), near / s)
+
+    def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
+        norms = ops.level_norms(x, segments, self.codec.norm, self.codec.levels)
+        return ops.level_variance(x, norms, self.codec.levels, segments)
+
+    def variance_bound(self, x: Tensor, segments: Segments, shared: Tensor) -> float:
+        norms, s = (
+            ops.level_norms(x, segments, self.codec.norm, self.codec.levels).double(),
+            self.codec.levels,
+        )
+        d = torch.tensor(segments.lengths, dtype=torch.float64, device=x.device)
+        if self.codec.norm == "2":
+            return float((torch.minimum(d / s**2, d.sqrt() / s) * norms.square()).sum())
+        length = ops.segment_moments(x.abs(), segments)[0]
+        return float(torch.minimum(d * (norms / (2 * s)).square(), norms * length / s).sum())

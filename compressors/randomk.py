@@ -21,13 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.compressor import Compressor, Key, Layout, Payload, Segments
+from gcbench.claims import Claims
+from gcbench.compressor import Compressor, Key, Layout, Payload, Segments, fill
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 
@@ -49,57 +50,25 @@ class RandomK(Compressor):
             raise ValueError(f"ratio={self.ratio}: above 0 and at most 1 allowed")
         Segments.of([(1,)], self.granularity)  # refuses what it does not know
 
-    @property
-    def unbiased(self) -> bool:
-        return self.scaled
-
-    @property
-    def contractive(self) -> bool:
-        return not self.scaled
-
-    @property
-    def exact_for(self) -> tuple[str, ...]:
-        return () if self.ratio < 1 else ("signs", "ternary", "integers", "bytes", "sparse")
-
-    def nominal_bits(self) -> float:
-        return 32 * self.ratio
-
-    def gaussian_error(self) -> float:
-        return 1 / self.ratio - 1 if self.scaled else 1 - self.ratio
-
-    def error_bound(self, x: Tensor, segments: Segments) -> float | None:
-        """Return sum (1 - k/d) ||x||^2 over the segments, the expectation of the unscaled error."""
-        mean_error = ops.dropped_energy(x, segments, ops.kept_runs(segments, self.ratio))
-        return None if self.scaled else mean_error
-
-    def delta(self, segments: Segments) -> float | None:
-        """Return the least k/d, in expectation, of the unscaled method."""
-        runs = [run for run in ops.kept_runs(segments, self.ratio) if run.length]
-        return None if self.scaled else min((run.keep / run.length for run in runs), default=1.0)
-
-    def omega(self, segments: Segments) -> float | None:
-        """Return the largest d/k - 1, of the scaled method."""
-        runs = ops.kept_runs(segments, self.ratio)
-        return max((run.inverse for run in runs), default=1.0) - 1 if self.scaled else None
-
-    def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor | None:
-        """Return (d/k - 1) x^2, float64, shape (n,); None for the unscaled method."""
-        if not self.scaled:
-            return None
-        out = x.double().square()
-        runs = ops.kept_runs(segments, self.ratio)
-        for (_, rows), run in zip(segments.views(out), runs, strict=True):
-            rows.mul_(run.inverse - 1)
-        return out
-
     def draw_shared(self, segments: Segments, key: Key) -> Tensor:
         """Return the positions that are kept, int64, shape (K,), increasing."""
         return ops.random_positions(key, ops.kept_runs(segments, self.ratio))
 
-    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
-        return Payload((ops.gather(x, shared),))
+    def encode(
+        self,
+        x: Tensor,
+        segments: Segments,
+        shared: Tensor,
+        key: Key,
+        *,
+        prepared: Any = None,
+        out: Payload | None = None,
+    ) -> Payload:
+        return fill(out, ops.gather(x, shared))
 
-    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
+    def decode(
+        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
         self.check(payload, segments)
         values = self.check_finite(payload.parts[0]) / payload.count
         if self.scaled:
@@ -107,23 +76,89 @@ class RandomK(Compressor):
             factor = ops.kept_values([run.inverse for run in runs], runs)
             # A value that scaling would take beyond float32 saturates.
             values.mul_(factor.to(values.device)).clamp_(-FLOAT_MAX, FLOAT_MAX)
-        return ops.scatter(values, shared, segments.numel)
+        return ops.scatter(values, shared, segments.numel, out=out)
 
     def merge(
-        self, payloads: Sequence[Payload], segments: Segments, shared: Tensor, key: Key
+        self,
+        payloads: Sequence[Payload],
+        segments: Segments,
+        shared: Tensor,
+        key: Key,
+        *,
+        out: Payload | None = None,
     ) -> Payload:
         """Return the sum of the payloads, in the order of ranks: nothing more is lost."""
         for payload in payloads:
             self.check(payload, segments)
-        total = payloads[0].parts[0].clone()
+        total = fill(out, payloads[0].parts[0] if out else payloads[0].parts[0].clone())
         for payload in payloads[1:]:
-            total += payload.parts[0]
-        return Payload((total,), sum(payload.count for payload in payloads))
+            total.parts[0].add_(payload.parts[0])
+        return total._replace(count=sum(payload.count for payload in payloads))
 
-    def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
+    def mean(
+        self,
+        payloads: Sequence[Payload],
+        segments: Segments,
+        shared: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Return the decoding of the sum: the bits of an all-reduce in the order of ranks."""
         merged = self.merge(payloads, segments, shared, Key(0, 0, 0))
-        return self.decode(merged, segments, shared)
+        return self.decode(merged, segments, shared, out=out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         return ((torch.float32, ops.kept_total(ops.kept_runs(segments, self.ratio))),)
+
+    @property
+    def claims(self) -> RandomKClaims:
+        return RandomKClaims(self)
+
+
+class RandomKClaims(Claims[RandomK]):
+    """Scaled it is unbiased, unscaled it contracts in expectation."""
+
+    @property
+    def unbiased(self) -> bool:
+        return self.codec.scaled
+
+    @property
+    def contractive(self) -> bool:
+        return not self.codec.scaled
+
+    @property
+    def exact_for(self) -> tuple[str, ...]:
+        return () if self.codec.ratio < 1 else ("signs", "ternary", "integers", "bytes", "sparse")
+
+    def nominal_bits(self) -> float:
+        return 32 * self.codec.ratio
+
+    def gaussian_error(self) -> float:
+        return 1 / self.codec.ratio - 1 if self.codec.scaled else 1 - self.codec.ratio
+
+    def error_bound(self, x: Tensor, segments: Segments) -> float | None:
+        """Return sum (1 - k/d) ||x||^2 over the segments, the expectation of the unscaled error."""
+        mean_error = ops.dropped_energy(x, segments, ops.kept_runs(segments, self.codec.ratio))
+        return None if self.codec.scaled else mean_error
+
+    def delta(self, segments: Segments) -> float | None:
+        """Return the least k/d, in expectation, of the unscaled method."""
+        runs = [run for run in ops.kept_runs(segments, self.codec.ratio) if run.length]
+        return (
+            None if self.codec.scaled else min((run.keep / run.length for run in runs), default=1.0)
+        )
+
+    def omega(self, segments: Segments) -> float | None:
+        """Return the largest d/k - 1, of the scaled method."""
+        runs = ops.kept_runs(segments, self.codec.ratio)
+        return max((run.inverse for run in runs), default=1.0) - 1 if self.codec.scaled else None
+
+    def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor | None:
+        """Return (d/k - 1) x^2, float64, shape (n,); None for the unscaled method."""
+        if not self.codec.scaled:
+            return None
+        out = x.double().square()
+        runs = ops.kept_runs(segments, self.codec.ratio)
+        for (_, rows), run in zip(segments.views(out), runs, strict=True):
+            rows.mul_(run.inverse - 1)
+        return out

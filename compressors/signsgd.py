@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.compressor import Compressor, Key, Layout, Payload, Segments
+from gcbench.claims import Claims
+from gcbench.compressor import Compressor, Key, Layout, Payload, Segments, fill, slot
 from gcbench.errors import UsageError
 
 
@@ -41,6 +42,7 @@ class SignSGD(Compressor):
 
     collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather")
     requantizes = False
+    cuttable = True
     recipe: ClassVar[Mapping[str, Any]] = {
         "optimizer": "sgd",
         "lr": 1e-3,
@@ -59,46 +61,45 @@ class SignSGD(Compressor):
         if self.ties == "coin" and self._bits(2) == 2:
             raise ValueError("ties='coin': with abstain or quorum a tied vote is 0")
 
-    @property
-    def aggregate(self) -> str:
-        return "vote" if self.quorum == 1 else "other"
-
-    @property
-    def signs(self) -> bool:
-        return self.quorum == 1 and not self.abstain
-
-    @property
-    def exact_for(self) -> tuple[str, ...]:
-        # The magnitude of signs, 1 = rms, must not be an abstention; zeros need one.
-        return () if self.abstain > 1 else ("signs", "ternary") if self.abstain else ("signs",)
-
     def legal_collectives(self) -> tuple[str, ...]:
         return self.collectives[:1] if self.ties == "coin" else self.collectives  # owners toss it
-
-    def nominal_bits(self) -> float | None:
-        return None if self.abstain else 1.0
 
     def _bits(self, count: int) -> int:
         """Return the bits of a code; one worker alone always reaches the quorum."""
         return 2 if self.abstain or (self.quorum > 1 and count > 1) else 1
 
-    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
+    def encode(
+        self,
+        x: Tensor,
+        segments: Segments,
+        shared: Tensor,
+        key: Key,
+        *,
+        prepared: Any = None,
+        out: Payload | None = None,
+    ) -> Payload:
         if self.abstain:
-            return Payload((ops.sign_pack_above(x, self.abstain, segments),))
-        return Payload((ops.sign_pack(x),))
+            return fill(out, ops.sign_pack_above(x, self.abstain, segments, out=slot(out, 0)))
+        return fill(out, ops.sign_pack(x, out=slot(out, 0)))
 
-    def encode_shards(
-        self, x: Tensor, segments: Segments, shared: Tensor, key: Key, bounds: Sequence[int]
-    ) -> list[Payload]:
-        words = self.encode(x, segments, shared, key).parts[0]  # abstention sees whole tensors
-        return [Payload((piece,)) for piece in ops.split_words(words, self._bits(1), bounds)]
+    def cut(self, payload: Payload, bounds: Sequence[int]) -> list[Payload]:
+        words = ops.split_words(payload.parts[0], self._bits(1), bounds)
+        return [Payload((piece,)) for piece in words]
 
-    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
+    def decode(
+        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
         self.check(payload, segments)
         bits = self._bits(payload.count)
-        return ops.sign_decode(payload.parts[0], bits, segments.numel, self.name)
+        return ops.sign_decode(payload.parts[0], bits, segments.numel, self.name, out=out)
 
-    def _vote(self, payloads: Sequence[Payload], segments: Segments, key: Key | None) -> Payload:
+    def _vote(
+        self,
+        payloads: Sequence[Payload],
+        segments: Segments,
+        key: Key | None,
+        out: Payload | None = None,
+    ) -> Payload:
         for payload in payloads:
             self.check(payload, segments)
         counts = [payload.count for payload in payloads]
@@ -110,19 +111,62 @@ class SignSGD(Compressor):
         words, bits = [payload.parts[0] for payload in payloads], list(map(self._bits, counts))
         vote = ops.sign_vote(
             words, counts, bits, segments.numel, self.name,
-            width=self._bits(workers), quorum=self.quorum, coin=coin,
+            width=self._bits(workers), quorum=self.quorum, coin=coin, out=slot(out, 0),
         )  # fmt: skip
-        return Payload((vote,), workers)
+        return fill(out, vote, count=workers)
 
-    def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
+    def mean(
+        self,
+        payloads: Sequence[Payload],
+        segments: Segments,
+        shared: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Return the vote, as `merge` does; UsageError if it may take a coin, having no key."""
-        return self.decode(self._vote(payloads, segments, None), segments, shared)
+        return self.decode(self._vote(payloads, segments, None), segments, shared, out=out)
 
     def merge(
-        self, payloads: Sequence[Payload], segments: Segments, shared: Tensor, key: Key
+        self,
+        payloads: Sequence[Payload],
+        segments: Segments,
+        shared: Tensor,
+        key: Key,
+        *,
+        out: Payload | None = None,
     ) -> Payload:
         """Return the majority vote, an integer sum of signs: the parameter server's step."""
-        return self._vote(payloads, segments, key)
+        return self._vote(payloads, segments, key, out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         return ((torch.int32, ops.packed_words(segments.numel, self._bits(count))),)
+
+    @property
+    def claims(self) -> SignSGDClaims:
+        return SignSGDClaims(self)
+
+
+class SignSGDClaims(Claims[SignSGD]):
+    """Signs, and their majority."""
+
+    @property
+    def aggregate(self) -> str:
+        return "vote" if self.codec.quorum == 1 else "other"
+
+    @property
+    def signs(self) -> bool:
+        return self.codec.quorum == 1 and not self.codec.abstain
+
+    @property
+    def exact_for(self) -> tuple[str, ...]:
+        # The magnitude of signs, 1 = rms, must not be an abstention; zeros need one.
+        return (
+            ()
+            if self.codec.abstain > 1
+            else ("signs", "ternary")
+            if self.codec.abstain
+            else ("signs",)
+        )
+
+    def nominal_bits(self) -> float | None:
+        return None if self.codec.abstain else 1.0

@@ -17,13 +17,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.compressor import Compressor, Key, Layout, Payload, Segments
+from gcbench.claims import Claims
+from gcbench.compressor import Compressor, Key, Layout, Payload, Prepared, Segments, fill, slot
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,6 @@ class TernGrad(Compressor):
     granularity: str | int = "tensor"  # or "model", "column", or a group size
 
     collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allreduce", "allgather")
-    unbiased = True
     requantizes = False
     variants = ({}, {"clip": 0.0}, {"scale": "c-sigma"}, {"share": False}, {"granularity": 512})
 
@@ -51,21 +51,107 @@ class TernGrad(Compressor):
     def legal_collectives(self) -> tuple[str, ...]:
         return self.collectives if self.share else ("allgather",)  # one scale, or no integer sum
 
+    def _own(self, x: Tensor, segments: Segments) -> tuple[Tensor | None, Tensor]:
+        """Return where x is clipped first (None: nowhere), and the own scale of each segment."""
+        return ops.ternary_scales(x, segments, self.clip, at_limit=self.scale == "c-sigma")
+
+    @property
+    def cuttable(self) -> bool:
+        return self.share
+
+    def prepare(self, x: Tensor, segments: Segments) -> Prepared:
+        limit, own = self._own(x, segments)
+        return Prepared(own if self.share else x.new_empty(0), (limit, own))
+
+    def encode(
+        self,
+        x: Tensor,
+        segments: Segments,
+        shared: Tensor,
+        key: Key,
+        *,
+        prepared: Any = None,
+        out: Payload | None = None,
+    ) -> Payload:
+        limit, own = prepared or self._own(x, segments)
+        scale, words = shared if self.share else own, slot(out, 0)
+        words = ops.ternary_encode(x, limit, scale, segments, key, out=words)
+        return fill(out, words) if self.share else fill(out, words, own)
+
+    def cut(self, payload: Payload, bounds: Sequence[int]) -> list[Payload]:
+        return [Payload((piece,)) for piece in ops.split_words(payload.parts[0], 2, bounds)]
+
+    def _words(self, payloads: Sequence[Payload], segments: Segments) -> list[tuple[Tensor, int]]:
+        for payload in payloads:
+            self.check(payload, segments)
+        return [(payload.parts[0], payload.count) for payload in payloads]
+
+    def decode(
+        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
+        words = self._words([payload], segments)
+        scale = shared if self.share else payload.parts[1]
+        return ops.ternary_mean(words, scale, segments, out=out)
+
+    def mean(
+        self,
+        payloads: Sequence[Payload],
+        segments: Segments,
+        shared: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if not self.share:
+            return super().mean(payloads, segments, shared, out=out)
+        return ops.ternary_mean(self._words(payloads, segments), shared, segments, out=out)
+
+    def merge(
+        self,
+        payloads: Sequence[Payload],
+        segments: Segments,
+        shared: Tensor,
+        key: Key,
+        *,
+        out: Payload | None = None,
+    ) -> Payload:
+        sums, words = self._words(payloads, segments), slot(out, 0)
+        words, count = ops.ternary_merge(sums, segments.numel, out=words)
+        return fill(out, words, count=count)
+
+    def summand(self, payload: Payload, workers: int, segments: Segments) -> Payload:
+        return Payload((ops.ternary_summand(payload.parts[0], workers, segments.numel),))
+
+    def decode_sum(
+        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
+        bits, summed = ops.summand_bits(payload.count), (payload.parts[0], payload.count)
+        return ops.ternary_mean([summed], shared, segments, bits=bits, out=out)
+
+    def layout(self, segments: Segments, count: int = 1) -> Layout:
+        codes = (torch.int32, ops.packed_words(segments.numel, ops.ternary_bits(count)))
+        return (codes,) if self.share else (codes, (torch.float32, len(segments)))
+
+    @property
+    def claims(self) -> TernGradClaims:
+        return TernGradClaims(self)
+
+
+class TernGradClaims(Claims[TernGrad]):
+    """Unbiased for the clipped gradient; the variance is exact."""
+
+    unbiased = True
+
     def nominal_bits(self) -> float:
         return math.log2(3)
 
     def gaussian_error(self) -> float | None:
         known = {2.0: 0.65281, 2.5: 1.00953, 3.0: 1.39676}  # tests compute the integrals
-        return None if isinstance(self.granularity, int) else known.get(self.clip)
-
-    def _own(self, x: Tensor, segments: Segments) -> tuple[Tensor | None, Tensor]:
-        """Return where x is clipped first (None: nowhere), and the own scale of each segment."""
-        return ops.ternary_scales(x, segments, self.clip, at_limit=self.scale == "c-sigma")
+        return None if isinstance(self.codec.granularity, int) else known.get(self.codec.clip)
 
     def target(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
-        limit, own = self._own(x, segments)
-        if self.scale == "c-sigma":
-            limit = shared if self.share else own  # what exceeds the scale is cut by it
+        limit, own = self.codec._own(x, segments)
+        if self.codec.scale == "c-sigma":
+            limit = shared if self.codec.share else own  # what exceeds the scale is cut by it
         return x if limit is None else ops.clamp_(x.clone(), limit, segments)
 
     def omega(self, segments: Segments) -> float | None:
@@ -74,55 +160,9 @@ class TernGrad(Compressor):
         ||g||_inf ||g||_1 <= (1 + sqrt d) / 2 ||g||^2, attained by one large element and d - 1 of
         1 / (1 + sqrt d) of it.
         """
-        return None if self.clip else (math.sqrt(max(1, *segments.lengths, 1)) - 1) / 2
+        return None if self.codec.clip else (math.sqrt(max(1, *segments.lengths, 1)) - 1) / 2
 
     def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
         f = self.target(x, segments, shared).double()
-        scale = shared if self.share else self._own(x, segments)[1]
+        scale = shared if self.codec.share else self.codec._own(x, segments)[1]
         return ops.scale_(f.abs(), scale.double(), segments) - f * f
-
-    def statistic(self, x: Tensor, segments: Segments) -> Tensor:
-        return self._own(x, segments)[1] if self.share else x.new_empty(0)
-
-    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
-        limit, own = self._own(x, segments)
-        words = ops.ternary_encode(x, limit, shared if self.share else own, segments, key)
-        return Payload((words,) if self.share else (words, own))
-
-    def encode_shards(
-        self, x: Tensor, segments: Segments, shared: Tensor, key: Key, bounds: Sequence[int]
-    ) -> list[Payload]:
-        """Encode once, so that clipping sees whole segments, and cut the packed words."""
-        (words,) = self.encode(x, segments, shared, key).parts
-        return [Payload((piece,)) for piece in ops.split_words(words, 2, bounds)]
-
-    def _words(self, payloads: Sequence[Payload], segments: Segments) -> list[tuple[Tensor, int]]:
-        for payload in payloads:
-            self.check(payload, segments)
-        return [(payload.parts[0], payload.count) for payload in payloads]
-
-    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
-        words = self._words([payload], segments)
-        return ops.ternary_mean(words, shared if self.share else payload.parts[1], segments)
-
-    def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
-        if not self.share:
-            return super().mean(payloads, segments, shared)
-        return ops.ternary_mean(self._words(payloads, segments), shared, segments)
-
-    def merge(
-        self, payloads: Sequence[Payload], segments: Segments, shared: Tensor, key: Key
-    ) -> Payload:
-        words, count = ops.ternary_merge(self._words(payloads, segments), segments.numel)
-        return Payload((words,), count)
-
-    def summand(self, payload: Payload, workers: int, segments: Segments) -> Payload:
-        return Payload((ops.ternary_summand(payload.parts[0], workers, segments.numel),))
-
-    def decode_sum(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
-        bits, summed = ops.summand_bits(payload.count), (payload.parts[0], payload.count)
-        return ops.ternary_mean([summed], shared, segments, bits=bits)
-
-    def layout(self, segments: Segments, count: int = 1) -> Layout:
-        codes = (torch.int32, ops.packed_words(segments.numel, ops.ternary_bits(count)))
-        return (codes,) if self.share else (codes, (torch.float32, len(segments)))

@@ -27,12 +27,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.compressor import Compressor, Key, Layout, Payload, Segments
+from gcbench.claims import Claims
+from gcbench.compressor import Compressor, Key, Layout, Payload, Segments, fill
 
 ROUNDING = {"fp32": 0.0, "fp16": 2.0**-22, "range": 2.0**-14}  # squared, relative
 
@@ -48,7 +49,7 @@ class TopK(Compressor):
 
     collectives: ClassVar[tuple[str, ...]] = ("allgather", "twoshot")
     memory: ClassVar[str] = "residual"
-    contractive = True
+    fused_feedback = True
     variants = (
         {},
         *({"positions": coding} for coding in ops.POSITION_CODINGS),
@@ -68,25 +69,96 @@ class TopK(Compressor):
                 raise ValueError(f"{field}={getattr(self, field)!r}: {', '.join(allowed)} allowed")
         Segments.of([(1,)], self.granularity)  # refuses what it does not know
 
+    def encode(
+        self,
+        x: Tensor,
+        segments: Segments,
+        shared: Tensor,
+        key: Key,
+        *,
+        prepared: Any = None,
+        out: Payload | None = None,
+    ) -> Payload:
+        runs = ops.kept_runs(segments, self.ratio)
+        return fill(out, *ops.sparse_encode(x, runs, self.positions, self.values))
+
+    def encode_feedback(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        segments: Segments,
+        shared: Tensor,
+        key: Key,
+        *,
+        out: Payload | None = None,
+    ) -> Payload:
+        residual += x
+        payload = self.encode(residual, segments, shared, key, out=out)
+        positions, values = self._open(payload, segments)
+        residual[positions] -= values  # all else stays: 0 was sent of it
+        return payload
+
+    def _open(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor]:
+        """Return the positions, int64, and the values, float32, shape (K,) each, once checked."""
+        self.check(payload, segments)
+        runs, n = ops.kept_runs(segments, self.ratio), segments.numel
+        return ops.sparse_unpack(payload.parts, n, runs, self.positions, self.values, self.name)
+
+    def decode(
+        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
+        positions, values = self._open(payload, segments)
+        return ops.scatter(values, positions, segments.numel, out=out)
+
+    def mean(
+        self,
+        payloads: Sequence[Payload],
+        segments: Segments,
+        shared: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return the mean over all workers, 0 for what one did not send, in the order of ranks."""
+        sparse = []
+        for payload in payloads:
+            positions, values = self._open(payload, segments)
+            sparse.append((values * payload.count if payload.count > 1 else values, positions))
+        workers = sum(payload.count for payload in payloads)
+        return ops.scatter_mean(sparse, segments.numel, workers, out=out)
+
+    def layout(self, segments: Segments, count: int = 1) -> Layout:
+        runs = ops.kept_runs(segments, self.ratio)
+        return ops.sparse_layout(segments.numel, runs, self.positions, self.values)
+
+    @property
+    def claims(self) -> TopKClaims:
+        return TopKClaims(self)
+
+
+class TopKClaims(Claims[TopK]):
+    """Contracts: the energy of what is dropped bounds the error."""
+
+    contractive = True
+
     @property
     def exact_for(self) -> tuple[str, ...]:
-        return ("sparse",) + ("signs", "ternary", "integers", "bytes") * (self.ratio == 1)
+        return ("sparse",) + ("signs", "ternary", "integers", "bytes") * (self.codec.ratio == 1)
 
     def nominal_bits(self) -> float:
         """Return 64 rho: an index and a value of 32 bits each."""
-        return 64 * self.ratio
+        return 64 * self.codec.ratio
 
     def gaussian_error(self) -> float | None:
         """Return what is dropped; None where the rounding of values would be seen beside it."""
         normal = NormalDist()
-        tau = -normal.inv_cdf(self.ratio / 2)
-        dropped = max(0.0, 1 - self.ratio - 2 * tau * normal.pdf(tau))
-        return dropped if dropped >= 100 * ROUNDING[self.values] else None
+        tau = -normal.inv_cdf(self.codec.ratio / 2)
+        dropped = max(0.0, 1 - self.codec.ratio - 2 * tau * normal.pdf(tau))
+        return dropped if dropped >= 100 * ROUNDING[self.codec.values] else None
 
     def error_bound(self, x: Tensor, segments: Segments) -> float:
         """Return sum (1 - k/d) ||x||^2 over the segments, plus a bound on the values' rounding."""
-        runs = ops.kept_runs(segments, self.ratio)
-        rounding = ops.value_error(x, segments, self.values, runs)
+        runs = ops.kept_runs(segments, self.codec.ratio)
+        rounding = ops.value_error(x, segments, self.codec.values, runs)
         square = float(ops.segment_moments(x, segments)[1].sum())
         return min(ops.dropped_energy(x, segments, runs) + rounding, square)
 
@@ -95,34 +167,7 @@ class TopK(Compressor):
 
         The selection's rule leaves no other room: a tie of all magnitudes attains it.
         """
-        runs = [run for run in ops.kept_runs(segments, self.ratio) if run.length]
-        if self.values != "fp32":
+        runs = [run for run in ops.kept_runs(segments, self.codec.ratio) if run.length]
+        if self.codec.values != "fp32":
             return None
         return min((run.keep / run.length for run in runs), default=1.0)
-
-    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
-        runs = ops.kept_runs(segments, self.ratio)
-        return Payload(ops.sparse_encode(x, runs, self.positions, self.values))
-
-    def _open(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor]:
-        """Return the positions, int64, and the values, float32, shape (K,) each, once checked."""
-        self.check(payload, segments)
-        runs, n = ops.kept_runs(segments, self.ratio), segments.numel
-        return ops.sparse_unpack(payload.parts, n, runs, self.positions, self.values, self.name)
-
-    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
-        positions, values = self._open(payload, segments)
-        return ops.scatter(values, positions, segments.numel)
-
-    def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
-        """Return the mean over all workers, 0 for what one did not send, in the order of ranks."""
-        sparse = []
-        for payload in payloads:
-            positions, values = self._open(payload, segments)
-            sparse.append((values * payload.count if payload.count > 1 else values, positions))
-        workers = sum(payload.count for payload in payloads)
-        return ops.scatter_mean(sparse, segments.numel, workers)
-
-    def layout(self, segments: Segments, count: int = 1) -> Layout:
-        runs = ops.kept_runs(segments, self.ratio)
-        return ops.sparse_layout(segments.numel, runs, self.positions, self.values)

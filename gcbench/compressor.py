@@ -3,6 +3,10 @@
 A compressor is a pure codec over one flat float32 tensor. It never communicates, never asks for a
 device, keeps no state and touches no global random generator; workers, residuals and collectives
 belong to the engine. Its hyper-parameters are the fields of a frozen dataclass.
+
+Large results are written where the caller says (`out`), because fresh memory costs more than most
+codecs: an exchange owns its buffers for the life of a run. What a method claims about its errors
+stands in an object of its own (`gcbench.claims`), which checks read and no engine needs.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -19,6 +23,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from gcbench import legacy
+from gcbench.claims import Claims
 from gcbench.errors import PayloadError, UsageError
 
 COLLECTIVES = ("allreduce", "allgather", "twoshot")
@@ -98,6 +104,92 @@ class Payload(NamedTuple):
             for piece, (dtype, _) in zip(torch.split(data, sizes), layout, strict=True)
         )
         return cls(parts, count)
+
+    @classmethod
+    def over(cls, buffer: Tensor, layout: Layout, count: int = 1) -> Payload:
+        """Return the payload that lies in `buffer`, uint8, as long as the layout: parts are views.
+
+        Parts of wide elements lie first, so that all are aligned if the buffer's first byte is. A
+        part that is not is a copy: see `aligned`.
+
+        Raises:
+            PayloadError: the buffer is longer or shorter than the layout.
+        """
+        if buffer.dtype != torch.uint8 or buffer.numel() != layout_bytes(layout):
+            raise PayloadError(
+                f"payload of {buffer.numel()} {buffer.dtype} elements: "
+                f"{layout_bytes(layout)} bytes expected for {layout}"
+            )
+        parts = [buffer] * len(layout)
+        for i, start, stop in _places(layout):
+            piece, dtype = buffer[start:stop], layout[i][0]
+            parts[i] = (piece.clone() if piece.storage_offset() % dtype.itemsize else piece).view(
+                dtype
+            )
+        return cls(tuple(parts), count)
+
+    def write(self, buffer: Tensor) -> None:
+        """Copy the parts to where `over` finds them; uint8, shape (nbytes,)."""
+        for i, start, stop in _places(self.layout):
+            buffer[start:stop].copy_(self.parts[i].contiguous().view(torch.uint8))
+
+
+def _places(layout: Layout) -> Iterator[tuple[int, int, int]]:
+    """Yield each part's number, first byte and last byte in a buffer, in the order of the bytes."""
+    start = 0
+    for i in sorted(range(len(layout)), key=lambda i: -layout[i][0].itemsize):
+        dtype, numel = layout[i]
+        yield i, start, start + numel * dtype.itemsize
+        start += numel * dtype.itemsize
+
+
+def aligned(buffer: Tensor, layout: Layout) -> bool:
+    """Return whether parts of this layout can be views of the uint8 tensor `buffer`."""
+    widest = max((dtype.itemsize for dtype, _ in layout), default=1)
+    return buffer.storage_offset() % widest == 0
+
+
+def slot(out: Payload | None, part: int) -> Tensor | None:
+    """Return where an encoder writes part number `part`, or None for a tensor of its own."""
+    return None if out is None else out.parts[part]
+
+
+def fill(out: Payload | None, *parts: Tensor, count: int = 1) -> Payload:
+    """Return the payload of these parts, which lie in `out` already or are copied there.
+
+    Raises:
+        ValueError: a part has another length or dtype than the slot.
+    """
+    if out is None:
+        return Payload(parts, count)
+    for place, part in zip(out.parts, parts, strict=True):
+        if place is not part:
+            if place.shape != part.shape or place.dtype != part.dtype:
+                raise ValueError(
+                    f"part of {part.numel()} {part.dtype}: the slot has {place.numel()} "
+                    f"{place.dtype}"
+                )
+            place.copy_(part)
+    return out._replace(count=count)
+
+
+def written(result: Tensor, out: Tensor) -> Tensor:
+    """Return `out`, with the result in it."""
+    return out if result is out else out.copy_(result)
+
+
+def layout_bytes(layout: Layout) -> int:
+    """Return the bytes of a payload of this layout."""
+    return sum(dtype.itemsize * numel for dtype, numel in layout)
+
+
+class Prepared(NamedTuple):
+    """What one look at a worker's gradient gives, before the workers agree."""
+
+    statistic: Tensor
+    """What the workers agree on, float32, first axis m, or empty for nothing."""
+    kept: Any = None
+    """What the same worker's `encode` would compute again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,9 +332,15 @@ class Segments:
 class Compressor(ABC):
     """One method of gradient compression: a pure codec over a flat float32 tensor.
 
+    A method defines `encode`, `decode` and, where sizes do not depend on the data, `layout`; the
+    rest has a definition in these terms, which a method replaces where it can do better: the same
+    bits by a faster operation, or an aggregate of its own.
+
     Subclasses are frozen dataclasses; each of their fields is a hyper-parameter and can be set on
     the command line (`--set name=value`). In what follows `x` is a float32 tensor of shape (n,)
-    with finite values, `segments` covers it, and m = len(segments).
+    with finite values, `segments` covers it, and m = len(segments). `out` is where a result
+    belongs, and never overlaps an argument; a method may return tensors of its own all the same,
+    which cost a copy.
     """
 
     name: ClassVar[str] = ""
@@ -250,24 +348,13 @@ class Compressor(ABC):
     collectives: ClassVar[tuple[str, ...]] = ("allgather",)
     """Collectives that compute this method's mean correctly, the default first."""
     memory: ClassVar[str] = "none"
-    """What the published method carries from step to step: a name of `gcbench.memory`."""
+    """What the published method carries from step to step: the name of a memory."""
     memory_options: ClassVar[Mapping[str, Any]] = {}
     """Fields of that memory where the published method differs from the memory's defaults."""
     granularity: str | int = "tensor"
     """Where scales live, see `Segments.of`; a field where a method lets the user choose."""
 
-    # Declarations, which the contract test holds a method to. Plain attributes in a subclass, or
-    # properties where they depend on its fields.
-
-    @property
-    def unbiased(self) -> bool:
-        """Whether the expectation of `decode(encode(x))` is `target(x)`."""
-        return False
-
-    @property
-    def contractive(self) -> bool:
-        """Whether the error stays below the input, see `error_bound`: error feedback converges."""
-        return False
+    # What the method can do. Plain attributes in a subclass, or properties where fields decide.
 
     @property
     def requantizes(self) -> bool:
@@ -279,30 +366,18 @@ class Compressor(ABC):
         return True
 
     @property
-    def aggregate(self) -> str:
-        """What `mean` is: "mean" of the decoded payloads, their majority "vote", or "other"."""
-        return "mean"
+    def cuttable(self) -> bool:
+        """Whether a payload can be cut where shards begin, by `cut`.
 
-    @property
-    def signs(self) -> bool:
-        """Whether a worker sends exactly sign(x), with +1 or -1 for 0, and `mean` is the majority.
-
-        The theorems of signSGD are then about this method. It implies `aggregate` "vote".
+        Then a two-shot exchange encodes a bucket once. Otherwise each shard is encoded as a bucket
+        of its own, and a segment that a bound cuts has a scale on each side.
         """
         return False
 
     @property
-    def portable(self) -> bool:
-        """Whether the same input gives the same bytes on every machine.
-
-        False where a library's Fourier transform or matrix product decides the last bits.
-        """
-        return True
-
-    @property
-    def exact_for(self) -> tuple[str, ...]:
-        """Families of inputs that arrive exactly: names of `gcbench.verify.FAMILIES`."""
-        return ()
+    def fused_feedback(self) -> bool:
+        """Whether `encode_feedback` is an operation of the method's own."""
+        return False
 
     @property
     def recipe(self) -> Mapping[str, Any]:
@@ -317,150 +392,89 @@ class Compressor(ABC):
         """Configurations that the contract test runs and that have golden bytes; {} is default."""
         return ({},)
 
+    @property
+    def claims(self) -> Claims[Any]:
+        """What the method claims of its errors, its mean and its size: for checks and tables."""
+        return Claims(self)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        legacy.adapt(cls)
+
     def legal_collectives(self) -> tuple[str, ...]:
         """Return the collectives of this configuration; fields may narrow the class's list."""
         return self.collectives
 
-    def nominal_bits(self) -> float | None:
-        """Return the bits an element that the source quotes for the way up (None: it has none)."""
-        return None
+    # One worker's gradient.
 
-    def gaussian_error(self) -> float | None:
-        """Return ||x - decode||^2 / ||x||^2 for long segments of independent normal values.
+    def prepare(self, x: Tensor, segments: Segments) -> Prepared:
+        """Return what the workers agree on first, and what `encode` need not compute again.
 
-        None: not known in closed form.
+        The element-wise maximum of the statistic over all workers is handed to the other methods
+        as `shared`; by default there is none, and `shared` is empty.
         """
-        return None
-
-    def error_bound(self, x: Tensor, segments: Segments) -> float | None:
-        """Return a proven bound on ||x - decode(encode(x))||^2 of a contractive method.
-
-        It is below ||x||^2 unless x = 0. A bound that holds in expectation is tested on a mean.
-        """
-        return None
-
-    def delta(self, segments: Segments) -> float | None:
-        """Return the contraction delta, above 0, that holds whatever x is.
-
-        ||x - decode(encode(x))||^2 <= (1 - delta) ||x||^2 for every x of these segments, or its
-        expectation over the draws; values that are denormal in float32 or near its largest are
-        excepted. None: the method contracts by no such constant.
-        """
-        return None
-
-    def omega(self, segments: Segments) -> float | None:
-        """Return the relative variance that holds whatever x is, of a method unbiased for x.
-
-        E||decode(encode(x)) - x||^2 <= omega ||x||^2 for every x of these segments, of a worker
-        that is alone. None: no such constant, or the method is unbiased for another target.
-        """
-        return None
-
-    def with_error(self, alpha: float) -> Compressor | None:
-        """Return this method set to a relative error of about `alpha`, in (0, 1).
-
-        For theorems in which the error falls to 0 with the steps; the `delta` of what is returned
-        says what the error is at most. None: no field sets it.
-        """
-        return None
-
-    def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor | None:
-        """Return the exact variance of each decoded element of an unbiased method.
-
-        float64, shape (n,); None: not known.
-        """
-        return None
-
-    def variance_bound(self, x: Tensor, segments: Segments, shared: Tensor) -> float | None:
-        """Return the source's bound on the sum of `variance`, if it has one."""
-        return None
-
-    def target(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
-        """Return what an unbiased method is unbiased for, shape (n,); `x` itself by default."""
-        return x
-
-    def statistic(self, x: Tensor, segments: Segments) -> Tensor:
-        """Return what the workers agree on first, float32, first axis m, or empty for nothing.
-
-        The element-wise maximum over all workers is handed to the other methods as `shared`.
-        """
-        return x.new_empty(0)
+        return Prepared(x.new_empty(0))
 
     def draw_shared(self, segments: Segments, key: Key) -> Tensor | None:
         """Return what all workers draw alike from the shared seed, with no message: as `shared`.
 
-        `key` is the same on every worker. None (the default): `statistic` decides. A method that
-        draws so needs no `statistic` and no two-shot exchange.
+        `key` is the same on every worker. None (the default): `prepare` decides. A method that
+        draws so needs no statistic and no two-shot exchange.
         """
         return None
 
     @abstractmethod
-    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
-        """Return the payload of one worker (`count` is 1)."""
+    def encode(
+        self,
+        x: Tensor,
+        segments: Segments,
+        shared: Tensor,
+        key: Key,
+        *,
+        prepared: Any = None,
+        out: Payload | None = None,
+    ) -> Payload:
+        """Return the payload of one worker (`count` is 1).
+
+        `prepared`: what `prepare` kept of the same x and segments; None: nothing is at hand.
+        """
 
     def encode_feedback(
-        self, x: Tensor, residual: Tensor, segments: Segments, shared: Tensor, key: Key
-    ) -> Payload:
-        """Encode x + residual, and leave in `residual`, shape (n,), what the payload loses of it.
-
-        A method may override it with an operation that does all in one pass; same bits.
-        """
-        offered = residual + x  # apart from the residual: a payload may hold what was encoded
-        payload = self.encode(offered, segments, shared, key)
-        torch.sub(offered, self.decode(payload, segments, shared), out=residual)
-        return payload
-
-    def encode_shards(
-        self, x: Tensor, segments: Segments, shared: Tensor, key: Key, bounds: Sequence[int]
-    ) -> list[Payload]:
-        """Return one payload for each shard `[bounds[k], bounds[k + 1])` of the bucket.
-
-        By default each shard is encoded as a bucket of its own, so a segment that a bound cuts has
-        a scale on each side. Bounds are multiples of `TILE`, or the bucket's end: a method whose
-        packed words can be cut there encodes once instead.
-        """
-
-        def encode(start: int, stop: int, *rest: Any) -> Payload:
-            return self.encode(x[start:stop], *rest)
-
-        return _each_shard(encode, segments, shared, key, bounds)
-
-    def feedback_shards(
         self,
         x: Tensor,
         residual: Tensor,
         segments: Segments,
         shared: Tensor,
         key: Key,
-        bounds: Sequence[int],
-    ) -> list[Payload]:
-        """Return what `encode_feedback` returns for each shard, encoded as a bucket of its own."""
+        *,
+        out: Payload | None = None,
+    ) -> Payload:
+        """Encode x + residual, and leave in `residual`, shape (n,), what the payload loses of it.
 
-        def encode(start: int, stop: int, *rest: Any) -> Payload:
-            return self.encode_feedback(x[start:stop], residual[start:stop], *rest)
+        Used where `fused_feedback` says so; this definition has the bits that it must have.
+        """
+        offered = residual + x
+        payload = self.encode(offered, segments, shared, key, out=out)
+        torch.sub(offered, self.decode(payload, segments, shared), out=residual)
+        return payload
 
-        return _each_shard(encode, segments, shared, key, bounds)
+    def cut(self, payload: Payload, bounds: Sequence[int]) -> list[Payload]:
+        """Return the payload of each shard `[bounds[k], bounds[k + 1])` of the bucket.
+
+        Only of methods that are `cuttable`. Bounds are multiples of `TILE`, or the bucket's end;
+        the shards' bytes, one after the other, are those of the payload.
+        """
+        raise NotImplementedError(f"{self.name}: payloads cannot be cut into shards")
 
     @abstractmethod
-    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
+    def decode(
+        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
         """Return the mean over the payload's `count` workers, float32, shape (n,).
 
         Raises:
             PayloadError: no encoder of this configuration can have produced `payload`.
         """
-
-    def mean(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
-        """Return the mean of what the payloads of different workers stand for, shape (n,).
-
-        By default each is decoded and they are added in the order of ranks. A method may override
-        it with an operation that does so in one pass; same bits.
-        """
-        # The product is a tensor of its own; what was decoded may be the payload's.
-        total = self.decode(payloads[0], segments, shared) * payloads[0].count
-        for payload in payloads[1:]:
-            self.decode_onto(payload, segments, shared, total)
-        workers = float(sum(payload.count for payload in payloads))
-        return total.div_(total.new_tensor(workers))  # by a number, a GPU takes its reciprocal
 
     def decode_onto(
         self, payload: Payload, segments: Segments, shared: Tensor, total: Tensor
@@ -472,14 +486,48 @@ class Compressor(ABC):
         decoded = self.decode(payload, segments, shared)
         total += decoded * payload.count if payload.count > 1 else decoded
 
+    # The workers' payloads together.
+
+    def mean(
+        self,
+        payloads: Sequence[Payload],
+        segments: Segments,
+        shared: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return the mean of what the payloads of different workers stand for, shape (n,).
+
+        By default each is decoded and they are added in the order of ranks. A method may override
+        it with an operation that does so in one pass; same bits.
+        """
+        first = payloads[0]
+        total = (
+            first.parts[0].new_empty(segments.numel, dtype=torch.float32) if out is None else out
+        )
+        written(self.decode(first, segments, shared, out=total), total)
+        if first.count > 1:
+            total *= first.count
+        for payload in payloads[1:]:
+            self.decode_onto(payload, segments, shared, total)
+        workers = float(sum(payload.count for payload in payloads))
+        return total.div_(total.new_tensor(workers))  # by a number, a GPU takes its reciprocal
+
     def merge(
-        self, payloads: Sequence[Payload], segments: Segments, shared: Tensor, key: Key
+        self,
+        payloads: Sequence[Payload],
+        segments: Segments,
+        shared: Tensor,
+        key: Key,
+        *,
+        out: Payload | None = None,
     ) -> Payload:
         """Return one payload for the mean of several: the parameter server's step.
 
         By default the mean is encoded again, as one more worker would encode it.
         """
-        merged = self.encode(self.mean(payloads, segments, shared), segments, shared, key)
+        mean = self.mean(payloads, segments, shared)
+        merged = self.encode(mean, segments, shared, key, out=out)
         return merged._replace(count=sum(payload.count for payload in payloads))
 
     def summand(self, payload: Payload, workers: int, segments: Segments) -> Payload:
@@ -489,9 +537,13 @@ class Compressor(ABC):
         """
         return payload
 
-    def decode_sum(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:
+    def decode_sum(
+        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
         """Return the mean, shape (n,), from the sum of `payload.count` workers' summands."""
-        return self.decode(payload, segments, shared)
+        return self.decode(payload, segments, shared, out=out)
+
+    # The wire format.
 
     def layout(self, segments: Segments, count: int = 1) -> Layout | None:
         """Return the declared wire format of a payload merged from `count` workers.
@@ -504,9 +556,7 @@ class Compressor(ABC):
     def bits(self, segments: Segments, count: int = 1) -> int | None:
         """Return the declared size of a payload in bits; tests compare the real one."""
         layout = self.layout(segments, count)
-        if layout is None:
-            return None
-        return 8 * sum(dtype.itemsize * numel for dtype, numel in layout)
+        return None if layout is None else 8 * layout_bytes(layout)
 
     def check(self, payload: Payload, segments: Segments) -> None:
         """Compare a payload with the declared layout.
@@ -533,36 +583,68 @@ class Compressor(ABC):
             raise PayloadError(f"{self.name}: a payload's values are not finite")
         return values
 
+    # A tensor of any shape.
 
-def _each_shard(
-    encode: Callable[..., Payload],
-    segments: Segments,
-    shared: Tensor,
-    key: Key,
-    bounds: Sequence[int],
-) -> list[Payload]:
-    """Call `encode(start, stop, segments, shared, key)` for each shard, with its scales and key."""
-    payloads: list[Payload] = []
-    for start, stop in itertools.pairwise(bounds):
-        if payloads and stop == start == bounds[-1] and bounds[len(payloads) - 1] == start:
-            payloads.append(payloads[-1])  # empty shards are alike; with many workers, many
-            continue
-        shard, which = segments.shard(start, stop)
-        scales = shared[which.start : which.stop] if shared.numel() else shared
-        place = key._replace(offset=key.offset + start)
-        payloads.append(encode(start, stop, shard, scales, place))
-    return payloads
+    def compress(self, x: Tensor, seed: int = 0, step: int = 0) -> Compressed:
+        """Return `x`, a floating-point tensor of any shape, compressed by a worker that is alone.
+
+        The same seed and step give the same bytes.
+
+        >>> import gcbench, torch
+        >>> codec = gcbench.get_compressor("terngrad", clip=0)
+        >>> packed = codec.compress(torch.tensor([[1.0, -1.0], [0.0, 1.0]]))
+        >>> packed.payload.nbytes
+        8
+        >>> codec.decompress(packed)
+        tensor([[ 1., -1.],
+                [ 0.,  1.]])
+
+        Raises:
+            UsageError: `x` holds a NaN or an infinity, or no floating-point numbers.
+        """
+        if not x.is_floating_point() or not x.isfinite().all():
+            raise UsageError(f"tensor of {x.dtype}: finite floating-point values expected")
+        flat = x.detach().to(torch.float32).reshape(-1).contiguous()
+        segments = Segments.of([x.shape], self.granularity)
+        key = Key(seed, step, 0)
+        shared, kept = self.draw_shared(segments, key), None
+        if shared is None:
+            shared, kept = self.prepare(flat, segments)
+        else:
+            shared = shared.to(x.device)
+        payload = self.encode(flat, segments, shared, key, prepared=kept)
+        return Compressed(payload, segments, shared, tuple(x.shape), x.dtype)
+
+    def decompress(self, compressed: Compressed) -> Tensor:
+        """Return what arrives of a tensor that `compress` of the same configuration took.
+
+        Raises:
+            PayloadError: another configuration compressed it, or its bytes were changed.
+        """
+        flat = self.decode(compressed.payload, compressed.segments, compressed.shared)
+        return flat.view(compressed.shape).to(compressed.dtype)
+
+
+class Compressed(NamedTuple):
+    """A tensor as `Compressor.compress` leaves it."""
+
+    payload: Payload
+    segments: Segments
+    shared: Tensor
+    """What the workers would have agreed on, see `Compressor.prepare`."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class MultiRoundCompressor(Compressor):
     """A method in rounds of all-reduce: what a worker adds depends on the means of earlier rounds.
 
-    Every round's summand is a float32 vector. Nothing is sent but these, so all workers end with
-    the same means; `state` is what is carried to the next step, the same on all workers.
+    Nothing is sent but the summands of the rounds, so all workers end with the same means, the
+    same approximation and the same state, which is carried to the next step. `layout` has one
+    float32 part for each round.
     """
 
     collectives: ClassVar[tuple[str, ...]] = ("allreduce",)
-    rounds: ClassVar[int] = 1
 
     @property
     def requantizes(self) -> bool:  # noqa: D102
@@ -573,27 +655,58 @@ class MultiRoundCompressor(Compressor):
         """Return the state before the first step; `key` is the same on every worker."""
 
     @abstractmethod
-    def contribute(
-        self, x: Tensor, segments: Segments, state: Tensor, means: Sequence[Tensor]
+    def in_rounds(
+        self, x: Tensor, segments: Segments, state: Tensor, key: Key, out: Tensor
+    ) -> Generator[Tensor, Tensor, Tensor]:
+        """Go through the rounds of one step.
+
+        Yields this worker's summand of each round, float32, 1-D, and receives the mean over all
+        workers, which stays as it is until the end. At the end it writes the approximate mean
+        gradient to `out`, float32, shape (n,), from nothing but the means and `state`, and returns
+        the state of the next step, whose shared key `key` is. Where several workers are simulated,
+        one of them goes to the end.
+        """
+
+    def draw_shared(self, segments: Segments, key: Key) -> Tensor | None:
+        """Return the initial state."""
+        return self.initial_state(segments, key._replace(rank=0))
+
+    def encode(
+        self,
+        x: Tensor,
+        segments: Segments,
+        shared: Tensor,
+        key: Key,
+        *,
+        prepared: Any = None,
+        out: Payload | None = None,
+    ) -> Payload:
+        """Return the summands of a worker that is alone; `shared` is the state, or the first."""
+        parts: list[Tensor] = []
+        state = shared if shared.numel() else self.initial_state(segments, key._replace(rank=0))
+        rounds = self.in_rounds(x, segments, state, key, torch.empty_like(x))
+        try:
+            summand = next(rounds)
+            while True:
+                parts.append(summand)
+                summand = rounds.send(summand)
+        except StopIteration:
+            return fill(out, *parts)
+
+    def decode(
+        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
     ) -> Tensor:
-        """Return this worker's summand of round len(means), float32, 1-D."""
-
-    @abstractmethod
-    def reconstruct(self, means: Sequence[Tensor], segments: Segments) -> Tensor:
-        """Return the approximate mean gradient, float32, shape (n,), from the rounds' means."""
-
-    @abstractmethod
-    def next_state(self, means: Sequence[Tensor], segments: Segments, key: Key) -> Tensor:
-        """Return the state for the next step, whose shared `key` this is."""
-
-    def encode(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Payload:
-        """Return the summands of a worker that is alone, from the initial state."""
-        state = self.initial_state(segments, key._replace(rank=0))
-        means: list[Tensor] = []
-        for _ in range(self.rounds):
-            means.append(self.contribute(x, segments, state, means))
-        return Payload(tuple(means))
-
-    def decode(self, payload: Payload, segments: Segments, shared: Tensor) -> Tensor:  # noqa: D102
+        """Return what the rounds end with, the payload's parts being the means."""
         self.check(payload, segments)
-        return self.reconstruct(payload.parts, segments)
+        if out is None:
+            out = payload.parts[0].new_empty(segments.numel)
+        key = Key(0, 0, 0)
+        state = shared if shared.numel() else self.initial_state(segments, key)
+        rounds = self.in_rounds(torch.zeros_like(out), segments, state, key, out)
+        next(rounds)
+        try:
+            for part in payload.parts:
+                rounds.send(part)
+        except StopIteration:
+            return out
+        raise PayloadError(f"{self.name}: {len(payload.parts)} rounds, and the method wants more")

@@ -11,15 +11,20 @@ twoshot: shards go to their owners (all-to-all), the owner merges its shard and 
 The memory of a lane (`gcbench.memory`) stands between gradient and encoder. It learns what was
 sent by decoding the worker's own payload, here and nowhere else; an owner that encodes the mean
 again keeps what that loses.
+
+An exchange owns its buffers for the life of a run: after the first steps no large one is made. What
+a worker sends lies in one buffer of which the parts of its payloads are views, so nothing is put
+together to be sent, nor cut apart when it has come.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,9 +39,14 @@ from gcbench.compressor import (
     Layout,
     MultiRoundCompressor,
     Payload,
+    Prepared,
     Segments,
+    aligned,
+    fill,
+    layout_bytes,
+    written,
 )
-from gcbench.errors import UsageError
+from gcbench.errors import PayloadError, UsageError
 from gcbench.memory import Memory, NoMemory, Residual, State
 from gcbench.world import World
 
@@ -55,23 +65,9 @@ class Lane:
 
     @property
     def fused(self) -> bool:
-        """Whether adding the residual and keeping what is lost can be left to the method.
-
-        Not where the residual decays, where the workers agree on a statistic of the sum first, or
-        where the method cuts its own packed words into shards.
-        """
-        method = type(self.compressor)
-        return (
-            isinstance(self.memory, Residual)
-            and self.memory.decay == 1
-            and method.statistic is Compressor.statistic
-            and method.encode_shards is Compressor.encode_shards
-            and not issubclass(method, MultiRoundCompressor)
-        )
-
-
-Piece = tuple[Payload, Segments, Tensor]
-"""A payload with the segments and the shared values that decode it."""
+        """Whether adding the residual and keeping what is lost is one operation of the method."""
+        plain = isinstance(self.memory, Residual) and self.memory.decay == 1
+        return plain and self.compressor.fused_feedback
 
 
 def check_legal(compressor: Compressor, collective: str | None = None) -> str:
@@ -110,11 +106,65 @@ def dense_tensors(
     ]
 
 
+class Piece(NamedTuple):
+    """A stretch of a lane that is encoded as one: all of it, or an owner's shard."""
+
+    segments: Segments
+    shared: Tensor
+    """What the workers agreed on, for these segments."""
+    start: int
+    """Index in the lane of the first element."""
+
+    @property
+    def place(self) -> slice:
+        """Where it lies in the lane."""
+        return slice(self.start, self.start + self.segments.numel)
+
+    def shard(self, start: int, stop: int) -> Piece:
+        """Return the part [start, stop) of a whole lane."""
+        segments, which = self.segments.shard(start, stop)
+        shared = self.shared[which.start : which.stop] if self.shared.numel() else self.shared
+        return Piece(segments, shared, start)
+
+
+class Buffers:
+    """Memory that is made once for each name, and grows where more is asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._kept: dict[Hashable, Tensor] = {}
+
+    def bytes(self, name: Hashable, count: int) -> Tensor:
+        """Return uint8, shape (count,), with whatever was written there before."""
+        kept = self._kept.get(name)
+        if kept is None or kept.numel() < count:
+            kept = self._kept[name] = torch.empty(count, dtype=torch.uint8, device=self.device)
+        return kept[:count]
+
+    def floats(self, name: Hashable, count: int) -> Tensor:
+        """Return float32, shape (count,), likewise."""
+        return self.bytes(name, 4 * count).view(torch.float32)
+
+    def row(self, name: Hashable, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+        """Return uint8 tensors of these sizes, one after the other in one buffer."""
+        return torch.split(self.bytes(name, sum(sizes)), list(sizes))
+
+    def fill(self, byte: int) -> None:
+        """Write over all of it: for the proof that nothing that lasts lies here."""
+        for kept in self._kept.values():
+            kept.fill_(byte)
+
+    def clear(self) -> None:
+        """Forget all of it."""
+        self._kept.clear()
+
+
 class Exchange:
     """Turns the local workers' buckets into the mean over all workers.
 
     What it carries from step to step is in `workers`, for each local worker one dict a lane, and in
-    `joint`, a lane's state of a method in rounds, which is the same on all workers.
+    `joint`, for each lane what is the same on all workers: the state of a method in rounds
+    ("state"), and the buffers that a memory keeps jointly.
     """
 
     def __init__(self, world: World, lanes: Sequence[Lane], seed: int, clock: Clock) -> None:
@@ -122,7 +172,8 @@ class Exchange:
         self.lanes: tuple[Lane, ...] = ()
         self.lr: float | None = None
         self.workers: list[list[State]] = [[] for _ in world.ranks]
-        self.joint: list[Tensor | None] = []
+        self.joint: list[State] = []
+        self.buffers = Buffers(world.device)
         self.change(lanes)
 
     def change(self, lanes: Sequence[Lane]) -> None:
@@ -132,18 +183,21 @@ class Exchange:
         ]:
             raise ValueError("lanes may change their compressor, not their place")
         if not self.lanes:
-            self.joint = [None] * len(lanes)
-            for states in self.workers:
-                for lane in lanes:
-                    like = torch.zeros(lane.segments.numel, device=self.world.device)
+            for lane in lanes:
+                like = torch.zeros(lane.segments.numel, device=self.world.device)
+                self.joint.append({name: torch.zeros_like(like) for name in lane.memory.joint})
+                for states in self.workers:
                     states.append(lane.memory.state(like))
         for i, (old, new) in enumerate(zip(self.lanes, lanes, strict=False)):
             if old.compressor != new.compressor:
-                self.joint[i] = None
+                self.joint[i].pop("state", None)
         self.lanes = tuple(lanes)
+        self.buffers.clear()
 
     def mean(self, buckets: Sequence[Tensor], step: int, lr: float = 1.0) -> Tensor:
         """Return the mean gradient, float32, shape (n,), the same bits on every replica.
+
+        It is the exchange's own buffer and holds until the next call.
 
         `buckets`: one float32 tensor of shape (n,) for each local worker; `lr`: the learning rate
         that the mean will be applied with, which residuals follow.
@@ -155,12 +209,13 @@ class Exchange:
                     if "owner" in state:
                         state["owner"].mul_(self.lr / lr)
         self.lr = lr
-        means = []
-        for number, lane in enumerate(self.lanes):
+        sizes = [lane.segments.numel for lane in self.lanes]
+        mean = self.buffers.floats("mean", sum(sizes))
+        for number, out in enumerate(torch.split(mean, sizes)):
+            lane = self.lanes[number]
             stop = lane.start + lane.segments.numel
-            xs = [bucket[lane.start : stop] for bucket in buckets]
-            means.append(self._lane(number, xs, step))
-        return torch.cat(means) if len(means) > 1 else means[0]
+            self._lane(number, [bucket[lane.start : stop] for bucket in buckets], step, out)
+        return mean
 
     def _workers(self, phase: str, call: Callable[[int], T]) -> list[T]:
         """Run `call(i)` for each local worker i, booked under `phase`."""
@@ -168,7 +223,8 @@ class Exchange:
         timed = self.clock.timed(lambda rank: call(rank - first))
         return self.clock.workers(phase, self.world.map(timed))
 
-    def _lane(self, number: int, gradients: Sequence[Tensor], step: int) -> Tensor:
+    def _lane(self, number: int, gradients: Sequence[Tensor], step: int, out: Tensor) -> None:
+        """Write the mean of one lane to `out`."""
         lane = self.lanes[number]
         states = [worker[number] for worker in self.workers]
         xs = list(gradients)
@@ -177,120 +233,243 @@ class Exchange:
             xs = self._workers("encode", lambda i: offer(gradients[i], states[i], size))
         key = Key(self.seed, step, 0, lane.start, streams.ENCODE)
         if isinstance(lane.compressor, MultiRoundCompressor):
-            return self._rounds(number, lane.compressor, xs, states, key)
-        shared = self._agree(lane, xs, key)
-        match lane.collective:
-            case "allreduce":
-                return self._allreduce(lane, xs, states, shared, key)
-            case "allgather":
-                return self._allgather(lane, xs, states, shared, key)
-            case _:
-                return self._twoshot(lane, xs, states, shared, key)
+            self._rounds(number, lane.compressor, xs, states, key, out)
+        else:
+            shared, kept = self._agree(lane, xs, key)
+            whole = Piece(lane.segments, shared, 0)
+            match lane.collective:
+                case "allreduce":
+                    sent = self._encode(number, xs, states, [whole], kept, key, settle=False)
+                    self._allreduce(number, whole, [own[0] for own in sent], out)
+                case "allgather":
+                    sent = self._encode(number, xs, states, [whole], kept, key)
+                    self._allgather(number, whole, [own[0] for own in sent], out)
+                case _:
+                    self._twoshot(number, whole, xs, states, kept, key, out)
+        with self.clock.phase("decode"):
+            written(lane.memory.apply(out, self.joint[number]), out)
 
-    def _agree(self, lane: Lane, xs: Sequence[Tensor], key: Key) -> Tensor:
-        """Return what all workers draw alike, or the maximum of their statistics, or nothing."""
+    def _agree(self, lane: Lane, xs: Sequence[Tensor], key: Key) -> tuple[Tensor, list[Any]]:
+        """Return what all workers share, and what each of them keeps for its encoder.
+
+        Shared is what all draw alike, or the maximum of their statistics, or nothing.
+        """
         with self.clock.phase("statistic"):
             drawn = lane.compressor.draw_shared(lane.segments, key)
         if drawn is not None:
-            return drawn.to(self.world.device)
-        statistic = lane.compressor.statistic
-        own = self._workers("statistic", lambda i: statistic(xs[i], lane.segments))
-        if not own[0].numel():
-            return own[0]
+            return drawn.to(self.world.device), [None] * len(xs)
+        prepare = lane.compressor.prepare
+        own: list[Prepared] = self._workers("statistic", lambda i: prepare(xs[i], lane.segments))
+        kept = [each.kept for each in own]
+        if not own[0].statistic.numel():
+            return own[0].statistic, kept
         with self.clock.phase("communicate"):
-            return self.world.all_reduce(own, "max")
+            return self.world.all_reduce([each.statistic for each in own], "max"), kept
 
-    def _keep(self, lane: Lane, x: Tensor, state: State, pieces: Sequence[Piece]) -> None:
-        """Tell a worker's memory what was sent of `x`: what others will decode."""
-        if lane.memory.feedback:
-            sent = torch.cat([lane.compressor.decode(*piece) for piece in pieces])
-            lane.memory.keep(x, sent, state)
+    # -- one worker's payloads ---------------------------------------------------------------------
 
     def _encode(
-        self, lane: Lane, xs: Sequence[Tensor], states: Sequence[State], shared: Tensor, key: Key
-    ) -> list[Payload]:
-        """Return the local workers' payloads, each drawn from its own rank's stream."""
-        ranks = self.world.ranks
+        self,
+        number: int,
+        xs: Sequence[Tensor],
+        states: Sequence[State],
+        pieces: Sequence[Piece],
+        kept: Sequence[Any],
+        key: Key,
+        *,
+        settle: bool = True,
+    ) -> list[list[Payload]]:
+        """Return each local worker's payloads of these pieces, drawn from its rank's numbers.
 
-        def encode(i: int) -> Payload:
-            place = key._replace(rank=ranks[i])
+        `settle`: their bytes lie one after the other in the worker's send buffer.
+        """
+        ranks, lane = self.world.ranks, self.lanes[number]
+
+        def encode(i: int) -> list[Payload]:
+            place, name = key._replace(rank=ranks[i]), (number, "sent", i)
             if lane.fused:
                 residual = states[i]["residual"]
-                feed = lane.compressor.encode_feedback
-                return feed(xs[i], residual, lane.segments, shared, place)
-            payload = lane.compressor.encode(xs[i], lane.segments, shared, place)
-            self._keep(lane, xs[i], states[i], [(payload, lane.segments, shared)])
-            return payload
+                return self._payloads(lane, name, xs[i], pieces, place, residual=residual)
+            # What a memory offers may be its own buffer; a payload of it must not change with it.
+            apart = settle or lane.memory.feedback
+            sent = self._payloads(lane, name, xs[i], pieces, place, kept=kept[i], settle=apart)
+            if lane.memory.feedback:
+                lane.memory.keep(xs[i], self._decoded(lane, sent, pieces), states[i])
+            return sent
 
         return self._workers("encode", encode)
 
+    def _payloads(
+        self,
+        lane: Lane,
+        name: Hashable,
+        x: Tensor,
+        pieces: Sequence[Piece],
+        key: Key,
+        *,
+        kept: Any = None,
+        residual: Tensor | None = None,
+        settle: bool = True,
+    ) -> list[Payload]:
+        """Return the payloads of pieces of x, or of x + residual, which then is what they lose.
+
+        `settle`: their bytes lie in the buffer of this name, one after the other.
+
+        Raises:
+            PayloadError: one has not the layout that the method declares.
+        """
+        method = lane.compressor
+        layouts = [method.layout(piece.segments) for piece in pieces]
+        slots = self._slots(name, layouts)
+        payloads = []
+        for piece, layout, slot in zip(pieces, layouts, slots, strict=True):
+            arguments = piece.segments, piece.shared, key._replace(offset=key.offset + piece.start)
+            part = x[piece.place]
+            if slot is not None and not slot.nbytes:
+                payload = slot  # of nothing: where workers outnumber tiles, most are
+            elif residual is None:
+                payload = method.encode(part, *arguments, prepared=kept, out=slot)
+            else:
+                payload = method.encode_feedback(part, residual[piece.place], *arguments, out=slot)
+            if layout is not None and payload.layout != layout:
+                raise PayloadError(f"{method.name}: payload {payload.layout}, declared {layout}")
+            payloads.append(payload)
+        return self._settled(name, payloads, slots) if settle else payloads
+
+    def _slots(self, name: Hashable, layouts: Sequence[Layout | None]) -> list[Payload | None]:
+        """Return where payloads of these layouts belong in a buffer, one after the other.
+
+        None where a size that is not known yet decides about the place, or a part would not be
+        aligned.
+        """
+        known = [layout for layout in layouts if layout is not None]
+        if len(known) < len(layouts):
+            return [None] * len(layouts)
+        places = self.buffers.row(name, [*map(layout_bytes, known)])
+        return [
+            Payload.over(place, layout) if aligned(place, layout) else None
+            for place, layout in zip(places, known, strict=True)
+        ]
+
+    def _settled(
+        self, name: Hashable, payloads: Sequence[Payload], slots: Sequence[Payload | None]
+    ) -> list[Payload]:
+        """Return the payloads with their bytes in the buffer of this name."""
+        places = self.buffers.row(name, [payload.nbytes for payload in payloads])
+        settled = []
+        for payload, slot, place in zip(payloads, slots, places, strict=True):
+            if slot is None:
+                payload.write(place)
+                settled.append(payload)
+            else:
+                settled.append(fill(slot, *payload.parts, count=payload.count))
+        return settled
+
+    def _decoded(self, lane: Lane, payloads: Sequence[Payload], pieces: Sequence[Piece]) -> Tensor:
+        """Return what others decode of a worker's payloads: this thread's, until its next call."""
+        sizes = [piece.segments.numel for piece in pieces]
+        decoded = self.buffers.floats(("decoded", threading.get_ident()), sum(sizes))
+        for out, payload, piece in zip(torch.split(decoded, sizes), payloads, pieces, strict=True):
+            written(lane.compressor.decode(payload, piece.segments, piece.shared, out=out), out)
+        return decoded
+
+    # -- collectives -------------------------------------------------------------------------------
+
     def _allreduce(
-        self, lane: Lane, xs: Sequence[Tensor], states: Sequence[State], shared: Tensor, key: Key
-    ) -> Tensor:
-        world, method = self.world, lane.compressor
-        payloads = self._encode(lane, xs, states, shared, key)
-        widen = method.summand
-        summands = self._workers("encode", lambda i: widen(payloads[i], world.size, lane.segments))
+        self, number: int, whole: Piece, payloads: Sequence[Payload], out: Tensor
+    ) -> None:
+        world, method = self.world, self.lanes[number].compressor
+
+        def widen(i: int) -> Payload:
+            return method.summand(payloads[i], world.size, whole.segments)
+
+        summands = self._workers("encode", widen)
         with self.clock.phase("communicate"):
+            layout = summands[0].layout
+            total = Payload.over(self.buffers.bytes((number, "sum"), layout_bytes(layout)), layout)
             columns = zip(*(summand.parts for summand in summands), strict=True)
-            total = tuple(world.all_reduce(column, "sum") for column in columns)
+            for place, column in zip(total.parts, columns, strict=True):
+                world.all_reduce(column, "sum", out=place)
         with self.clock.phase("decode"):
-            return method.decode_sum(Payload(total, world.size), lane.segments, shared)
+            total = total._replace(count=world.size)
+            written(method.decode_sum(total, whole.segments, whole.shared, out=out), out)
 
     def _allgather(
-        self, lane: Lane, xs: Sequence[Tensor], states: Sequence[State], shared: Tensor, key: Key
-    ) -> Tensor:
-        world, method = self.world, lane.compressor
-        payloads = self._encode(lane, xs, states, shared, key)
+        self, number: int, whole: Piece, payloads: Sequence[Payload], out: Tensor
+    ) -> None:
+        world, method = self.world, self.lanes[number].compressor
         with self.clock.phase("communicate"):
-            layouts = [method.layout(lane.segments)] * world.size
-            gathered = self._gather(payloads, layouts, [1] * world.size)
+            layouts = [method.layout(whole.segments)] * world.size
+            gathered = self._gather(number, "sent", payloads, layouts, [1] * world.size)
         with self.clock.phase("decode"):
-            return method.mean(gathered, lane.segments, shared)
+            written(method.mean(gathered, whole.segments, whole.shared, out=out), out)
 
     def _twoshot(
-        self, lane: Lane, xs: Sequence[Tensor], states: Sequence[State], shared: Tensor, key: Key
-    ) -> Tensor:
-        world, method, ranks = self.world, lane.compressor, self.world.ranks
-        bounds = shard_bounds(lane.segments.numel, world.size)
-        cuts = [lane.segments.shard(*edge) for edge in pairwise(bounds)]
-        shards = [segments for segments, _ in cuts]
-        scales = [shared[w.start : w.stop] if shared.numel() else shared for _, w in cuts]
-
-        def encode(i: int) -> list[Payload]:
-            place = key._replace(rank=ranks[i])
-            if lane.fused:
-                residual = states[i]["residual"]
-                feed = method.feedback_shards
-                return feed(xs[i], residual, lane.segments, shared, place, bounds)
-            payloads = method.encode_shards(xs[i], lane.segments, shared, place, bounds)
-            pieces = list(zip(payloads, shards, scales, strict=True))
-            self._keep(lane, xs[i], states[i], pieces)
-            return payloads
+        self,
+        number: int,
+        whole: Piece,
+        xs: Sequence[Tensor],
+        states: Sequence[State],
+        kept: Sequence[Any],
+        key: Key,
+        out: Tensor,
+    ) -> None:
+        world, lane = self.world, self.lanes[number]
+        method, bounds = lane.compressor, shard_bounds(lane.segments.numel, world.size)
+        shards = [whole.shard(*edges) for edges in pairwise(bounds)]
+        if method.cuttable:
+            encoded = self._encode(number, xs, states, [whole], kept, key)
+            sent = [method.cut(payload, bounds) for (payload,) in encoded]
+        else:
+            sent = self._encode(number, xs, states, shards, [None] * len(xs), key)
+        with self.clock.phase("communicate"):
+            layouts = [method.layout(shard.segments) for shard in shards]
+            received = self._scatter(number, sent, layouts)
 
         def merge(i: int) -> Payload:
-            owner = ranks[i]
-            place = Key(key.seed, key.step, owner, key.offset + bounds[owner], streams.MERGE)
-            here = shards[owner], scales[owner]
-            if not (lane.memory.owner and method.requantizes):
-                return method.merge(received[i], *here, place)
-            # As `Compressor.merge`, with what the owner lost at earlier steps.
-            mean = method.mean(received[i], *here)
-            if "owner" not in states[i]:
-                states[i]["owner"] = torch.zeros_like(mean)
-            merged = method.encode_feedback(mean, states[i]["owner"], *here, place)
-            return merged._replace(count=world.size)
+            rank = world.ranks[i]
+            there = Key(key.seed, key.step, rank, key.offset + bounds[rank], streams.MERGE)
+            return self._merge(number, i, received[i], shards[rank], states[i], there)
 
-        sent = self._workers("encode", encode)
-        with self.clock.phase("communicate"):
-            received = self._scatter(sent, [method.layout(shard) for shard in shards])
         merged = self._workers("decode", merge)
         with self.clock.phase("communicate"):
-            layouts = [method.layout(shard, world.size) for shard in shards]
-            gathered = self._gather(merged, layouts, [world.size] * world.size, aggregated=True)
+            layouts = [method.layout(shard.segments, world.size) for shard in shards]
+            counts = [world.size] * world.size
+            gathered = self._gather(number, "merged", merged, layouts, counts, aggregated=True)
         with self.clock.phase("decode"):
-            pieces = map(method.decode, gathered, shards, scales)
-            return torch.cat(list(pieces))
+            for payload, shard in zip(gathered, shards, strict=True):
+                place = out[shard.place]
+                written(method.decode(payload, shard.segments, shard.shared, out=place), place)
+
+    def _merge(
+        self,
+        number: int,
+        i: int,
+        payloads: Sequence[Payload],
+        shard: Piece,
+        state: State,
+        key: Key,
+    ) -> Payload:
+        """Return local worker i's merged shard, its bytes in the worker's second send buffer."""
+        world, lane, name = self.world, self.lanes[number], (number, "merged", i)
+        method, segments, shared = lane.compressor, shard.segments, shard.shared
+        if not (lane.memory.owner and method.requantizes):
+            slots = self._slots(name, [method.layout(segments, world.size)])
+            merged = method.merge(payloads, segments, shared, key, out=slots[0])
+            return self._settled(name, [merged], slots)[0]
+        # As `Compressor.merge`, with what the owner lost at earlier steps.
+        mean = self.buffers.floats((number, "owned", i), segments.numel)
+        written(method.mean(payloads, segments, shared, out=mean), mean)
+        if "owner" not in state:
+            state["owner"] = torch.zeros_like(mean)
+        left, alone = state["owner"], Piece(segments, shared, 0)
+        if method.fused_feedback:
+            sent = self._payloads(lane, name, mean, [alone], key, residual=left)
+        else:
+            left += mean
+            sent = self._payloads(lane, name, left, [alone], key)
+            left -= self._decoded(lane, sent, [alone])
+        return sent[0]._replace(count=world.size)
 
     def _rounds(
         self,
@@ -299,31 +478,49 @@ class Exchange:
         xs: Sequence[Tensor],
         states: Sequence[State],
         key: Key,
-    ) -> Tensor:
-        """Exchange by all-reduce in rounds; what was sent is the common reconstruction."""
-        world, lane = self.world, self.lanes[number]
-        before = self.joint[number]
-        state = method.initial_state(lane.segments, key) if before is None else before
-        state = state.to(world.device)
-        means: list[Tensor] = []
+        out: Tensor,
+    ) -> None:
+        """Exchange by all-reduce in rounds; what was sent is the common approximation."""
+        world, lane, joint = self.world, self.lanes[number], self.joint[number]
+        if "state" not in joint:
+            joint["state"] = method.initial_state(lane.segments, key).to(world.device)
+        layout, later = method.layout(lane.segments), key._replace(step=key.step + 1)
+        if layout is None:
+            raise UsageError(f"{method.name}: a method in rounds declares its layout")
+        rounds = [method.in_rounds(x, lane.segments, joint["state"], later, out) for x in xs]
 
-        def contribute(i: int) -> Tensor:
-            return method.contribute(xs[i], lane.segments, state, means)
-
-        for _ in range(method.rounds):
-            parts = self._workers("encode", contribute)
+        def received(turn: int) -> Tensor:
+            """Return the mean of what all workers add in this turn."""
+            begun = turn > 0
+            summands = self._workers(
+                "encode", lambda i: rounds[i].send(means[-1]) if begun else next(rounds[i])
+            )
             with self.clock.phase("communicate"):
-                means.append(world.all_reduce(parts, "sum").div_(world.size))
+                room = self.buffers.floats((number, "round", turn), summands[0].numel())
+                return world.all_reduce(summands, "sum", out=room).div_(world.size)
+
+        means: list[Tensor] = []
+        for turn in range(len(layout)):
+            means.append(received(turn))  # noqa: PERF401 - `received` looks at those before
         with self.clock.phase("decode"):
-            mean = method.reconstruct(means, lane.segments)
-            later = key._replace(step=key.step + 1)
-            self.joint[number] = method.next_state(means, lane.segments, later)
+            try:
+                rounds[0].send(means[-1])
+                raise UsageError(f"{method.name}: more rounds than the {len(layout)} of its layout")
+            except StopIteration as end:
+                state = joint["state"]
+                same = end.value.shape == state.shape
+                joint["state"] = state.copy_(end.value) if same else end.value.clone()
+        for other in rounds[1:]:
+            other.close()
         if lane.memory.feedback:
-            self._workers("encode", lambda i: lane.memory.keep(xs[i], mean, states[i]))
-        return mean
+            self._workers("encode", lambda i: lane.memory.keep(xs[i], out, states[i]))
+
+    # -- bytes -------------------------------------------------------------------------------------
 
     def _gather(
         self,
+        number: int,
+        what: str,
         payloads: Sequence[Payload],
         declared: Sequence[Layout | None],
         counts: Sequence[int],
@@ -338,12 +535,24 @@ class Exchange:
             sizes = [headers[0].numel()] * world.size
             gathered = world.all_gather(headers, sizes, aggregated=aggregated)
             layouts = [_layout(payloads[0], header) for header in gathered]
-        data = [payload.to_bytes() for payload in payloads]
-        received = world.all_gather(data, [*map(_nbytes, layouts)], aggregated=aggregated)
-        return [*map(Payload.from_bytes, received, layouts, counts)]
+        sizes = [*map(layout_bytes, layouts)]
+        own = [
+            self.buffers.bytes((number, what, i), payload.nbytes)
+            for i, payload in enumerate(payloads)
+        ]
+        room = self._room((number, what, "gathered"), sum(sizes))
+        received = world.all_gather(own, sizes, aggregated=aggregated, out=room)
+        return [*map(Payload.over, received, layouts, counts)]
+
+    def _room(self, name: Hashable, size: int) -> Tensor | None:
+        """Return where a collective between processes puts what comes; a simulation needs none."""
+        return self.buffers.bytes(name, size) if len(self.world.ranks) < self.world.size else None
 
     def _scatter(
-        self, sent: Sequence[Sequence[Payload]], declared: Sequence[Layout | None]
+        self,
+        number: int,
+        sent: Sequence[Sequence[Payload]],
+        declared: Sequence[Layout | None],
     ) -> list[list[Payload]]:
         """Hand shard r of each local worker to rank r; return each local owner's, by sender."""
         world = self.world
@@ -353,21 +562,21 @@ class Exchange:
             if layout is not None:
                 layouts.append([layout] * world.size)
         if len(layouts) < len(world.ranks):
-            headers = [[_header(shard, world.device) for shard in row] for row in sent]
-            width = [headers[0][0].numel()] * world.size
-            gathered = world.all_to_all(headers, [width] * len(sent))
+            headers = [torch.cat([_header(shard, world.device) for shard in row]) for row in sent]
+            width = [headers[0].numel() // world.size] * world.size
+            gathered = world.all_to_all(headers, [width] * len(sent), [width] * len(sent))
             layouts = [[_layout(sent[0][0], header) for header in row] for row in gathered]
-        data = [[shard.to_bytes() for shard in row] for row in sent]
-        sizes = [[*map(_nbytes, row)] for row in layouts]
-        received = world.all_to_all(data, sizes)
+        splits = [[shard.nbytes for shard in row] for row in sent]
+        own = [
+            self.buffers.bytes((number, "sent", i), sum(split)) for i, split in enumerate(splits)
+        ]
+        sizes = [[*map(layout_bytes, row)] for row in layouts]
+        room = self._room((number, "received"), sum(sizes[0]))
+        received = world.all_to_all(own, splits, sizes, out=room)
         return [
-            [*map(Payload.from_bytes, row, row_layouts)]
+            [*map(Payload.over, row, row_layouts)]
             for row, row_layouts in zip(received, layouts, strict=True)
         ]
-
-
-def _nbytes(layout: Layout) -> int:
-    return sum(dtype.itemsize * numel for dtype, numel in layout)
 
 
 def _header(payload: Payload, device: torch.device) -> Tensor:

@@ -424,7 +424,7 @@ def _word(value: Any) -> str:
 
 def nominal_ratio(method: Compressor) -> float | None:
     """Return 32 bits over the bits an element that the method's source quotes."""
-    bits = method.nominal_bits()
+    bits = method.claims.nominal_bits()
     return None if bits is None else 32 / bits
 
 

@@ -13,7 +13,6 @@ import yaml
 from gcbench import registry
 from gcbench.errors import UsageError, unknown
 from gcbench.experiment import Config
-from gcbench.memory import MEMORIES
 
 SEQUENCES = ("betas", "schedule_steps")
 """Settings whose value is itself a list; on the command line its items are joined by slashes."""
@@ -145,8 +144,7 @@ def _memory(point: Mapping[str, Any]) -> str:
     name = point.get("memory")
     if name in (None, "auto"):
         name = registry.compressor_class(str(point.get("compressor", "terngrad"))).memory
-    if name not in MEMORIES:
-        raise unknown("memory", name, MEMORIES)
+    registry.memory_class(name)  # refuses what it does not know
     return str(name)
 
 
@@ -186,7 +184,7 @@ def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
         for key, (owner, default, load) in fields.items():
             own = registry.fields(load(str(point.get(owner, default))))
             inner.append(_product({k: v for k, v in nested[key].items() if k in own}))
-        own = registry.fields(MEMORIES[_memory(point)])
+        own = registry.fields(registry.memory_class(_memory(point)))
         unused -= own.keys()
         inner.append(_product({k: v for k, v in carried.items() if k in own}))
         for options, task_options, memory_options in itertools.product(*inner):
@@ -196,11 +194,14 @@ def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
     if unused:
         field = min(unused)
         here = ", ".join(sorted({_memory(point) for point in _product(given)}))
-        having = [name for name, cls in MEMORIES.items() if field in registry.fields(cls)]
+        every_field = {
+            name: registry.fields(registry.memory_class(name)) for name in registry.memories()
+        }
+        having = [name for name, own in every_field.items() if field in own]
         if having:
             raise UsageError(
                 f"memory {here} has no field {field!r}; {' and '.join(having)} do: --memory NAME"
             )
-        every = sorted({name for cls in MEMORIES.values() for name in registry.fields(cls)})
+        every = sorted({name for own in every_field.values() for name in own})
         raise unknown(f"field of memory {here}:", field, every)
     return list(configs.values())

@@ -50,7 +50,7 @@ def compressors() -> list[Row]:
         except GcbenchError as error:
             rows.append(_broken(entry, error))
             continue
-        nominal = method.nominal_bits()
+        nominal = method.claims.nominal_bits()
         try:
             up, down = measured.bits(method)
             sent: Any = {"up": round(up, 3), "down": round(down, 3)}
@@ -67,8 +67,8 @@ def compressors() -> list[Row]:
                 "collectives": list(method.legal_collectives()),
                 "memory": method.memory,
                 "two_way": method.legal_collectives()[0] != "allgather",
-                "unbiased": method.unbiased,
-                "contractive": method.contractive,
+                "unbiased": method.claims.unbiased,
+                "contractive": method.claims.contractive,
                 "fields": {n: getattr(method, n) for n in registry.fields(cls)},
             }
         )

@@ -1,8 +1,12 @@
-"""What a worker carries from step to step, owned by the engine: error feedback, momentum, DGC.
+"""What is carried from step to step, owned by the engine: error feedback, momentum, DGC.
 
 A memory turns the gradient g of a worker into what is offered to the compressor, and learns what
-was really sent: the decoding of the worker's own payload. Its buffers are float32 tensors of the
-gradient's shape, in gradient units.
+was really sent: the decoding of the worker's own payload. It may also turn the mean of what was
+sent into what is applied (a running average, the estimate of EF21). Its buffers are float32 tensors
+of the gradient's shape, in gradient units.
+
+A third party's memory is a frozen dataclass derived from `Memory`, registered under the entry-point
+group `gcbench.memories`.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from torch import Tensor
 
 from gcbench import registry
 from gcbench.compressor import Compressor
-from gcbench.errors import UsageError, unknown
+from gcbench.errors import UsageError
 
 State = dict[str, Tensor]
 
@@ -29,12 +33,18 @@ class Memory(ABC):
     buffers: ClassVar[tuple[str, ...]] = ()
     residuals: ClassVar[tuple[str, ...]] = ()
     """The buffers that hold what is still to be applied: they follow the learning rate."""
+    joint: ClassVar[tuple[str, ...]] = ()
+    """The buffers that `apply` keeps: one set for all workers, which they compute alike."""
     has_momentum: ClassVar[bool] = False
     """Whether the memory applies the momentum, so that the optimizer must add none."""
 
     @property
     def feedback(self) -> bool:
-        """Whether the error of one step is offered again at the next: the code must contract."""
+        """Whether the memory wants to know what was sent, by `keep`.
+
+        By default where it has residuals: the error of one step is offered again at the next, for
+        which the code must contract.
+        """
         return bool(self.residuals)
 
     @property
@@ -48,10 +58,24 @@ class Memory(ABC):
 
     @abstractmethod
     def offer(self, gradient: Tensor, state: State, workers: int) -> Tensor:
-        """Return what is compressed, shape (n,); updates the momentum in `state`."""
+        """Return what is compressed, shape (n,), and update `state`; `gradient` stays as it is.
+
+        What is returned may be a buffer of `state`: nobody writes to it before `keep`.
+        """
 
     def keep(self, offered: Tensor, sent: Tensor, state: State) -> None:  # noqa: B027 - optional
-        """Update `state` after `sent`, the decoding of what this worker sent of `offered`."""
+        """Update `state` after `sent`, the decoding of what this worker sent of `offered`.
+
+        Called where `feedback` is true; `sent` is the engine's and holds until the call ends.
+        """
+
+    def apply(self, mean: Tensor, joint: State) -> Tensor:
+        """Return what all workers apply, shape (n,), given the mean of what they sent.
+
+        `joint`: the buffers named by `joint`, zeros before the first step. What is returned may be
+        one of them, or `mean`, written to or not.
+        """
+        return mean
 
     def dense(self) -> Memory:
         """Return the memory of tensors that a policy keeps dense: nothing of them is lost."""
@@ -98,7 +122,8 @@ class Residual(Memory):
         return self.at_owner
 
     def offer(self, gradient: Tensor, state: State, workers: int) -> Tensor:  # noqa: D102
-        return torch.add(gradient, state["residual"], alpha=self.decay)
+        residual = state["residual"]
+        return torch.add(gradient, residual, alpha=self.decay, out=residual)
 
     def keep(self, offered: Tensor, sent: Tensor, state: State) -> None:  # noqa: D102
         torch.sub(offered, sent, out=state["residual"])
@@ -121,7 +146,7 @@ class Momentum(Memory):
             raise ValueError(f"beta={self.beta}: from 0 to below 1 allowed")
 
     def offer(self, gradient: Tensor, state: State, workers: int) -> Tensor:  # noqa: D102
-        return state["momentum"].mul_(self.beta).add_(gradient, alpha=1 - self.beta).clone()
+        return state["momentum"].mul_(self.beta).add_(gradient, alpha=1 - self.beta)
 
     def dense(self) -> Memory:  # noqa: D102
         return self
@@ -168,7 +193,7 @@ class Dgc(Memory):
         else:
             u.mul_(self.momentum).add_(gradient)
             v.add_(u)
-        return v.clone()
+        return v
 
     def keep(self, offered: Tensor, sent: Tensor, state: State) -> None:  # noqa: D102
         torch.sub(offered, sent, out=state["residual"])
@@ -182,7 +207,7 @@ class Dgc(Memory):
 
 FORCED = "forced-residual"
 """Error feedback around a code that does not contract: what the user must ask for by name."""
-MEMORIES: Mapping[str, type[Memory]] = {
+BUILT_IN: Mapping[str, type[Memory]] = {
     "none": NoMemory,
     "residual": Residual,
     FORCED: Residual,
@@ -193,9 +218,7 @@ MEMORIES: Mapping[str, type[Memory]] = {
 
 def make(name: str, options: Mapping[str, Any]) -> Memory:
     """Return the memory of this name; UsageError for an unknown name, field or value."""
-    if name not in MEMORIES:
-        raise unknown("memory", name, MEMORIES)
-    return registry.make(f"memory {name!r}", MEMORIES[name], dict(options))
+    return registry.make(f"memory {name!r}", registry.memory_class(name), dict(options))
 
 
 def check_legal(name: str, method: Compressor) -> None:
@@ -204,7 +227,8 @@ def check_legal(name: str, method: Compressor) -> None:
     Raises:
         UsageError: with what would happen, and how to ask for it all the same.
     """
-    if name in MEMORIES and MEMORIES[name].residuals and name != FORCED and not method.contractive:
+    known = name in registry.memories() and name != FORCED
+    if known and registry.memory_class(name).residuals and not method.claims.contractive:
         raise UsageError(
             f"memory {name!r} feeds the error of {method!r} back, but the method does not "
             "contract: its error may exceed the gradient, and nothing bounds the residual. "

@@ -1,7 +1,8 @@
 """Names to classes: the files of compressors/ and tasks/ first, then installed third parties.
 
-A third party registers under the entry-point groups `gcbench.compressors`, `gcbench.tasks` and
-`gcbench.sinks`, each entry naming a class. Nothing is imported until its name is asked for.
+A third party registers under the entry-point groups `gcbench.compressors`, `gcbench.memories`,
+`gcbench.tasks` and `gcbench.sinks`, each entry naming a class. Nothing is imported until its name
+is asked for.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from gcbench.errors import GcbenchError, UsageError, unknown
 
 if TYPE_CHECKING:
     from gcbench.compressor import Compressor
+    from gcbench.memory import Memory
     from gcbench.sinks import Sink
     from gcbench.task import Task
 
@@ -72,6 +74,10 @@ def _third_party(point: EntryPoint, base: type) -> type[Any]:
     return loaded
 
 
+def _same(cls: type[Any]) -> type[Any]:
+    return cls
+
+
 def _files(package: str, base: type) -> dict[str, Entry]:
     folder = importlib.import_module(package)
     return {
@@ -109,6 +115,15 @@ def compressors() -> dict[str, Entry]:
 
 
 @cache
+def memories() -> dict[str, Entry]:
+    """Return all registered memories by name."""
+    from gcbench.memory import BUILT_IN, Memory
+
+    builtin = {name: Entry(name, "built-in", partial(_same, cls)) for name, cls in BUILT_IN.items()}
+    return _with_third_parties("gcbench.memories", Memory, builtin)
+
+
+@cache
 def tasks() -> dict[str, Entry]:
     """Return all registered tasks by name."""
     from gcbench.task import Task
@@ -138,6 +153,13 @@ def _class(kind: str, entries: dict[str, Entry], name: str) -> type[Any]:
 def compressor_class(name: str) -> type[Compressor]:
     """Return the class registered as `name`; UsageError for an unknown name."""
     return _class("compressor", compressors(), name)
+
+
+def memory_class(name: str) -> type[Memory]:
+    """Return the class registered as `name`; UsageError for an unknown name."""
+    if name not in memories():
+        raise unknown("memory", name, memories())
+    return memories()[name].load()
 
 
 def task_class(name: str) -> type[Task]:

@@ -394,7 +394,7 @@ class Trainer:
             return
         if self.late is not None:
             self._update(self.late, lr)
-        self.late = mean
+        self.late = mean.clone()  # the exchange writes the next mean where this one is
         if self.step == self.config.steps - 1:
             self._update(mean, lr)
 
@@ -579,7 +579,7 @@ class Trainer:
                 "optimizer": self.optimizer.state_dict(),
                 "ema": [average.cpu() for average in self.ema],
                 "workers": workers,
-                "joint": [None if state is None else state.cpu() for state in self.exchange.joint],
+                "joint": [{k: v.cpu() for k, v in own.items()} for own in self.exchange.joint],
                 "exchange_lr": self.exchange.lr,
                 "late": None if self.late is None else self.late.cpu(),
                 "skipped": self.skipped,
@@ -614,7 +614,9 @@ class Trainer:
         exchange = self.exchange
         exchange.change(self._lanes(self.step))
         exchange.lr = state["exchange_lr"]
-        exchange.joint = [None if v is None else v.to(self.device) for v in state["joint"]]
+        exchange.joint = [
+            {name: v.to(self.device) for name, v in own.items()} for own in state["joint"]
+        ]
         self.late = None if state["late"] is None else state["late"].to(self.device)
         for rank, replica, traffic, own in zip(
             self.world.ranks, self.replicas, self.world.traffic, exchange.workers, strict=True

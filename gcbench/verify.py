@@ -32,6 +32,8 @@ from gcbench.compressor import (
     MultiRoundCompressor,
     Payload,
     Segments,
+    layout_bytes,
+    written,
 )
 from gcbench.errors import GcbenchError, Interrupted, PayloadError, UsageError
 from gcbench.exchange import Exchange, Lane
@@ -154,7 +156,7 @@ def _shared(method: Compressor, xs: Sequence[Tensor], segments: Segments, key: K
     drawn = method.draw_shared(segments, key._replace(rank=0))
     if drawn is not None:
         return drawn
-    own = [method.statistic(x, segments) for x in xs]
+    own = [method.prepare(x, segments).statistic for x in xs]
     return torch.stack(own).amax(0) if own[0].numel() else own[0]
 
 
@@ -340,13 +342,13 @@ def _drawn(method: Compressor) -> tuple[Tensor, Tensor, Tensor, Segments, Tensor
 
     The copies are tensors of one bucket: one call draws them all.
     """
-    if not method.unbiased:
+    if not method.claims.unbiased:
         raise _NotDeclaredError("biased")
     x = _sample().repeat(DRAWS)
     segments = _segments(method, [(64,)] * DRAWS)
     payload, shared = _encode(method, x, segments)
     decoded = method.decode(payload, segments, shared).double().view(DRAWS, 64)
-    target = method.target(x, segments, shared).double().view(DRAWS, 64)
+    target = method.claims.target(x, segments, shared).double().view(DRAWS, 64)
     return decoded, target, x, segments, shared
 
 
@@ -362,13 +364,13 @@ def _unbiased(method: Compressor) -> _Found:
 def _variance(method: Compressor) -> _Found:
     """The squared error is the declared variance on the average, and within the source's bound."""
     decoded, target, x, segments, shared = _drawn(method)
-    declared = method.variance(x, segments, shared)
+    declared = method.claims.variance(x, segments, shared)
     if declared is None:
         raise _NotDeclaredError("no exact variance")
     errors = (decoded - target).square().sum(1)
     exact = float(declared.view(DRAWS, 64).sum(1).mean())
     z = abs(float(errors.mean()) - exact) / max(float(errors.std()) / math.sqrt(DRAWS), 1e-9)
-    bound = method.variance_bound(x, segments, shared)
+    bound = method.claims.variance_bound(x, segments, shared)
     total = float(declared.sum())
     within = bound is None or total <= bound * (1 + 1e-6)
     note = "" if bound is None else f"{total:.4g}, the source's bound {bound:.4g}"
@@ -377,14 +379,14 @@ def _variance(method: Compressor) -> _Found:
 
 def _contraction(method: Compressor) -> _Found:
     """||x - C(x)||^2 stays within the declared bound, and the bound below ||x||^2."""
-    if not method.contractive:
+    if not method.claims.contractive:
         raise _NotDeclaredError("not contractive")
     worst, faults = 0.0, []
     for shapes in ([(2000,)], [(40, 50)], list(SHAPES)):
         segments = _segments(method, shapes)
         for name, x in inputs(segments.numel):
             size = float(x.double().square().sum())
-            bound = method.error_bound(x, segments)
+            bound = method.claims.error_bound(x, segments)
             if bound is None:
                 faults.append("no error_bound")
                 continue
@@ -417,7 +419,7 @@ def _contraction(method: Compressor) -> _Found:
 
 def _gaussian(method: Compressor) -> _Found:
     """The relative error on normal input is the analytic one within 1 %: less is a bug, too."""
-    expected = method.gaussian_error()
+    expected = method.claims.gaussian_error()
     if expected is None:
         raise _NotDeclaredError("no closed form")
     segments = _segments(method, [(1024, 1024)])
@@ -437,27 +439,27 @@ def _gaussian(method: Compressor) -> _Found:
 
 def _exact(method: Compressor) -> _Found:
     """Small integers of the declared families arrive exactly, from one worker and as a mean."""
-    if not method.exact_for:
+    if not method.claims.exact_for:
         raise _NotDeclaredError("no family of inputs arrives exactly")
     shapes = [(40, 33), (0,), (1,), (1030,)]
     segments = _segments(method, shapes)
     done, faults = 0, []
-    for family in method.exact_for:
+    for family in method.claims.exact_for:
         make = FAMILIES[family]
         x = make(segments, 0)
         if not torch.equal(_pass(method, x, segments), x):
             faults.append(f"{family}, one worker")
-        if method.aggregate == "other":
+        if method.claims.aggregate == "other":
             continue  # its mean is its own affair
         for workers, collective in itertools.product(WORKERS, method.legal_collectives()):
-            default = method.exact_for[0], method.legal_collectives()[0]
+            default = method.claims.exact_for[0], method.legal_collectives()[0]
             if workers > 8 and (family, collective) != default:
                 continue  # many workers, once
             xs, expected = exact_mean(method, collective, family, segments, workers)
             done += 1
             if inexact(_mean(method, collective, xs, shapes), expected):
                 faults.append(f"{family}, {workers} workers, {collective}")
-    what = f"{done} means, {len(method.exact_for)} round trips"
+    what = f"{done} means, {len(method.claims.exact_for)} round trips"
     return _Found(", ".join(faults[:3]) or f"{what} exact", what, not faults)
 
 
@@ -471,7 +473,7 @@ def exact_mean(
     alike = collective == "twoshot" and method.requantizes
     xs = [FAMILIES[family](segments, 0 if alike else rank) for rank in range(workers)]
     total = torch.stack(xs).sum(0)
-    if method.aggregate == "vote":
+    if method.claims.aggregate == "vote":
         return xs, torch.where(total != 0, total.sign(), torch.nan)
     return xs, total / workers
 
@@ -522,9 +524,9 @@ def _telescoping(method: Compressor) -> _Found:
 
     After 50 for other collectives and configurations than the default.
     """
-    if not method.contractive:
+    if not method.claims.contractive:
         raise _NotDeclaredError("not contractive")
-    if method.aggregate != "mean":
+    if method.claims.aggregate != "mean":
         raise _NotDeclaredError("what is applied is no mean of what was sent")
     shapes, workers = [(40, 33), (1,), (1030,)], 2
     n = 40 * 33 + 1031
@@ -568,7 +570,7 @@ def _illegal(method: Compressor) -> _Found:
             refused = False
         except UsageError:
             refused = True
-        if refused == method.contractive:
+        if refused == method.claims.contractive:
             faults.append(f"memory {name}")
     try:
         memory.check_legal(method.memory, method)
@@ -665,30 +667,98 @@ def _corrupt(method: Compressor) -> _Found:
 
 def _fused(method: Compressor) -> _Found:
     """What a method does in one operation are the bits of the steps that it stands for."""
-    own = type(method)
-    feeds = own.encode_feedback is not Compressor.encode_feedback
-    adds = own.decode_onto is not Compressor.decode_onto
-    if not (feeds or adds):
-        raise _NotDeclaredError("no fused operation of its own")
     segments = _segments(method, [(40, 33), (0,), (1,), (70, 512), (5000,)])
     x, carried = normal(segments.numel), normal(segments.numel, 1)
     payload, shared = _encode(method, x + carried, segments)
     decoded = method.decode(payload, segments, shared)
     done = []
-    if feeds:
+    if method.fused_feedback:
         residual = carried.clone()
         fed = method.encode_feedback(x, residual, segments, shared, KEY)
         done.append(torch.equal(fed.to_bytes(), payload.to_bytes()))
         done.append(torch.equal(residual, x + carried - decoded))
-    if adds:
-        for merged in (payload._replace(count=count) for count in (1, 3)):
-            if method.layout(segments, merged.count) == payload.layout:
-                total = carried.clone()
-                method.decode_onto(merged, segments, shared, total)
-                steps = method.decode(merged, segments, shared) * merged.count
-                done.append(torch.equal(total, carried + steps))
-    names = ["encode_feedback"] * feeds + ["decode_onto"] * adds
+    for merged in (payload._replace(count=count) for count in (1, 3)):
+        if method.layout(segments, merged.count) == payload.layout:
+            total = carried.clone()
+            method.decode_onto(merged, segments, shared, total)
+            steps = method.decode(merged, segments, shared) * merged.count
+            done.append(torch.equal(total, carried + steps))
+    names = ["encode_feedback"] * method.fused_feedback + ["decode_onto"]
     return _Found(f"{sum(done)} of {len(done)} equal", "all", all(done), ", ".join(names))
+
+
+def _outputs(method: Compressor) -> _Found:
+    """What is written where the caller says has the bits of what is returned otherwise."""
+    segments = _segments(method, SHAPES)
+    x = normal(segments.numel)
+    payload, shared = _encode(method, x, segments)
+    drawn = method.draw_shared(segments, KEY._replace(rank=0)) is not None
+    kept = None if drawn else method.prepare(x, segments).kept
+    faults = []
+
+    def slots(count: int = 1) -> Payload | None:
+        layout = method.layout(segments, count)
+        if layout is None:
+            return None
+        noise = torch.full((layout_bytes(layout),), 0xFF, dtype=torch.uint8)
+        return Payload.over(noise, layout, count)
+
+    def same(what: str, got: Payload, want: Payload) -> None:
+        if got.count != want.count or not _same(got.to_bytes(), want.to_bytes()):
+            faults.append(f"{what} has other bytes")
+
+    def equal(what: str, call: Callable[..., Tensor], *arguments: Any) -> None:
+        out = torch.full_like(x, math.nan)
+        if not _same(written(call(*arguments, out=out), out), call(*arguments)):
+            faults.append(f"{what} has other values")
+
+    there = method.encode(x, segments, shared, KEY, prepared=kept, out=slots())
+    same("encode", there, payload)
+    equal("decode", method.decode, payload, segments, shared)
+    if not isinstance(method, MultiRoundCompressor):
+        three = [payload] * 3  # three: no tie needs a coin
+        equal("mean", method.mean, three, segments, shared)
+    if "twoshot" in method.legal_collectives():
+        key = Key(7, 3, 0, 0, 1)
+        merged = method.merge(three, segments, shared, key)
+        same("merge", method.merge(three, segments, shared, key, out=slots(3)), merged)
+    return _Found(", ".join(faults) or "0 faults", "0 faults", not faults)
+
+
+def _buffers(method: Compressor) -> _Found:
+    """Nothing that lasts lies in what is written again: an exchange's buffers, the gradients.
+
+    Two exchanges go through the same steps. One finds its buffers and the gradients of the step
+    before overwritten; what it applies and carries must be the same bits.
+    """
+    shapes, wrong, done = [(40, 33), (0,), (1,), (1030,)], [], 0
+    n = 40 * 33 + 1031
+    kept = memory.make(method.memory, method.memory_options)
+    for collective in method.legal_collectives():
+        steps = [[normal(n, 10 * step + rank) for rank in range(3)] for step in range(4)]
+        copies = [[x.clone() for x in xs] for xs in steps]
+        means, left = _exchanged(method, collective, steps, shapes, kept)
+        others, right = _exchanged(method, collective, copies, shapes, kept)
+        for step, xs in enumerate(copies):
+            mean = next(means)
+            other = next(others).clone()
+            right.buffers.fill(0xFF)
+            for x in xs:
+                x.fill_(math.nan)
+            done += 1
+            if not _same(mean, other):
+                wrong.append(f"{collective}, step {step}")
+        for a, b in zip(_carried(left), _carried(right), strict=True):
+            if not _same(a, b):
+                wrong.append(f"{collective}: what is carried")
+    return _Found("; ".join(wrong[:3]) or f"{done} means the same", f"{done} means", not wrong)
+
+
+def _carried(made: Exchange) -> Iterator[Tensor]:
+    """Yield all tensors that an exchange carries to the next step."""
+    for states in (*made.workers, made.joint):
+        for state in states:
+            yield from state.values()
 
 
 CHECKS: Mapping[str, Callable[[Compressor], _Found]] = {
@@ -706,6 +776,8 @@ CHECKS: Mapping[str, Callable[[Compressor], _Found]] = {
     "equal workers": _alike,
     "nothing lost over steps": _telescoping,
     "fused operations": _fused,
+    "outputs": _outputs,
+    "buffers": _buffers,
     "illegal refused": _illegal,
     "corrupt payloads": _corrupt,
 }

@@ -130,8 +130,8 @@ class World(ABC):
         if self.link and self.size > 1:
             self.modelled_seconds += self.link.seconds(rounds, max(wire))
 
-    def all_reduce(self, tensors: Sequence[Tensor], op: Op) -> Tensor:
-        """Return the element-wise sum or maximum over all workers.
+    def all_reduce(self, tensors: Sequence[Tensor], op: Op, *, out: Tensor | None = None) -> Tensor:
+        """Return the element-wise sum or maximum over all workers; `out`: where to write it.
 
         Integers and maxima are exact in any order. On the CPU floats are added in the order of
         ranks, in every engine, so that the sum is the same bits.
@@ -140,37 +140,49 @@ class World(ABC):
         wire = [2 * (self.size - 1) / self.size * size for size in sizes]
         self._count(sizes, sizes, wire)
         self._model(2 * (self.size - 1), wire)
-        return self._all_reduce(tensors, op)
+        return self._all_reduce(tensors, op, out)
 
     def all_gather(
-        self, tensors: Sequence[Tensor], sizes: Sequence[int], *, aggregated: bool = False
+        self,
+        tensors: Sequence[Tensor],
+        sizes: Sequence[int],
+        *,
+        aggregated: bool = False,
+        out: Tensor | None = None,
     ) -> list[Tensor]:
         """Return every worker's 1-D tensor, by rank; `sizes` are their element counts.
 
         `aggregated`: the tensors are shards of an aggregate on the way down, not contributions.
+        `out`: 1-D, room for all of them; a simulation, where they are at hand, leaves it alone.
         """
         down = sum(sizes) * tensors[0].element_size()
         own = [_nbytes(tensor) for tensor in tensors]
         wire = [float((self.size - 1) * size) for size in own]
         self._count([0] * len(own) if aggregated else own, [down] * len(own), wire)
         self._model(self.size - 1, wire)
-        return self._all_gather(tensors, sizes)
+        return self._all_gather(tensors, sizes, out)
 
     def all_to_all(
-        self, chunks: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]]
+        self,
+        tensors: Sequence[Tensor],
+        splits: Sequence[Sequence[int]],
+        sizes: Sequence[Sequence[int]],
+        *,
+        out: Tensor | None = None,
     ) -> list[list[Tensor]]:
-        """Hand `chunks[i][r]` of local worker i to rank r; return what each got, by sender.
+        """Hand piece r of each worker's 1-D tensor to rank r; return what each got, by sender.
 
-        `sizes[i][r]` is the element count of the 1-D tensor that worker i gets from rank r.
+        `splits[i][r]`: elements of the piece that local worker i hands to rank r; `sizes[i][r]`: of
+        the one that it gets from rank r. `out`: as for `all_gather`.
         """
-        up = [sum(_nbytes(chunk) for chunk in row) for row in chunks]
+        up = [_nbytes(tensor) for tensor in tensors]
         wire = [
-            float(total - _nbytes(row[rank]))
-            for rank, row, total in zip(self.ranks, chunks, up, strict=True)
+            float(total - split[rank] * tensor.element_size())
+            for rank, split, tensor, total in zip(self.ranks, splits, tensors, up, strict=True)
         ]
         self._count(up, [0] * len(up), wire)
         self._model(self.size - 1, wire)
-        return self._all_to_all(chunks, sizes)
+        return self._all_to_all(tensors, splits, sizes, out)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Return worker 0's tensor, on every worker; passed on from each to the next."""
@@ -185,14 +197,20 @@ class World(ABC):
     def _broadcast(self, tensor: Tensor) -> Tensor: ...
 
     @abstractmethod
-    def _all_reduce(self, tensors: Sequence[Tensor], op: Op) -> Tensor: ...
+    def _all_reduce(self, tensors: Sequence[Tensor], op: Op, out: Tensor | None) -> Tensor: ...
 
     @abstractmethod
-    def _all_gather(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]: ...
+    def _all_gather(
+        self, tensors: Sequence[Tensor], sizes: Sequence[int], out: Tensor | None
+    ) -> list[Tensor]: ...
 
     @abstractmethod
     def _all_to_all(
-        self, chunks: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]]
+        self,
+        tensors: Sequence[Tensor],
+        splits: Sequence[Sequence[int]],
+        sizes: Sequence[Sequence[int]],
+        out: Tensor | None,
     ) -> list[list[Tensor]]: ...
 
     @abstractmethod
@@ -251,19 +269,28 @@ class SimulatedWorld(World):
     def _broadcast(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def _all_reduce(self, tensors: Sequence[Tensor], op: Op) -> Tensor:
-        total = tensors[0].clone()
+    def _all_reduce(self, tensors: Sequence[Tensor], op: Op, out: Tensor | None) -> Tensor:
+        total = _copy(tensors[0], out)
         for tensor in tensors[1:]:
             total = torch.maximum(total, tensor, out=total) if op == "max" else total.add_(tensor)
         return total
 
-    def _all_gather(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    def _all_gather(
+        self, tensors: Sequence[Tensor], sizes: Sequence[int], out: Tensor | None
+    ) -> list[Tensor]:
         return list(tensors)
 
     def _all_to_all(
-        self, chunks: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]]
+        self,
+        tensors: Sequence[Tensor],
+        splits: Sequence[Sequence[int]],
+        sizes: Sequence[Sequence[int]],
+        out: Tensor | None,
     ) -> list[list[Tensor]]:
-        return [list(column) for column in zip(*chunks, strict=True)]
+        rows = [
+            torch.split(tensor, list(split)) for tensor, split in zip(tensors, splits, strict=True)
+        ]
+        return [list(column) for column in zip(*rows, strict=True)]
 
 
 class DistributedWorld(World):
@@ -329,8 +356,8 @@ class DistributedWorld(World):
     def collect(self, values: Sequence[T]) -> list[T]:  # noqa: D102
         own = torch.frombuffer(bytearray(to_bytes(values[0])), dtype=torch.uint8).to(self.device)
         size = torch.tensor([own.numel()], device=self.device)
-        sizes = torch.cat(self._all_gather([size], [1] * self.size)).tolist()
-        everyone = self._all_gather([own], sizes)
+        sizes = torch.cat(self._all_gather([size], [1] * self.size, None)).tolist()
+        everyone = self._all_gather([own], sizes, None)
         return [from_bytes(data.cpu().numpy().tobytes()) for data in everyone]
 
     def close(self) -> None:  # noqa: D102
@@ -342,44 +369,60 @@ class DistributedWorld(World):
             dist.broadcast(received, 0)
         return received
 
-    def _all_reduce(self, tensors: Sequence[Tensor], op: Op) -> Tensor:
+    def _all_reduce(self, tensors: Sequence[Tensor], op: Op, out: Tensor | None) -> Tensor:
         tensor = tensors[0]
         if op == "sum" and tensor.is_floating_point() and tensor.device.type == "cpu":
-            return self._ordered_sum(tensor)
-        total = tensor.clone()
+            return self._ordered_sum(tensor, out)
+        total = _copy(tensor, out)
         with self.together():
             dist.all_reduce(total, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
         return total
 
-    def _ordered_sum(self, tensor: Tensor) -> Tensor:
+    def _ordered_sum(self, tensor: Tensor, out: Tensor | None) -> Tensor:
         """Reduce-scatter and all-gather, each owner adding its shard in the order of ranks.
 
         It moves what a ring all-reduce moves; gloo's own adds in an order that depends on N.
         """
         flat = tensor.reshape(-1)
-        shards = list(flat.tensor_split(self.size))
-        own = shards[self.ranks[0]].numel()
-        received = self._all_to_all([shards], [[own] * self.size])[0]
-        total = received[0].clone()
+        sizes = [shard.numel() for shard in flat.tensor_split(self.size)]
+        own = sizes[self.ranks[0]]
+        received = self._all_to_all([flat], [sizes], [[own] * self.size], None)[0]
+        total = received[0]
         for shard in received[1:]:
             total += shard
-        gathered = self._all_gather([total], [shard.numel() for shard in shards])
-        return torch.cat(gathered).view_as(tensor)
+        whole = torch.empty_like(tensor) if out is None else out
+        self._all_gather([total], sizes, whole.view(-1))
+        return whole
 
-    def _all_gather(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    def _all_gather(
+        self, tensors: Sequence[Tensor], sizes: Sequence[int], out: Tensor | None
+    ) -> list[Tensor]:
         tensor = tensors[0].contiguous()
+        out = tensor.new_empty(sum(sizes)) if out is None else out[: sum(sizes)]
+        pieces = list(torch.split(out, list(sizes)))
         if len(set(sizes)) > 1:  # shorter tensors are not padded: every byte sent is a real one
-            return self._all_to_all([[tensor] * self.size], [sizes])[0]
-        out = tensor.new_empty(sum(sizes))
-        with self.together():
-            dist.all_gather(list(torch.split(out, list(sizes))), tensor)
-        return list(torch.split(out, list(sizes)))
+            own = [tensor.numel()] * self.size
+            repeated = tensor.repeat(self.size)
+            with self.together():
+                dist.all_to_all_single(out, repeated, list(sizes), own)
+        else:
+            with self.together():
+                dist.all_gather(pieces, tensor)
+        return pieces
 
     def _all_to_all(
-        self, chunks: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]]
+        self,
+        tensors: Sequence[Tensor],
+        splits: Sequence[Sequence[int]],
+        sizes: Sequence[Sequence[int]],
+        out: Tensor | None,
     ) -> list[list[Tensor]]:
-        sent, counts = chunks[0], list(sizes[0])
-        out, joined = sent[0].new_empty(sum(counts)), torch.cat(list(sent))
+        tensor, counts = tensors[0].contiguous(), list(sizes[0])
+        out = tensor.new_empty(sum(counts)) if out is None else out[: sum(counts)]
         with self.together():
-            dist.all_to_all_single(out, joined, counts, [c.numel() for c in sent])
+            dist.all_to_all_single(out, tensor, counts, list(splits[0]))
         return [list(torch.split(out, counts))]
+
+
+def _copy(tensor: Tensor, out: Tensor | None) -> Tensor:
+    return tensor.clone() if out is None else out.copy_(tensor)

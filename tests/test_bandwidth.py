@@ -464,53 +464,60 @@ from typing import ClassVar
 
 import torch
 
+from gcbench.claims import Claims
 from gcbench.compressor import Compressor, Payload
 
 
 class Drifting(Compressor):
     """Decodes differently in every process."""
 
-    def encode(self, x, segments, shared, key):
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
         return Payload((x.clone(),))
 
-    def decode(self, payload, segments, shared):
+    def decode(self, payload, segments, shared, *, out=None):
         return payload.parts[0] + int(os.environ.get("RANK", 0))
 
 
 class Deserting(Drifting):
     """Fails in worker 1 alone, while the others wait for it."""
 
-    def decode(self, payload, segments, shared):
+    def decode(self, payload, segments, shared, *, out=None):
         if os.environ.get("RANK") == "1":
             raise ValueError("not me")
         return payload.parts[0]
 
 
+class SignsArrive(Claims):
+    exact_for = ("signs",)
+
+
 class Doubling(Drifting):
     """Decodes the double of what it says to carry exactly."""
 
-    exact_for = ("signs",)
+    @property
+    def claims(self):
+        return SignsArrive(self)
 
-    def decode(self, payload, segments, shared):
+    def decode(self, payload, segments, shared, *, out=None):
         return 2 * payload.parts[0]
 
 
 class Raising(Doubling):
     """Does not like large gradients."""
 
-    def encode(self, x, segments, shared, key):
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
         if x.numel() > 1024:
             raise RuntimeError("too large for me")
         return Payload((x.clone(),))
 
-    def decode(self, payload, segments, shared):
+    def decode(self, payload, segments, shared, *, out=None):
         return payload.parts[0]
 
 
 class Diverging(Raising):
     """Ends in numbers that are none."""
 
-    def decode(self, payload, segments, shared):
+    def decode(self, payload, segments, shared, *, out=None):
         return payload.parts[0] / 0.0
 '''
 

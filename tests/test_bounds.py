@@ -504,7 +504,9 @@ def test_the_declared_law_has_the_declared_moments() -> None:
     method = registry.compressor("terngrad", clip=0.0)
     problem = quadratics.Quadratic(method, (8, 8), condition=1.5, noise=0.0)
     x = problem.observed()[0]
-    variance = method.variance(x, problem.segments, method.statistic(x, problem.segments))
+    variance = method.claims.variance(
+        x, problem.segments, method.prepare(x, problem.segments).statistic
+    )
     before = problem.w.clone()
     problem.declared_step([x], 1.0)
     away = (before - problem.w).view(-1) - x.double()
@@ -523,13 +525,13 @@ def test_constants_are_declared_where_their_property_is(of: str) -> None:
             if value is None:
                 continue
             found += 1
-            assert method.contractive if of == "delta" else method.unbiased, word
+            assert method.claims.contractive if of == "delta" else method.claims.unbiased, word
             assert 0 < value <= 1 if of == "delta" else value >= 0, word
             if of == "omega":  # it is about x itself
                 segments = quadratics.segments_of(method, size)
                 x = torch.randn(segments.numel, generator=torch.Generator().manual_seed(0))
-                shared = method.statistic(x, segments)
-                assert torch.equal(method.target(x, segments, shared), x), word
+                shared = method.prepare(x, segments).statistic
+                assert torch.equal(method.claims.target(x, segments, shared), x), word
     assert found > 10
 
 
@@ -537,8 +539,8 @@ def test_signs_imply_a_vote() -> None:
     methods = [
         registry.compressor("signsgd", **more) for more in ({}, {"abstain": 0.5}, {"quorum": 2})
     ]
-    assert [method.signs for method in methods] == [True, False, False]
-    assert all(method.aggregate == "vote" for method in methods if method.signs)
+    assert [method.claims.signs for method in methods] == [True, False, False]
+    assert all(method.claims.aggregate == "vote" for method in methods if method.claims.signs)
 
 
 # ---- audits --------------------------------------------------------------------------------------

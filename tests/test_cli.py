@@ -409,10 +409,10 @@ def test_a_run_that_was_cut_in_the_middle_of_a_line(run, tmp_path):
 
 def test_an_unexpected_error_is_one_line_too(run, monkeypatch):
     class Buggy(Compressor):
-        def encode(self, x, segments, shared, key):
+        def encode(self, x, segments, shared, key, *, prepared=None, out=None):
             raise ZeroDivisionError("first\nsecond")
 
-        def decode(self, payload, segments, shared):
+        def decode(self, payload, segments, shared, *, out=None):
             raise NotImplementedError
 
     entry = registry.Entry("buggy", "test", lambda: Buggy)

@@ -88,7 +88,7 @@ def record(method: Compressor) -> dict:
             f"{dtype} {n}".removeprefix("torch.") for dtype, n in payloads[0].layout
         ]
         mean = method.mean(payloads, segments, shared)
-        if not method.portable:
+        if not method.claims.portable:
             found[f"{size} norm"] = float(mean.double().norm())
             found[f"{size} values"] = [float(value) for value in mean[:: max(1, len(mean) // 8)]]
             continue
@@ -116,7 +116,7 @@ def test_golden_bytes(name, number, request):
         path.write_text(json.dumps({**known, label: found}, indent=1, sort_keys=True) + "\n")
         return
     assert label in known, f"no golden record: run pytest with --update-golden, look, commit {path}"
-    if method.portable:
+    if method.claims.portable:
         assert found == known[label]
         return
     for key, value in known[label].items():
@@ -130,7 +130,7 @@ def test_golden_bytes(name, number, request):
 def test_golden_bytes_on_every_backend(name, number):
     """The reference and each instruction set make the bytes that are recorded."""
     method = configured(name, number)
-    if not method.portable:
+    if not method.claims.portable:
         pytest.skip("not portable: a library decides the last bits, and backends share it")
     with ops.using("reference"):
         known = record(method)
@@ -202,28 +202,43 @@ def test_a_wrong_method_is_found():
     terngrad = registry.compressor_class("terngrad")
     onebit = registry.compressor_class("onebit")
 
-    def encode_alike(self, x, segments, shared, key):
-        return terngrad.encode(self, x, segments, shared, key._replace(rank=0))
+    def encode_alike(self, x, segments, shared, key, **how):
+        return terngrad.encode(self, x, segments, shared, key._replace(rank=0), **how)
 
-    def decode_negated(self, payload, segments, shared):
+    def encode_ahead(self, x, segments, shared, key, *, prepared=None, out=None):
+        limit, own = prepared or (None, shared)
+        return terngrad.encode(self, x, segments, shared, key, prepared=(limit, 2 * own), out=out)
+
+    def decode_negated(self, payload, segments, shared, *, out=None):
         return -onebit.decode(self, payload, segments, shared)
 
-    def mean_of_nodes(self, payloads, segments, shared):
+    def mean_of_nodes(self, payloads, segments, shared, *, out=None):
         return onebit.mean(self, payloads, segments, shared) * 2
 
-    def impure(self, x, segments, shared, key):
-        return onebit.encode(self, x.mul_(1.5), segments, shared, key)
+    def adds_to_out(self, payload, segments, shared, *, out=None):
+        decoded = onebit.decode(self, payload, segments, shared)
+        return decoded if out is None else out.add_(decoded)
+
+    def impure(self, x, segments, shared, key, **how):
+        return onebit.encode(self, x.mul_(1.5), segments, shared, key, **how)
+
+    def hoards(self, x, segments, shared, key, *, prepared=None, out=None):
+        """Adds what was sent first, of which it kept no copy."""
+        payload = onebit.encode(self, x, segments, shared, key, out=out)
+        words, *means = payload.parts
+        first = self.__dict__.setdefault("first", means)
+        return Payload((words, *(own + other for own, other in zip(means, first, strict=True))))
 
     def uncounted(self, segments, count=1):
         return onebit.layout(self, segments, count)[1:]
 
-    def accepts_anything(self, payload, segments, shared):
+    def accepts_anything(self, payload, segments, shared, *, out=None):
         try:
             return onebit.decode(self, payload, segments, shared)
         except PayloadError:
             return torch.zeros(segments.numel)
 
-    def feeds_alone(self, x, residual, segments, shared, key):
+    def feeds_alone(self, x, residual, segments, shared, key, *, out=None):
         payload = onebit.encode(self, x + residual, segments, shared, key)
         torch.sub(x, self.decode(payload, segments, shared), out=residual)
         return payload
@@ -231,24 +246,31 @@ def test_a_wrong_method_is_found():
     def adds_once(self, payload, segments, shared, total):
         total += self.decode(payload, segments, shared)
 
-    def adds_in_place(self, payloads, segments, shared):
+    def adds_in_place(self, payloads, segments, shared, *, out=None):
         total = payloads[0].parts[0]
         for payload in payloads[1:]:
             total += payload.parts[0]
         return total.div_(len(payloads))
 
+    def claiming(name: str, **claims) -> property:
+        base = type(registry.compressor(name).claims)
+        return property(type("Wrong", (base,), claims))
+
     cases = [
         (mutated("none", {}, mean=adds_in_place), "purity"),
         (mutated("onebit", {}, encode_feedback=feeds_alone), "fused operations"),
         (mutated("onebit", {}, decode_onto=adds_once), "fused operations"),
+        (mutated("onebit", {}, decode=adds_to_out), "outputs"),
+        (mutated("terngrad", {"share": False}, encode=encode_ahead), "outputs"),
+        (mutated("onebit", {}, encode=hoards, fused_feedback=False), "buffers"),
         (mutated("terngrad", {"clip": 0.0}, encode=encode_alike), "independent noise"),
         (mutated("onebit", {}, decode=decode_negated), "contraction"),
         (mutated("onebit", {}, mean=mean_of_nodes), "exact small integers"),
         (mutated("onebit", {}, encode=impure), "purity"),
         (mutated("onebit", {}, layout=uncounted), "every size and input"),
         (mutated("onebit", {}, decode=accepts_anything), "corrupt payloads"),
-        (mutated("terngrad", {}, contractive=True), "contraction"),
-        (mutated("onebit", {}, unbiased=True), "unbiased"),
+        (mutated("terngrad", {}, claims=claiming("terngrad", contractive=True)), "contraction"),
+        (mutated("onebit", {}, claims=claiming("onebit", unbiased=True)), "unbiased"),
         (mutated("onebit", {}, collectives=("allreduce",)), "exact small integers"),
     ]
     for method, check in cases:

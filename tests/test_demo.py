@@ -170,7 +170,7 @@ def test_energy_bound(fields, kind):
     elif kind != "normal":
         x = x * {"huge": 1e30, "tiny": 1e-41}[kind]
     error = float((x.double() - sent(x, segments, **fields)).square().sum())
-    bound, energy = demo.error_bound(x, segments), float(x.double().square().sum())
+    bound, energy = demo.claims.error_bound(x, segments), float(x.double().square().sum())
     assert error <= bound < energy
     if kind == "flat":
         assert error >= bound - 1e-5 * energy
@@ -328,7 +328,7 @@ def test_corrupt_payloads_are_refused():
 
 def test_what_the_contract_is_told():
     demo = gcbench.get_compressor("demo")
-    assert demo.aggregate == "other"
+    assert demo.claims.aggregate == "other"
     assert demo.legal_collectives() == ("allgather",)
     segments = Segments.of([(), (0,), (33,), (70, 70)])
     payload = encode(normal(segments.numel), segments)

@@ -247,9 +247,9 @@ def test_gaussian_error_is_the_analytic_one(options, within):
     method = gcbench.get_compressor("fft", **options)
     x = normal(1_000_000, 6)
     error = lost(method, x, Segments.of([(1_000_000,)], method.granularity))
-    assert error == pytest.approx(method.gaussian_error(), rel=within)
+    assert error == pytest.approx(method.claims.gaussian_error(), rel=within)
     if method.theta == 0.85:
-        assert method.gaussian_error() == pytest.approx(0.5654, abs=1e-4)
+        assert method.claims.gaussian_error() == pytest.approx(0.5654, abs=1e-4)
 
 
 @pytest.mark.parametrize(("mantissa", "error"), [(4, 1.65e-4), (5, 4.1e-5), (6, 1.04e-5)])
@@ -262,7 +262,7 @@ def test_rounding_of_kept_bins(mantissa, error):
     assert (rough - dropped) / (1 - dropped) == pytest.approx(error, rel=0.05)
     assert 4.0**-mantissa / 24 == pytest.approx(error, rel=0.05)
     everything = gcbench.get_compressor("fft", theta=0.0, mantissa=mantissa)
-    assert everything.gaussian_error() is None, "an estimate is no closed form"
+    assert everything.claims.gaussian_error() is None, "an estimate is no closed form"
 
 
 def autoregressive(n: int, factor: float) -> torch.Tensor:
@@ -357,7 +357,7 @@ def test_the_bound_holds_where_zeros_are_added(family, options):
     """A cut takes away some of the error: at most what lies in 1.2 % of the row."""
     method = gcbench.get_compressor("fft", **options)
     x = families(PRIME)[family]
-    error, bound = square(x - sent(method, x)), method.error_bound(x, one(PRIME))
+    error, bound = square(x - sent(method, x)), method.claims.error_bound(x, one(PRIME))
     assert error <= bound < square(x)
 
 
@@ -366,7 +366,7 @@ def test_padding_changes_little():
     x = normal(PRIME, 26)
     padded, exact = (gcbench.get_compressor("fft", pad=pad) for pad in (True, False))
     assert lost(padded, x) == pytest.approx(lost(exact, x), rel=0.02)
-    assert lost(padded, x) == pytest.approx(padded.gaussian_error(), rel=0.02)
+    assert lost(padded, x) == pytest.approx(padded.claims.gaussian_error(), rel=0.02)
     bits = padded.bits(one(PRIME)) / exact.bits(one(PRIME))
     assert bits == pytest.approx(40_560 / PRIME, abs=4e-3)  # whole lanes
     short = normal(4093, 27)
@@ -489,8 +489,8 @@ def test_bits_on_the_wire(granularity, bitmap):
     per_element = method.bits(segments) / segments.numel
     if granularity != 100:
         assert per_element == pytest.approx(2.5 if bitmap == "real" else 2.0, rel=0.01)
-    assert method.nominal_bits() == pytest.approx(1.5)
-    assert 32 / method.nominal_bits() == pytest.approx(21.33, abs=0.01)
+    assert method.claims.nominal_bits() == pytest.approx(1.5)
+    assert 32 / method.claims.nominal_bits() == pytest.approx(21.33, abs=0.01)
 
 
 def flipped(payload: Payload, part: int, change) -> Payload:
@@ -605,7 +605,7 @@ def test_error_bound(family, options):
         if not x.any():
             continue
         segments = Segments.of([(n,)], method.granularity)
-        error, bound = square(x - sent(method, x, segments)), method.error_bound(x, segments)
+        error, bound = square(x - sent(method, x, segments)), method.claims.error_bound(x, segments)
         assert error <= bound < square(x)
         if options == FINE:
             assert bound - error < 1e-5 * square(x)
@@ -725,7 +725,7 @@ def test_declarations():
     method = gcbench.get_compressor("fft")
     assert method.collectives == ("allgather",)
     assert method.memory == "none"
-    assert method.contractive
-    assert not method.portable
-    assert not method.unbiased
+    assert method.claims.contractive
+    assert not method.claims.portable
+    assert not method.claims.unbiased
     assert len({repr(gcbench.get_compressor("fft", **own)) for own in method.variants}) == 7

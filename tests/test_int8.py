@@ -7,6 +7,7 @@ import struct
 
 import pytest
 import torch
+from builders import encode_shards
 
 import gcbench
 from gcbench import ops
@@ -132,7 +133,7 @@ def test_long_blocks_stay_contractive(share):
     x[17] = -1.0
     energy = float(x.double().square().sum())
     error = relative_error(x, granularity="tensor") * energy
-    assert 0.9 * energy < error <= method.error_bound(x, Segments.of([(len(x),)])) < energy
+    assert 0.9 * energy < error <= method.claims.error_bound(x, Segments.of([(len(x),)])) < energy
 
 
 @pytest.mark.parametrize("value", [3.25, -100.75, 0.125])
@@ -148,7 +149,7 @@ def test_stochastic_rounding_has_the_probability_of_the_rest(value):
     hits = int((decoded.abs() > low + 0.5).sum())
     assert abs(hits - p * draws) < 5 * math.sqrt(p * (1 - p) * draws)
     method = gcbench.get_compressor("int8", rounding="stochastic", granularity="tensor")
-    variance = method.variance(x, Segments.of([(draws,)]), NOTHING)
+    variance = method.claims.variance(x, Segments.of([(draws,)]), NOTHING)
     torch.testing.assert_close(variance[1:], torch.full_like(variance[1:], p * (1 - p)))
     assert variance[0] == 0
 
@@ -158,7 +159,7 @@ def test_draws_belong_to_elements():
     method = gcbench.get_compressor("int8", rounding="stochastic")
     x = normal(3 * TILE + 100, 4)
     whole = method.encode(x, blocks(len(x)), NOTHING, Key(7, 2, 1)).parts[0]
-    shards = method.encode_shards(x, blocks(len(x)), NOTHING, Key(7, 2, 1), [0, TILE, len(x)])
+    shards = encode_shards(method, x, blocks(len(x)), NOTHING, Key(7, 2, 1), [0, TILE, len(x)])
     assert torch.equal(torch.cat([shard.parts[0] for shard in shards]), whole)
     other = method.encode(x, blocks(len(x)), NOTHING, Key(7, 2, 2)).parts[0]
     assert not torch.equal(other, whole)
@@ -235,7 +236,7 @@ def test_corrupt_payloads_are_refused():
 )
 def test_declarations_follow_the_fields(fields, unbiased, contractive):
     method = gcbench.get_compressor("int8", **fields)
-    assert (method.unbiased, method.contractive) == (unbiased, contractive)
+    assert (method.claims.unbiased, method.claims.contractive) == (unbiased, contractive)
 
 
 def test_unknown_rounding_is_refused():

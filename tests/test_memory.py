@@ -11,10 +11,15 @@ import torch
 
 import gcbench
 from gcbench import memory
+from gcbench.claims import Claims
 from gcbench.compressor import Compressor, Payload, Segments
 from gcbench.errors import UsageError
 from gcbench.exchange import Exchange, Lane
 from gcbench.memory import Dgc, Momentum, NoMemory, Residual
+
+
+class LargestClaims(Claims):
+    contractive = True
 
 
 @dataclass(frozen=True)
@@ -24,13 +29,16 @@ class Largest(Compressor):
     share: float = 0.25
     name = "largest"
     collectives: ClassVar[tuple[str, ...]] = ("allgather", "twoshot")
-    contractive = True
 
-    def encode(self, x, segments, shared, key):
+    @property
+    def claims(self):
+        return LargestClaims(self)
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
         kept = x.abs().topk(math.ceil(self.share * len(x))).indices.sort().values
         return Payload((kept.int(), x[kept]))
 
-    def decode(self, payload, segments, shared):
+    def decode(self, payload, segments, shared, *, out=None):
         out = torch.zeros(segments.numel)
         out[payload.parts[0].long()] = payload.parts[1]
         return out

@@ -8,6 +8,7 @@ import struct
 
 import pytest
 import torch
+from builders import encode_shards
 
 import gcbench
 from gcbench import ops
@@ -144,7 +145,7 @@ def test_the_error_is_the_norm_less_the_means(scale):
     classes = [part for c in columns for part in (c[c >= 0], c[c < 0]) if len(part)]
     explained = math.fsum(len(part) * float(part.mean()) ** 2 for part in classes)
     assert error == pytest.approx(squared(x) - explained, rel=1e-9)
-    bound = method.error_bound(x, segments)
+    bound = method.claims.error_bound(x, segments)
     assert error <= bound <= error * (1 + 1e-9) < squared(x)
 
 
@@ -165,7 +166,7 @@ def test_gaussian_columns_keep_two_over_pi(d, columns):
     error = float((x.double() - decoded).square().mean())
     if d == 2048:
         assert error == pytest.approx(1 - 2 / math.pi, rel=0.01)
-        assert onebit().gaussian_error() == pytest.approx(0.36338, abs=1e-5)
+        assert onebit().claims.gaussian_error() == pytest.approx(0.36338, abs=1e-5)
 
 
 def test_any_other_pair_of_values_is_worse():
@@ -265,7 +266,7 @@ def test_a_cut_column_has_means_on_each_side():
     method, segments = onebit("tensor"), Segments.of([(3000,)])
     x = torch.cat([normal(1024), 100 * normal(1976, seed=1)])
     bounds = [0, 1024, 3000]
-    shards = method.encode_shards(x, segments, NOTHING, KEY, bounds)
+    shards = encode_shards(method, x, segments, NOTHING, KEY, bounds)
     pieces = []
     for payload, (start, stop) in zip(shards, itertools.pairwise(bounds), strict=True):
         pieces.append(method.decode(payload, segments.shard(start, stop)[0], NOTHING))
@@ -310,7 +311,7 @@ def test_special_values(granularity):
         assert decoded.isfinite().all()
         assert (decoded * x >= 0).all()
         assert torch.equal(x, kept)
-        bound = method.error_bound(x, segments)
+        bound = method.claims.error_bound(x, segments)
         assert squared(x.double() - decoded.double()) <= bound
     assert torch.equal(coded(method, huge, segments), huge)
 

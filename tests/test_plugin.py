@@ -60,19 +60,17 @@ NUMBER = 3
 class Theirs(Compressor):
     steps: float = 64.0  # levels in a unit
 
-    unbiased: ClassVar[bool] = False
-
-    def encode(self, x, segments, shared, key):
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
         return Payload(((x * self.steps).round().clamp(-127, 127).to(torch.int8),))
 
-    def decode(self, payload, segments, shared):
+    def decode(self, payload, segments, shared, *, out=None):
         return payload.parts[0].float() / self.steps
 
 
 class Drifting(Theirs):
     """Decodes differently in every process."""
 
-    def decode(self, payload, segments, shared):
+    def decode(self, payload, segments, shared, *, out=None):
         return super().decode(payload, segments, shared) + 1e-3 * int(os.environ.get("RANK", 0))
 
 

@@ -31,16 +31,26 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def exchange(powersgd, xs, segments, state, step=0):
     """One step of all workers: the mean reconstruction of each replica, and the next state."""
-    means: list[torch.Tensor] = []
-    for _ in range(powersgd.rounds):
-        summands = [powersgd.contribute(x, segments, state, means) for x in xs]
+    replicas = [torch.empty_like(x) for x in xs]
+    key = Key(0, step + 1, 0)
+    workers = [
+        powersgd.in_rounds(x, segments, state, key, out)
+        for x, out in zip(xs, replicas, strict=True)
+    ]
+    summands, states = [next(worker) for worker in workers], []
+    while not states:
         total = summands[0].clone()
         for summand in summands[1:]:
             total += summand
-        means.append(total / len(xs))
-    replicas = [powersgd.reconstruct([m.clone() for m in means], segments) for _ in xs]
+        summands = []
+        for worker in workers:
+            try:
+                summands.append(worker.send(total / len(xs)))
+            except StopIteration as end:
+                states.append(end.value)
     assert all(torch.equal(replica, replicas[0]) for replica in replicas)
-    return replicas[0], powersgd.next_state(means, segments, Key(0, step + 1, 0))
+    assert all(torch.equal(state, states[0]) for state in states)
+    return replicas[0], states[0]
 
 
 def harmonic(n: int, m: int, seed: int = 0) -> torch.Tensor:
@@ -213,7 +223,7 @@ def test_a_normal_q_keeps_its_share_in_the_mean(shape, rank):
     rotation = torch.linalg.qr(normal(max(shape), k).double())[0].float()
     flat = (rotation if shape[0] > shape[1] else rotation.T).contiguous()
     for x in (flat.view(-1), normal(shape[0] * shape[1])):
-        bound = powersgd.error_bound(x, segments)
+        bound = powersgd.claims.error_bound(x, segments)
         energy = float(x.double().square().sum())
         assert bound == pytest.approx((1 - rank / k) * energy, rel=1e-4)
         errors = []
@@ -340,9 +350,8 @@ def test_models_without_a_matrix_send_an_empty_second_round(shapes):
     assert payload.layout == ((torch.float32, segments.numel), (torch.float32, 0))
     assert payload.layout == powersgd.layout(segments)
     assert torch.equal(powersgd.decode(payload, segments, NOTHING), x)
-    assert powersgd.next_state(payload.parts, segments, Key(0, 1, 0)).shape == (0,)
-    cold = method(warm_start=False)
-    assert cold.next_state(payload.parts, segments, Key(0, 1, 0)).shape == (0,)
+    for each in (powersgd, method(warm_start=False)):
+        assert exchange(each, [x], segments, NOTHING)[1].shape == (0,)
 
 
 def test_the_first_q_is_shared_and_keyed():

@@ -79,7 +79,7 @@ def test_variance_exact_measured_and_bounded(fields, kind):
     method, draws = qsgd(**fields), 40
     x = inputs(2000, 3)[kind]
     segments = Segments.of([(2000,)], method.granularity)
-    exact = method.variance(x, segments, NOTHING)
+    exact = method.claims.variance(x, segments, NOTHING)
     total, squares = torch.zeros(2000, dtype=torch.float64), 0.0
     for step in range(draws):
         error = decoded(method, x, segments, Key(1, step, 0)).double() - x
@@ -93,7 +93,7 @@ def test_variance_exact_measured_and_bounded(fields, kind):
     # The mean error of all elements, weighted by the signs of x: 5 sd again.
     bias = float((total * x.sign()).sum()) / draws
     assert abs(bias) < 5 * float(exact.sum() / draws) ** 0.5 + 1e-4
-    bound = method.variance_bound(x, segments, NOTHING)
+    bound = method.claims.variance_bound(x, segments, NOTHING)
     assert float(exact.sum()) <= bound * (1 + 1e-6)
     # p (1 - p) <= 1/4 for any norm
     d = torch.tensor(segments.lengths)
@@ -107,13 +107,13 @@ def test_variance_bounds_are_the_papers():
     energy = [float(part.double().square().sum()) for part in x.split([64, 36])]
     for s, factors in ((2, (8 / 2, 6 / 2)), (7, (8 / 7, 36 / 49)), (20, (64 / 400, 36 / 400))):
         expected = sum(f * e for f, e in zip(factors, energy, strict=True))
-        bound = qsgd(norm="2", levels=s).variance_bound(x, segments, NOTHING)
+        bound = qsgd(norm="2", levels=s).claims.variance_bound(x, segments, NOTHING)
         assert bound == pytest.approx(expected, rel=1e-6)
     # largest magnitude: ||v||_inf ||v||_1 / s for few, d ||v||_inf^2 / 4 s^2 for many levels
     spike = torch.zeros(64)
     spike[5], spike[6] = 2.0, 0.5
-    assert qsgd(levels=2).variance_bound(spike, one(64), NOTHING) == 2.0 * 2.5 / 2
-    assert qsgd(levels=16).variance_bound(torch.ones(64), one(64), NOTHING) == 64 / 4 / 256
+    assert qsgd(levels=2).claims.variance_bound(spike, one(64), NOTHING) == 2.0 * 2.5 / 2
+    assert qsgd(levels=16).claims.variance_bound(torch.ones(64), one(64), NOTHING) == 64 / 4 / 256
 
 
 def beta_integral(d: int, s: int) -> float:
@@ -150,7 +150,7 @@ def test_whole_tensor_two_norm_is_noise():
     assert error / energy == pytest.approx(5.3, rel=0.01)
     assert error / energy < math.sqrt(len(x)) / 127
     segments = Segments.of([(len(x),)], 512)
-    assert float(whole.variance(x, segments, NOTHING).sum()) / energy < 0.0055
+    assert float(whole.claims.variance(x, segments, NOTHING).sum()) / energy < 0.0055
 
 
 def test_largest_magnitude_has_far_less_variance_than_the_two_norm():
@@ -159,7 +159,7 @@ def test_largest_magnitude_has_far_less_variance_than_the_two_norm():
     segments = Segments.of([(len(x),)], 512)
     energy = float(x.double().square().sum())
     for norm, expected in (("max", 0.0364), ("2", 1.58)):
-        variance = float(qsgd(norm=norm).variance(x, segments, NOTHING).sum())
+        variance = float(qsgd(norm=norm).claims.variance(x, segments, NOTHING).sum())
         assert variance / energy == pytest.approx(expected, rel=0.02)
 
 
@@ -394,7 +394,7 @@ def test_buckets_of_one_are_exact(levels, norm, coding):
     x = normal(300, 18)
     x[:6] = torch.tensor([0.0, 3.4e38, -1e-20, 1e30, -7.0, 1 / 3])
     assert torch.equal(decoded(method, x, segments, Key(10, 0, 0)), x)
-    assert method.exact_for == ("signs", "ternary", "integers", "bytes", "sparse")
+    assert method.claims.exact_for == ("signs", "ternary", "integers", "bytes", "sparse")
 
 
 @pytest.mark.parametrize("levels", [7, 14, 127, 889, 32767])
@@ -406,13 +406,13 @@ def test_whole_numbers_are_exact(levels):
         x[::512] = top
         segments = Segments.of([(5000,)], 512)
         exact = torch.equal(decoded(method, x, segments, Key(11, 0, 0)), x)
-        assert exact == (levels % top == 0) == (name in method.exact_for)
+        assert exact == (levels % top == 0) == (name in method.claims.exact_for)
 
 
 def test_exact_families_depend_on_the_norm():
-    assert qsgd().exact_for == ("signs", "ternary", "sparse", "integers")
-    assert qsgd(levels=1).exact_for == ("signs", "ternary", "sparse")
-    assert qsgd(norm="2", levels=127).exact_for == ("sparse",)
+    assert qsgd().claims.exact_for == ("signs", "ternary", "sparse", "integers")
+    assert qsgd(levels=1).claims.exact_for == ("signs", "ternary", "sparse")
+    assert qsgd(norm="2", levels=127).claims.exact_for == ("sparse",)
     x = torch.zeros(1000)
     x[3], x[999] = -5.0, 3.0
     for norm in ("max", "2"):
@@ -464,7 +464,7 @@ def test_workers_draw_independently():
     method, workers = qsgd(granularity="tensor"), 8
     x = normal(200_000, 21)
     segments = one(len(x))
-    variance = float(method.variance(x, segments, NOTHING).sum())
+    variance = float(method.claims.variance(x, segments, NOTHING).sum())
     q = float(x.abs().max()) / 7
 
     def error(ranks):
@@ -577,7 +577,7 @@ def test_all_codings_carry_the_same_codes(coding, levels):
 def test_bits_an_element(fields, bits):
     """b + 32 / d (14.2, 7.88 and 3.97 times less than float32), and the real bytes of 2^15."""
     method = qsgd(**fields)
-    assert method.nominal_bits() == bits
+    assert method.claims.nominal_bits() == bits
     if method.coding == "fixed":
         segments = Segments.of([(2**15,)], method.granularity)
         real = 8 * method.encode(normal(2**15), segments, NOTHING, Key(0, 0, 0)).nbytes

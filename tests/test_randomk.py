@@ -158,7 +158,7 @@ def test_unbiased_with_the_exact_variance():
     squares = errors.square().sum(1)
     exact = 3 * float(x.square().sum())
     assert abs(float(squares.mean()) - exact) < 5 * float(squares.std()) / math.sqrt(draws)
-    variance = method.variance(x.float(), one(48), torch.empty(0))
+    variance = method.claims.variance(x.float(), one(48), torch.empty(0))
     torch.testing.assert_close(variance, 3 * x.float().double().square(), rtol=1e-15, atol=0)
     measured = errors.square().mean(0)
     # x'_i is 4 x_i or 0: its squared error is 9 x_i^2 or x_i^2, with sd 8 x_i^2 sqrt(3/16).
@@ -180,8 +180,8 @@ def test_error_of_equal_magnitudes_is_the_same_in_every_draw(ratio):
             decoded = sent(method, x, SPREAD, Key(5, step, 0))
             error = float((decoded.double() - x.double()).square().sum())
             assert error == pytest.approx(expected, rel=1e-6)
-    assert method.error_bound(x, SPREAD) == pytest.approx(unscaled, rel=1e-9)
-    assert gcbench.get_compressor("randomk", ratio=ratio).error_bound(x, SPREAD) is None
+    assert method.claims.error_bound(x, SPREAD) == pytest.approx(unscaled, rel=1e-9)
+    assert gcbench.get_compressor("randomk", ratio=ratio).claims.error_bound(x, SPREAD) is None
 
 
 def test_unscaled_error_in_expectation():
@@ -193,18 +193,18 @@ def test_unscaled_error_in_expectation():
     errors = (rows.double() - x.double()).square().sum(1)
     exact = 0.9 * float(x.double().square().sum())
     assert abs(float(errors.mean()) - exact) < 5 * float(errors.std()) / math.sqrt(draws)
-    assert method.error_bound(x, one(50)) == pytest.approx(exact, rel=1e-9)
+    assert method.claims.error_bound(x, one(50)) == pytest.approx(exact, rel=1e-9)
 
 
 def test_declarations_follow_the_fields():
     scaled = gcbench.get_compressor("randomk", ratio=0.02)
     plain = gcbench.get_compressor("randomk", ratio=0.02, scaled=False)
-    assert (scaled.unbiased, scaled.contractive) == (True, False)
-    assert (plain.unbiased, plain.contractive) == (False, True)
-    assert scaled.gaussian_error() == pytest.approx(49)
-    assert plain.gaussian_error() == pytest.approx(0.98)
-    assert scaled.nominal_bits() == pytest.approx(0.64)
-    assert plain.variance(normal(5), one(5), torch.empty(0)) is None
+    assert (scaled.claims.unbiased, scaled.claims.contractive) == (True, False)
+    assert (plain.claims.unbiased, plain.claims.contractive) == (False, True)
+    assert scaled.claims.gaussian_error() == pytest.approx(49)
+    assert plain.claims.gaussian_error() == pytest.approx(0.98)
+    assert scaled.claims.nominal_bits() == pytest.approx(0.64)
+    assert plain.claims.variance(normal(5), one(5), torch.empty(0)) is None
     for ratio in (0.0, -0.1, 1.1, math.nan):
         with pytest.raises(gcbench.errors.GcbenchError, match="ratio"):
             gcbench.get_compressor("randomk", ratio=ratio)
@@ -288,7 +288,7 @@ def test_everything_kept_is_the_identity(scaled):
     x[3], x[4] = 3.4e38, -1e-45
     assert torch.equal(method.draw_shared(SPREAD, KEY), torch.arange(SPREAD.numel))
     assert torch.equal(sent(method, x, SPREAD), x)
-    assert method.gaussian_error() == 0
+    assert method.claims.gaussian_error() == 0
     assert not method.draw_shared(one(0), KEY).numel()
 
 

@@ -152,10 +152,10 @@ class Stamped(Compressor):
 
     collectives = ("twoshot",)
 
-    def encode(self, x, segments, shared, key):
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
         return Payload((x, torch.zeros(1)))
 
-    def decode(self, payload, segments, shared):
+    def decode(self, payload, segments, shared, *, out=None):
         return payload.parts[0]
 
     def layout(self, segments, count=1):

@@ -14,6 +14,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from builders import encode_shards
 
 import gcbench
 from gcbench import memory, ops
@@ -170,7 +171,7 @@ def test_shards_vote_as_the_whole_does(fields, workers):
     mean = method.mean(payloads, segments, NOTHING)
     bounds = [0, 1024, 3072, 3500]
     sent = [
-        method.encode_shards(x, segments, NOTHING, Key(0, 0, r), bounds) for r, x in enumerate(xs)
+        encode_shards(method, x, segments, NOTHING, Key(0, 0, r), bounds) for r, x in enumerate(xs)
     ]
     pieces = []
     for k, (start, stop) in enumerate(itertools.pairwise(bounds)):
@@ -182,7 +183,7 @@ def test_shards_vote_as_the_whole_does(fields, workers):
     whole = method.merge(payloads, segments, NOTHING, Key(0, 0, 0))
     assert torch.equal(method.decode(whole, segments, NOTHING), mean)
     assert torch.equal(method.mean([whole], segments, NOTHING), mean)  # it stands for them all
-    assert method.aggregate == ("other" if "quorum" in fields else "vote")
+    assert method.claims.aggregate == ("other" if "quorum" in fields else "vote")
     assert not method.requantizes
 
 
@@ -218,7 +219,7 @@ def test_special_values():
 def test_what_arrives_exactly(abstain, families):
     """Signs unless their magnitude, the rms itself, abstains; zeros only where workers may."""
     method = signsgd(abstain=abstain)
-    assert method.exact_for == families
+    assert method.claims.exact_for == families
     signs = torch.where(normal(500) > 0, 1.0, -1.0)
     for name, x in (("signs", signs), ("ternary", signs * (torch.arange(500) > 0))):
         assert torch.equal(coded(method, x, one(500)), x) == (name in families)
@@ -578,7 +579,7 @@ def test_ef_error_is_one_minus_the_density(granularity, scale):
             assert 1 / len(part) * (1 - 1e-12) <= phi <= 1 + 1e-12
             expected += (1 - phi) * norm2
     assert error == pytest.approx(expected, rel=1e-9)
-    bound = method.error_bound(x, segments)
+    bound = method.claims.error_bound(x, segments)
     assert error <= bound <= error * (1 + 1e-9) < float(x.double().square().sum())
 
 
@@ -587,14 +588,14 @@ def test_ef_density_of_a_spike_and_of_normal_values():
     for d in (1, 2, 10, 1000):
         spike = torch.zeros(d)
         spike[d // 2] = -5
-        bound = efsignsgd().error_bound(spike, one(d))
+        bound = efsignsgd().claims.error_bound(spike, one(d))
         assert bound == pytest.approx(25 * (1 - 1 / d), rel=1e-9, abs=1e-9)
     x = torch.where(normal(999) > 0, 0.3, -0.3)
     assert torch.equal(coded(efsignsgd(), x, one(999)), x)
     x = normal(200_000)
     error = float((x - coded(efsignsgd(), x, one(200_000))).square().sum() / x.square().sum())
-    assert error == pytest.approx(efsignsgd().gaussian_error(), rel=0.01)
-    assert efsignsgd().gaussian_error() == pytest.approx(0.36338, abs=1e-5)
+    assert error == pytest.approx(efsignsgd().claims.gaussian_error(), rel=0.01)
+    assert efsignsgd().claims.gaussian_error() == pytest.approx(0.36338, abs=1e-5)
 
 
 def test_ef_special_values():
@@ -607,7 +608,7 @@ def test_ef_special_values():
         payload = method.encode(x, segments, NOTHING, Key(0, 0, 0))
         assert not payload.parts[1].any()
         assert not method.decode(payload, segments, NOTHING).any()
-        assert method.error_bound(x, segments) == 0
+        assert method.claims.error_bound(x, segments) == 0
     tiny = torch.full((201,), -1e-45)
     assert torch.equal(coded(method, tiny, segments), tiny)
 

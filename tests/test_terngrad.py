@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from builders import encode_shards
 
 import gcbench
 from gcbench import ops
@@ -26,8 +27,8 @@ def test_unbiased_towards_the_clipped_gradient():
     method = gcbench.get_compressor("terngrad", clip=1.0)
     x, draws = normal(48), 6000
     segments = one(48)
-    shared = method.statistic(x, segments) * 1.3  # another worker has the larger scale
-    f = method.target(x, segments, shared)
+    shared = method.prepare(x, segments).statistic * 1.3  # another worker has the larger scale
+    f = method.claims.target(x, segments, shared)
     assert float((f - x).abs().max()) > 0.1, "clipping must bite for this test to mean anything"
     total = torch.zeros(48, dtype=torch.float64)
     for step in range(draws):
@@ -42,8 +43,8 @@ def test_exact_second_moment():
     method = gcbench.get_compressor("terngrad")
     x = normal(200_000, 1)
     segments = one(len(x))
-    shared = method.statistic(x, segments)
-    f = method.target(x, segments, shared).double()
+    shared = method.prepare(x, segments).statistic
+    f = method.claims.target(x, segments, shared).double()
     s = float(shared)
     decoded = method.decode(method.encode(x, segments, shared, Key(2, 0, 0)), segments, shared)
     measured = float((decoded.double() ** 2).sum())
@@ -63,7 +64,7 @@ def test_gaussian_clip_integrals(clip, length, degrees):
     """Length and angle of a clipped Gaussian: the integrals behind the paper's 1-1.5 %, 2-3 deg."""
     method = gcbench.get_compressor("terngrad", clip=clip)
     x = normal(1_000_000, 2)
-    f = method.target(x, one(len(x)), x.new_empty(0)).double()
+    f = method.claims.target(x, one(len(x)), x.new_empty(0)).double()
     x = x.double()
     assert abs(100 * float(f.norm() / x.norm() - 1) - length) < 0.1
     cosine = float(f @ x / (f.norm() * x.norm()))
@@ -78,8 +79,11 @@ def test_the_declared_error_is_the_integral(clip):
     f = x.clamp(-clip, clip)
     error = float((density * ((x - f) ** 2 + clip * f.abs() - f * f)).sum())
     method = gcbench.get_compressor("terngrad", clip=clip)
-    assert method.gaussian_error() == pytest.approx(error, abs=1e-5)
-    assert gcbench.get_compressor("terngrad", clip=clip, granularity=64).gaussian_error() is None
+    assert method.claims.gaussian_error() == pytest.approx(error, abs=1e-5)
+    assert (
+        gcbench.get_compressor("terngrad", clip=clip, granularity=64).claims.gaussian_error()
+        is None
+    )
 
 
 def test_gaussian_error_is_the_analytic_one():
@@ -87,7 +91,7 @@ def test_gaussian_error_is_the_analytic_one():
     method = gcbench.get_compressor("terngrad")
     x = normal(1_000_000, 3)
     segments = one(len(x))
-    shared = method.statistic(x, segments)
+    shared = method.prepare(x, segments).statistic
     decoded = method.decode(method.encode(x, segments, shared, Key(3, 0, 0)), segments, shared)
     error = float(((x - decoded).double() ** 2).sum() / (x.double() ** 2).sum())
     assert error == pytest.approx(1.00953, rel=0.01)
@@ -99,7 +103,7 @@ def test_at_most_2n_plus_1_levels(workers):
     method = gcbench.get_compressor("terngrad")
     xs = [normal(40_000, seed) for seed in range(workers)]
     segments = one(40_000)
-    shared = torch.stack([method.statistic(x, segments) for x in xs]).amax(0)
+    shared = torch.stack([method.prepare(x, segments).statistic for x in xs]).amax(0)
     payloads = [method.encode(x, segments, shared, Key(4, 0, r)) for r, x in enumerate(xs)]
     levels = method.mean(payloads, segments, shared).unique()
     assert 3 <= len(levels) <= 2 * workers + 1
@@ -162,7 +166,7 @@ def test_two_bits_an_element():
     for n in (1, 31, 32, 33, 1023, 1025, 100_003):
         segments = one(n)
         x = normal(n)
-        shared = method.statistic(x, segments)
+        shared = method.prepare(x, segments).statistic
         payload = method.encode(x, segments, shared, Key(0, 0, 0))
         assert 8 * payload.nbytes == method.bits(segments)
         assert 2 * n <= 8 * payload.nbytes < 2 * n + 64
@@ -179,7 +183,7 @@ def test_layerwise_bound_is_below_the_global_one():
     def second_moment(granularity: str, clip: float) -> float:
         method = gcbench.get_compressor("terngrad", clip=clip, granularity=granularity)
         segments = Segments.of(shapes, granularity)
-        shared = method.statistic(x, segments)
+        shared = method.prepare(x, segments).statistic
         decoded = [
             method.decode(method.encode(x, segments, shared, Key(9, t, 0)), segments, shared)
             for t in range(20)
@@ -202,12 +206,12 @@ def test_scaler_sharing_raises_the_variance():
     method = gcbench.get_compressor("terngrad")
     x = normal(100_000, 5)
     segments = one(len(x))
-    own = method.statistic(x, segments)
+    own = method.prepare(x, segments).statistic
     errors = []
     for factor in (1.0, 1.5, 3.0):
         payload = method.encode(x, segments, own * factor, Key(5, 0, 0))
         decoded = method.decode(payload, segments, own * factor)
-        f = method.target(x, segments, own).double()
+        f = method.claims.target(x, segments, own).double()
         errors.append(float((decoded.double() - f).square().sum()))
         exact = float(own * factor) * float(f.abs().sum()) - float(f.square().sum())
         assert errors[-1] == pytest.approx(exact, rel=0.02)
@@ -219,8 +223,8 @@ def test_workers_draw_independently():
     method = gcbench.get_compressor("terngrad")
     x, workers = normal(100_000, 6), 8
     segments = one(len(x))
-    shared = method.statistic(x, segments)
-    f = method.target(x, segments, shared).double()
+    shared = method.prepare(x, segments).statistic
+    f = method.claims.target(x, segments, shared).double()
 
     def error(ranks):
         payloads = [method.encode(x, segments, shared, Key(6, 0, rank)) for rank in ranks]
@@ -236,7 +240,7 @@ def test_c_sigma_scale_is_the_authors_code():
     method = gcbench.get_compressor("terngrad", scale="c-sigma", clip=1.0)
     x = normal(50_000, 7)
     segments = one(len(x))
-    shared = method.statistic(x, segments)
+    shared = method.prepare(x, segments).statistic
     assert float(shared) == pytest.approx(float(x.double().std(correction=0)), rel=1e-6)
     decoded = method.decode(method.encode(x, segments, shared, Key(7, 0, 0)), segments, shared)
     beyond = x.abs() >= shared
@@ -249,7 +253,7 @@ def test_c_sigma_clips_at_the_shared_scale_only():
     method = gcbench.get_compressor("terngrad", scale="c-sigma", clip=1.0)
     x = normal(200_000, 13)
     segments = one(len(x))
-    own = method.statistic(x, segments)
+    own = method.prepare(x, segments).statistic
     shared = 2 * own
     decoded = method.decode(method.encode(x, segments, shared, Key(7, 1, 0)), segments, shared)
     between = (x.abs() > 1.2 * own) & (x.abs() < 1.8 * own)
@@ -257,7 +261,7 @@ def test_c_sigma_clips_at_the_shared_scale_only():
     sd = float(shared) * float((p * (1 - p)).sum().sqrt())
     got = float((decoded * x.sign())[between].double().sum())
     assert abs(got - float(x[between].abs().double().sum())) < 5 * sd  # error probability 6e-7
-    target = method.target(x, segments, shared)
+    target = method.claims.target(x, segments, shared)
     assert torch.equal(target, x.clamp(-float(shared), float(shared)))
 
 
@@ -265,8 +269,8 @@ def test_c_sigma_differs_from_the_paper_on_small_tensors():
     """Ten biases rarely reach 2.5 sigma: the authors' scale is larger, and more codes are zero."""
     x = normal(10, 8)
     segments = one(10)
-    paper = gcbench.get_compressor("terngrad").statistic(x, segments)
-    code = gcbench.get_compressor("terngrad", scale="c-sigma").statistic(x, segments)
+    paper = gcbench.get_compressor("terngrad").prepare(x, segments).statistic
+    code = gcbench.get_compressor("terngrad", scale="c-sigma").prepare(x, segments).statistic
     assert float(paper) == float(x.abs().max())
     assert float(code) > float(paper)
 
@@ -276,11 +280,11 @@ def test_clipping_sees_whole_segments_when_shards_are_cut():
     method = gcbench.get_compressor("terngrad", clip=1.0)
     x = torch.cat([normal(3000, 9), 10 * normal(3000, 10)])
     segments = one(6000)
-    shared = method.statistic(x, segments)
+    shared = method.prepare(x, segments).statistic
     key = Key(8, 1, 2)
     whole = method.decode(method.encode(x, segments, shared, key), segments, shared)
     bounds = [0, 2048, 4096, 6000]
-    shards = method.encode_shards(x, segments, shared, key, bounds)
+    shards = encode_shards(method, x, segments, shared, key, bounds)
     pieces = [
         method.decode(payload, segments.shard(a, b)[0], shared)
         for payload, a, b in zip(shards, bounds, bounds[1:], strict=False)
@@ -292,7 +296,7 @@ def test_own_scales_travel_without_sharing():
     method = gcbench.get_compressor("terngrad", share=False, clip=0)
     segments = Segments.of([(100,), (50,)])
     xs = [normal(150, 11), 5 * normal(150, 12)]
-    nothing = method.statistic(xs[0], segments)
+    nothing = method.prepare(xs[0], segments).statistic
     assert nothing.numel() == 0
     payloads = [method.encode(x, segments, nothing, Key(0, 0, r)) for r, x in enumerate(xs)]
     assert [p.parts[1].tolist() for p in payloads] == [
@@ -315,7 +319,7 @@ def test_special_values(granularity, scale):
     huge = torch.full((n,), 3e38)
     huge[::2] *= -1
     for x in (torch.zeros(n), -torch.zeros(n), spike, torch.ones(n), huge, torch.full((n,), 1e-42)):
-        shared = method.statistic(x, segments)
+        shared = method.prepare(x, segments).statistic
         decoded = method.decode(method.encode(x, segments, shared, Key(0, 0, 0)), segments, shared)
         assert decoded.isfinite().all()
         assert not decoded[x == 0].any()
@@ -325,7 +329,7 @@ def test_special_values(granularity, scale):
 def test_a_constant_is_exact():
     method = gcbench.get_compressor("terngrad", clip=0)
     x = torch.full((10_000,), -0.7)
-    shared = method.statistic(x, one(len(x)))
+    shared = method.prepare(x, one(len(x))).statistic
     for step in range(20):
         payload = method.encode(x, one(len(x)), shared, Key(0, step, 0))
         assert torch.equal(method.decode(payload, one(len(x)), shared), x)
@@ -337,7 +341,7 @@ def test_encode_is_pure():
     kept = x.clone()
     segments = one(5000)
     before = torch.get_rng_state()
-    shared = method.statistic(x, segments)
+    shared = method.prepare(x, segments).statistic
     first = method.encode(x, segments, shared, Key(1, 2, 3))
     again = method.encode(x, segments, shared, Key(1, 2, 3))
     assert torch.equal(first.parts[0], again.parts[0])
@@ -349,7 +353,7 @@ def test_corrupt_payloads_are_refused():
     method = gcbench.get_compressor("terngrad")
     segments = one(1000)
     x = normal(1000)
-    shared = method.statistic(x, segments)
+    shared = method.prepare(x, segments).statistic
     payload = method.encode(x, segments, shared, Key(0, 0, 0))
     words = payload.parts[0]
     bad = [
@@ -396,7 +400,7 @@ def test_golden_bytes():
     """The wire format: changing it needs a line in CHANGELOG.md."""
     method = gcbench.get_compressor("terngrad")
     x = torch.linspace(-1, 1, 40)
-    shared = method.statistic(x, one(40))
+    shared = method.prepare(x, one(40)).statistic
     first = method.encode(x, one(40), shared, Key(1, 2, 3))
     second = method.encode(-x, one(40), shared, Key(1, 2, 4))
     merged = method.merge([first, second], one(40), shared, Key(1, 2, 0))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gcbench import registry
+from gcbench.claims import Claims
 from gcbench.compressor import Compressor, Key, Payload
 
 BF16 = type(registry.compressor("bf16"))
@@ -41,31 +42,31 @@ class Scaled(Compressor):
 
     factor: ClassVar[float] = 1.0
 
-    def decode(self, payload, segments, shared):
+    def decode(self, payload, segments, shared, *, out=None):
         return super().decode(payload, segments, shared) * self.factor
 
-    def mean(self, payloads, segments, shared):
+    def mean(self, payloads, segments, shared, *, out=None):
         return super().mean(payloads, segments, shared) * self.factor
 
 
 class NegatedMean(Compressor):
     """What all apply has the wrong sign; the residual believes that all is well."""
 
-    def mean(self, payloads, segments, shared):
+    def mean(self, payloads, segments, shared, *, out=None):
         return -super().mean(payloads, segments, shared)
 
 
 class SameDraws(Compressor):
     """All workers draw the same random numbers."""
 
-    def encode(self, x, segments, shared, key):
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
         return super().encode(x, segments, shared, key._replace(rank=0))
 
 
 class Flipped(SIGN):
     share: ClassVar[float] = 0.5
 
-    def encode(self, x, segments, shared, key):
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
         wrong = torch.where(drawn(x, key, self.share), -x, x)
         return super().encode(wrong, segments, shared, key)
 
@@ -75,17 +76,17 @@ class SlightlyFlipped(Flipped):
 
 
 class NegatedSigns(SIGN):
-    def encode(self, x, segments, shared, key):
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
         return super().encode(-x, segments, shared, key)
 
 
 class FirstWorkersVote(SIGN):
     """The owner hears worker 0 alone."""
 
-    def mean(self, payloads, segments, shared):
+    def mean(self, payloads, segments, shared, *, out=None):
         return self.decode(payloads[0], segments, shared)
 
-    def merge(self, payloads, segments, shared, key):
+    def merge(self, payloads, segments, shared, key, *, out=None):
         return payloads[0]._replace(count=sum(payload.count for payload in payloads))
 
 
@@ -104,7 +105,7 @@ class SlowTern(Scaled, TERN):
 class DeterministicTern(TERN):
     """Rounds to the nearest of -s, 0, s."""
 
-    def encode(self, x, segments, shared, key):
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
         limit = torch.empty_like(x)
         for i, start in enumerate(segments.offsets[:-1]):
             limit[start : segments.offsets[i + 1]] = shared[i]
@@ -115,7 +116,7 @@ class DeterministicTern(TERN):
 class DroppingTern(TERN):
     """Forgets 5 % of the elements."""
 
-    def encode(self, x, segments, shared, key):
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
         return super().encode(x.masked_fill(drawn(x, key, 0.05), 0), segments, shared, key)
 
 
@@ -124,8 +125,14 @@ class SameTern(SameDraws, TERN):
 
 
 class BoastfulTern(TERN):
-    """Declares half of its variance."""
+    """Claims half of its variance."""
 
+    @property
+    def claims(self):
+        return BoastfulTernClaims(self)
+
+
+class BoastfulTernClaims(type(TERN().claims)):
     def variance(self, x, segments, shared):
         return super().variance(x, segments, shared) / 2
 
@@ -137,7 +144,7 @@ class WrongScaleQsgd(Scaled, QSGD):
 class NearestQsgd(QSGD):
     """Rounds to the nearest level, and so not at random."""
 
-    def encode(self, x, segments, shared, key):
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
         out = torch.empty_like(x)
         for start, stop in zip(segments.offsets, segments.offsets[1:], strict=False):
             part = x[start:stop]
@@ -149,16 +156,16 @@ class NearestQsgd(QSGD):
 class CoarseQsgd(QSGD):
     """Unbiased, at a quarter of the levels that it declares."""
 
-    def encode(self, x, segments, shared, key):
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
         few = replace(plain(self), levels=max(1, self.levels // 4))
         coarse = few.encode(x, segments, shared, key)
         decoded = few.decode(coarse, segments, shared)
         return Payload((decoded,))
 
-    def decode(self, payload, segments, shared):
+    def decode(self, payload, segments, shared, *, out=None):
         return payload.parts[0] / payload.count
 
-    def mean(self, payloads, segments, shared):
+    def mean(self, payloads, segments, shared, *, out=None):
         return torch.stack([payload.parts[0] for payload in payloads]).mean(0)
 
     def layout(self, segments, count=1):
@@ -177,7 +184,7 @@ class SameQsgd(SameDraws, QSGD):
 class UpwardNatural(NATURAL):
     """Rounds every mantissa up."""
 
-    def encode(self, x, segments, shared, key):
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
         power = torch.exp2(torch.ceil(torch.log2(x.abs().clamp(min=1e-30))))
         return super().encode(torch.where(x == 0, 0, x.sign() * power), segments, shared, key)
 
@@ -185,7 +192,7 @@ class UpwardNatural(NATURAL):
 class UnscaledRandomK(RANDOMK):
     """Sends values as they are, and still claims to be unbiased."""
 
-    def decode(self, payload, segments, shared):
+    def decode(self, payload, segments, shared, *, out=None):
         full = super().decode(payload, segments, shared)
         return full * self.ratio if self.scaled else full
 
@@ -197,7 +204,7 @@ class NegatedTopK(NegatedMean, TOPK):
 class HalfTopK(TOPK):
     """Sends zeros in the place of every second of its k."""
 
-    def encode(self, x, segments, shared, key):
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
         places, _ = self._open(super().encode(x, segments, shared, key), segments)
         kept = x.clone()
         kept[places[::2]] = 0
@@ -209,7 +216,7 @@ class HalfTopK(TOPK):
 class ForgetfulTopK(TOPK):
     """Clears the residual at every step."""
 
-    def encode_feedback(self, x, residual, segments, shared, key):
+    def encode_feedback(self, x, residual, segments, shared, key, *, out=None):
         payload = super().encode_feedback(x, residual, segments, shared, key)
         residual.zero_()
         return payload
@@ -222,18 +229,18 @@ class BackwardTopK(Scaled, TOPK):
 class SwappedOneBit(ONEBIT):
     """The magnitude of the one class for that of the other."""
 
-    def encode(self, x, segments, shared, key):
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
         words, low, high = super().encode(x, segments, shared, key).parts
         return Payload((words, -high, -low))
 
-    def encode_feedback(self, x, residual, segments, shared, key):
-        return Compressor.encode_feedback(self, x, residual, segments, shared, key)
+    def encode_feedback(self, x, residual, segments, shared, key, *, out=None):
+        return Compressor.encode_feedback(self, x, residual, segments, shared, key, out=out)
 
 
 class RefusedOneBit(ONEBIT):
     """The mean of the one class for the other, which its own decoder refuses."""
 
-    def encode(self, x, segments, shared, key):
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
         words, low, high = super().encode(x, segments, shared, key).parts
         return Payload((words, high, low))
 
@@ -241,12 +248,12 @@ class RefusedOneBit(ONEBIT):
 class UnscaledEFSign(EFSIGN):
     """Signs without the mean magnitude."""
 
-    def encode(self, x, segments, shared, key):
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
         words, scale = super().encode(x, segments, shared, key).parts
         return Payload((words, torch.ones_like(scale)))
 
-    def encode_feedback(self, x, residual, segments, shared, key):
-        return Compressor.encode_feedback(self, x, residual, segments, shared, key)
+    def encode_feedback(self, x, residual, segments, shared, key, *, out=None):
+        return Compressor.encode_feedback(self, x, residual, segments, shared, key, out=out)
 
 
 class NegatedFFT(Scaled, FFT):
@@ -256,15 +263,17 @@ class NegatedFFT(Scaled, FFT):
 class SummedPower(POWER):
     """Adds what it should average, of four workers."""
 
-    def reconstruct(self, means, segments):
-        return 4 * super().reconstruct(means, segments)
+    def in_rounds(self, x, segments, state, key, out):
+        following = yield from super().in_rounds(x, segments, state, key, out)
+        out *= 4
+        return following
 
 
 class TruncatingInt8(INT8):
     """Rounds towards 0."""
 
-    def encode(self, x, segments, shared, key):
-        size, step = self._steps(x, segments)
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        size, step = self.claims._steps(x, segments)
         down = torch.where(step.isinf(), 0.0, torch.floor(size / step) * step)
         down = torch.where(size >= 127 * step, size, down)  # the largest stays
         return super().encode((x.sign() * down).float(), segments, shared, key)
@@ -273,7 +282,7 @@ class TruncatingInt8(INT8):
 class TruncatingBf16(BF16):
     """Cuts the lower half of the bits off."""
 
-    def encode(self, x, segments, shared, key):
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
         cut = (x.contiguous().view(torch.int32) & ~0xFFFF).view(torch.float32)
         return super().encode(cut, segments, shared, key)
 
@@ -281,21 +290,27 @@ class TruncatingBf16(BF16):
 class NegatedDemo(DEMO):
     """Sends the largest coefficients with the wrong sign."""
 
-    def encode(self, x, segments, shared, key):
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
         return super().encode(-x, segments, shared, key)
+
+
+class AdditiveClaims(Claims):
+    unbiased = True
 
 
 @dataclass(frozen=True)
 class Additive(Compressor):
     """No class of ours: adds noise and claims to be unbiased, which it is, but for 10 %."""
 
-    unbiased = True
+    @property
+    def claims(self):
+        return AdditiveClaims(self)
 
-    def encode(self, x, segments, shared, key):
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
         noise = (drawn(x, key, 0.5).float() * 2 - 1) * x.square().mean().sqrt()
         return Payload((0.9 * x + noise,))
 
-    def decode(self, payload, segments, shared):
+    def decode(self, payload, segments, shared, *, out=None):
         return payload.parts[0].clone()
 
 

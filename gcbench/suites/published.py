@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
 from typing import Any
 
-from gcbench import grid, memory, registry
+from gcbench import grid, registry
 from gcbench.compare import Row, ranked
 from gcbench.errors import UsageError
 from gcbench.finished import Run, fields, text, warn
@@ -164,7 +164,7 @@ def _recorded(run: Run) -> dict[str, Any]:
     config = {**run.config, "compressor": run.summary.compressor_name}
     usual = {
         "task_options": _defaults(registry.task_class(run.summary.task)),
-        "memory_options": _defaults(memory.MEMORIES.get(config["memory"], memory.Memory)),
+        "memory_options": _defaults(registry.memory_class(config["memory"])),
     }
     own = {key: defaults | (config.get(key) or {}) for key, defaults in usual.items()}
     return {**config, **own, "options": fields(run.summary)}

@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks import eager
 from benchmarks.sizes import SIZES, Shapes, numel
 from gcbench import ops, registry
-from gcbench.compressor import Compressor, Key, Payload, Segments
+from gcbench.compressor import Compressor, Key, Payload, Segments, layout_bytes
 from gcbench.ops.backend import DEFINITIONS
 
 KEY = Key(1, 2, 0)
@@ -651,14 +651,23 @@ EAGER: Mapping[str, Eager] = {
 
 
 class Method:
-    """A method with what its parts take."""
+    """A method with what its parts take, as an exchange calls them: outputs exist."""
 
     def __init__(self, name: str, gradient: Gradient) -> None:
         self.name, self.g = name, gradient
         self.method: Compressor = registry.compressor(name)
         self.segments = gradient.segments(self.method.granularity)
         drawn = self.method.draw_shared(self.segments, KEY)
-        self.shared = self.method.statistic(gradient.x, self.segments) if drawn is None else drawn
+        prepared = self.method.prepare(gradient.x, self.segments)
+        self.kept = prepared.kept if drawn is None else None
+        self.shared = prepared.statistic if drawn is None else drawn
+        self.out = gradient.empty(torch.float32, gradient.n)
+
+    def slots(self, count: int = 1) -> Payload | None:
+        layout = self.method.layout(self.segments, count)
+        if layout is None:
+            return None
+        return Payload.over(self.g.empty(torch.uint8, layout_bytes(layout)), layout, count)
 
     def payloads(self, count: int) -> list[Payload]:
         return [
@@ -669,23 +678,40 @@ class Method:
         ]
 
     def statistic(self) -> Timed:
-        return Timed(lambda: self.method.statistic(self.g.x, self.segments), nbytes(self.g.x))
+        return Timed(lambda: self.method.prepare(self.g.x, self.segments), nbytes(self.g.x))
+
+    def _encode(self) -> Payload:
+        return self.method.encode(
+            self.g.x, self.segments, self.shared, KEY, prepared=self.kept, out=self.sent
+        )
 
     def encode(self) -> Timed:
         (payload,) = self.payloads(1)
-        again = AGAIN.get(f"{self.name}.encode", 0) * self.g.n
-        return Timed(
-            lambda: self.method.encode(self.g.x, self.segments, self.shared, KEY),
-            nbytes(self.g.x, payload) + again,
-        )
+        self.sent = self.slots()
+        return Timed(self._encode, nbytes(self.g.x, payload))
+
+    def agree_encode(self) -> Timed:
+        """Return what a worker does before it sends: the statistic, and the payload by it."""
+        (payload,) = self.payloads(1)
+        self.sent = self.slots()
+
+        def call() -> Payload:
+            kept = self.method.prepare(self.g.x, self.segments).kept
+            return self.method.encode(
+                self.g.x, self.segments, self.shared, KEY, prepared=kept, out=self.sent
+            )
+
+        return Timed(call, nbytes(self.g.x, self.g.x, payload))
 
     def encode_feedback(self) -> Timed:
+        """Return what a worker with a residual does before it sends."""
         (payload,) = self.payloads(1)
         again = AGAIN.get(f"{self.name}.encode_feedback", 0) * self.g.n
         residual = torch.zeros_like(self.g.x)
+        self.sent = self.slots()
         return Timed(
             lambda: self.method.encode_feedback(
-                self.g.x, residual, self.segments, self.shared, KEY
+                self.g.x, residual, self.segments, self.shared, KEY, out=self.sent
             ),
             nbytes(self.g.x, residual, residual, payload) + again,
             residual.zero_,
@@ -694,22 +720,22 @@ class Method:
     def decode(self) -> Timed:
         (payload,) = self.payloads(1)
         return Timed(
-            lambda: self.method.decode(payload, self.segments, self.shared),
+            lambda: self.method.decode(payload, self.segments, self.shared, out=self.out),
             nbytes(payload, self.g.x),
         )
 
     def mean8(self) -> Timed:
         payloads = self.payloads(WORKERS)
         return Timed(
-            lambda: self.method.mean(payloads, self.segments, self.shared),
+            lambda: self.method.mean(payloads, self.segments, self.shared, out=self.out),
             nbytes(payloads, self.g.x),
         )
 
     def merge8(self) -> Timed:
-        payloads = self.payloads(WORKERS)
+        payloads, slots = self.payloads(WORKERS), self.slots(WORKERS)
         merged = self.method.merge(payloads, self.segments, self.shared, KEY)
         return Timed(
-            lambda: self.method.merge(payloads, self.segments, self.shared, KEY),
+            lambda: self.method.merge(payloads, self.segments, self.shared, KEY, out=slots),
             nbytes(payloads, merged),
         )
 
@@ -718,10 +744,11 @@ def _parts(method: Compressor) -> list[str]:
     """Return the parts that an exchange of this method has."""
     legal = method.legal_collectives()
     parts = ["encode", "decode"]
-    if type(method).statistic is not Compressor.statistic:
-        parts.insert(0, "statistic")
+    x, one = torch.ones(1), Segments((0, 1))
+    if method.draw_shared(one, KEY) is None and method.prepare(x, one).statistic.numel():
+        parts = ["statistic", "agree_encode", *parts]
     if method.memory == "residual":
-        parts.insert(1, "encode_feedback")
+        parts.append("encode_feedback")
     if legal != ("allreduce",):
         parts.append("mean8")
     if "twoshot" in legal:

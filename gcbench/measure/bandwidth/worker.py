@@ -160,9 +160,9 @@ class Subject:
                 wrong += differing(got, mean)
         how = "close" if close else "bits"
         method, size = self.method, self.world.size
-        if not method.exact_for or method.aggregate == "other":
+        if not method.claims.exact_for or method.claims.aggregate == "other":
             return wrong, how
-        family = method.exact_for[0]
+        family = method.claims.exact_for[0]
         xs, mean = verify.exact_mean(method, self.collective, family, self.segments, size)
         clock = Clock(self.world.device)
         clock.start_step()

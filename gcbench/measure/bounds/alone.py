@@ -28,7 +28,7 @@ def lane_of(method: Compressor, segments: Segments, kept: memory.Memory | None =
 def agreed(method: Compressor, x: Tensor, segments: Segments, key: Key) -> Tensor:
     """Return what a worker that is alone agrees on with itself."""
     drawn = method.draw_shared(segments, key._replace(rank=0))
-    return method.statistic(x, segments) if drawn is None else drawn.to(x.device)
+    return method.prepare(x, segments).statistic if drawn is None else drawn.to(x.device)
 
 
 def passed(method: Compressor, x: Tensor, segments: Segments, key: Key) -> Tensor:

@@ -41,11 +41,11 @@ class Audit:
         known = self.decay is not None or isinstance(memory, NoMemory)
         # An owner that encodes the mean again adds an error that is declared nowhere.
         once = known and not (lane.collective == "twoshot" and method.requantizes)
-        mean = method.aggregate == "mean"
-        self.unbiased = once and mean and method.unbiased and isinstance(memory, NoMemory)
-        self.contractive = once and method.contractive and (mean or self.decay is not None)
+        mean = method.claims.aggregate == "mean"
+        self.unbiased = once and mean and method.claims.unbiased and isinstance(memory, NoMemory)
+        self.contractive = once and method.claims.contractive and (mean or self.decay is not None)
         self.identity = once and mean and self.decay is not None
-        self.signs = known and method.signs and self.decay is None
+        self.signs = known and method.claims.signs and self.decay is None
         self.random: bool | None = None
         self.steps = 0
         self.delta: float | None = None
@@ -92,7 +92,7 @@ class Audit:
             ]
         if self.random is None:
             self.random = random(method, offered[0], lane.segments)
-            self.delta = method.delta(lane.segments)
+            self.delta = method.claims.delta(lane.segments)
         self.steps += 1
         mean = torch.stack([x.double() for x in offered]).mean(0)
         got = arrived.double()
@@ -117,12 +117,12 @@ class Audit:
         if drawn is not None:  # all workers draw alike: as one worker with their mean
             shared, xs = drawn, [mean.float()]
         else:
-            own = [method.statistic(x, segments) for x in offered]
+            own = [method.prepare(x, segments).statistic for x in offered]
             shared, xs = torch.stack(own).amax(0) if own[0].numel() else own[0], list(offered)
-        targets = [method.target(x, segments, shared).double() for x in xs]
+        targets = [method.claims.target(x, segments, shared).double() for x in xs]
         target = torch.stack(targets).mean(0)
         away = got - target
-        declared = [method.variance(x, segments, shared) for x in xs]
+        declared = [method.claims.variance(x, segments, shared) for x in xs]
         known = [v.double() for v in declared if v is not None]
         along = directions(target)
         for place, u in enumerate(along):
@@ -145,7 +145,7 @@ class Audit:
         self.spread["declared"] += float(variance.sum())
         self.spread["variance"] += float(jump.square() @ variance)
         self.spread["largest"] = max(self.spread["largest"], float(jump.square().max()))
-        bounds = [method.variance_bound(x, segments, shared) for x in xs]
+        bounds = [method.claims.variance_bound(x, segments, shared) for x in xs]
         total = [bound for bound in bounds if bound is not None]
         self.bounded &= len(total) == len(xs)
         self.spread["bound"] += sum(total) / len(xs) ** 2
@@ -169,7 +169,7 @@ class Audit:
         self.lost.append(_over(lost, square))
         if self.delta is not None:
             self.by_delta.append(_over(lost, (1 - self.delta) * square, square))
-        bounds = [method.error_bound(x, segments) for x in xs]
+        bounds = [method.claims.error_bound(x, segments) for x in xs]
         known = [bound for bound in bounds if bound is not None]
         if len(known) == len(xs):
             self.by_bound.append(_over(lost, sum(known) / len(xs), square))

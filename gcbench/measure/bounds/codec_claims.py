@@ -394,13 +394,13 @@ def asked(method: Compressor, workers: int) -> int:
     """
     segments, key = Segments.of(SHAPES, method.granularity), Key(0, 0, 0)
     x = normal(torch.Generator().manual_seed(0), segments.numel)
-    if not method.unbiased:
+    if not method.claims.unbiased:
         return LEAST if random(method, x, segments) else FEW
     shared = agreed(method, x, segments, key)
-    v = method.variance(x, segments, shared)
+    v = method.claims.variance(x, segments, shared)
     if v is None:
         return 4 * LEAST
-    t = method.target(x, segments, shared).double()
+    t = method.claims.target(x, segments, shared).double()
     apart = 1 if method.draw_shared(segments, key) is not None else workers
     log = 2 * math.log(2 * DIRECTIONS / ERROR)
     needed = [
@@ -459,13 +459,13 @@ def _contractions(
     A code with chance sees no rare large elements, whose mean over few draws would be nothing to
     go by; and the mean of several workers' draws, where they are apart, loses less than its bound.
     """
-    if not method.contractive or (method.unbiased and workers > 1):
+    if not method.claims.contractive or (method.claims.unbiased and workers > 1):
         return {}
     segments = Segments.of(SHAPES, method.granularity)
     chance = random(method, normal(torch.Generator().manual_seed(0), segments.numel), segments)
     few = math.ceil((LEAST if chance else FEW) / len(seeds))
     # What arrives is no mean of what is sent: what a worker sent is seen by its residual.
-    other = method.aggregate != "mean"
+    other = method.claims.aggregate != "mean"
     kept = memory.Residual() if other else memory.NoMemory()
     return {
         kind: merged(
@@ -487,14 +487,14 @@ def _absent(
 ) -> None:
     """Note which declarations the method does not make."""
     for make in MOMENTS:
-        if not method.unbiased:
+        if not method.claims.unbiased:
             judged.skip(make(word).name, PLACE, "it does not claim to be unbiased")
         elif make is not unbiased and not record["exact"]:
             judged.skip(make(word).name, PLACE, "it declares no variance")
         elif make is variance_bound and not (record["bounded"] and record["spread"]["bound"]):
             judged.skip(make(word).name, PLACE, "its source has no bound")
     for make, name in ((contraction, "by_delta"), (error_bound, "by_bound")):
-        if not method.contractive:
+        if not method.claims.contractive:
             judged.skip(make(word).name, PLACE, "it does not claim to contract")
         elif not any(one.get(name) for one in singly.values()):
             why = "it declares no constant for every x" if name == "by_delta" else "no bound for x"
@@ -506,12 +506,12 @@ def _absent(
         judged.skip(residual(word).name, PLACE, why)
     elif "residual" not in record:
         judged.skip(residual(word).name, PLACE, "it contracts in expectation, or by no constant")
-    if not method.signs:
+    if not method.claims.signs:
         judged.skip(sign(word).name, PLACE, "it does not claim to send signs")
 
 
 def _normal_loss(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
-    known = method.gaussian_error()
+    known = method.claims.gaussian_error()
     if known is None or isinstance(method, MultiRoundCompressor):
         judged.skip(normal_loss(word).name, PLACE, "it declares no closed form")
         return
@@ -538,7 +538,7 @@ def _normal_loss(word: str, method: Compressor, seeds: Sequence[int], judged: Ju
 
 
 def _votes(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
-    if not method.signs:
+    if not method.claims.signs:
         for make in (vote, vote_bound):
             judged.skip(make(word).name, PLACE, "it does not claim to send signs")
         return

@@ -183,7 +183,7 @@ def _none(judged: Judged, names: Sequence[str], why: str) -> None:
 
 
 def _signs(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
-    if not method.signs:
+    if not method.claims.signs:
         names = [make(word).name for make in (*SIGNS.values(), floor)]
         _none(judged, names, "it does not claim to send signs")
         return
@@ -214,7 +214,7 @@ def _equality(away: float, half: float, n: int, allowed: float) -> Interval:
 def _plateau(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
     own, name = quadratics.by_copy(method), ends(word).name
     why = ""
-    if not method.unbiased:
+    if not method.claims.unbiased:
         why = "it does not claim to be unbiased"
     elif own is None:
         why = "one segment spans all copies"
@@ -235,9 +235,9 @@ def _plateau(word: str, method: Compressor, seeds: Sequence[int], judged: Judged
 def _rate(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
     own, name = quadratics.by_copy(method), rates(word).name
     tight = None if own is None else quadratics.tight_omega(own)
-    if not method.unbiased or own is None or tight is None:
+    if not method.claims.unbiased or own is None or tight is None:
         known = "it declares no relative variance for every x"
-        why = known if method.unbiased else "it does not claim to be unbiased"
+        why = known if method.claims.unbiased else "it does not claim to be unbiased"
         _none(judged, (name,), why)
         return
     shape, omega = tight
@@ -252,9 +252,9 @@ def _rate(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -
 def _tight(method: Compressor) -> tuple[Compressor, quadratics.Shape, float] | str:
     """Return the method by copy, the shape and delta to run with, or why there is none."""
     own = quadratics.by_copy(method)
-    if not method.contractive:
+    if not method.claims.contractive:
         return "it does not claim to contract"
-    if method.aggregate != "mean":
+    if method.claims.aggregate != "mean":
         return "what arrives is no mean of what is sent"
     if own is None:
         return "one segment spans all copies"
@@ -300,7 +300,7 @@ def _falling(word: str, method: Compressor, seeds: Sequence[int], judged: Judged
         _none(judged, (falling(word).name,), found)
         return
     own, shape, _ = found
-    if own.with_error(0.5) is None:
+    if own.claims.with_error(0.5) is None:
         _none(judged, (falling(word).name,), "no field sets its error")
         return
     plan, methods = quadratics.falling_plan(own, shape)

@@ -124,14 +124,14 @@ class Quadratic:
             buckets = [torch.stack(list(buckets)).mean(0)]
             shared = agreed(method, buckets[0], segments, key)
         else:
-            own = [method.statistic(x, segments) for x in buckets]
+            own = [method.prepare(x, segments).statistic for x in buckets]
             shared = torch.stack(own).amax(0) if own[0].numel() else own[0]
         total = torch.zeros(self.copies * self.d, dtype=torch.float64)
         for x in buckets:
-            variance = method.variance(x, segments, shared)
+            variance = method.claims.variance(x, segments, shared)
             assert variance is not None, "asked for where a variance is declared"
             spread = normal(self.law, tuple(total.shape))
-            total += method.target(x, segments, shared).double() + variance.sqrt() * spread
+            total += method.claims.target(x, segments, shared).double() + variance.sqrt() * spread
         self.w -= lr * (total / len(buckets)).view(self.copies, self.d)
         self.t += 1
 
@@ -164,7 +164,7 @@ def declares_variance(method: Compressor) -> bool:
     """Return whether an unbiased method says what its variance is."""
     x, segments = torch.ones(4), segments_of(method, (1, 2))
     shared = agreed(method, x, segments, Key(0, 0, 0))
-    return method.variance(x, segments, shared) is not None
+    return method.claims.variance(x, segments, shared) is not None
 
 
 def tight_delta(method: Compressor) -> tuple[Shape, float] | None:
@@ -173,7 +173,7 @@ def tight_delta(method: Compressor) -> tuple[Shape, float] | None:
     Bounds grow as delta falls; above .9 hardly anything is lost, and 8 x 8 serves, or the largest
     that has one. None if no delta is declared.
     """
-    found = [(shape, method.delta(segments_of(method, shape))) for shape in SHAPES]
+    found = [(shape, method.claims.delta(segments_of(method, shape))) for shape in SHAPES]
     known = [(shape, delta) for shape, delta in found if delta is not None]
     proper = [(shape, delta) for shape, delta in known if delta < 0.9]
     if proper:
@@ -183,7 +183,7 @@ def tight_delta(method: Compressor) -> tuple[Shape, float] | None:
 
 def tight_omega(method: Compressor) -> tuple[Shape, float] | None:
     """Return the shape with the least omega above 0 that is declared, and that omega."""
-    found = [(shape, method.omega(segments_of(method, shape))) for shape in SHAPES]
+    found = [(shape, method.claims.omega(segments_of(method, shape))) for shape in SHAPES]
     known = [(shape, omega) for shape, omega in found if omega is not None]
     proper = [(shape, omega) for shape, omega in known if omega > 0]
     if proper:
@@ -298,7 +298,7 @@ def _omega(problem: Quadratic) -> float:
     """Return the declared variance of pure noise over its squared length, of the workers' mean."""
     method, x = problem.method, problem.observed()[0]
     key = Key(problem.seed, 0, 0)
-    variance = method.variance(x, problem.segments, agreed(method, x, problem.segments, key))
+    variance = method.claims.variance(x, problem.segments, agreed(method, x, problem.segments, key))
     assert variance is not None, "asked for where a variance is declared"
     return float(variance.sum()) / energy(x)
 
@@ -526,9 +526,9 @@ def falling_plan(method: Compressor, shape: Shape) -> tuple[Biased, list[Compres
     methods = []
     errors = []
     for eta in rates:
-        now = method.with_error(math.sqrt(eta))
+        now = method.claims.with_error(math.sqrt(eta))
         assert now is not None, "asked for where an error can be set"
-        delta = now.delta(segments_of(now, shape))
+        delta = now.claims.delta(segments_of(now, shape))
         if delta is None:
             raise ValueError(f"{now!r} was given as one with an error, and declares no delta")
         methods.append(now)

@@ -150,7 +150,7 @@ def agreed(method: Compressor, gradients: Gradients, segments: Segments, key: Ke
     drawn = method.draw_shared(segments, key._replace(rank=0))
     if drawn is not None:
         return drawn
-    own = [method.statistic(bucket, segments) for bucket in gradients.buckets]
+    own = [method.prepare(bucket, segments).statistic for bucket in gradients.buckets]
     return torch.stack(own).amax(0) if own[0].numel() else own[0]
 
 
@@ -177,7 +177,7 @@ def carry(method: Compressor, gradients: Gradients) -> Arrived:
     for rank, bucket in enumerate(gradients.buckets):
         payload = method.encode(bucket, segments, shared, key._replace(rank=rank))
         alone.append(method.decode(payload, segments, shared).clone())
-        targets.append(method.target(bucket, segments, shared))
+        targets.append(method.claims.target(bucket, segments, shared))
     workers, n = len(gradients.buckets), segments.numel
     threads = torch.get_num_threads()
     world = SimulatedWorld(workers, torch.device("cpu"), Link(10, 50), threads, 1)
@@ -276,7 +276,7 @@ def clipping(gradients: Gradients, c: float) -> list[Row]:
     shared = agreed(method, gradients, segments, key)
     per_worker = []
     for rank, bucket in enumerate(gradients.buckets):
-        target = method.target(bucket, segments, shared)
+        target = method.claims.target(bucket, segments, shared)
         payload = method.encode(bucket, segments, shared, key._replace(rank=rank))
         coded = method.decode(payload, segments, shared)
         cut = Sums.of(gradients, bucket, target)

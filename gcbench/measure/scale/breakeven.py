@@ -195,7 +195,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         rates[word] = found
     payload = traffic.payload_bytes(method, Segments.of(shapes, method.granularity))[0]
     ratio = nbytes / payload
-    nominal = 32 / (method.nominal_bits() or 32)
+    nominal = 32 / (method.claims.nominal_bits() or 32)
     return Analysis(
         kind=KIND,
         settings=settings.model_dump(mode="json"),

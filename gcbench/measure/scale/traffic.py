@@ -98,7 +98,7 @@ def _normal(method: Compressor, segments: Segments) -> Payload:
     x = torch.randn(segments.numel, generator=torch.Generator().manual_seed(0))
     key = Key(0, 0, 0, 0, streams.ENCODE)
     drawn = method.draw_shared(segments, key)
-    shared = method.statistic(x, segments) if drawn is None else drawn
+    shared = method.prepare(x, segments).statistic if drawn is None else drawn
     return method.encode(x, segments, shared, key)
 
 
@@ -117,12 +117,10 @@ def payload_bytes(method: Compressor, segments: Segments, count: int = 1) -> tup
 
 def _agreement(method: Compressor, segments: Segments) -> list[Message]:
     """Return the message in which the workers agree on their statistic, if there is one."""
-    if type(method).statistic is Compressor.statistic:
-        return []
     tiny = Segments((0, 1, 2))
     if method.draw_shared(tiny, Key(0, 0, 0)) is not None:
         return []
-    entries = method.statistic(torch.ones(2), tiny).numel() / 2 * len(segments)
+    entries = method.prepare(torch.ones(2), tiny).statistic.numel() / 2 * len(segments)
     return [Message("allreduce", 4 * entries)] if entries else []
 
 
@@ -151,7 +149,7 @@ def _try_merge(method: Compressor, workers: int) -> None:
         ValueError: it does.
     """
     tile = Segments((0, TILE))
-    shared = method.statistic(torch.ones(TILE), tile)
+    shared = method.prepare(torch.ones(TILE), tile).statistic
     power, merged = _normal(method, tile), None
     while True:  # in about log2 of the workers' number of steps
         if workers & power.count:

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from gcbench import experiment, kernels, memory, registry
 from gcbench.compressor import Compressor, Key, MultiRoundCompressor, Segments
 from gcbench.errors import UsageError
-from gcbench.exchange import Lane
 from gcbench.measure.scale import traffic
 from gcbench.measure.scale.clusters import Device
 from gcbench.measure.scale.networks import Shapes
@@ -54,9 +54,23 @@ def hands_on(method: Compressor) -> bool:
     x = torch.ones(4)
     segments = Segments((0, 4))
     drawn = method.draw_shared(segments, KEY)
-    shared = method.statistic(x, segments) if drawn is None else drawn
+    shared = method.prepare(x, segments).statistic if drawn is None else drawn
     payload = method.encode(x, segments, shared, KEY)
     return len(payload.parts) == 1 and payload.parts[0].data_ptr() == x.data_ptr()
+
+
+def statistic(method: Compressor) -> Tensor:
+    """Return what workers agree on in a message, of one element; empty for nothing."""
+    x, segments = torch.ones(1), Segments((0, 1))
+    drawn = method.draw_shared(segments, KEY)
+    return method.prepare(x, segments).statistic if drawn is None else x.new_empty(0)
+
+
+def in_one_pass(method: Compressor, carried: memory.Memory) -> bool:
+    """Return whether a residual is added and kept where each stretch of a gradient is encoded."""
+    plain = isinstance(carried, memory.Residual) and carried.decay == 1
+    alone = not isinstance(method, MultiRoundCompressor) and not method.cuttable
+    return plain and alone and not statistic(method).numel()
 
 
 def assumed(method: Compressor, device: Device, shapes: Shapes) -> Rates:
@@ -66,8 +80,7 @@ def assumed(method: Compressor, device: Device, shapes: Shapes) -> Rates:
     merged = sent
     if "twoshot" in method.legal_collectives():
         merged = traffic.payload_bytes(method, segments, MERGED)[0] / max(1, segments.numel)
-    agrees = type(method).statistic is not Compressor.statistic
-    agrees = agrees and method.draw_shared(Segments((0, 1)), KEY) is None
+    agrees = statistic(method).numel() > 0
     moved = {
         "statistic": FLOAT * agrees,
         "encode": 0 if hands_on(method) else FLOAT + sent,
@@ -153,12 +166,13 @@ def _timed(method: Compressor, segments: Segments) -> dict[str, float]:
     drawn = method.draw_shared(segments, KEY)
     seconds: dict[str, float] = {}
     if drawn is not None:
-        seconds["statistic"] = median(lambda: method.draw_shared(segments, KEY))
+        if not isinstance(method, MultiRoundCompressor):  # which draws once, before the first step
+            seconds["statistic"] = median(lambda: method.draw_shared(segments, KEY))
         shared = drawn
     else:
-        shared = method.statistic(x, segments)
+        shared = method.prepare(x, segments).statistic
         if shared.numel():
-            seconds["statistic"] = median(lambda: method.statistic(x, segments))
+            seconds["statistic"] = median(lambda: method.prepare(x, segments))
     payload = method.encode(x, segments, shared, KEY)
     seconds["encode"] = median(lambda: method.encode(x, segments, shared, KEY))
     seconds["decode"] = median(lambda: method.decode(payload, segments, shared))
@@ -209,7 +223,7 @@ def step(
     if carried is None:
         carried = memory.make(method.memory, dict(method.memory_options))
     encode = rates["statistic"] + rates["encode"]
-    if Lane(method, collective, 0, Segments((0,)), carried).fused:
+    if in_one_pass(method, carried):
         encode = rates["encode_feedback"]
     elif carried.feedback:
         encode += rates["decode"]
