@@ -51,7 +51,7 @@ def test_a_codec_of_the_old_contract_is_held_to_what_it_declares():
         "decode takes `out`",
         "contractive, error_bound, exact_for",
     ):
-        assert each in said
+        assert named in said
     method = cls()
     assert method.claims.contractive
     assert not method.claims.unbiased, "what it does not declare is as it was"
