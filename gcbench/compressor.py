@@ -360,8 +360,8 @@ class Compressor(ABC):
     def requantizes(self) -> bool:
         """Whether an owner encodes the mean again (`merge` by default), losing some of it.
 
-        A residual memory then keeps on the owner what this loses. A method that overrides `merge`
-        with one that loses nothing more says False: then all collectives give the same mean.
+        A residual memory then keeps on the owner what this loses. A method whose `merge` loses
+        nothing more says False: then all collectives give the same mean.
         """
         return True
 
@@ -524,7 +524,8 @@ class Compressor(ABC):
     ) -> Payload:
         """Return one payload for the mean of several: the parameter server's step.
 
-        By default the mean is encoded again, as one more worker would encode it.
+        Where the method `requantizes`, it is this: the mean is encoded again, as one more worker
+        would encode it.
         """
         mean = self.mean(payloads, segments, shared)
         merged = self.encode(mean, segments, shared, key, out=out)

@@ -453,16 +453,19 @@ class Exchange:
         """Return local worker i's merged shard, its bytes in the worker's second send buffer."""
         world, lane, name = self.world, self.lanes[number], (number, "merged", i)
         method, segments, shared = lane.compressor, shard.segments, shard.shared
-        if not (lane.memory.owner and method.requantizes):
+        if not method.requantizes:
             slots = self._slots(name, [method.layout(segments, world.size)])
             merged = method.merge(payloads, segments, shared, key, out=slots[0])
             return self._settled(name, [merged], slots)[0]
-        # As `Compressor.merge`, with what the owner lost at earlier steps.
         mean = self.buffers.floats((number, "owned", i), segments.numel)
         written(method.mean(payloads, segments, shared, out=mean), mean)
+        alone = Piece(segments, shared, 0)
+        if not lane.memory.owner:
+            sent = self._payloads(lane, name, mean, [alone], key)
+            return sent[0]._replace(count=world.size)
         if "owner" not in state:
             state["owner"] = torch.zeros_like(mean)
-        left, alone = state["owner"], Piece(segments, shared, 0)
+        left = state["owner"]  # what it lost at earlier steps
         if method.fused_feedback:
             sent = self._payloads(lane, name, mean, [alone], key, residual=left)
         else:

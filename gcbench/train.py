@@ -12,7 +12,7 @@ import hashlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class Options:
     progress: progress.Mode = "none"
     on_bucket: Callable[[int, int, Tensor], None] | None = None
     """Called with (step, rank, bucket) before the exchange, in the order of the local ranks:
-    analyses look at gradients, tests put faults in."""
+    analyses look at gradients, tests put faults in. The next step writes over the bucket."""
     capture: captures.Plan | None = None
     sinks: tuple[str, ...] = ()
     """Names of the sinks that hear of the records."""
@@ -153,6 +153,8 @@ class Trainer:
         world.inline = self.total < THREADS_FROM
         self.exchange = Exchange(world, self._lanes(0), config.seed, self.clock)
         self.stages = set(config.stages())
+        # Gradients lie at the same places in every step.
+        self.buckets = [torch.empty(self.total, device=self.device) for _ in world.ranks]
         self.late: Tensor | None = None  # a mean that is applied at the next step
         self.optimizer = self._optimizer()
         ema = config.ema > 0
@@ -256,9 +258,13 @@ class Trainer:
     def _batch(self, rank: int) -> tuple[Tensor, Tensor]:
         return self.task.batch(self.train, self._indices(rank), self._key(rank))
 
-    def finish_bucket(self, gradients: list[Tensor]) -> Tensor:
-        """Return the flat gradient with the loss's L2 term, float32, shape (total,)."""
-        bucket = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    def finish_bucket(self, gradients: Sequence[Tensor], worker: int | None = None) -> Tensor:
+        """Return the flat gradient with the loss's L2 term, float32, shape (total,).
+
+        `worker`: number of the local worker whose bucket it is; None: a tensor of its own.
+        """
+        flat = [gradient.reshape(-1) for gradient in gradients]
+        bucket = torch.cat(flat, out=None if worker is None else self.buckets[worker])
         if self.config.decay == "loss" and self.config.weight_decay:
             for piece, parameter, on in zip(
                 torch.split(bucket, self.sizes), self.parameters, self.decayed, strict=True
@@ -270,12 +276,13 @@ class Trainer:
     def _gradient(self, rank: int) -> tuple[Tensor, float]:
         """Return one worker's bucket and loss: the definition, computed by itself."""
         inputs, targets = self._batch(rank)
-        replica = self.replicas[rank - self.world.ranks[0]]
+        worker = rank - self.world.ranks[0]
+        replica = self.replicas[worker]
         set_dropout_key(replica, self._key(rank))
         outputs = replica(inputs)
         loss = self.task.loss(outputs, targets)
         gradients = torch.autograd.grad(loss, self.parameters)
-        return self.finish_bucket(list(gradients)), float(loss.detach())
+        return self.finish_bucket(gradients, worker), float(loss.detach())
 
     def _gradients(self) -> tuple[list[Tensor], list[float]]:
         """Return the local workers' buckets and losses."""
@@ -311,7 +318,7 @@ class Trainer:
         parameters = {name: p.detach() for name, p in zip(self.names, self.parameters, strict=True)}
         gradients, losses = torch.func.vmap(one, in_dims=(None, 0, 0))(parameters, inputs, targets)
         buckets = [
-            self.finish_bucket([gradients[name][i] for name in self.names])
+            self.finish_bucket([gradients[name][i] for name in self.names], i)
             for i in range(self.world.size)
         ]
         return buckets, losses.tolist()

@@ -720,7 +720,8 @@ def _outputs(method: Compressor) -> _Found:
         equal("mean", method.mean, three, segments, shared)
     if "twoshot" in method.legal_collectives():
         key = Key(7, 3, 0, 0, 1)
-        merged = method.merge(three, segments, shared, key)
+        merge = type(method).merge if not method.requantizes else Compressor.merge
+        merged = merge(method, three, segments, shared, key)
         same("merge", method.merge(three, segments, shared, key, out=slots(3)), merged)
     return _Found(", ".join(faults) or "0 faults", "0 faults", not faults)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gcbench
-from gcbench import ops
+from gcbench import memory, ops, registry
 from gcbench.compressor import TILE, Compressor, Key, Payload, Segments
 from gcbench.errors import PayloadError, UsageError
 from gcbench.exchange import Exchange, Lane, check_legal, dense_tensors, shard_bounds
@@ -249,3 +249,42 @@ def test_the_state_of_a_method_in_rounds_is_kept(simulated, clock):
 def test_a_method_in_rounds_may_draw_anew_at_every_step(simulated, clock):
     errors = low_rank_errors(simulated, clock, 6, warm_start=False)
     assert len(set(errors)) == 6
+
+
+class Greedy(type(gcbench.get_compressor("signsgd"))):
+    """Ignores where it is to write."""
+
+    def decode(self, payload, segments, shared, *, out=None):
+        return super().decode(payload, segments, shared)
+
+
+def largest_allocation(simulated, clock, method, collective) -> int:
+    """Return the bytes of the largest tensor that 8 workers' third step makes."""
+    n = 2**17
+    carried = memory.make(method.memory, method.memory_options)
+    lane = Lane(method, collective, 0, Segments.of([(2**8, 2**9)], method.granularity), carried)
+    exchange = Exchange(simulated(8), [lane], 0, clock)
+    xs = [torch.randn(n, generator=torch.Generator().manual_seed(rank)) for rank in range(8)]
+    for step in range(2):
+        exchange.mean(xs, step)
+    with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profiled:
+        exchange.mean(xs, 2)
+    assert profiled.kineto_results is not None
+    events = profiled.kineto_results.events()
+    return max((e.nbytes() for e in events if e.name() == "[memory]"), default=0)
+
+
+@pytest.mark.parametrize("name", registry.compressors())
+def test_nothing_large_is_made_after_the_second_step(simulated, clock, name):
+    """Of what an exchange itself does: methods whose transforms need room are left out."""
+    method = gcbench.get_compressor(name)
+    if not method.claims.portable:
+        pytest.skip("its transforms or products make tensors of their own")
+    clock.start_step()
+    for collective in set(method.legal_collectives()) - {"allreduce"}:
+        assert largest_allocation(simulated, clock, method, collective) < 2**17, collective
+
+
+def test_a_decoder_that_makes_its_own_tensor_is_seen(simulated, clock):
+    clock.start_step()
+    assert largest_allocation(simulated, clock, Greedy(), "allgather") >= 4 * 2**17
