@@ -683,16 +683,13 @@ class MultiRoundCompressor(Compressor):
         out: Payload | None = None,
     ) -> Payload:
         """Return the summands of a worker that is alone; `shared` is the state, or the first."""
-        parts: list[Tensor] = []
         state = shared if shared.numel() else self.initial_state(segments, key._replace(rank=0))
-        rounds = self.in_rounds(x, segments, state, key, torch.empty_like(x))
-        try:
-            summand = next(rounds)
-            while True:
-                parts.append(summand)
-                summand = rounds.send(summand)
-        except StopIteration:
-            return fill(out, *parts)
+        rounds = self.in_rounds(x, segments, state, key, x.new_empty(0))
+        parts = [next(rounds)]
+        while len(parts) < len(self.layout(segments) or ()):
+            parts.append(rounds.send(parts[-1]))
+        rounds.close()
+        return fill(out, *parts)
 
     def decode(
         self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None

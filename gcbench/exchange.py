@@ -488,8 +488,8 @@ class Exchange:
         if "state" not in joint:
             joint["state"] = method.initial_state(lane.segments, key).to(world.device)
         layout, later = method.layout(lane.segments), key._replace(step=key.step + 1)
-        if layout is None:
-            raise UsageError(f"{method.name}: a method in rounds declares its layout")
+        if not layout:
+            raise UsageError(f"{method.name}: a method in rounds declares a layout: a part a round")
         rounds = [method.in_rounds(x, lane.segments, joint["state"], later, out) for x in xs]
 
         def received(turn: int) -> Tensor:

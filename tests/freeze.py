@@ -89,6 +89,7 @@ TEXTS = (
     Text(re.compile(r"\b\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?\S*"), "<time>", "time of day"),
     Text(re.compile(r"\bgcbench \d+\.\d+\.\d+\w*"), "gcbench <version>", "the version may rise"),
     Text(re.compile(r"\b[0-9a-f]{40}\b"), "<commit>", "the commits are what is compared"),
+    Text(re.compile(r'"seconds": [\d.e-]+'), '"seconds": <time>', "measured time of a run"),
 )
 
 
@@ -533,7 +534,7 @@ def commands(
         "1",
         "--batches",
         "8",
-        "--draws",
+        "--compressed-steps",
         "2",
     )
     yield _entry("commands/bounds", "bounds", "--seed", "0", "--workers", "2", *small, *ANALYSIS)

@@ -7,6 +7,7 @@ bytes that it has to move. A method is timed through the contract, so a new one 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -16,7 +17,14 @@ from torch import Tensor
 from benchmarks import eager
 from benchmarks.sizes import SIZES, Shapes, numel
 from gcbench import ops, registry
-from gcbench.compressor import Compressor, Key, Payload, Segments, layout_bytes
+from gcbench.compressor import (
+    Compressor,
+    Key,
+    MultiRoundCompressor,
+    Payload,
+    Segments,
+    layout_bytes,
+)
 from gcbench.ops.backend import DEFINITIONS
 
 KEY = Key(1, 2, 0)
@@ -709,10 +717,31 @@ class Method:
         again = AGAIN.get(f"{self.name}.encode_feedback", 0) * self.g.n
         residual = torch.zeros_like(self.g.x)
         self.sent = self.slots()
-        return Timed(
-            lambda: self.method.encode_feedback(
+
+        def fused() -> Any:
+            self.method.encode_feedback(
                 self.g.x, residual, self.segments, self.shared, KEY, out=self.sent
-            ),
+            )
+
+        def in_steps() -> Any:
+            residual.add_(self.g.x)
+            payload = self.method.encode(residual, self.segments, self.shared, KEY, out=self.sent)
+            self.method.decode(payload, self.segments, self.shared, out=self.out)
+            residual.sub_(self.out)
+
+        def in_rounds() -> Any:
+            assert isinstance(self.method, MultiRoundCompressor)
+            residual.add_(self.g.x)
+            rounds = self.method.in_rounds(residual, self.segments, self.shared, KEY, self.out)
+            with suppress(StopIteration):  # it sends to itself what it would get back
+                summand = next(rounds)
+                while True:
+                    summand = rounds.send(summand)
+            residual.sub_(self.out)
+
+        call = fused if self.method.fused_feedback else in_steps
+        return Timed(
+            in_rounds if isinstance(self.method, MultiRoundCompressor) else call,
             nbytes(self.g.x, residual, residual, payload) + again,
             residual.zero_,
         )
