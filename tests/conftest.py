@@ -81,7 +81,7 @@ def third_party(monkeypatch):
     from gcbench import registry, verify
 
     def forget():
-        entries = registry.compressors, registry.tasks, registry.sinks
+        entries = registry.compressors, registry.memories, registry.tasks, registry.sinks
         for cached in (*entries, verify.configurations):
             cached.cache_clear()
 

@@ -7,9 +7,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from commands import gcbench, invoke
 
 from gcbench import registry
+from gcbench.clock import Clock
+from gcbench.compressor import Segments
+from gcbench.exchange import Exchange, Lane
+from gcbench.world import Link, SimulatedWorld
 
 PYPROJECT = """
 [build-system]
@@ -32,6 +37,9 @@ terngrad = "somebodys:Theirs"
 [project.entry-points."gcbench.tasks"]
 theirs = "somebodys:Line"
 
+[project.entry-points."gcbench.memories"]
+ef21 = "somebodys:EF21"
+
 [project.entry-points."gcbench.sinks"]
 lines = "somebodys:Lines"
 
@@ -50,6 +58,7 @@ import torch
 
 import gcbench
 from gcbench.compressor import Compressor, Payload
+from gcbench.memory import Memory
 from gcbench.sinks import Sink
 from gcbench.task import Batch, Split, Task
 
@@ -102,6 +111,24 @@ class Line(Task):
         return None
 
 
+@dataclass(frozen=True)
+class EF21(Memory):
+    """Richtarik et al. 2021: the difference to an estimate is sent, which follows what was sent."""
+
+    buffers: ClassVar[tuple[str, ...]] = ("estimate", "difference")
+    joint: ClassVar[tuple[str, ...]] = ("estimate",)
+    feedback = True
+
+    def offer(self, gradient, state, workers):
+        return torch.sub(gradient, state["estimate"], out=state["difference"])
+
+    def keep(self, offered, sent, state):
+        state["estimate"] += sent
+
+    def apply(self, mean, joint):
+        return joint["estimate"].add_(mean)
+
+
 class Lines(Sink):
     """The steps of the records, a line each, and the process that heard of them."""
 
@@ -149,6 +176,29 @@ def test_their_method_task_and_sink_run_in_every_engine(site, third_party, tmp_p
     for summary, rank in ((here, None), (there, 0)):
         (heard,) = tmp_path.glob(f"*-{summary['config_hash']}/lines/lines")
         assert heard.read_text() == f"train 10 {rank}\ntrain 20 {rank}\neval 20 {rank}\n"
+
+
+def test_their_memory_runs_resumes_and_finds_the_mean(site, third_party, tmp_path):
+    """EF21 sends a quarter of the difference to its estimate: the error falls step by step."""
+    third_party(site)
+    words = ("run", "--task", "digits", "--compressor", "topk", "--set", "ratio=0.25")
+    words = (*words, "--memory", "ef21", "--workers", 2, "--steps", 4, "--json")
+    here, there = invoke(*words, "--engine", "simulate,spawn", "--results", tmp_path).json
+    assert here["params_sha256"] == there["params_sha256"]
+    plain = invoke(*words, "--memory", "none", "--results", tmp_path / "plain").json
+    assert here["params_sha256"] != plain["params_sha256"]
+    memory = registry.memory_class("ef21")()
+    method = registry.compressor("topk", ratio=0.25)
+    world = SimulatedWorld(2, torch.device("cpu"), Link(10, 50), 1, 1)
+    clock = Clock(world.device)
+    clock.start_step()
+    exchange = Exchange(world, [Lane(method, "allgather", 0, Segments((0, 400)), memory)], 0, clock)
+    xs = [torch.randn(400, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    mean = (xs[0] + xs[1]) / 2
+    errors = [float((exchange.mean(xs, step) - mean).norm()) for step in range(4)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] > 0.1
+    assert errors[-1] < 1e-6, "after four steps each quarter has been sent once"
 
 
 def test_their_method_is_verified_like_ours(site, third_party):
