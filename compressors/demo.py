@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.claims import Claims
-from gcbench.compressor import Compressor, Key, Layout, Payload, Segments, fill
-from gcbench.errors import PayloadError
+from gcbench.core.claims import Claims
+from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill
+from gcbench.core.errors import PayloadError
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ from typing import Any
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.claims import Claims
-from gcbench.compressor import Compressor, Key, Layout, Payload, Segments, fill
+from gcbench.core.claims import Claims
+from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill
 
 WIDTHS = {"complex": 1, "real": 2}
 """Bits that a bin has in each bitmap."""

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gcbench.claims import Claims
-from gcbench.compressor import Compressor, Key, Layout, Payload, Segments, fill
+from gcbench.core.claims import Claims
+from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill
 
 
 @dataclass(frozen=True)

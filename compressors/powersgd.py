@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.claims import Claims
-from gcbench.compressor import Key, Layout, MultiRoundCompressor, Segments
+from gcbench.core.claims import Claims
+from gcbench.core.compressor import Key, Layout, MultiRoundCompressor, Segments
 
 LARGEST = torch.finfo(torch.float32).max
 

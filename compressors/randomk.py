@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.claims import Claims
-from gcbench.compressor import Compressor, Key, Layout, Payload, Segments, fill
+from gcbench.core.claims import Claims
+from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 

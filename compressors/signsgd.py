@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.claims import Claims
-from gcbench.compressor import Compressor, Key, Layout, Payload, Segments, fill, slot
-from gcbench.errors import UsageError
+from gcbench.core.claims import Claims
+from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill, slot
+from gcbench.core.errors import UsageError
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.claims import Claims
-from gcbench.compressor import Compressor, Key, Layout, Payload, Prepared, Segments, fill, slot
+from gcbench.core.claims import Claims
+from gcbench.core.compressor import Compressor, Key, Layout, Payload, Prepared, Segments, fill, slot
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.claims import Claims
-from gcbench.compressor import Compressor, Key, Layout, Payload, Segments, fill
+from gcbench.core.claims import Claims
+from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill
 
 ROUNDING = {"fp32": 0.0, "fp16": 2.0**-22, "range": 2.0**-14}  # squared, relative
 

@@ -62,7 +62,7 @@ GC_HD uint32_t is_negative(float x) { return bits_of(x) >> 31; }  // 1 for -0.0 
 
 // ---- random numbers --------------------------------------------------------------------------------------------
 
-// The address of a stream, as `gcbench.compressor.Key` has it; `who` is stream << 24 | rank.
+// The address of a stream, as `gcbench.core.compressor.Key` has it; `who` is stream << 24 | rank.
 struct Key {
   uint64_t seed;
   uint64_t offset;  // index in the bucket of the first element at hand

@@ -69,7 +69,7 @@ void parallel(int64_t tiles, int threads, F f) {
 
 // ---- segments --------------------------------------------------------------------------------------------------
 
-// `gcbench.compressor.Segments.table`: where segments begin, and how many tiles (of their own) lie before each.
+// `gcbench.core.compressor.Segments.table`: where segments begin, and how many tiles (of their own) lie before each.
 struct Segments {
   const int64_t* offsets;
   const int64_t* tiles;

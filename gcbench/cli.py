@@ -27,10 +27,10 @@ from gcbench.commands.bounds import bounds
 from gcbench.commands.histogram import histogram
 from gcbench.commands.report import report
 from gcbench.commands.scale import app as scale_app
-from gcbench.errors import GcbenchError, UsageError
+from gcbench.core.errors import GcbenchError, UsageError
 
 if TYPE_CHECKING:
-    from gcbench.compare import Row
+    from gcbench.reporting.compare import Row
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -202,7 +202,8 @@ def run(
         for key, value in locals().items()
         if value is not None and key not in _NOT_SETTINGS
     }
-    from gcbench import captures, grid, membership, runner, sinks, suites
+    from gcbench.reporting import catalog
+    from gcbench.training import captures, grid, membership, runner, sinks, suites
 
     if suite is not None and config is not None:
         raise UsageError("--suite and --config are two files of settings: give one of them")
@@ -228,6 +229,7 @@ def run(
         told=told,
         kept=rows,
         suite="" if chosen is None else f"{chosen.name}/{chosen.version}",
+        show=catalog.show_runs,
     )
     if chosen is None or chosen.tune is None:
         configs = grid.expand(given, config) if chosen is None else chosen.configs(given)
@@ -292,9 +294,9 @@ def compare(
     json: Json = False,
 ) -> None:
     """Compare finished runs: accuracy over seeds, bytes, time by phase."""
-    from gcbench import compare as comparing
-    from gcbench import finished, suites
-    from gcbench.suites import published
+    from gcbench.reporting import compare as comparing
+    from gcbench.reporting import published, reader
+    from gcbench.training import suites
 
     conditions = {}
     for word in where or ():
@@ -303,7 +305,7 @@ def compare(
             raise UsageError(f"--where {word!r}: SETTING=VALUE[,VALUE] expected, each setting once")
         conditions[key] = values.split(",")
     asked = comparing.Asked(conditions, target, by, "json" if json else format_.value)
-    groups = published.by_suite(finished.load(folders or [RUNS]))
+    groups = published.by_suite(reader.load(folders or [RUNS]))
     if suite is not None:
         runs = [run for group in groups.values() for run in group]
         groups = {suite: runs}
@@ -321,7 +323,7 @@ def compare(
             if suite is None:
                 say(f"suite {beside.suite.name}: {beside.suite.title}")
         elif not trials:
-            runs = finished.without_trials(runs)
+            runs = reader.without_trials(runs)
         rows = comparing.chosen(runs, asked, beside.suite.choices if beside else frozenset())
         if beside is not None:
             rows = beside.rows(rows)
@@ -330,12 +332,12 @@ def compare(
             say("\n  ".join(beside.unmade()))
         shown += rows
     if plot is not None:
-        from gcbench import plots, tierplot
+        from gcbench.reporting import run_plots, tier_plot
 
         if any(row.tier is not None for row in shown):
-            tierplot.draw(shown, suites.load(next(iter(groups))).title, plot)
+            tier_plot.draw(shown, suites.load(next(iter(groups))).title, plot)
         else:
-            plots.draw([run for row in shown for run in row.runs], plot)
+            run_plots.draw([run for row in shown for run in row.runs], plot)
         say(f"wrote {plot}")
 
 
@@ -352,8 +354,9 @@ def verify(
     json: Json = False,
 ) -> None:
     """Check a compressor against its declarations; exit code 1 if one does not hold."""
-    from gcbench import grid, listing
-    from gcbench import verify as verifying
+    from gcbench.reporting import catalog
+    from gcbench.studies import conformance as verifying
+    from gcbench.training import grid
 
     options = grid.pairs("--set", set_)
     for field, value in options.items():
@@ -363,7 +366,7 @@ def verify(
     for table in verifying.verify(name, options, processes=processes):
         rows += table
         if not json:
-            listing.show_verdicts(table)
+            catalog.show_verdicts(table)
     if json:
         print_json(rows)
     verdicts = [row["verdict"] for row in rows]
@@ -379,25 +382,25 @@ def list_(
     json: Json = False,
 ) -> None:
     """List compressors, tasks, suites or backends."""
-    from gcbench import listing
+    from gcbench.reporting import catalog
 
-    rows = listing.ROWS[kind.value]()
+    rows = catalog.ROWS[kind.value]()
     if json:
         print_json(rows)
     else:
-        listing.show(rows)
+        catalog.show(rows)
 
 
 @app.command()
 def info(json: Json = False) -> None:
     """Show versions, devices, and backends with the reason where one is missing."""
-    from gcbench import listing
+    from gcbench.reporting import catalog
 
-    found = listing.info()
+    found = catalog.info()
     if json:
         print_json(found)
     else:
-        listing.show_info(found)
+        catalog.show_info(found)
 
 
 @app.command()
@@ -415,7 +418,7 @@ def kernels(
     json: Json = False,
 ) -> None:
     """Show saved kernel timings beside copy_, eager torch and the fewest bytes that must move."""
-    from gcbench import kernels as timing
+    from gcbench.reporting import kernel_timings as timing
 
     timings = timing.load(file)
     rows = timing.select(timings.rows, size=size, threads=threads, op=op, backend=backend)
@@ -440,7 +443,7 @@ def _print_folder(name: str, folder: Path, *, as_json: bool) -> None:
 @data_app.command("get")
 def data_get(name: DataName, data_dir: DataDir = None, as_json: Json = False) -> None:
     """Download a data set, or check the files that are there, and print the folder."""
-    from gcbench import data
+    from gcbench.core import data
 
     _print_folder(name, data.get(name, data_dir), as_json=as_json)
 
@@ -448,7 +451,7 @@ def data_get(name: DataName, data_dir: DataDir = None, as_json: Json = False) ->
 @data_app.command("path")
 def data_path(name: DataName, data_dir: DataDir = None, as_json: Json = False) -> None:
     """Print the folder where a data set is looked for."""
-    from gcbench import data
+    from gcbench.core import data
 
     _print_folder(name, data.path(name, data_dir), as_json=as_json)
 
@@ -486,7 +489,7 @@ def _leave() -> None:
 
 def main() -> None:
     """Run the command line; exit code 2 for usage, 1 for failures, 130 when interrupted."""
-    from gcbench import launched, membership
+    from gcbench.training import launched, membership
 
     if membership.by_torchrun():  # before torch is imported, which takes seconds
         launched.die_with_parent(os.getppid())

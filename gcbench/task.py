@@ -1,156 +1,22 @@
-"""The contract of a task: data, model, loss, and the hyper-parameters that its source used."""
+"""Moved to `gcbench.core.task`; this path works for one more release."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+import warnings
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from gcbench.core import task as _moved
 
-from gcbench import ops, streams
-from gcbench.compressor import Key
-
-
-class Batch(NamedTuple):
-    """One worker's examples: inputs, first axis the batch, and targets of the same first axis."""
-
-    inputs: Tensor
-    targets: Tensor
+warnings.warn(
+    "gcbench.task has moved: import its names from gcbench, or from gcbench.core.task",
+    DeprecationWarning,
+    stacklevel=2,
+)
 
 
-@dataclass(frozen=True)
-class Split:
-    """Examples on one device: inputs (n, ...) as stored and targets (n, ...).
+def __getattr__(name: str) -> Any:
+    if name in ("Dropout", "set_dropout_key"):
+        from gcbench.training import dropout
 
-    A class an example is targets (n,), a token at each of t places (n, t). A task whose examples do
-    not fit in memory derives from it: `inputs` then say where each example is, and `Task.batch`
-    reads it.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def to(self, device: torch.device) -> Self:
-        """Return the split on `device`."""
-        return replace(self, inputs=self.inputs.to(device), targets=self.targets.to(device))
-
-    def select(self, indices: Tensor) -> Self:
-        """Return the split of the examples at `indices`, int64 (m,), in that order."""
-        return replace(self, inputs=self.inputs[indices], targets=self.targets[indices])
-
-
-class Dropout(nn.Module):
-    """Dropout with masks from a `Key`: the same in every engine and after a resume.
-
-    In training an element is zero with probability `rate` and else divided by 1 - `rate`; in
-    evaluation nothing changes. The trainer sets `key` before each forward pass. torch's own dropout
-    draws from one generator for the whole process, in the order in which the workers come.
-    """
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        if not 0 <= rate < 1:
-            raise ValueError(f"dropout {rate}: from 0 to below 1 is allowed")
-        self.rate = rate
-        self.key: Key | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `x`, a float tensor of any shape, with elements dropped.
-
-        Raises:
-            RuntimeError: in training, and no key was set.
-        """
-        if not self.training or self.rate == 0:
-            return x
-        if self.key is None:
-            raise RuntimeError("Dropout has no key: call gcbench.task.set_dropout_key before")
-        kept = ops.uniform(self.key, x.numel(), x.device).view(x.shape) >= self.rate
-        return x * (kept.to(x.dtype) / (1 - self.rate))
-
-
-def set_dropout_key(model: nn.Module, key: Key) -> None:
-    """Give each `Dropout` of a model its own draws out of those of `key`: seed, step and rank."""
-    layers = (module for module in model.modules() if isinstance(module, Dropout))
-    for place, layer in enumerate(layers):
-        # Far beyond the elements of any activation, so that no two layers share a draw.
-        layer.key = key._replace(stream=streams.DROPOUT, offset=place << 40)
-
-
-class Task(ABC):
-    """One learning problem. Subclasses are frozen dataclasses; their fields are its options.
-
-    A task is stateless: it loads splits, makes models, and turns indices into batches. All of its
-    random numbers come from a `Key`, so a batch is the same in every engine.
-    """
-
-    name: ClassVar[str] = ""
-    """The name on the command line; the registry fills it in from the file's name."""
-    version: ClassVar[int] = 1
-    """Counts the definitions of data, model, loss and preparation that gave other results.
-
-    It stands in the config of every run, so that results of different definitions never meet.
-    """
-    paper_steps: ClassVar[str] = ""
-    """The budget of the source in words, where the default one is shorter."""
-    evaluation_batch: ClassVar[int] = 500
-    """Examples of the test split that are evaluated at a time."""
-
-    @abstractmethod
-    def defaults(self) -> Mapping[str, Any]:
-        """Return hyper-parameters by their names in `gcbench.experiment.Config`.
-
-        Of the source where there is one, and for this task's options: batch, steps, optimizer,
-        lr, momentum, weight_decay, schedule, ...
-        """
-
-    @abstractmethod
-    def load(self, data_dir: Path | None) -> tuple[Split, Split]:
-        """Return the training and the test split, on the CPU.
-
-        `data_dir` is a folder that holds data sets in their official layout, or None for the
-        download cache.
-
-        Raises:
-            GcbenchError: files are missing, cut short or have a wrong checksum.
-        """
-
-    @abstractmethod
-    def model(self) -> nn.Module:
-        """Return a fresh model, initialized from torch's current CPU generator."""
-
-    def model_for(self, train: Split) -> nn.Module:
-        """Return a fresh model that fits the data; `model()` where it does not depend on them."""
-        return self.model()
-
-    @abstractmethod
-    def batch(self, split: Split, indices: Tensor, key: Key | None) -> Batch:
-        """Return the examples at `indices`, shape (b,), prepared on the split's device.
-
-        With a key they are augmented for training; with None they are prepared for evaluation.
-        """
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss over the batch, a scalar; cross-entropy by default."""
-        return nn.functional.cross_entropy(outputs, targets)
-
-    def correct(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
-        """Return a boolean tensor (b,): which examples are right; None where that means nothing."""
-        return outputs.argmax(1) == targets
-
-    def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
-        """Return further figures of each example, boolean or float (b,), by name; none by default.
-
-        Their means are recorded as `test_NAME`, or `validation_NAME`.
-        """
-        return {}
-
-    def decayed(self, parameter: str) -> bool:
-        """Return whether weight decay applies to the parameter of this name; to all by default."""
-        return True
+        return getattr(dropout, name)
+    return getattr(_moved, name)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gcbench.task import Dropout
+from gcbench import Dropout
 
 from ._models import LocalResponseNorm, truncated
 

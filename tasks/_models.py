@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gcbench.errors import unknown
+from gcbench.core.errors import unknown
 
 
 def check_network(name: str, known: Iterable[str]) -> None:

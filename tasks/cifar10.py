@@ -34,9 +34,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from gcbench import data, ops, streams
-from gcbench.compressor import Key
-from gcbench.task import Batch, Split, Task
+from gcbench import ops
+from gcbench.core import data, purposes
+from gcbench.core.compressor import Key
+from gcbench.core.task import Batch, Split, Task
 
 from ._models import CifarNet, ResNet, check_network
 
@@ -149,7 +150,7 @@ class Cifar10(Task):
         prepare = self._small if self.network == "cifarnet" else self._padded
         draws = None
         if key is not None and self.augment:
-            key = key._replace(stream=streams.AUGMENT)
+            key = key._replace(stream=purposes.AUGMENT)
             draws = ops.uniform(key, 5 * len(images), images.device).view(-1, 5)
         inputs = prepare(images, draws).to(memory_format=torch.channels_last)
         return Batch(inputs, targets)

@@ -21,8 +21,8 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from gcbench.compressor import Key
-from gcbench.task import Batch, Split, Task
+from gcbench.core.compressor import Key
+from gcbench.core.task import Batch, Split, Task
 
 from ._models import check_network, digits_conv, digits_mlp
 

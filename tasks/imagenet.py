@@ -46,10 +46,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from gcbench import ops, streams
-from gcbench.compressor import Key
-from gcbench.errors import GcbenchError
-from gcbench.task import Batch, Split, Task
+from gcbench import ops
+from gcbench.core import purposes
+from gcbench.core.compressor import Key
+from gcbench.core.errors import GcbenchError
+from gcbench.core.task import Batch, Split, Task
 
 from ._imagenet_models import AlexNet, GoogLeNet, ResNet50
 from ._models import check_network
@@ -192,7 +193,7 @@ class ImageNet(Task):
         assert isinstance(split, Photos)
         draws: list[list[float]] | list[None] = [None] * len(indices)
         if key is not None and self.augment:
-            key = key._replace(stream=streams.AUGMENT)
+            key = key._replace(stream=purposes.AUGMENT)
             draws = ops.uniform(key, 5 * len(indices)).view(-1, 5).tolist()
         paths = [split.root / split.files[place] for place in split.inputs[indices].tolist()]
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:

@@ -24,9 +24,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from gcbench import data
-from gcbench.compressor import Key
-from gcbench.task import Batch, Split, Task
+from gcbench.core import data
+from gcbench.core.compressor import Key
+from gcbench.core.task import Batch, Split, Task
 
 from ._models import CaffeLeNet, LeNet, check_network
 

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gcbench import ops, streams
-from gcbench.compressor import Key
-from gcbench.task import Batch, Split, Task
+from gcbench import ops
+from gcbench.core import purposes
+from gcbench.core.compressor import Key
+from gcbench.core.task import Batch, Split, Task
 
 EXAMPLES = 1024
 
@@ -106,7 +107,7 @@ class Quadratic(Task):
         shape = (len(targets), self.dimension)
         if key is None:
             return Batch(torch.zeros(shape, device=targets.device), targets)
-        key = key._replace(stream=streams.NOISE)
+        key = key._replace(stream=purposes.NOISE)
         draws = ops.normal(key, len(targets) * self.dimension, targets.device)
         return Batch(draws.view(shape) * self.noise, targets)
 

@@ -32,9 +32,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gcbench import data
-from gcbench.compressor import Key
-from gcbench.task import Batch, Split, Task
+from gcbench.core import data
+from gcbench.core.compressor import Key
+from gcbench.core.task import Batch, Split, Task
 
 CHARACTERS = "\n !$&',-.3:;?" + string.ascii_uppercase + string.ascii_lowercase
 """The characters of the text in the order of their codes; a token is a place in this order."""

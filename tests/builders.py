@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from gcbench.compressor import Compressor, Key, Payload, Segments
+from gcbench.core.compressor import Compressor, Key, Payload, Segments
 
 
 def encode_shards(

@@ -43,7 +43,7 @@ def simulated():
     """Return a function that makes a simulated world, closed after the test."""
     import torch
 
-    from gcbench.world import Link, SimulatedWorld
+    from gcbench.core.world import Link, SimulatedWorld
 
     worlds = []
 
@@ -61,7 +61,7 @@ def simulated():
 def clock():
     import torch
 
-    from gcbench.clock import Clock
+    from gcbench.core.clock import Clock
 
     return Clock(torch.device("cpu"))
 
@@ -78,11 +78,13 @@ def real_data() -> Path:
 @pytest.fixture
 def third_party(monkeypatch):
     """Return a function that puts a folder with the module `somebodys` on the path, for a test."""
-    from gcbench import registry, verify
+    from gcbench.core import registry
+    from gcbench.studies import conformance
+    from gcbench.training import sinks
 
     def forget():
-        entries = registry.compressors, registry.memories, registry.tasks, registry.sinks
-        for cached in (*entries, verify.configurations):
+        entries = registry.compressors, registry.memories, registry.tasks, sinks.registered
+        for cached in (*entries, conformance.configurations):
             cached.cache_clear()
 
     def put(folder: str) -> None:

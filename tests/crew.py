@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from gcbench.errors import DivergedError, GcbenchError, Interrupted, PeerLostError, UsageError
+from gcbench.core.errors import DivergedError, GcbenchError, Interrupted, PeerLostError, UsageError
 
 LONG = 60.0
 
@@ -87,7 +87,7 @@ def stand_still(member):
     import torch
     import torch.distributed as dist
 
-    from gcbench import engines
+    from gcbench.training import engines
 
     world = engines.join(member, "cpu", 1)
     everyone = world.collect([{"rank": member.rank, "x": torch.full((2,), float(member.rank))}])
@@ -102,7 +102,7 @@ def meet(member):
     """Return what three workers collect, by their rank."""
     import torch
 
-    from gcbench import engines
+    from gcbench.training import engines
 
     world = engines.join(member, "cpu", 1)
     rank = member.rank

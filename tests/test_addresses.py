@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.compressor import Key, Segments
-from gcbench.errors import PayloadError
+from gcbench.core.compressor import Key, Segments
+from gcbench.core.errors import PayloadError
 from gcbench.ops import cpu
 from gcbench.ops.cpu import library
 

@@ -12,9 +12,10 @@ from commands import invoke
 from test_compare import summary
 from test_compare import write as write_runs
 
-from gcbench import registry, rows, suites
-from gcbench.measure.analysis import load
-from gcbench.measure.scale import evidence
+from gcbench.core import registry
+from gcbench.reporting.analysis import load
+from gcbench.studies.scale import evidence
+from gcbench.training import rows, suites
 
 ROOT = Path(__file__).parents[1]
 METHODS = "terngrad,qsgd,topk,int8"
@@ -29,7 +30,7 @@ SUITE = f"main/{suites.load('main').version}"
 def pictures_are_drawn_once(request: pytest.FixtureRequest, monkeypatch) -> None:
     """Draw none but where the picture is looked at: each takes longer than the advice."""
     if "pictures" not in request.node.name:
-        monkeypatch.setattr("gcbench.measure.analysis.draw", lambda analysis, path: None)
+        monkeypatch.setattr("gcbench.reporting.analysis.draw", lambda analysis, path: None)
 
 
 def run(name: str, seed: int, accuracy: float | None, config: Any = None, **over: Any) -> Any:

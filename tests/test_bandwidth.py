@@ -18,13 +18,15 @@ import torch
 import torch.distributed as dist
 from commands import PATIENCE, end, invoke, members, start, wait_for
 
-from gcbench import pictures, registry, verify
-from gcbench.clock import Clock
-from gcbench.errors import UsageError
-from gcbench.measure import analysis as measuring
-from gcbench.measure import bandwidth
-from gcbench.measure.bandwidth import picture, settings, tables, transfers, worker
-from gcbench.measure.bandwidth.transfers import BOUNDS, PLAIN, Item, Loopback, Probe, pattern
+from gcbench import studies
+from gcbench.core import registry
+from gcbench.core.clock import Clock
+from gcbench.core.errors import UsageError
+from gcbench.reporting import analysis as measuring
+from gcbench.reporting import figures
+from gcbench.studies import bandwidth, conformance
+from gcbench.studies.bandwidth import picture, settings, tables, transfers, worker
+from gcbench.studies.bandwidth.transfers import BOUNDS, PLAIN, Item, Loopback, Probe, pattern
 
 CPU = torch.device("cpu")
 
@@ -420,7 +422,7 @@ def test_the_picture_shows_the_saved_rows(two, results, tmp_path, monkeypatch):
     assert (next(results.iterdir()) / "bandwidth.png").stat().st_size > 20_000
     drawn = []
     monkeypatch.setattr(picture.pictures, "save", lambda figure, path: drawn.append(figure))
-    measuring.draw(saved, tmp_path / "x.svg")
+    studies.draw(saved, tmp_path / "x.svg")
     left, middle, right = drawn[0].axes
     rows = table(two, "transfers")
     names = picture.fastest(rows)
@@ -437,8 +439,8 @@ def test_the_picture_shows_the_saved_rows(two, results, tmp_path, monkeypatch):
     own = next(r for r in table(two, "phases")[::-1] if picture._name(r) == names[0])
     assert right.patches[2].get_width() == pytest.approx(1e3 * own["communicate"])
     monkeypatch.undo()
-    for ending in pictures.ENDINGS:
-        measuring.draw(saved, tmp_path / f"x{ending}")
+    for ending in figures.ENDINGS:
+        studies.draw(saved, tmp_path / f"x{ending}")
         assert (tmp_path / f"x{ending}").stat().st_size > 10_000
 
 
@@ -464,8 +466,8 @@ from typing import ClassVar
 
 import torch
 
-from gcbench.claims import Claims
-from gcbench.compressor import Compressor, Payload
+from gcbench.core.claims import Claims
+from gcbench.core.compressor import Compressor, Payload
 
 
 class Drifting(Compressor):
@@ -550,7 +552,7 @@ def test_wrong_results_are_found_and_fail_the_command(site, third_party, tmp_pat
     assert rows["drifting", 4096]["wrong"] == 3 * 1024
     # On both workers, where two random signs do not cancel.
     segments = worker.Segments.of(worker.shapes(2048))
-    signs = [verify.FAMILIES["signs"](segments, rank) for rank in range(2)]
+    signs = [conformance.FAMILIES["signs"](segments, rank) for rank in range(2)]
     assert rows["doubling", 8192]["wrong"] == 2 * int((sum(signs) != 0).sum()) > 1800
     assert rows["raising", 4096]["wrong"] == 0
     assert rows["raising", 8192]["wrong"] is None

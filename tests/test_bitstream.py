@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gcbench import ops
-from gcbench.errors import PayloadError
+from gcbench.core.errors import PayloadError
 from gcbench.ops import bitstream, cpu
 from gcbench.ops.cpu import bitstream as native
 

@@ -19,13 +19,15 @@ import scipy.stats
 import torch
 from commands import invoke
 
-from gcbench import memory, registry
-from gcbench.clock import Clock
-from gcbench.compressor import Segments
-from gcbench.errors import UsageError
-from gcbench.measure import analysis as measuring
-from gcbench.measure import bounds
-from gcbench.measure.bounds import (
+from gcbench import studies
+from gcbench.core import memory, registry
+from gcbench.core.clock import Clock
+from gcbench.core.compressor import Segments
+from gcbench.core.errors import UsageError
+from gcbench.core.world import Link, SimulatedWorld
+from gcbench.reporting import analysis as measuring
+from gcbench.studies import bounds
+from gcbench.studies.bounds import (
     alone,
     audit,
     claims,
@@ -36,9 +38,8 @@ from gcbench.measure.bounds import (
     shape,
     training,
 )
-from gcbench.measure.bounds.claims import Claim, Interval, always, interval, judge, mean, ratio
-from gcbench.train import Options
-from gcbench.world import Link, SimulatedWorld
+from gcbench.studies.bounds.claims import Claim, Interval, always, interval, judge, mean, ratio
+from gcbench.training.train import Options
 
 QUICK = ("--steps", 20, "--every", 5, "--snapshots", 2, "--batches", 16, "--seed", "0,1,2")
 
@@ -393,8 +394,8 @@ def test_every_fourth_step_is_seen_and_json_holds_it(watched) -> None:
 
 
 def test_watching_changes_nothing(watched, simulated, tmp_path) -> None:
-    from gcbench.store import Run
-    from gcbench.train import Trainer
+    from gcbench.training.store import Run
+    from gcbench.training.train import Trainer
 
     _, watch = watched()
     alone = Trainer(bounds.Settings(steps=12).config(0), simulated(4), Run(tmp_path), Options())
@@ -602,8 +603,8 @@ def test_audits_of_seeds_are_added() -> None:
 
 def test_compressed_training_is_that_of_gcbench_run(tmp_path, simulated) -> None:
     """The audit changes nothing: losses and parameters are those of the plain trainer."""
-    from gcbench.store import Run
-    from gcbench.train import Trainer
+    from gcbench.training.store import Run
+    from gcbench.training.train import Trainer
 
     method, base = registry.compressor("topk"), bounds.Settings(steps=5).config(0)
     record = training.train(base, "topk", method, 5, tmp_path, None, lambda step: None)
@@ -690,7 +691,7 @@ def test_older_files_are_drawn(tmp_path) -> None:
     """The committed analyses have all rows in one table, and settings that are gone."""
     path = Path(__file__).parents[1] / "results" / "bounds-cifarnet.json"
     analysis = measuring.parse(json.loads(path.read_text()), path)
-    measuring.draw(analysis, tmp_path / "p.svg")
+    studies.draw(analysis, tmp_path / "p.svg")
     assert "terngrad/layer-wise" in (tmp_path / "p.svg").read_text()
 
 

@@ -13,9 +13,9 @@ import pytest
 from commands import invoke
 from wrong_methods import WRONG, Wrong
 
-from gcbench.measure import bounds
-from gcbench.measure.bounds import audit, codec_claims, quadratic_claims, quadratics, training
-from gcbench.measure.bounds.claims import Judged
+from gcbench.studies import bounds
+from gcbench.studies.bounds import audit, codec_claims, quadratic_claims, quadratics, training
+from gcbench.studies.bounds.claims import Judged
 
 QUICK = ("--quadratic-only", "--seed", 0, "--strict")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gcbench import ops
-from gcbench.compressor import Key
+from gcbench.core.compressor import Key
 from gcbench.ops import cpu, sources
 from gcbench.ops.cpu.library import c
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 from commands import gcbench, invoke
 
-from gcbench import registry, verify
-from gcbench.compressor import Compressor
-from gcbench.store import METRIC_COLUMNS, Run
+from gcbench.core import registry
+from gcbench.core.compressor import Compressor
+from gcbench.studies import conformance
+from gcbench.training.store import METRIC_COLUMNS, Run
 
 QUICK = ("--task", "quadratic", "--workers", 2, "--steps", 12, "--progress", "none")
 KEYS = {
@@ -431,7 +432,7 @@ def test_verify_prints_a_table_and_its_exit_code_is_the_verdict():
     assert re.search(r"^none: \d+ hold, 0 fail, \d+ not declared$", done.err, re.MULTILINE)
     rows = invoke("verify", "none", "--no-processes", "--json").json
     assert {row["configuration"] for row in rows} == {"default"}
-    assert [row["check"] for row in rows] == list(verify.CHECKS)
+    assert [row["check"] for row in rows] == list(conformance.CHECKS)
 
 
 def test_verify_refuses_what_it_cannot_check():

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from commands import invoke
 
-from gcbench import pictures, plots
-from gcbench.compare import rows
-from gcbench.errors import GcbenchError, UsageError
-from gcbench.finished import load
-from gcbench.tables import render
+from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.reporting import figures, run_plots
+from gcbench.reporting.compare import rows
+from gcbench.reporting.reader import load
+from gcbench.reporting.tables import render
 
 NAN = math.nan
 
@@ -311,7 +311,7 @@ def test_all_seeds_failed(tmp_path: Path) -> None:
     assert "failed" in render(made, "table", 200).splitlines()[4]
     record = json.loads(render(made, "json"))[1]
     assert (record["n"], record["failed"], record["mean"]) == (0, 2, None)
-    plots.draw([run for row in made for run in row.runs], tmp_path / "x.png")
+    run_plots.draw([run for row in made for run in row.runs], tmp_path / "x.png")
 
 
 def test_unfinished_runs_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -467,10 +467,10 @@ def test_pictures_are_what_their_ending_says(
     tmp_path: Path, many: list[Any], ending: str, magic: bytes
 ) -> None:
     path = tmp_path / f"picture{ending}"
-    plots.draw([run for row in many for run in row.runs], path)
+    run_plots.draw([run for row in many for run in row.runs], path)
     first = path.read_bytes()
     assert first.startswith(magic)
-    plots.draw([run for row in many for run in row.runs], path)
+    run_plots.draw([run for row in many for run in row.runs], path)
     assert path.read_bytes() == first  # equal runs, equal file
 
 
@@ -481,7 +481,7 @@ def test_a_curve_stops_where_a_run_diverged(tmp_path: Path) -> None:
     records[1]["test_loss"] = None  # as the engine writes NaN
     records.append({"kind": "train", "step": 3, "train_loss": 1.0})
     (run.source / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
-    curve = plots.curve(run, "accuracy")
+    curve = run_plots.curve(run, "accuracy")
     assert curve[1] == 0.1
     assert math.isnan(curve[2])
     assert list(curve) == [1, 2]
@@ -489,25 +489,25 @@ def test_a_curve_stops_where_a_run_diverged(tmp_path: Path) -> None:
 
 def test_pictures_of_rows_without_metrics(tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text(json.dumps(BASE))
-    plots.draw(load([tmp_path / "rows.json"]), tmp_path / "x.svg")
+    run_plots.draw(load([tmp_path / "rows.json"]), tmp_path / "x.svg")
     assert (tmp_path / "x.svg").stat().st_size > 1000
 
 
 def test_pictures_refuse(tmp_path: Path) -> None:
     runs = load([write(tmp_path / "runs", *BASE)])
     with pytest.raises(UsageError, match=r"allowed: \.png, \.svg, \.pdf"):
-        plots.draw(runs, tmp_path / "x.jpg")
+        run_plots.draw(runs, tmp_path / "x.jpg")
     with pytest.raises(UsageError, match="no runs"):
-        plots.draw([], tmp_path / "x.png")
+        run_plots.draw([], tmp_path / "x.png")
     with pytest.raises(UsageError, match="is no folder"):
-        plots.draw(runs, tmp_path / "missing" / "x.png")
+        run_plots.draw(runs, tmp_path / "missing" / "x.png")
     (tmp_path / "taken.png").mkdir()
     with pytest.raises(GcbenchError, match="cannot write"):
-        plots.draw(runs, tmp_path / "taken.png")
+        run_plots.draw(runs, tmp_path / "taken.png")
     for name in ("metrics.jsonl", "metrics.parquet"):
         (runs[0].source / name).write_text("{")
         with pytest.raises(GcbenchError, match=r"metrics in .* cannot be read"):
-            plots.draw(runs, tmp_path / "x.png")
+            run_plots.draw(runs, tmp_path / "x.png")
 
 
 def test_labels_lie_over_no_mark_and_no_label(tmp_path: Path) -> None:
@@ -519,8 +519,8 @@ def test_labels_lie_over_no_mark_and_no_label(tmp_path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.set(xlim=(0, 10), ylim=(0, 10))
-    marks = [pictures.Mark(4 + i / 2, 5 + i / 9, 0.1, f"method number {i}", "C0") for i in range(6)]
-    pictures.write_labels(axes, marks)
+    marks = [figures.Mark(4 + i / 2, 5 + i / 9, 0.1, f"method number {i}", "C0") for i in range(6)]
+    figures.write_labels(axes, marks)
     boxes = [Text.get_window_extent(label) for label in axes.texts]
     assert len(boxes) == 6
     for place, box in enumerate(boxes):
@@ -535,21 +535,21 @@ def test_many_points_carry_the_numbers_of_the_legend(tmp_path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    for many in (plots.MANY, plots.MANY + 1):
+    for many in (run_plots.MANY, run_plots.MANY + 1):
         found = table(
             tmp_path / str(many),
             *(summary(f"m{i}", 0, 0.5 + 0.04 * (i * 7 % many)) for i in range(many)),
         )
-        ranked = plots._ranked(found)
+        ranked = run_plots._ranked(found)
         assert [row.mean for row in ranked] == sorted((row.mean for row in found), reverse=True)
         figure = Figure()
         FigureCanvasAgg(figure)
         axes = figure.subplots()
         styles = {row.method: {"color": "C0", "marker": "o", "linestyle": "-"} for row in ranked}
-        marks = plots._quality(axes, ranked, styles)
-        plots._curves(axes, ranked, styles)
+        marks = run_plots._quality(axes, ranked, styles)
+        run_plots._curves(axes, ranked, styles)
         names = [text.get_text() for text in axes.get_legend().get_texts()]
-        if many > plots.MANY:
+        if many > run_plots.MANY:
             assert [mark.text for mark in marks] == [str(i + 1) for i in range(many)]
             assert names == [f"{i}  {row.method}" for i, row in enumerate(ranked, 1)]
         else:

@@ -10,11 +10,12 @@ from unittest import mock
 import pytest
 
 import gcbench
-from gcbench import cli, experiment, grid
-from gcbench.errors import UsageError
-from gcbench.experiment import Config
+from gcbench import cli
+from gcbench.core.errors import UsageError
 from gcbench.ops import cuda
-from gcbench.runner import Runner
+from gcbench.training import configuration, grid
+from gcbench.training.configuration import Config
+from gcbench.training.runner import Runner
 
 
 def parse(command: str) -> list[Config]:
@@ -145,7 +146,7 @@ def test_new_settings_leave_the_names_of_older_runs_alone():
     """The hash of a config that says nothing new is what it was before these settings came."""
     base = Config.make({"task": "quadratic"})
     known = base.model_dump(mode="json")
-    for key in experiment.ADDED:
+    for key in configuration.ADDED:
         del known[key]
     text = json.dumps(known, sort_keys=True)
     assert base.hash == hashlib.sha256(text.encode()).hexdigest()[:10]
@@ -207,7 +208,7 @@ COMMANDS = [
 @pytest.mark.parametrize("flags", COMMANDS)
 def test_the_recorded_command_gives_the_same_config(flags):
     (made,) = parse(f"gcbench run {flags}")
-    (again,) = parse(experiment.command(made))
+    (again,) = parse(configuration.command(made))
     assert again == made
     assert again.hash == made.hash
 
@@ -215,12 +216,12 @@ def test_the_recorded_command_gives_the_same_config(flags):
 @pytest.mark.parametrize("task", ["quadratic", "digits", "mnist", "cifar10", "shakespeare"])
 def test_the_recorded_command_says_only_what_differs(task):
     (made,) = parse(f"gcbench run --task {task}")
-    assert experiment.command(made) == f"gcbench run --task {task} --compressor terngrad"
+    assert configuration.command(made) == f"gcbench run --task {task} --compressor terngrad"
 
 
 def test_words_with_blanks_are_quoted():
     made = Config.make({"task": "quadratic", "device": "a b; c"})
-    assert "--device 'a b; c'" in experiment.command(made)
+    assert "--device 'a b; c'" in configuration.command(made)
 
 
 def test_the_hash_names_the_config():
@@ -235,7 +236,7 @@ def test_the_hash_names_the_config():
 
 
 def test_the_repr_of_a_method_evaluates_back():
-    from gcbench.registry import compressor_class
+    from gcbench.core.registry import compressor_class
 
     method = gcbench.get_compressor("terngrad", clip=1.5, share=False, granularity=64)
     assert eval(repr(method), {"TernGrad": compressor_class("terngrad")}) == method

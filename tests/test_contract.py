@@ -1,8 +1,8 @@
 """The contract, over every registered compressor and configuration, third parties' too.
 
-Nothing here knows a method by name: gcbench/verify.py is driven by what is declared. Golden records
-are tests/golden/<name>.json; `pytest tests/test_contract.py --update-golden` writes what is missing
-or has changed: a changed wire format needs a line in CHANGELOG.md.
+Nothing here knows a method by name: gcbench/studies/conformance.py is driven by what is declared.
+Golden records are tests/golden/<name>.json; `pytest tests/test_contract.py --update-golden` writes
+what is missing or has changed: a changed wire format needs a line in CHANGELOG.md.
 """
 
 from __future__ import annotations
@@ -17,33 +17,35 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gcbench import ops, registry, verify
-from gcbench.compressor import Compressor, Key, MultiRoundCompressor, Payload, Segments
-from gcbench.errors import PayloadError
+from gcbench import ops
+from gcbench.core import registry
+from gcbench.core.compressor import Compressor, Key, MultiRoundCompressor, Payload, Segments
+from gcbench.core.errors import PayloadError
 from gcbench.ops import cpu
 from gcbench.ops.cpu import library
+from gcbench.studies import conformance
 
 GOLDEN = Path(__file__).parent / "golden"
 ALL = [
     (name, number)
     for name in registry.compressors()
-    for number in range(len(verify.configurations(name)))
+    for number in range(len(conformance.configurations(name)))
 ]
 IDS = [
-    f"{name}[{verify.configurations(name)[number][0] or 'default'}]".replace(" ", ",")
+    f"{name}[{conformance.configurations(name)[number][0] or 'default'}]".replace(" ", ",")
     for name, number in ALL
 ]
 every = pytest.mark.parametrize(("name", "number"), ALL, ids=IDS)
 
 
 def configured(name: str, number: int) -> Compressor:
-    return verify.configurations(name)[number][1]
+    return conformance.configurations(name)[number][1]
 
 
-@pytest.mark.parametrize("check", verify.CHECKS)
+@pytest.mark.parametrize("check", conformance.CHECKS)
 @every
 def test_declared_is_true(name, number, check):
-    outcome = verify.run(configured(name, number), check)
+    outcome = conformance.run(configured(name, number), check)
     if outcome.verdict == "not declared":
         pytest.skip(f"not declared: {outcome.note}")
     assert outcome.verdict == "holds", outcome
@@ -56,12 +58,12 @@ def test_declared_is_true(name, number, check):
 def spawned():
     """What three real processes exchange, by (name, number)."""
     methods = [(name, dict(registry.compressor(name).variants[number])) for name, number in ALL]
-    return dict(zip(ALL, verify.in_processes(methods), strict=True))
+    return dict(zip(ALL, conformance.in_processes(methods), strict=True))
 
 
 @every
 def test_processes_exchange_the_same_bits(spawned, name, number):
-    assert verify.exchange_digests(configured(name, number)) == spawned[name, number]
+    assert conformance.exchange_digests(configured(name, number)) == spawned[name, number]
 
 
 # ---- golden bytes --------------------------------------------------------------------------------
@@ -81,8 +83,8 @@ def record(method: Compressor) -> dict:
     found: dict = {}
     for size, shapes in (("small", SMALL), ("large", LARGE)):
         segments = Segments.of(shapes, method.granularity)
-        xs = [verify.normal(segments.numel, rank) for rank in range(3)]
-        shared = verify._shared(method, xs, segments, Key(7, 3, 0))
+        xs = [conformance.normal(segments.numel, rank) for rank in range(3)]
+        shared = conformance._shared(method, xs, segments, Key(7, 3, 0))
         payloads = [method.encode(x, segments, shared, Key(7, 3, r)) for r, x in enumerate(xs)]
         found[f"{size} layout"] = [
             f"{dtype} {n}".removeprefix("torch.") for dtype, n in payloads[0].layout
@@ -110,7 +112,7 @@ def test_golden_bytes(name, number, request):
     method = configured(name, number)
     path = GOLDEN / f"{name}.json"
     known = json.loads(path.read_text()) if path.is_file() else {}
-    label = verify.configurations(name)[number][0] or "default"
+    label = conformance.configurations(name)[number][0] or "default"
     found = record(method)
     if request.config.getoption("--update-golden"):
         path.write_text(json.dumps({**known, label: found}, indent=1, sort_keys=True) + "\n")
@@ -144,7 +146,7 @@ def test_golden_bytes_on_every_backend(name, number):
 
 def test_no_golden_record_is_left_over():
     labels = {
-        name: {text or "default" for text, _ in verify.configurations(name)} for name, _ in ALL
+        name: {text or "default" for text, _ in conformance.configurations(name)} for name, _ in ALL
     }
     for path in GOLDEN.glob("*.json"):
         assert set(json.loads(path.read_text())) == labels[path.stem], path
@@ -157,7 +159,7 @@ def test_no_golden_record_is_left_over():
 def sample(name: str, number: int) -> tuple[Compressor, Payload, Segments, torch.Tensor]:
     method = configured(name, number)
     segments = Segments.of([(13, 11), (1,), (40,)], method.granularity)
-    payload, shared = verify._encode(method, verify.normal(segments.numel), segments)
+    payload, shared = conformance._encode(method, conformance.normal(segments.numel), segments)
     return method, payload, segments, shared
 
 
@@ -185,7 +187,7 @@ def test_corrupt_bytes_raise_or_are_finite(name, number, data):
         parts[i] = torch.tensor(list(raw), dtype=torch.uint8).view(dtype)
     broken = Payload(tuple(parts), payload.count)
     must = method.layout(segments) is not None and broken.layout != payload.layout
-    assert verify.judge_corrupt(method, broken, segments, shared, must=must) == ""
+    assert conformance.judge_corrupt(method, broken, segments, shared, must=must) == ""
 
 
 # ---- the contract test itself --------------------------------------------------------------------
@@ -274,4 +276,4 @@ def test_a_wrong_method_is_found():
         (mutated("onebit", {}, collectives=("allreduce",)), "exact small integers"),
     ]
     for method, check in cases:
-        assert verify.run(method, check).verdict == "fails", check
+        assert conformance.run(method, check).verdict == "fails", check

@@ -17,8 +17,8 @@ from commands import PATIENCE, ROOT
 from cusim import shim  # noqa: F401  # fixture
 
 from gcbench import ops
-from gcbench.compressor import Key, Segments
-from gcbench.errors import GcbenchError
+from gcbench.core.compressor import Key, Segments
+from gcbench.core.errors import GcbenchError
 from gcbench.ops import cuda
 from gcbench.ops.cuda import compile, launch
 from gcbench.ops.sources import cuda_families, kernel_sources
@@ -281,7 +281,7 @@ torch.cuda.get_device_capability = lambda device: (9, 0)
 torch.cuda.current_device = lambda: 0
 torch.cuda.device = lambda device: contextlib.nullcontext()
 torch.cuda.current_stream = lambda device: types.SimpleNamespace(cuda_stream=0x77)
-from gcbench.compressor import Key, Segments
+from gcbench.core.compressor import Key, Segments
 from gcbench.ops.cuda import launch
 device = launch.launcher(torch.device("cuda", 0))
 device.warm(["random"])

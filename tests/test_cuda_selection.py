@@ -10,7 +10,7 @@ from cusim import cuda_device, shim  # noqa: F401  # fixtures
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.compressor import Key, Segments
+from gcbench.core.compressor import Key, Segments
 from gcbench.ops.cuda import launch, selection
 
 LENGTHS = (20_000, 9000, 8193, 0, 30_000, 5, 1024, 1025, 8192, 16_384, 24_576)

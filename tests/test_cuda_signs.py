@@ -9,8 +9,8 @@ import torch
 from cusim import cuda_device, shim  # noqa: F401  # fixtures
 
 from gcbench import ops
-from gcbench.compressor import TILE, Key, Segments
-from gcbench.errors import PayloadError
+from gcbench.core.compressor import TILE, Key, Segments
+from gcbench.core.errors import PayloadError
 from gcbench.ops import cuda
 from gcbench.ops.cuda import signs, tables
 

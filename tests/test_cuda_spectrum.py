@@ -10,7 +10,7 @@ from cusim import cuda_device, shim  # noqa: F401  # fixtures
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.compressor import Segments
+from gcbench.core.compressor import Segments
 from gcbench.ops import backend, cuda
 from gcbench.ops.cuda import launch
 from gcbench.ops.spectrum import Rows

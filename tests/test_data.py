@@ -17,8 +17,8 @@ import pooch
 import pytest
 import torch
 
-from gcbench import data
-from gcbench.errors import GcbenchError, UsageError
+from gcbench.core import data
+from gcbench.core.errors import GcbenchError, UsageError
 
 CONTENT = bytes(range(256)) * 1024
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from commands import Result, invoke
 
-from gcbench import memory, registry
+from gcbench.core import memory, registry
 
 QUICK = ("--task", "quadratic", "--workers", 2, "--steps", 12, "--progress", "none", "--json")
 
@@ -81,7 +81,7 @@ def test_a_run_from_before_objects_were_stored_is_known_by_its_compressor(tmp_pa
 
 
 def test_an_interrupted_run_does_not_go_on_with_other_defaults(tmp_path, monkeypatch):
-    from gcbench.train import Trainer
+    from gcbench.training.train import Trainer
 
     def fall(self, *words):
         raise OSError("a power cut")

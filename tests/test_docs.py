@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from gcbench import kernels, listing, verify
-from gcbench.compressor import Segments
-from gcbench.exchange import Exchange, Lane
+from gcbench.core.compressor import Segments
+from gcbench.core.exchange import Exchange, Lane
+from gcbench.reporting import catalog, kernel_timings
+from gcbench.studies import conformance
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,13 +36,13 @@ def test_the_example_of_contributing_works(simulated, clock):
         exchange = Exchange(world, [Lane(method, collective, 0, Segments((0, 3000)))], 0, clock)
         assert torch.equal(exchange.mean(xs, 0), torch.full((3000,), 1.5))
         assert world.traffic[0].payload_up == 2 * 3000
-    outcomes = [verify.run(method, check) for check in verify.CHECKS]
+    outcomes = [conformance.run(method, check) for check in conformance.CHECKS]
     assert [outcome for outcome in outcomes if outcome.verdict == "fails"] == []
 
 
 def test_the_table_of_methods_is_what_the_list_says():
     """A method that the README lists is registered, and the numbers beside it are measured."""
-    rows = {row["name"]: row for row in listing.compressors() if row["source"] == "built-in"}
+    rows = {row["name"]: row for row in catalog.compressors() if row["source"] == "built-in"}
     table = re.findall(r"^\| `(\w+)` \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
     told = {name: cells.split(" | ") for name, cells in table if name in rows}
     assert len(told) > 10
@@ -66,7 +67,7 @@ KERNELS = {
 
 def test_the_table_of_kernels_is_what_was_saved():
     """Ratios to copy_ and to eager torch: 25e6 elements, one thread, AVX-512."""
-    timings = kernels.load(ROOT / "results/kernels.json")
+    timings = kernel_timings.load(ROOT / "results/kernels.json")
     saved = {
         (row.op, row.backend): row
         for row in timings.rows

@@ -12,12 +12,13 @@ import torch
 from commands import PATIENCE, end, invoke, members, start, wait_for
 from torch import nn
 
-from gcbench import engines, registry
-from gcbench.errors import GcbenchError, Interrupted, UsageError
-from gcbench.experiment import Config
-from gcbench.store import Run
-from gcbench.train import Options, Trainer
-from gcbench.world import Link, SimulatedWorld
+from gcbench.core import registry
+from gcbench.core.errors import GcbenchError, Interrupted, UsageError
+from gcbench.core.world import Link, SimulatedWorld
+from gcbench.training import engines
+from gcbench.training.configuration import Config
+from gcbench.training.store import Run
+from gcbench.training.train import Options, Trainer
 
 COLLECTIVES = ("twoshot", "allreduce", "allgather")
 SAME = (

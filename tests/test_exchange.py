@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import gcbench
-from gcbench import memory, ops, registry
-from gcbench.compressor import TILE, Compressor, Key, Payload, Segments
-from gcbench.errors import PayloadError, UsageError
-from gcbench.exchange import Exchange, Lane, check_legal, dense_tensors, shard_bounds
+from gcbench import ops
+from gcbench.core import memory, registry
+from gcbench.core.compressor import TILE, Compressor, Key, Payload, Segments
+from gcbench.core.errors import PayloadError, UsageError
+from gcbench.core.exchange import Exchange, Lane, check_legal, dense_tensors, shard_bounds
 
 
 @dataclass(frozen=True)

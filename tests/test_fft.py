@@ -12,8 +12,8 @@ import torch
 
 import gcbench
 from gcbench import ops
-from gcbench.compressor import Compressor, Key, Payload, Segments
-from gcbench.errors import PayloadError
+from gcbench.core.compressor import Compressor, Key, Payload, Segments
+from gcbench.core.errors import PayloadError
 from gcbench.ops.transform import padded_length
 
 KEY = Key(0, 0, 0)
@@ -717,7 +717,7 @@ def test_falling_theta_converges():
     ],
 )
 def test_bad_options(options, message):
-    with pytest.raises((ValueError, gcbench.errors.UsageError), match=message):
+    with pytest.raises((ValueError, gcbench.core.errors.UsageError), match=message):
         gcbench.get_compressor("fft", **options)
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import gcbench
-from gcbench.compressor import Key, Payload, Segments
-from gcbench.errors import PayloadError
-from gcbench.exchange import Exchange, Lane
+from gcbench.core.compressor import Key, Payload, Segments
+from gcbench.core.errors import PayloadError
+from gcbench.core.exchange import Exchange, Lane
 
 NOTHING = torch.empty(0)
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

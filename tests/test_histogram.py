@@ -16,17 +16,19 @@ from commands import end, gcbench, invoke, start, wait_for
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from gcbench import captures, engines, registry
-from gcbench.captures import Capture, Layer, Plan
-from gcbench.compressor import Compressor, Payload, Segments
-from gcbench.errors import UsageError
-from gcbench.experiment import Config
-from gcbench.measure import analysis as measuring
-from gcbench.measure import histogram
-from gcbench.measure.histogram import reconstruction, tables
-from gcbench.measure.histogram.reconstruction import ALL, Gradients, Sums
-from gcbench.store import Run
-from gcbench.train import Options
+from gcbench import studies
+from gcbench.core import registry
+from gcbench.core.compressor import Compressor, Payload, Segments
+from gcbench.core.errors import UsageError
+from gcbench.reporting import analysis as measuring
+from gcbench.studies import histogram
+from gcbench.studies.histogram import reconstruction, tables
+from gcbench.studies.histogram.reconstruction import ALL, Gradients, Sums
+from gcbench.training import captures, engines
+from gcbench.training.captures import Capture, Layer, Plan
+from gcbench.training.configuration import Config
+from gcbench.training.store import Run
+from gcbench.training.train import Options
 
 LAYERS = (
     Layer("a.weight", "convolution", (64, 16, 3, 3)),
@@ -719,10 +721,10 @@ def test_the_picture_needs_the_saved_rows_alone(tmp_path: Path) -> None:
     assert invoke(*words, "--compressor", "terngrad,topk").code == 0
     (folder,) = tmp_path.glob("histogram-*")
     back = measuring.load(folder)
-    measuring.draw(back, tmp_path / "again.png")
+    studies.draw(back, tmp_path / "again.png")
     assert (tmp_path / "again.png").read_bytes() == (folder / "histogram.png").read_bytes()
     svg = tmp_path / "again.svg"
-    measuring.draw(back, svg)
+    studies.draw(back, svg)
     for text in ("terngrad", "a.weight", "averaged over the workers", "FFT keeps more"):
         assert text in svg.read_text() or text.split()[0] in svg.read_text()
 

@@ -21,14 +21,18 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gcbench import finished, ops, registry, sinks, streams
-from gcbench.compressor import Key
-from gcbench.errors import GcbenchError, UsageError
-from gcbench.experiment import Config
-from gcbench.measure.scale import networks, validation
-from gcbench.store import Run
-from gcbench.task import Dropout, Split, set_dropout_key
-from gcbench.train import Interrupted, Options, Trainer
+from gcbench import ops
+from gcbench.core import purposes, registry
+from gcbench.core.compressor import Key
+from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.core.task import Split
+from gcbench.reporting import reader
+from gcbench.studies.scale import networks, validation
+from gcbench.training import sinks
+from gcbench.training.configuration import Config
+from gcbench.training.dropout import Dropout, set_dropout_key
+from gcbench.training.store import Run
+from gcbench.training.train import Interrupted, Options, Trainer
 
 imagenet = importlib.import_module("gcbench.tasks.imagenet")
 models = importlib.import_module("gcbench.tasks._imagenet_models")
@@ -240,7 +244,7 @@ def test_masks_differ_between_layers_seeds_steps_and_workers() -> None:
     for key in (KEY, KEY._replace(seed=4), KEY._replace(step=12), KEY._replace(rank=0)):
         set_dropout_key(model, key)
         masks += [model[0](x), model[1](x)]
-        set_dropout_key(model, key._replace(stream=streams.AUGMENT))
+        set_dropout_key(model, key._replace(stream=purposes.AUGMENT))
         assert torch.equal(model[0](x), masks[-2]), "the purpose of the key is dropout's"
     for place, mask in enumerate(masks):
         for other in masks[:place]:
@@ -249,7 +253,7 @@ def test_masks_differ_between_layers_seeds_steps_and_workers() -> None:
 
 
 def test_draws_of_later_layers_are_the_same_on_every_backend() -> None:
-    far = KEY._replace(stream=streams.DROPOUT, offset=3 << 40)
+    far = KEY._replace(stream=purposes.DROPOUT, offset=3 << 40)
     draws = ops.reference.uniform(far, 3000)
     assert torch.equal(ops.uniform(far, 3000), draws)
     assert not torch.equal(ops.uniform(far._replace(offset=2 << 40), 3000), draws)
@@ -425,7 +429,7 @@ def test_alexnet_crops_what_was_resized(tree: Tree) -> None:
     flips = set()
     for step in range(6):
         key = KEY._replace(step=step)
-        left, top, flip = ops.uniform(key._replace(stream=streams.AUGMENT), 5)[:3].tolist()
+        left, top, flip = ops.uniform(key._replace(stream=purposes.AUGMENT), 5)[:3].tolist()
         x, y = int(33 * left), int(33 * top)
         cut = np.asarray(whole.crop((x, y, x + 224, y + 224)), dtype=np.float32)
         flips.add(flip < 0.5)
@@ -589,7 +593,7 @@ def test_a_run_on_photographs(run, network: str) -> None:
     for metric in ("test_accuracy", "test_top5"):
         assert summary[metric] * 10 == pytest.approx(round(summary[metric] * 10)), "of 10 photos"
     assert summary["config"]["dense_last"] == (network != "resnet50")
-    (made,) = finished.load([folder])
+    (made,) = reader.load([folder])
     (evaluation,) = made.evaluations()
     assert evaluation["test_top5"] == summary["test_top5"]
     assert evaluation["validation_top5"] * 5 == pytest.approx(

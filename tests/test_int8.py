@@ -11,8 +11,8 @@ from builders import encode_shards
 
 import gcbench
 from gcbench import ops
-from gcbench.compressor import TILE, Key, Payload, Segments
-from gcbench.errors import PayloadError, UsageError
+from gcbench.core.compressor import TILE, Key, Payload, Segments
+from gcbench.core.errors import PayloadError, UsageError
 
 NOTHING = torch.empty(0)
 FIRST = Key(0, 0, 0)

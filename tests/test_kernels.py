@@ -24,8 +24,8 @@ from kernel_cases import Call
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.compressor import TILE, Key, Segments
-from gcbench.errors import GcbenchError, PayloadError
+from gcbench.core.compressor import TILE, Key, Segments
+from gcbench.core.errors import GcbenchError, PayloadError
 from gcbench.ops import cpu, cuda, sources
 from gcbench.ops.backend import DEFINITIONS
 from gcbench.ops.cpu import library

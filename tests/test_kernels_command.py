@@ -13,9 +13,9 @@ from benchmarks.cases import CASES, Gradient
 from benchmarks.sizes import RESNET50, SIZES, numel
 from commands import ROOT, invoke
 
-from gcbench import kernels
-from gcbench.errors import UsageError
+from gcbench.core.errors import UsageError
 from gcbench.ops import cpu, cuda
+from gcbench.reporting import kernel_timings
 
 SMALL = ((3, 1000), (64, 8, 1, 1), (8,), (0,))
 MOVED = {
@@ -158,7 +158,7 @@ def test_json_is_read_again(saved, tmp_path):
     again = tmp_path / "again.json"
     again.write_text(invoke("kernels", path, "--json").out)
     assert sum(line.startswith('    {"op"') for line in again.read_text().splitlines()) == 2
-    first, second = kernels.load(path), kernels.load(again)
+    first, second = kernel_timings.load(path), kernel_timings.load(again)
     assert second.rows[0] == first.rows[0].model_copy(update={"seconds": 0.012346})
     assert second.model_copy(update={"rows": first.rows}) == first
     assert invoke("kernels", again, "--format", "json").json == json.loads(again.read_text())
@@ -194,9 +194,9 @@ def test_other_files_are_refused(tmp_path, content, said):
 
 
 def test_unknown_format(saved):
-    timings = kernels.load(saved(row()))
+    timings = kernel_timings.load(saved(row()))
     with pytest.raises(UsageError, match="unknown format 'csv'"):
-        kernels.render(timings, timings.rows, "csv")
+        kernel_timings.render(timings, timings.rows, "csv")
 
 
 # ---- what is timed -------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def test_the_benchmarks_write_what_the_command_reads(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    timings = kernels.load(path)
+    timings = kernel_timings.load(path)
     assert timings.machine["cores"] >= 1
     assert timings.versions["torch"] == torch.__version__
     backends = {row.backend for row in timings.rows if row.op == "ternary_encode"}

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from commands import PATIENCE, end, invoke, members, start, wait_for
 from safetensors import SafetensorError
 
-from gcbench import captures, engines, launch, launched, membership
-from gcbench.errors import DivergedError, GcbenchError, Interrupted, PeerLostError, UsageError
-from gcbench.membership import Membership
-from gcbench.train import Options
-from gcbench.world import from_bytes, to_bytes
+from gcbench.core.errors import DivergedError, GcbenchError, Interrupted, PeerLostError, UsageError
+from gcbench.core.world import from_bytes, to_bytes
+from gcbench.training import captures, engines, launch, launched, membership
+from gcbench.training.membership import Membership
+from gcbench.training.train import Options
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "x",

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import gcbench
-from gcbench import verify
-from gcbench.compressor import Compressor, Key, MultiRoundCompressor, Payload, Segments
-from gcbench.exchange import Exchange, Lane
-from gcbench.memory import NoMemory, Residual
+from gcbench.core.compressor import Compressor, Key, MultiRoundCompressor, Payload, Segments
+from gcbench.core.exchange import Exchange, Lane
+from gcbench.core.memory import NoMemory, Residual
+from gcbench.studies import conformance
 
 
 def deprecated(make):
@@ -57,9 +57,9 @@ def test_a_codec_of_the_old_contract_is_held_to_what_it_declares():
     assert not method.claims.unbiased, "what it does not declare is as it was"
     assert method.claims.error_bound(torch.ones(4), Segments((0, 4))) == 4 * 2.0**-20 + 1e-9
     for check in ("purity", "outputs", "buffers", "bytes", "exact small integers"):
-        assert verify.run(method, check).verdict == "holds", check
+        assert conformance.run(method, check).verdict == "holds", check
     # 1e30 is beyond float16: the old declaration is judged, and found wrong.
-    assert verify.run(method, "contraction").verdict == "fails"
+    assert conformance.run(method, "contraction").verdict == "fails"
 
 
 def test_old_and_new_exchange_alike(simulated, clock):

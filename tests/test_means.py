@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import gcbench
-from gcbench.compressor import Compressor, Key, Payload, Segments
-from gcbench.errors import PayloadError
+from gcbench.core.compressor import Compressor, Key, Payload, Segments
+from gcbench.core.errors import PayloadError
 
 METHODS = ("fp16", "bf16", "natural", "int8", "qsgd", "onebit", "efsignsgd")
 SHAPES = [(40, 33), (0,), (1,), (1700,)]

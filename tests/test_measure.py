@@ -12,10 +12,11 @@ import pytest
 from commands import invoke
 from test_cli import files_of_at_most
 
-from gcbench.errors import GcbenchError, UsageError
-from gcbench.measure import analysis as measuring
-from gcbench.measure import methods
-from gcbench.measure.analysis import Analysis, Ledger, MissingTableError, Shown, Table
+from gcbench import studies
+from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.reporting import analysis as measuring
+from gcbench.reporting.analysis import Analysis, Ledger, MissingTableError, Shown, Table
+from gcbench.studies import methods
 
 
 def made(**changes) -> Analysis:
@@ -115,7 +116,7 @@ def test_damaged_and_foreign_analyses_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(GcbenchError, match="cannot be read"):
         measuring.load(folder)
     with pytest.raises(UsageError, match="unknown kind of analysis 'test'"):
-        measuring.draw(made(), tmp_path / "x.png")
+        studies.draw(made(), tmp_path / "x.png")
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -159,7 +160,7 @@ def test_a_full_disk_is_told_and_keeps_what_was_made(tmp_path: Path) -> None:
 
 def test_two_processes_do_not_share_a_ledger(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from gcbench.measure.analysis import Ledger\n"
+        "import sys; from pathlib import Path; from gcbench.reporting.analysis import Ledger\n"
         "try:\n"
         "    with Ledger(Path(sys.argv[1])).open(): pass\n"
         "except Exception as error: print(error)"

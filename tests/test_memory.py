@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import gcbench
-from gcbench import memory
-from gcbench.claims import Claims
-from gcbench.compressor import Compressor, Payload, Segments
-from gcbench.errors import UsageError
-from gcbench.exchange import Exchange, Lane
-from gcbench.memory import Dgc, Momentum, NoMemory, Residual
+from gcbench.core import memory
+from gcbench.core.claims import Claims
+from gcbench.core.compressor import Compressor, Payload, Segments
+from gcbench.core.errors import UsageError
+from gcbench.core.exchange import Exchange, Lane
+from gcbench.core.memory import Dgc, Momentum, NoMemory, Residual
 
 
 class LargestClaims(Claims):

@@ -12,8 +12,8 @@ from builders import encode_shards
 
 import gcbench
 from gcbench import ops
-from gcbench.compressor import Key, Payload, Segments
-from gcbench.errors import PayloadError, UsageError
+from gcbench.core.compressor import Key, Payload, Segments
+from gcbench.core.errors import PayloadError, UsageError
 
 NOTHING = torch.empty(0)
 KEY = Key(0, 0, 0)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gcbench import ops
-from gcbench.compressor import TILE, Key, Segments
-from gcbench.errors import PayloadError, UsageError
+from gcbench.core.compressor import TILE, Key, Segments
+from gcbench.core.errors import PayloadError, UsageError
 from gcbench.ops import cpu
 
 # Random123's known-answer file (kat_vectors), philox4x32 with 10 rounds: counter, key, output.

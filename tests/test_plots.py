@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from test_compare import BASE, summary, write
 
-from gcbench import pictures, plots
-from gcbench.finished import Run, load
+from gcbench.reporting import figures, run_plots
+from gcbench.reporting.reader import Run, load
 
 FEW = [*BASE, summary("terngrad", 0, 0.9)]
-MANY = [*BASE, *(summary(f"method{i}", 0, 0.8 + i / 100) for i in range(plots.MANY + 1))]
+MANY = [*BASE, *(summary(f"method{i}", 0, 0.8 + i / 100) for i in range(run_plots.MANY + 1))]
 
 
 @pytest.fixture
@@ -21,10 +21,10 @@ def panels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Return a function: runs -> (left panel, right panel, legend) of a picture, each (x0, x1)."""
 
     def of(runs: list[Run]) -> tuple[tuple[float, float], ...]:
-        figures: list[Any] = []
-        monkeypatch.setattr(pictures, "save", lambda figure, path: figures.append(figure))
-        plots.draw(runs, tmp_path / "x.png")
-        (figure,) = figures
+        drawn: list[Any] = []
+        monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure))
+        run_plots.draw(runs, tmp_path / "x.png")
+        (figure,) = drawn
         left, right = figure.axes
         legend = right.get_legend().get_window_extent().transformed(figure.transFigure.inverted())
         boxes = left.get_position(), right.get_position(), legend

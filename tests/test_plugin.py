@@ -10,11 +10,11 @@ import pytest
 import torch
 from commands import gcbench, invoke
 
-from gcbench import registry
-from gcbench.clock import Clock
-from gcbench.compressor import Segments
-from gcbench.exchange import Exchange, Lane
-from gcbench.world import Link, SimulatedWorld
+from gcbench.core import registry
+from gcbench.core.clock import Clock
+from gcbench.core.compressor import Segments
+from gcbench.core.exchange import Exchange, Lane
+from gcbench.core.world import Link, SimulatedWorld
 
 PYPROJECT = """
 [build-system]
@@ -57,10 +57,10 @@ from typing import ClassVar
 import torch
 
 import gcbench
-from gcbench.compressor import Compressor, Payload
-from gcbench.memory import Memory
-from gcbench.sinks import Sink
-from gcbench.task import Batch, Split, Task
+from gcbench.core.compressor import Compressor, Payload
+from gcbench.core.memory import Memory
+from gcbench.training.sinks import Sink
+from gcbench.core.task import Batch, Split, Task
 
 NUMBER = 3
 

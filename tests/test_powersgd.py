@@ -11,8 +11,8 @@ import torch
 
 import gcbench
 from gcbench import ops
-from gcbench.compressor import Key, MultiRoundCompressor, Payload, Segments
-from gcbench.errors import PayloadError, UsageError
+from gcbench.core.compressor import Key, MultiRoundCompressor, Payload, Segments
+from gcbench.core.errors import PayloadError, UsageError
 
 NOTHING = torch.empty(0)
 SHAPES = [(40, 30), (7,), (16, 3, 5, 5), (), (0,), (0, 5), (1, 9), (2, 2)]

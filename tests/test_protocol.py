@@ -12,15 +12,16 @@ import pytest
 import torch
 from commands import invoke
 
-from gcbench import compare, rows, suites
-from gcbench.errors import GcbenchError, UsageError
-from gcbench.experiment import Config, command
-from gcbench.finished import load
-from gcbench.store import Run
-from gcbench.suites import published
-from gcbench.suites.tuning import Tune, quality
-from gcbench.train import Options, Trainer
-from gcbench.world import SimulatedWorld
+from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.core.world import SimulatedWorld
+from gcbench.reporting import compare, published
+from gcbench.reporting.reader import load
+from gcbench.training import rows, suites
+from gcbench.training.configuration import Config, command
+from gcbench.training.store import Run
+from gcbench.training.suites import tuning
+from gcbench.training.suites.tuning import Tune, quality
+from gcbench.training.train import Options, Trainer
 
 LADDER = [0.001, 0.003, 0.01, 0.03, 0.1]
 OWN = """
@@ -277,7 +278,7 @@ def table(tmp_path: Path, **accuracies: list[float]) -> dict[str, compare.Row]:
                 }
             )
     (tmp_path / "rows.json").write_text(json.dumps(found))
-    own = compare.TUNED_KEYS
+    own = tuning.TUNED_KEYS
     made = compare.rows(load([tmp_path / "rows.json"]), own=own)
     tier = [compare.replace(row, tier="t") for row in made]
     return {row.first.compressor_name: row for row in compare.ranked(tier)}
@@ -406,7 +407,7 @@ def test_a_diverged_run_is_a_result(tmp_path):
 
 
 def test_the_picture_of_tiers(tmp_path, monkeypatch):
-    from gcbench import tierplot
+    from gcbench.reporting import tier_plot
 
     made = table(
         tmp_path,
@@ -424,16 +425,16 @@ def test_the_picture_of_tiers(tmp_path, monkeypatch):
         front = name != "qsgd"
         placed.append(compare.replace(row, runs=tuple(runs), tier=tier, on_front=front))
     drawn = []
-    monkeypatch.setattr(tierplot.pictures, "save", lambda figure, path: drawn.append(figure))
-    tierplot.draw(placed, "mine", tmp_path / "tiers.png")
+    monkeypatch.setattr(tier_plot.pictures, "save", lambda figure, path: drawn.append(figure))
+    tier_plot.draw(placed, "mine", tmp_path / "tiers.png")
     (axes,) = drawn[0].axes
     names = {label.get_text() for label in axes.texts}
     assert names == {"none", "terngrad", "qsgd", "topk"}
     (line,) = [line for line in axes.lines if len(line.get_xdata()) == 3]
     assert list(line.get_ydata()) == pytest.approx([65.0, 66.8, 70.0])  # the best of each tier
     faded = [c.lines[0].get_alpha() for c in axes.containers]
-    assert sorted(faded) == [tierplot.FADED, 1.0, 1.0, 1.0]
+    assert sorted(faded) == [tier_plot.FADED, 1.0, 1.0, 1.0]
     spread = 2.776445 * made["terngrad"].sd / 5**0.5  # Student's t, 4 degrees of freedom
-    assert tierplot.half_interval(made["terngrad"]) == pytest.approx(spread, rel=1e-6)
+    assert tier_plot.half_interval(made["terngrad"]) == pytest.approx(spread, rel=1e-6)
     with pytest.raises(UsageError, match="no finished row of a tier"):
-        tierplot.draw([compare.replace(made["none"], tier=None)], "mine", tmp_path / "t.png")
+        tier_plot.draw([compare.replace(made["none"], tier=None)], "mine", tmp_path / "t.png")

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import gcbench
 from gcbench import ops
-from gcbench.compressor import Key, Payload, Segments
-from gcbench.errors import PayloadError, UsageError
+from gcbench.core.compressor import Key, Payload, Segments
+from gcbench.core.errors import PayloadError, UsageError
 
 NOTHING = torch.empty(0)
 CODINGS = ("fixed", "omega-dense", "omega-sparse")

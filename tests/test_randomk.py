@@ -10,8 +10,8 @@ import torch
 
 import gcbench
 from gcbench import ops
-from gcbench.compressor import Key, Payload, Segments
-from gcbench.errors import PayloadError
+from gcbench.core.compressor import Key, Payload, Segments
+from gcbench.core.errors import PayloadError
 from gcbench.ops import selection
 
 KEY = Key(7, 0, 0)
@@ -206,7 +206,7 @@ def test_declarations_follow_the_fields():
     assert scaled.claims.nominal_bits() == pytest.approx(0.64)
     assert plain.claims.variance(normal(5), one(5), torch.empty(0)) is None
     for ratio in (0.0, -0.1, 1.1, math.nan):
-        with pytest.raises(gcbench.errors.GcbenchError, match="ratio"):
+        with pytest.raises(gcbench.core.errors.GcbenchError, match="ratio"):
             gcbench.get_compressor("randomk", ratio=ratio)
 
 

@@ -13,8 +13,8 @@ import pytest
 from commands import ROOT, invoke
 from test_compare import BASE, summary, write
 
-from gcbench.measure import analysis as measuring
-from gcbench.measure.analysis import Analysis, Shown, Table
+from gcbench.reporting import analysis as measuring
+from gcbench.reporting.analysis import Analysis, Shown, Table
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 

@@ -12,13 +12,15 @@ import pytest
 import torch
 from commands import invoke
 
-from gcbench import kernels, ops, registry
-from gcbench.compressor import Compressor, Key, Payload, Segments
-from gcbench.errors import UsageError
-from gcbench.exchange import Exchange, Lane, shard_bounds
-from gcbench.measure import methods
-from gcbench.measure.analysis import load
-from gcbench.measure.scale import (
+from gcbench import ops
+from gcbench.core import registry
+from gcbench.core.compressor import Compressor, Key, Payload, Segments
+from gcbench.core.errors import UsageError
+from gcbench.core.exchange import Exchange, Lane, shard_bounds
+from gcbench.reporting import kernel_timings
+from gcbench.reporting.analysis import load
+from gcbench.studies import methods
+from gcbench.studies.scale import (
     breakeven,
     clusters,
     figure5,
@@ -345,7 +347,7 @@ def test_floors_move_each_byte_once() -> None:
 
 
 def test_a_file_of_timings_serves_the_default_configuration_alone() -> None:
-    timings = kernels.load(ROOT / "results/kernels.json")
+    timings = kernel_timings.load(ROOT / "results/kernels.json")
     topk = registry.compressor("topk")
     rates = work.of_file(topk, timings, 25_000_000, 2)
     row = next(

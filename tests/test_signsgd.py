@@ -17,9 +17,10 @@ import torch
 from builders import encode_shards
 
 import gcbench
-from gcbench import memory, ops
-from gcbench.compressor import Key, Payload, Segments
-from gcbench.errors import PayloadError, UsageError
+from gcbench import ops
+from gcbench.core import memory
+from gcbench.core.compressor import Key, Payload, Segments
+from gcbench.core.errors import PayloadError, UsageError
 
 NOTHING = torch.empty(0)
 

@@ -15,12 +15,13 @@ import torch
 from commands import invoke
 from test_engines import Crash, config, crash_at_twenty
 
-from gcbench import engines, experiment, registry, sinks
-from gcbench.errors import GcbenchError
-from gcbench.schema import METRIC_COLUMNS
-from gcbench.store import Run
-from gcbench.train import Options, Trainer
-from gcbench.world import Link, SimulatedWorld
+from gcbench.core import registry
+from gcbench.core.errors import GcbenchError
+from gcbench.core.schema import METRIC_COLUMNS
+from gcbench.core.world import Link, SimulatedWorld
+from gcbench.training import configuration, engines, sinks
+from gcbench.training.store import Run
+from gcbench.training.train import Options, Trainer
 
 QUICK = ("--task", "quadratic", "--workers", 2, "--steps", 12, "--log-every", 3, "--eval-every", 4)
 
@@ -47,7 +48,7 @@ class Lines(sinks.Sink):
 
 @pytest.fixture
 def lines(monkeypatch):
-    monkeypatch.setitem(registry.sinks(), "lines", registry.Entry("lines", "test", lambda: Lines))
+    monkeypatch.setitem(sinks.registered(), "lines", registry.Entry("lines", "test", lambda: Lines))
     monkeypatch.setattr(Lines, "heard", [])
     return Lines.heard
 
@@ -71,7 +72,7 @@ def trainer(tmp_path):
         run = Run(tmp_path / made.run_name)
         run.create()
         if not (run.folder / "config.json").exists():
-            run.start(made.model_dump(mode="json"), experiment.provenance(made))
+            run.start(made.model_dump(mode="json"), configuration.provenance(made))
         return Trainer(made, worlds[-1], run, Options(sinks=told, **options))
 
     yield make
@@ -174,7 +175,7 @@ def test_unknown_sinks_are_refused_before_anything_runs(run, tmp_path, lines):
 
 @pytest.mark.parametrize("name", ["captures", "lock"])
 def test_a_sink_takes_nothing_that_the_run_has(run, tmp_path, monkeypatch, name):
-    monkeypatch.setitem(registry.sinks(), name, registry.Entry(name, "test", lambda: Lines))
+    monkeypatch.setitem(sinks.registered(), name, registry.Entry(name, "test", lambda: Lines))
     done = run("--sink", name)
     assert (done.code, f"a run's own {name!r}" in done.err) == (2, True), done.err
     assert list(tmp_path.iterdir()) == []
@@ -296,7 +297,7 @@ def test_events_outlive_a_crash_and_are_not_doubled(accumulator, trainer, monkey
 def test_one_process_of_many_writes(accumulator, tmp_path):
     made = config(engine="spawn", steps=6, eval_every=3)
     run = Run(tmp_path)
-    run.start(made.model_dump(mode="json"), experiment.provenance(made))
+    run.start(made.model_dump(mode="json"), configuration.provenance(made))
     engines.spawn(made, run, Options(sinks=("tensorboard",)))
     assert len(files(run)) == 1
     shown = scalars(accumulator(run))

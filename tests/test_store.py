@@ -7,10 +7,10 @@ import os
 
 import pytest
 
-from gcbench import store
-from gcbench.errors import GcbenchError
-from gcbench.measure.analysis import Ledger
-from gcbench.store import Run, open_own, write_atomically
+from gcbench.core.errors import GcbenchError
+from gcbench.reporting.analysis import Ledger
+from gcbench.training import store
+from gcbench.training.store import Run, open_own, write_atomically
 
 REFUSED = "is a symbolic link, or no regular file"
 

@@ -12,12 +12,12 @@ import pytest
 from commands import ROOT, invoke
 from test_config import parse
 
-from gcbench import experiment, suites
-from gcbench.errors import UsageError
-from gcbench.experiment import Config
-from gcbench.finished import load
-from gcbench.runner import Runner
-from gcbench.suites import published
+from gcbench.core.errors import UsageError
+from gcbench.reporting import published
+from gcbench.reporting.reader import load
+from gcbench.training import configuration, suites
+from gcbench.training.configuration import Config
+from gcbench.training.runner import Runner
 
 MOMENTUM = {2: 0.9922, 4: 0.9909, 8: 0.9911, 16: 0.9927, 32: 0.9935, 64: 0.9922}
 VANILLA = {2: 0.9924, 4: 0.9910, 8: 0.9904, 16: 0.9921, 32: 0.9923, 64: 0.9918}
@@ -209,7 +209,7 @@ def test_table_2_of_fft_sparsification():
 def test_a_run_of_a_suite_is_the_run_made_by_hand():
     for name in suites.names():
         for point in {p.identity: p for p in suites.load(name).points()}.values():
-            (again,) = parse(experiment.command(point.config))
+            (again,) = parse(configuration.command(point.config))
             assert again.hash == point.config.hash
     (hand,) = parse(
         "gcbench run --task mnist --compressor terngrad --workers 2 --threads 1"

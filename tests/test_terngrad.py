@@ -10,8 +10,8 @@ from builders import encode_shards
 
 import gcbench
 from gcbench import ops
-from gcbench.compressor import Key, Payload, Segments
-from gcbench.errors import PayloadError, UsageError
+from gcbench.core.compressor import Key, Payload, Segments
+from gcbench.core.errors import PayloadError, UsageError
 
 
 def normal(n: int, seed: int = 0) -> torch.Tensor:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import gcbench
 from gcbench import ops
-from gcbench.compressor import Key, Payload, Segments
-from gcbench.errors import PayloadError
+from gcbench.core.compressor import Key, Payload, Segments
+from gcbench.core.errors import PayloadError
 from gcbench.ops import selection
 
 KEY = Key(0, 0, 0)
@@ -543,7 +543,7 @@ def test_options_are_checked():
         {"positions": "int64"},
         {"values": "bf16"},
     ):
-        with pytest.raises(gcbench.errors.GcbenchError):
+        with pytest.raises(gcbench.core.errors.GcbenchError):
             gcbench.get_compressor("topk", **options)
 
 

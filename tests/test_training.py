@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from gcbench.errors import Interrupted
-from gcbench.experiment import Config
-from gcbench.memory import Dgc, NoMemory, Residual
-from gcbench.store import Run
-from gcbench.train import Options, Trainer
-from gcbench.world import SimulatedWorld
+from gcbench.core.errors import Interrupted
+from gcbench.core.memory import Dgc, NoMemory, Residual
+from gcbench.core.world import SimulatedWorld
+from gcbench.training.configuration import Config
+from gcbench.training.store import Run
+from gcbench.training.train import Options, Trainer
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gcbench import ops
-from gcbench.compressor import Segments
+from gcbench.core.compressor import Segments
 from gcbench.ops import cpu, spectrum, transform
 from gcbench.ops.transform import padded_length, real_forward, real_inverse
 

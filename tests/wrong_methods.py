@@ -12,9 +12,9 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from gcbench import registry
-from gcbench.claims import Claims
-from gcbench.compressor import Compressor, Key, Payload
+from gcbench.core import registry
+from gcbench.core.claims import Claims
+from gcbench.core.compressor import Compressor, Key, Payload
 
 BF16 = type(registry.compressor("bf16"))
 DEMO = type(registry.compressor("demo"))

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gcbench.errors import UsageError
+from gcbench import studies
+from gcbench.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from gcbench import progress
-    from gcbench.measure.analysis import Analysis, Ledger
+    from gcbench.reporting.analysis import Analysis, Ledger
+    from gcbench.training import progress
 
 RUNS = Path("results/runs")
 ANALYSES = Path("results/analyses")
@@ -60,9 +61,9 @@ Results = Annotated[
 
 def _drawable(path: Path | None) -> Path | None:
     """Refuse a file that cannot become a picture: before long work, not after it."""
-    from gcbench import pictures
+    from gcbench.reporting import figures
 
-    return None if path is None else pictures.check(path)
+    return None if path is None else figures.check(path)
 
 
 Plot = Annotated[
@@ -90,12 +91,12 @@ def deliver(
     analysis: Analysis, results: Path, plot: Path | None, chosen: Format, *, as_json: bool
 ) -> None:
     """Save an analysis, print it, and draw it into its folder and to `plot`."""
-    from gcbench.measure import analysis as measuring
+    from gcbench.reporting import analysis as measuring
 
     folder = measuring.save(analysis, results)
     print(measuring.render(analysis, "json" if as_json else chosen.value))
     for path in filter(None, (folder / f"{analysis.kind}.png", plot)):
-        measuring.draw(analysis, path)
+        studies.draw(analysis, path)
         say(f"wrote {path}")
 
 
@@ -151,8 +152,8 @@ def long_work(
     force: bool,
 ) -> Analysis:
     """Run work that keeps a ledger, with progress."""
-    from gcbench import progress
-    from gcbench.measure import analysis as measuring
+    from gcbench.reporting import analysis as measuring
+    from gcbench.training import progress
 
     name = f"{kind}-{measuring.digest(settings.model_dump(mode='json'))}"
     observer = progress.observer(shown.value, name, steps)

@@ -81,9 +81,9 @@ def advise(
     Gains are predicted as by `gcbench scale predict`. Accuracy lost is that of runs made for a
     suite with a holdout, of at least 3 seeds: results/PROTOCOL.md.
     """
-    from gcbench import experiment, grid
-    from gcbench.measure import methods
-    from gcbench.measure.scale import advice, clusters
+    from gcbench.studies import methods
+    from gcbench.studies.scale import advice, clusters
+    from gcbench.training import configuration, grid
 
     chosen = [word for word in methods.all_of(compressor) if word != "none"]
     places = runs if runs is not None else advice.usual_places(RUNS)
@@ -103,7 +103,7 @@ def advise(
         dense_last=dense_last,
         dense_below=dense_below,
         kernels=kernels,
-        threads=threads or experiment.cores(),
+        threads=threads or configuration.cores(),
     )
     made = long_work(advice.KIND, settings, results, progress, len(chosen), advice.run, force=force)
     deliver(made, results, plot, format_, as_json=json)

@@ -127,9 +127,9 @@ def bandwidth(
     What is measured is kept: an interrupted command goes on where it was.
     """
 
-    from gcbench.errors import Interrupted, UsageError
-    from gcbench.measure import bandwidth as measuring
-    from gcbench.measure.bandwidth import settings as setting
+    from gcbench.core.errors import Interrupted, UsageError
+    from gcbench.studies import bandwidth as measuring
+    from gcbench.studies.bandwidth import settings as setting
 
     if sizes is not None:
         if any(given is not None for given in (minbytes, maxbytes, factor, step)):

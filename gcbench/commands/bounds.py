@@ -83,10 +83,10 @@ def bounds(
     --strict counts theorems alone. What is proved can fail only where code is wrong, or declares
     what it is not: a method of your own is judged by what its class declares, or inherits.
     """
-    from gcbench import grid
-    from gcbench.errors import UsageError
-    from gcbench.measure import analysis as measuring
-    from gcbench.measure import bounds as measure
+    from gcbench.core.errors import UsageError
+    from gcbench.reporting import analysis as measuring
+    from gcbench.studies import bounds as measure
+    from gcbench.training import grid
 
     options = grid.pairs("--task-set", task_set)
     if network is not None:

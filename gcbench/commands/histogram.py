@@ -21,7 +21,7 @@ from gcbench.commands import (
     command_line,
     deliver,
 )
-from gcbench.errors import UsageError
+from gcbench.core.errors import UsageError
 
 TRAINED = "Training, where no captures are named"
 
@@ -101,8 +101,8 @@ def histogram(
     All methods meet the same ones, as pure codecs without memory: alone and averaged.
     """
     command = command_line()
-    from gcbench import captures as capturing
-    from gcbench.measure import histogram as measuring
+    from gcbench.studies import histogram as measuring
+    from gcbench.training import captures as capturing
 
     clips, shares = _numbers("--clip", clip), _numbers("--kept", kept)
     chosen = None if capture is None else capturing.steps(capture)

@@ -32,10 +32,11 @@ def report(
     json: Json = False,
 ) -> None:
     """Write one HTML page of runs and analyses: sortable tables, pictures, commands. No network."""
-    from gcbench import progress as showing
-    from gcbench import report as reporting
-    from gcbench import suites
-    from gcbench.suites import published
+    from gcbench import studies
+    from gcbench.reporting import published
+    from gcbench.reporting import report as reporting
+    from gcbench.training import progress as showing
+    from gcbench.training import suites
 
     places = folders or [place for place in (RUNS, ANALYSES) if place.exists()] or [RUNS]
     found = reporting.collect(places)
@@ -51,7 +52,9 @@ def report(
 
     reporting.check(output)
     try:
-        text = reporting.page(found, title=title, target=target, suites=beside, said=said)
+        text = reporting.page(
+            found, studies.draw, title=title, target=target, suites=beside, said=said
+        )
     finally:
         for observer in observers:
             observer.close()

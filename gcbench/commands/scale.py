@@ -24,7 +24,7 @@ from gcbench.commands import (
     make,
     numbers,
 )
-from gcbench.errors import UsageError
+from gcbench.core.errors import UsageError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -110,9 +110,9 @@ def predict(
     inter (gbit, latency_us), and may have nodes, utilization, overlap, algorithm (ring, tree,
     fastest), topology (flat, nodes), buckets, price.
     """
-    from gcbench import experiment, grid
-    from gcbench.measure import methods
-    from gcbench.measure.scale import clusters, prediction
+    from gcbench.studies import methods
+    from gcbench.studies.scale import clusters, prediction
+    from gcbench.training import configuration, grid
 
     chosen = list(methods.all_of(compressor))
     settings = make(
@@ -128,7 +128,7 @@ def predict(
         dense_last=dense_last,
         dense_below=dense_below,
         kernels=kernels,
-        threads=threads or experiment.cores(),
+        threads=threads or configuration.cores(),
     )
     made = long_work(
         prediction.KIND, settings, results, progress, len(chosen), prediction.run, force=force
@@ -152,9 +152,9 @@ def figure5(
     json: Json = False,
 ) -> None:
     """Hold a model to TernGrad's Fig. 5: three networks, two clusters, 1 to 512 GPUs."""
-    from gcbench import progress as watching
-    from gcbench.measure import methods
-    from gcbench.measure.scale import figure5 as published
+    from gcbench.studies import methods
+    from gcbench.studies.scale import figure5 as published
+    from gcbench.training import progress as watching
 
     chosen = list(methods.all_of(compressor)) if compressor.strip() else []
     settings = make(published.Settings, compressors=chosen, collective=collective)
@@ -198,10 +198,10 @@ def fft(
     json: Json = False,
 ) -> None:
     """Evaluate FFT sparsification's cost model: the least ratio, the fastest link that pays."""
-    from gcbench import experiment, grid
-    from gcbench.errors import unknown
-    from gcbench.measure import methods
-    from gcbench.measure.scale import breakeven
+    from gcbench.core.errors import unknown
+    from gcbench.studies import methods
+    from gcbench.studies.scale import breakeven
+    from gcbench.training import configuration, grid
 
     given = grid.pairs("--throughput", throughput)
     for stage in given:
@@ -218,7 +218,7 @@ def fft(
         mantissa=mantissa,
         granularity=grid.value(granularity),
         elements=numbers("--elements", elements, int)[0],
-        threads=threads or experiment.cores(),
+        threads=threads or configuration.cores(),
         throughput=given,
         links=numbers("--links", links, float),
         workers=workers,
@@ -252,11 +252,11 @@ def validate(
     json: Json = False,
 ) -> None:
     """Predict finished runs, none from itself, and state the errors."""
-    from gcbench import finished
-    from gcbench.measure.scale import validation
+    from gcbench.reporting import reader
+    from gcbench.studies.scale import validation
 
     folders = runs or [RUNS]
-    found = finished.load(folders)
+    found = reader.load(folders)
     settings = make(
         validation.Settings,
         runs=[str(folder) for folder in folders],

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from gcbench.errors import UsageError, unknown
+from gcbench.core.errors import UsageError, unknown
 
 P = ParamSpec("P")
 R = TypeVar("R")

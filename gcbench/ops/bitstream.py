@@ -21,7 +21,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from gcbench.errors import PayloadError
+from gcbench.core.errors import PayloadError
 from gcbench.ops.backend import op
 from gcbench.ops.reference import BLOCK
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gcbench.compressor import Segments
-from gcbench.errors import PayloadError
+from gcbench.core.compressor import Segments
+from gcbench.core.errors import PayloadError
 from gcbench.ops.reference import pack, packed_words, unpack
 
 

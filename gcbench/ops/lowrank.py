@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from gcbench.compressor import Key
+from gcbench.core.compressor import Key
 from gcbench.ops.reference import normal
 
 COLLAPSED = 2.0**-80

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from gcbench.compressor import TILE, Key, Segments
-from gcbench.errors import PayloadError
+from gcbench.core.compressor import TILE, Key, Segments
+from gcbench.core.errors import PayloadError
 from gcbench.ops.backend import op
 
 LANES = 32

@@ -35,8 +35,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gcbench.compressor import Key, Layout, Segments
-from gcbench.errors import PayloadError
+from gcbench.core.compressor import Key, Layout, Segments
+from gcbench.core.errors import PayloadError
 from gcbench.ops.backend import op
 from gcbench.ops.rangefloat import Groups, grouped_grids, range_pack, range_unpack
 from gcbench.ops.reference import (

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcbench.compressor import Key, Segments
-from gcbench.errors import PayloadError
+from gcbench.core.compressor import Key, Segments
+from gcbench.core.errors import PayloadError
 from gcbench.ops.backend import op
 from gcbench.ops.reference import (
     LANES,

@@ -6,7 +6,7 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
-from gcbench.errors import GcbenchError
+from gcbench.core.errors import GcbenchError
 
 _PACKAGE = Path(__file__).parents[1]
 

@@ -29,8 +29,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gcbench.compressor import Layout, Segments
-from gcbench.errors import PayloadError
+from gcbench.core.compressor import Layout, Segments
+from gcbench.core.errors import PayloadError
 from gcbench.ops.backend import op
 from gcbench.ops.rangefloat import Groups, grouped_grids, range_pack, range_unpack
 from gcbench.ops.reference import TINY, into, packed_words, segment_absmax, segment_moments

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from benchmarks import eager
 from benchmarks.sizes import SIZES, Shapes, numel
-from gcbench import ops, registry
-from gcbench.compressor import (
+from gcbench import ops
+from gcbench.core import registry
+from gcbench.core.compressor import (
     Compressor,
     Key,
     MultiRoundCompressor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.sizes import SIZES
-from gcbench import experiment
+from gcbench.training import configuration
 
 KEPT = ("median", "iqr", "min", "rounds")
 
@@ -32,7 +32,7 @@ def pytest_sessionstart():
 
 
 def pytest_benchmark_generate_machine_info(config):
-    return {**experiment.machine(), "versions": experiment.versions()}
+    return {**configuration.machine(), "versions": configuration.versions()}
 
 
 def pytest_benchmark_update_json(output_json):

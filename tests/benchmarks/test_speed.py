@@ -18,9 +18,10 @@ import torch
 
 from benchmarks.cases import CASES, Gradient, Timed
 from benchmarks.sizes import SIZES
-from gcbench import experiment, ops
+from gcbench import ops
 from gcbench.ops import cpu, cuda
 from gcbench.ops.cpu import library
+from gcbench.training import configuration
 
 ROUNDS = 100
 """At most; and at least `FEWEST`, but one where a call alone takes longer than a row may."""
@@ -75,7 +76,7 @@ def _rows(config: pytest.Config) -> Iterator[Row]:
     isas = config.getoption("--isas")
     if isas is None:
         isas = list(library.levels()[-2:]) if cpu.status()[0] else []
-    threads = config.getoption("--threads") or sorted({1, experiment.cores()})
+    threads = config.getoption("--threads") or sorted({1, configuration.cores()})
     places = [("cpu", int(number)) for number in threads]
     if torch.cuda.is_available():
         places.append(("cuda", 1))

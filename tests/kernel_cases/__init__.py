@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gcbench.compressor import Key, Segments
+from gcbench.core.compressor import Key, Segments
 
 SIZES = (0, 1, 31, 33, 1000, 1024, 1025, 5000, 70_007)
 """No tile, parts of one, one, more; and enough for two threads."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from gcbench import ops
-from gcbench.compressor import TILE, Segments
+from gcbench.core.compressor import TILE, Segments
 from kernel_cases import KEYS, Call, nonfinite, segmentations, values
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from gcbench import ops
-from gcbench.compressor import TILE, Segments
+from gcbench.core.compressor import TILE, Segments
 from kernel_cases import KEYS, Call, nonfinite, segmentations, values
 
 LEVELS = (1, 3, 7, 15, 100, 127, 4093, 32767)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.compressor import TILE
+from gcbench.core.compressor import TILE
 from kernel_cases import KEYS, Call, nonfinite, values
 
 

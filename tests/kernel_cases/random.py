@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gcbench.compressor import Key
+from gcbench.core.compressor import Key
 from kernel_cases import KEYS, Call
 
 OFFSETS = (1, 31, 32, 1023, 1024, 70_001, 2**37 - 700, 2**37)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.compressor import TILE, Key, Segments
+from gcbench.core.compressor import TILE, Key, Segments
 from gcbench.ops.selection import gaps_low_bits
 from kernel_cases import KEYS, Call, nonfinite, segmentations, values
 

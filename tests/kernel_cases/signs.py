@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.compressor import Segments
+from gcbench.core.compressor import Segments
 from kernel_cases import KEYS, Call, nonfinite, segmentations, values
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from gcbench.compressor import Segments
+from gcbench.core.compressor import Segments
 from gcbench.ops.spectrum import PEAK, Rows
 from gcbench.ops.transform import turns
 from kernel_cases import Call, nonfinite, segmentations, values

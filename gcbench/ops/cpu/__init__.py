@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gcbench.errors import GcbenchError
+from gcbench.core.errors import GcbenchError
 from gcbench.ops.backend import Kernels
 from gcbench.ops.cpu import (
     bitstream,

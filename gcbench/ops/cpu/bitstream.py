@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from gcbench.errors import PayloadError
+from gcbench.core.errors import PayloadError
 from gcbench.ops.bitstream import OMEGA_MAX, check_codes, check_stream
 from gcbench.ops.cpu.library import c, new_int32
 

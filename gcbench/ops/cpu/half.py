@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gcbench.errors import PayloadError
+from gcbench.core.errors import PayloadError
 from gcbench.ops.cpu.library import c, output, summands
 from gcbench.ops.half import NOT_FINITE
 

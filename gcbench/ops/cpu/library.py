@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 import gcbench
-from gcbench.compressor import Key
-from gcbench.errors import GcbenchError
+from gcbench.core.compressor import Key
+from gcbench.core.errors import GcbenchError
 from gcbench.ops import sources
 from gcbench.ops.backend import SEQUENCES
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gcbench.compressor import Key
-from gcbench.errors import PayloadError
+from gcbench.core.compressor import Key
+from gcbench.core.errors import PayloadError
 from gcbench.ops.cpu.library import c, output, stream, summands
 from gcbench.ops.natural import BAD_CODE, NATURAL_BITS, natural_size
 from gcbench.ops.reference import packed_words

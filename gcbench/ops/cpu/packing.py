@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gcbench.compressor import Key
-from gcbench.errors import PayloadError
+from gcbench.core.compressor import Key
+from gcbench.core.errors import PayloadError
 from gcbench.ops.cpu.library import c, output, stream
 from gcbench.ops.reference import check_bits, packed_words
 

@@ -7,7 +7,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from gcbench.errors import PayloadError
+from gcbench.core.errors import PayloadError
 from gcbench.ops.cpu.library import c, c_array, new_int32, output
 from gcbench.ops.rangefloat import Groups, grouped_grids, grouped_values, range_check
 from gcbench.ops.reference import packed_words

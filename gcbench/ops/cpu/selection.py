@@ -10,8 +10,8 @@ from struct import pack
 import torch
 from torch import Tensor
 
-from gcbench.compressor import Key
-from gcbench.errors import PayloadError
+from gcbench.core.compressor import Key
+from gcbench.core.errors import PayloadError
 from gcbench.ops.cpu.library import (
     addresses,
     c,

@@ -9,8 +9,8 @@ from struct import pack
 import torch
 from torch import Tensor
 
-from gcbench.compressor import Key, Segments
-from gcbench.errors import PayloadError
+from gcbench.core.compressor import Key, Segments
+from gcbench.core.errors import PayloadError
 from gcbench.ops.cpu.library import (
     addresses,
     c,

@@ -8,7 +8,7 @@ from struct import pack
 import torch
 from torch import Tensor
 
-from gcbench.compressor import Segments
+from gcbench.core.compressor import Segments
 from gcbench.ops.cpu.library import addresses, c, c_array, new_float32, output
 from gcbench.ops.spectrum import Rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gcbench.compressor import Segments
+from gcbench.core.compressor import Segments
 from gcbench.ops.cpu.library import c, new_float32, new_float64
 
 

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gcbench.errors import GcbenchError
+from gcbench.core.errors import GcbenchError
 from gcbench.ops.sources import cuda_families, kernel_sources
 
 INSTALL = "pip install 'gcbench[cuda]'"
@@ -111,7 +111,7 @@ def compile_family(family: str, arch: str, *, verbose: bool = False) -> Compiled
 
 def cache_folder() -> Path:
     """Return the folder of compiled kernels: `kernels` in the project's cache."""
-    from gcbench import data  # brings pooch, which an import of the operations need not
+    from gcbench.core import data
 
     return data.cache() / "kernels"
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gcbench.errors import PayloadError
+from gcbench.core.errors import PayloadError
 from gcbench.ops.backend import Kernels
 from gcbench.ops.cuda import tables
 from gcbench.ops.cuda.launch import i64, launcher

@@ -24,8 +24,8 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from gcbench.compressor import Key
-from gcbench.errors import GcbenchError
+from gcbench.core.compressor import Key
+from gcbench.core.errors import GcbenchError
 from gcbench.ops.cuda.compile import cached_cubin
 from gcbench.ops.sources import cuda_families
 

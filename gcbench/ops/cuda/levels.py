@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gcbench.compressor import Key, Segments
-from gcbench.errors import PayloadError
+from gcbench.core.compressor import Key, Segments
+from gcbench.core.errors import PayloadError
 from gcbench.ops.backend import Kernels
 from gcbench.ops.bitstream import (
     omega_dense_read,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gcbench.compressor import Key
-from gcbench.errors import PayloadError
+from gcbench.core.compressor import Key
+from gcbench.core.errors import PayloadError
 from gcbench.ops.backend import Kernels
 from gcbench.ops.cuda import tables
 from gcbench.ops.cuda.launch import KeyArgument, i64, launcher

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gcbench.errors import PayloadError
+from gcbench.core.errors import PayloadError
 from gcbench.ops.backend import Kernels
 from gcbench.ops.cuda import tables
 from gcbench.ops.cuda.launch import i32, i64, launcher

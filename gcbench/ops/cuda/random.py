@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gcbench.compressor import TILE, Key
+from gcbench.core.compressor import TILE, Key
 from gcbench.ops.backend import Kernels
 from gcbench.ops.cuda import tables
 from gcbench.ops.cuda.launch import KeyArgument, blocks_for, i64, launcher

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gcbench.compressor import Key
-from gcbench.errors import PayloadError
+from gcbench.core.compressor import Key
+from gcbench.core.errors import PayloadError
 from gcbench.ops.backend import Kernels
 from gcbench.ops.cuda import tables
 from gcbench.ops.cuda.launch import Argument, KeyArgument, blocks_for, f32, i32, i64, launcher

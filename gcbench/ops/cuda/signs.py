@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gcbench.compressor import TILE, Key, Segments
-from gcbench.errors import PayloadError
+from gcbench.core.compressor import TILE, Key, Segments
+from gcbench.core.errors import PayloadError
 from gcbench.ops.backend import Kernels
 from gcbench.ops.cuda import statistics, tables
 from gcbench.ops.cuda.launch import KeyArgument, blocks_for, f32, f64, i32, i64, launcher, u32

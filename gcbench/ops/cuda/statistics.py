@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gcbench.compressor import Segments
+from gcbench.core.compressor import Segments
 from gcbench.ops.backend import Kernels
 from gcbench.ops.cuda import tables
 from gcbench.ops.cuda.launch import f32, i32, i64, launcher

@@ -10,7 +10,7 @@ from ctypes import Structure, c_float, c_int32, c_void_p
 import torch
 from torch import Tensor
 
-from gcbench.compressor import TILE, Segments
+from gcbench.core.compressor import TILE, Segments
 from gcbench.ops.cuda.launch import blocks_for, f32
 
 THREADS = 256

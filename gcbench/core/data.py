@@ -1,0 +1,470 @@
+"""Data sets on disk: finding, downloading, checking and reading the published files.
+
+Files lie in their official layout, `cifar-10-batches-bin/*.bin` and `mnist/*.gz`, or, where there
+is none, in ours, `text/tinyshakespeare.txt`; either in a folder that the user names or in the
+download cache. They are compared with their published SHA-256 each time they are found. Nothing is
+unpickled.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import logging
+import math
+import os
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import filelock
+import numpy as np
+import pooch
+import requests
+import torch
+from torch import Tensor
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from gcbench.core.errors import GcbenchError, unknown
+
+TIMEOUT = 30.0
+"""Seconds without an answer after which a server is given up."""
+CHUNK = 1 << 16
+
+Examples = tuple[Tensor, Tensor]
+"""uint8 images (n, channels, height, width) and int64 labels (n,)."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A published file: its name, its size in bytes and the hexadecimal SHA-256 of its content."""
+
+    name: str
+    size: int
+    sha256: str
+    published: str = ""
+    """Its name at the mirrors, where that says too little to keep it: `input.txt`."""
+
+    def address(self, mirror: str) -> str:
+        """Return where `mirror` has the file."""
+        return mirror + (self.published or self.name)
+
+    def fault(self, path: Path) -> str | None:
+        """Return what is wrong with the file at `path`, or None."""
+        if not path.is_file():
+            return "is missing"
+        size = path.stat().st_size
+        if size < self.size:
+            return f"is cut short: {size:,} of {self.size:,} bytes"
+        if size > self.size:
+            return f"is too long: {size:,} bytes, {self.size:,} expected"
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != self.sha256:
+            return f"has the wrong SHA-256: {found}, expected {self.sha256}"
+        return None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set: its folder, the files in it, and where they come from."""
+
+    folder: str
+    files: tuple[File, ...]
+    mirrors: tuple[str, ...]
+    """Addresses to which a file's published name is appended, tried in turn."""
+    archive: File | None = None
+    """The tar archive that holds the folder, where files are not published one by one."""
+
+    @property
+    def downloads(self) -> tuple[File, ...]:
+        """The files to download."""
+        return (self.archive,) if self.archive else self.files
+
+
+_BATCHES = (
+    ("data_batch_1.bin", "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5"),
+    ("data_batch_2.bin", "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed"),
+    ("data_batch_3.bin", "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67"),
+    ("data_batch_4.bin", "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48"),
+    ("data_batch_5.bin", "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add"),
+    ("test_batch.bin", "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b"),
+)
+SOURCES = {
+    "cifar10": Source(
+        folder="cifar-10-batches-bin",
+        files=tuple(File(name, 30_730_000, sha256) for name, sha256 in _BATCHES),
+        mirrors=("https://www.cs.toronto.edu/~kriz/",),
+        archive=File(
+            "cifar-10-binary.tar.gz",
+            170_052_171,
+            "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+        ),
+    ),
+    "mnist": Source(
+        folder="mnist",
+        files=(
+            File(
+                "train-images-idx3-ubyte.gz",
+                9_912_422,
+                "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+            ),
+            File(
+                "train-labels-idx1-ubyte.gz",
+                28_881,
+                "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+            ),
+            File(
+                "t10k-images-idx3-ubyte.gz",
+                1_648_877,
+                "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+            ),
+            File(
+                "t10k-labels-idx1-ubyte.gz",
+                4_542,
+                "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+            ),
+        ),
+        mirrors=(
+            "https://ossci-datasets.s3.amazonaws.com/mnist/",
+            "https://storage.googleapis.com/cvdf-datasets/mnist/",
+        ),
+    ),
+    "shakespeare": Source(
+        folder="text",
+        files=(
+            File(
+                "tinyshakespeare.txt",
+                1_115_394,
+                "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+                published="input.txt",
+            ),
+        ),
+        mirrors=(
+            "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/",
+        ),
+    ),
+}
+NAMES = tuple(SOURCES)
+
+
+# ---- finding and fetching ------------------------------------------------------------------------
+
+
+def cache() -> Path:
+    """Return the download cache: GCBENCH_CACHE, or the operating system's place for caches."""
+    return Path(os.environ.get("GCBENCH_CACHE") or pooch.os_cache("gcbench")).expanduser()
+
+
+def path(name: str, data_dir: Path | None = None) -> Path:
+    """Return the folder that holds the files of `name`, or would: nothing is looked at.
+
+    Raises:
+        UsageError: unknown name.
+    """
+    return (data_dir or cache()) / _source(name).folder
+
+
+def find(name: str, data_dir: Path | None = None) -> list[Path]:
+    """Return the checked files of `name`: those in `data_dir`, or downloaded ones without it.
+
+    Raises:
+        UsageError: unknown name.
+        GcbenchError: a file is missing, cut short or has the wrong checksum, or no server can be
+            reached; the message says what to do.
+    """
+    source = _source(name)
+    if data_dir is None:
+        folder = get(name)
+    else:
+        folder = path(name, data_dir)
+        for file in source.files:
+            if fault := file.fault(folder / file.name):
+                raise GcbenchError(
+                    f"{name}: {folder / file.name} {fault}. {_by_hand(source, data_dir)}; or leave "
+                    "out --data-dir and GCBENCH_DATA to have it downloaded."
+                )
+    return [folder / file.name for file in source.files]
+
+
+def get(name: str, data_dir: Path | None = None) -> Path:
+    """Download what is missing of `name` into `data_dir` or the cache, and return its folder.
+
+    A download that was cut is continued where it ended. Files in the cache whose content is wrong
+    are fetched again; files in `data_dir` are never written over.
+
+    Raises:
+        UsageError: unknown name.
+        GcbenchError: no server can be reached, what comes is wrong, the folder cannot be written,
+            or a file in `data_dir` has the wrong content.
+    """
+    source, root = _source(name), data_dir or cache()
+    folder = root / source.folder
+    faults = {file: file.fault(folder / file.name) for file in source.files}
+    if not any(faults.values()):
+        return folder
+    if data_dir:
+        for file, fault in faults.items():
+            if fault and (folder / file.name).exists():
+                raise GcbenchError(f"{name}: {folder / file.name} {fault}. Move it away first.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(root / f".{source.folder}.lock"):
+            _fetch_all(name, source, root)
+    except OSError as error:
+        place = "--data-dir or GCBENCH_DATA" if data_dir else "GCBENCH_CACHE"
+        raise GcbenchError(
+            f"{name} cannot be stored in {root}: {error.strerror or error}. Name another folder "
+            f"with {place}."
+        ) from error
+    return folder
+
+
+def _source(name: str) -> Source:
+    if name not in SOURCES:
+        raise unknown("data set", name, SOURCES)
+    return SOURCES[name]
+
+
+def _by_hand(source: Source, root: Path) -> str:
+    """Return how to bring the files to `root` without this program."""
+    if source.archive:
+        urls = " or ".join(source.archive.address(mirror) for mirror in source.mirrors)
+        return f"Download {urls} and unpack it in {root}"
+    names = ", ".join(
+        f"{file.published} as {file.name}" if file.published else file.name for file in source.files
+    )
+    return f"Download {names} from {' or '.join(source.mirrors)} into {root / source.folder}"
+
+
+def _fetch_all(name: str, source: Source, root: Path) -> None:
+    """Download and unpack what is missing; another process may have done so while we waited."""
+    folder = root / source.folder
+    if not any(file.fault(folder / file.name) for file in source.files):
+        return
+    into = root if source.archive else folder
+    for file in source.downloads:
+        try:
+            _fetch(file, source.mirrors, into)
+        except (requests.RequestException, ValueError) as error:
+            raise GcbenchError(
+                f"{name}: {file.name} cannot be downloaded ({_reason(error)}). Try again, it goes "
+                f"on where it ended. Or: {_by_hand(source, root)}, or into a folder that you name "
+                "with --data-dir or GCBENCH_DATA. `--task digits` needs no download."
+            ) from error
+    if source.archive:
+        _unpack(source, into / source.archive.name, folder)
+
+
+def _reason(error: Exception) -> str:
+    """Return the failure in a few words; requests' own are a chain of wrapped exceptions."""
+    if isinstance(error, requests.HTTPError) and error.response is not None:
+        return f"the server answers {error.response.status_code} {error.response.reason}"
+    if isinstance(error, requests.Timeout):
+        return f"no answer within {TIMEOUT:g} s"
+    if isinstance(error, requests.RequestException):
+        broke = isinstance(error, requests.exceptions.ChunkedEncodingError)
+        return "the connection broke" if broke else "no connection"
+    return str(error)
+
+
+def _fetch(file: File, mirrors: tuple[str, ...], into: Path) -> None:
+    """Bring one file into the folder `into`, from the first mirror that serves it whole.
+
+    Raises:
+        requests.RequestException: the last mirror cannot be reached or breaks off.
+        ValueError: what the last mirror sends is something else.
+    """
+    part = into / f"{file.name}.part"
+    failure: Exception | None = None
+    for mirror in mirrors:
+        try:
+            # A wrong checksum may come from the old part; it is gone then, so try once more.
+            resumed = part.exists()
+            try:
+                _retrieve(file.address(mirror), file, into, part)
+            except ValueError:
+                if not resumed:
+                    raise
+                _retrieve(file.address(mirror), file, into, part)
+        except (requests.RequestException, ValueError) as error:
+            failure = error
+        else:
+            return
+    assert failure is not None, "a source has at least one mirror"
+    raise failure
+
+
+def _retrieve(url: str, file: File, into: Path, part: Path) -> None:
+    with _quiet():
+        pooch.retrieve(
+            url,
+            known_hash=f"sha256:{file.sha256}",
+            fname=file.name,
+            path=into,
+            downloader=Resume(part, file),
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence pooch's notes, which name temporary files and ask users to report checksums."""
+    logger = pooch.get_logger()
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A downloader for pooch that keeps what has come in `part`, and continues it next time.
+
+    `file` says what the whole file must be.
+    """
+
+    part: Path
+    file: File
+
+    def __call__(self, url: str, output_file: str, _pooch: object) -> None:
+        """Download `url` to `output_file`, with a progress bar on a terminal's stderr.
+
+        Raises:
+            requests.RequestException: no connection, an error status, or it broke off.
+            ValueError: the server's file is another one; `part` is then removed.
+        """
+        have = self.part.stat().st_size if self.part.exists() else 0
+        if have < self.file.size:
+            # Without `identity`, a server may compress, and ranges mean the compressed bytes.
+            headers = {"Accept-Encoding": "identity"}
+            if have:
+                headers["Range"] = f"bytes={have}-"
+            with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as response:
+                response.raise_for_status()
+                if not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
+                    have = 0
+                self._receive(response, have)
+        if self.part.stat().st_size < self.file.size:
+            raise requests.exceptions.ChunkedEncodingError("the server closed the connection")
+        if fault := self.file.fault(self.part):
+            self.part.unlink()
+            raise ValueError(f"what came {fault}")
+        self.part.replace(output_file)
+
+    def _receive(self, response: requests.Response, have: int) -> None:
+        size = self.file.size
+        whole = have + int(response.headers.get("Content-Length", size - have))
+        if whole != size:
+            raise ValueError(f"the server has {whole:,} bytes, {size:,} expected")
+        with (
+            self.part.open("ab" if have else "wb") as file,
+            tqdm(
+                desc=self.file.name,
+                total=size,
+                initial=have,
+                unit="B",
+                unit_scale=True,
+                disable=None,
+            ) as bar,
+        ):
+            for chunk in response.iter_content(CHUNK):
+                file.write(chunk)
+                bar.update(len(chunk))
+
+
+def _unpack(source: Source, archive: Path, folder: Path) -> None:
+    """Take the files of the data set, and nothing else, out of a checked archive; remove it."""
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        with tarfile.open(archive) as tar:
+            for file in source.files:
+                tar.extract(f"{source.folder}/{file.name}", scratch, filter="data")
+        for file in source.files:
+            (Path(scratch) / source.folder / file.name).replace(folder / file.name)
+    archive.unlink()
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def cifar10(data_dir: Path | None = None) -> tuple[Examples, Examples]:
+    """Return CIFAR-10's 50,000 training and 10,000 test examples, images (n, 3, 32, 32).
+
+    Raises:
+        GcbenchError: see `find`.
+    """
+    batches = [cifar_rows(file) for file in find("cifar10", data_dir)]
+    images, labels = zip(*batches[:-1], strict=True)
+    return (torch.cat(images), torch.cat(labels)), batches[-1]
+
+
+def mnist(data_dir: Path | None = None) -> tuple[Examples, Examples]:
+    """Return MNIST's 60,000 training and 10,000 test examples, images (n, 1, 28, 28).
+
+    Raises:
+        GcbenchError: see `find`.
+    """
+    files = find("mnist", data_dir)
+    train, train_labels, test, test_labels = (idx(file) for file in files)
+    return (
+        (train.unsqueeze(1), train_labels.long()),
+        (test.unsqueeze(1), test_labels.long()),
+    )
+
+
+def shakespeare(data_dir: Path | None = None) -> Tensor:
+    """Return the bytes of tinyshakespeare, an ASCII text: uint8 (1,115,394,).
+
+    Raises:
+        GcbenchError: see `find`.
+    """
+    (file,) = find("shakespeare", data_dir)
+    return torch.from_numpy(np.fromfile(file, np.uint8))
+
+
+def cifar_rows(file: Path) -> Examples:
+    """Read CIFAR-10's binary format: rows of one label byte and 3x32x32 bytes of an image.
+
+    Raises:
+        GcbenchError: the file does not end with a row, or a label is above 9.
+    """
+    flat = np.fromfile(file, np.uint8)
+    if not flat.size or flat.size % 3073:
+        raise GcbenchError(f"{file}: {flat.size:,} bytes are not rows of 3,073: it is cut short")
+    rows = torch.from_numpy(flat).view(-1, 3073)
+    labels = rows[:, 0].long()
+    if labels.max() > 9:
+        raise GcbenchError(f"{file}: label {int(labels.max())}, 0 to 9 are allowed")
+    return rows[:, 1:].reshape(-1, 3, 32, 32), labels
+
+
+def idx(file: Path) -> Tensor:
+    """Read a gzipped idx file of unsigned bytes; uint8, of the shape that its head says.
+
+    The head is two zero bytes, 8 for unsigned bytes, the number of axes, and each axis's length in
+    four bytes, the highest first.
+
+    Raises:
+        GcbenchError: not gzip, not idx, or cut short.
+    """
+    try:
+        with gzip.open(file) as stream:
+            content = stream.read()
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise GcbenchError(f"{file}: not a whole gzip file ({error})") from error
+    axes = content[3] if len(content) > 3 else 0
+    if content[:3] != b"\0\0\x08" or not axes or len(content) < 4 + 4 * axes:
+        raise GcbenchError(f"{file}: starts with {content[:4]!r}: no idx file of unsigned bytes")
+    start = 4 + 4 * axes
+    shape = np.frombuffer(content, ">u4", axes, offset=4).tolist()
+    if len(content) - start != (expected := math.prod(shape)):
+        raise GcbenchError(
+            f"{file}: {len(content) - start:,} bytes behind the head, which says {shape}: "
+            f"{expected:,} expected"
+        )
+    return torch.frombuffer(bytearray(content[start:]), dtype=torch.uint8).view(shape)

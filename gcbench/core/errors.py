@@ -1,0 +1,49 @@
+"""The errors that a user sees as one line: what came, what is allowed, what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class GcbenchError(Exception):
+    """A failure with a message for the user; the command line prints it and exits with 1."""
+
+    exit_code = 1
+
+
+class UsageError(GcbenchError):
+    """The request cannot be carried out as it was put; the command line exits with 2."""
+
+    exit_code = 2
+
+
+class DivergedError(GcbenchError):
+    """A run met a gradient that is not finite at `step`: its result is that it failed."""
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
+
+
+class Interrupted(GcbenchError):
+    """The user asked to stop; the checkpoint is written."""
+
+    exit_code = 130
+
+
+class PeerLostError(GcbenchError):
+    """Another worker is gone: this one cannot go on, and the cause is elsewhere."""
+
+
+class PayloadError(GcbenchError, ValueError):
+    """A payload that no encoder of this configuration can have produced."""
+
+
+def unknown(kind: str, name: str, known: Iterable[str], hint: str = "") -> UsageError:
+    """Return the error for an unknown `name`: the closest known one first, then all of them."""
+    names = sorted(known)
+    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    nearest = f" Did you mean {close[0]!r}?" if close else ""
+    tail = f" {hint}" if hint else ""
+    return UsageError(f"unknown {kind} {name!r}.{nearest} Known: {', '.join(names)}.{tail}")

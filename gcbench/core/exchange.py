@@ -1,0 +1,593 @@
+"""How payloads meet: from every worker's gradient to the one mean that all replicas apply.
+
+A bucket is one flat gradient. Its tensors are laid out in lanes: the compressed ones first, then
+those that a policy keeps dense. Each lane has its compressor and collective:
+
+allreduce: payloads in a form that can be added, summed by the collective, decoded once.
+allgather: every worker gets every payload and takes the mean of all.
+twoshot: shards go to their owners (all-to-all), the owner merges its shard and all-gathers it: the
+    sharded parameter server.
+
+The memory of a lane (`gcbench.core.memory`) stands between gradient and encoder. It learns what was
+sent by decoding the worker's own payload, here and nowhere else; an owner that encodes the mean
+again keeps what that loses.
+
+An exchange owns its buffers for the life of a run: after the first steps no large one is made. What
+a worker sends lies in one buffer of which the parts of its payloads are views, so nothing is put
+together to be sent, nor cut apart when it has come.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from gcbench.core import purposes
+from gcbench.core.clock import Clock
+from gcbench.core.compressor import (
+    COLLECTIVES,
+    TILE,
+    Compressor,
+    Key,
+    Layout,
+    MultiRoundCompressor,
+    Payload,
+    Prepared,
+    Segments,
+    aligned,
+    fill,
+    layout_bytes,
+    written,
+)
+from gcbench.core.errors import PayloadError, UsageError
+from gcbench.core.memory import Memory, NoMemory, Residual, State
+from gcbench.core.world import World
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A stretch of the bucket, `[start, start + segments.numel)`, and how it is exchanged."""
+
+    compressor: Compressor
+    collective: str
+    start: int
+    segments: Segments
+    memory: Memory = field(default_factory=NoMemory)
+
+    @property
+    def fused(self) -> bool:
+        """Whether adding the residual and keeping what is lost is one operation of the method."""
+        plain = isinstance(self.memory, Residual) and self.memory.decay == 1
+        return plain and self.compressor.fused_feedback
+
+
+def check_legal(compressor: Compressor, collective: str | None = None) -> str:
+    """Return the collective to use (the method's first by default).
+
+    Raises:
+        UsageError: the method's mean is wrong under this collective, with the legal ones.
+    """
+    legal = compressor.legal_collectives()
+    if collective is None:
+        return legal[0]
+    if collective not in COLLECTIVES:
+        raise UsageError(f"collective {collective!r}: allowed are {', '.join(COLLECTIVES)}")
+    if collective not in legal:
+        raise UsageError(
+            f"{compressor!r} cannot be exchanged by {collective}: its mean would be wrong. "
+            f"Legal: {', '.join(legal)}"
+        )
+    return collective
+
+
+def shard_bounds(n: int, workers: int) -> list[int]:
+    """Return where the owners' shards of n elements begin, and n: whole tiles, dealt evenly."""
+    tiles = -(-n // TILE)
+    share, extra = divmod(tiles, workers)
+    edges = [(share * k + min(k, extra)) * TILE for k in range(workers + 1)]
+    return [min(edge, n) for edge in edges]
+
+
+def dense_tensors(
+    names: Sequence[str], shapes: Sequence[Sequence[int]], below: int, last: Sequence[str]
+) -> list[bool]:
+    """Return which tensors stay dense: those below `below` elements, and those named in `last`."""
+    return [
+        math.prod(shape) < below or name in last for name, shape in zip(names, shapes, strict=True)
+    ]
+
+
+class Piece(NamedTuple):
+    """A stretch of a lane that is encoded as one: all of it, or an owner's shard."""
+
+    segments: Segments
+    shared: Tensor
+    """What the workers agreed on, for these segments."""
+    start: int
+    """Index in the lane of the first element."""
+
+    @property
+    def place(self) -> slice:
+        """Where it lies in the lane."""
+        return slice(self.start, self.start + self.segments.numel)
+
+    def shard(self, start: int, stop: int) -> Piece:
+        """Return the part [start, stop) of a whole lane."""
+        segments, which = self.segments.shard(start, stop)
+        shared = self.shared[which.start : which.stop] if self.shared.numel() else self.shared
+        return Piece(segments, shared, start)
+
+
+class Buffers:
+    """Memory that is made once for each name, and grows where more is asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._kept: dict[Hashable, Tensor] = {}
+
+    def bytes(self, name: Hashable, count: int) -> Tensor:
+        """Return uint8, shape (count,), with whatever was written there before."""
+        kept = self._kept.get(name)
+        if kept is None or kept.numel() < count:
+            kept = self._kept[name] = torch.empty(count, dtype=torch.uint8, device=self.device)
+        return kept[:count]
+
+    def floats(self, name: Hashable, count: int) -> Tensor:
+        """Return float32, shape (count,), likewise."""
+        return self.bytes(name, 4 * count).view(torch.float32)
+
+    def row(self, name: Hashable, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+        """Return uint8 tensors of these sizes, one after the other in one buffer."""
+        return torch.split(self.bytes(name, sum(sizes)), list(sizes))
+
+    def fill(self, byte: int) -> None:
+        """Write over all of it: for the proof that nothing that lasts lies here."""
+        for kept in self._kept.values():
+            kept.fill_(byte)
+
+    def clear(self) -> None:
+        """Forget all of it."""
+        self._kept.clear()
+
+
+class Exchange:
+    """Turns the local workers' buckets into the mean over all workers.
+
+    What it carries from step to step is in `workers`, for each local worker one dict a lane, and in
+    `joint`, for each lane what is the same on all workers: the state of a method in rounds
+    ("state"), and the buffers that a memory keeps jointly.
+    """
+
+    def __init__(self, world: World, lanes: Sequence[Lane], seed: int, clock: Clock) -> None:
+        self.world, self.seed, self.clock = world, seed, clock
+        self.lanes: tuple[Lane, ...] = ()
+        self.lr: float | None = None
+        self.workers: list[list[State]] = [[] for _ in world.ranks]
+        self.joint: list[State] = []
+        self.buffers = Buffers(world.device)
+        self.change(lanes)
+
+    def change(self, lanes: Sequence[Lane]) -> None:
+        """Exchange by other compressors from here on; what is carried stays."""
+        if self.lanes and [(a.start, a.segments.numel) for a in self.lanes] != [
+            (b.start, b.segments.numel) for b in lanes
+        ]:
+            raise ValueError("lanes may change their compressor, not their place")
+        if not self.lanes:
+            for lane in lanes:
+                like = torch.zeros(lane.segments.numel, device=self.world.device)
+                self.joint.append({name: torch.zeros_like(like) for name in lane.memory.joint})
+                for states in self.workers:
+                    states.append(lane.memory.state(like))
+        for i, (old, new) in enumerate(zip(self.lanes, lanes, strict=False)):
+            if old.compressor != new.compressor:
+                self.joint[i].pop("state", None)
+        self.lanes = tuple(lanes)
+        self.buffers.clear()
+
+    def mean(self, buckets: Sequence[Tensor], step: int, lr: float = 1.0) -> Tensor:
+        """Return the mean gradient, float32, shape (n,), the same bits on every replica.
+
+        It is the exchange's own buffer and holds until the next call.
+
+        `buckets`: one float32 tensor of shape (n,) for each local worker; `lr`: the learning rate
+        that the mean will be applied with, which residuals follow.
+        """
+        if self.lr is not None and lr != self.lr:
+            for states in self.workers:
+                for lane, state in zip(self.lanes, states, strict=True):
+                    lane.memory.rescale(state, self.lr / lr)
+                    if "owner" in state:
+                        state["owner"].mul_(self.lr / lr)
+        self.lr = lr
+        sizes = [lane.segments.numel for lane in self.lanes]
+        mean = self.buffers.floats("mean", sum(sizes))
+        for number, out in enumerate(torch.split(mean, sizes)):
+            lane = self.lanes[number]
+            stop = lane.start + lane.segments.numel
+            self._lane(number, [bucket[lane.start : stop] for bucket in buckets], step, out)
+        return mean
+
+    def _workers(self, phase: str, call: Callable[[int], T]) -> list[T]:
+        """Run `call(i)` for each local worker i, booked under `phase`."""
+        first = self.world.ranks[0]
+        timed = self.clock.timed(lambda rank: call(rank - first))
+        return self.clock.workers(phase, self.world.map(timed))
+
+    def _lane(self, number: int, gradients: Sequence[Tensor], step: int, out: Tensor) -> None:
+        """Write the mean of one lane to `out`."""
+        lane = self.lanes[number]
+        states = [worker[number] for worker in self.workers]
+        xs = list(gradients)
+        if not (isinstance(lane.memory, NoMemory) or lane.fused):
+            offer, size = lane.memory.offer, self.world.size
+            xs = self._workers("encode", lambda i: offer(gradients[i], states[i], size))
+        key = Key(self.seed, step, 0, lane.start, purposes.ENCODE)
+        if isinstance(lane.compressor, MultiRoundCompressor):
+            self._rounds(number, lane.compressor, xs, states, key, out)
+        else:
+            shared, kept = self._agree(lane, xs, key)
+            whole = Piece(lane.segments, shared, 0)
+            match lane.collective:
+                case "allreduce":
+                    sent = self._encode(number, xs, states, [whole], kept, key, settle=False)
+                    self._allreduce(number, whole, [own[0] for own in sent], out)
+                case "allgather":
+                    sent = self._encode(number, xs, states, [whole], kept, key)
+                    self._allgather(number, whole, [own[0] for own in sent], out)
+                case _:
+                    self._twoshot(number, whole, xs, states, kept, key, out)
+        with self.clock.phase("decode"):
+            written(lane.memory.apply(out, self.joint[number]), out)
+
+    def _agree(self, lane: Lane, xs: Sequence[Tensor], key: Key) -> tuple[Tensor, list[Any]]:
+        """Return what all workers share, and what each of them keeps for its encoder.
+
+        Shared is what all draw alike, or the maximum of their statistics, or nothing.
+        """
+        with self.clock.phase("statistic"):
+            drawn = lane.compressor.draw_shared(lane.segments, key)
+        if drawn is not None:
+            return drawn.to(self.world.device), [None] * len(xs)
+        prepare = lane.compressor.prepare
+        own: list[Prepared] = self._workers("statistic", lambda i: prepare(xs[i], lane.segments))
+        kept = [each.kept for each in own]
+        if not own[0].statistic.numel():
+            return own[0].statistic, kept
+        with self.clock.phase("communicate"):
+            return self.world.all_reduce([each.statistic for each in own], "max"), kept
+
+    # -- one worker's payloads ---------------------------------------------------------------------
+
+    def _encode(
+        self,
+        number: int,
+        xs: Sequence[Tensor],
+        states: Sequence[State],
+        pieces: Sequence[Piece],
+        kept: Sequence[Any],
+        key: Key,
+        *,
+        settle: bool = True,
+    ) -> list[list[Payload]]:
+        """Return each local worker's payloads of these pieces, drawn from its rank's numbers.
+
+        `settle`: their bytes lie one after the other in the worker's send buffer.
+        """
+        ranks, lane = self.world.ranks, self.lanes[number]
+
+        def encode(i: int) -> list[Payload]:
+            place, name = key._replace(rank=ranks[i]), (number, "sent", i)
+            if lane.fused:
+                residual = states[i]["residual"]
+                return self._payloads(lane, name, xs[i], pieces, place, residual=residual)
+            # What a memory offers may be its own buffer; a payload of it must not change with it.
+            apart = settle or lane.memory.feedback
+            sent = self._payloads(lane, name, xs[i], pieces, place, kept=kept[i], settle=apart)
+            if lane.memory.feedback:
+                lane.memory.keep(xs[i], self._decoded(lane, sent, pieces), states[i])
+            return sent
+
+        return self._workers("encode", encode)
+
+    def _payloads(
+        self,
+        lane: Lane,
+        name: Hashable,
+        x: Tensor,
+        pieces: Sequence[Piece],
+        key: Key,
+        *,
+        kept: Any = None,
+        residual: Tensor | None = None,
+        settle: bool = True,
+    ) -> list[Payload]:
+        """Return the payloads of pieces of x, or of x + residual, which then is what they lose.
+
+        `settle`: their bytes lie in the buffer of this name, one after the other.
+
+        Raises:
+            PayloadError: one has not the layout that the method declares.
+        """
+        method = lane.compressor
+        layouts = [method.layout(piece.segments) for piece in pieces]
+        slots = self._slots(name, layouts)
+        payloads = []
+        for piece, layout, slot in zip(pieces, layouts, slots, strict=True):
+            arguments = piece.segments, piece.shared, key._replace(offset=key.offset + piece.start)
+            part = x[piece.place]
+            if slot is not None and not slot.nbytes:
+                payload = slot  # of nothing: where workers outnumber tiles, most are
+            elif residual is None:
+                payload = method.encode(part, *arguments, prepared=kept, out=slot)
+            else:
+                payload = method.encode_feedback(part, residual[piece.place], *arguments, out=slot)
+            if layout is not None and payload.layout != layout:
+                raise PayloadError(f"{method.name}: payload {payload.layout}, declared {layout}")
+            payloads.append(payload)
+        return self._settled(name, payloads, slots) if settle else payloads
+
+    def _slots(self, name: Hashable, layouts: Sequence[Layout | None]) -> list[Payload | None]:
+        """Return where payloads of these layouts belong in a buffer, one after the other.
+
+        None where a size that is not known yet decides about the place, or a part would not be
+        aligned.
+        """
+        known = [layout for layout in layouts if layout is not None]
+        if len(known) < len(layouts):
+            return [None] * len(layouts)
+        places = self.buffers.row(name, [*map(layout_bytes, known)])
+        return [
+            Payload.over(place, layout) if aligned(place, layout) else None
+            for place, layout in zip(places, known, strict=True)
+        ]
+
+    def _settled(
+        self, name: Hashable, payloads: Sequence[Payload], slots: Sequence[Payload | None]
+    ) -> list[Payload]:
+        """Return the payloads with their bytes in the buffer of this name."""
+        places = self.buffers.row(name, [payload.nbytes for payload in payloads])
+        settled = []
+        for payload, slot, place in zip(payloads, slots, places, strict=True):
+            if slot is None:
+                payload.write(place)
+                settled.append(payload)
+            else:
+                settled.append(fill(slot, *payload.parts, count=payload.count))
+        return settled
+
+    def _decoded(self, lane: Lane, payloads: Sequence[Payload], pieces: Sequence[Piece]) -> Tensor:
+        """Return what others decode of a worker's payloads: this thread's, until its next call."""
+        sizes = [piece.segments.numel for piece in pieces]
+        decoded = self.buffers.floats(("decoded", threading.get_ident()), sum(sizes))
+        for out, payload, piece in zip(torch.split(decoded, sizes), payloads, pieces, strict=True):
+            written(lane.compressor.decode(payload, piece.segments, piece.shared, out=out), out)
+        return decoded
+
+    # -- collectives -------------------------------------------------------------------------------
+
+    def _allreduce(
+        self, number: int, whole: Piece, payloads: Sequence[Payload], out: Tensor
+    ) -> None:
+        world, method = self.world, self.lanes[number].compressor
+
+        def widen(i: int) -> Payload:
+            return method.summand(payloads[i], world.size, whole.segments)
+
+        summands = self._workers("encode", widen)
+        with self.clock.phase("communicate"):
+            layout = summands[0].layout
+            total = Payload.over(self.buffers.bytes((number, "sum"), layout_bytes(layout)), layout)
+            columns = zip(*(summand.parts for summand in summands), strict=True)
+            for place, column in zip(total.parts, columns, strict=True):
+                world.all_reduce(column, "sum", out=place)
+        with self.clock.phase("decode"):
+            total = total._replace(count=world.size)
+            written(method.decode_sum(total, whole.segments, whole.shared, out=out), out)
+
+    def _allgather(
+        self, number: int, whole: Piece, payloads: Sequence[Payload], out: Tensor
+    ) -> None:
+        world, method = self.world, self.lanes[number].compressor
+        with self.clock.phase("communicate"):
+            layouts = [method.layout(whole.segments)] * world.size
+            gathered = self._gather(number, "sent", payloads, layouts, [1] * world.size)
+        with self.clock.phase("decode"):
+            written(method.mean(gathered, whole.segments, whole.shared, out=out), out)
+
+    def _twoshot(
+        self,
+        number: int,
+        whole: Piece,
+        xs: Sequence[Tensor],
+        states: Sequence[State],
+        kept: Sequence[Any],
+        key: Key,
+        out: Tensor,
+    ) -> None:
+        world, lane = self.world, self.lanes[number]
+        method, bounds = lane.compressor, shard_bounds(lane.segments.numel, world.size)
+        shards = [whole.shard(*edges) for edges in pairwise(bounds)]
+        if method.cuttable:
+            encoded = self._encode(number, xs, states, [whole], kept, key)
+            sent = [method.cut(payload, bounds) for (payload,) in encoded]
+        else:
+            sent = self._encode(number, xs, states, shards, [None] * len(xs), key)
+        with self.clock.phase("communicate"):
+            layouts = [method.layout(shard.segments) for shard in shards]
+            received = self._scatter(number, sent, layouts)
+
+        def merge(i: int) -> Payload:
+            rank = world.ranks[i]
+            there = Key(key.seed, key.step, rank, key.offset + bounds[rank], purposes.MERGE)
+            return self._merge(number, i, received[i], shards[rank], states[i], there)
+
+        merged = self._workers("decode", merge)
+        with self.clock.phase("communicate"):
+            layouts = [method.layout(shard.segments, world.size) for shard in shards]
+            counts = [world.size] * world.size
+            gathered = self._gather(number, "merged", merged, layouts, counts, aggregated=True)
+        with self.clock.phase("decode"):
+            for payload, shard in zip(gathered, shards, strict=True):
+                place = out[shard.place]
+                written(method.decode(payload, shard.segments, shard.shared, out=place), place)
+
+    def _merge(
+        self,
+        number: int,
+        i: int,
+        payloads: Sequence[Payload],
+        shard: Piece,
+        state: State,
+        key: Key,
+    ) -> Payload:
+        """Return local worker i's merged shard, its bytes in the worker's second send buffer."""
+        world, lane, name = self.world, self.lanes[number], (number, "merged", i)
+        method, segments, shared = lane.compressor, shard.segments, shard.shared
+        if not method.requantizes:
+            slots = self._slots(name, [method.layout(segments, world.size)])
+            merged = method.merge(payloads, segments, shared, key, out=slots[0])
+            return self._settled(name, [merged], slots)[0]
+        mean = self.buffers.floats((number, "owned", i), segments.numel)
+        written(method.mean(payloads, segments, shared, out=mean), mean)
+        alone = Piece(segments, shared, 0)
+        if not lane.memory.owner:
+            sent = self._payloads(lane, name, mean, [alone], key)
+            return sent[0]._replace(count=world.size)
+        if "owner" not in state:
+            state["owner"] = torch.zeros_like(mean)
+        left = state["owner"]  # what it lost at earlier steps
+        if method.fused_feedback:
+            sent = self._payloads(lane, name, mean, [alone], key, residual=left)
+        else:
+            left += mean
+            sent = self._payloads(lane, name, left, [alone], key)
+            left -= self._decoded(lane, sent, [alone])
+        return sent[0]._replace(count=world.size)
+
+    def _rounds(
+        self,
+        number: int,
+        method: MultiRoundCompressor,
+        xs: Sequence[Tensor],
+        states: Sequence[State],
+        key: Key,
+        out: Tensor,
+    ) -> None:
+        """Exchange by all-reduce in rounds; what was sent is the common approximation."""
+        world, lane, joint = self.world, self.lanes[number], self.joint[number]
+        if "state" not in joint:
+            joint["state"] = method.initial_state(lane.segments, key).to(world.device)
+        layout, later = method.layout(lane.segments), key._replace(step=key.step + 1)
+        if not layout:
+            raise UsageError(f"{method.name}: a method in rounds declares a layout: a part a round")
+        rounds = [method.in_rounds(x, lane.segments, joint["state"], later, out) for x in xs]
+
+        def received(turn: int) -> Tensor:
+            """Return the mean of what all workers add in this turn."""
+            begun = turn > 0
+            summands = self._workers(
+                "encode", lambda i: rounds[i].send(means[-1]) if begun else next(rounds[i])
+            )
+            with self.clock.phase("communicate"):
+                room = self.buffers.floats((number, "round", turn), summands[0].numel())
+                return world.all_reduce(summands, "sum", out=room).div_(world.size)
+
+        means: list[Tensor] = []
+        for turn in range(len(layout)):
+            means.append(received(turn))  # noqa: PERF401 - `received` looks at those before
+        with self.clock.phase("decode"):
+            try:
+                rounds[0].send(means[-1])
+                raise UsageError(f"{method.name}: more rounds than the {len(layout)} of its layout")
+            except StopIteration as end:
+                state = joint["state"]
+                same = end.value.shape == state.shape
+                joint["state"] = state.copy_(end.value) if same else end.value.clone()
+        for other in rounds[1:]:
+            other.close()
+        if lane.memory.feedback:
+            self._workers("encode", lambda i: lane.memory.keep(xs[i], out, states[i]))
+
+    # -- bytes -------------------------------------------------------------------------------------
+
+    def _gather(
+        self,
+        number: int,
+        what: str,
+        payloads: Sequence[Payload],
+        declared: Sequence[Layout | None],
+        counts: Sequence[int],
+        *,
+        aggregated: bool = False,
+    ) -> list[Payload]:
+        """All-gather one payload a worker; `declared[r]` is rank r's layout, None if unknown."""
+        world = self.world
+        layouts = [layout for layout in declared if layout is not None]
+        if len(layouts) < world.size:
+            headers = [_header(payload, world.device) for payload in payloads]
+            sizes = [headers[0].numel()] * world.size
+            gathered = world.all_gather(headers, sizes, aggregated=aggregated)
+            layouts = [_layout(payloads[0], header) for header in gathered]
+        sizes = [*map(layout_bytes, layouts)]
+        own = [
+            self.buffers.bytes((number, what, i), payload.nbytes)
+            for i, payload in enumerate(payloads)
+        ]
+        room = self._room((number, what, "gathered"), sum(sizes))
+        received = world.all_gather(own, sizes, aggregated=aggregated, out=room)
+        return [*map(Payload.over, received, layouts, counts)]
+
+    def _room(self, name: Hashable, size: int) -> Tensor | None:
+        """Return where a collective between processes puts what comes; a simulation needs none."""
+        return self.buffers.bytes(name, size) if len(self.world.ranks) < self.world.size else None
+
+    def _scatter(
+        self,
+        number: int,
+        sent: Sequence[Sequence[Payload]],
+        declared: Sequence[Layout | None],
+    ) -> list[list[Payload]]:
+        """Hand shard r of each local worker to rank r; return each local owner's, by sender."""
+        world = self.world
+        layouts: list[list[Layout]] = []
+        for rank in world.ranks:
+            layout = declared[rank]
+            if layout is not None:
+                layouts.append([layout] * world.size)
+        if len(layouts) < len(world.ranks):
+            headers = [torch.cat([_header(shard, world.device) for shard in row]) for row in sent]
+            width = [headers[0].numel() // world.size] * world.size
+            gathered = world.all_to_all(headers, [width] * len(sent), [width] * len(sent))
+            layouts = [[_layout(sent[0][0], header) for header in row] for row in gathered]
+        splits = [[shard.nbytes for shard in row] for row in sent]
+        own = [
+            self.buffers.bytes((number, "sent", i), sum(split)) for i, split in enumerate(splits)
+        ]
+        sizes = [[*map(layout_bytes, row)] for row in layouts]
+        room = self._room((number, "received"), sum(sizes[0]))
+        received = world.all_to_all(own, splits, sizes, out=room)
+        return [
+            [*map(Payload.over, row, row_layouts)]
+            for row, row_layouts in zip(received, layouts, strict=True)
+        ]
+
+
+def _header(payload: Payload, device: torch.device) -> Tensor:
+    """Return the sizes that travel ahead of a payload of undeclared layout, int64, one a part."""
+    return torch.tensor([numel for _, numel in payload.layout], device=device)
+
+
+def _layout(own: Payload, header: Tensor) -> Layout:
+    """Return another worker's layout: this method's dtypes with the sizes that it sent."""
+    sizes = header.tolist()
+    return tuple((dtype, size) for (dtype, _), size in zip(own.layout, sizes, strict=True))

@@ -1,0 +1,236 @@
+"""What is carried from step to step, owned by the engine: error feedback, momentum, DGC.
+
+A memory turns the gradient g of a worker into what is offered to the compressor, and learns what
+was really sent: the decoding of the worker's own payload. It may also turn the mean of what was
+sent into what is applied (a running average, the estimate of EF21). Its buffers are float32 tensors
+of the gradient's shape, in gradient units.
+
+A third party's memory is a frozen dataclass derived from `Memory`, registered under the entry-point
+group `gcbench.memories`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gcbench.core import registry
+from gcbench.core.compressor import Compressor
+from gcbench.core.errors import UsageError
+
+State = dict[str, Tensor]
+
+
+class Memory(ABC):
+    """One rule of what is carried; its fields are set by `--memory-set name=value`."""
+
+    buffers: ClassVar[tuple[str, ...]] = ()
+    residuals: ClassVar[tuple[str, ...]] = ()
+    """The buffers that hold what is still to be applied: they follow the learning rate."""
+    joint: ClassVar[tuple[str, ...]] = ()
+    """The buffers that `apply` keeps: one set for all workers, which they compute alike."""
+    has_momentum: ClassVar[bool] = False
+    """Whether the memory applies the momentum, so that the optimizer must add none."""
+
+    @property
+    def feedback(self) -> bool:
+        """Whether the memory wants to know what was sent, by `keep`.
+
+        By default where it has residuals: the error of one step is offered again at the next, for
+        which the code must contract.
+        """
+        return bool(self.residuals)
+
+    @property
+    def owner(self) -> bool:
+        """Whether an owner of a two-shot exchange keeps what encoding the mean again loses."""
+        return self.feedback
+
+    def state(self, like: Tensor) -> State:
+        """Return the buffers before the first step: zeros."""
+        return {name: torch.zeros_like(like) for name in self.buffers}
+
+    @abstractmethod
+    def offer(self, gradient: Tensor, state: State, workers: int) -> Tensor:
+        """Return what is compressed, shape (n,), and update `state`; `gradient` stays as it is.
+
+        What is returned may be a buffer of `state`: nobody writes to it before `keep`.
+        """
+
+    def keep(self, offered: Tensor, sent: Tensor, state: State) -> None:  # noqa: B027 - optional
+        """Update `state` after `sent`, the decoding of what this worker sent of `offered`.
+
+        Called where `feedback` is true; `sent` is the engine's and holds until the call ends.
+        """
+
+    def apply(self, mean: Tensor, joint: State) -> Tensor:
+        """Return what all workers apply, shape (n,), given the mean of what they sent.
+
+        `joint`: the buffers named by `joint`, zeros before the first step. What is returned may be
+        one of them, or `mean`, written to or not.
+        """
+        return mean
+
+    def dense(self) -> Memory:
+        """Return the memory of tensors that a policy keeps dense: nothing of them is lost."""
+        return NoMemory()
+
+    def rescale(self, state: State, factor: float) -> None:
+        """Multiply the residuals by `factor` = old / new learning rate.
+
+        A residual of e gradient units stands for an update of eta * e (Karimireddy et al. 2019
+        carry that product); when eta changes, e must change for the update to stay.
+        """
+        for name in self.residuals:
+            state[name].mul_(factor)
+
+
+@dataclass(frozen=True)
+class NoMemory(Memory):
+    """Nothing is carried."""
+
+    def offer(self, gradient: Tensor, state: State, workers: int) -> Tensor:  # noqa: D102
+        return gradient
+
+
+@dataclass(frozen=True)
+class Residual(Memory):
+    """Error feedback: p = g + decay * e; e = p - what was sent of p.
+
+    Seide et al. 2014 (with the carried term that their formula leaves out), Karimireddy et al.
+    2019. On the owner of a shard: the same with the mean of all workers in the place of g.
+    """
+
+    decay: float = 1.0  # share of the residual that is offered again
+    at_owner: bool = True  # two-shot: the owner keeps the error of encoding the mean, too
+
+    buffers: ClassVar[tuple[str, ...]] = ("residual",)
+    residuals: ClassVar[tuple[str, ...]] = ("residual",)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay={self.decay}: above 0 and at most 1 allowed")
+
+    @property
+    def owner(self) -> bool:  # noqa: D102
+        return self.at_owner
+
+    def offer(self, gradient: Tensor, state: State, workers: int) -> Tensor:  # noqa: D102
+        residual = state["residual"]
+        return torch.add(gradient, residual, alpha=self.decay, out=residual)
+
+    def keep(self, offered: Tensor, sent: Tensor, state: State) -> None:  # noqa: D102
+        torch.sub(offered, sent, out=state["residual"])
+
+
+@dataclass(frozen=True)
+class Momentum(Memory):
+    """Momentum on every worker: m = beta m + (1 - beta) g, never synchronized, is what is sent.
+
+    With the sign as compressor this is Signum (Bernstein et al. 2018, algorithm 2).
+    """
+
+    beta: float = 0.9
+
+    buffers: ClassVar[tuple[str, ...]] = ("momentum",)
+    has_momentum: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.beta < 1:
+            raise ValueError(f"beta={self.beta}: from 0 to below 1 allowed")
+
+    def offer(self, gradient: Tensor, state: State, workers: int) -> Tensor:  # noqa: D102
+        return state["momentum"].mul_(self.beta).add_(gradient, alpha=1 - self.beta)
+
+    def dense(self) -> Memory:  # noqa: D102
+        return self
+
+
+@dataclass(frozen=True)
+class Dgc(Memory):
+    """Deep gradient compression (Lin et al. 2018): momentum correction and factor masking.
+
+    u = m u + g; v = v + u (Nesterov: u = m (u + g); v = v + u + g); v is offered; what was sent
+    leaves v, and with masking u is cleared where something was sent. The optimizer adds no further
+    momentum. g is clipped first to a 2-norm of clip / sqrt(N), the compressed and the dense tensors
+    each by themselves.
+
+    Tensors that stay dense send u (with Nesterov u + g): plain momentum.
+    """
+
+    momentum: float = 0.9
+    masking: bool = True
+    nesterov: bool = False
+    clip: float = 0.0  # threshold of the 2-norm of the mean gradient; 0: no clipping
+
+    buffers: ClassVar[tuple[str, ...]] = ("velocity", "residual")
+    has_momentum: ClassVar[bool] = True
+    residuals: ClassVar[tuple[str, ...]] = ("residual",)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum={self.momentum}: from 0 to below 1 allowed")
+        if not (math.isfinite(self.clip) and self.clip >= 0):
+            raise ValueError(f"clip={self.clip}: a 2-norm, 0 for none")
+
+    def offer(self, gradient: Tensor, state: State, workers: int) -> Tensor:  # noqa: D102
+        if self.clip:
+            # In float32 a sum of squares may overflow, and the gradient would be clipped to zero.
+            norm = float(gradient.double().square().sum().sqrt())
+            limit = self.clip / math.sqrt(workers)
+            if norm > limit:
+                gradient = gradient * (limit / norm)
+        u, v = state["velocity"], state["residual"]
+        if self.nesterov:
+            u.add_(gradient).mul_(self.momentum)
+            v.add_(u).add_(gradient)
+        else:
+            u.mul_(self.momentum).add_(gradient)
+            v.add_(u)
+        return v
+
+    def keep(self, offered: Tensor, sent: Tensor, state: State) -> None:  # noqa: D102
+        torch.sub(offered, sent, out=state["residual"])
+        if self.masking:
+            state["velocity"].masked_fill_(sent != 0, 0.0)
+
+    def dense(self) -> Memory:  # noqa: D102
+        # Everything is sent, so masking would clear the momentum at every step.
+        return Dgc(self.momentum, masking=False, nesterov=self.nesterov, clip=self.clip)
+
+
+FORCED = "forced-residual"
+"""Error feedback around a code that does not contract: what the user must ask for by name."""
+BUILT_IN: Mapping[str, type[Memory]] = {
+    "none": NoMemory,
+    "residual": Residual,
+    FORCED: Residual,
+    "momentum": Momentum,
+    "dgc": Dgc,
+}
+
+
+def make(name: str, options: Mapping[str, Any]) -> Memory:
+    """Return the memory of this name; UsageError for an unknown name, field or value."""
+    return registry.make(f"memory {name!r}", registry.memory_class(name), dict(options))
+
+
+def check_legal(name: str, method: Compressor) -> None:
+    """Refuse error feedback around a code whose error may exceed its input.
+
+    Raises:
+        UsageError: with what would happen, and how to ask for it all the same.
+    """
+    known = name in registry.memories() and name != FORCED
+    if known and registry.memory_class(name).residuals and not method.claims.contractive:
+        raise UsageError(
+            f"memory {name!r} feeds the error of {method!r} back, but the method does not "
+            "contract: its error may exceed the gradient, and nothing bounds the residual. "
+            f"Use --memory none, or ask for it by name: --memory {FORCED}"
+        )

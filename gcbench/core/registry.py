@@ -1,0 +1,221 @@
+"""Names to classes: the files of compressors/ and tasks/ first, then installed third parties.
+
+A third party registers under the entry-point groups `gcbench.compressors`, `gcbench.memories`,
+`gcbench.tasks` and `gcbench.sinks`, each entry naming a class. Nothing is imported until its name
+is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+
+from gcbench.core.errors import GcbenchError, UsageError, unknown
+
+if TYPE_CHECKING:
+    from gcbench.core.compressor import Compressor
+    from gcbench.core.memory import Memory
+    from gcbench.core.task import Task
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One registered name: where it comes from, and how to load its class."""
+
+    name: str
+    source: str
+    """"built-in", or the distribution that registered it."""
+    load: Callable[[], type[Any]]
+
+
+def _builtin(package: str, base: type, name: str) -> type[Any]:
+    module = importlib.import_module(f"{package}.{name}")
+    found = [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value)
+        and issubclass(value, base)
+        and value.__module__ == module.__name__
+        and not inspect.isabstract(value)
+    ]
+    if len(found) != 1:
+        raise GcbenchError(
+            f"{package}/{name}.py defines {len(found)} {base.__name__} classes: exactly one is "
+            "allowed (files that define none start with an underscore)"
+        )
+    return found[0]
+
+
+def _third_party(point: EntryPoint, base: type) -> type[Any]:
+    source = point.dist.name if point.dist else point.value
+    try:
+        loaded = point.load()
+    except Exception as error:
+        raise GcbenchError(
+            f"{point.name!r} of the package {source} does not load ({point.value}): {error!r}"
+        ) from error
+    if not (inspect.isclass(loaded) and issubclass(loaded, base)):
+        raise GcbenchError(
+            f"{point.name!r} of the package {source}: {point.value} is no subclass of "
+            f"gcbench's {base.__name__}"
+        )
+    return loaded
+
+
+def _same(cls: type[Any]) -> type[Any]:
+    return cls
+
+
+def _files(package: str, base: type) -> dict[str, Entry]:
+    folder = importlib.import_module(package)
+    return {
+        name: Entry(name, "built-in", partial(_builtin, package, base, name))
+        for _, name, _ in pkgutil.iter_modules(folder.__path__)
+        if not name.startswith("_")
+    }
+
+
+def with_third_parties(group: str, base: type, builtin: dict[str, Entry]) -> dict[str, Entry]:
+    """Return the built-in entries and those of installed packages, by name.
+
+    `group`: of entry points, each naming a subclass of `base`. One whose name is taken, or fits no
+    folder, is left out with a warning.
+    """
+    entries = dict(builtin)
+    for point in entry_points(group=group):
+        source = point.dist.name if point.dist else point.value
+        ignored = ""
+        if point.name in entries:
+            ignored = f"the name is taken by {entries[point.name].source}"
+        elif not re.fullmatch(r"\w[\w-]*", point.name):  # it becomes part of a folder's name
+            ignored = "letters, digits, _ and - are allowed in a name"
+        if ignored:
+            warnings.warn(
+                f"{point.name!r} of the package {source} is ignored: {ignored}", stacklevel=2
+            )
+            continue
+        entries[point.name] = Entry(point.name, source, partial(_third_party, point, base))
+    return dict(sorted(entries.items()))
+
+
+@cache
+def compressors() -> dict[str, Entry]:
+    """Return all registered compressors by name."""
+    from gcbench.core.compressor import Compressor
+
+    group = "gcbench.compressors"
+    return with_third_parties(group, Compressor, _files(group, Compressor))
+
+
+@cache
+def memories() -> dict[str, Entry]:
+    """Return all registered memories by name."""
+    from gcbench.core.memory import BUILT_IN, Memory
+
+    builtin = {name: Entry(name, "built-in", partial(_same, cls)) for name, cls in BUILT_IN.items()}
+    return with_third_parties("gcbench.memories", Memory, builtin)
+
+
+@cache
+def tasks() -> dict[str, Entry]:
+    """Return all registered tasks by name."""
+    from gcbench.core.task import Task
+
+    group = "gcbench.tasks"
+    return with_third_parties(group, Task, _files(group, Task))
+
+
+def named(kind: str, entries: dict[str, Entry], name: str) -> type[Any]:
+    """Return the class that an entry names; UsageError for an unknown name of this `kind`."""
+    if name not in entries:
+        raise unknown(kind, name, entries)
+    cls = entries[name].load()
+    if not vars(cls).get("name"):  # a subclass does not inherit its parent's
+        cls.name = name
+    return cls
+
+
+def compressor_class(name: str) -> type[Compressor]:
+    """Return the class registered as `name`; UsageError for an unknown name."""
+    return named("compressor", compressors(), name)
+
+
+def memory_class(name: str) -> type[Memory]:
+    """Return the class registered as `name`; UsageError for an unknown name."""
+    if name not in memories():
+        raise unknown("memory", name, memories())
+    return memories()[name].load()
+
+
+def task_class(name: str) -> type[Task]:
+    """Return the class registered as `name`; UsageError for an unknown name."""
+    return named("task", tasks(), name)
+
+
+def fields(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
+    """Return the fields that a user may set, by name; empty for a class without a dataclass."""
+    if not dataclasses.is_dataclass(cls):
+        return {}
+    return {field.name: field for field in dataclasses.fields(cls) if field.init}
+
+
+def _typed(what: str, cls: type[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the values in their fields' types: 2 is 2.0, but "no" not False, "abc" no number."""
+    from pydantic import TypeAdapter, ValidationError
+    from pydantic.errors import PydanticUserError
+
+    typed = dict(options)
+    for name, value in options.items():
+        try:
+            hint = get_type_hints(cls)[name]
+            if hint is str and type(value) is int:
+                value = str(value)  # a word that YAML took for a number: norm=2
+            typed[name] = TypeAdapter(hint).validate_python(value, strict=True)
+        except ValidationError as error:
+            problems = dict.fromkeys(problem["msg"].lower() for problem in error.errors())
+            raise UsageError(f"{what}: {name}={value!r}: {', or '.join(problems)}") from None
+        except (NameError, PydanticUserError):
+            continue  # a type of a third party that only its own constructor can judge
+    return typed
+
+
+def call(made: object) -> str:
+    """Return the call that makes an object of a plug-in, each of its fields told."""
+    told = [f"{name}={getattr(made, name)!r}" for name in fields(type(made))]
+    return f"{type(made).__qualname__}({', '.join(told)})"
+
+
+def make(what: str, cls: type[T], options: dict[str, Any]) -> T:
+    """Return `cls(**options)` with the values in its fields' types; UsageError otherwise."""
+    known = fields(cls)
+    for option in options:
+        if option not in known:
+            if not known:
+                raise UsageError(f"{what} has no fields to set; {option!r} came")
+            raise unknown(f"field of {what}:", option, known)
+    typed = _typed(what, cls, options)
+    try:
+        return cls(**typed)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{what}: {error}") from error
+
+
+def compressor(name: str, **options: Any) -> Compressor:
+    """Return a compressor with its fields set; UsageError for an unknown name, field or value."""
+    return make(f"compressor {name!r}", compressor_class(name), options)
+
+
+def task(name: str, **options: Any) -> Task:
+    """Return a task with its fields set; UsageError for an unknown name, field or value."""
+    return make(f"task {name!r}", task_class(name), options)

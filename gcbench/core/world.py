@@ -1,0 +1,428 @@
+"""Workers and their collectives, in this process or over torch.distributed; counts every byte.
+
+A world has `size` workers, of which `ranks` live in this process: all of them in a simulation, one
+under torch.distributed. A collective takes one contribution for each local worker and returns what
+every worker receives, so the code above it is the same in both.
+
+Bytes, for each worker: `payload_up` is what it hands over to be aggregated, `payload_down` is what
+it gets back to decode; its own part is in both, as a parameter server would count. `wire` is what
+leaves it for other workers: 2 (N - 1) / N of an all-reduced tensor (ring), N - 1 times an
+all-gathered one, the shards of others in an all-to-all, (N - 1) / N of a broadcast one (a pipeline
+through all workers, on average).
+
+What workers tell each other beside gradients travels as JSON and tensors, never pickled: nothing
+that arrives is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import astuple, dataclass
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from gcbench.core.errors import PeerLostError
+
+T = TypeVar("T")
+Op = Literal["sum", "max"]
+ROLL_CALL_SECONDS = 2.0
+"""How long a worker whose collective broke off waits for signs of life of the others."""
+
+
+def to_bytes(value: Any) -> bytes:
+    """Return a value as bytes: a line of JSON, then its tensors as safetensors.
+
+    A value is None, a bool, a number, a string, a tensor, or a list, tuple or dict of values; keys
+    are strings. A tuple comes back as a list.
+
+    Raises:
+        TypeError: it is, or holds, something else.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def plain(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            name = str(len(tensors))
+            tensors[name] = part.detach().cpu().contiguous().clone()  # safetensors wants no views
+            return {"tensor": name}
+        if isinstance(part, dict):
+            if not all(isinstance(key, str) for key in part):
+                raise TypeError(f"keys {list(part)}: strings expected")
+            return {"dict": {key: plain(each) for key, each in part.items()}}
+        return [plain(each) for each in part] if isinstance(part, list | tuple) else part
+
+    line = json.dumps(plain(value)).encode()
+    return line + b"\n" + (safetensors.torch.save(tensors) if tensors else b"")
+
+
+def from_bytes(data: bytes) -> Any:
+    """Return the value that `to_bytes` made these bytes of; its tensors are on the CPU."""
+    line, _, rest = data.partition(b"\n")
+    tensors = safetensors.torch.load(rest) if rest else {}
+
+    def value(part: Any) -> Any:
+        if isinstance(part, dict):
+            if "tensor" in part:
+                return tensors[part["tensor"]]
+            return {key: value(each) for key, each in part["dict"].items()}
+        return [value(each) for each in part] if isinstance(part, list) else part
+
+    return value(json.loads(line))
+
+
+@dataclass(frozen=True)
+class Link:
+    """A network link between any two workers, for modelled (never measured) times."""
+
+    gbit: float  # 10^9 bits a second, each direction
+    latency_us: float  # microseconds a message
+
+    def seconds(self, rounds: int, nbytes: float) -> float:
+        """Return the time of `rounds` messages one after the other with `nbytes` in all."""
+        return rounds * self.latency_us * 1e-6 + nbytes * 8 / (self.gbit * 1e9)
+
+
+@dataclass
+class Traffic:
+    """Bytes of one worker since the run began; wire bytes are fractions of a ring's messages."""
+
+    payload_up: float = 0.0
+    payload_down: float = 0.0
+    wire: float = 0.0
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+class World(ABC):
+    """N workers; one `Traffic` for each that lives here."""
+
+    size: int
+    ranks: range
+    device: torch.device
+    inline: bool = False
+    """Whether a worker's work is too little to be worth handing to threads."""
+
+    def __init__(self, link: Link | None = None) -> None:
+        self.traffic = [Traffic() for _ in self.ranks]
+        self.link = link
+        self.modelled_seconds = 0.0
+
+    def _count(self, up: Sequence[int], down: Sequence[int], wire: Sequence[float]) -> None:
+        for traffic, u, d, w in zip(self.traffic, up, down, wire, strict=True):
+            traffic.payload_up += u
+            traffic.payload_down += d
+            traffic.wire += w
+
+    def _model(self, rounds: int, wire: Sequence[float]) -> None:
+        if self.link and self.size > 1:
+            self.modelled_seconds += self.link.seconds(rounds, max(wire))
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: Op, *, out: Tensor | None = None) -> Tensor:
+        """Return the element-wise sum or maximum over all workers; `out`: where to write it.
+
+        Integers and maxima are exact in any order. On the CPU floats are added in the order of
+        ranks, in every engine, so that the sum is the same bits.
+        """
+        sizes = [_nbytes(tensor) for tensor in tensors]
+        wire = [2 * (self.size - 1) / self.size * size for size in sizes]
+        self._count(sizes, sizes, wire)
+        self._model(2 * (self.size - 1), wire)
+        return self._all_reduce(tensors, op, out)
+
+    def all_gather(
+        self,
+        tensors: Sequence[Tensor],
+        sizes: Sequence[int],
+        *,
+        aggregated: bool = False,
+        out: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Return every worker's 1-D tensor, by rank; `sizes` are their element counts.
+
+        `aggregated`: the tensors are shards of an aggregate on the way down, not contributions.
+        `out`: 1-D, room for all of them; a simulation, where they are at hand, leaves it alone.
+        """
+        down = sum(sizes) * tensors[0].element_size()
+        own = [_nbytes(tensor) for tensor in tensors]
+        wire = [float((self.size - 1) * size) for size in own]
+        self._count([0] * len(own) if aggregated else own, [down] * len(own), wire)
+        self._model(self.size - 1, wire)
+        return self._all_gather(tensors, sizes, out)
+
+    def all_to_all(
+        self,
+        tensors: Sequence[Tensor],
+        splits: Sequence[Sequence[int]],
+        sizes: Sequence[Sequence[int]],
+        *,
+        out: Tensor | None = None,
+    ) -> list[list[Tensor]]:
+        """Hand piece r of each worker's 1-D tensor to rank r; return what each got, by sender.
+
+        `splits[i][r]`: elements of the piece that local worker i hands to rank r; `sizes[i][r]`: of
+        the one that it gets from rank r. `out`: as for `all_gather`.
+        """
+        up = [_nbytes(tensor) for tensor in tensors]
+        wire = [
+            float(total - split[rank] * tensor.element_size())
+            for rank, split, tensor, total in zip(self.ranks, splits, tensors, up, strict=True)
+        ]
+        self._count(up, [0] * len(up), wire)
+        self._model(self.size - 1, wire)
+        return self._all_to_all(tensors, splits, sizes, out)
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Return worker 0's tensor, on every worker; passed on from each to the next."""
+        size = _nbytes(tensor)
+        up = [size if rank == 0 else 0 for rank in self.ranks]
+        wire = [size * (self.size - 1) / self.size] * len(up)
+        self._count(up, [size] * len(up), wire)
+        self._model(self.size - 1, wire)
+        return self._broadcast(tensor)
+
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _all_reduce(self, tensors: Sequence[Tensor], op: Op, out: Tensor | None) -> Tensor: ...
+
+    @abstractmethod
+    def _all_gather(
+        self, tensors: Sequence[Tensor], sizes: Sequence[int], out: Tensor | None
+    ) -> list[Tensor]: ...
+
+    @abstractmethod
+    def _all_to_all(
+        self,
+        tensors: Sequence[Tensor],
+        splits: Sequence[Sequence[int]],
+        sizes: Sequence[Sequence[int]],
+        out: Tensor | None,
+    ) -> list[list[Tensor]]: ...
+
+    @abstractmethod
+    def map(self, call: Callable[[int], T]) -> list[T]:
+        """Return `call(rank)` for each local worker, in the order of ranks."""
+
+    @abstractmethod
+    def collect(self, values: Sequence[T]) -> list[T]:
+        """Return every worker's value, by rank: for records and checks, not counted as traffic.
+
+        A value is what `to_bytes` takes; a tuple may come back as a list.
+        """
+
+    def collect_traffic(self) -> list[Traffic]:
+        """Return every worker's traffic, by rank."""
+        return [Traffic(*row) for row in self.collect([astuple(own) for own in self.traffic])]
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release threads or process groups."""
+
+
+class SimulatedWorld(World):
+    """All workers in this process, on a few threads; each computes as a process of its own would.
+
+    Every worker uses `threads` threads inside an operation, so the bits do not depend on how many
+    workers run at the same time.
+    """
+
+    def __init__(
+        self, size: int, device: torch.device, link: Link, threads: int, parallel: int
+    ) -> None:
+        self.size, self.ranks, self.device = size, range(size), device
+        super().__init__(link)
+        torch.set_num_threads(threads)
+        self.pool = (
+            ThreadPoolExecutor(
+                parallel, "worker", initializer=torch.set_num_threads, initargs=(threads,)
+            )
+            if parallel > 1 and size > 1
+            else None
+        )
+
+    def map(self, call: Callable[[int], T]) -> list[T]:  # noqa: D102
+        if self.pool is None or self.inline:
+            return list(map(call, self.ranks))
+        return list(self.pool.map(call, self.ranks))
+
+    def collect(self, values: Sequence[T]) -> list[T]:  # noqa: D102
+        return list(values)
+
+    def close(self) -> None:  # noqa: D102
+        if self.pool is not None:
+            self.pool.shutdown()
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def _all_reduce(self, tensors: Sequence[Tensor], op: Op, out: Tensor | None) -> Tensor:
+        total = _copy(tensors[0], out)
+        for tensor in tensors[1:]:
+            total = torch.maximum(total, tensor, out=total) if op == "max" else total.add_(tensor)
+        return total
+
+    def _all_gather(
+        self, tensors: Sequence[Tensor], sizes: Sequence[int], out: Tensor | None
+    ) -> list[Tensor]:
+        return list(tensors)
+
+    def _all_to_all(
+        self,
+        tensors: Sequence[Tensor],
+        splits: Sequence[Sequence[int]],
+        sizes: Sequence[Sequence[int]],
+        out: Tensor | None,
+    ) -> list[list[Tensor]]:
+        rows = [
+            torch.split(tensor, list(split)) for tensor, split in zip(tensors, splits, strict=True)
+        ]
+        return [list(column) for column in zip(*rows, strict=True)]
+
+
+class DistributedWorld(World):
+    """One worker of a torch.distributed process group that has been initialized."""
+
+    def __init__(
+        self, device: torch.device, store: Store, timeout: timedelta, *, watched: bool
+    ) -> None:
+        """`store` and `timeout` are the process group's.
+
+        `watched`: a launcher sees at once which process ends, and names it.
+        """
+        self.size, self.device = dist.get_world_size(), device
+        rank = dist.get_rank()
+        self.ranks = range(rank, rank + 1)
+        self.store, self.timeout, self.watched = store, timeout, watched
+        super().__init__()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Run a collective of torch.distributed.
+
+        Raises:
+            PeerLostError: it broke off; the message names the workers that are gone.
+        """
+        began = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            waited = time.monotonic() - began
+            raise self._lost(error, waited) from error
+
+    def _lost(self, error: RuntimeError, waited: float) -> PeerLostError:
+        own, limit = self.ranks[0], self.timeout.total_seconds()
+        said = (str(error).splitlines() or [""])[0]
+        timed_out = waited >= limit / 2
+        gone = self._silent() if timed_out or not self.watched else []
+        if gone:
+            who = ", ".join(map(str, gone))
+            what = f"without an answer from worker {who}, which has ended or stands still"
+        else:
+            what = "broken off by another worker"
+        return PeerLostError(
+            f"worker {own}: a collective ended after {waited:.0f} s {what}; the limit is "
+            f"{limit:.0f} s (GCBENCH_COLLECTIVE_TIMEOUT). torch says: {said:.200}"
+        )
+
+    def _silent(self) -> list[int]:
+        """Return the workers that do not answer a roll call; none if the store is gone, too."""
+        others = set(range(self.size)) - set(self.ranks)
+        with suppress(RuntimeError):
+            self.store.set(f"gcbench/here/{self.ranks[0]}", "")
+            patience = time.monotonic() + ROLL_CALL_SECONDS
+            while others and time.monotonic() < patience:
+                others -= {r for r in others if self.store.check([f"gcbench/here/{r}"])}
+                time.sleep(0.01)
+            return sorted(others)
+        return []
+
+    def map(self, call: Callable[[int], T]) -> list[T]:  # noqa: D102
+        return [call(self.ranks[0])]
+
+    def collect(self, values: Sequence[T]) -> list[T]:  # noqa: D102
+        own = torch.frombuffer(bytearray(to_bytes(values[0])), dtype=torch.uint8).to(self.device)
+        size = torch.tensor([own.numel()], device=self.device)
+        sizes = torch.cat(self._all_gather([size], [1] * self.size, None)).tolist()
+        everyone = self._all_gather([own], sizes, None)
+        return [from_bytes(data.cpu().numpy().tobytes()) for data in everyone]
+
+    def close(self) -> None:  # noqa: D102
+        dist.destroy_process_group()
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        received = tensor.clone()
+        with self.together():
+            dist.broadcast(received, 0)
+        return received
+
+    def _all_reduce(self, tensors: Sequence[Tensor], op: Op, out: Tensor | None) -> Tensor:
+        tensor = tensors[0]
+        if op == "sum" and tensor.is_floating_point() and tensor.device.type == "cpu":
+            return self._ordered_sum(tensor, out)
+        total = _copy(tensor, out)
+        with self.together():
+            dist.all_reduce(total, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
+        return total
+
+    def _ordered_sum(self, tensor: Tensor, out: Tensor | None) -> Tensor:
+        """Reduce-scatter and all-gather, each owner adding its shard in the order of ranks.
+
+        It moves what a ring all-reduce moves; gloo's own adds in an order that depends on N.
+        """
+        flat = tensor.reshape(-1)
+        sizes = [shard.numel() for shard in flat.tensor_split(self.size)]
+        own = sizes[self.ranks[0]]
+        received = self._all_to_all([flat], [sizes], [[own] * self.size], None)[0]
+        total = received[0]
+        for shard in received[1:]:
+            total += shard
+        whole = torch.empty_like(tensor) if out is None else out
+        self._all_gather([total], sizes, whole.view(-1))
+        return whole
+
+    def _all_gather(
+        self, tensors: Sequence[Tensor], sizes: Sequence[int], out: Tensor | None
+    ) -> list[Tensor]:
+        tensor = tensors[0].contiguous()
+        out = tensor.new_empty(sum(sizes)) if out is None else out[: sum(sizes)]
+        pieces = list(torch.split(out, list(sizes)))
+        if len(set(sizes)) > 1:  # shorter tensors are not padded: every byte sent is a real one
+            own = [tensor.numel()] * self.size
+            repeated = tensor.repeat(self.size)
+            with self.together():
+                dist.all_to_all_single(out, repeated, list(sizes), own)
+        else:
+            with self.together():
+                dist.all_gather(pieces, tensor)
+        return pieces
+
+    def _all_to_all(
+        self,
+        tensors: Sequence[Tensor],
+        splits: Sequence[Sequence[int]],
+        sizes: Sequence[Sequence[int]],
+        out: Tensor | None,
+    ) -> list[list[Tensor]]:
+        tensor, counts = tensors[0].contiguous(), list(sizes[0])
+        out = tensor.new_empty(sum(counts)) if out is None else out[: sum(counts)]
+        with self.together():
+            dist.all_to_all_single(out, tensor, counts, list(splits[0]))
+        return [list(torch.split(out, counts))]
+
+
+def _copy(tensor: Tensor, out: Tensor | None) -> Tensor:
+    return tensor.clone() if out is None else out.copy_(tensor)

@@ -1,0 +1,166 @@
+"""What all pictures share: their look, their styles, labels that do not collide, and the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+from math import hypot
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gcbench.core.errors import GcbenchError, UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ENDINGS = (".png", ".svg", ".pdf")
+MARKERS = "osD^vPX<>p*"
+LINES: tuple[Any, ...] = (
+    "-",
+    (0, (5, 1.5)),
+    (0, (1, 1.2)),
+    (0, (5, 1.5, 1, 1.5)),
+    (0, (9, 2)),
+    (0, (3, 1, 1, 1, 1, 1)),
+    (0, (2, 2)),
+)
+_METADATA: dict[str, dict[str, Any]] = {
+    ".png": {"Software": None},
+    ".svg": {"Date": None},
+    ".pdf": {"CreationDate": None},
+}
+
+
+def check(path: Path) -> Path:
+    """Return `path`, whose ending says the format: before long work, not after it.
+
+    Raises:
+        UsageError: another ending than `ENDINGS`, or a folder that is not there.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in ENDINGS:
+        raise UsageError(f"{path}: the ending says the format; allowed: {', '.join(ENDINGS)}")
+    if not path.parent.is_dir():
+        raise UsageError(f"{path.parent} is no folder; make it, or name another file")
+    return path
+
+
+def styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return a colour (colour-blind safe), marker and line style for each label, in order."""
+    import seaborn
+
+    palette = seaborn.color_palette("colorblind")
+    return {
+        label: {
+            "color": palette[place % len(palette)],
+            "marker": MARKERS[place % len(MARKERS)],
+            "linestyle": LINES[place % len(LINES)],
+        }
+        for place, label in enumerate(dict.fromkeys(labels))
+    }
+
+
+@contextmanager
+def canvas(width: float, height: float) -> Iterator[Figure]:
+    """Yield an empty figure, in inches, in the house's look: readable at half its size."""
+    import matplotlib as mpl
+    import seaborn
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    look = {
+        **seaborn.axes_style("ticks", {"axes.grid": True, "grid.color": "0.9"}),
+        **seaborn.plotting_context("notebook", font_scale=1.2),
+        "svg.hashsalt": "gcbench",  # equal runs, equal file
+    }
+    with mpl.rc_context(look):
+        figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
+        FigureCanvasAgg(figure)
+        yield figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure to `path`, its axes freed of their upper and right frame.
+
+    Raises:
+        GcbenchError: the file cannot be written.
+    """
+    import seaborn
+
+    for axes in figure.axes:
+        seaborn.despine(ax=axes)
+    try:
+        figure.savefig(path, metadata=_METADATA[path.suffix.lower()])
+    except OSError as error:
+        raise GcbenchError(
+            f"cannot write {path} ({error}); name a file in an existing, writable folder"
+        ) from error
+
+
+# ---- labels --------------------------------------------------------------------------------------
+
+
+class Mark(NamedTuple):
+    """A point that wants a label: where, half its error bar (data coordinates), text, colour."""
+
+    x: float
+    y: float
+    spread: float
+    text: str
+    colour: Any
+
+
+def _spots() -> list[tuple[int, int]]:
+    """Return offsets in points at which a label may stand, the nearest first."""
+    across = (9, -9, 0, 30, -30, 60, -60, 100, -100)
+    along = (0, 10, -10, 20, -20, 32, -32, 46, -46, 62, -62, 80, -80, 100, -100)
+    return sorted(((x, y) for x, y in product(across, along) if x or y), key=lambda at: hypot(*at))
+
+
+def write_labels(axes: Axes, marks: Sequence[Mark]) -> None:
+    """Write a label near each mark: no label lies over a mark, an error bar or another label."""
+    from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
+
+    figure: Any = axes.figure
+    renderer = figure.canvas.get_renderer()
+    points = figure.dpi / 72
+    taken = []
+    for x, y, spread, _, _ in marks:
+        (left, low), (right, high) = axes.transData.transform([(x, y - spread), (x, y + spread)])
+        taken.append(
+            Bbox([[left - 7 * points, low - 7 * points], [right + 7 * points, high + 7 * points]])
+        )
+    frame = axes.get_window_extent(renderer)
+    for mark in marks:
+        best = None
+        for across, along in _spots():
+            far = hypot(across, along) > 24
+            label = axes.annotate(
+                mark.text,
+                (mark.x, mark.y),
+                (across, along),
+                textcoords="offset points",
+                ha="center" if not across else "left" if across > 0 else "right",
+                va="center" if across else "bottom" if along > 0 else "top",
+                color="0.15",
+                fontsize="small",
+                arrowprops={"arrowstyle": "-", "color": mark.colour, "shrinkB": 4} if far else None,
+            )
+            label.update_positions(renderer)
+            box = Text.get_window_extent(label, renderer)  # without the line to the mark
+            hits = sum(box.overlaps(other) for other in taken)
+            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1
+            hits += 10 * (not (inside and frame.y0 <= box.y0 and box.y1 <= frame.y1))
+            if best is not None and hits >= best[0]:
+                label.remove()
+                continue
+            if best is not None:
+                best[1].remove()
+            best = (hits, label, box)
+            if not hits:
+                break
+        assert best is not None
+        taken.append(best[2])

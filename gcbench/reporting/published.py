@@ -1,0 +1,191 @@
+"""Finished runs beside the numbers of a suite: which run is which entry, and what is missing."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, replace
+from typing import Any
+
+from gcbench.core import registry
+from gcbench.core.errors import UsageError
+from gcbench.reporting.compare import Row, ranked
+from gcbench.reporting.reader import Run, fields, warn
+from gcbench.training import grid
+from gcbench.training.configuration import text
+from gcbench.training.suites import Point, Suite, load, names
+from gcbench.training.suites.tuning import Choice, quality
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The runs that are of a suite, each with what is published about it."""
+
+    suite: Suite
+    runs: list[Run]
+    points: Mapping[str, Point]
+    """By `Run.method`."""
+    missing: list[Point]
+    """The runs of the suite that nobody has made, with whatever budget."""
+    choices: Mapping[str, Choice]
+    """What the trials that were read say of each point's rate, by `Point.identity`."""
+
+    def rows(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the rows of these runs with the published numbers."""
+        made = []
+        for row in rows:
+            point = self.points[row.runs[0].method]
+            bits = row.bits_up
+            made.append(
+                replace(
+                    row,
+                    published=point.published,
+                    tier=None if bits is None else self.suite.tier(bits),
+                    rate=self._rate(row, point),
+                )
+            )
+        return ranked(made)
+
+    def _rate(self, row: Row, point: Point) -> str | None:
+        """Return whether the row has the rate that the suite's rule chooses."""
+        if point.tune is None:
+            return None
+        choice = self.choices[point.identity]
+        if choice.lr != row.runs[0].config.get("lr"):
+            return "untuned"
+        return "edge" if choice.at_edge else "tuned"
+
+    def unmade(self) -> list[str]:
+        """Return lines on the runs that are missing and the command for them; none if none is."""
+        if not self.missing:
+            return []
+        every = len(self.missing) + len({p.identity for p in self.points.values()})
+        first = f"{len(self.missing)} of {every} runs of suite {self.suite.name} not made yet"
+        return [first, *_described(self.missing), f"make them with: {self._command()}"]
+
+    def _command(self) -> str:
+        """Return the command that makes what is missing, with the seeds and steps of the others."""
+        words = ["gcbench", "run", "--suite", self.suite.asked]
+        points = self.suite.points()
+        for key in dict.fromkeys(key for point in self.missing for key in point.settings):
+            if key in grid.NESTED or key not in points[0].resolved:
+                continue
+            wanted, known = (
+                list(dict.fromkeys(text(point.resolved[key]) for point in some))
+                for some in (self.missing, points)
+            )
+            if len(wanted) < len(known):
+                words += [f"--{key.replace('_', '-')}", ",".join(wanted)]
+        steps = {run.summary.steps for run in self.runs}
+        usual = all(self.points[r.method].config.steps == r.summary.steps for r in self.runs)
+        if len(steps) == 1 and not usual:
+            words += ["--steps", str(*steps)]
+        seeds = sorted({run.summary.seed for run in self.runs})
+        if seeds and seeds != sorted({point.config.seed for point in points}):
+            words += ["--seed", ",".join(map(str, seeds))]
+        return shlex.join(words)
+
+
+def _described(points: Sequence[Point]) -> Iterator[str]:
+    """Yield a line for each entry: its method, and its settings with the values of `points`."""
+    for entry in dict.fromkeys(point.entry for point in points):
+        own = [point for point in points if point.entry == entry]
+        words = [own[0].config.compressor]
+        for key in own[0].settings:
+            if key in grid.NESTED:
+                words += [f"{name}={text(v)}" for name, v in own[0].settings[key].items()]
+            elif key in own[0].resolved and key != "compressor":
+                values = dict.fromkeys(text(point.resolved[key]) for point in own)
+                words.append(f"{key}={','.join(values)}")
+        yield " ".join(words)
+
+
+def by_suite(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Return the runs by the name of the suite for which they were made, "" for none.
+
+    Rows of another version of a suite than this gcbench has are left out, and counted on stderr.
+    """
+    versions = {name: load(name).version for name in names()}
+    groups: dict[str, list[Run]] = {}
+    left: dict[str, int] = {}
+    for run in runs:
+        name, _, version = run.suite.partition("/")
+        if name in versions and version != str(versions[name]):
+            left[run.suite] = left.get(run.suite, 0) + 1
+            continue
+        groups.setdefault(name if name in versions else "", []).append(run)
+    for suite, count in left.items():
+        name, _, version = suite.partition("/")
+        warn(
+            f"{count} rows of version {version} of suite {name} left out: it is version "
+            f"{versions[name]} here, whose results do not compare with them"
+        )
+    return groups
+
+
+def beside(suite: Suite, runs: Sequence[Run]) -> Beside:
+    """Return the runs that are entries of the suite, whatever their budget.
+
+    Raises:
+        UsageError: none of them is.
+    """
+    points = {point.identity: point for point in suite.points()}
+    found: dict[str, Point] = {}
+    tried: dict[str, dict[float, float]] = {identity: {} for identity in points}
+    tasks = {point.config.task for point in points.values()}
+    for method, run in {run.method: run for run in runs if run.summary.task in tasks}.items():
+        told = _recorded(run)
+        for point in points.values():
+            if not _same(suite, point.resolved, told):
+                continue
+            if not run.is_trial:
+                found[method] = point
+            elif point.tune is not None and point.tune.tries(run.summary.model_dump()):
+                lr = float(run.config["lr"])
+                tried[point.identity][lr] = quality(run.summary.model_dump())
+    if not found:
+        raise UsageError(
+            f"no run here is one of suite {suite.name} ({len(runs)} read); make them with "
+            f"`gcbench run --suite {suite.asked}`"
+        )
+    made = {point.identity for point in found.values()}
+    missing = [point for identity, point in points.items() if identity not in made]
+    choices = {
+        identity: point.choose(tried[identity])
+        for identity, point in points.items()
+        if point.tune is not None
+    }
+    return Beside(suite, [run for run in runs if run.method in found], found, missing, choices)
+
+
+def _recorded(run: Run) -> dict[str, Any]:
+    """Return what a run says of its settings, the defaults of its task and memory filled in.
+
+    Rows of third parties may leave settings out.
+    """
+    config = {**run.config, "compressor": run.summary.compressor_name}
+    usual = {
+        "task_options": _defaults(registry.task_class(run.summary.task)),
+        "memory_options": _defaults(registry.memory_class(config["memory"])),
+    }
+    own = {key: defaults | (config.get(key) or {}) for key, defaults in usual.items()}
+    return {**config, **own, "options": fields(run.summary)}
+
+
+def _defaults(cls: type[Any]) -> dict[str, Any]:
+    known = registry.fields(cls).items()
+    return {name: field.default for name, field in known if field.default is not MISSING}
+
+
+def _same(suite: Suite, wanted: Mapping[str, Any], told: Mapping[str, Any]) -> bool:
+    """Return whether a run has the settings of an entry; one it does not tell must not be set."""
+    for key, value in wanted.items():
+        if key in grid.NESTED:
+            own = told[key]
+            if not own.keys() <= value.keys():
+                return False
+            if any(own[k] != value[k] if k in own else suite.sets(key, k) for k in value):
+                return False
+        elif told[key] != value if key in told else suite.sets(key):
+            return False
+    return True

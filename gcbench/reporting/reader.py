@@ -1,0 +1,321 @@
+"""Finished runs as they lie on disk: summaries checked and read, each run once."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.core.schema import ADDED, SCHEMA
+from gcbench.training import rows as rowfiles
+from gcbench.training import schedule
+from gcbench.training.configuration import canonical
+
+RUN_FILES = ("config.json", "provenance.json", "metrics.jsonl", "metrics.parquet")
+
+
+class Wire(BaseModel):
+    """Bytes that crossed the network over the whole run, the collective's own factor included."""
+
+    per_worker: float
+    total: float | None = None
+
+
+class Modelled(BaseModel):
+    """Communication time of a step that was computed from a link, not measured."""
+
+    seconds: float
+    link_gbit: float
+    link_latency_us: float
+
+
+class Failure(BaseModel):
+    """Why a run has no result: it diverged at `step`, counted from 0."""
+
+    step: int
+    reason: str
+
+
+class Summary(BaseModel):
+    """The fields of summary.json (schema 1) that a comparison needs; the others are kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+    task: str
+    compressor: str
+    compressor_name: str
+    workers: int = Field(ge=1)
+    collective: str
+    engine: str
+    gradients: str | None = None
+    seed: int
+    steps: int = Field(ge=1)
+    batch: int = Field(ge=1)
+    test_accuracy: float | None = None
+    test_loss: float | None = None
+    validation_accuracy: float | None = None
+    validation_loss: float | None = None
+    failed: Failure | None = None
+    test_top5: float | None = None
+    train_loss: float | None = None
+    params: int | None = None
+    payload_bytes_up: float = Field(ge=0)
+    payload_bytes_down: float = Field(ge=0)
+    wire_bytes: Wire
+    nominal_ratio: float | None = None
+    payload_ratio_up: float | None = None
+    payload_ratio_down: float | None = None
+    phase_seconds: dict[str, float | None] = {}
+    communicate_modelled: Modelled | None = None
+    step_seconds: float | None = None
+    config_hash: str | None = None
+    skipped_steps: int = 0
+    config: dict[str, Any]
+    provenance: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished run: its summary, and where it was read."""
+
+    summary: Summary
+    source: Path
+    """The run's folder, or the .json or .parquet file that holds the summary."""
+    curve: Sequence[Mapping[str, Any]] | None = None
+    """The evaluations, where the row of a file brought them."""
+    suite: str = ""
+    """The suite for which a row was made, as name/version."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The full config without the seed; values that the run resolved win over the asked."""
+        resolved = ("task", "workers", "collective", "engine", "gradients", "steps", "batch")
+        resolutions = {key: getattr(self.summary, key) for key in resolved}
+        config = ADDED | self.summary.config | resolutions
+        return {key: value for key, value in config.items() if key != "seed"}
+
+    @property
+    def method(self) -> str:
+        """What tells this run from others except its seed, as canonical JSON."""
+        config = {key: value for key, value in self.config.items() if key != "options"}
+        by_step = schedules(self.summary)
+        return canonical([self.summary.compressor_name, self.summary.compressor, config, by_step])
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether the run only helped to choose a setting: it never saw the test split."""
+        return not self.config.get("test", True)
+
+    @property
+    def judged_by(self) -> str:
+        """The split that the evaluations are of: "validation" where examples were held out."""
+        return "validation" if self.config.get("holdout") else "test"
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Return the records of the evaluations; none for a row of a .json file without metrics.
+
+        Raises:
+            GcbenchError: the metrics cannot be read.
+        """
+        if self.curve is not None:
+            return sorted(map(dict, self.curve), key=lambda record: record["step"])
+        parquet, lines = self.source / "metrics.parquet", self.source / "metrics.jsonl"
+        try:
+            if parquet.exists():
+                from pyarrow import parquet as reader
+
+                records = reader.read_table(parquet).to_pylist()
+            elif lines.exists():
+                records = [json.loads(line) for line in lines.read_text("utf-8").splitlines()]
+            else:
+                return []
+            evaluations = (record for record in records if record["kind"] == "eval")
+            return sorted(evaluations, key=lambda record: record["step"])
+        except (OSError, ValueError, KeyError) as error:
+            raise GcbenchError(
+                f"the metrics in {self.source} cannot be read ({error}); delete that folder and "
+                "run again"
+            ) from error
+
+
+def schedules(summary: Summary) -> dict[str, str]:
+    """Return the fields that changed by step, as the command line writes them."""
+    options = summary.config.get("options") or {}
+    return {
+        name: schedule.text(value) for name, value in options.items() if isinstance(value, Mapping)
+    }
+
+
+def fields(summary: Summary) -> dict[str, Any]:
+    """Return the compressor's fields by its stored repr; by the config where that is no call.
+
+    The repr is of the last step: fields that changed by step are shown as their schedule.
+    """
+    options = dict(summary.config.get("options") or {})
+    with suppress(SyntaxError, ValueError):
+        call = ast.parse(summary.compressor, mode="eval").body
+        if isinstance(call, ast.Call):
+            options |= {
+                word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg
+            }
+    return options | schedules(summary)
+
+
+def _parse(data: Any, source: Path, where: str) -> Run:
+    remedy = "repair it, or delete it and run again"
+    if not isinstance(data, dict):
+        raise GcbenchError(f"{where}: {type(data).__name__} found, a summary object expected")
+    if "schema" not in data and data.keys() & {"tables", "rows"}:
+        raise UsageError(
+            f"{source} holds no run's summary; `gcbench report` shows analyses and kernel timings"
+        )
+    if data.get("schema") != SCHEMA:
+        raise GcbenchError(
+            f"{where}: schema {data.get('schema')!r}, but this gcbench reads {SCHEMA}; run again "
+            "with this version, or convert the file (results/README.md has the fields)"
+        )
+    try:
+        return Run(Summary.model_validate(data), source)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise GcbenchError(
+            f"{where}: `{field}`: {first['msg']} ({len(error.errors())} in all); {remedy} "
+            "(results/README.md has the fields)"
+        ) from error
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise GcbenchError(
+            f"{path} cannot be read ({error}); delete it, or its run's folder, and run again"
+        ) from error
+
+
+def _read_list(path: Path) -> list[Run]:
+    data = _read_json(path)
+    items = data if isinstance(data, list) else [data]
+    if not items:
+        raise UsageError(f"{path} is an empty list; a summary or a list of summaries is expected")
+    return [_parse(item, path, f"{path}, row {i}") for i, item in enumerate(items, 1)]
+
+
+def _read_rows(path: Path) -> list[Run]:
+    """Return the runs of a Parquet file of rows."""
+    found = []
+    for i, one in enumerate(rowfiles.read(path), 1):
+        curve, suite = one.pop("evaluations", []), one.pop("suite", "")
+        run = _parse(one, path, f"{path}, row {i}")
+        found.append(replace(run, curve=curve, suite=suite))
+    if not found:
+        raise UsageError(f"{path} has no row yet")
+    return found
+
+
+def row_files(folder: Path) -> list[Path]:
+    """Return the files of rows in a folder at any depth, outside of the folders of runs."""
+    found: list[Path] = []
+    for place, below, files in os.walk(folder):
+        below.sort()
+        if "summary.json" in files or any(name in files for name in RUN_FILES):
+            below.clear()
+            continue
+        parquets = [Path(place) / name for name in sorted(files) if name.endswith(".parquet")]
+        found += filter(rowfiles.holds, parquets)
+    return found
+
+
+def run_folders(folder: Path) -> Iterator[Path]:
+    """Yield the folders of runs, finished or not, in a folder at any depth."""
+    for place, below, files in os.walk(folder):
+        below.sort()
+        if "summary.json" in files or any(name in files for name in RUN_FILES):
+            below.clear()  # a run holds no runs
+            yield Path(place)
+
+
+def warn(line: str) -> None:
+    """Print a warning on stderr."""
+    print(f"gcbench: {line}", file=sys.stderr)
+
+
+def without_trials(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs that saw the test split; the others are counted on stderr.
+
+    Raises:
+        UsageError: none did.
+    """
+    kept = [run for run in runs if not run.is_trial]
+    if trials := len(runs) - len(kept):
+        warn(f"{trials} trial{'s' * (trials > 1)} of learning rates left out; --trials shows them")
+    if not kept:
+        raise UsageError("only trials of learning rates here; --trials shows them")
+    return kept
+
+
+def load(folders: Sequence[Path]) -> list[Run]:
+    """Return the finished runs in `folders`, each once.
+
+    Each path is a run's folder, a folder with runs or files of rows at any depth, a .parquet file
+    of rows, or a .json file that holds one summary or a list of them. Unfinished runs, and
+    different results for one config and seed, are reported on stderr.
+
+    Raises:
+        UsageError: a path is missing, or nothing in it is a run.
+        GcbenchError: a summary cannot be read or is of another schema, or no run is finished.
+    """
+    if not folders:
+        raise UsageError("no folder was named; name runs or a results folder, e.g. results/runs")
+    found: list[Run] = []
+    unfinished: dict[Path, None] = {}
+    for folder in map(Path, folders):
+        if not folder.exists():
+            raise UsageError(f"{folder} does not exist; `gcbench run` writes to results/runs")
+        if folder.is_file():
+            if folder.suffix not in (".json", ".parquet"):
+                raise UsageError(f"{folder} is no folder, and no .json or .parquet file of rows")
+            found += _read_rows(folder) if folder.suffix == ".parquet" else _read_list(folder)
+            continue
+        runs, files = list(run_folders(folder)), row_files(folder)
+        for file in files:
+            found += _read_rows(file)
+        if not (runs or files):
+            raise UsageError(
+                f"no run in {folder} (a run's folder holds config.json and, once finished, "
+                "summary.json); name another folder, or make a run with `gcbench run`"
+            )
+        for run in runs:
+            path = run / "summary.json"
+            if path.exists():
+                found.append(_parse(_read_json(path), run, str(path)))
+            else:
+                unfinished[run.resolve()] = None
+    if unfinished:
+        names = ", ".join(sorted(run.name for run in unfinished))
+        count = f"{len(unfinished)} unfinished run{'s' * (len(unfinished) > 1)}"
+        if not found:
+            raise GcbenchError(
+                f"{count} and no finished one: {names}; repeat the command to resume"
+            )
+        warn(f"{count} left out: {names}; repeat the command to resume")
+    kept: dict[tuple[str, int], Run] = {}
+    for candidate in found:
+        key = (candidate.method, candidate.summary.seed)
+        other = kept.setdefault(key, candidate)
+        if canonical(other.summary.model_dump()) != canonical(candidate.summary.model_dump()):
+            warn(
+                f"same config and seed, other results: {candidate.source} left out, "
+                f"{other.source} kept"
+            )
+    return list(kept.values())

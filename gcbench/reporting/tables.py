@@ -1,0 +1,370 @@
+"""Rows of a comparison as a terminal table, Markdown, CSV, JSON or LaTeX."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import shutil
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gcbench.core.errors import UsageError, unknown
+from gcbench.reporting import compare
+from gcbench.reporting.compare import Row
+from gcbench.reporting.rendering import Column, latex, latex_text, markdown, number, terminal
+from gcbench.training.configuration import canonical, text
+
+FORMATS = ("table", "markdown", "csv", "json", "latex")
+MB = 1e6
+
+
+def _quality(row: Row, mixed: bool) -> str:
+    if row.mean is None:
+        return "failed"
+    prefix = "loss " if mixed and row.metric == "test_loss" else ""
+    if row.metric == "accuracy":
+        spread = "" if row.sd is None else f" ± {100 * row.sd:.2f}"
+        return f"{prefix}{100 * row.mean:.2f}{spread}"
+    return f"{prefix}{row.mean:.4g}" + ("" if row.sd is None else f" ± {row.sd:.2g}")
+
+
+def versus(row: Row) -> str:
+    """Return a row's distance to the uncompressed one with its interval and marks, "-" without."""
+    if row.difference is None:
+        return "-"
+
+    def shown(value: float) -> str:
+        return f"{100 * value:+.2f}" if row.metric == "accuracy" else f"{value:+.2g}"
+
+    interval = f" [{', '.join(map(shown, row.interval))}]" if row.interval else ""
+    marks = ("" if row.pairs else " †") + (" ‡" if row.tuned else "")
+    return shown(row.difference) + interval + marks
+
+
+def _target(rows: Sequence[Row]) -> list[Column]:
+    """Return what it took to meet the target; nothing where none was asked for."""
+    target = rows[0].target
+    if target is None:
+        return []
+    name = f"{100 * target:g} %" if rows[0].metric == "accuracy" else f"loss {target:g}"
+
+    def met(row: Row) -> str:
+        if not row.reached:
+            return "no curve"
+        return f"{sum(map(bool, row.reached.values()))} of {len(row.reached)}"
+
+    fields = [
+        ("step", "steps", 1.0),
+        ("payload_bytes", "payload\nMB", 1 / MB),
+        ("wire_bytes", "wire\nMB", 1 / MB),
+        ("seconds", "wall\ns", 1.0),
+        ("link_seconds", "link\n~s", 1.0),
+    ]
+
+    def spent(row: Row, field: str, scale: float) -> str:
+        value = row.to_target(field)
+        return "never" if value == math.inf else number(value, scale)
+
+    return [
+        Column(f"to {name}:\nseeds", list(map(met, rows))),
+        *(
+            Column(heading, [spent(row, field, scale) for row in rows])
+            for field, heading, scale in fields
+        ),
+    ]
+
+
+def _published(rows: Sequence[Row]) -> list[Column]:
+    """Return what a paper says of these runs; nothing where they are of no suite."""
+    known = [(row, row.published) for row in rows if row.published is not None]
+    if not known:
+        return []
+
+    def beyond(row: Row) -> str:
+        value = row.beyond_published
+        return "-" if value is None else f"{100 * value:+.2f}" + " §" * row.other_budget
+
+    def percent(values: Iterable[float | None]) -> list[str]:
+        return ["-" if value is None else f"{100 * value:.2f}" for value in values]
+
+    top5 = []
+    if any(one.top5 is not None for _, one in known):
+        top5 = [
+            Column("top-5\n%", percent(row.average("test_top5") for row, _ in known)),
+            Column("published\ntop-5 %", percent(one.top5 for _, one in known)),
+        ]
+    return [
+        Column("published\n%", percent(one.accuracy for _, one in known)),
+        Column("ours -\npublished", [beyond(row) for row, _ in known]),
+        *top5,
+        Column("steps: ours\n/ published", [f"{r.first.steps:,} / {p.steps:,}" for r, p in known]),
+    ]
+
+
+def _tiers(rows: Sequence[Row]) -> list[Column]:
+    """Return what a suite of gcbench's own says; nothing for other rows."""
+    columns = []
+    if any(row.rank is not None for row in rows):
+        columns.append(Column("rank", [row.rank or "" for row in rows]))
+    if any(row.rate is not None for row in rows):
+        columns.append(Column("rate", [row.rate or "" for row in rows]))
+    if any(row.tier is not None for row in rows):
+        columns.append(Column("bits\nup", [number(row.bits_up) for row in rows]))
+    return columns
+
+
+def _tier_notes(rows: Sequence[Row]) -> list[str]:
+    made = []
+    if any(row.rank is not None for row in rows):
+        made.append(
+            "rank: within the tier, 1 + how many of its methods are better by a paired interval "
+            "over at least 5 seeds, at 95 % for all pairs together; = marks ties, - too few seeds."
+        )
+    if any(row.rate in ("edge", "untuned") for row in rows):
+        made.append(
+            "rate: edge: the best rate is the lowest or highest that was tried; untuned: not the "
+            "one that the suite's rule chooses."
+        )
+    if above := [row.method for row in rows if row.above_baseline]:
+        made.append(
+            f"Better than uncompressed, interval included: {', '.join(above)}. Look for the reason "
+            "before believing it: a rate that suits it better, or noise that regularizes."
+        )
+    return made
+
+
+def _published_notes(rows: Sequence[Row]) -> list[str]:
+    """Return what is to be known of the published numbers, other budgets first."""
+    known = [(row, row.published) for row in rows if row.published is not None]
+    made = []
+    shares = [row.first.steps / one.steps for row, one in known if row.other_budget]
+    if shares:
+        ends = dict.fromkeys(f"{100 * share:.2g}" for share in (min(shares), max(shares)))
+        made.append(
+            f"§: trained for {' to '.join(ends)} % of the paper's steps. That difference is of the "
+            "budget and no verdict on a method; vs none is at equal budget."
+        )
+    return [*made, *dict.fromkeys(f"published: {one.paper}. {one.differs}" for _, one in known)]
+
+
+def _communicate(row: Row) -> str:
+    if row.modelled:
+        return f"~{number(row.modelled.seconds, 1e3)}"
+    return number(row.phases.get("communicate"), 1e3)
+
+
+def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
+    """Return the groups of columns: which row it is, quality, traffic and times."""
+    metrics = {row.metric for row in rows}
+    heading = {"accuracy": "accuracy %", "test_loss": "test loss"}
+    quality = heading[rows[0].metric] if len(metrics) == 1 else "accuracy %\nor loss"
+    counts = [
+        str(len(row.values)) + (f" ({len(row.failed)} failed)" if row.failed else "")
+        for row in rows
+    ]
+    groups = {
+        "which": [
+            *(Column(key, [text(row.context[key]) for row in rows]) for key in rows[0].context),
+            Column("method", [row.method for row in rows]),
+            *(Column(key, [text(row.own[key]) for row in rows]) for key in rows[0].own),
+        ],
+        "quality": [
+            Column(quality, [_quality(row, len(metrics) > 1) for row in rows]),
+            Column("n", counts),
+            *_published(rows),
+            Column("vs none", [versus(row) for row in rows]),
+            Column("in band", [row.in_band for row in rows]),
+            Column("front", ["yes" if row.on_front else "" for row in rows]),
+            *_tiers(rows),
+        ],
+        "target": _target(rows),
+        "traffic": [
+            Column("collective", [row.first.collective for row in rows]),
+            *(
+                Column(f"ratio\n{name}", [number(row.average(field)) for row in rows])
+                for name, field in [
+                    ("nominal", "nominal_ratio"),
+                    ("up", "payload_ratio_up"),
+                    ("down", "payload_ratio_down"),
+                ]
+            ),
+            Column("payload\nMB/step", [number(row.payload_bytes_step, 1 / MB) for row in rows]),
+            Column("wire\nMB/step", [number(row.wire_bytes_step, 1 / MB) for row in rows]),
+        ],
+        "times": [
+            Column(
+                f"{'fwd+bwd' if phase == 'forward_backward' else phase}\nms",
+                [
+                    _communicate(row)
+                    if phase == "communicate"
+                    else number(row.phases.get(phase), 1e3)
+                    for row in rows
+                ],
+            )
+            for phase in dict.fromkeys(phase for row in rows for phase in row.phases)
+        ]
+        + [Column("step\nms", [number(row.step_seconds, 1e3) for row in rows])],
+    }
+    if any(row.skipped_steps for row in rows):
+        groups["quality"].append(Column("skipped\nsteps", [str(row.skipped_steps) for row in rows]))
+    return groups
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """Return the sentences that a reader needs beside the numbers."""
+    made = [
+        "Mean ± sample sd over n seeds. vs none: difference from the uncompressed runs of equal "
+        "budget (accuracy in points), over common seeds, with its 95 % confidence interval "
+        "(Student's t) where two are common. in band: whether the mean lies between the lowest and "
+        "the highest of the uncompressed seeds. front: no row of equal budget has a better mean "
+        "for fewer payload bytes.",
+        "Bytes per worker and step, MB = 10^6 bytes. payload: encoded, up + down; wire: what a "
+        "worker sends over the network, with the collective's own factor.",
+    ]
+    made += _published_notes(rows) + _tier_notes(rows)
+    if any(row.difference is not None and not row.pairs for row in rows):
+        made.append("†: no common seeds; the difference is of the two means.")
+    keys = sorted({key for row in rows for key in row.tuned})
+    if keys:
+        made.append(
+            f"‡: the uncompressed runs differ in {', '.join(keys)}; of several the best was taken."
+        )
+    if rows[0].target is not None:
+        made.append(
+            "Target: what a worker had spent at the first evaluation that met it, median over "
+            "seeds, a miss being infinite (never: half or more of them missed it); evaluations are "
+            "--eval-every steps apart, on validation examples where some were held out. link: "
+            "communication alone, as modelled."
+        )
+    if any(row.failed for row in rows):
+        made.append("failed: the run diverged; such seeds are in no mean.")
+    if any(row.step_seconds is not None or any(row.phases.values()) for row in rows):
+        made.append(
+            "Times: of one worker, median over steps and then over seeds; step: wall clock of all "
+            "of it (in the engine simulate, of all workers in one process)."
+        )
+    links = sorted({(m.link_gbit, m.link_latency_us) for row in rows if (m := row.modelled)})
+    if links:
+        link = " or ".join(f"{gbit:g} Gbit/s and {latency:g} µs" for gbit, latency in links)
+        made.append(f"~: modelled from a link of {link}, not measured and not part of step.")
+    for field, what in (("machine", "machines: their times do not compare"), ("commit", "commits")):
+        places = {canonical(run.summary.provenance.get(field)) for row in rows for run in row.runs}
+        if len(places) > 1:
+            made.append(f"The runs come from {len(places)} {what}.")
+    return made
+
+
+def sheets(rows: Sequence[Row]) -> list[list[Column]]:
+    """Return the columns of the results table and, where times are known, of the times table."""
+    groups = _columns(rows)
+    tables = [groups["which"] + groups["quality"] + groups["target"] + groups["traffic"]]
+    if _timed(groups["times"]):
+        tables.append(groups["which"] + groups["times"])
+    return tables
+
+
+def _timed(columns: list[Column]) -> bool:
+    return any(cell != "-" for column in columns for cell in column.cells)
+
+
+def _table(rows: Sequence[Row], width: int) -> str:
+    """Return as few tables as fit into `width` columns, and the notes."""
+    groups = _columns(rows)
+    which = groups.pop("which")
+    if not _timed(groups["times"]):
+        del groups["times"]
+    told = [textwrap.fill(note, width, break_long_words=False) for note in notes(rows)]
+    return terminal(which, list(filter(None, groups.values())), width) + "\n\n" + "\n".join(told)
+
+
+def _markdown(rows: Sequence[Row]) -> str:
+    names = len(rows[0].context) + 1 + len(rows[0].own)
+    return "\n\n".join([*(markdown(columns, names) for columns in sheets(rows)), *notes(rows)])
+
+
+def _latex(rows: Sequence[Row]) -> str:
+    """Return a tabular for each table (needs the package booktabs), and the notes below."""
+    names = len(rows[0].context) + 1 + len(rows[0].own)
+    told = " ".join(map(latex_text, notes(rows)))
+    small = rf"\par\smallskip{{\footnotesize {told}\par}}"
+    return "\n\n".join([*(latex(columns, names) for columns in sheets(rows)), small])
+
+
+def _finite(value: Any) -> Any:
+    """Return `value`, None in place of a number that strict JSON cannot hold."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _csv(rows: Sequence[Row]) -> str:
+    """Return one line a row, lists as JSON and an empty cell for what is not known."""
+    records = [row.record() for row in rows]
+    stream = io.StringIO()
+    fields = list(dict.fromkeys(key for record in records for key in record))
+    writer = csv.DictWriter(stream, fields, lineterminator="\n")
+    writer.writeheader()
+    for record in records:
+        writer.writerow(
+            {
+                key: json.dumps(value) if isinstance(value, (list, dict)) else _finite(value)
+                for key, value in record.items()
+            }
+        )
+    return stream.getvalue().rstrip("\n")
+
+
+def _json(rows: Sequence[Row]) -> str:
+    records = [{key: _finite(value) for key, value in row.record().items()} for row in rows]
+    return json.dumps(records, indent=2, allow_nan=False)
+
+
+def render(
+    rows: Sequence[Row], format: str = "table", width: int | None = None, by: str | None = None
+) -> str:
+    """Return the rows as text in one of `FORMATS`, without a final line break.
+
+    `width` is in columns and bounds the format "table" alone: wider content is split over more
+    tables. None takes the terminal's, or 200 where the output is no terminal. `by`: a setting whose
+    values have a table each; CSV and JSON, which have one row a row, sort by it.
+
+    Raises:
+        UsageError: an unknown format, or setting, or no rows.
+    """
+    if format not in FORMATS:
+        raise unknown("format", format, FORMATS)
+    if not rows:
+        raise UsageError("no rows to show; load at least one finished run")
+    groups = {"": list(rows)} if by is None else compare.by(rows, by)
+    if format in ("csv", "json"):
+        one = [row for group in groups.values() for row in group]
+        return _csv(one) if format == "csv" else _json(one)
+    width = width or shutil.get_terminal_size((200, 24)).columns
+    made = {
+        "table": lambda group: _table(group, width),
+        "markdown": _markdown,
+        "latex": _latex,
+    }[format]
+    titles = {"table": "{}", "markdown": "**{}**", "latex": "% {}"}
+    blocks = []
+    for value, group in groups.items():
+        title, told = constants(group)
+        if by is not None:
+            title = ", ".join(filter(None, [f"{by}={value}", title]))
+        if title:
+            blocks.append(titles[format].format(title))
+        blocks.append(made(told))
+    return "\n\n".join(blocks)
+
+
+def constants(rows: Sequence[Row]) -> tuple[str, list[Row]]:
+    """Return in words the context that all rows share, and the rows without it.
+
+    The rows of a choice or a group share settings in which those of the whole differ.
+    """
+    shared = [key for key in rows[0].context if len({canonical(r.context[key]) for r in rows}) == 1]
+    words = ", ".join(f"{key}={text(rows[0].context[key])}" for key in shared)
+    rest = [key for key in rows[0].context if key not in shared]
+    return words, [replace(row, context={key: row.context[key] for key in rest}) for row in rows]

@@ -1,0 +1,126 @@
+"""The picture of a suite with tiers: accuracy against bytes, with intervals and names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gcbench.core.errors import UsageError
+from gcbench.reporting import figures
+from gcbench.reporting.compare import BASELINE, Row
+from gcbench.reporting.figures import Mark
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FADED = 0.35
+"""Opacity of points that another one dominates: better in the mean, for fewer bytes."""
+_MB = 1e6
+
+
+def half_interval(row: Row) -> float:
+    """Return half the 95 % confidence interval of a row's mean (Student's t); 0 for one seed."""
+    if row.sd is None:
+        return 0.0
+    from scipy import stats
+
+    n = len(row.values)
+    return float(stats.t.ppf(0.975, n - 1)) * row.sd / math.sqrt(n)
+
+
+def best(rows: Sequence[Row]) -> Row:
+    """Return the row with the best mean; of equal ones the one with fewer bytes.
+
+    Rows without a finished seed do not count; there must be one that has some.
+    """
+    sign = 1 if rows[0].metric == "accuracy" else -1
+    known = [row for row in rows if row.mean is not None]
+    return max(known, key=lambda row: (sign * (row.mean or 0.0), -row.payload_bytes_step))
+
+
+def draw(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Write the picture to `path`: PNG, SVG or PDF by its ending.
+
+    Across: encoded bytes of a worker and step, up and down; along: the metric after the last step,
+    mean over seeds with its 95 % interval. A colour a tier; a line joins the best of each. Grey is
+    the interval of the uncompressed runs. Rows without a finished seed are named below.
+
+    Raises:
+        UsageError: another ending, no row of a tier, or rows of more than one budget or metric.
+        GcbenchError: `path` cannot be written.
+    """
+    path = figures.check(path)
+    drawn = [row for row in rows if row.tier is not None and row.mean is not None]
+    if not drawn:
+        raise UsageError("no finished row of a tier to draw; make the suite's runs first")
+    if len({(str(row.context), row.metric) for row in rows}) > 1:
+        raise UsageError("rows of several budgets are no one picture; choose by --where")
+    accuracy = drawn[0].metric == "accuracy"
+    scale = 100 if accuracy else 1
+    tiers = list(dict.fromkeys(row.tier for row in sorted(drawn, key=_bytes)))
+    styles = figures.styles(map(str, tiers))
+    with figures.canvas(11, 6.6) as figure:
+        axes = figure.subplots()
+        for row in drawn:
+            if row.first.compressor_name == BASELINE:
+                middle, half = row.mean or 0.0, half_interval(row)
+                axes.axhspan(
+                    scale * (middle - half), scale * (middle + half), color="0.5", alpha=0.2, lw=0
+                )
+        marks = []
+        for row in drawn:
+            style = styles[str(row.tier)]
+            opacity = 1.0 if row.on_front else FADED
+            x, y, spread = _bytes(row), scale * (row.mean or 0.0), scale * half_interval(row)
+            axes.errorbar(
+                x,
+                y,
+                spread,
+                ls="",
+                capsize=3,
+                marker=style["marker"],
+                color=style["color"],
+                alpha=opacity,
+                ms=8,
+                mec="white",
+                mew=0.7,
+            )
+            marks.append(Mark(x, y, spread, row.method, style["color"]))
+        winners = [best([row for row in drawn if row.tier == tier]) for tier in tiers]
+        line = [(_bytes(row), scale * (row.mean or 0.0)) for row in winners]
+        axes.plot(*zip(*line, strict=True), color="0.4", lw=1.2, zorder=1)
+        for tier in tiers:
+            style = styles[str(tier)]
+            axes.plot([], [], ls="", marker=style["marker"], color=style["color"], label=tier)
+        axes.plot([], [], color="0.4", lw=1.2, label="best of each tier")
+        _frame(axes, drawn, accuracy=accuracy)
+        counts = sorted({len(row.values) for row in drawn})
+        seeds = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+        axes.set_title(f"{title}: mean and 95 % interval, n = {seeds}", loc="left")
+        failed = [row.method for row in rows if row.failed]
+        told = f"\nfailed seeds: {', '.join(failed)}" if failed else ""
+        axes.set_xlabel(f"encoded bytes per worker and step, up + down (MB){told}")
+        axes.legend(frameon=False, fontsize="small", loc="lower right")
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")
+        figures.write_labels(axes, marks)
+        figures.save(figure, path)
+
+
+def _bytes(row: Row) -> float:
+    return row.payload_bytes_step / _MB
+
+
+def _frame(axes: Axes, drawn: Sequence[Row], *, accuracy: bool) -> None:
+    """Set the scales: bytes by factors, and room for names on both sides."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    sizes = [_bytes(row) for row in drawn]
+    axes.set_xscale("log")
+    axes.set_xlim(min(sizes) / 2, max(sizes) * 2.2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylabel("test accuracy (%)" if accuracy else "test loss")

@@ -1,0 +1,62 @@
+"""Bits an element as they are sent: every method on the gradient of one network."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from gcbench.core.clock import Clock
+from gcbench.core.compressor import Compressor, Segments
+from gcbench.core.exchange import Exchange, Lane
+from gcbench.core.world import Link, SimulatedWorld
+
+WORKERS = 4
+BATCH = 2
+
+
+@cache
+def _gradients() -> tuple[tuple[tuple[int, ...], ...], Sequence[Tensor]]:
+    """Return the tensors' shapes, and ResNet-20's gradients at its start for random images."""
+    models = importlib.import_module("gcbench.tasks._models")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = models.ResNet(blocks=3)
+        parameters = list(model.parameters())
+        buckets = []
+        for _ in range(WORKERS):
+            images, labels = torch.randn(BATCH, 3, 32, 32), torch.randint(0, 10, (BATCH,))
+            loss = torch.nn.functional.cross_entropy(model(images), labels)
+            gradients = torch.autograd.grad(loss, parameters)
+            buckets.append(torch.cat([gradient.view(-1) for gradient in gradients]))
+    return tuple(tuple(p.shape) for p in parameters), buckets
+
+
+def bits(method: Compressor) -> tuple[float, float]:
+    """Return the bits an element that a worker hands over and gets back, agreements included.
+
+    ResNet-20, four workers, the method's default collective. Computes on one thread: more gain
+    nothing on so little, and lose much on a busy machine.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _bits(method)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _bits(method: Compressor) -> tuple[float, float]:
+    shapes, buckets = _gradients()
+    world = SimulatedWorld(WORKERS, torch.device("cpu"), Link(10, 50), 1, 1)
+    lane = Lane(method, method.legal_collectives()[0], 0, Segments.of(shapes, method.granularity))
+    clock = Clock(world.device)
+    clock.start_step()
+    Exchange(world, [lane], 0, clock).mean(buckets, 0)
+    traffic, n = world.traffic, len(buckets[0])
+    up = sum(t.payload_up for t in traffic) / len(traffic)
+    down = sum(t.payload_down for t in traffic) / len(traffic)
+    return 8 * up / n, 8 * down / n

@@ -1,0 +1,80 @@
+"""Micro-benchmarks of collectives, plain and compressed: from which size does compression pay?
+
+Flags, sizes, columns and factors are those of nccl-tests (its doc/PERFORMANCE.md):
+
+algbw = size / time: of an exchange, the bandwidth that a gradient in float32 effectively has.
+busbw = bytes that leave a worker for others / time. Of plain collectives these are nccl-tests'
+    factors of the size: 2 (N - 1) / N for all_reduce, (N - 1) / N for all_gather, reduce_scatter
+    and alltoall, 1 for broadcast and sendrecv. Of an exchange they are counted
+    (`gcbench.core.world`).
+
+The yardstick is the library's own all-reduce of the same size in the same command.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gcbench.reporting import analysis
+from gcbench.reporting.analysis import Analysis
+from gcbench.studies.bandwidth.picture import draw
+from gcbench.studies.bandwidth.settings import KIND, Settings, items, plan
+from gcbench.studies.bandwidth.tables import summarize
+from gcbench.studies.bandwidth.worker import measure
+from gcbench.training import membership, progress
+from gcbench.training.membership import Membership
+
+__all__ = ["Settings", "draw", "run"]
+
+
+def _worker(
+    member: Membership, settings_json: str, folder: str, mode: progress.Mode, force: bool
+) -> None:
+    """Be one worker of a process group: join it, and measure what the folder lacks."""
+    from gcbench.training import engines
+
+    settings = Settings.model_validate_json(settings_json)
+    world = engines.join(member, settings.device, settings.threads)
+    leads = world.ranks[0] == 0
+    finished = leads and not force and _finished(Path(folder)) is not None
+    measure(world, plan(settings), Path(folder), mode, afresh=force, finished=finished)
+    world.close()  # not after an error: it is told before others see the connection break
+
+
+def _finished(folder: Path) -> Analysis | None:
+    """Return the analysis that is there."""
+    return analysis.load(folder) if (folder / analysis.HEAD).exists() else None
+
+
+def run(
+    settings: Settings, results: Path, mode: progress.Mode, *, force: bool
+) -> tuple[Analysis, bool] | None:
+    """Measure, or find it measured; return the analysis and whether it is new.
+
+    None in a worker of torchrun other than worker 0, which alone writes and prints.
+
+    Raises:
+        GcbenchError: the first error of any worker.
+        Interrupted: the user asked to stop; what was measured is kept.
+    """
+    from gcbench.training import engines, launch
+
+    name = f"{KIND}-{analysis.digest(settings.model_dump(mode='json'))}"
+    folder = results / name
+    words = settings.model_dump_json(), str(folder), mode
+    if (member := membership.from_torchrun()) is not None:
+        engines.check_size(member, settings.workers)
+        found = None if force else _finished(folder)
+        _worker(member, *words, force)
+        if member.rank != 0:
+            return None
+    else:
+        found = None if force else _finished(folder)
+        if found is None:
+            launch.in_processes(settings.workers, settings.threads, _worker, (*words, force))
+    if found is not None:
+        return found, False
+    with analysis.Ledger(folder).open() as ledger:
+        pairs = [(size, item) for size in settings.sizes for item in items(settings)]
+        records = {(size, item): ledger[item.key(size)] for size, item in pairs}
+    return summarize(settings, records), True

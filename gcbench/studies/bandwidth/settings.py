@@ -1,0 +1,270 @@
+"""What `gcbench bandwidth` measures: settings, sizes, and the combinations that are legal."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from gcbench import ops
+from gcbench.core import exchange
+from gcbench.core.compressor import COLLECTIVES
+from gcbench.core.errors import UsageError, unknown
+from gcbench.studies import methods
+from gcbench.studies.bandwidth.transfers import BOUNDS, PLAIN, YARDSTICK, Item, Plan
+from gcbench.training import configuration, membership
+
+KIND = "bandwidth"
+MANY = 1000
+"""Sizes from which a list is taken for a slip."""
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMG]?)", re.IGNORECASE)
+
+
+class Settings(BaseModel):
+    """What decides the result."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    compressors: tuple[str, ...]
+    """Words as `gcbench.studies.methods` reads them."""
+    collectives: tuple[str, ...] = ("default",)
+    """Of the exchanges: names, or "default" (each method's own), or "all" (its legal ones)."""
+    plain: tuple[str, ...] = tuple(PLAIN)
+    """Collectives of the library."""
+    sizes: tuple[int, ...]
+    """Bytes of the float32 gradient, multiples of 4, ascending."""
+    iterations: int = 20
+    warmup: int = 5
+    workers: int = 2
+    engine: str = "spawn"
+    device: str = "cpu"
+    backend: str = "auto"
+    threads: int = 1
+    """In an operation of a worker."""
+    seed: int = 0
+    memory: bool = True
+    """Whether a method carries what its source carries (error feedback, momentum)."""
+    link_latency_us: float = 50.0
+    """Of the links that are predicted for, a message."""
+
+    @property
+    def library(self) -> str:
+        """What carries the collectives."""
+        return "nccl" if self.device.startswith("cuda") else "gloo"
+
+
+# ---- sizes ---------------------------------------------------------------------------------------
+
+
+def size_of(text: str) -> int:
+    """Return the bytes that "512", "4K", "1.5M" or "1G" mean; K, M, G are powers of 1024.
+
+    Raises:
+        UsageError: it is no such number.
+    """
+    found = _SIZE.fullmatch(text.strip().upper().removesuffix("B"))
+    if not found:
+        raise UsageError(f"size {text!r}: bytes expected, as 4096, 64K, 16M or 1G")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def sizes_between(least: int, most: int, factor: float | None, step: int | None) -> tuple[int, ...]:
+    """Return the sizes from `least` to `most`, by a factor or by a step, in whole floats.
+
+    Raises:
+        UsageError: they do not ascend, are below 4 bytes, or are more than `MANY`.
+    """
+    if factor is not None and step is not None:
+        raise UsageError("-f multiplies and -i adds: give one of them")
+    if not 4 <= least <= most:
+        raise UsageError(f"sizes from {least} to {most} bytes: 4 <= -b <= -e expected")
+    if factor is not None and not factor > 1:
+        raise UsageError(f"-f {factor:g}: a factor above 1 expected")
+    if step is not None and step < 4:
+        raise UsageError(f"-i {step}: at least 4 bytes expected, the size of a float")
+    sizes: list[int] = []
+    size = float(least)
+    while size <= most:
+        whole = int(size) // 4 * 4
+        if not sizes or whole > sizes[-1]:
+            sizes.append(whole)
+        size = size + step if step is not None else size * (factor or 8)
+        if len(sizes) > MANY:
+            raise UsageError(f"more than {MANY} sizes: take a larger -i or -f")
+    return tuple(sizes)
+
+
+def listed(text: str) -> tuple[int, ...]:
+    """Return the sizes of a list with commas, in whole floats, ascending.
+
+    Raises:
+        UsageError: one is no size, or below 4 bytes.
+    """
+    sizes = sorted({size_of(word) // 4 * 4 for word in text.split(",")})
+    if sizes[0] < 4:
+        raise UsageError(f"--sizes {text}: at least 4 bytes expected, the size of a float")
+    return tuple(sizes)
+
+
+def size_text(size: int) -> str:
+    """Return a size as nccl-tests' flags take it: 16M; 1234 where no unit divides it."""
+    for letter, unit in reversed(_UNITS.items()):
+        if size % unit == 0 and size >= unit:
+            return f"{size // unit}{letter}"
+    return str(size)
+
+
+# ---- validation ----------------------------------------------------------------------------------
+
+
+def make(
+    *,
+    compressors: str | None,
+    collectives: str | None,
+    plain: str | None,
+    sizes: tuple[int, ...],
+    workers: int | None,
+    engine: str | None,
+    threads: int | None,
+    **given: Any,
+) -> Settings:
+    """Return validated settings; under torchrun its job decides engine and workers.
+
+    Raises:
+        UsageError: what cannot be measured, with what can.
+    """
+    member = membership.from_torchrun()
+    engine = "torchrun" if member else engine or "spawn"
+    if engine == "simulate":
+        raise UsageError(
+            "engine simulate has no network to measure; use --engine spawn (local processes), or "
+            "start the command by torchrun"
+        )
+    if engine == "torchrun" and member is None:
+        raise UsageError(
+            "engine torchrun is found from the environment: start the command with "
+            "`torchrun --nproc-per-node N -m gcbench bandwidth ...`, or use --engine spawn"
+        )
+    if engine not in ("spawn", "torchrun"):
+        raise unknown("engine", engine, ("spawn", "torchrun"))
+    if workers is None:
+        workers = member.size if member else 2
+    if workers < 2:
+        raise UsageError(f"--workers {workers}: at least 2 have something to exchange")
+    here = member.local_size if member else workers
+    words = tuple(methods.all_of(compressors))
+    named = _names(collectives, ("default",))
+    if named not in (("default",), ("all",)):
+        for name in named:
+            if name not in COLLECTIVES:
+                raise unknown("collective", name, COLLECTIVES, "Or: default, all.")
+    chosen = _names(plain, tuple(PLAIN))
+    for name in chosen:
+        if name not in PLAIN:
+            raise unknown("plain collective", name, PLAIN)
+    if YARDSTICK not in chosen:
+        chosen = (YARDSTICK, *chosen)
+    settings = Settings(
+        compressors=words,
+        collectives=named,
+        plain=chosen,
+        sizes=sizes,
+        workers=workers,
+        engine=engine,
+        threads=threads or max(1, configuration.cores() // here),
+        **given,
+    )
+    configuration.require_device(settings.device)
+    _require_gpus(settings, here)
+    ops.choose(settings.backend, settings.device.partition(":")[0])
+    items(settings)
+    return settings
+
+
+def _names(text: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the words of a list with commas, each once."""
+    words = [word.strip() for word in (text or "").split(",")]
+    return tuple(dict.fromkeys(filter(None, words))) or default
+
+
+def _require_gpus(settings: Settings, here: int) -> None:
+    if settings.library == "nccl":
+        import torch
+
+        found = torch.cuda.device_count()
+        if here > found:
+            raise UsageError(f"{here} workers on {found} GPU(s): NCCL takes one worker a GPU")
+
+
+def items(settings: Settings) -> tuple[Item, ...]:
+    """Return what is measured at every size: bounds, plain collectives, exchanges.
+
+    Raises:
+        UsageError: no method can be exchanged by any of the collectives that were asked for.
+    """
+    found = [Item("bound", name, "-") for name in BOUNDS]
+    found += [Item("library", settings.library, name) for name in settings.plain]
+    pairs = [(word, name) for word, name, legal in combinations(settings) if legal]
+    if not pairs:
+        exchange.check_legal(methods.parse(settings.compressors[0]), settings.collectives[0])
+    return (*found, *(Item("exchange", *pair) for pair in pairs))
+
+
+def combinations(settings: Settings) -> list[tuple[str, str, bool]]:
+    """Return the methods by the collectives that were asked for, and whether that is legal."""
+    found = []
+    for word in settings.compressors:
+        legal = methods.parse(word).legal_collectives()
+        match settings.collectives:
+            case ("default",):
+                wanted = legal[:1]
+            case ("all",):
+                wanted = legal
+            case named:
+                wanted = named
+        found += [(word, name, name in legal) for name in wanted]
+    return found
+
+
+def plan(settings: Settings) -> Plan:
+    """Return what each worker needs to know."""
+    return Plan(
+        items=items(settings),
+        sizes=settings.sizes,
+        iterations=settings.iterations,
+        warmup=settings.warmup,
+        backend=settings.backend,
+        threads=settings.threads,
+        seed=settings.seed,
+        with_memory=settings.memory,
+    )
+
+
+def command(settings: Settings) -> str:
+    """Return the command line that makes this again."""
+    words = ["gcbench", KIND, "--compressor", ",".join(settings.compressors)]
+    if settings.engine == "torchrun":
+        words[:1] = ["torchrun", "--nproc-per-node", str(settings.workers), "-m", "gcbench"]
+    words += ["--sizes", ",".join(map(size_text, settings.sizes))]
+    flags = {
+        "collectives": "--collective",
+        "plain": "--plain",
+        "iterations": "-n",
+        "warmup": "-w",
+        "workers": "--workers",
+        "device": "--device",
+        "backend": "--backend",
+        "threads": "--threads",
+        "seed": "--seed",
+        "link_latency_us": "--link-latency-us",
+    }
+    for field, flag in flags.items():
+        value, usual = getattr(settings, field), Settings.model_fields[field].default
+        if value != usual or field in ("workers", "threads"):
+            words += [flag, ",".join(value) if isinstance(value, tuple) else f"{value}"]
+    if not settings.memory:
+        words.append("--no-memory")
+    return shlex.join(words)

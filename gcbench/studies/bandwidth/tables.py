@@ -1,0 +1,356 @@
+"""What was measured as rows, tables and sentences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gcbench import ops
+from gcbench.reporting import analysis
+from gcbench.reporting.analysis import Analysis, Row, Shown, Table
+from gcbench.studies.bandwidth.settings import KIND, Settings, combinations, command, size_text
+from gcbench.studies.bandwidth.transfers import PARTS, YARDSTICK, Item
+
+LINKS = (1, 10, 100)
+"""Gbit/s of the links that the conclusions name."""
+CHANCE = 0.01
+"""Probability below which a lead is none by luck."""
+
+# ---- statistics ----------------------------------------------------------------------------------
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the value below which `share` of them lie, linear between neighbours in order."""
+    return float(np.quantile(values, share))
+
+
+def luck(own: Sequence[float], plain: Sequence[float]) -> float:
+    """Return the probability that as many of the pairs have `own` < `plain` by a fair coin.
+
+    The sign test, one-sided; a tie counts for `plain`.
+    """
+    n = len(own)
+    wins = sum(a < b for a, b in zip(own, plain, strict=True))
+    return float(sum(math.comb(n, k) for k in range(wins, n + 1)) / 2**n)
+
+
+class Cost(NamedTuple):
+    """What an exchange costs wherever it runs."""
+
+    work: float
+    """Seconds of one worker in statistic, encode and decode."""
+    wire: float
+    """Bytes that leave a worker."""
+    rounds: float
+    """Messages one after the other."""
+
+
+def pays_on(plain: Cost, own: Cost, latency: float) -> tuple[float, float] | None:
+    """Return the links, from and to bit/s, on which `own` is predicted to be faster than `plain`.
+
+    A link of B bit/s and `latency` seconds a message makes T(B) = work + rounds latency + 8 wire/B
+    of either. With saved = 8 (wire_plain - wire_own) bits and spent = the difference of the terms
+    without B, own - plain: saved / B > spent. None: on no link.
+    """
+    saved = 8 * (plain.wire - own.wire)
+    spent = own.work - plain.work + (own.rounds - plain.rounds) * latency
+    if saved > 0:
+        return (0.0, saved / spent) if spent > 0 else (0.0, math.inf)
+    if spent < 0:
+        return (saved / spent, math.inf)
+    return None
+
+
+def pays_from(sizes: Sequence[int], pays: Mapping[int, bool]) -> int | None:
+    """Return the smallest size from which it pays at every larger measured one, too."""
+    found = None
+    for size in sorted(sizes, reverse=True):
+        if not pays.get(size, False):
+            break
+        found = size
+    return found
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+Records = Mapping[tuple[int, Item], Mapping[str, Any]]
+
+TRANSFERS = [
+    Shown(field="method", heading="method"),
+    Shown(field="collective", heading="collective"),
+    Shown(field="p50", heading="time\nµs", scale=1e6),
+    Shown(field="p95", heading="p95\nµs", scale=1e6),
+    Shown(field="p99", heading="p99\nµs", scale=1e6),
+    Shown(field="algbw", heading="algbw\nGB/s", scale=1e-9),
+    Shown(field="busbw", heading="busbw\nGB/s", scale=1e-9),
+    Shown(field="wrong", heading="#wrong"),
+    Shown(field="checked", heading="checked by"),
+    Shown(field="speed", heading="speed\nvs plain"),
+]
+PHASES_SHOWN = [
+    Shown(field="method", heading="method"),
+    Shown(field="collective", heading="collective"),
+    Shown(field="statistic", heading="statistic\nµs", scale=1e6),
+    Shown(field="encode", heading="encode\nµs", scale=1e6),
+    Shown(field="communicate", heading="communicate\nµs", scale=1e6),
+    Shown(field="decode", heading="decode\nµs", scale=1e6),
+    Shown(field="messages", heading="messages"),
+    Shown(field="wire_bytes", heading="wire\nkB", scale=1e-3),
+    Shown(field="links", heading="~ pays on links\nof Gbit/s"),
+]
+CROSSOVERS = [
+    Shown(field="method", heading="method"),
+    Shown(field="collective", heading="collective"),
+    Shown(field="ratio_up", heading="ratio\nup"),
+    Shown(field="ratio_wire", heading="ratio\nwire"),
+    Shown(field="speed", heading="speed,\nlargest"),
+    Shown(field="best_speed", heading="speed,\nbest"),
+    Shown(field="best_size", heading="at\nsize"),
+    Shown(field="pays_from", heading="pays\nfrom"),
+    Shown(field="links", heading="~ pays on links\nof Gbit/s"),
+]
+
+
+def summarize(settings: Settings, records: Records) -> Analysis:
+    """Return the analysis of what was measured, by size and item (see `transfers.measure`)."""
+    rows = [_row(size, item, record) for (size, item), record in records.items()]
+    done = [key for key, record in records.items() if "phases" in record]
+    phases = [_phases(settings, size, item, records[size, item]) for size, item in done]
+    pairs = dict.fromkeys(item for _, item in records if item.kind == "exchange")
+    crossings = [_crossing(settings, item, rows, phases) for item in pairs]
+    tables = [
+        Table(
+            name="transfers",
+            title="Time, bandwidth and check of one call",
+            shown=TRANSFERS,
+            which=2,
+            by="message",
+            notes=_notes(settings),
+            rows=rows,
+        ),
+        Table(
+            name="phases",
+            title="Where the time of an exchange goes",
+            shown=PHASES_SHOWN,
+            which=2,
+            by="message",
+            notes=_predicted(settings),
+            rows=phases,
+        ),
+        Table(
+            name="crossovers",
+            title=f"Against {settings.library}'s {YARDSTICK} of the same float32 gradient",
+            shown=CROSSOVERS,
+            which=2,
+            notes=[
+                "Speed: median of the plain all-reduce / own, from iterations that took turns. "
+                f"Pays: so often faster that a coin does it in less than {CHANCE:.0%} (sign test "
+                "over the pairs), at this and every larger size. Ratios, at the largest size: "
+                "bytes of the float32 gradient / payload up; wire bytes, plain / own. ~ as above, "
+                "at the largest size."
+            ],
+            rows=crossings,
+        ),
+        Table(name="iterations", title="Seconds of every iteration", rows=_iterations(records)),
+    ]
+    return Analysis(
+        kind=KIND,
+        settings=settings.model_dump(mode="json"),
+        command=command(settings),
+        provenance={**analysis.provenance(), "kernels": _kernels(settings)},
+        conclusions=_conclusions(settings, rows, crossings),
+        tables=tables,
+        failed=any(row["failed"] or row["wrong"] for row in rows),
+    )
+
+
+def _place(size: int, item: Item) -> Row:
+    message = f"{size_text(size)} ({size:,} bytes, {size // 4:,} floats)"
+    return {"size": size, "message": message, **item._asdict()}
+
+
+def _row(size: int, item: Item, record: Mapping[str, Any]) -> Row:
+    """Return the line of one item at one size; a failed one has no times."""
+    row = {**_place(size, item), "count": record["bytes"] // 4}
+    row["failed"], row["wrong"] = record.get("failed"), record.get("wrong")
+    row["checked"] = record.get("checked", "failed")
+    if row["failed"]:
+        return row
+    seconds: list[float] = record["seconds"]
+    row["n"] = len(seconds)
+    row["mean"], row["min"] = sum(seconds) / len(seconds), min(seconds)
+    for percent in (50, 95, 99):
+        row[f"p{percent}"] = percentile(seconds, percent / 100)
+    middle = percentile(seconds, 0.5)
+    row["algbw"], row["busbw"] = record["bytes"] / middle, record["wire"] / middle
+    if "plain" in record:
+        row["plain_p50"] = percentile(record["plain"], 0.5)
+        row["speed"] = percentile(record["plain"], 0.5) / middle
+        row["luck"] = luck(seconds, record["plain"])
+        row["pays"] = luck(seconds, record["plain"]) < CHANCE and not row["wrong"]
+    return row
+
+
+def _phases(settings: Settings, size: int, item: Item, record: Mapping[str, Any]) -> Row:
+    """Return where the time of an exchange goes, what it sends, and where that would pay."""
+    row = _place(size, item)
+    medians = {name: percentile(record["phases"][name], 0.5) for name in PARTS}
+    row.update(medians)
+    work = sum(seconds for name, seconds in medians.items() if name != "communicate")
+    row["payload_bytes_up"] = record["payload_up"]
+    row["payload_bytes_down"] = record["payload_down"]
+    row["wire_bytes"], row["messages"] = record["wire"], record["rounds"]
+    row["plain_wire_bytes"] = record["plain_wire"]
+    links = pays_on(
+        Cost(0.0, record["plain_wire"], 2 * (settings.workers - 1)),
+        Cost(work, record["wire"], record["rounds"]),
+        settings.link_latency_us * 1e-6,
+    )
+    row["pays_on_from"] = row["pays_on_to"] = None
+    if links is not None:
+        row["pays_on_from"], row["pays_on_to"] = links[0], analysis.finite(links[1])
+    row["links"] = links_text(links)
+    return row
+
+
+def _iterations(records: Records) -> list[Row]:
+    rows: list[Row] = []
+    for (size, item), record in records.items():
+        columns = {"seconds": record.get("seconds", []), **record.get("phases", {})}
+        if "plain" in record:
+            columns["plain"] = record["plain"]
+        place: Row = {"size": size, **item._asdict()}
+        for number in range(len(columns["seconds"])):
+            values = {name: column[number] for name, column in columns.items()}
+            rows.append({**place, "iteration": number, **values})
+    return rows
+
+
+def links_text(links: tuple[float, float] | None) -> str:
+    """Return the links, in bit/s, as a reader sees them, in Gbit/s."""
+    if links is None:
+        return "never"
+    low, high = links
+    if math.isinf(high):
+        return "any" if low == 0 else f"above {low * 1e-9:.3g}"
+    return f"below {high * 1e-9:.3g}"
+
+
+def _crossing(settings: Settings, item: Item, rows: Sequence[Row], phases: Sequence[Row]) -> Row:
+    """Return the line of one exchange over all sizes."""
+
+    def own(table: Sequence[Row]) -> dict[int, dict[str, Any]]:
+        wanted = item._asdict().items()
+        return {int(row["size"] or 0): row for row in table if wanted <= row.items()}
+
+    found, largest = own(rows), settings.sizes[-1]
+    made: Row = {"method": item.method, "collective": item.collective}
+    made["failed"] = next((row["failed"] for row in found.values() if row["failed"]), None)
+    measured = {size: row for size, row in found.items() if not row["failed"]}
+    if largest not in measured:
+        return {**made, "pays_from": "failed"}
+    last = own(phases)[largest]
+    best = max(measured, key=lambda size: measured[size]["speed"])
+    made["ratio_up"] = largest / last["payload_bytes_up"] if last["payload_bytes_up"] else None
+    made["ratio_wire"] = (
+        last["plain_wire_bytes"] / last["wire_bytes"] if last["wire_bytes"] else None
+    )
+    made["speed"], made["best_speed"] = measured[largest]["speed"], measured[best]["speed"]
+    made["best_size"] = size_text(best)
+    made["pays_from_bytes"] = pays_from(
+        settings.sizes, {size: row["pays"] for size, row in measured.items()}
+    )
+    made["wrong"] = sum(row["wrong"] for row in measured.values())
+    if made["wrong"]:
+        made["pays_from"] = "wrong"
+    elif made["pays_from_bytes"] is None:
+        made["pays_from"] = f"never up to {size_text(largest)}"
+    else:
+        made["pays_from"] = size_text(int(made["pays_from_bytes"]))
+    return {**made, **{name: last[name] for name in ("pays_on_from", "pays_on_to", "links")}}
+
+
+def _notes(settings: Settings) -> list[str]:
+    turns = settings.iterations
+    notes = [
+        f"{settings.workers} workers ({settings.engine}, {settings.library}), "
+        f"{settings.threads} thread(s) each, n = {turns} iterations after {settings.warmup}. Time: "
+        "median, from a barrier until the slowest worker is done; percentiles are linear between "
+        "the values in order. algbw = size / time; busbw = bytes that leave a worker / time. "
+        "memcpy: all workers at once; loopback: one TCP connection through 127.0.0.1 alone.",
+        "#wrong: elements over all workers. Checked by exact: other than the exact sum or copy of "
+        "small integers; bits: other bits than the simulation's in the first steps, or than worker "
+        "0's after the last.",
+    ]
+    refused = [f"{word} by {name}" for word, name, legal in combinations(settings) if not legal]
+    if refused:
+        notes.append(f"Not measured, their mean would be wrong: {', '.join(refused)}.")
+    return notes
+
+
+def _predicted(settings: Settings) -> list[str]:
+    return [
+        "Medians of the phases of the slowest worker; communicate holds the wait for others. "
+        "Messages: one after the other. Wire: bytes that leave a worker.",
+        f"~ is a prediction: on a link of B bit/s with {settings.link_latency_us:g} µs a message "
+        "an exchange takes statistic + encode + decode as measured here, its messages, and 8 wire "
+        f"/ B; the plain all-reduce {2 * (settings.workers - 1)} messages and 8 wire / B, its "
+        "additions for nothing. No overlap with the backward pass.",
+    ]
+
+
+def _gigabytes(row: Row, field: str) -> str:
+    return f"{float(row[field] or 0) * 1e-9:.3g} GB/s"
+
+
+def _conclusions(
+    settings: Settings, rows: Sequence[Row], crossings: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Return what these numbers say."""
+    largest = size_text(settings.sizes[-1])
+    at = {
+        (row["method"], row["collective"]): row for row in rows if row["size"] == settings.sizes[-1]
+    }
+    plain = at[settings.library, YARDSTICK]
+    said = [
+        f"At {largest} and {settings.workers} workers the plain all-reduce of "
+        f"{settings.library} has a busbw of {_gigabytes(plain, 'busbw')}, "
+        f"a copy {_gigabytes(at['memcpy', '-'], 'algbw')}, a TCP connection through loopback "
+        f"{_gigabytes(at['loopback', '-'], 'algbw')}."
+    ]
+    done = [row for row in crossings if row.get("wrong") == 0]
+    if done:
+        paying = [row for row in done if row["pays_from_bytes"] is not None]
+        best = max(done, key=lambda row: row["speed"])
+        said.append(
+            f"Measured here: {len(paying)} of {len(done)} exchanges pay at {largest}; the fastest "
+            f"is {best['method']} by {best['collective']}, {best['speed']:.3g} times as fast as "
+            "the plain all-reduce."
+        )
+        counts = [
+            f"{sum(_covers(row, 1e9 * link) for row in done)} at {link} Gbit/s" for link in LINKS
+        ]
+        said.append(f"Predicted at {largest}, of {len(done)} exchanges pay: {', '.join(counts)}.")
+    bad = [row for row in rows if row["failed"] or row["wrong"]]
+    if bad:
+        names = dict.fromkeys(
+            f"{row['method']} by {row['collective']} ({row['failed'] or 'wrong'})" for row in bad
+        )
+        said.append(f"{len(bad)} of {len(rows)} results are WRONG or failed: {', '.join(names)}.")
+    else:
+        said.append(f"All {len(rows)} results were checked, and none is wrong.")
+    return said
+
+
+def _covers(row: Mapping[str, Any], link: float) -> bool:
+    """Return whether a link, in bit/s, is among those on which the exchange of a row pays."""
+    low, high = row["pays_on_from"], row["pays_on_to"]
+    return low is not None and low < link < (math.inf if high is None else high)
+
+
+def _kernels(settings: Settings) -> str:
+    """Return the backend that serves the methods' operations."""
+    return ops.choose(settings.backend, settings.device.partition(":")[0])

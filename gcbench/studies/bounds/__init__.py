@@ -1,0 +1,564 @@
+"""`gcbench bounds`: the papers' convergence theorems, and what methods declare, put to the test.
+
+Three places where compressors run: known inputs, compressed training of a task (`codec_claims`,
+both through `audit`), and descents on quadratics whose constants are known (`quadratic_claims`).
+Which rows judge a method follows from its declarations, never from its name. What holds of every
+gradient, or is seen of gradients while no compressor runs, is in a table apart (`observe`,
+`gradient_claims`). `claims` has the rule by which all are judged.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gcbench.core.compressor import Compressor
+from gcbench.core.errors import PayloadError, UsageError, unknown
+from gcbench.core.world import Link, SimulatedWorld
+from gcbench.reporting import analysis as measuring
+from gcbench.reporting import figures
+from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
+from gcbench.studies import methods
+from gcbench.studies.bounds import (
+    audit,
+    codec_claims,
+    gradient_claims,
+    gradient_tables,
+    quadratic_claims,
+    quadratics,
+    training,
+)
+from gcbench.studies.bounds.claims import KINDS, LOOSE, LOOSELY, VERDICTS, Judged
+from gcbench.studies.bounds.observe import Plan, Record, Watch
+from gcbench.training import configuration, grid, progress
+from gcbench.training.configuration import Config
+from gcbench.training.store import Run
+from gcbench.training.train import Options, Trainer
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+KIND = "bounds"
+PUBLISHED = (
+    *("qsgd:norm=2", "terngrad:clip=0", "powersgd:warm_start=false", "randomk:scaled=false"),
+    "int8:rounding=stochastic",
+)
+"""Forms that theorems are about and that are no defaults: they are judged, too."""
+
+_GENERIC = (*codec_claims.OF_METHODS, *quadratic_claims.OF_METHODS)
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class Settings(BaseModel):
+    """What decides the verdicts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    task: str = "digits"
+    task_options: dict[str, Any] = {}
+    compressor: str = "none"
+    """What trains, as a word of `methods`: the trajectory along which gradients are seen."""
+    workers: Count = 4
+    steps: Count = 200
+    batch: Count | None = None
+    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    seeds: tuple[Annotated[int, Field(ge=0, lt=2**63)], ...] = (0, 1, 2)
+    every: Count = 10
+    snapshots: Count = 3
+    batches: Annotated[int, Field(ge=8)] = 128
+    compressed_steps: Annotated[int, Field(ge=0)] = 20
+    """Steps that each method trains, with every seed; 0: none."""
+    methods: str = ""
+    """Words with commas; empty: all registered ones and `PUBLISHED`. `compressor` is one, too."""
+    weights: tuple[str, ...] = ()
+    claims: str = "*"
+    """A pattern of claims' names."""
+    quadratic_only: bool = False
+
+    def config(self, seed: int) -> Config:
+        """Return the config of one training run.
+
+        Raises:
+            UsageError: see `Config.make`.
+        """
+        name, *words = self.compressor.split(":")
+        given: dict[str, Any] = {
+            "task": self.task,
+            "task_options": self.task_options,
+            "compressor": name,
+            "options": grid.pairs(f"{name}:", words),
+            "workers": self.workers,
+            "steps": self.steps,
+            "seed": seed,
+        }
+        given |= {
+            key: value for key in ("batch", "lr") if (value := getattr(self, key)) is not None
+        }
+        return Config.make(given)
+
+    def chosen(self) -> dict[str, Compressor]:
+        """Return the methods to look at, by their words."""
+        from gcbench.core import registry
+
+        known = methods.all_of(self.methods or None, [*registry.compressors(), *PUBLISHED])
+        if self.compressor != "none":  # what trains is judged as well
+            known.setdefault(self.compressor, methods.parse(self.compressor))
+        return known
+
+    def wanted(self, name: str) -> bool:
+        """Return whether a claim, or any of a group that ends in a slash, is asked for."""
+        if not name.endswith("/"):
+            return fnmatch.fnmatchcase(name, self.claims)
+        return any(c.name.startswith(name) and self.wanted(c.name) for c in gradient_claims.FIXED)
+
+    def snapshot_steps(self) -> tuple[int, ...]:
+        """Return the steps of the snapshots, from the first to the last."""
+        last = self.steps - 1
+        count = min(self.snapshots, self.steps)
+        return tuple(round(k * last / max(count - 1, 1)) for k in range(count))
+
+
+def make(**given: Any) -> Settings:
+    """Return settings of what the user gave, checked.
+
+    Raises:
+        UsageError: a value out of range, no such claim, a training that cannot be set up.
+    """
+    try:
+        settings = Settings(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = "/".join(map(str, first["loc"]))
+        raise UsageError(f"{where}={first['input']!r}: {first['msg'].lower()}") from None
+    check(settings)
+    return settings
+
+
+def finished(settings: Settings, results: Path) -> Path | None:
+    """Return the folder in which this analysis is finished, if it is."""
+    folder = results / f"{KIND}-{measuring.digest(settings.model_dump(mode='json'))}"
+    return folder if (folder / measuring.HEAD).exists() else None
+
+
+def check(settings: Settings) -> None:
+    """Refuse settings that nothing can come of, before any work.
+
+    Raises:
+        UsageError: no claim has such a name, or the training cannot be set up.
+    """
+    chosen = settings.chosen()
+    claims = [*codec_claims.catalogue(chosen), *quadratic_claims.catalogue(chosen)]
+    fixed = () if settings.quadratic_only else gradient_claims.FIXED
+    if not any(settings.wanted(claim.name) for claim in (*fixed, *claims)):
+        names = [claim.name for claim in fixed] + [of("METHOD").name for of in _GENERIC]
+        raise unknown("claim", settings.claims, names, "A pattern may have *, e.g. 'sign*'.")
+    if not settings.quadratic_only:
+        settings.config(settings.seeds[0])
+    if len(set(settings.seeds)) < len(settings.seeds) or not settings.seeds:
+        raise UsageError(f"seeds {settings.seeds}: different numbers expected, e.g. --seed 0,1,2")
+
+
+def run(
+    settings: Settings,
+    results: Path,
+    data_dir: Path | None = None,
+    mode: progress.Mode = "none",
+    *,
+    command: str = "gcbench bounds",
+    force: bool = False,
+) -> Analysis:
+    """Judge all claims that are asked for; what an interrupted attempt has done is not done again.
+
+    Raises:
+        UsageError: see `check`.
+        GcbenchError: a gradient is not finite, data are missing, the folder cannot be written.
+    """
+    check(settings)
+    made = Analysis(
+        kind=KIND,
+        settings=settings.model_dump(mode="json"),
+        command=command,
+        provenance=measuring.provenance(),
+        tables=[],
+    )
+    chosen = settings.chosen()
+    work = [*codec_claims.units(chosen, settings.seeds)]
+    work += quadratic_claims.units(chosen, settings.seeds)
+    units = [unit for unit in work if any(map(settings.wanted, unit.claims))]
+    train = not settings.quadratic_only
+    watched = train and any(settings.wanted(claim.name) for claim in gradient_claims.FIXED)
+    seeds = settings.seeds if watched else ()
+    compressed = [
+        (word, method, seed)
+        for word, method in chosen.items()
+        for seed in settings.seeds
+        if train and settings.compressed_steps
+        if any(settings.wanted(make(word).name) for make in codec_claims.AUDITED)
+    ]
+    folder = results / made.name
+    steps = settings.steps * len(seeds), settings.compressed_steps * len(compressed)
+    shown = progress.observer(mode, KIND, len(units) + sum(steps))
+    judged = Judged(settings.wanted)
+    with Ledger(folder).open(afresh=force) as ledger:
+        try:
+            before = 0
+
+            def told(step: int) -> None:
+                shown.step(before + step, f"{key}, step {step}")
+
+            records, audits = [], []
+            for seed in seeds:
+                key = f"seed {seed}"
+                if key not in ledger:
+                    ledger[key] = _train(settings, seed, folder, data_dir, told)
+                records.append(ledger[key])
+                before += settings.steps
+            for word, method, seed in compressed:
+                key = f"training {word}, seed {seed}"
+                if key not in ledger:
+                    args = settings.config(seed), word, method, settings.compressed_steps, folder
+                    ledger[key] = training.train(*args, data_dir, told)
+                audits.append((word, ledger[key]))
+                before += settings.compressed_steps
+            _compressed(settings, audits, judged)
+            if records:
+                weights = [len(shape) > 1 for shape in records[0]["shapes"]]
+                gradient_claims.judge(records, weights, judged, _place(settings))
+            for number, unit in enumerate(units):
+                shown.step(sum(steps) + number, unit.key)
+                if unit.key not in ledger:
+                    own = Judged(settings.wanted)
+                    try:
+                        unit.judge(own)
+                    except PayloadError as error:
+                        word = unit.claims[0].partition("/")[2]
+                        claim = codec_claims.contract(word)
+                        own.refused(claim, unit.place, unit.key.split()[0], word, str(error))
+                    ledger[unit.key] = own.record()
+                judged.take(ledger[unit.key])
+            shown.step(sum(steps) + len(units), "done")
+        finally:
+            shown.close()
+        judged.sort()
+        made.tables = [*_tables(settings, judged, records, audits)]
+        made.conclusions = _conclusions(judged.rows)
+        made.failed = any(
+            row["kind"] == "theorem" and row["verdict"] == "fails" for row in judged.rows
+        )
+    return made
+
+
+def _compressed(settings: Settings, audits: Sequence[tuple[str, Record]], judged: Judged) -> None:
+    """Judge the compressed trainings, all seeds of a method together."""
+    place = f"training of {_network(settings)}"
+    for word, together in _by_method(audits).items():
+        told = f"{together['steps']} steps, M={settings.workers}"
+        codec_claims.judge(word, together, judged, place, told)
+
+
+def _by_method(audits: Sequence[tuple[str, Record]]) -> dict[str, Record]:
+    words = dict.fromkeys(word for word, _ in audits)
+    return {
+        word: audit.merged([record for other, record in audits if other == word]) for word in words
+    }
+
+
+def _network(settings: Settings) -> str:
+    network = settings.task_options.get("network")
+    return settings.task + (f", {network}" if network else "")
+
+
+def _place(settings: Settings) -> str:
+    return f"gradients of {_network(settings)}, {settings.steps} steps by {settings.compressor}"
+
+
+def _train(
+    settings: Settings,
+    seed: int,
+    folder: Path,
+    data_dir: Path | None,
+    told: Callable[[int], None],
+) -> Record:
+    """Train once under a watch, and return what it saw."""
+    config = settings.config(seed)
+    watch = Watch(
+        Plan(
+            every=settings.every,
+            snapshots=settings.snapshot_steps(),
+            batches=settings.batches,
+            weights=settings.weights,
+            wanted=settings.wanted,
+        )
+    )
+    threads = configuration.threads_per_worker(config)
+    parallel = min(config.workers, max(1, configuration.cores() // threads))
+    link = Link(config.link_gbit, config.link_latency_us)
+    world = SimulatedWorld(config.workers, torch.device("cpu"), link, threads, parallel)
+    try:
+        options = Options(data_dir=data_dir, on_bucket=watch.on_bucket)
+        trainer = Trainer(
+            config, world, Run(folder), options
+        )  # the folder of a run that saves none
+        watch.start(trainer)
+        for step in range(config.steps):
+            told(step)
+            trainer.train_step()
+    finally:
+        world.close()
+    return watch.record()
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def _tables(
+    settings: Settings,
+    judged: Judged,
+    records: Sequence[Record],
+    audits: Sequence[tuple[str, Record]],
+) -> list[Table]:
+    ran = [row for row in judged.rows if row["ran"]]
+    alone = [row for row in judged.rows if not row["ran"]]
+    details = Table(
+        name="details",
+        title="To the verdicts",
+        shown=[
+            Shown(field="claim", heading="claim"),
+            Shown(field="why", heading="note"),
+        ],
+        which=2,
+        by="place",
+        rows=[
+            {"claim": _label(row), "place": row["place"], "why": row["why"]}
+            for row in judged.rows
+            if row["why"]
+        ],
+    )
+    absent = Table(
+        name="not_applicable",
+        title="Not applicable",
+        shown=[
+            Shown(field="claim", heading="claims"),
+            Shown(field="why", heading="why"),
+            Shown(field="which", heading="of"),
+        ],
+        which=3,
+        by="place",
+        rows=judged.skipped(),
+    )
+    behind: list[Table] = []
+    if audits:
+        behind.append(_codecs(_by_method(audits)))
+    if records:
+        sizes = [math.prod(shape) for shape in records[0]["shapes"]]
+        behind += gradient_tables.tables(records, records[0]["names"], sizes, settings.seeds)
+    return [
+        _verdicts("claims", "Verdicts on compressors", ran),
+        _verdicts("gradients", "Properties of gradients; no compressor runs in them", alone),
+        *(details, absent, *behind),
+    ]
+
+
+def _verdicts(name: str, title: str, rows: list[Row]) -> Table:
+    statements = {(str(row["statement"]), str(row["source"])): row for row in reversed(rows)}
+    notes = [
+        f"{_group(str(row['claim']))} ({row['kind']}): {statement} [{source}]"
+        for (statement, source), row in reversed(statements.items())
+    ]
+    present = {row["kind"] for row in rows}
+    kinds = "; ".join(f"{kind}: {text}" for kind, text in KINDS.items() if kind in present)
+    return Table(
+        name=name,
+        title=title,
+        shown=[
+            Shown(field="claim", heading="claim"),
+            Shown(field="setting", heading="setting"),
+            Shown(field="verdict", heading="verdict"),
+            Shown(field="bound", heading="bound"),
+            Shown(field="measured", heading="measured"),
+            Shown(field="low", heading="from"),
+            Shown(field="high", heading="to"),
+            Shown(field="slack", heading="slack"),
+            Shown(field="n", heading="n"),
+            Shown(field="over", heading="of"),
+            Shown(field="ran", heading="compressor\nthat ran"),
+        ],
+        by="place",
+        notes=[*notes, f"Kinds of claims. {kinds}."] if rows else [],
+        rows=rows,
+    )
+
+
+def _codecs(found: Mapping[str, Record]) -> Table:
+    """Return what each method lost of the gradients of its own compressed training."""
+    rows: list[Row] = []
+    for word, record in found.items():
+        row: Row = {"method": word, "steps": record["steps"]}
+        lost: list[float] = [value for value in record.get("lost", ()) if value is not None]
+        if lost:
+            row["lost"] = math.fsum(lost) / len(lost)
+        spread, scale = record.get("spread"), record.get("bias", {}).get("scale", [0.0])[0]
+        if spread and scale:
+            row["variance"] = _over(spread["error"], scale)
+            row["declared"] = _over(spread["declared"], scale) if record["exact"] else None
+        if record.get("stopped") is not None:
+            row["stopped"] = record["stopped"]
+        rows.append(row)
+    return Table(
+        name="codecs",
+        title="What is lost in compressed training, as a share of ||x||^2",
+        shown=[
+            Shown(field="method", heading="method"),
+            Shown(field="lost", heading="lost:\n1 - delta"),
+            Shown(field="variance", heading="variance\nof the mean"),
+            Shown(field="declared", heading="declared"),
+            Shown(field="steps", heading="steps"),
+            Shown(field="stopped", heading="stopped\nat step"),
+        ],
+        rows=rows,
+    )
+
+
+def _over(value: float | None, scale: float) -> float | None:
+    return None if value is None else value / scale
+
+
+def _label(row: Row) -> str:
+    return f"{row['claim']}, {row['setting']}" if row["setting"] else str(row["claim"])
+
+
+def _group(name: str) -> str:
+    """Return the name of a claim, of one about any method that of its group."""
+    group = name.partition("/")[0]
+    generic = {of("").name.rstrip("/") for of in _GENERIC}
+    return f"{group}/" if group in generic else name
+
+
+TOLD = {"holds": "hold", LOOSELY: "hold loosely", "fails": "fail", "undecided": "undecided"}
+
+
+def _conclusions(rows: Sequence[Row]) -> list[str]:
+    counts = []
+    for kind in KINDS:
+        own = [row["verdict"] for row in rows if row["kind"] == kind]
+        told = ", ".join(f"{own.count(v)} {TOLD[v]}" for v in VERDICTS if own.count(v))
+        rows_of = f"{kind} rows" if len(own) > 1 else f"{kind} row"
+        counts.append(f"{len(own)} {rows_of}: {told}" if own else "")
+    sentences = ["; ".join(filter(None, counts)) + "."]
+    for verdict, meaning in (
+        ("undecided", "could not be decided: the interval is too wide for the bound"),
+        (LOOSELY, f"hold with a slack above {LOOSE:g}, under which a wrong code could hide"),
+    ):
+        such = [row for row in rows if row["verdict"] == verdict and row["kind"] == "theorem"]
+        if such:
+            groups = dict.fromkeys(_group(str(row["claim"])) for row in such)
+            sentences.append(f"{len(such)} theorem rows {meaning}: {', '.join(groups)}.")
+    for row in rows:
+        if row["verdict"] == "fails":
+            measured, bound = measuring.cell(row["measured"]), measuring.cell(row["bound"])
+            setting = f" ({row['setting']})" if row["setting"] else ""
+            note = f"; {row['why']}" if row["why"] else ""
+            sentences.append(
+                f"{row['claim']}{setting}, {row['kind']}, fails on {row['place']}: {measured} "
+                f"against {bound}{note}."
+            )
+    return sentences
+
+
+# ---- picture -------------------------------------------------------------------------------------
+
+COLOURS = {"holds": 0, LOOSELY: 9, "undecided": 1, "fails": 3}
+"""Places in the colour-blind palette."""
+SYMBOLS = {"theorem": "o", "assumption": "D", "observation": "^", "property": "s"}
+LEAST, MOST = 1e-3, 1e3
+"""Ratios beyond these are drawn at the edge, with an arrow."""
+
+
+def draw(analysis: Analysis, path: Path) -> None:
+    """Draw measured / bound of every claim, with its interval: left of 1 it holds.
+
+    Raises:
+        GcbenchError: the file cannot be written.
+    """
+    names = [table.name for table in analysis.tables]
+    rows = list(analysis.table("claims").rows)
+    if "gradients" in names:  # older files have all rows in one table
+        rows += analysis.table("gradients").rows
+    places = list(dict.fromkeys(str(row["place"]) for row in rows))
+    longest = max(sum(row["place"] == place for row in rows) for place in places)
+    with figures.canvas(9.5 * len(places), 2.6 + 0.3 * longest) as figure:
+        panels = figure.subplots(1, len(places), squeeze=False)[0]
+        for axes, place in zip(panels, places, strict=True):
+            _panel(axes, [row for row in rows if row["place"] == place], longest)
+            axes.set_title(_title(analysis, place))
+        _legend(figure, rows)
+        figures.save(figure, path)
+
+
+def _ratio(value: Any) -> float:
+    """Return a ratio inside the axis; what is no number is beyond it."""
+    return MOST if value is None else min(max(float(value), LEAST), MOST)
+
+
+def _panel(axes: Axes, rows: Sequence[Row], longest: int) -> None:
+    import seaborn
+
+    palette = seaborn.color_palette("colorblind")
+    for height, row in enumerate(rows):
+        colour = palette[COLOURS[str(row["verdict"])]]
+        at = _ratio(row["ratio"])
+        if row["ratio_low"] is not None or row["ratio_high"] is not None:
+            limits = _ratio(row["ratio_low"] or 0.0), _ratio(row["ratio_high"])
+            axes.plot(limits, (height, height), color=colour, lw=2.5, solid_capstyle="butt")
+        outside = row["ratio"] is None or not LEAST <= float(row["ratio"]) <= MOST
+        marker = SYMBOLS[str(row["kind"])]
+        if outside:
+            marker = "<" if at == LEAST else ">"
+        face = "white" if row["verdict"] == "undecided" else colour
+        axes.plot(at, height, marker, color=colour, mfc=face, ms=8, mew=1.8)
+    axes.axvline(1.0, color="0.2", lw=1.5)
+    axes.set_xscale("log")
+    axes.set_xlim(LEAST / 1.6, MOST * 1.6 if any(_ratio(r["ratio"]) > 30 for r in rows) else 30)
+    axes.set_ylim(longest - 0.3, -0.7)
+    axes.set_yticks(range(len(rows)), [_label(row) for row in rows], fontsize="small")
+    for tick, row in zip(axes.get_yticklabels(), rows, strict=True):
+        if row["verdict"] == "fails":
+            tick.set_color(palette[COLOURS["fails"]])
+            tick.set_fontweight("bold")
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("measured / bound")
+
+
+def _title(analysis: Analysis, place: str) -> str:
+    if place == quadratic_claims.PLACE:
+        return f"{place}, copies of {quadratics.ELEMENTS} elements in all"
+    known = analysis.settings
+    seeds = f"{len(known['seeds'])} seed{'s' * (len(known['seeds']) > 1)}"
+    return f"{place}\n{known['workers']} workers, {seeds}" if "of " in place else place
+
+
+def _legend(figure: Figure, rows: Sequence[Row]) -> None:
+    """Explain colours and symbols above the panels, with what the picture is of."""
+    import seaborn
+    from matplotlib.lines import Line2D
+
+    palette = seaborn.color_palette("colorblind")
+    handles = []
+    for verdict, colour in COLOURS.items():
+        count = sum(row["verdict"] == verdict for row in rows)
+        face = "white" if verdict == "undecided" else palette[colour]
+        style = {"color": palette[colour], "mfc": face, "mew": 1.8, "ms": 9}
+        handles.append(Line2D([], [], ls="", marker="s", label=f"{verdict} ({count})", **style))
+    for kind, marker in SYMBOLS.items():
+        handles.append(Line2D([], [], ls="", marker=marker, color="0.4", ms=9, label=kind))
+    handles.append(Line2D([], [], color="0.4", lw=2.5, label="interval"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    figure.suptitle("Convergence claims: left of 1 the bound holds")

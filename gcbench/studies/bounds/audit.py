@@ -1,0 +1,305 @@
+"""An exchange that is held to what its method declares, step by step.
+
+`Audited` is the engine's own exchange. After each step it compares what arrived with what the
+declarations say of the gradients that went in: expectation and variance of an unbiased code, the
+error of a contractive one, the signs and their majority, and error feedback's account of what is
+still to come. Nothing here asks which method it is. An `Audit` only adds up; `codec_claims` judges.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcbench.core import purposes
+from gcbench.core.clock import Clock
+from gcbench.core.compressor import Key, MultiRoundCompressor
+from gcbench.core.exchange import Exchange, Lane
+from gcbench.core.memory import NoMemory, Residual
+from gcbench.core.world import World
+from gcbench.reporting.analysis import finite
+from gcbench.studies.bounds.alone import energy, random
+
+Record = dict[str, Any]
+ENDED = ("stopped", "refused")
+"""Fields of a run that ended early: at which step, or by which error of the method."""
+DIRECTIONS = 3
+"""A bias is looked for along t, sign(t), and sign(t) where |t| is above its root mean square."""
+
+
+class Audit:
+    """Sums over the steps of one lane, in float64."""
+
+    def __init__(self, lane: Lane, workers: int) -> None:
+        self.lane, self.workers = lane, workers
+        method, memory = lane.compressor, lane.memory
+        self.decay = memory.decay if isinstance(memory, Residual) else None
+        known = self.decay is not None or isinstance(memory, NoMemory)
+        # An owner that encodes the mean again adds an error that is declared nowhere.
+        once = known and not (lane.collective == "twoshot" and method.requantizes)
+        mean = method.claims.aggregate == "mean"
+        self.unbiased = once and mean and method.claims.unbiased and isinstance(memory, NoMemory)
+        self.contractive = once and method.claims.contractive and (mean or self.decay is not None)
+        self.identity = once and mean and self.decay is not None
+        self.signs = known and method.claims.signs and self.decay is None
+        self.random: bool | None = None
+        self.steps = 0
+        self.delta: float | None = None
+        zeros = [0.0] * DIRECTIONS
+        self.bias: dict[str, list[float]] = {
+            "sum": [*zeros],
+            "scale": [*zeros],
+            "variance": [*zeros],
+            "largest": [*zeros],
+        }
+        self.each: list[list[float]] = [[] for _ in range(DIRECTIONS)]
+        self.spread = {"error": 0.0, "declared": 0.0, "variance": 0.0, "largest": 0.0, "bound": 0.0}
+        self.errors: list[float] = []
+        self.excess: list[float] = []
+        self.exact = self.bounded = True
+        self.lost: list[float] = []
+        self.by_delta: list[float] = []
+        self.by_bound: list[float] = []
+        self.gap = self.kept = 0.0
+        self.limits = [0.0] * workers
+        self.wrong = self.checked = 0
+        self.alpha: list[float] = []
+
+    # -- one step ----------------------------------------------------------------------------------
+
+    def add(
+        self,
+        gradients: Sequence[Tensor],
+        arrived: Tensor,
+        before: Sequence[Tensor],
+        after: Sequence[Tensor],
+        key: Key,
+        factor: float = 1.0,
+    ) -> None:
+        """Take a step: gradients in, what arrived, and the workers' residuals around it.
+
+        `before` is in units of this step's learning rate; `factor` brought it there.
+        """
+        lane, method = self.lane, self.lane.compressor
+        offered = list(gradients)
+        if self.decay is not None:
+            offered = [
+                torch.add(g, e, alpha=self.decay) for g, e in zip(gradients, before, strict=True)
+            ]
+        if self.random is None:
+            self.random = random(method, offered[0], lane.segments)
+            self.delta = method.claims.delta(lane.segments)
+        self.steps += 1
+        mean = torch.stack([x.double() for x in offered]).mean(0)
+        got = arrived.double()
+        if self.unbiased:
+            self._moments(offered, mean, got, key)
+        if self.contractive:
+            self._contraction(offered, mean, got, after)
+        if self.identity:
+            sent = mean - torch.stack([e.double() for e in after]).mean(0)
+            size = float(mean.norm()) + float(sent.norm())
+            self.gap = _worst(self.gap, float((got - sent).norm()) / size if size else 0.0)
+            self._residuals(gradients, after, factor)
+        if self.signs:
+            self._signs(offered, got)
+        if self.contractive and self.decay is None and energy(mean):
+            self.alpha.append(float((got - mean).norm() / mean.norm()))
+
+    def _moments(self, offered: Sequence[Tensor], mean: Tensor, got: Tensor, key: Key) -> None:
+        """Add up deviations from the target along a few directions, and the squared ones."""
+        method, segments = self.lane.compressor, self.lane.segments
+        drawn = method.draw_shared(segments, key)
+        if drawn is not None:  # all workers draw alike: as one worker with their mean
+            shared, xs = drawn, [mean.float()]
+        else:
+            own = [method.prepare(x, segments).statistic for x in offered]
+            shared, xs = torch.stack(own).amax(0) if own[0].numel() else own[0], list(offered)
+        targets = [method.claims.target(x, segments, shared).double() for x in xs]
+        target = torch.stack(targets).mean(0)
+        away = got - target
+        declared = [method.claims.variance(x, segments, shared) for x in xs]
+        known = [v.double() for v in declared if v is not None]
+        along = directions(target)
+        for place, u in enumerate(along):
+            self.each[place].append(float(u @ away))
+            self.bias["sum"][place] += float(u @ away)
+            self.bias["scale"][place] += float(u @ target)
+        self.errors.append(energy(away))
+        self.spread["error"] += self.errors[-1]
+        if len(known) < len(xs):
+            self.exact = False
+            return
+        variance = torch.stack(known).sum(0) / len(xs) ** 2
+        jump = torch.stack([jumps(t, v) for t, v in zip(targets, known, strict=True)]).sum(0)
+        jump /= len(xs)
+        for place, u in enumerate(along):
+            self.bias["variance"][place] += float(u.square() @ variance)
+            largest = float((u.abs() * jump).max()) if u.numel() else 0.0
+            self.bias["largest"][place] = max(self.bias["largest"][place], largest)
+        self.excess.append(self.errors[-1] - float(variance.sum()))
+        self.spread["declared"] += float(variance.sum())
+        self.spread["variance"] += float(jump.square() @ variance)
+        self.spread["largest"] = max(self.spread["largest"], float(jump.square().max()))
+        bounds = [method.claims.variance_bound(x, segments, shared) for x in xs]
+        total = [bound for bound in bounds if bound is not None]
+        self.bounded &= len(total) == len(xs)
+        self.spread["bound"] += sum(total) / len(xs) ** 2
+
+    def _contraction(
+        self, offered: Sequence[Tensor], mean: Tensor, got: Tensor, after: Sequence[Tensor]
+    ) -> None:
+        """Add what was lost of what was offered, beside both declared bounds.
+
+        With a residual each worker's own payload is judged; without, the mean, of which no more is
+        lost than of the workers' gradients on the average (Jensen).
+        """
+        method, segments = self.lane.compressor, self.lane.segments
+        rounds = isinstance(method, MultiRoundCompressor)
+        if self.decay is not None and not rounds:
+            lost = sum(map(energy, after)) / len(after)
+        else:
+            lost = float((got - mean).square().sum())
+        xs = [mean.float()] if rounds else list(offered)
+        square = sum(map(energy, xs)) / len(xs)
+        self.lost.append(_over(lost, square))
+        if self.delta is not None:
+            self.by_delta.append(_over(lost, (1 - self.delta) * square, square))
+        bounds = [method.claims.error_bound(x, segments) for x in xs]
+        known = [bound for bound in bounds if bound is not None]
+        if len(known) == len(xs):
+            self.by_bound.append(_over(lost, sum(known) / len(xs), square))
+
+    def _residuals(
+        self, gradients: Sequence[Tensor], after: Sequence[Tensor], factor: float
+    ) -> None:
+        """Compare residuals with what delta and the gradients so far allow, worker by worker.
+
+        ||e_t|| <= sqrt(1 - delta) (decay ||e_{t-1}|| + ||g_t||), summed up from the start.
+        """
+        if self.delta is None or self.random or self.decay is None:
+            return
+        root = math.sqrt(max(0.0, 1 - self.delta))
+        for i, (g, e) in enumerate(zip(gradients, after, strict=True)):
+            self.limits[i] = root * (self.decay * factor * self.limits[i] + math.sqrt(energy(g)))
+            self.kept = _worst(self.kept, _over(math.sqrt(energy(e)), self.limits[i]))
+
+    def _signs(self, offered: Sequence[Tensor], got: Tensor) -> None:
+        """Count where the majority of true signs is not what arrived.
+
+        Where a worker has 0, or as many are above as below, nothing is declared.
+        """
+        votes = torch.stack([x.sign() for x in offered])
+        total = votes.sum(0)
+        sure = (votes != 0).all(0) & (total != 0)
+        self.checked += int(sure.sum())
+        self.wrong += int((got[sure] != total[sure].sign()).sum())
+
+    def record(self) -> Record:
+        """Return all sums as JSON holds them; None in place of a number that is not finite."""
+        found: Record = {"steps": self.steps, "workers": self.workers, "random": bool(self.random)}
+        if self.unbiased:
+            found["bias"] = {name: [*map(finite, values)] for name, values in self.bias.items()}
+            found["bias"]["each"] = [[*map(finite, values)] for values in self.each]
+            found["spread"] = {name: finite(value) for name, value in self.spread.items()}
+            found |= {"exact": self.exact, "bounded": self.bounded}
+            found["excess"] = [*map(finite, self.excess)]
+        if self.contractive:
+            found["lost"] = [*map(finite, self.lost)]
+            found["by_delta"] = [*map(finite, self.by_delta)]
+            found["by_bound"] = [*map(finite, self.by_bound)]
+        if self.identity:
+            found["identity"] = finite(self.gap)
+            if self.delta is not None and not self.random:
+                found["residual"] = finite(self.kept)
+        if self.signs:
+            found |= {"wrong": self.wrong, "checked": self.checked}
+        if self.alpha:
+            found["alpha"] = [*map(finite, self.alpha)]
+            if self.delta is not None:
+                found["limit"] = math.sqrt(max(0.0, 1 - self.delta))
+        return found
+
+
+def directions(target: Tensor) -> tuple[Tensor, ...]:
+    """Return the `DIRECTIONS` along which a bias is looked for, each of the target's shape."""
+    rms = target.square().mean().sqrt()
+    return target, target.sign(), torch.where(target.abs() > rms, target.sign(), 0.0)
+
+
+def jumps(target: Tensor, variance: Tensor) -> Tensor:
+    """Return a bound on how far a decoded element lies from its target, by element.
+
+    Of a code that goes to one of the two levels around t, one of which may be 0, it is |t| + V /
+    |t|: the levels 0 and a have V = t (a - t), and other neighbours are no further apart.
+    """
+    return target.abs() + torch.where(variance > 0, variance / target.abs().clamp(min=1e-300), 0.0)
+
+
+def _worst(a: float, b: float) -> float:
+    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
+
+
+def _over(a: float, b: float, scale: float = 0.0) -> float:
+    """Return a / b; float32's rounding of something of size `scale` is no violation of 0."""
+    if a <= scale * 1e-13:
+        return 0.0
+    return a / b if b else math.inf
+
+
+class Audited(Exchange):
+    """An exchange of one lane, and the audit of its steps."""
+
+    def __init__(self, world: World, lane: Lane, seed: int, clock: Clock) -> None:
+        super().__init__(world, [lane], seed, clock)
+        self.audit = Audit(lane, world.size)
+
+    def mean(self, buckets: Sequence[Tensor], step: int, lr: float = 1.0) -> Tensor:
+        """Return the mean, see `Exchange.mean`, once its step is in the audit."""
+        factor = 1.0 if self.lr is None else self.lr / lr
+        before = [factor * state for state in self._residuals()]
+        arrived = super().mean(buckets, step, lr)
+        key = Key(self.seed, step, 0, self.lanes[0].start, purposes.ENCODE)
+        self.audit.add(buckets, arrived, before, self._residuals(), key, factor)
+        return arrived
+
+    def _residuals(self) -> list[Tensor]:
+        """Return copies of the workers' residuals; none where nothing is carried."""
+        states = [worker[0] for worker in self.workers]
+        return [state["residual"].clone() for state in states if "residual" in state]
+
+
+def merged(records: Sequence[Mapping[str, Any]]) -> Record:
+    """Return the record of several audits of one method, of as many workers, as one.
+
+    Of what only some of them have, a run that ended early, the first is kept.
+    """
+    total: Record = dict(records[0])
+    for other in records[1:]:
+        shared = {
+            name: _plus(name, value, other[name]) for name, value in total.items() if name in other
+        }
+        total = {**other, **total, **shared}
+    return total
+
+
+def _plus(name: str, a: Any, b: Any) -> Any:
+    if a is None or b is None:
+        return None
+    if isinstance(a, dict):
+        return {key: _plus(key, value, b[key]) for key, value in a.items()}
+    if isinstance(a, bool):
+        return a or b if name == "random" else a and b
+    if name in ("largest", "identity", "residual"):
+        return [max(pair) for pair in zip(a, b, strict=True)] if isinstance(a, list) else max(a, b)
+    if name in ("workers", "limit", *ENDED):
+        return a
+    if isinstance(a, list) and name in ("sum", "scale", "variance"):
+        return [_plus("", *pair) for pair in zip(a, b, strict=True)]
+    if name == "each":
+        return [x + y for x, y in zip(a, b, strict=True)]
+    return a + b

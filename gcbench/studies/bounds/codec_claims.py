@@ -1,0 +1,615 @@
+"""What a method declares of its code, judged by audited exchanges: on known inputs, in training.
+
+Which of these rows judge a method follows from its declarations: `unbiased` (with `variance` and
+`variance_bound`), `contractive` (with `delta` and `error_bound`), `gaussian_error`, `signs`, and a
+residual memory. A class that inherits a declaration inherits the row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcbench.core import memory
+from gcbench.core.clock import Clock
+from gcbench.core.compressor import Compressor, Key, MultiRoundCompressor, Segments
+from gcbench.core.exchange import Lane
+from gcbench.core.world import Link, SimulatedWorld
+from gcbench.studies.bounds.alone import agreed, energy, lane_of, passed, random, single
+from gcbench.studies.bounds.audit import DIRECTIONS, Audited, Record, directions, merged
+from gcbench.studies.bounds.claims import (
+    ERROR,
+    EVERY,
+    STRICT,
+    Claim,
+    Interval,
+    Judged,
+    Unit,
+    always,
+    bernstein,
+    interval,
+    nonnegative,
+)
+
+PLACE = "known inputs"
+CARD = "the method's card"
+BERNSTEIN = "Bernstein et al. 2018"
+SHAPES = ((32, 128), (33,), (4, 2, 3, 3))
+"""Of the known inputs: a matrix of long columns, a vector, a small kernel."""
+WORKERS = (1, 4)
+FEW, LEAST, MOST = 6, 48, 1200
+"""Steps on known inputs: of codes without chance, of others at least and at most."""
+BIAS, SPREAD = 0.05, 0.05
+"""Relative bias, and relative deviation of a variance, that must not be missed."""
+NORMAL = 0.05
+"""Relative deviation from the loss of long normal segments: theirs are finite."""
+ROUNDING = 1e-5
+"""Relative error of float32 sums of thousands of values."""
+WRONG = 0.02
+"""Deviation of the probability of a wrong vote that must not be missed."""
+STRENGTHS = (0.1, 0.25, 0.5, 1.0, 2.0)
+"""|g| / sigma of the elements whose signs are voted on."""
+GAUSS = STRENGTHS[:3]
+"""Those at which uniform noise attains Gauss' bound, and its excess would be seen."""
+VOTES = 60_000
+"""Elements of each strength, a seed."""
+
+
+def contract(word: str) -> Claim:
+    """Return the claim that a method decodes what it sends."""
+    return Claim(
+        f"contract/{word}", "theorem", "the method decodes its own payloads", CARD, equality=True
+    )
+
+
+def unbiased(word: str) -> Claim:
+    """Return the claim that a method has the expectation that it declares."""
+    return Claim(
+        f"unbiased/{word}",
+        "theorem",
+        "E of what arrives is the declared target t: relative deviation along t, sign(t), large t",
+        CARD,
+        equality=True,
+    )
+
+
+def variance(word: str) -> Claim:
+    """Return the claim that a method has the variance that it declares."""
+    return Claim(
+        f"variance/{word}",
+        "theorem",
+        "E||what arrives - t||^2 is the declared variance, over M for M workers that draw apart",
+        CARD,
+        equality=True,
+    )
+
+
+def variance_bound(word: str) -> Claim:
+    """Return the claim that a method's error keeps within its source's bound."""
+    return Claim(
+        f"variance-bound/{word}",
+        "theorem",
+        "E||Q(x) - x||^2 / the source's bound on it (QSGD: min(d / s^2, sqrt(d) / s) ||x||^2)",
+        f"{CARD}; Alistarh et al. 2017, theorem 3.2",
+    )
+
+
+def contraction(word: str) -> Claim:
+    """Return the claim that a method contracts by the constant that it declares."""
+    return Claim(
+        f"contraction/{word}",
+        "theorem",
+        "||x - C(x)||^2 / ((1 - delta) ||x||^2), delta as declared for every x (top-k: k/d)",
+        f"{CARD}; Stich et al. 2018, lemma A.1",
+    )
+
+
+def error_bound(word: str) -> Claim:
+    """Return the claim that an error keeps within the bound that is declared for this very x."""
+    return Claim(
+        f"error-bound/{word}",
+        "theorem",
+        "||x - C(x)||^2 / the bound that is declared for this x (scaled sign: (1 - phi) ||x||^2)",
+        CARD,
+    )
+
+
+def normal_loss(word: str) -> Claim:
+    """Return the claim that normal values lose what the closed form says."""
+    return Claim(
+        f"normal-loss/{word}",
+        "theorem",
+        "||x - C(x)||^2 / ||x||^2 of normal values: relative deviation from the closed form",
+        CARD,
+        equality=True,
+    )
+
+
+def identity(word: str) -> Claim:
+    """Return the claim that error feedback loses nothing for good."""
+    return Claim(
+        f"identity/{word}",
+        "theorem",
+        "virtual iterate: what arrives + mean e_{t+1} - mean (decay e_t + g_t), relative, is 0",
+        "Karimireddy et al. 2019, section 4; Seide et al. 2014",
+        equality=True,
+    )
+
+
+def residual(word: str) -> Claim:
+    """Return the claim that residuals keep within what the gradients so far allow."""
+    return Claim(
+        f"residual/{word}",
+        "theorem",
+        "||e_t|| / sum_s (1 - delta)^((t - s + 1) / 2) ||g_s||, decay and learning rate included",
+        "Karimireddy et al. 2019, proof of lemma 3",
+    )
+
+
+def sign(word: str) -> Claim:
+    """Return the claim that the majority of the workers' signs arrives."""
+    return Claim(
+        f"sign/{word}",
+        "theorem",
+        "share of elements where what arrives is not the majority of the workers' signs",
+        f"{BERNSTEIN}, algorithms 1 and 3",
+        equality=True,
+    )
+
+
+def vote(word: str) -> Claim:
+    """Return the claim that a vote fails as often as independent voters do."""
+    return Claim(
+        f"vote/{word}",
+        "theorem",
+        "normal noise, |g| / sigma from .1 to 2: P[vote wrong] less that of M independent voters",
+        f"{BERNSTEIN}, section 3.3; the binomial distribution",
+        equality=True,
+    )
+
+
+def vote_bound(word: str) -> Claim:
+    """Return the claim that a vote fails no more often than the paper's lemma says."""
+    return Claim(
+        f"vote-bound/{word}",
+        "theorem",
+        "P[sign wrong] / Gauss' 1/2 - S / (2 sqrt 3) for one worker with uniform noise, / (1 / "
+        "(sqrt(M) S)) for M with normal noise; S = |g| / sigma",
+        f"{BERNSTEIN}, lemma D.1 and proof of theorem 2b",
+    )
+
+
+def alpha(word: str) -> Claim:
+    """Return the assumption that a mean of workers has the relative error of one."""
+    return Claim(
+        f"alpha/{word}",
+        "assumption",
+        "||v' - v|| / ||v|| of the workers' mean v, at every step, / sqrt(1 - delta)",
+        "Wang et al. 2020, assumption 3.2",
+    )
+
+
+MOMENTS = (unbiased, variance, variance_bound)
+AUDITED = (contract, *MOMENTS, contraction, error_bound, identity, residual, sign, alpha)
+OF_METHODS = (*AUDITED, normal_loss, vote, vote_bound)
+
+
+def catalogue(methods: Mapping[str, Compressor]) -> list[Claim]:
+    """Return all claims of this module."""
+    return [make(word) for make in OF_METHODS for word in methods]
+
+
+def memory_of(method: Compressor) -> memory.Memory:
+    """Return the memory that the published method carries, where an audit can follow it."""
+    kept = memory.make(method.memory, method.memory_options)
+    return kept if isinstance(kept, memory.Residual) else memory.NoMemory()
+
+
+# ---- verdicts on an audit ------------------------------------------------------------------------
+
+
+def judge(
+    word: str, record: Record, judged: Judged, place: str, setting: str, *, alone: bool = False
+) -> None:
+    """Judge what an audit saw of the method `word`; `alone`: on inputs that are no gradients."""
+
+    def add(claim: Claim, found: Interval, bound: float, why: str = "") -> None:
+        judged.add(claim, place, found, bound, setting=setting, why=why, ran=word)
+
+    if "refused" in record:
+        judged.refused(contract(word), place, setting, word, record["refused"])
+    if not record["steps"]:
+        return
+    if "bias" in record:
+        _moments(word, record, add, alone=alone)
+    for make, name in ((contraction, "by_delta"), (error_bound, "by_bound")):
+        if record.get(name):
+            values = [*map(_number, record[name])]
+            found = nonnegative(values, "steps") if record["random"] else _largest(values)
+            add(make(word), found, 1.0)
+    if "identity" in record:
+        add(identity(word), always(_number(record["identity"]), record["steps"]), ROUNDING)
+    if "residual" in record:
+        add(residual(word), always(_number(record["residual"]), record["steps"]), 1.0)
+    if record.get("checked"):
+        share = record["wrong"] / record["checked"]
+        add(sign(word), always(share, record["checked"])._replace(over=EVERY), 0.0)
+    # In expectation alone nothing is said of every step; nor is it of a code that loses nothing.
+    said = not record["random"] and record.get("limit", 0.0) > ROUNDING
+    if record.get("alpha") and record["workers"] > 1 and said and not alone:
+        values = [*map(_number, record["alpha"])]
+        why = f"mean {sum(values) / len(values):.3f}"
+        add(alpha(word), _largest(values), record["limit"], why)
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _largest(values: Sequence[float]) -> Interval:
+    worst = math.nan if any(map(math.isnan, values)) else max(values)
+    return always(worst, len(values))
+
+
+def _moments(word: str, record: Record, add: Any, *, alone: bool) -> None:
+    """Judge bias and variance.
+
+    The intervals are Bernstein's where a variance is declared; but for the variance on known
+    inputs, whose steps are alike and are sums over thousands of elements, Student's over steps.
+    """
+    bias, spread, steps = record["bias"], record["spread"], record["steps"]
+    found = []
+    for k in range(DIRECTIONS):
+        total, scale = _number(bias["sum"][k]), _number(bias["scale"][k])
+        if not scale:
+            continue
+        if record["exact"]:
+            given = _number(bias["variance"][k]), _number(bias["largest"][k])
+            half = bernstein(*given, ERROR / DIRECTIONS) / scale
+            found.append(_about(total / scale, half, steps))
+        else:
+            seen = interval([*map(_number, bias["each"][k])], "steps", 1 - ERROR / DIRECTIONS)
+            half = (seen.high - seen.mean) * steps / scale
+            found.append(_about(seen.mean * steps / scale, half, steps))
+    if found:
+        worst = max(found, key=_excess)
+        add(unbiased(word), worst, BIAS, f"{worst.high - worst.mean:.2%} would be seen")
+    if not record["exact"]:
+        return
+    declared, error = _number(spread["declared"]), _number(spread["error"])
+    if not declared:
+        scale = _number(bias["scale"][0])
+        found_error = always(error / scale if scale else error, steps)
+        add(variance(word), found_error, ROUNDING**2, "declared to be exact")
+        return
+    if alone:
+        seen = interval([*map(_number, record["excess"])], "steps", STRICT)
+        half = (seen.high - seen.mean) * steps / declared
+    else:
+        half = bernstein(_number(spread["variance"]), _number(spread["largest"]), ERROR) / declared
+    apart = _about(error / declared - 1, half, steps)
+    add(variance(word), apart, SPREAD, f"{half:.2%} would be seen")
+    if record["bounded"] and spread["bound"]:
+        ratio, width = error / spread["bound"], half * declared / spread["bound"]
+        seen = Interval(ratio, ratio - width, ratio + width, steps, "steps")
+        add(variance_bound(word), seen, 1.0)
+
+
+def _excess(found: Interval) -> float:
+    """Return the deviation in units of what can be seen."""
+    half = found.high - found.mean
+    if math.isnan(found.mean):
+        return math.inf
+    return found.mean / half if half else found.mean
+
+
+def _about(deviation: float, half: float, n: int) -> Interval:
+    """Return the interval of the size of a deviation; float32's own rounding is none."""
+    size = abs(deviation)
+    return Interval(size, max(0.0, size - half - ROUNDING), size + half, n, "steps")
+
+
+# ---- known inputs --------------------------------------------------------------------------------
+
+
+def normal(generator: torch.Generator, n: int) -> Tensor:
+    """Return normal values, float32, shape (n,)."""
+    return torch.randn(n, generator=generator)
+
+
+def equal(generator: torch.Generator, n: int) -> Tensor:
+    """Return +1 and -1 at random: top-k then loses all that it may."""
+    return torch.randint(2, (n,), generator=generator).float() * 2 - 1
+
+
+def spike(generator: torch.Generator, n: int) -> Tensor:
+    """Return one large element among normal ones of 1e-3: signs lose most, the spectrum is flat."""
+    x = 1e-3 * torch.randn(n, generator=generator)
+    x[int(torch.randint(min(n, SHAPES[0][0] * SHAPES[0][1]), (1,), generator=generator))] = 1.0
+    return x
+
+
+def steps_apart(generator: torch.Generator, n: int) -> Tensor:
+    """Return 1 in every 256th place and .99 / 254 elsewhere, signs drawn: 8 bits lose them all."""
+    x = equal(generator, n) * 0.99 / 254
+    x[::256] = 1.0
+    return x
+
+
+INPUTS = {"normal": normal, "equal": equal, "spike": spike, "steps": steps_apart}
+
+
+def exchange(method: Compressor, workers: int, kept: memory.Memory, seed: int) -> Audited:
+    """Return an audited exchange of tensors of `SHAPES`."""
+    segments = Segments.of(SHAPES, method.granularity)
+    lane = lane_of(method, segments, kept)
+    world = SimulatedWorld(workers, torch.device("cpu"), Link(10.0, 50.0), 1, 1)
+    return Audited(
+        world, Lane(method, lane.collective, 0, segments, kept), seed, Clock(world.device)
+    )
+
+
+def observed(
+    method: Compressor,
+    workers: int,
+    kind: str,
+    seed: int,
+    steps: int,
+    kept: memory.Memory,
+    *,
+    apart: bool = True,
+    fresh: bool = False,
+) -> Record:
+    """Return the audit of `steps` steps.
+
+    Workers see a common vector, and, `apart`, a tenth of noise each; `fresh`: residuals are cleared
+    before each step.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    audited = exchange(method, workers, kept, seed)
+    n = audited.lanes[0].segments.numel
+    for step in range(steps):
+        x = INPUTS[kind](generator, n)
+        own = [
+            x + 0.1 * torch.randn(n, generator=generator) if workers > 1 and apart else x
+            for _ in range(workers)
+        ]
+        if fresh:
+            for worker in audited.workers:
+                worker[0]["residual"].zero_()
+        audited.mean(own, step)
+    return audited.audit.record()
+
+
+def asked(method: Compressor, workers: int) -> int:
+    """Return how many steps the declared variance of normal values asks for.
+
+    So that a bias of `BIAS` is seen, by Bernstein's inequality, with an allowance for what differs
+    between steps; at least `LEAST`, at most `MOST`.
+    """
+    segments, key = Segments.of(SHAPES, method.granularity), Key(0, 0, 0)
+    x = normal(torch.Generator().manual_seed(0), segments.numel)
+    if not method.claims.unbiased:
+        return LEAST if random(method, x, segments) else FEW
+    shared = agreed(method, x, segments, key)
+    v = method.claims.variance(x, segments, shared)
+    if v is None:
+        return 4 * LEAST
+    t = method.claims.target(x, segments, shared).double()
+    apart = 1 if method.draw_shared(segments, key) is not None else workers
+    log = 2 * math.log(2 * DIRECTIONS / ERROR)
+    needed = [
+        log * float(u.square() @ v) / apart / (BIAS * float(u @ t)) ** 2 for u in directions(t)
+    ]
+    return min(MOST, max(LEAST, math.ceil(1.3 * max(needed))))
+
+
+def units(methods: Mapping[str, Compressor], seeds: Sequence[int]) -> Iterator[Unit]:
+    """Yield all work on known inputs."""
+    for word, method in methods.items():
+        own = tuple(make(word).name for make in (*AUDITED, normal_loss))
+        for workers in WORKERS:
+            work = partial(_inputs, word, method, workers, seeds)
+            yield Unit(f"inputs {word} M={workers}", PLACE, own, work)
+        claims = vote(word).name, vote_bound(word).name
+        yield Unit(f"votes {word}", PLACE, claims, partial(_votes, word, method, seeds))
+
+
+def _inputs(
+    word: str, method: Compressor, workers: int, seeds: Sequence[int], judged: Judged
+) -> None:
+    """Judge the audits: moments on normal values, contraction on the worst input of all."""
+    told = f"M={workers}"
+    kept = memory_of(method)
+    steps = max(3, math.ceil(asked(method, workers) / len(seeds)))
+    if any(judged.wanted(make(word).name) for make in AUDITED):
+        audits = [observed(method, workers, "normal", seed, steps, kept) for seed in seeds]
+        total = merged(audits)
+        shown = {name: value for name, value in total.items() if not name.startswith("by_")}
+        judge(word, shown, judged, PLACE, f"normal, {told}", alone=True)
+        singly = _contractions(method, workers, seeds)
+        for name in ("by_delta", "by_bound"):
+            found = {kind: one for kind, one in singly.items() if one.get(name)}
+            if found:
+                kind = max(found, key=lambda kind: _mean(found[kind][name]))
+                only = {field: found[kind][field] for field in ("steps", "workers", "random", name)}
+                judge(word, only, judged, PLACE, f"{kind}, {told}", alone=True)
+        if workers == 1:
+            _absent(word, method, total, singly, judged)
+    if workers == 1 and judged.wanted(normal_loss(word).name):
+        _normal_loss(word, method, seeds, judged)
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    """Return the mean; what is not finite is beyond all others."""
+    known = [math.inf if value is None else value for value in values]
+    return sum(known) / len(known)
+
+
+def _contractions(
+    method: Compressor, workers: int, seeds: Sequence[int]
+) -> dict[str, dict[str, Any]]:
+    """Return audits of one exchange without memory, by input; all workers see the same.
+
+    A code with chance sees no rare large elements, whose mean over few draws would be nothing to
+    go by; and the mean of several workers' draws, where they are apart, loses less than its bound.
+    """
+    if not method.claims.contractive or (method.claims.unbiased and workers > 1):
+        return {}
+    segments = Segments.of(SHAPES, method.granularity)
+    chance = random(method, normal(torch.Generator().manual_seed(0), segments.numel), segments)
+    few = math.ceil((LEAST if chance else FEW) / len(seeds))
+    # What arrives is no mean of what is sent: what a worker sent is seen by its residual.
+    other = method.claims.aggregate != "mean"
+    kept = memory.Residual() if other else memory.NoMemory()
+    return {
+        kind: merged(
+            [
+                observed(method, workers, kind, seed, few, kept, apart=False, fresh=other)
+                for seed in seeds
+            ]
+        )
+        for kind in (("normal", "equal") if chance else INPUTS)
+    }
+
+
+def _absent(
+    word: str,
+    method: Compressor,
+    record: Record,
+    singly: Mapping[str, Record],
+    judged: Judged,
+) -> None:
+    """Note which declarations the method does not make."""
+    for make in MOMENTS:
+        if not method.claims.unbiased:
+            judged.skip(make(word).name, PLACE, "it does not claim to be unbiased")
+        elif make is not unbiased and not record["exact"]:
+            judged.skip(make(word).name, PLACE, "it declares no variance")
+        elif make is variance_bound and not (record["bounded"] and record["spread"]["bound"]):
+            judged.skip(make(word).name, PLACE, "its source has no bound")
+    for make, name in ((contraction, "by_delta"), (error_bound, "by_bound")):
+        if not method.claims.contractive:
+            judged.skip(make(word).name, PLACE, "it does not claim to contract")
+        elif not any(one.get(name) for one in singly.values()):
+            why = "it declares no constant for every x" if name == "by_delta" else "no bound for x"
+            judged.skip(make(word).name, PLACE, why)
+    if "identity" not in record:
+        other = method.memory == "residual"
+        why = "what arrives is no mean of what is sent" if other else "it carries no residual"
+        judged.skip(identity(word).name, PLACE, why)
+        judged.skip(residual(word).name, PLACE, why)
+    elif "residual" not in record:
+        judged.skip(residual(word).name, PLACE, "it contracts in expectation, or by no constant")
+    if not method.claims.signs:
+        judged.skip(sign(word).name, PLACE, "it does not claim to send signs")
+
+
+def _normal_loss(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
+    known = method.claims.gaussian_error()
+    if known is None or isinstance(method, MultiRoundCompressor):
+        judged.skip(normal_loss(word).name, PLACE, "it declares no closed form")
+        return
+    if not known:
+        judged.skip(normal_loss(word).name, PLACE, "it loses nothing")
+        return
+    segments = Segments.of(SHAPES[:1], method.granularity)
+    losses = []
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        for step in range(math.ceil(2 * LEAST / len(seeds))):
+            x = normal(generator, segments.numel)
+            away = energy(passed(method, x, segments, Key(seed, step, 0)).double() - x.double())
+            losses.append(away / energy(x) / known)
+    seen = interval(losses, "draws", STRICT)
+    half = seen.high - seen.mean
+    size = abs(seen.mean - 1)
+    # The closed form is of long segments; these have `NORMAL` to differ by.
+    found = Interval(size, max(0.0, size - half - NORMAL), size + half, seen.n, "draws")
+    judged.add(normal_loss(word), PLACE, found, 4 * NORMAL, ran=word, setting="normal, M=1")
+
+
+# ---- votes ---------------------------------------------------------------------------------------
+
+
+def _votes(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
+    if not method.claims.signs:
+        for make in (vote, vote_bound):
+            judged.skip(make(word).name, PLACE, "it does not claim to send signs")
+        return
+    for workers in (1, 3, 7):
+        rates = failures(method, workers, seeds, uniform=False)
+        n = VOTES * len(seeds)
+        seen = []
+        for strength, rate in zip(STRENGTHS, rates, strict=True):
+            p = failing(strength, workers)
+            half = bernstein(n * p * (1 - p), 1.0, ERROR / len(STRENGTHS)) / n
+            size = abs(rate - p)
+            seen.append(Interval(size, max(0.0, size - half), size + half, n, "elements"))
+        found = max(seen, key=_excess)
+        judged.add(vote(word), PLACE, found, WRONG, setting=f"M={workers}", ran=word)
+        _vote_bound(word, method, workers, seeds, judged)
+
+
+def _vote_bound(
+    word: str, method: Compressor, workers: int, seeds: Sequence[int], judged: Judged
+) -> None:
+    """Judge the lemmas: one worker under the noise that attains Gauss', several under normal."""
+    uniform = workers == 1
+    worst = []
+    n = VOTES * len(seeds)
+    for strength, rate in zip(
+        STRENGTHS, failures(method, workers, seeds, uniform=uniform), strict=True
+    ):
+        limit = 1 / (math.sqrt(workers) * strength)
+        if uniform:
+            limit = 0.5 - strength / (2 * math.sqrt(3)) if strength in GAUSS else 0.5
+        if limit >= 0.5:
+            continue  # a coin obeys it
+        half = bernstein(n * limit * (1 - limit), 1.0, ERROR / len(STRENGTHS)) / n / limit
+        ratio = rate / limit
+        worst.append(Interval(ratio, max(0.0, ratio - half), ratio + half, n, "elements"))
+    noise = "uniform" if uniform else "normal"
+    found = max(worst, key=lambda one: one.mean)
+    told = f"M={workers}, {noise} noise"
+    judged.add(vote_bound(word), PLACE, found, 1.0, setting=told, ran=word)
+
+
+def failing(strength: float, workers: int) -> float:
+    """Return P[vote wrong] of an odd number of workers with normal noise, exactly."""
+    q = 0.5 * math.erfc(strength / math.sqrt(2))
+    return sum(
+        math.comb(workers, k) * q**k * (1 - q) ** (workers - k)
+        for k in range((workers + 1) // 2, workers + 1)
+    )
+
+
+def failures(
+    method: Compressor, workers: int, seeds: Sequence[int], *, uniform: bool
+) -> list[float]:
+    """Return the share of wrong signs for each of `STRENGTHS`, of noise of variance 1."""
+    wrong = torch.zeros(len(STRENGTHS), dtype=torch.float64)
+    world = SimulatedWorld(workers, torch.device("cpu"), Link(10.0, 50.0), 1, 1)
+    segments = Segments.of([(len(STRENGTHS), VOTES)], method.granularity)
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        lane = lane_of(method, segments)
+        ran = single(seed, world.device, lane, world)
+        size = (len(STRENGTHS), VOTES)
+        signs = torch.randint(2, size, generator=generator) * 2 - 1
+        mean = signs * torch.tensor(STRENGTHS)[:, None]
+        buckets = []
+        for _ in range(workers):
+            if uniform:
+                noise = (torch.rand(size, generator=generator) * 2 - 1) * math.sqrt(3)
+            else:
+                noise = torch.randn(size, generator=generator)
+            buckets.append((mean + noise).float().view(-1))
+        got = ran.mean(buckets, 0).view(size)
+        wrong += (got.sign() != signs).double().mean(1)
+    return [*(wrong / len(seeds)).tolist()]

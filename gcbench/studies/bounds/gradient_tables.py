@@ -1,0 +1,214 @@
+"""What lies behind the verdicts on gradients: the gradient bound, clipping, geometry, noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from gcbench.reporting.analysis import Row, Shown, Table
+from gcbench.studies.bounds import shape
+from gcbench.studies.bounds.claims import Interval, mean, ratio
+from gcbench.studies.bounds.observe import Record
+
+
+def each(records: Sequence[Record], group: str) -> list[list[Record]]:
+    """Return a group of what was seen, one list a seed."""
+    return [record[group] for record in records]
+
+
+def noise_tests(snapshots: Sequence[Sequence[Record]]) -> Iterator[Row]:
+    """Yield a row a weight, snapshot and seed, with p-values adjusted for all of them."""
+    tested = [
+        (seed, one["step"], weight)
+        for seed, run in enumerate(snapshots)
+        for one in run
+        for weight in one["weights"]
+        if not weight["constant"]
+    ]
+    adjusted = [
+        shape.holm([weight[field] for _, _, weight in tested]) for field in ("dip_p", "triples_p")
+    ]
+    for (seed, step, weight), dip_holm, triples_holm in zip(tested, *adjusted, strict=True):
+        yield {
+            "weight": weight["weight"],
+            "run": seed,
+            "step": step,
+            "n": weight["n"],
+            "sd": weight["sd"],
+            "zeros": weight["zeros"],
+            "dip": weight["dip"],
+            "dip_holm": dip_holm,
+            "triples": weight["triples"],
+            "triples_holm": triples_holm,
+        }
+
+
+def tables(
+    records: Sequence[Record], names: Sequence[str], sizes: Sequence[int], seeds: Sequence[int]
+) -> Iterator[Table]:
+    """Yield what lies behind the verdicts: the gradient bound, clipping, geometry, noise."""
+    observations, snapshots = each(records, "observations"), each(records, "snapshots")
+    flat = [one for run in observations for one in run]
+    if flat and "whole" in flat[0]:
+        yield _bounds(observations)
+        yield _layers(observations, names, sizes)
+    if any("batches" in one for run in snapshots for one in run):
+        yield _geometry(snapshots, seeds)
+        yield _noise(snapshots, seeds)
+        yield _bins(snapshots, seeds)
+
+
+def _spread(name: str, found: Interval) -> Row:
+    exact = math.isinf(found.high)
+    return {
+        name: found.mean,
+        f"{name}_low": None if exact else found.low,
+        f"{name}_high": None if exact else found.high,
+    }
+
+
+def _bounds(observations: Sequence[Sequence[Record]]) -> Table:
+    rows: list[Row] = []
+    for scalers, field in (
+        ("one for the model", "whole"),
+        ("one a tensor", "layer"),
+        ("one a tensor, clipped", "clip"),
+    ):
+        found = ratio([[(one[field], one["square"]) for one in run] for run in observations])
+        rows.append({"scalers": scalers, **_spread("r", found), "n": found.n, "over": found.over})
+    return Table(
+        name="gradient_bound",
+        title="TernGrad's gradient bound over SGD's: E||g||_inf ||g||_1 / E||g||^2",
+        shown=[
+            Shown(field="scalers", heading="scalers"),
+            Shown(field="r", heading="ratio"),
+            Shown(field="r_low", heading="low"),
+            Shown(field="r_high", heading="high"),
+            Shown(field="n", heading="n"),
+            Shown(field="over", heading="of"),
+        ],
+        rows=rows,
+    )
+
+
+def _layers(
+    observations: Sequence[Sequence[Record]], names: Sequence[str], sizes: Sequence[int]
+) -> Table:
+    rows: list[Row] = []
+    for i, (name, size) in enumerate(zip(names, sizes, strict=True)):
+        row: Row = {"tensor": name, "elements": size}
+        for field in ("length", "angle"):
+            series = [
+                [one[field][i] for one in run if one[field][i] is not None] for run in observations
+            ]
+            if all(series):
+                found = mean(series)
+                row |= {**_spread(field, found), "n": found.n, "over": found.over}
+        for field, top in (("ratio", "raw"), ("ratio_clipped", "cut")):
+            pairs = [[(one[top][i], one["squares"][i]) for one in run] for run in observations]
+            value = ratio(pairs).mean
+            row[field] = value if math.isfinite(value) else None
+        rows.append(row)
+    return Table(
+        name="clipping",
+        title="Clipping at 2.5 sigma by tensor: shortening, turning, ||g||_inf ||g||_1 / ||g||^2",
+        shown=[
+            Shown(field="tensor", heading="tensor"),
+            Shown(field="elements", heading="elements"),
+            Shown(field="length", heading="shorter\n%", scale=100),
+            Shown(field="length_low", heading="low", scale=100),
+            Shown(field="length_high", heading="high", scale=100),
+            Shown(field="angle", heading="turned\ndegrees"),
+            Shown(field="angle_low", heading="low"),
+            Shown(field="angle_high", heading="high"),
+            Shown(field="ratio", heading="R"),
+            Shown(field="ratio_clipped", heading="R\nclipped"),
+            Shown(field="n", heading="n"),
+        ],
+        rows=rows,
+    )
+
+
+def _geometry(snapshots: Sequence[Sequence[Record]], seeds: Sequence[int]) -> Table:
+    fields = (
+        *("gradient_l1", "gradient_l2", "sigma_l1", "sigma_l2"),
+        *("density_gradient", "density_noise", "noise_share", "batches"),
+    )
+    rows: list[Row] = [
+        {"seed": seed, "step": one["step"], **{field: one[field] for field in fields}}
+        for seed, run in zip(seeds, snapshots, strict=True)
+        for one in run
+    ]
+    return Table(
+        name="geometry",
+        title="Geometry of gradient and noise: phi(v) = ||v||_1^2 / (d ||v||_2^2)",
+        shown=[
+            Shown(field="seed", heading="seed"),
+            Shown(field="step", heading="step"),
+            Shown(field="gradient_l1", heading="||g||_1"),
+            Shown(field="gradient_l2", heading="||g||_2"),
+            Shown(field="sigma_l1", heading="||sigma||_1"),
+            Shown(field="sigma_l2", heading="||sigma||_2"),
+            Shown(field="density_gradient", heading="phi(g)"),
+            Shown(field="density_noise", heading="phi(sigma)"),
+            Shown(field="noise_share", heading="noise in\n||g||^2, %", scale=100),
+            Shown(field="batches", heading="batches"),
+        ],
+        which=2,
+        rows=rows,
+    )
+
+
+def _noise(snapshots: Sequence[Sequence[Record]], seeds: Sequence[int]) -> Table:
+    rows = [
+        {
+            **{name: value for name, value in row.items() if name != "run"},
+            "seed": seeds[_int(row["run"])],
+        }
+        for row in noise_tests(snapshots)
+    ]
+    return Table(
+        name="noise",
+        title="Noise of named weights: dip (unimodal) and triples (symmetric) tests, p by Holm",
+        shown=[
+            Shown(field="weight", heading="weight"),
+            Shown(field="seed", heading="seed"),
+            Shown(field="step", heading="step"),
+            Shown(field="n", heading="n"),
+            Shown(field="sd", heading="sd"),
+            Shown(field="zeros", heading="zeros\n%", scale=100),
+            Shown(field="dip", heading="dip"),
+            Shown(field="dip_holm", heading="p of\ndip"),
+            Shown(field="triples", heading="triples\nz"),
+            Shown(field="triples_holm", heading="p of\ntriples"),
+        ],
+        which=1,
+        rows=rows,
+    )
+
+
+def _int(value: Any) -> int:
+    return int(value)
+
+
+def _bins(snapshots: Sequence[Sequence[Record]], seeds: Sequence[int]) -> Table:
+    rows: list[Row] = []
+    for seed, run in zip(seeds, snapshots, strict=True):
+        for one in run:
+            for weight in one["weights"]:
+                if weight["constant"]:
+                    continue
+                width = (weight["high"] - weight["low"]) / len(weight["counts"])
+                rows += [
+                    {
+                        "weight": weight["weight"],
+                        "seed": seed,
+                        "step": one["step"],
+                        "left": weight["low"] + k * width,
+                        "right": weight["low"] + (k + 1) * width,
+                        "count": count,
+                    }
+                    for k, count in enumerate(weight["counts"])
+                ]
+    return Table(name="noise_bins", title="Histograms of the noise of named weights", rows=rows)

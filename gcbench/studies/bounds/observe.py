@@ -1,0 +1,319 @@
+"""What is seen of gradients while a task is trained: norms, clipping, noise and its shape.
+
+A `Watch` hangs on a trainer and sees each worker's gradient before the exchange; no compressor runs
+in what it measures. Every k-th step is an observation: norms and clipping. A few steps are
+snapshots: at their parameters many more batches are drawn, which give the mean gradient and,
+coordinate by coordinate, the noise of one worker's batch (Welford's streaming moments, float64),
+and samples of the noise of named weights.
+
+Noise is taken about the mean of the B drawn batches with the factor B / (B - 1), so its variance is
+unbiased; its standard deviation is low by a factor of about 1 - 1 / (4 B) under normal noise. The
+mean gradient keeps noise of sigma / sqrt(B) a coordinate: `noise_share` of its squared length.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcbench import ops
+from gcbench.core import purposes
+from gcbench.core.compressor import Key, Segments
+from gcbench.core.errors import UsageError, unknown
+from gcbench.reporting.analysis import finite
+from gcbench.studies.bounds import shape
+from gcbench.studies.bounds.alone import energy
+from gcbench.training.train import Trainer
+
+CLIP = 2.5
+"""TernGrad's clipping, in standard deviations of a tensor (Wen et al. 2017, section 3.3)."""
+APART = 1 << 20
+"""Added to the rank that addresses a drawn batch, so that no worker of the run draws the same."""
+CHOSEN, CHOSEN_TENSORS = 2, 4
+"""Weights a tensor, and tensors, whose noise is tested where none are named."""
+BINS = 24
+"""Bins of a noise histogram, over what was drawn."""
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to look at, and when."""
+
+    every: int
+    snapshots: tuple[int, ...]
+    batches: int
+    """Batches drawn at a snapshot."""
+    weights: tuple[str, ...]
+    """Weights whose noise is tested, as tensor[index]; empty: some are chosen."""
+    wanted: Callable[[str], bool]
+    """Whether any claim of a group, e.g. "signsgd/", is asked for."""
+
+
+class Welford:
+    """Streaming mean and squared deviations of vectors, float64 (Welford 1962)."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.n = 0
+        self.mean = torch.zeros_like(like, dtype=torch.float64)
+        self.squares = torch.zeros_like(self.mean)
+
+    def add(self, x: Tensor) -> None:
+        """Take one more vector."""
+        self.n += 1
+        away = x.double() - self.mean
+        self.mean.add_(away, alpha=1 / self.n)
+        self.squares.addcmul_(away, x.double() - self.mean)
+
+    def variance(self, *, unbiased: bool = True) -> Tensor:
+        """Return each coordinate's variance, over n - 1 or, not unbiased, over n."""
+        return self.squares / (self.n - 1 if unbiased else self.n)
+
+
+def chosen(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[str]:
+    """Return weights to test where the user names none: `CHOSEN` a tensor, of a few tensors.
+
+    The tensors are spread from the first to the last that is no vector; the places are drawn, the
+    same for every seed of a run.
+    """
+    pairs = list(zip(names, shapes, strict=True))
+    pairs = [pair for pair in pairs if len(pair[1]) > 1] or pairs
+    count = min(CHOSEN_TENSORS, len(pairs))
+    picked = [pairs[round(k * (len(pairs) - 1) / max(count - 1, 1))] for k in range(count)]
+    draws = ops.draws24(Key(0, 0, 0, 0, purposes.ORDER), CHOSEN * count).tolist()
+    return [
+        f"{name}[{draws[CHOSEN * i + k] % math.prod(shape)}]"
+        for i, (name, shape) in enumerate(picked)
+        for k in range(min(CHOSEN, math.prod(shape)))
+    ]
+
+
+def locate(words: Sequence[str], trainer: Trainer) -> dict[str, int]:
+    """Return where in the bucket the weights are that the words name.
+
+    Raises:
+        UsageError: no such tensor, or no such element.
+    """
+    places: dict[str, int] = {}
+    starts = list(itertools.accumulate(trainer.sizes, initial=0))
+    for word in words:
+        name, _, rest = word.partition("[")
+        if name not in trainer.names:
+            raise unknown("tensor", name, trainer.names, "Write tensor[index], e.g. 1.weight[3].")
+        which = trainer.names.index(name)
+        size = trainer.sizes[which]
+        if not (rest.endswith("]") and rest[:-1].isdigit() and int(rest[:-1]) < size):
+            raise UsageError(
+                f"weight {word!r}: {name}[index] expected, with an index from 0 to {size - 1} into "
+                "the flattened tensor"
+            )
+        places[word] = starts[which] + int(rest[:-1])
+    return places
+
+
+class Watch:
+    """Sees the gradients of one run; `on_bucket` goes into the trainer's options."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.observations: list[Record] = []
+        self.snapshots: list[Record] = []
+        self._buckets: list[Tensor] = []
+
+    def start(self, trainer: Trainer) -> None:
+        """Begin to watch this trainer."""
+        self.trainer = trainer
+        self.shapes = trainer.shapes[0]
+        self.segments = Segments.of(self.shapes)
+        self.weights = locate(self.plan.weights or chosen(trainer.names, self.shapes), trainer)
+
+    def on_bucket(self, step: int, rank: int, bucket: Tensor) -> None:
+        """Take one worker's gradient; with the last worker's, look at all of them.
+
+        Gradients that are not finite are left to the trainer, which stops with their layer.
+        """
+        self._buckets.append(bucket)
+        if len(self._buckets) < self.trainer.world.size:
+            return
+        buckets, self._buckets = self._buckets, []
+        if not all(bucket.isfinite().all() for bucket in buckets):
+            return
+        if step % self.plan.every == 0 and self.plan.wanted("terngrad/"):
+            seen = _average([self._ternary(bucket) for bucket in buckets])
+            self.observations.append({"step": step, **seen})
+        if step in self.plan.snapshots and self.plan.wanted("signsgd/"):
+            self.snapshots.append({"step": step, **self._noise(step, buckets[0])})
+
+    def record(self) -> Record:
+        """Return all that was seen, as JSON holds it."""
+        return {
+            "names": self.trainer.names,
+            "shapes": [list(shape) for shape in self.shapes],
+            "observations": self.observations,
+            "snapshots": self.snapshots,
+        }
+
+    # -- observations ------------------------------------------------------------------------------
+
+    def _ternary(self, x: Tensor) -> Record:
+        """Return ||.||_inf ||.||_1 of the whole, by tensors, and clipped; clipping by tensor."""
+        limit, _ = ops.ternary_scales(x, self.segments, CLIP, at_limit=False)
+        assert limit is not None
+        clipped = ops.clamp_(x.clone(), limit, self.segments)
+        sizes = list(self.segments.lengths)
+        raw, cut, length, angle = [], [], [], []
+        for g, f in zip(
+            torch.split(x.double(), sizes), torch.split(clipped.double(), sizes), strict=True
+        ):
+            raw.append(float(g.abs().max() * g.abs().sum()) if g.numel() else 0.0)
+            cut.append(float(f.abs().max() * f.abs().sum()) if f.numel() else 0.0)
+            long, short = float(g.norm()), float(f.norm())
+            length.append(1 - short / long if long else None)
+            cosine = float(f @ g) / (long * short) if long and short else None
+            angle.append(None if cosine is None else math.degrees(math.acos(min(1.0, cosine))))
+        square, whole = energy(x), float(x.double().abs().max() * x.double().abs().sum())
+        layer, clip = math.fsum(raw), math.fsum(cut)
+        return {
+            "square": square,
+            "whole": whole,
+            "layer": layer,
+            "clip": clip,
+            "worst_layer": layer / whole if whole else 0.0,
+            "worst_clip": clip / layer if layer else 0.0,
+            "length": length,
+            "angle": angle,
+            "raw": raw,
+            "cut": cut,
+            "squares": [energy(g) for g in torch.split(x, sizes)],
+        }
+
+    # -- snapshots ---------------------------------------------------------------------------------
+
+    def drawn(self, step: int) -> Iterator[Tensor]:
+        """Yield the gradients of fresh batches at the present parameters, float32, shape (n,).
+
+        Each batch is of one worker's size, drawn with replacement: independent, given these
+        parameters. Batch normalization sees them as it does in training, in copies of the model.
+        """
+        trainer = self.trainer
+        config, n = trainer.config, len(trainer.train)
+        share = config.batch // config.workers
+        copies = [copy.deepcopy(replica) for replica in trainer.replicas]
+
+        def gradient(first: int, rank: int) -> Tensor:
+            model = copies[rank]
+            key = Key(config.seed, step, APART + first + rank, 0, purposes.ORDER)
+            indices = (ops.draws24(key, share).long() % n).to(trainer.device)
+            place = key._replace(stream=purposes.AUGMENT)
+            inputs, targets = trainer.task.batch(trainer.train, indices, place)
+            named = dict(model.named_parameters())
+            loss = trainer.task.loss(model(inputs), targets)
+            return trainer.finish_bucket(
+                list(torch.autograd.grad(loss, [named[name] for name in trainer.names]))
+            )
+
+        for first in range(0, self.plan.batches, len(copies)):
+            got = trainer.world.map(partial(gradient, first))
+            yield from got[: self.plan.batches - first]
+
+    def _noise(self, step: int, like: Tensor) -> Record:
+        """Return densities, wrong signs, and the shape of the noise of named weights."""
+        seen = Welford(like)
+        above = torch.zeros_like(like, dtype=torch.int32)
+        below = torch.zeros_like(above)
+        at = list(self.weights.values())
+        samples = []
+        for gradient in self.drawn(step):
+            seen.add(gradient)
+            above += gradient > 0
+            below += gradient < 0
+            samples.append(gradient[at].double())
+        mean, sigma = seen.mean, seen.variance().sqrt()
+        population = seen.variance(unbiased=False).sqrt()
+        agree = torch.where(mean > 0, above, below).double() / seen.n
+        wrong = torch.where(mean == 0, 0.0, 1 - agree)
+        noisy = sigma > 0
+        strength = mean[noisy].abs() / sigma[noisy]
+        table = torch.stack(samples)
+        return {
+            "batches": seen.n,
+            "gradient_l1": float(mean.abs().sum()),
+            "gradient_l2": float(mean.norm()),
+            "sigma_l1": float(sigma.sum()),
+            "sigma_l2": float(sigma.norm()),
+            "density_gradient": finite(density(mean)),
+            "density_noise": finite(density(sigma)),
+            "noise_share": finite(energy(sigma) / seen.n / energy(mean)),
+            "wrong": float((mean.abs() * wrong).sum()),
+            "wrong_any": float(population.sum()),
+            "wrong_symmetric": float((mean[noisy].abs() * gauss(strength)).sum()),
+            "weights": [
+                {"weight": name, **_shape_of(table[:, i])} for i, name in enumerate(self.weights)
+            ],
+        }
+
+
+def density(v: Tensor) -> float:
+    """Return phi(v) = ||v||_1^2 / (d ||v||_2^2), from 1/d to 1 (Bernstein et al. 2018)."""
+    square = energy(v) * v.numel()
+    return float(v.double().abs().sum()) ** 2 / square if square else math.nan
+
+
+def gauss(strength: Tensor) -> Tensor:
+    """Return the bound on P[wrong sign] at S = |g| / sigma for unimodal, symmetric noise.
+
+    Gauss 1823, as lemma D.1 of Bernstein et al. 2018 uses it: 2 / (9 S^2) if S > 2 / sqrt 3, else
+    1/2 - S / (2 sqrt 3); uniform noise attains the latter.
+    """
+    far = 2 / (9 * strength.square())
+    return torch.where(strength > 2 / math.sqrt(3), far, 0.5 - strength / (2 * math.sqrt(3)))
+
+
+def _shape_of(sample: Tensor) -> Record:
+    """Return the tests of one weight's noise, and its histogram."""
+    values = (sample - sample.mean()).tolist()
+    low, high = min(values), max(values)
+    if low == high:
+        return {"constant": True}
+    statistic = shape.dip(values)
+    z, p = shape.triples(values)
+    counts = torch.histc(torch.tensor(values, dtype=torch.float64), BINS, low, high)
+    return {
+        "constant": False,
+        "n": len(values),
+        "sd": float(sample.std()),
+        "zeros": float((sample == 0).double().mean()),
+        "dip": statistic,
+        "dip_p": shape.dip_p(statistic, len(values)),
+        "triples": z,
+        "triples_p": p,
+        "low": low,
+        "high": high,
+        "counts": [int(count) for count in counts],
+    }
+
+
+def _average(records: Sequence[Record]) -> Record:
+    """Return the workers' mean of each number and, of the ratios that are bounded, the worst."""
+
+    def mean(values: Sequence[Any]) -> Any:
+        if isinstance(values[0], list):
+            return [mean(row) for row in zip(*values, strict=True)]
+        known = [value for value in values if value is not None]
+        return math.fsum(known) / len(known) if known else None
+
+    return {
+        name: max(record[name] for record in records)
+        if name.startswith("worst")
+        else mean([record[name] for record in records])
+        for name in records[0]
+    }

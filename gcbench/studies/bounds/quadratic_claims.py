@@ -1,0 +1,311 @@
+"""Claims about descent on quadratics, judged by what `quadratics` ran.
+
+Which theorems judge a method follows from its declarations: `signs` (Bernstein et al. 2018),
+`unbiased` with `omega` or `variance` (Wen et al. 2017), `contractive` with `delta` (Karimireddy et
+al. 2019 with error feedback, Wang et al. 2020 without) and `with_error`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+from gcbench.core.compressor import Compressor
+from gcbench.studies.bounds import quadratics
+from gcbench.studies.bounds.claims import (
+    STRICT,
+    Claim,
+    Interval,
+    Judged,
+    Unit,
+    against,
+    bounded,
+    interval,
+)
+from gcbench.studies.bounds.quadratics import Signs
+
+BERNSTEIN = "Bernstein et al. 2018"
+KARIMIREDDY = "Karimireddy et al. 2019"
+WANG = "Wang et al. 2020"
+PLACE = "quadratics"
+PLATEAU = 0.05
+"""Relative deviation of a plateau, or of a floor, that must not be missed."""
+MODEL = 0.01
+"""What a plateau may differ by for the declared law's noise being taken for normal."""
+
+SIGN_RUNS = {
+    "1": (Signs(1, 1.0, 400, 2.0), Signs(1, 100.0, 100, 0.25)),
+    "2a": (Signs(7, 100.0, 100, 0.25, symmetric=False),),
+    "2b": (Signs(7, 1.0, 400, 2.0), Signs(7, 100.0, 100, 0.25)),
+}
+"""By theorem; the noise is such that signs of weak coordinates, or near the minimum, are wrong."""
+SIGN_STATEMENTS = {
+    "1": "K steps of 1 / sqrt(||L||_1 K), batches of K: [E mean_k ||g_k||_1]^2 <= (1 / K) "
+    "[sqrt(||L||_1) (f_0 - f* + 1/2) + 2 ||sigma||_1]^2",
+    "2a": "the same for the majority vote of M workers, whatever the noise is (here skewed)",
+    "2b": "vote of M workers, unimodal symmetric noise: 2 ||sigma||_1 / sqrt(M) in its place",
+}
+BIASED_RUNS = ((1, 0.0), (4, 0.05))
+"""Workers, and noise a coordinate."""
+
+
+def sign_theorem(which: str, word: str) -> Claim:
+    """Return the claim of one of the theorems of the sign about a method."""
+    return Claim(
+        f"sign-theorem-{which}/{word}",
+        "theorem",
+        SIGN_STATEMENTS[which],
+        f"{BERNSTEIN}, theorem {which}",
+    )
+
+
+def theorem_1(word: str) -> Claim:
+    """Return the claim of theorem 1 about a method."""
+    return sign_theorem("1", word)
+
+
+def theorem_2a(word: str) -> Claim:
+    """Return the claim of theorem 2a about a method."""
+    return sign_theorem("2a", word)
+
+
+def theorem_2b(word: str) -> Claim:
+    """Return the claim of theorem 2b about a method."""
+    return sign_theorem("2b", word)
+
+
+def floor(word: str) -> Claim:
+    """Return the claim about the noise floor of a descent by votes."""
+    return Claim(
+        f"sign-floor/{word}",
+        "theorem",
+        "noise floor of a vote of M workers: mean |w_i| against the exact Markov chain's, relative",
+        "derived: a vote's steps are +-eta with binomial probabilities",
+        equality=True,
+    )
+
+
+def ends(word: str) -> Claim:
+    """Return the claim about the plateau of an unbiased method."""
+    return Claim(
+        f"plateau/{word}",
+        "theorem",
+        "constant step: E||w - w*||^2 against that of the declared target and variance, relative",
+        "Wen et al. 2017, remarks on theorem 1; derived",
+        equality=True,
+    )
+
+
+def rates(word: str) -> Claim:
+    """Return the claim about the rate of an unbiased method."""
+    return Claim(
+        f"rate/{word}",
+        "theorem",
+        "gamma_t = a / (t + t_0): E||w_t - w*||^2 / the bound u_t = O(1/t) that E||Q(g)||^2 <= A + "
+        "B ||w - w*||^2 gives with the declared omega, at the worst t",
+        "Wen et al. 2017, theorem 1",
+    )
+
+
+def descent(word: str) -> Claim:
+    """Return the claim of theorem II about a method."""
+    return Claim(
+        f"descent/{word}",
+        "theorem",
+        "error feedback: mean E||grad f||^2 <= 2 (f_0 - f*) / (eta T) + eta L s^2 + eta^2 L^2 s^2 "
+        "(1 - delta) / (1 - sqrt(1 - delta))^2",
+        f"{KARIMIREDDY}, theorem II",
+    )
+
+
+def kept(word: str) -> Claim:
+    """Return the claim of lemma 3 about a method."""
+    return Claim(
+        f"residual-bound/{word}",
+        "theorem",
+        "error feedback: max_t E||eta e||^2 <= eta^2 s^2 (1 - delta) / (1 - sqrt(1 - delta))^2",
+        f"{KARIMIREDDY}, lemma 3, its series summed",
+    )
+
+
+def without(word: str) -> Claim:
+    """Return the claim about a contractive method without error feedback."""
+    return Claim(
+        f"biased-descent/{word}",
+        "theorem",
+        "no feedback, error a = sqrt(1 - delta), N workers: mean E||grad f||^2 within the bound "
+        "that is proved in gcbench.studies.bounds.quadratics; without noise 2 (f_0 - f*) / (eta "
+        "(1 - a^2) T)",
+        f"{WANG}, theorem 3.4, in a form that needs no assumption 3.2",
+    )
+
+
+def falling(word: str) -> Claim:
+    """Return the claim about a method whose error falls with its steps."""
+    return Claim(
+        f"falling-error/{word}",
+        "theorem",
+        "eta_t = eta_0 / (1 + t / 50), a_t about sqrt(L eta_t), N = 4: the weighted mean of "
+        "E||grad f||^2 keeps within its bound, which goes to 0",
+        f"{WANG}, theorem 3.5, in a form that needs no assumption 3.2",
+    )
+
+
+SIGNS = {"1": theorem_1, "2a": theorem_2a, "2b": theorem_2b}
+OF_METHODS = (*SIGNS.values(), floor, ends, rates, descent, kept, without, falling)
+
+
+def catalogue(methods: Mapping[str, Compressor]) -> list[Claim]:
+    """Return all claims of this module."""
+    return [make(word) for make in OF_METHODS for word in methods]
+
+
+def units(methods: Mapping[str, Compressor], seeds: Sequence[int]) -> Iterator[Unit]:
+    """Yield all work on quadratics."""
+    groups = (
+        ("signs", (*SIGNS.values(), floor), _signs),
+        ("plateau", (ends,), _plateau),
+        ("rate", (rates,), _rate),
+        ("feedback", (descent, kept), _feedback),
+        ("biased", (without,), _biased),
+        ("falling", (falling,), _falling),
+    )
+    for word, method in methods.items():
+        for name, makes, work in groups:
+            claims = tuple(make(word).name for make in makes)
+            yield Unit(f"{name} {word}", PLACE, claims, partial(work, word, method, seeds))
+
+
+def _none(judged: Judged, names: Sequence[str], why: str) -> None:
+    for name in names:
+        judged.skip(name, PLACE, why)
+
+
+def _signs(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
+    if not method.claims.signs:
+        names = [make(word).name for make in (*SIGNS.values(), floor)]
+        _none(judged, names, "it does not claim to send signs")
+        return
+    for which, runs in SIGN_RUNS.items():
+        if not judged.wanted(sign_theorem(which, word).name):
+            continue
+        for given in runs:
+            values = [v for seed in seeds for v in quadratics.sign_descent(method, given, seed)]
+            found = bounded(values, "copies").squared()
+            told = f"M={given.workers}, cond {given.condition:g}, K={given.k}"
+            bound = quadratics.sign_bound(given)
+            judged.add(sign_theorem(which, word), PLACE, found, bound, setting=told, ran=word)
+    for workers in (1, 7) if judged.wanted(floor(word).name) else ():
+        values = [v for seed in seeds for v in quadratics.sign_floor(method, workers, seed)]
+        exact = quadratics.sign_chain(workers)
+        seen = interval([v / exact for v in values], "copies", STRICT)
+        why = f"mean |w| {seen.mean * exact:.4f}, the chain's {exact:.4f}"
+        found = _equality(seen.mean - 1, seen.high - seen.mean, seen.n, 0.0)
+        judged.add(floor(word), PLACE, found, PLATEAU, setting=f"M={workers}", why=why, ran=word)
+
+
+def _equality(away: float, half: float, n: int, allowed: float) -> Interval:
+    """Return the interval of the size of a deviation, of which `allowed` is the model's own."""
+    size = abs(away)
+    return Interval(size, max(0.0, size - half - allowed), size + half, n, "copies")
+
+
+def _plateau(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
+    own, name = quadratics.by_copy(method), ends(word).name
+    why = ""
+    if not method.claims.unbiased:
+        why = "it does not claim to be unbiased"
+    elif own is None:
+        why = "one segment spans all copies"
+    elif not quadratics.declares_variance(own):
+        why = "it declares no variance"
+    if why or own is None:
+        _none(judged, (name,), why)
+        return
+    for workers in (1, 4):
+        runs = [quadratics.plateau(own, workers, seed) for seed in seeds]
+        ran, declared = ([v for run in runs for v in run[k]] for k in (0, 1))
+        away = against(ran, declared, "copies")
+        found = _equality(away.mean, away.high - away.mean, away.n, MODEL)
+        why = f"{away.mean:+.2%}"
+        judged.add(ends(word), PLACE, found, PLATEAU, setting=f"M={workers}", why=why, ran=word)
+
+
+def _rate(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
+    own, name = quadratics.by_copy(method), rates(word).name
+    tight = None if own is None else quadratics.tight_omega(own)
+    if not method.claims.unbiased or own is None or tight is None:
+        known = "it declares no relative variance for every x"
+        why = known if method.claims.unbiased else "it does not claim to be unbiased"
+        _none(judged, (name,), why)
+        return
+    shape, omega = tight
+    runs = [quadratics.rate(own, shape, omega, seed) for seed in seeds]
+    marks = [[v for run in runs for v in run[k]] for k in range(len(runs[0]))]
+    seen = [bounded(values, "copies") for values in marks]
+    found = max(seen, key=lambda one: math.inf if math.isnan(one.mean) else one.mean)
+    told = f"omega={omega:.3g}, d={math.prod(shape)}"
+    judged.add(rates(word), PLACE, found, 1.0, setting=told, ran=word)
+
+
+def _tight(method: Compressor) -> tuple[Compressor, quadratics.Shape, float] | str:
+    """Return the method by copy, the shape and delta to run with, or why there is none."""
+    own = quadratics.by_copy(method)
+    if not method.claims.contractive:
+        return "it does not claim to contract"
+    if method.claims.aggregate != "mean":
+        return "what arrives is no mean of what is sent"
+    if own is None:
+        return "one segment spans all copies"
+    tight = quadratics.tight_delta(own)
+    return (own, *tight) if tight else "it declares no contraction for every x"
+
+
+def _feedback(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
+    found = _tight(method)
+    if isinstance(found, str):
+        _none(judged, (descent(word).name, kept(word).name), found)
+        return
+    own, shape, delta = found
+    runs = [quadratics.feedback(own, shape, delta, seed) for seed in seeds]
+    told = f"delta={delta:.3g}, d={math.prod(shape)}"
+    for make, k in ((descent, 0), (kept, 1)):
+        values = bounded([v for run in runs for v in run[k]], "copies")
+        bound = quadratics.feedback_bounds(shape, delta)[k]
+        if not bound:
+            _none(judged, (make(word).name,), "delta = 1: nothing is left, whatever is sent")
+            continue
+        judged.add(make(word), PLACE, values, bound, setting=told, ran=word)
+
+
+def _biased(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
+    found = _tight(method)
+    if isinstance(found, str):
+        _none(judged, (without(word).name,), found)
+        return
+    own, shape, delta = found
+    for workers, noise in BIASED_RUNS:
+        plan = quadratics.biased_plan(shape, delta, workers, noise)
+        even = [1.0] * len(plan.rates)
+        values = [v for seed in seeds for v in quadratics.biased([own], shape, plan, even, seed)]
+        seen = bounded(values, "copies")
+        told = f"N={workers}, noise {noise:g}, delta={delta:.3g}, d={math.prod(shape)}"
+        judged.add(without(word), PLACE, seen, plan.bound(), setting=told, ran=word)
+
+
+def _falling(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
+    found = _tight(method)
+    if isinstance(found, str):
+        _none(judged, (falling(word).name,), found)
+        return
+    own, shape, _ = found
+    if own.claims.with_error(0.5) is None:
+        _none(judged, (falling(word).name,), "no field sets its error")
+        return
+    plan, methods = quadratics.falling_plan(own, shape)
+    weights, total = plan.weighted()
+    values = [v for seed in seeds for v in quadratics.biased(methods, shape, plan, weights, seed)]
+    seen = bounded(values, "copies")
+    bound = total / sum(weights)
+    judged.add(falling(word), PLACE, seen, bound, setting=f"N={plan.workers}", ran=word)

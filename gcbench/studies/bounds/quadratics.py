@@ -1,0 +1,560 @@
+"""The theorems themselves, on quadratics whose constants are all known before they run.
+
+f(w) = 1/2 sum_i L_i w_i^2 with curvatures that fall in equal ratios from 1 to 1 / condition, from
+w = +-start, the signs drawn; a worker's gradient has independent noise of a given standard
+deviation in every coordinate. Where a theorem asks for bounded gradients the quadratic goes on
+linearly beyond |w_i| = 1 (Huber's function), so that |df/dw_i| <= L_i everywhere. Independent
+copies run at once: each is a tensor of one bucket, so that real codecs, with their scales a tensor,
+go through the real exchange. Points and exact gradients are float64, what is exchanged is float32.
+Values are returned by copy; several seeds give several lots of copies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gcbench.core import memory
+from gcbench.core.compressor import Compressor, Key, Segments
+from gcbench.core.world import Link, SimulatedWorld
+from gcbench.studies.bounds.alone import agreed, energy, lane_of, single
+
+ELEMENTS = 1024
+"""Of all copies together, unless these are fewer than `LEAST`."""
+LEAST = 16
+"""Copies that Student's t has at least to go by, a seed."""
+PLATEAU_ELEMENTS = 2048
+"""The same where a run is held to a value, and not to a bound."""
+SHAPES = ((2, 2), (4, 4), (8, 8), (16, 16))
+"""Of one copy: matrices, so that columns and low ranks mean something."""
+Shape = tuple[int, int]
+Draw = Callable[[torch.Generator, tuple[int, ...]], Tensor]
+
+
+def normal(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    """Return normal noise of variance 1, float64 with float32's digits."""
+    return torch.randn(shape, generator=generator).double()
+
+
+def skewed(batch: int, share: float = 0.1) -> Draw:
+    """Return noise of variance 1 that is the mean of `batch` two-valued examples, times sqrt batch.
+
+    An example is 3 with probability 0.1, else -1/3: mean 0, variance 1, most of it on one side.
+    """
+
+    def draw(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+        count = torch.full(shape, float(batch), dtype=torch.float64)
+        hits = torch.binomial(count, torch.full_like(count, share), generator=generator)
+        return (hits - batch * share) / math.sqrt(batch * share * (1 - share))
+
+    return draw
+
+
+class Quadratic:
+    """Copies of one quadratic, and the workers that descend them."""
+
+    def __init__(
+        self,
+        method: Compressor,
+        shape: Shape,
+        *,
+        condition: float,
+        noise: float,
+        workers: int = 1,
+        kept: memory.Memory | None = None,
+        seed: int = 0,
+        draw: Draw = normal,
+        start: float = 1.0,
+        huber: bool = False,
+        elements: int | None = None,
+    ) -> None:
+        """Start at +-start; `noise` is the standard deviation of a worker's gradient."""
+        self.generator = torch.Generator().manual_seed(seed)
+        self.d = math.prod(shape)
+        self.copies = max(LEAST, (elements or ELEMENTS) // self.d)
+        exponent = -torch.arange(self.d, dtype=torch.float64) / (self.d - 1)
+        self.curvature = condition**exponent
+        signs = torch.randint(2, (self.copies, self.d), generator=self.generator) * 2 - 1
+        self.w = start * signs.double()
+        self.method, self.noise, self.draw, self.huber = method, noise, draw, huber
+        self.workers, self.seed = workers, seed
+        self.law = torch.Generator().manual_seed(seed + 1_000_003)  # of `declared_step`
+        world = SimulatedWorld(workers, torch.device("cpu"), Link(10.0, 50.0), 1, 1)
+        self.segments = Segments.of([shape] * self.copies, method.granularity)
+        self.exchange = single(seed, world.device, lane_of(method, self.segments, kept), world)
+        self.t = 0
+
+    @property
+    def gap(self) -> float:
+        """f(w) - f* now, the mean over copies; at the start all have the same."""
+        return float((self.curvature * self.w.square()).sum(1).mean()) / 2
+
+    def gradient(self) -> Tensor:
+        """Return the exact gradients, float64, shape (copies, d)."""
+        return self.curvature * (self.w.clamp(-1, 1) if self.huber else self.w)
+
+    def observed(self) -> list[Tensor]:
+        """Return each worker's bucket of noisy gradients, float32, shape (copies * d,)."""
+        exact = self.gradient()
+        if not self.noise:
+            return [exact.float().view(-1)] * self.workers
+        return [
+            (exact + self.noise * self.draw(self.generator, tuple(exact.shape))).float().view(-1)
+            for _ in range(self.workers)
+        ]
+
+    def step(self, buckets: list[Tensor], lr: float) -> None:
+        """Exchange and descend."""
+        arrived = self.exchange.mean(buckets, self.t, lr).double().view(self.copies, self.d)
+        self.w -= lr * arrived
+        self.t += 1
+
+    def declared_step(self, buckets: Sequence[Tensor], lr: float) -> None:
+        """Descend by what the method declares, without its code: target and normal noise.
+
+        The noise has the declared variance, of each worker or, where all draw alike, of the mean.
+        """
+        method, segments, key = self.method, self.segments, Key(self.seed, self.t, 0)
+        if method.draw_shared(segments, key) is not None:
+            buckets = [torch.stack(list(buckets)).mean(0)]
+            shared = agreed(method, buckets[0], segments, key)
+        else:
+            own = [method.prepare(x, segments).statistic for x in buckets]
+            shared = torch.stack(own).amax(0) if own[0].numel() else own[0]
+        total = torch.zeros(self.copies * self.d, dtype=torch.float64)
+        for x in buckets:
+            variance = method.claims.variance(x, segments, shared)
+            assert variance is not None, "asked for where a variance is declared"
+            spread = normal(self.law, tuple(total.shape))
+            total += method.claims.target(x, segments, shared).double() + variance.sqrt() * spread
+        self.w -= lr * (total / len(buckets)).view(self.copies, self.d)
+        self.t += 1
+
+    def residual(self) -> Tensor:
+        """Return worker 0's residuals, float64, (copies, d)."""
+        return self.exchange.workers[0][0]["residual"].double().view(self.copies, self.d)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the run has diverged: what is exchanged would soon be beyond float32."""
+        return not float(self.w.abs().max()) < 1e30
+
+
+def by_copy(method: Compressor) -> Compressor | None:
+    """Return the method with scales a tensor at most, so that copies do not meet; None if fixed."""
+    if method.granularity != "model":
+        return method
+    fields = {field.name for field in dataclasses.fields(method)}  # type: ignore[arg-type]
+    if "granularity" not in fields:
+        return None
+    return dataclasses.replace(method, granularity="tensor")  # type: ignore[type-var]
+
+
+def segments_of(method: Compressor, shape: Shape) -> Segments:
+    """Return the segments of a bucket of copies."""
+    return Segments.of([shape] * 2, method.granularity)
+
+
+def declares_variance(method: Compressor) -> bool:
+    """Return whether an unbiased method says what its variance is."""
+    x, segments = torch.ones(4), segments_of(method, (1, 2))
+    shared = agreed(method, x, segments, Key(0, 0, 0))
+    return method.claims.variance(x, segments, shared) is not None
+
+
+def tight_delta(method: Compressor) -> tuple[Shape, float] | None:
+    """Return the shape with the largest delta that is declared below .9, and that delta.
+
+    Bounds grow as delta falls; above .9 hardly anything is lost, and 8 x 8 serves, or the largest
+    that has one. None if no delta is declared.
+    """
+    found = [(shape, method.claims.delta(segments_of(method, shape))) for shape in SHAPES]
+    known = [(shape, delta) for shape, delta in found if delta is not None]
+    proper = [(shape, delta) for shape, delta in known if delta < 0.9]
+    if proper:
+        return max(proper, key=lambda pair: pair[1])
+    return known[min(2, len(known) - 1)] if known else None
+
+
+def tight_omega(method: Compressor) -> tuple[Shape, float] | None:
+    """Return the shape with the least omega above 0 that is declared, and that omega."""
+    found = [(shape, method.claims.omega(segments_of(method, shape))) for shape in SHAPES]
+    known = [(shape, omega) for shape, omega in found if omega is not None]
+    proper = [(shape, omega) for shape, omega in known if omega > 0]
+    if proper:
+        return min(proper, key=lambda pair: pair[1])
+    return known[-1] if known else None
+
+
+# ---- signSGD -------------------------------------------------------------------------------------
+
+SIGN_SHAPE = (8, 8)
+
+
+@dataclass(frozen=True)
+class Signs:
+    """A setting of theorems 1 and 2 of Bernstein et al. 2018."""
+
+    workers: int
+    condition: float
+    k: int
+    """Steps, and examples a batch."""
+    sigma: float
+    """Standard deviation of one example's gradient, a coordinate."""
+    symmetric: bool = True
+    """Normal noise; else skewed, with the bound of any noise."""
+
+
+def sign_bound(given: Signs) -> float:
+    """Return the bound on [E mean_k ||g_k||_1]^2, from the problem's constants alone.
+
+    K = k steps of 1 / sqrt(||L||_1 K) with batches of K examples a worker: (1 / K)
+    [sqrt(||L||_1) (f_0 - f* + 1/2) + 2 ||sigma||_1]^2, the noise term over sqrt(workers) where it
+    is unimodal and symmetric.
+    """
+    d = math.prod(SIGN_SHAPE)
+    total = sum(given.condition ** (-i / (d - 1)) for i in range(d))
+    spread = 2 * given.sigma * d / (math.sqrt(given.workers) if given.symmetric else 1)
+    return float((math.sqrt(total) * (total / 2 + 0.5) + spread) ** 2 / given.k)
+
+
+def sign_descent(method: Compressor, given: Signs, seed: int) -> list[float]:
+    """Return mean_k ||g_k||_1 of each copy, see `sign_bound`."""
+    noise = given.sigma / math.sqrt(given.k)
+    draw = normal if given.symmetric else skewed(given.k)
+    problem = Quadratic(
+        method,
+        SIGN_SHAPE,
+        condition=given.condition,
+        noise=noise,
+        workers=given.workers,
+        seed=seed,
+        draw=draw,
+    )
+    lr = 1 / math.sqrt(float(problem.curvature.sum()) * given.k)
+    norms = torch.zeros(problem.copies, dtype=torch.float64)
+    for _ in range(given.k):
+        norms += problem.gradient().abs().sum(1)
+        problem.step(problem.observed(), lr)
+    values: list[float] = (norms / given.k).tolist()
+    return values
+
+
+FLOOR_START, FLOOR_STEP, FLOOR_NOISE, FLOOR_STEPS = 0.5, 0.02, 1.0, 250
+
+
+def sign_floor(method: Compressor, workers: int, seed: int) -> list[float]:
+    """Return the mean |w_i| over steps, of each copy, of a descent by votes at the noise floor."""
+    problem = Quadratic(
+        method,
+        SIGN_SHAPE,
+        condition=1.0,
+        noise=FLOOR_NOISE,
+        workers=workers,
+        seed=seed,
+        start=FLOOR_START,
+    )
+    total = torch.zeros(problem.copies, dtype=torch.float64)
+    for _ in range(FLOOR_STEPS):
+        problem.step(problem.observed(), FLOOR_STEP)
+        total += problem.w.abs().mean(1)
+    values: list[float] = (total / FLOOR_STEPS).tolist()
+    return values
+
+
+def sign_chain(workers: int) -> float:
+    """Return the exact expectation of what `sign_floor` measures, of an odd number of workers.
+
+    A coordinate is a Markov chain on start + j step: it goes down with the probability that a
+    majority of `workers` sees a positive gradient, each with probability Phi(w / noise).
+    """
+    j = torch.arange(-FLOOR_STEPS, FLOOR_STEPS + 1, dtype=torch.float64)
+    w = FLOOR_START + j * FLOOR_STEP
+    p = torch.special.ndtr(w / FLOOR_NOISE)
+    down = torch.zeros_like(p)
+    for k in range((workers + 1) // 2, workers + 1):
+        down += math.comb(workers, k) * p**k * (1 - p) ** (workers - k)
+    mass = torch.zeros_like(p)
+    mass[FLOOR_STEPS] = 1.0
+    total = 0.0
+    for _ in range(FLOOR_STEPS):
+        after = torch.zeros_like(mass)
+        after[:-1] += (mass * down)[1:]
+        after[1:] += (mass * (1 - down))[:-1]
+        mass = after
+        total += float(mass @ w.abs())
+    return total / FLOOR_STEPS
+
+
+# ---- unbiased codes ------------------------------------------------------------------------------
+
+
+def _omega(problem: Quadratic) -> float:
+    """Return the declared variance of pure noise over its squared length, of the workers' mean."""
+    method, x = problem.method, problem.observed()[0]
+    key = Key(problem.seed, 0, 0)
+    variance = method.claims.variance(x, problem.segments, agreed(method, x, problem.segments, key))
+    assert variance is not None, "asked for where a variance is declared"
+    return float(variance.sum()) / energy(x)
+
+
+def plateau(method: Compressor, workers: int, seed: int) -> tuple[list[float], list[float]]:
+    """Return E ||w||^2 of each copy at the plateau of a constant step: run, and as declared.
+
+    The second is of the same descent, from the same start by the same gradient noise, with the
+    declared law in the place of the code: it is known without encoding anything. The shape is the
+    largest up to 8 x 8 of which noise has an omega of at most 4. A variance of omega ||x||^2 leaves
+    a plateau only below steps of 2 / (L (1 + omega)): the step is 0.1, or a quarter of that. Steps
+    are counted from 6 / step on, 24 / step of them.
+    """
+
+    def make(shape: Shape) -> Quadratic:
+        return Quadratic(
+            method,
+            shape,
+            condition=2.0,
+            noise=0.125,
+            workers=workers,
+            seed=seed,
+            start=0.0,
+            elements=PLATEAU_ELEMENTS,
+        )
+
+    tried = {shape: _omega(make(shape)) for shape in SHAPES[:3]}
+    small = [shape for shape, omega in tried.items() if omega <= 4]
+    shape = small[-1] if small else SHAPES[0]
+    omega = tried[shape]
+    lr = min(0.1, 0.5 / (1 + omega))
+    settle, counted = round(6 / lr), round(24 / lr)
+    ends = []
+    for declared in (False, True):
+        problem = make(shape)
+        size = problem.noise * math.sqrt(lr / 2 * (1 + omega) / workers)  # near where it will end
+        problem.w = size * normal(problem.generator, (problem.copies, problem.d))
+        total = torch.zeros(problem.copies, dtype=torch.float64)
+        for t in range(settle + counted):
+            buckets = problem.observed()
+            if t >= settle:
+                total += problem.w.square().sum(1)
+            if declared:
+                problem.declared_step(buckets, lr)
+            else:
+                problem.step(buckets, lr)
+                if problem.lost:
+                    total.fill_(math.nan)
+                    break
+        ends.append((total / counted).tolist())
+    return ends[0], ends[1]
+
+
+RATE_STEPS = 400
+
+
+def rate_marks() -> list[int]:
+    """Return the steps at which the rate is looked at."""
+    early = {round(10 ** (k / 8)) for k in range(8, 40)}
+    return sorted(early & set(range(RATE_STEPS)) | {RATE_STEPS})
+
+
+def rate(method: Compressor, shape: Shape, omega: float, seed: int) -> list[list[float]]:
+    """Return ||w_t - w*||^2 over its bound, by mark and copy: theorem 1 of Wen et al. 2017.
+
+    gamma_t = a / (t + t0). E||Q(g)||^2 <= (1 + omega) E||g||^2 <= A + B ||w - w*||^2 with
+    A = (1 + omega) s^2 and B = (1 + omega) L^2, s^2 the noise; so E||w - w*||^2 stays below u_t,
+    u_0 = ||w_0 - w*||^2 and u_{t+1} = (1 - 2 mu gamma_t + B gamma_t^2) u_t + A gamma_t^2, which
+    goes to 0 as 1/t.
+    """
+    condition, noise = 1.5, 1.0
+    problem = Quadratic(method, shape, condition=condition, noise=noise, seed=seed)
+    a = 1.5 * condition
+    t0 = a * (1 + omega) * condition  # the first step is mu / B, at which u falls fastest
+    bound = float(problem.d)
+    seen, marks = [], rate_marks()
+    for t in range(RATE_STEPS):
+        gamma = a / (t + t0)
+        problem.step(problem.observed(), gamma)
+        if problem.lost:
+            return [[math.nan] * problem.copies] * len(marks)
+        shrunk = 1 - 2 * gamma / condition + (1 + omega) * gamma**2
+        bound = shrunk * bound + (1 + omega) * noise**2 * problem.d * gamma**2
+        if t + 1 in marks:
+            seen.append((problem.w.square().sum(1) / bound).tolist())
+    return seen
+
+
+# ---- error feedback ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Step size and number of steps, from delta alone."""
+
+    lr: float
+    steps: int
+
+
+FEEDBACK_CONDITION, FEEDBACK_NOISE = 1.5, 0.3
+
+
+def feedback_plan(delta: float) -> Plan:
+    """Return a step so small that what error feedback adds to the bound does not decide it."""
+    lr = min(0.08, 0.08 * delta / math.sqrt(max(1e-6, 1 - delta)))
+    return Plan(lr, math.ceil(4 / lr))
+
+
+def feedback_bounds(shape: Shape, delta: float) -> tuple[float, float]:
+    """Return theorem II's bound on mean E||grad f||^2 and lemma 3's on max E||eta e||^2.
+
+    Karimireddy et al. 2019, with sigma^2 = sum L_i^2 + noise, which bounds E||g||^2 of Huber's
+    function everywhere. In the place of 4 (1 - delta) / delta^2 stands the sum of the geometric
+    series that it bounds, (1 - delta) / (1 - sqrt(1 - delta))^2 (Minkowski's inequality).
+    """
+    d, plan = math.prod(shape), feedback_plan(delta)
+    curvature = [FEEDBACK_CONDITION ** (-i / (d - 1)) for i in range(d)]
+    second = sum(c**2 for c in curvature) + d * FEEDBACK_NOISE**2
+    root = math.sqrt(max(0.0, 1 - delta))
+    series = (root / (1 - root)) ** 2
+    lr = plan.lr
+    gap = sum(curvature) / 2
+    descent = 2 * gap / (lr * plan.steps) + lr * second + lr**2 * second * series
+    return descent, lr**2 * second * series
+
+
+def feedback(
+    method: Compressor, shape: Shape, delta: float, seed: int
+) -> tuple[list[float], list[float]]:
+    """Return mean_t ||grad f||^2 and ||eta e||^2 at the worst step, of each copy."""
+    plan = feedback_plan(delta)
+    problem = Quadratic(
+        method,
+        shape,
+        condition=FEEDBACK_CONDITION,
+        noise=FEEDBACK_NOISE,
+        kept=memory.make("residual", {}),
+        seed=seed,
+        huber=True,
+    )
+    most = torch.zeros(problem.copies, dtype=torch.float64)
+    squares = torch.zeros_like(most)
+    for _ in range(plan.steps):
+        squares += problem.gradient().square().sum(1)
+        problem.step(problem.observed(), plan.lr)
+        left = problem.residual().square().sum(1)
+        if problem.lost or not left.isfinite().all():
+            return [math.nan] * problem.copies, [math.nan] * problem.copies
+        if left.mean() > most.mean():
+            most = left
+    return (squares / plan.steps).tolist(), (plan.lr**2 * most).tolist()
+
+
+# ---- contraction without feedback ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Biased:
+    """A descent by compressed gradients without feedback: its constants, and its bound."""
+
+    workers: int
+    noise: float
+    errors: tuple[float, ...]
+    """a_t = sqrt(1 - delta_t), by step."""
+    rates: tuple[float, ...]
+    d: int
+    condition: float = 1.5
+
+    @property
+    def gap(self) -> float:
+        """f_0 - f*."""
+        return math.fsum(self.condition ** (-i / (self.d - 1)) for i in range(self.d)) / 2
+
+    def weighted(self) -> tuple[list[float], float]:
+        """Return weights w_t, and a bound on sum_t w_t E||grad f_t||^2, L = 1.
+
+        For v' = v + e, v the mean of N gradients with noise s^2 / N in all, and E||e||^2 <= a^2
+        (||grad f||^2 + s^2) by Jensen's inequality, so that nothing is assumed of the mean:
+        2 ||grad f|| ||e|| <= a ||grad f||^2 + ||e||^2 / a gives, by smoothness,
+        E f_{t+1} <= f_t - (w_t / 2) ||grad f||^2 + (eta / 2) a s^2 + (eta^2 / 2) (1 + a)
+        (1 / N + a) s^2 with w_t = 2 eta (1 - a) - eta^2 (1 + a)^2, for w_t > 0: theorems 3.4 and
+        3.5 of Wang et al. 2020, where a falls to 0 with eta.
+        """
+        s2 = self.noise**2 * self.d
+        weights, total = [], 2 * self.gap
+        for a, eta in zip(self.errors, self.rates, strict=True):
+            weights.append(2 * eta * (1 - a) - eta**2 * (1 + a) ** 2)
+            total += eta * a * s2 + eta**2 * (1 + a) * (1 / self.workers + a) * s2
+        return weights, total
+
+    def bound(self) -> float:
+        """Return a bound on mean_t E||grad f_t||^2 of a constant step of at most 1 / L, L = 1.
+
+        The lesser of that of `weighted` and of another: f_{t+1} <= f_t - (eta / 2) ||grad f||^2 +
+        (eta / 2) ||v' - grad f||^2, with E||v' - grad f||^2 <= (1 + 1 / c) s^2 / N + (1 + c) a^2
+        (||grad f||^2 + s^2) for any c > 0: without noise 2 (f_0 - f*) / (eta (1 - a^2) T).
+        """
+        a, eta, steps = self.errors[0], self.rates[0], len(self.rates)
+        s2 = self.noise**2 * self.d
+        found = []
+        weights, total = self.weighted()
+        if weights[0] > 0:
+            found.append(total / sum(weights))
+        for c in [1e-9, *(2.0**k for k in range(-12, 6))]:
+            left = 1 - (1 + c) * a**2
+            if left > 0 and (s2 or c == 1e-9):
+                added = (1 + 1 / c) * s2 / self.workers + (1 + c) * a**2 * s2
+                found.append((2 * self.gap / (eta * steps) + added) / left)
+        return min(found)
+
+
+def biased_plan(shape: Shape, delta: float, workers: int, noise: float) -> Biased:
+    """Return the descent whose step has the least bound, of those of at most 1 / L."""
+    a = math.sqrt(max(0.0, 1 - delta))
+    steps = min(600, math.ceil(3 / delta) + 2)
+    plans = [
+        Biased(workers, noise, (a,) * steps, (2.0**-k,) * steps, math.prod(shape)) for k in range(7)
+    ]
+    return min(plans, key=Biased.bound)
+
+
+def falling_plan(method: Compressor, shape: Shape) -> tuple[Biased, list[Compressor]]:
+    """Return a descent with steps and errors that fall together, and the method at each step."""
+    rates = [0.2 / (1 + t / 50) for t in range(200)]
+    methods = []
+    errors = []
+    for eta in rates:
+        now = method.claims.with_error(math.sqrt(eta))
+        assert now is not None, "asked for where an error can be set"
+        delta = now.claims.delta(segments_of(now, shape))
+        if delta is None:
+            raise ValueError(f"{now!r} was given as one with an error, and declares no delta")
+        methods.append(now)
+        errors.append(math.sqrt(max(0.0, 1 - delta)))
+    return Biased(4, 0.25, tuple(errors), tuple(rates), math.prod(shape)), methods
+
+
+def biased(
+    methods: Sequence[Compressor], shape: Shape, plan: Biased, weights: Sequence[float], seed: int
+) -> list[float]:
+    """Return the weighted mean of ||grad f_t||^2 of each copy; one method for each step, or one."""
+    problem = Quadratic(
+        methods[0],
+        shape,
+        condition=plan.condition,
+        noise=plan.noise,
+        workers=plan.workers,
+        seed=seed,
+    )
+    squares = torch.zeros(problem.copies, dtype=torch.float64)
+    for t, (eta, weight) in enumerate(zip(plan.rates, weights, strict=True)):
+        if len(methods) > 1:
+            problem.exchange.change([lane_of(methods[t], problem.segments)])
+        squares += weight * problem.gradient().square().sum(1)
+        problem.step(problem.observed(), eta)
+        if problem.lost:
+            return [math.nan] * problem.copies
+    values: list[float] = (squares / sum(weights)).tolist()
+    return values

@@ -1,0 +1,78 @@
+"""Compressed training: every method trains the task, and each exchange is held to its declarations.
+
+The method trains with the memory that it is published with, by all-gather where that is legal, so
+that it encodes once. What `codec_claims` asks on known inputs is asked here of real gradients, on
+the trajectory that the method itself makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from gcbench.core.compressor import Compressor
+from gcbench.core.errors import GcbenchError, PayloadError
+from gcbench.core.world import Link, SimulatedWorld
+from gcbench.studies.bounds.audit import Audited, Record
+from gcbench.training import configuration, grid
+from gcbench.training.configuration import Config
+from gcbench.training.store import Run
+from gcbench.training.train import Options, Trainer
+
+
+def config_of(base: Config, word: str, method: Compressor, steps: int) -> Config:
+    """Return the config of a training by the method `word`, for the rest as `base`.
+
+    Raises:
+        UsageError: see `Config.make`.
+    """
+    name, *words = word.split(":")
+    legal = method.legal_collectives()
+    given = {field: getattr(base, field) for field in ("task", "task_options", "workers", "seed")}
+    given |= {"batch": base.batch, "compressor": name, "options": grid.pairs(f"{name}:", words)}
+    given["collective"] = "allgather" if "allgather" in legal else legal[0]
+    return Config.make({**given, "memory": "auto", "steps": steps, "lr": base.lr})
+
+
+def train(
+    base: Config,
+    word: str,
+    method: Compressor,
+    steps: int,
+    folder: Path,
+    data_dir: Path | None,
+    told: Callable[[int], None],
+) -> Record:
+    """Return the audit of `steps` steps of compressed training.
+
+    A gradient that is not finite ends it: its record says at which step, under `stopped`. So does
+    a payload that the method itself refuses: the record has its words, under `refused`.
+    """
+    config = config_of(base, word, method, steps)
+    threads = configuration.threads_per_worker(config)
+    parallel = min(config.workers, max(1, configuration.cores() // threads))
+    link = Link(config.link_gbit, config.link_latency_us)
+    world = SimulatedWorld(config.workers, torch.device("cpu"), link, threads, parallel)
+    ended: Record = {}
+    try:
+        # The folder is of a run that saves nothing.
+        trainer = Trainer(config, world, Run(folder), Options(data_dir=data_dir))
+        audited = Audited(world, trainer.exchange.lanes[0], config.seed, trainer.clock)
+        trainer.exchange = audited
+        for step in range(steps):
+            told(step)
+            try:
+                trainer.train_step()
+            except PayloadError as error:
+                ended = {"refused": str(error)}
+                break
+            except GcbenchError:
+                if not audited.audit.steps:
+                    raise  # the task's own gradients: no compressor has touched them
+                ended = {"stopped": step}
+                break
+    finally:
+        world.close()
+    return {**audited.audit.record(), **ended}

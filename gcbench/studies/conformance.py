@@ -1,0 +1,923 @@
+"""The contract, checked: what every compressor promises, measured on the compressor itself.
+
+Each check is driven by what the method declares and never by its name, so it holds a third party's
+plug-in to the same. `gcbench verify NAME` prints the table; tests/test_contract.py runs it over
+everything that is registered.
+
+Statistical checks have fixed seeds. "unbiased" and "variance" have a bound of Z standard
+deviations: a right method fails each with a probability below 1e-5 (normal approximation, 64
+coordinates).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gcbench import ops
+from gcbench.core import exchange, memory, registry
+from gcbench.core.clock import Clock
+from gcbench.core.compressor import (
+    COLLECTIVES,
+    TILE,
+    Compressor,
+    Key,
+    MultiRoundCompressor,
+    Payload,
+    Segments,
+    layout_bytes,
+    written,
+)
+from gcbench.core.errors import GcbenchError, Interrupted, PayloadError, UsageError
+from gcbench.core.exchange import Exchange, Lane
+from gcbench.core.world import Link, SimulatedWorld, World
+from gcbench.training import launch
+from gcbench.training.membership import Membership
+
+SIZES = (0, 1, 31, 32, 33, 1023, 1025, 10_007)
+SHAPES = ((3, 5), (0,), (1,), (), (40, 33), (7,), (2, 3, 3, 3), (1030,), (0, 4))
+"""Tensors of every awkward kind: empty, of one element, a scalar, a matrix, a kernel, a vector."""
+WORKERS = (1, 2, 3, 5, 8, 64)
+KEY = Key(seed=7, step=3, rank=0)
+Z = 5.5
+"""Standard deviations: a normal variable lies outside with probability 4e-8, one of 64 with 2e-6"""
+DRAWS = 4000
+STEPS = 200
+
+
+class Outcome(NamedTuple):
+    """One line of the table."""
+
+    check: str
+    measured: str
+    bound: str
+    verdict: str
+    """"holds", "fails", or "not declared" with the reason in `note`."""
+    note: str = ""
+
+
+class _NotDeclaredError(Exception):
+    """The method does not promise what a check is about."""
+
+
+class _Found(NamedTuple):
+    measured: object
+    bound: object
+    holds: bool
+    note: str = ""
+
+
+# ---- inputs --------------------------------------------------------------------------------------
+
+
+def normal(n: int, seed: int = 0) -> Tensor:
+    """Return n independent, nearly normal values of variance 1, float32, shape (n,).
+
+    Twelve uniform draws each, added as integers: the same bits on every machine.
+    """
+    total = torch.zeros(n, dtype=torch.int64)
+    for part in range(12):
+        total += ops.draws24(Key(seed, part, 0, 0, 255), n)
+    return (total - 6 * 2**24).float() * 2.0**-24
+
+
+def _denormal(n: int) -> Tensor:
+    return torch.full((n,), 1e-42) * (1 - 2 * (torch.arange(n) % 2))
+
+
+def inputs(n: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield inputs of every awkward kind, by name, each float32, shape (n,)."""
+    x = normal(n)
+    spike = torch.zeros(n)
+    spike[n // 2 : n // 2 + 1] = -3.0
+    yield "normal", x
+    yield "zeros", torch.zeros(n)
+    yield "one nonzero", spike
+    yield "constant", torch.full((n,), 0.7)
+    yield "negative constant", torch.full((n,), -2.5)
+    yield "denormal", _denormal(n)
+    yield "huge", x * 1e30
+    yield "mixed scales", x * torch.pow(10.0, (torch.arange(n) % 13 - 6).float())
+    yield "heavy tails", x**5
+
+
+def _refined(segments: Segments) -> Segments:
+    """Return the segments cut at tiles too: no shard of an exchange has a piece smaller."""
+    edges = {*segments.offsets, *range(0, segments.numel, TILE)}
+    return Segments(tuple(sorted(edges)))
+
+
+def _with_extreme(segments: Segments, low: int, high: int, seed: int) -> Tensor:
+    """Return integers from low to high, with one of the two extremes in every piece."""
+    n = segments.numel
+    draws = ops.draws24(Key(seed, 0, 0, 0, 254), n).long()
+    values = low + draws % (high - low + 1)
+    starts = [s for s, length in zip(segments.offsets, segments.lengths, strict=False) if length]
+    values[starts] = torch.where(draws[starts] % 2 == 0, low, high)
+    return values.float()
+
+
+def _signs(segments: Segments, seed: int) -> Tensor:
+    return 1.0 - 2.0 * (ops.draws24(Key(seed, 0, 0, 0, 254), segments.numel) % 2).float()
+
+
+def _sparse(segments: Segments, seed: int) -> Tensor:
+    out = torch.zeros(segments.numel)
+    draws = ops.draws24(Key(seed, 1, 0, 0, 254), len(segments)).tolist()
+    spans = zip(segments.offsets, segments.lengths, draws, strict=False)
+    for start, length, draw in spans:
+        if length:
+            out[start + draw % length] = (1 + draw % 7) * (1 - 2 * (draw % 2))
+    return out
+
+
+FAMILIES: Mapping[str, Callable[[Segments, int], Tensor]] = {
+    "signs": _signs,
+    "ternary": lambda segments, seed: _with_extreme(_refined(segments), -1, 1, seed),
+    "integers": lambda segments, seed: _with_extreme(_refined(segments), -7, 7, seed),
+    "bytes": lambda segments, seed: _with_extreme(_refined(segments), -127, 127, seed),
+    "sparse": _sparse,
+}
+"""Inputs that a method may declare to carry exactly: +-1; {-1, 0, 1}, integers to 7 and to 127 with
+an extreme in every segment; one nonzero integer in every segment."""
+
+
+# ---- running a method ----------------------------------------------------------------------------
+
+
+def _shared(method: Compressor, xs: Sequence[Tensor], segments: Segments, key: Key) -> Tensor:
+    """Return what the engine would agree on for these workers."""
+    drawn = method.draw_shared(segments, key._replace(rank=0))
+    if drawn is not None:
+        return drawn
+    own = [method.prepare(x, segments).statistic for x in xs]
+    return torch.stack(own).amax(0) if own[0].numel() else own[0]
+
+
+def _encode(
+    method: Compressor, x: Tensor, segments: Segments, key: Key = KEY
+) -> tuple[Payload, Tensor]:
+    shared = _shared(method, [x], segments, key)
+    return method.encode(x, segments, shared, key), shared
+
+
+def _pass(method: Compressor, x: Tensor, segments: Segments, key: Key = KEY) -> Tensor:
+    """Return what arrives of x."""
+    payload, shared = _encode(method, x, segments, key)
+    return method.decode(payload, segments, shared)
+
+
+def _segments(method: Compressor, shapes: Sequence[Sequence[int]]) -> Segments:
+    return Segments.of(shapes, method.granularity)
+
+
+def _mean(
+    method: Compressor,
+    collective: str,
+    xs: Sequence[Tensor],
+    shapes: Sequence[Sequence[int]],
+) -> Tensor:
+    """Return the mean of the workers' gradients as the engine would exchange them."""
+    return next(_exchanged(method, collective, [xs], shapes, memory.NoMemory())[0])
+
+
+def _exchanged(
+    method: Compressor,
+    collective: str,
+    steps: Sequence[Sequence[Tensor]],
+    shapes: Sequence[Sequence[int]],
+    kept: memory.Memory,
+) -> tuple[Iterator[Tensor], Exchange]:
+    world = SimulatedWorld(len(steps[0]), torch.device("cpu"), Link(10, 50), 1, 1)
+    clock = Clock(world.device)
+    clock.start_step()
+    lane = Lane(method, collective, 0, _segments(method, shapes), kept)
+    made = Exchange(world, [lane], 7, clock)
+    return (made.mean(list(xs), step) for step, xs in enumerate(steps)), made
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Compare bits: -0.0 is not 0.0 here."""
+    return a.shape == b.shape and a.dtype == b.dtype and _raw(a) == _raw(b)
+
+
+def _raw(x: Tensor) -> bytes:
+    return x.contiguous().numpy().tobytes()
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def _pure(method: Compressor) -> _Found:
+    """The same arguments give the same bytes; inputs and global generators stay untouched."""
+    segments = _segments(method, SHAPES)
+    x = normal(segments.numel)
+    before, state = x.clone(), torch.random.get_rng_state()
+    faults = []
+    payload, shared = _encode(method, x, segments)
+    again, _ = _encode(method, x, segments)
+    kept = payload.to_bytes().clone()
+    decoded = method.decode(payload, segments, shared)
+    twice = method.decode(payload, segments, shared)
+    if not _same(payload.to_bytes(), again.to_bytes()):
+        faults.append("two encodings differ")
+    if not _same(decoded, twice):
+        faults.append("two decodings differ")
+    if not _same(kept, payload.to_bytes()):
+        faults.append("decode changes the payload")
+    method.mean([payload] * 3, segments, shared)  # three: no tie needs a coin
+    if not _same(kept, payload.to_bytes()):
+        faults.append("mean changes a payload")
+    if not _same(x, before):
+        faults.append("x was changed")
+    if not torch.equal(state, torch.random.get_rng_state()):
+        faults.append("the global generator was used")
+    faults += [
+        f"a part of {part.dtype}, shape {tuple(part.shape)}"
+        for part in payload.parts
+        if part.ndim != 1 or not part.is_contiguous() or part.element_size() > 4
+    ]
+    return _Found(", ".join(faults) or "0 faults", "0 faults", not faults)
+
+
+def _sizes(method: Compressor) -> _Found:
+    """Every size and every awkward input gives finite values, and the declared number of bits."""
+    shapes: list[Sequence[Sequence[int]]] = [[(n,)] for n in SIZES]
+    shapes += [SHAPES, [(33, 31)]]
+    done, faults = 0, []
+    for tensors in shapes:
+        segments = _segments(method, tensors)
+        declared = method.bits(segments)
+        for name, x in inputs(segments.numel):
+            payload, shared = _encode(method, x, segments)
+            decoded = method.decode(payload, segments, shared)
+            what = f"{name} of {segments.numel}"
+            if decoded.shape != x.shape or decoded.dtype != torch.float32:
+                faults.append(f"{what}: {decoded.dtype} {tuple(decoded.shape)}")
+            elif not decoded.isfinite().all():
+                faults.append(f"{what}: not finite")
+            if declared is not None and declared != 8 * payload.nbytes:
+                faults.append(f"{what}: {8 * payload.nbytes} bits, {declared} declared")
+            done += 1
+    return _Found("; ".join(faults[:3]) or f"{done} inputs right", f"{done} inputs", not faults)
+
+
+def _bytes(method: Compressor) -> _Found:
+    """A payload that went through bytes decodes to the same bits; merged ones have their size."""
+    segments = _segments(method, SHAPES)
+    x = normal(segments.numel)
+    payload, shared = _encode(method, x, segments)
+    moved = Payload.from_bytes(payload.to_bytes(), payload.layout)
+    same = _same(method.decode(payload, segments, shared), method.decode(moved, segments, shared))
+    faults = [] if same else ["other values after bytes"]
+    if "twoshot" in method.legal_collectives():
+        payloads = [method.encode(x, segments, shared, Key(7, 3, r)) for r in range(5)]
+        merged = method.merge(payloads, segments, shared, Key(7, 3, 0, 0, 1))
+        declared = method.bits(segments, 5)
+        if merged.count != 5:
+            faults.append(f"merged count {merged.count} of 5")
+        if declared is not None and declared != 8 * merged.nbytes:
+            faults.append(f"merged: {8 * merged.nbytes} bits, {declared} declared")
+    bits = 8 * payload.nbytes / segments.numel
+    return _Found(", ".join(faults) or f"{bits:.3f} bits an element", "as declared", not faults)
+
+
+def _bucketing(method: Compressor) -> _Found:
+    """A tensor arrives as the same bits alone (at its place) and in a bucket with others."""
+    if method.granularity == "model":
+        raise _NotDeclaredError("one segment spans all tensors")
+    if isinstance(method, MultiRoundCompressor):
+        raise _NotDeclaredError("the state of all tensors is drawn as one")
+    shapes = [(2, TILE // 2), (TILE + 206,)]
+    x = normal(2 * TILE + 206)
+    together = _pass(method, x, _segments(method, shapes))
+    wrong = 0
+    for start, stop, shape in ((0, TILE, shapes[0]), (TILE, len(x), shapes[1])):
+        key = KEY._replace(offset=start)
+        alone = _pass(method, x[start:stop], _segments(method, [shape]), key)
+        wrong += int((alone != together[start:stop]).sum())
+    return _Found(f"{wrong} elements differ", "0", wrong == 0)
+
+
+def _independent(method: Compressor) -> _Found:
+    """Noise differs between steps, seeds and ranks, or averaging workers would not help."""
+    if not _random(method):
+        raise _NotDeclaredError("draws no random numbers")
+    segments, x = _segments(method, [(40, 50)]), normal(2000)
+    first = Key(1, 1, 0)
+    others = {"steps": Key(1, 2, 0), "seeds": Key(2, 1, 0), "ranks": Key(1, 1, 1)}
+    if method.draw_shared(segments, first) is not None:
+        del others["ranks"]  # what all workers draw alike differs between steps and seeds only
+    own = _pass(method, x, segments, first)
+    faults = [
+        f"two {what} draw alike"
+        for what, key in others.items()
+        if torch.equal(own, _pass(method, x, segments, key))
+    ]
+    return _Found(", ".join(faults) or f"{', '.join(others)} differ", "all differ", not faults)
+
+
+def _random(method: Compressor) -> bool:
+    segments = _segments(method, [(2000,)])
+    x = normal(2000)
+    return not torch.equal(*(_pass(method, x, segments, Key(1, s, 0)) for s in (1, 2)))
+
+
+def _sample() -> Tensor:
+    """Return 64 values between 1/4 and 1 with signs, and two zeros: no event of theirs is rare."""
+    draws = ops.uniform(Key(11, 0, 0, 0, 253), 64)
+    x = (0.25 + 0.75 * draws) * _signs(Segments((0, 64)), 5)
+    x[7] = x[40] = 0.0
+    return x
+
+
+def _drawn(method: Compressor) -> tuple[Tensor, Tensor, Tensor, Segments, Tensor]:
+    """Return DRAWS decodings of one sample, (DRAWS, 64) float64, its target, and what made them.
+
+    The copies are tensors of one bucket: one call draws them all.
+    """
+    if not method.claims.unbiased:
+        raise _NotDeclaredError("biased")
+    x = _sample().repeat(DRAWS)
+    segments = _segments(method, [(64,)] * DRAWS)
+    payload, shared = _encode(method, x, segments)
+    decoded = method.decode(payload, segments, shared).double().view(DRAWS, 64)
+    target = method.claims.target(x, segments, shared).double().view(DRAWS, 64)
+    return decoded, target, x, segments, shared
+
+
+def _unbiased(method: Compressor) -> _Found:
+    """Each coordinate's mean over 4000 draws is the target's, within Z standard deviations."""
+    decoded, target, *_ = _drawn(method)
+    gap = (decoded - target).mean(0).abs()
+    sd = (decoded - target).std(0) / math.sqrt(DRAWS)
+    z = float((gap / sd.clamp(min=1e-7)).max())
+    return _Found(f"{z:.2f} sd", f"{Z} sd", z <= Z)
+
+
+def _variance(method: Compressor) -> _Found:
+    """The squared error is the declared variance on the average, and within the source's bound."""
+    decoded, target, x, segments, shared = _drawn(method)
+    declared = method.claims.variance(x, segments, shared)
+    if declared is None:
+        raise _NotDeclaredError("no exact variance")
+    errors = (decoded - target).square().sum(1)
+    exact = float(declared.view(DRAWS, 64).sum(1).mean())
+    z = abs(float(errors.mean()) - exact) / max(float(errors.std()) / math.sqrt(DRAWS), 1e-9)
+    bound = method.claims.variance_bound(x, segments, shared)
+    total = float(declared.sum())
+    within = bound is None or total <= bound * (1 + 1e-6)
+    note = "" if bound is None else f"{total:.4g}, the source's bound {bound:.4g}"
+    return _Found(f"{z:.2f} sd off {exact:.4g}", f"{Z} sd", z <= Z and within, note)
+
+
+def _contraction(method: Compressor) -> _Found:
+    """||x - C(x)||^2 stays within the declared bound, and the bound below ||x||^2."""
+    if not method.claims.contractive:
+        raise _NotDeclaredError("not contractive")
+    worst, faults = 0.0, []
+    for shapes in ([(2000,)], [(40, 50)], list(SHAPES)):
+        segments = _segments(method, shapes)
+        for name, x in inputs(segments.numel):
+            size = float(x.double().square().sum())
+            bound = method.claims.error_bound(x, segments)
+            if bound is None:
+                faults.append("no error_bound")
+                continue
+            runs = range(24 if _random(method) else 1)
+            errors = torch.tensor(
+                [
+                    float(
+                        (x.double() - _pass(method, x, segments, Key(7, s, 0)).double())
+                        .square()
+                        .sum()
+                    )
+                    for s in runs
+                ],
+                dtype=torch.float64,
+            )
+            slack = 0.0
+            if len(errors) > 1:
+                # A bound in expectation; errors within [0, ||x||^2] vary by at most this, and by
+                # chance may not vary at all.
+                most = max(0.0, bound * (size - bound)) ** 0.5
+                slack = Z * max(float(errors.std()), most) / math.sqrt(len(errors))
+            if float(errors.mean()) > bound * (1 + 1e-6) + slack:
+                faults.append(f"{name}: {float(errors.mean()):.4g} above {bound:.4g}")
+            if bound > size * (1 + 1e-6):
+                faults.append(f"{name}: the bound {bound:.4g} is above ||x||^2 = {size:.4g}")
+            if size:
+                worst = max(worst, float(errors.mean()) / size)
+    return _Found(f"{worst:.4f} at most", "the declared bound", not faults, "; ".join(faults[:2]))
+
+
+def _gaussian(method: Compressor) -> _Found:
+    """The relative error on normal input is the analytic one within 1 %: less is a bug, too."""
+    expected = method.claims.gaussian_error()
+    if expected is None:
+        raise _NotDeclaredError("no closed form")
+    segments = _segments(method, [(1024, 1024)])
+    runs = []
+    for seed in range(3):
+        x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(seed))
+        error = (x - _pass(method, x, segments, Key(seed, 3, 0))).double().square().sum()
+        runs.append(float(error / x.double().square().sum()))
+    measured = torch.tensor(runs, dtype=torch.float64)
+    off = abs(float(measured.mean()) - expected)
+    # Few kept elements scatter by more than 1 %: four standard errors are allowed then.
+    allowed = max(0.01 * expected, 4 * float(measured.std()) / math.sqrt(3), 1e-12)
+    return _Found(
+        f"{float(measured.mean()):.5f}", f"{expected:.5f} within {allowed:.2g}", off <= allowed
+    )
+
+
+def _exact(method: Compressor) -> _Found:
+    """Small integers of the declared families arrive exactly, from one worker and as a mean."""
+    if not method.claims.exact_for:
+        raise _NotDeclaredError("no family of inputs arrives exactly")
+    shapes = [(40, 33), (0,), (1,), (1030,)]
+    segments = _segments(method, shapes)
+    done, faults = 0, []
+    for family in method.claims.exact_for:
+        make = FAMILIES[family]
+        x = make(segments, 0)
+        if not torch.equal(_pass(method, x, segments), x):
+            faults.append(f"{family}, one worker")
+        if method.claims.aggregate == "other":
+            continue  # its mean is its own affair
+        for workers, collective in itertools.product(WORKERS, method.legal_collectives()):
+            default = method.claims.exact_for[0], method.legal_collectives()[0]
+            if workers > 8 and (family, collective) != default:
+                continue  # many workers, once
+            xs, expected = exact_mean(method, collective, family, segments, workers)
+            done += 1
+            if inexact(_mean(method, collective, xs, shapes), expected):
+                faults.append(f"{family}, {workers} workers, {collective}")
+    what = f"{done} means, {len(method.claims.exact_for)} round trips"
+    return _Found(", ".join(faults[:3]) or f"{what} exact", what, not faults)
+
+
+def exact_mean(
+    method: Compressor, collective: str, family: str, segments: Segments, workers: int
+) -> tuple[list[Tensor], Tensor]:
+    """Return the workers' integers of a family that `method` carries exactly, and what must come.
+
+    Both float32, shape (n,); NaN where nothing is promised: at a tie of a vote.
+    """
+    alike = collective == "twoshot" and method.requantizes
+    xs = [FAMILIES[family](segments, 0 if alike else rank) for rank in range(workers)]
+    total = torch.stack(xs).sum(0)
+    if method.claims.aggregate == "vote":
+        return xs, torch.where(total != 0, total.sign(), torch.nan)
+    return xs, total / workers
+
+
+def inexact(got: Tensor, expected: Tensor) -> int:
+    """Return how many elements differ by more than the rounding of a scale, 1e-6 relative."""
+    promised = ~expected.isnan()
+    return int((promised & ~torch.isclose(got, expected, rtol=1e-6, atol=0)).sum())
+
+
+def _collectives(method: Compressor) -> _Found:
+    """Where nothing is lost on the way, all legal collectives give the same mean, bit for bit."""
+    legal = method.legal_collectives()
+    if method.requantizes and "twoshot" in legal:
+        legal = tuple(name for name in legal if name == "allgather")
+    if len(legal) < 2:
+        raise _NotDeclaredError("one collective, or one that encodes the mean again")
+    shapes = [(40, 33), (0,), (1,), (1030,)]
+    wrong = 0
+    for workers in (2, 3, 5):
+        xs = [normal(math.prod((40, 33)) + 1031, rank) for rank in range(workers)]
+        means = [_mean(method, collective, xs, shapes) for collective in legal]
+        wrong += sum(not _same(means[0], other) for other in means[1:])
+    return _Found(f"{wrong} means differ", "0", wrong == 0, ", ".join(legal))
+
+
+def _alike(method: Compressor) -> _Found:
+    """Workers with one gradient apply what one worker alone would: a mean, and no sum."""
+    common = method.draw_shared(_segments(method, [(4,)]), KEY) is not None
+    if _random(method) and not common:
+        raise _NotDeclaredError("every worker draws its own numbers")
+    # In a two-shot exchange shards are cut elsewhere for another number of workers.
+    legal = [name for name in method.legal_collectives() if name != "twoshot"]
+    if not legal:
+        raise _NotDeclaredError("two-shot alone, which cuts shards by the number of workers")
+    shapes = [(40, 33), (0,), (1,), (1030,)]
+    x = normal(40 * 33 + 1031)
+    worst = 0.0
+    for collective, workers in itertools.product(legal, (2, 3, 8)):
+        alone = _mean(method, collective, [x], shapes).double()
+        together = _mean(method, collective, [x] * workers, shapes).double()
+        worst = max(worst, float((together - alone).norm() / alone.norm()))
+    return _Found(f"{worst:.1e}", "1e-5", worst < 1e-5, ", ".join(legal))
+
+
+def _telescoping(method: Compressor) -> _Found:
+    """Applied + carried (on workers and owners) = the sum of all gradients, after 200 steps.
+
+    After 50 for other collectives and configurations than the default.
+    """
+    if not method.claims.contractive:
+        raise _NotDeclaredError("not contractive")
+    if method.claims.aggregate != "mean":
+        raise _NotDeclaredError("what is applied is no mean of what was sent")
+    shapes, workers = [(40, 33), (1,), (1030,)], 2
+    n = 40 * 33 + 1031
+    draw = torch.Generator().manual_seed(1)
+    grads = torch.randn(STEPS, workers, n, generator=draw) + torch.randn(n, generator=draw)
+    worst, longest = 0.0, 0
+    for collective in method.legal_collectives():
+        steps = [list(step) for step in grads]
+        if collective != method.legal_collectives()[0] or method != type(method)():
+            steps = steps[:50]
+        longest = max(longest, len(steps))
+        means, made = _exchanged(method, collective, steps, shapes, memory.Residual())
+        applied = torch.zeros(n, dtype=torch.float64)
+        for mean in means:
+            applied += mean.double()
+        states = [states[0] for states in made.workers]
+        left = torch.stack([state["residual"] for state in states]).double().mean(0)
+        if collective == "twoshot" and method.requantizes:
+            left = left + torch.cat([state["owner"] for state in states]).double()
+        total = grads[: len(steps)].double().mean(1).sum(0)
+        worst = max(worst, float((applied + left - total).abs().max()))
+    # Each step rounds values of the residual's size, 2^-24 relative; sums of 200 stay below 1e-2.
+    return _Found(f"{worst:.1e}, {longest} steps", "1e-2", worst < 1e-2)
+
+
+def _illegal(method: Compressor) -> _Found:
+    """What would be wrong is refused, with the legal choices in the message."""
+    faults = []
+    for collective in COLLECTIVES:
+        legal = collective in method.legal_collectives()
+        try:
+            exchange.check_legal(method, collective)
+            refused = False
+        except UsageError as error:
+            refused = all(name in str(error) for name in method.legal_collectives())
+        if legal == refused:
+            faults.append(collective)
+    for name in ("residual", "dgc"):
+        try:
+            memory.check_legal(name, method)
+            refused = False
+        except UsageError:
+            refused = True
+        if refused == method.claims.contractive:
+            faults.append(f"memory {name}")
+    try:
+        memory.check_legal(method.memory, method)
+        memory.make(method.memory, method.memory_options)
+    except UsageError as error:
+        faults.append(f"its own memory: {error}")
+    return _Found(", ".join(faults) or "0 faults", "0 faults", not faults)
+
+
+def corruptions(payload: Payload, seed: int) -> Iterator[tuple[str, Payload, bool]]:
+    """Yield corrupt versions of a payload: what was done, the payload, whether it must raise.
+
+    Where the length is right, bytes may happen to be a payload; then finite values must come.
+    """
+    data = payload.to_bytes()
+    for cut in (1, 4):
+        if data.numel() >= cut:
+            yield f"{cut} bytes cut", _reread(data[:-cut], payload), True
+        longer = torch.cat([data, data.new_zeros(cut)])
+        yield f"{cut} bytes more", _reread(longer, payload), True
+    yield "no worker", payload._replace(count=0), True
+    yield "a part missing", payload._replace(parts=payload.parts[1:]), True
+    generator = torch.Generator().manual_seed(seed)
+    for i, part in enumerate(payload.parts):
+        for name, other in (
+            ("one element cut", part[:-1]),
+            ("one element more", torch.cat([part, part.new_zeros(1)])),
+            ("another dtype", part.view(torch.uint8)),
+        ):
+            if other.numel() != part.numel() or other.dtype != part.dtype:
+                parts = (*payload.parts[:i], other, *payload.parts[i + 1 :])
+                yield f"part {i}: {name}", payload._replace(parts=parts), True
+        noise = torch.randint(0, 256, (part.numel() * part.element_size(),), generator=generator)
+        noisy = noise.to(torch.uint8).view(part.dtype)
+        parts = (*payload.parts[:i], noisy, *payload.parts[i + 1 :])
+        yield f"part {i}: random bytes", payload._replace(parts=parts), False
+    for _ in range(8):
+        flipped = data.clone()
+        at = int(torch.randint(0, max(1, data.numel()), (1,), generator=generator))
+        if data.numel():
+            flipped[at] ^= 1 << int(torch.randint(0, 8, (1,), generator=generator))
+        yield "a bit flipped", _reread(flipped, payload), False
+
+
+def _reread(data: Tensor, like: Payload) -> Payload:
+    """Cut bytes into the parts of another payload; what is missing or too much is in the last."""
+    if not like.parts:
+        return Payload((data,), like.count)
+    sizes = [part.numel() * part.element_size() for part in like.parts[:-1]]
+    head, tail = data[: sum(sizes)], data[sum(sizes) :]
+    parts = [head]
+    if len(head) == sum(sizes):
+        pieces = zip(torch.split(head, sizes), like.parts, strict=False)
+        parts = [piece.clone().view(part.dtype) for piece, part in pieces]
+    whole = tail.numel() % like.parts[-1].element_size() == 0
+    parts.append(tail.clone().view(like.parts[-1].dtype) if whole else tail)
+    return Payload(tuple(parts), like.count)
+
+
+def judge_corrupt(
+    method: Compressor, payload: Payload, segments: Segments, shared: Tensor, *, must: bool
+) -> str:
+    """Return what is wrong with how a corrupt payload is decoded, or nothing."""
+    try:
+        decoded = method.decode(payload, segments, shared)
+    except PayloadError:
+        return ""
+    except Exception as error:
+        return f"{type(error).__name__} and no PayloadError: {error}"
+    if must:
+        return "no error"
+    right = decoded.shape == (segments.numel,) and bool(decoded.isfinite().all())
+    return "" if right else "values that are not finite, or another shape"
+
+
+def _corrupt(method: Compressor) -> _Found:
+    """A payload cut, too long, of random bytes or for another tensor raises PayloadError."""
+    segments = _segments(method, [(40, 33), (1,), (70,)])
+    other = _segments(method, [(40, 33), (1,), (70,), (33,)])
+    faults, done = [], 0
+    payload, shared = _encode(method, normal(segments.numel), segments)
+    cases = [(*case, segments) for seed in range(4) for case in corruptions(payload, seed)]
+    cases.append(("33 elements more expected", payload, True, other))
+    for name, broken, must, place in cases:
+        scales = shared
+        if place is other:
+            scales = _shared(method, [normal(other.numel)], other, Key(7, 3, 0))
+        said = judge_corrupt(method, broken, place, scales, must=must)
+        done += 1
+        if said:
+            faults.append(f"{name}: {said}")
+    return _Found("; ".join(faults[:2]) or f"{done} refused", f"{done} cases", not faults)
+
+
+def _fused(method: Compressor) -> _Found:
+    """What a method does in one operation are the bits of the steps that it stands for."""
+    segments = _segments(method, [(40, 33), (0,), (1,), (70, 512), (5000,)])
+    x, carried = normal(segments.numel), normal(segments.numel, 1)
+    payload, shared = _encode(method, x + carried, segments)
+    decoded = method.decode(payload, segments, shared)
+    done = []
+    if method.fused_feedback:
+        residual = carried.clone()
+        fed = method.encode_feedback(x, residual, segments, shared, KEY)
+        done.append(torch.equal(fed.to_bytes(), payload.to_bytes()))
+        done.append(torch.equal(residual, x + carried - decoded))
+    for merged in (payload._replace(count=count) for count in (1, 3)):
+        if method.layout(segments, merged.count) == payload.layout:
+            total = carried.clone()
+            method.decode_onto(merged, segments, shared, total)
+            steps = method.decode(merged, segments, shared) * merged.count
+            done.append(torch.equal(total, carried + steps))
+    names = ["encode_feedback"] * method.fused_feedback + ["decode_onto"]
+    return _Found(f"{sum(done)} of {len(done)} equal", "all", all(done), ", ".join(names))
+
+
+def _outputs(method: Compressor) -> _Found:
+    """What is written where the caller says has the bits of what is returned otherwise."""
+    segments = _segments(method, SHAPES)
+    x = normal(segments.numel)
+    payload, shared = _encode(method, x, segments)
+    drawn = method.draw_shared(segments, KEY._replace(rank=0)) is not None
+    kept = None if drawn else method.prepare(x, segments).kept
+    faults = []
+
+    def slots(count: int = 1) -> Payload | None:
+        layout = method.layout(segments, count)
+        if layout is None:
+            return None
+        noise = torch.full((layout_bytes(layout),), 0xFF, dtype=torch.uint8)
+        return Payload.over(noise, layout, count)
+
+    def same(what: str, got: Payload, want: Payload) -> None:
+        if got.count != want.count or not _same(got.to_bytes(), want.to_bytes()):
+            faults.append(f"{what} has other bytes")
+
+    def equal(what: str, call: Callable[..., Tensor], *arguments: Any) -> None:
+        out = torch.full_like(x, math.nan)
+        if not _same(written(call(*arguments, out=out), out), call(*arguments)):
+            faults.append(f"{what} has other values")
+
+    there = method.encode(x, segments, shared, KEY, prepared=kept, out=slots())
+    same("encode", there, payload)
+    equal("decode", method.decode, payload, segments, shared)
+    if not isinstance(method, MultiRoundCompressor):
+        three = [payload] * 3  # three: no tie needs a coin
+        equal("mean", method.mean, three, segments, shared)
+    if "twoshot" in method.legal_collectives():
+        key = Key(7, 3, 0, 0, 1)
+        merge = type(method).merge if not method.requantizes else Compressor.merge
+        merged = merge(method, three, segments, shared, key)
+        same("merge", method.merge(three, segments, shared, key, out=slots(3)), merged)
+    return _Found(", ".join(faults) or "0 faults", "0 faults", not faults)
+
+
+def _buffers(method: Compressor) -> _Found:
+    """Nothing that lasts lies in what is written again: an exchange's buffers, the gradients.
+
+    Two exchanges go through the same steps. One finds its buffers and the gradients of the step
+    before overwritten; what it applies and carries must be the same bits.
+    """
+    shapes, wrong, done = [(40, 33), (0,), (1,), (1030,)], [], 0
+    n = 40 * 33 + 1031
+    kept = memory.make(method.memory, method.memory_options)
+    for collective in method.legal_collectives():
+        steps = [[normal(n, 10 * step + rank) for rank in range(3)] for step in range(4)]
+        copies = [[x.clone() for x in xs] for xs in steps]
+        means, left = _exchanged(method, collective, steps, shapes, kept)
+        others, right = _exchanged(method, collective, copies, shapes, kept)
+        for step, xs in enumerate(copies):
+            mean = next(means)
+            other = next(others).clone()
+            right.buffers.fill(0xFF)
+            for x in xs:
+                x.fill_(math.nan)
+            done += 1
+            if not _same(mean, other):
+                wrong.append(f"{collective}, step {step}")
+        for a, b in zip(_carried(left), _carried(right), strict=True):
+            if not _same(a, b):
+                wrong.append(f"{collective}: what is carried")
+    return _Found("; ".join(wrong[:3]) or f"{done} means the same", f"{done} means", not wrong)
+
+
+def _carried(made: Exchange) -> Iterator[Tensor]:
+    """Yield all tensors that an exchange carries to the next step."""
+    for states in (*made.workers, made.joint):
+        for state in states:
+            yield from state.values()
+
+
+CHECKS: Mapping[str, Callable[[Compressor], _Found]] = {
+    "purity": _pure,
+    "every size and input": _sizes,
+    "bytes": _bytes,
+    "bucketing": _bucketing,
+    "independent noise": _independent,
+    "unbiased": _unbiased,
+    "variance": _variance,
+    "contraction": _contraction,
+    "error on normal input": _gaussian,
+    "exact small integers": _exact,
+    "same mean in collectives": _collectives,
+    "equal workers": _alike,
+    "nothing lost over steps": _telescoping,
+    "fused operations": _fused,
+    "outputs": _outputs,
+    "buffers": _buffers,
+    "illegal refused": _illegal,
+    "corrupt payloads": _corrupt,
+}
+"""All checks by name, in the order of the table."""
+
+
+def run(method: Compressor, name: str) -> Outcome:
+    """Run one check; an exception inside it is a failure, and named."""
+    try:
+        found = CHECKS[name](method)
+    except _NotDeclaredError as reason:
+        return Outcome(name, "-", "-", "not declared", str(reason))
+    except Exception as error:
+        return Outcome(name, "-", "-", "fails", f"{type(error).__name__}: {error}")
+    verdict = "holds" if found.holds else "fails"
+    return Outcome(name, str(found.measured), str(found.bound), verdict, found.note)
+
+
+@cache
+def configurations(name: str) -> tuple[tuple[str, Compressor], ...]:
+    """Return the registered method's variants: their options as text, and the compressor."""
+    made = []
+    for options in registry.compressor(name).variants:
+        text = " ".join(f"{key}={value}" for key, value in options.items())
+        made.append((text, registry.compressor(name, **options)))
+    return tuple(made)
+
+
+def verify(
+    name: str, options: Mapping[str, Any] | None = None, *, processes: bool = False
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield a table of all checks: for one configuration, or for each that a method declares.
+
+    With `processes` it first starts three and compares what they exchange with the simulation.
+    """
+    if options:
+        given = " ".join(f"{key}={value}" for key, value in options.items())
+        chosen = [(given, registry.compressor(name, **options))]
+    else:
+        chosen = list(configurations(name))
+    there = in_processes([(name, dict(m)) for m in _options(name, options)]) if processes else None
+    for i, (text, method) in enumerate(chosen):
+        outcomes = [run(method, check) for check in CHECKS]
+        if there is not None:
+            outcomes.append(_compared(_digests(method), there[i]))
+        yield [{"configuration": text or "default", **each._asdict()} for each in outcomes]
+
+
+def _options(name: str, options: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
+    return [options] if options else registry.compressor(name).variants
+
+
+# ---- simulation and processes --------------------------------------------------------------------
+
+PROCESSES = 3
+
+
+def _rank_gradient(rank: int, step: int, n: int) -> Tensor:
+    return normal(n, 100 * step + rank)
+
+
+def exchange_digests(method: Compressor, world: World | None = None) -> dict[str, str]:
+    """Return the SHA-256 of what three workers apply and carry after three steps, by collective.
+
+    `world`: the process group that this process is a worker of; without, all are simulated.
+    """
+    found = {}
+    shapes = [(40, 33), (0,), (1,), (1030,)]
+    kept = memory.make(method.memory, method.memory_options)
+    for collective in method.legal_collectives():
+        here = world or SimulatedWorld(PROCESSES, torch.device("cpu"), Link(10, 50), 1, 1)
+        clock = Clock(here.device)
+        clock.start_step()
+        segments = _segments(method, shapes)
+        made = Exchange(here, [Lane(method, collective, 0, segments, kept)], 7, clock)
+        digest = hashlib.sha256()
+        for step in range(3):
+            xs = [_rank_gradient(rank, step, segments.numel) for rank in here.ranks]
+            digest.update(_raw(made.mean(xs, step, lr=1.0 / (1 + step))))
+        for buffer in ("residual", "momentum", "owner"):
+            own = [worker[0][buffer] for worker in made.workers if buffer in worker[0]]
+            for tensor in here.collect(own) if own else []:
+                digest.update(_raw(tensor))
+        digest.update(repr(here.collect_traffic()).encode())
+        for traffic in here.traffic:  # the next collective counts from zero
+            traffic.payload_up = traffic.payload_down = traffic.wire = 0.0
+        found[collective] = digest.hexdigest()
+    return found
+
+
+def _digests(method: Compressor, world: World | None = None) -> dict[str, str]:
+    """Return `exchange_digests`, or what the method raised, under "error"."""
+    try:
+        return exchange_digests(method, world)
+    except Exception as error:  # a finding like another, and not this process's end
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _worker(
+    member: Membership, methods: Sequence[tuple[str, Mapping[str, Any]]]
+) -> list[dict[str, str]]:
+    """Be one of three processes."""
+    from gcbench.training import engines
+
+    world = engines.join(member, "cpu", 1, at_most=timedelta(minutes=2))
+    try:
+        return [_digests(registry.compressor(name, **options), world) for name, options in methods]
+    finally:
+        world.close()
+
+
+def in_processes(methods: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, str]]:
+    """Return `exchange_digests` of the methods (name, options), from three real processes.
+
+    Where the processes do not agree, that is the error of the method.
+
+    Raises:
+        GcbenchError: a process died.
+        Interrupted: the user asked to stop.
+    """
+    try:
+        replicas = launch.in_processes(PROCESSES, 1, _worker, (list(methods),))
+    except Interrupted:
+        raise
+    except GcbenchError as failure:
+        raise GcbenchError(f"{failure}; --no-processes leaves the processes out") from failure
+    apart = {"error": "the replicas of three processes differ"}
+    return [own if own == a == b else apart for own, a, b in zip(*replicas, strict=True)]
+
+
+def _compared(here: Mapping[str, str], there: Mapping[str, str]) -> Outcome:
+    """Return the line of the table about simulation and processes."""
+    name, bound = "simulation = 3 processes", "the same bits"
+    for found in (here, there):
+        if "error" in found:
+            return Outcome(name, "-", bound, "fails", found["error"])
+    wrong = [collective for collective in here if here[collective] != there[collective]]
+    if wrong:
+        return Outcome(name, f"{', '.join(wrong)} differ", bound, "fails")
+    return Outcome(name, f"{len(here)} collectives equal", bound, "holds")

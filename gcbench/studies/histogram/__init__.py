@@ -1,0 +1,362 @@
+"""How well gradients of a real training arrive: distributions, errors, and the papers' claims.
+
+Every method meets the same captured gradients (`gcbench.training.captures`), as a pure codec
+(`reconstruction`); what the papers claim of such gradients is counted over layers and steps
+(`tables`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from gcbench.core.compressor import TILE, Compressor
+from gcbench.core.errors import Interrupted, UsageError
+from gcbench.reporting import analysis as measuring
+from gcbench.reporting.analysis import Analysis, Ledger, Row
+from gcbench.studies import methods as words
+from gcbench.studies.histogram import reconstruction, tables
+from gcbench.studies.histogram.picture import draw
+from gcbench.studies.histogram.reconstruction import ALL, ERRORS, Arrived, Gradients, Sums
+from gcbench.studies.histogram.tables import FIGURES, GRADIENT
+from gcbench.training import captures, progress
+from gcbench.training.captures import Capture, Layer
+from gcbench.training.configuration import Config
+from gcbench.training.runner import Runner
+
+__all__ = ["Settings", "draw", "measure", "train"]
+
+KIND = "histogram"
+METHODS = ("terngrad", "qsgd", "topk", "fft", "onebit", "efsignsgd", "powersgd")
+"""What is compared unless the user says otherwise: one method of each family."""
+PANELS = 3
+"""Layers whose values are binned, unless the user names some."""
+SNAPSHOTS = 5
+"""Steps that are captured unless the user names some."""
+RUNS = "runs"
+"""Folder beside the analyses for the runs that this command trains by itself."""
+
+
+class Settings(BaseModel):
+    """What decides the result."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    captures: list[dict[str, Any]]
+    """Task, seed, step and digest of each."""
+    workers: int
+    methods: dict[str, str]
+    """Each word, and the compressor that it names."""
+    layers: str
+    clips: list[float]
+    """Standard deviations."""
+    kept: list[float]
+    """Shares of bins and elements that FFT and top-k keep."""
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+def train(
+    given: Mapping[str, Any],
+    seeds: Sequence[int],
+    steps: Sequence[int] | None,
+    results: Path,
+    data_dir: Path | None,
+    shown: progress.Mode,
+    *,
+    force: bool = False,
+) -> list[Capture]:
+    """Train without compression as `given` says, and return what is captured at `steps`.
+
+    Runs are kept in `results/runs`: finished ones serve again, interrupted ones go on, and one that
+    is past a step which nobody captured is trained again.
+
+    Raises:
+        UsageError: the config is not possible, or has no such steps.
+        Interrupted: the user asked to stop.
+        GcbenchError: the training fails.
+    """
+    places: list[Path] = []
+    for number, seed in enumerate(seeds, 1):
+        config = Config.make({**given, "compressor": "none", "seed": seed})
+        last = config.steps - 1
+        wanted = steps or {round(i * last / (SNAPSHOTS - 1)) for i in range(SNAPSHOTS)}
+        plan = captures.Plan(tuple(sorted(wanted)))
+        plan.check(config.run_name, config.steps)
+        folder = results / RUNS
+        runner = Runner(folder, data_dir, 60.0, shown, force=force, capture=plan)
+        place = f"[{number}/{len(seeds)}]"
+        try:
+            try:
+                runner.one(config, place, leads=True)
+            except captures.MissedError:
+                there = (folder / config.run_name).rglob(f"*{captures.ENDING}")
+                also = [Capture(path).step for path in there]
+                plan = captures.Plan(tuple(sorted({*plan.steps, *also})))
+                runner = Runner(folder, data_dir, 60.0, shown, force=True, capture=plan)
+                runner.one(config, place, leads=True)
+        except Interrupted as stopped:
+            raise Interrupted(f"{stopped}; the same command goes on from there") from None
+        places += [captures.place(folder / config.run_name, step) for step in sorted(wanted)]
+    return captures.load(places)
+
+
+def select(
+    found: Sequence[Capture], steps: Sequence[int] | None, workers: int | None
+) -> tuple[list[Capture], int]:
+    """Return the captures of these steps (None: all), and how many workers are taken (None: all).
+
+    Raises:
+        UsageError: steps or workers that are not there.
+    """
+    there = sorted({one.step for one in found})
+    if absent := sorted(set(steps or ()) - {*there}):
+        raise UsageError(
+            f"--capture {','.join(map(str, absent))}: not captured; "
+            f"there are steps {','.join(map(str, there))}"
+        )
+    has = found[0].workers
+    if workers is not None and not 1 <= workers <= has:
+        raise UsageError(f"--workers {workers}: the captures have {has} workers; 1 to {has}")
+    return [one for one in found if not steps or one.step in steps], workers or has
+
+
+def panels(layers: Sequence[Layer], pattern: str) -> list[int]:
+    """Return which layers are binned: the first of those asked for, or some weights.
+
+    The largest of each kind, the last and the first, in the order of the bucket.
+    """
+    names = [layer.name for layer in layers]
+    if pattern != "*":
+        return [names.index(name) for name in captures.matching(names, pattern)]
+    weights = [i for i, layer in enumerate(layers) if len(layer.shape) > 1] or [0]
+    largest: dict[str, int] = {}
+    for i in sorted(weights, key=lambda i: -layers[i].numel):
+        largest.setdefault(layers[i].kind, i)
+    order = dict.fromkeys([*largest.values(), weights[-1], weights[0]])
+    return sorted([*order][:PANELS])
+
+
+# ---- one method on one capture -------------------------------------------------------------------
+
+
+def apply(
+    method: Compressor, gradients: Gradients, which: Sequence[int], binned: Sequence[int]
+) -> dict[str, list[Row]]:
+    """Return the rows of all tables for one method and one step.
+
+    `which` layers have rows of their own, `binned` ones histograms. Bits of few elements are not
+    told: codes are packed in tiles.
+    """
+    arrived = reconstruction.carry(method, gradients)
+    if not all(y.isfinite().all() for y in (*arrived.alone, arrived.averaged)):
+        return {"steps": [{"group": ALL, "failed": "what is decoded is not finite"}]}
+    alone = [
+        Sums.of(gradients, x, y) for x, y in zip(gradients.buckets, arrived.alone, strict=True)
+    ]
+    averaged = Sums.of(gradients, gradients.mean, arrived.averaged)
+    bits = {"bits_up": arrived.bits_up, "bits_down": arrived.bits_down}
+    pooled: list[Row] = []
+    for group, members in gradients.groups().items():
+        share = reconstruction.marginal_bits(method, gradients.layers, members.tolist())
+        n = int(gradients.lengths[members].sum())
+        pooled.append(
+            {
+                "group": group,
+                **_figures(alone, averaged, members),
+                **(bits if group == ALL else {}),
+                "bits": share / n if share is not None and n >= TILE and group != ALL else None,
+            }
+        )
+    layers: list[Row] = []
+    for i in which:
+        layer = gradients.layers[i]
+        share = reconstruction.marginal_bits(method, gradients.layers, [i])
+        one = gradients.lengths.new_tensor([i])
+        layers.append(
+            {
+                "layer": layer.name,
+                "kind": layer.kind,
+                "elements": layer.numel,
+                **_figures(alone, averaged, one),
+                "bits": share / layer.numel if share is not None and layer.numel >= TILE else None,
+            }
+        )
+    return {
+        "steps": pooled,
+        "layers": layers,
+        "bins": [row for i in binned for row in _bins(gradients, arrived, i)],
+        "errors": _errors(gradients, arrived),
+    }
+
+
+def _figures(alone: Sequence[Sums], averaged: Sums, members: Any) -> Row:
+    own = reconstruction.averages([one.over(members) for one in alone])
+    joint = averaged.over(members)
+    return {
+        **{f"{name}_alone": own[name] for name in FIGURES},
+        **{f"{name}_averaged": joint[name] for name in FIGURES},
+    }
+
+
+def _bins(gradients: Gradients, arrived: Arrived, layer: int) -> Iterator[Row]:
+    """Yield the bins of what is aimed at (where that is not x), decoded alone, and averaged."""
+    shown = {"decoded": arrived.alone, "averaged": [arrived.averaged]}
+    place = gradients.place(layer)
+    both = zip(gradients.buckets, arrived.targets, strict=True)
+    if any(bool((x[place] != target[place]).any()) for x, target in both):
+        shown["target"] = arrived.targets
+    for values, found in shown.items():
+        for row in reconstruction.histogram(gradients, layer, found):
+            yield {"layer": gradients.layers[layer].name, "values": values, **row}
+
+
+def _errors(gradients: Gradients, arrived: Arrived) -> list[Row]:
+    alone = reconstruction.error_distribution(gradients, gradients.buckets, arrived.alone)
+    mean = reconstruction.error_distribution(gradients, [gradients.mean], [arrived.averaged])
+    return [
+        {"error": float(error), "share_alone": float(one), "share_averaged": float(all_)}
+        for error, one, all_ in zip(ERRORS, alone, mean, strict=True)
+    ]
+
+
+def plain(gradients: Gradients, binned: Sequence[int]) -> dict[str, list[Row]]:
+    """Return the rows of the gradients themselves: their bins and zeros."""
+    own = [Sums.of(gradients, x, x) for x in gradients.buckets]
+    mean = Sums.of(gradients, gradients.mean, gradients.mean)
+    pooled: list[Row] = []
+    for group, members in gradients.groups().items():
+        found = _figures(own, mean, members)
+        kept = {key: found[key] for key in ("zeros_alone", "zeros_averaged")}
+        pooled.append({"group": group, **kept})
+    bins: list[Row] = [
+        {"layer": gradients.layers[i].name, "values": values, **row}
+        for i in binned
+        for values, found in (("gradient", gradients.buckets), ("mean", [gradients.mean]))
+        for row in reconstruction.histogram(gradients, i, found)
+    ]
+    return {"steps": pooled, "bins": bins}
+
+
+# ---- the whole -----------------------------------------------------------------------------------
+
+
+def measure(
+    found: Sequence[Capture],
+    chosen: str | None,
+    *,
+    workers: int,
+    layers: str,
+    clips: Sequence[float],
+    kept: Sequence[float],
+    results: Path,
+    shown: progress.Mode,
+    command: str,
+    force: bool = False,
+) -> Analysis:
+    """Measure the methods of a list with commas on captures of the same layers.
+
+    Raises:
+        UsageError: an unknown method or layer, or a number out of range.
+        GcbenchError: `results` cannot be written.
+    """
+    for number in clips:
+        if not (math.isfinite(number) and number > 0):
+            raise UsageError(f"--clip {number}: standard deviations, above 0")
+    for number in kept:
+        if not 0 < number < 1:
+            raise UsageError(f"--kept {number}: a share above 0 and below 1")
+    all_of = words.all_of(None if chosen == "all" else chosen, METHODS if chosen is None else None)
+    names = [layer.name for layer in found[0].layers]
+    which = [names.index(name) for name in captures.matching(names, layers)]
+    binned = panels(found[0].layers, layers)
+    settings = Settings(
+        captures=[
+            {"task": one.task, "seed": one.seed, "step": one.step, "sha256": one.digest}
+            for one in found
+        ],
+        workers=workers,
+        methods={word: repr(method) for word, method in all_of.items()},
+        layers=layers,
+        clips=list(clips),
+        kept=list(kept),
+    ).model_dump()
+    made = Analysis(
+        kind=KIND,
+        settings=settings,
+        command=command,
+        provenance=measuring.provenance(),
+        tables=[],
+    )
+    rows: dict[str, list[Row]] = {
+        name: [] for name in ("steps", "layers", "bins", "errors", "clipping", "spectra")
+    }
+    watch = progress.observer(shown, KIND, len(found) * (len(all_of) + 1))
+    with Ledger(results / made.name).open(afresh=force) as ledger:
+        try:
+            done = 0
+            for one in found:
+                jobs = _jobs(one, all_of, workers, which, binned, clips, kept)
+                for word, job in jobs.items():
+                    key = f"{one.seed} {one.step} {word}"
+                    if key not in ledger:
+                        ledger[key] = job()
+                    base: Row = {"seed": one.seed, "step": one.step}
+                    for table, new in ledger[key].items():
+                        named = {} if table in ("clipping", "spectra") else {"method": word}
+                        rows[table] += [{**base, **named, **row} for row in new]
+                    done += 1
+                    watch.step(done, f"step {one.step}, {word}")
+        finally:
+            watch.close()
+        made.tables, made.conclusions = tables.of(rows, settings)
+    return made
+
+
+def _jobs(
+    one: Capture,
+    methods: Mapping[str, Compressor],
+    workers: int,
+    which: Sequence[int],
+    binned: Sequence[int],
+    clips: Sequence[float],
+    kept: Sequence[float],
+) -> dict[str, Callable[[], dict[str, list[Row]]]]:
+    """Return what is computed on one capture, by name; the gradients are read once, if at all."""
+    held: list[Gradients] = []
+
+    def gradients() -> Gradients:
+        if not held:
+            held.append(Gradients(one.layers, one.buckets(workers), one.step, one.seed))
+        return held[0]
+
+    def itself() -> dict[str, list[Row]]:
+        problem = gradients().problem()
+        if problem:
+            return {"steps": [{"group": ALL, "failed": problem}]}
+        return {
+            **plain(gradients(), binned),
+            "clipping": [r for c in clips for r in reconstruction.clipping(gradients(), c)],
+            "spectra": [r for share in kept for r in reconstruction.spectra(gradients(), share)],
+        }
+
+    def of(method: Compressor) -> Callable[[], dict[str, list[Row]]]:
+        def job() -> dict[str, list[Row]]:
+            problem = gradients().problem()
+            if problem:
+                return {"steps": [{"group": ALL, "failed": problem}]}
+            try:
+                return apply(method, gradients(), which, binned)
+            except Exception as error:
+                # One method's failure, a third party's maybe, keeps no other from its rows.
+                said = (str(error).splitlines() or [""])[0]
+                return {"steps": [{"group": ALL, "failed": f"{type(error).__name__}: {said}"}]}
+
+        return job
+
+    return {GRADIENT: itself, **{word: of(method) for word, method in methods.items()}}

@@ -1,0 +1,318 @@
+"""The picture of `gcbench histogram`: distributions, errors, and the claims, from saved rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gcbench.reporting import figures
+from gcbench.reporting.analysis import Analysis, Row
+from gcbench.studies.histogram.reconstruction import ALL, BINS, EDGE, RIVALS, gaussian_clipping
+from gcbench.studies.histogram.tables import ANGLE, CLIP, GRADIENT, LENGTH
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import SubFigure
+
+COLUMNS = 4
+"""Methods whose histograms are drawn, the first ones; the tables have all."""
+LINES = 3
+"""Layers whose histograms are drawn."""
+CURVES = 10
+"""Methods whose curves are drawn; more could not be told apart."""
+
+
+def draw(analysis: Analysis, path: Path) -> None:
+    """Draw histograms, errors over their distribution and over training, and the claims.
+
+    Raises:
+        UsageError: an ending that is no picture's.
+        GcbenchError: `path` cannot be written.
+    """
+    path = figures.check(path)
+    methods = list(analysis.settings["methods"])
+    failed = {
+        str(row["method"])
+        for row in analysis.table("errors").rows
+        if not row["n"] and row["method"] != GRADIENT
+    }
+    able = [method for method in methods if method not in failed]
+    bins = analysis.table("bins").rows
+    binned = list(dict.fromkeys(str(row["layer"]) for row in bins))
+    layers = binned[:LINES]
+    last = max((int(row["step"] or 0) for row in bins), default=0)
+    tall = 2.5 * len(layers)
+    with figures.canvas(17, tall + 12.2) as figure:
+        parts: Any = figure.subfigures(3, 1, height_ratios=[tall + 1.6, 5.2, 5.4], hspace=0.02)
+        found = analysis.settings["captures"]
+        steps = sorted({one["step"] for one in found})
+        seeds = len({one["seed"] for one in found})
+        said = (
+            f"{found[0]['task']}, {analysis.settings['workers']} workers, {len(steps)} steps "
+            f"from {steps[0]} to {steps[-1]}, {seeds} seed{'s' * (seeds > 1)}"
+        )
+        if failed:
+            said += f"; failed: {', '.join(sorted(failed))}"
+        left_out = [
+            f"the first {shown} of {have} {what}"
+            for shown, have, what in (
+                (LINES, len(binned), "layers"),
+                (COLUMNS, len(able), "methods"),
+            )
+            if have > shown
+        ]
+        told = f"{said}\nstep {last}: share of values in a bin of {2 * EDGE / BINS:.2g} rms"
+        if left_out:
+            told += f", {' and '.join(left_out)}"
+        _histograms(parts[0], bins, layers, able[:COLUMNS], last, told)
+        _curves(parts[1], analysis, able[:CURVES], len(able) - len(able[:CURVES]))
+        _claims(parts[2], analysis)
+        figures.save(figure, path)
+
+
+# ---- histograms ----------------------------------------------------------------------------------
+
+
+def _steps(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
+    """Return the outline of the filled bins of one histogram: edges and shares of all values."""
+    width = 2 * EDGE / BINS
+    shares = [0.0] * BINS
+    total = sum(float(row["count"] or 0) for row in rows)
+    for row in rows:
+        middle = (float(row["left"] or 0) + float(row["right"] or 0)) / 2 / float(row["rms"] or 1)
+        shares[round((middle + EDGE) / width - 0.5)] += float(row["count"] or 0) / total
+    return [-EDGE + i * width for i in range(BINS + 1)], shares
+
+
+def _histograms(
+    part: SubFigure,
+    rows: Sequence[Row],
+    layers: Sequence[str],
+    methods: Sequence[str],
+    step: int,
+    said: str,
+) -> None:
+    """Draw a row of panels a layer, a column a method, of the last step."""
+    part.suptitle(f"Gradients as they arrive: {said}", fontsize="medium")
+    if not layers or not methods:
+        return
+    import seaborn
+
+    orange = seaborn.color_palette("colorblind")[3]
+    named: dict[str, dict[str, Any]] = {
+        "gradient": {"color": "0.8", "fill": True, "label": "gradients of the workers"},
+        "target": {"color": "0.45", "lw": 1.4, "ls": (0, (2, 1)), "label": "clipped"},
+        "decoded": {"color": "0.1", "lw": 1.8, "label": "decoded, each worker's own"},
+        "averaged": {
+            "color": orange,
+            "lw": 1.6,
+            "label": "averaged over the workers",
+        },
+    }
+    grid = part.subplots(len(layers), len(methods), squeeze=False, sharex=True, sharey=True)
+    here = [row for row in rows if row["step"] == step]
+    for line, layer in zip(grid, layers, strict=True):
+        for axes, method in zip(line, methods, strict=True):
+            for values, look in named.items():
+                whose = GRADIENT if values == "gradient" else method
+                found = [
+                    row
+                    for row in here
+                    if (row["layer"], row["method"], row["values"]) == (layer, whose, values)
+                ]
+                if found:
+                    edges, shares = _steps(found)
+                    axes.stairs(shares, edges, **look, baseline=1e-9)
+            axes.set_yscale("log")
+            axes.set_ylim(3e-6, 2)
+            axes.set_yticks([1e-5, 1e-3, 1e-1])
+            axes.set_xlim(-EDGE, EDGE)
+        line[0].set_ylabel(layer, fontsize="small")
+    for axes, method in zip(grid[0], methods, strict=True):
+        axes.set_title(method, fontsize="medium")
+    for axes in grid[-1]:
+        axes.set_xlabel("value / rms of the layer; ±6: and beyond", fontsize="small")
+    handles = dict[str, Any]()
+    for axes in grid.flat:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    part.legend(
+        handles.values(),
+        handles.keys(),
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+        fontsize="small",
+    )
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+def _curves(part: SubFigure, analysis: Analysis, methods: Sequence[str], hidden: int) -> None:
+    """Draw the distribution of errors, and error and zeros over training."""
+    looks = figures.styles(methods)
+    left, middle, right = part.subplots(1, 3)
+    rows = analysis.table("distributions").rows
+    for method in methods:
+        mine = [row for row in rows if row["method"] == method]
+        at = sorted({float(row["error"] or 0) for row in mine})
+        mean = [_average([row for row in mine if row["error"] == x], "share_alone") for x in at]
+        style = {**looks[method], "markevery": (5, 7)}
+        left.plot(at, mean, label=method, lw=2, ms=7, mec="white", mew=0.7, **style)
+    left.set_xscale("log")
+    left.set_xlim(1e-3, 1e1)
+    left.set_ylim(0, 1.02)
+    left.set_xlabel("|error| / rms of the layer, alone")
+    left.set_ylabel("share of elements with at most it")
+    left.set_title("Distribution of the error", loc="left", fontsize="medium")
+    steps = [row for row in analysis.table("steps").rows if row["group"] == ALL]
+    _training(middle, steps, methods, looks, "relative_error_averaged", 1)
+    middle.set_ylabel("‖error‖ / ‖mean gradient‖")
+    middle.set_title("Averaged over the workers", loc="left", fontsize="medium")
+    _training(right, steps, [GRADIENT, *methods], looks, "zeros_alone", 100)
+    right.set_ylim(-4, 104)
+    right.set_ylabel("zeros (%)")
+    right.set_title("Zeros in what one worker sends", loc="left", fontsize="medium")
+    handles, labels = left.get_legend_handles_labels()
+    extra, named = right.get_legend_handles_labels()
+    handles += [h for h, label in zip(extra, named, strict=True) if label not in labels]
+    labels += [label for label in named if label not in labels]
+    if hidden:
+        labels[-1] += f" ({hidden} more methods in the tables)"
+    part.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=min(6, len(labels)),
+        frameon=False,
+        fontsize="small",
+        handlelength=3,
+    )
+
+
+def _average(rows: Sequence[Row], field: str) -> float:
+    values = [value for row in rows if isinstance(value := row.get(field), int | float)]
+    return sum(values) / len(values) if values else float("nan")
+
+
+def _training(
+    axes: Axes,
+    rows: Sequence[Row],
+    methods: Sequence[str],
+    looks: dict[str, dict[str, Any]],
+    field: str,
+    scale: float,
+) -> None:
+    """Draw a figure over the steps: mean of the seeds, and their range."""
+    drawn: list[float] = []
+    for method in methods:
+        mine = [row for row in rows if row["method"] == method]
+        at = sorted({int(row["step"] or 0) for row in mine})
+        table = [[row for row in mine if row["step"] == step] for step in at]
+        mean = [scale * _average(alike, field) for alike in table]
+        own: dict[str, Any] = {"color": "0.35", "marker": "", "linestyle": "-"}
+        label = "the gradient itself" if method == GRADIENT else method
+        style = looks.get(method, own)
+        axes.plot(at, mean, label=label, lw=2, ms=7, mec="white", mew=0.7, **style)
+        drawn += [value for value in mean if value == value]
+        if len({row["seed"] for row in mine}) > 1:
+            sides = [
+                [scale * float(value) for row in alike if (value := row.get(field)) is not None]
+                or [float("nan")]
+                for alike in table
+            ]
+            low, high = [*map(min, sides)], [*map(max, sides)]
+            axes.fill_between(at, low, high, color=style["color"], alpha=0.18, lw=0)
+    positive = [value for value in drawn if value > 0]
+    if scale == 1 and positive and max(positive) > 20 * min(positive):
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=max(1e-4, min(positive) / 2))  # not to the rounding of fp32
+    axes.set_xlabel("step")
+
+
+# ---- claims --------------------------------------------------------------------------------------
+
+
+def _claims(part: SubFigure, analysis: Analysis) -> None:
+    """Draw what FFT and top-k keep of each layer, and what clipping does to each."""
+    spectra = analysis.table("spectra_layers").rows
+    kinds = list(dict.fromkeys(str(row["kind"]) for row in spectra if row["kind"] != ALL))
+    looks = figures.styles(kinds)
+    grid: Any = part.subplots(1, 3)
+    kept = spectra[0]["kept"] if spectra else None
+    for axes, rival in zip(grid, RIVALS, strict=False):
+        rows = [
+            row
+            for row in spectra
+            if (row["kept"], row["scales"], row["rival"]) == (kept, "tensor", rival)
+            and row["kind"] != ALL
+            and row["energy_fft"] is not None
+        ]
+        for kind in kinds:
+            mine = [row for row in rows if row["kind"] == kind]
+            xs = [100 * float(row["energy_topk"] or 0) for row in mine]
+            ys = [100 * float(row["energy_fft"] or 0) for row in mine]
+            _dots(axes, xs, ys, kind, looks)
+        axes.plot([0, 100], [0, 100], color="0.4", lw=1)
+        axes.set_xlim(0, 102)
+        axes.set_ylim(0, 102)
+        won = sum(float(r["energy_fft"] or 0) > float(r["energy_topk"] or 0) for r in rows)
+        axes.text(3, 97, "FFT keeps more", va="top", color="0.3", fontsize="small")
+        axes.set_xlabel("energy that top-k keeps (%)")
+        axes.set_ylabel("energy that FFT keeps (%)")
+        share = f"{100 * float(kept or 0):g} % kept, {rival}"
+        axes.set_title(f"{share}: FFT in {won} of {len(rows)}", loc="left", fontsize="medium")
+    axes = grid[-1]
+    rows = [row for row in analysis.table("clipping_layers").rows if row["clip"] == CLIP]
+    for kind in kinds:
+        mine = [
+            row
+            for row in rows
+            if row["kind"] == kind and None not in (row["length_change"], row["angle"])
+        ]
+        xs = [-100 * float(row["length_change"] or 0) for row in mine]
+        _dots(axes, xs, [float(row["angle"] or 0) for row in mine], kind, looks)
+    normal = gaussian_clipping(CLIP)
+    axes.plot(
+        -100 * normal.length_change,
+        normal.angle,
+        ls="",
+        marker="P",
+        color="black",
+        mec="white",
+        ms=11,
+        label="normal values",
+        zorder=6,
+    )
+    axes.fill_between(
+        [100 * bound for bound in LENGTH],
+        *([bound] * 2 for bound in ANGLE),
+        facecolor="none",
+        edgecolor="black",
+        lw=2,
+        zorder=5,
+        label="the paper's range",
+    )
+    axes.set_xlabel("length lost (%)")
+    axes.set_ylabel("angle (degrees)")
+    axes.set_title(f"Clipping at {CLIP} sigma", loc="left", fontsize="medium")
+    handles, labels = axes.get_legend_handles_labels()
+    part.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=min(7, len(labels)),
+        frameon=False,
+        fontsize="small",
+        title="a point: one layer at one step, each tensor by itself, mean of its workers",
+        title_fontsize="small",
+    )
+
+
+def _dots(
+    axes: Axes, xs: Sequence[float], ys: Sequence[float], kind: str, looks: dict[str, Any]
+) -> None:
+    style = {"color": looks[kind]["color"], "marker": looks[kind]["marker"]}
+    axes.plot(xs, ys, ls="", ms=6, mec="white", mew=0.5, alpha=0.8, label=kind, **style)

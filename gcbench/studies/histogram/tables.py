@@ -1,0 +1,401 @@
+"""The tables of `gcbench histogram`, and what they say about the papers' claims.
+
+The claims are hypotheses here, counted over layers and steps:
+
+* Wen et al. 2017 (TernGrad), section 3.3: clipping at 2.5 sigma changes a gradient's length by 1.0
+  to 1.5 % and its direction by 2 to 3 degrees; figure 4c: 71.32 % of the codes of AlexNet's first
+  fully connected layer (fc6) are zero. Of normal values it would be 1.13 %, 2.75 degrees, 68.2 %.
+* Wang et al. 2020 (FFT sparsification): the largest bins of the whole gradient's spectrum
+  reconstruct it better than its largest elements.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from gcbench.core import registry
+from gcbench.reporting.analysis import Row, Shown, Table
+from gcbench.studies.histogram.reconstruction import ALL, RIVALS, gaussian_clipping
+
+GRADIENT = "(gradient)"
+"""In the column `method`: the row of what is to be sent."""
+FIGURES = ("relative_error", "cosine", "norm_ratio", "zeros")
+WEIGHTS = ("convolution", "fully connected")
+LEAST = 1000
+"""Elements from which a layer speaks about the shape of its distribution."""
+CLIP, LENGTH, ANGLE, ZEROS = 2.5, (0.010, 0.015), (2.0, 3.0), 0.7132
+"""TernGrad's: standard deviations, shares, degrees, share."""
+
+Rows = Mapping[str, list[Row]]
+
+
+def of(rows: Rows, settings: Mapping[str, Any]) -> tuple[list[Table], list[str]]:
+    """Return the tables and the conclusions; `rows` are those of single steps, by table."""
+    found = settings["captures"]
+    steps = sorted({one["step"] for one in found})
+    seeds = len({one["seed"] for one in found})
+    setting = (
+        f"{found[0]['task']}, {settings['workers']} workers, "
+        f"{len(steps)} steps ({', '.join(map(str, steps))}), {seeds} seed{'s' * (seeds > 1)}"
+    )
+    claims, said = _claims(rows)
+    tables = [
+        _errors(rows["steps"], setting, settings["workers"]),
+        _clipping(rows["clipping"]),
+        _spectra(rows["spectra"]),
+        claims,
+        Table(name="steps", title="Errors by step", rows=rows["steps"]),
+        Table(name="layers", title="Errors by layer and step", rows=rows["layers"]),
+        Table(name="bins", title="Histograms", rows=rows["bins"]),
+        Table(name="distributions", title="Distribution of errors", rows=rows["errors"]),
+        Table(name="clipping_layers", title="Clipping by layer", rows=rows["clipping"]),
+        Table(name="spectra_layers", title="FFT and top-k by layer", rows=rows["spectra"]),
+    ]
+    return tables, said
+
+
+def _values(rows: Sequence[Row], field: str) -> list[float]:
+    return [value for row in rows if isinstance(value := row.get(field), int | float)]
+
+
+def _mean(rows: Sequence[Row], field: str) -> float | None:
+    values = _values(rows, field)
+    return statistics.fmean(values) if values else None
+
+
+def _median(rows: Sequence[Row], field: str) -> float | None:
+    values = _values(rows, field)
+    return statistics.median(values) if values else None
+
+
+def _groups(rows: Sequence[Row], *fields: str) -> Iterator[tuple[tuple[Any, ...], list[Row]]]:
+    """Yield the rows that agree in these fields, in the order in which they come."""
+    for key in dict.fromkeys(tuple(row.get(field) for field in fields) for row in rows):
+        yield key, [row for row in rows if tuple(row.get(field) for field in fields) == key]
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+def _errors(steps: Sequence[Row], setting: str, workers: int) -> Table:
+    rows: list[Row] = []
+    for (group, method), alike in _groups(steps, "group", "method"):
+        good = [row for row in alike if row.get("failed") is None]
+        bad = [row for row in alike if row.get("failed") is not None]
+        row: Row = {"group": group, "method": method}
+        for name in FIGURES:
+            for how in ("alone", "averaged"):
+                row[f"{name}_{how}"] = _mean(good, f"{name}_{how}")
+        errors = _values(good, "relative_error_alone")
+        row["relative_error_low"] = min(errors, default=None)
+        row["relative_error_high"] = max(errors, default=None)
+        row |= {name: _mean(good, name) for name in ("bits_up", "bits_down", "bits")}
+        row["n"] = len(good) * workers
+        row["failed"] = (
+            f"{len(bad)} of {len(alike)}: step {bad[0]['step']}: {bad[0]['failed']}"
+            if bad
+            else None
+        )
+        rows.append(row)
+    order = list(dict.fromkeys(row["group"] for row in rows))
+    rows.sort(key=lambda row: order.index(row["group"]))
+    return Table(
+        name="errors",
+        title="Gradients as they arrive",
+        by="group",
+        shown=[
+            Shown(field="method", heading="method"),
+            Shown(field="relative_error_alone", heading="error %\nalone", scale=100),
+            Shown(field="relative_error_averaged", heading="error %\navg", scale=100),
+            Shown(field="cosine_alone", heading="cosine\nalone"),
+            Shown(field="cosine_averaged", heading="cosine\navg"),
+            Shown(field="norm_ratio_alone", heading="length\nalone"),
+            Shown(field="norm_ratio_averaged", heading="length\navg"),
+            Shown(field="zeros_alone", heading="zeros %\nalone", scale=100),
+            Shown(field="zeros_averaged", heading="zeros %\navg", scale=100),
+            Shown(field="bits_up", heading="bits\nup"),
+            Shown(field="bits_down", heading="bits\ndown"),
+            Shown(field="bits", heading="bits of\nthese"),
+            Shown(field="n", heading="n"),
+            Shown(field="failed", heading="failed"),
+        ],
+        notes=[
+            f"{setting}. Alone: decode(encode(x)) of a worker against its x, mean over workers and "
+            "steps; avg: what all workers apply against the true mean, mean over steps. Error: "
+            "||x - x'|| / ||x||; length: ||x'|| / ||x||. No memory: what error feedback would give "
+            "back later counts as lost; signs and votes carry no length: see the cosine. Bits: of "
+            "an element; up and down as really sent, agreements included; of these: what a payload "
+            "has less without these layers. n: steps x workers."
+        ],
+        rows=rows,
+    )
+
+
+# ---- clipping ------------------------------------------------------------------------------------
+
+
+def _clipping(rows: Sequence[Row]) -> Table:
+    made: list[Row] = []
+    for clip in dict.fromkeys(row["clip"] for row in rows):
+        assert isinstance(clip, float)
+        normal = gaussian_clipping(clip)
+        made.append(
+            {
+                "clip": clip,
+                "kind": "normal values",
+                **{f"{name}": getattr(normal, name) for name in ("length_change", "angle")},
+                "clipped": normal.clipped,
+                "zeros_sent": normal.zeros,
+                "kurtosis": 3.0,
+            }
+        )
+        for (kind,), alike in _groups([row for row in rows if row["clip"] == clip], "kind"):
+            row: Row = {"clip": clip, "kind": kind, "n": len(alike)}
+            for field in ("length_change", "angle"):
+                known = _values(alike, field)
+                row[field] = _mean(alike, field)
+                row[f"{field}_low"] = min(known, default=None)
+                row[f"{field}_high"] = max(known, default=None)
+            for field in ("clipped", "zeros_sent", "zeros_gradient", "kurtosis"):
+                row[field] = _mean(alike, field)
+            made.append(row)
+    return Table(
+        name="clipping",
+        title="Clipping a tensor at standard deviations (TernGrad), and its codes",
+        by="clip",
+        shown=[
+            Shown(field="kind", heading="layers"),
+            Shown(field="length_change", heading="length %\nmean", scale=100),
+            Shown(field="length_change_low", heading="\nlowest", scale=100),
+            Shown(field="length_change_high", heading="\nhighest", scale=100),
+            Shown(field="angle", heading="degrees\nmean"),
+            Shown(field="angle_low", heading="\nlowest"),
+            Shown(field="angle_high", heading="\nhighest"),
+            Shown(field="clipped", heading="cut\n%", scale=100),
+            Shown(field="zeros_gradient", heading="zeros %\nbefore", scale=100),
+            Shown(field="zeros_sent", heading="\nin codes", scale=100),
+            Shown(field="kurtosis", heading="kur-\ntosis"),
+            Shown(field="n", heading="n"),
+        ],
+        notes=[
+            "Normal values: exact. n: layers x steps; each is the mean of its workers. A tensor of "
+            "equal values, or of one, is clipped to zeros."
+        ],
+        rows=made,
+    )
+
+
+# ---- spectra -------------------------------------------------------------------------------------
+
+
+def wins(rows: Sequence[Row]) -> tuple[int, int]:
+    """Return in how many rows FFT keeps more energy than top-k, and how many have energy."""
+    known = [row for row in rows if row["energy_fft"] is not None]
+    won = sum(row["energy_fft"] > row["energy_topk"] for row in known)  # type: ignore[operator]
+    return won, len(known)
+
+
+def _spectra(rows: Sequence[Row]) -> Table:
+    made: list[Row] = []
+    fields = ("kept", "scales", "rival", "kind")
+    ordered = sorted(rows, key=lambda row: row["kind"] != ALL)
+    for (kept, scales, rival, kind), alike in _groups(ordered, *fields):
+        won, n = wins(alike)
+        row: Row = {"kept": kept, "scales": scales, "rival": rival, "kind": kind}
+        row["setting"] = f"{100 * kept:g} % kept of a {scales}"
+        for field in ("energy_fft", "energy_topk", "neighbours", "kept_topk"):
+            row[field] = _median(alike, field)
+        row |= {"bits_fft": _mean(alike, "bits_fft"), "bits_topk": _mean(alike, "bits_topk")}
+        made.append({**row, "won": won, "n": n, "share": won / n if n else None})
+    order = [row["kind"] for row in made]
+    made.sort(
+        key=lambda r: (
+            -float(r["kept"] or 0),
+            r["scales"] != "tensor",
+            RIVALS.index(str(r["rival"])),
+            order.index(r["kind"]),
+        )
+    )
+    return Table(
+        name="spectra",
+        title="FFT against top-k: energy kept, 1 - ||x - x'||^2 / ||x||^2",
+        by="setting",
+        which=2,
+        shown=[
+            Shown(field="rival", heading="top-k of"),
+            Shown(field="kind", heading="layers"),
+            Shown(field="energy_fft", heading="FFT %", scale=100),
+            Shown(field="energy_topk", heading="top-k %", scale=100),
+            Shown(field="won", heading="FFT\nwins"),
+            Shown(field="n", heading="n"),
+            Shown(field="neighbours", heading="neighbours'\ncorrelation"),
+            Shown(field="kept_topk", heading="top-k\nkeeps %", scale=100),
+            Shown(field="bits_fft", heading="bits\nFFT"),
+            Shown(field="bits_topk", heading="bits\ntop-k"),
+        ],
+        notes=[
+            "Both code values in 10 bits. n: layers x steps (all layers: steps); medians over "
+            "them, each the mean of its workers; below 0 the error is larger than the gradient. A "
+            "spectrum, and a choice of the largest, over a tensor or over the whole model; layers "
+            "of zeros count in no n."
+        ],
+        rows=made,
+    )
+
+
+# ---- claims --------------------------------------------------------------------------------------
+
+
+def _claims(rows: Rows) -> tuple[Table, list[str]]:
+    made = [row for claim in CLAIMS if (row := claim(rows)) is not None]
+    said = [str(row.pop("said")) for row in made]
+    if sentence := _by_kind(rows["spectra"]):
+        said.append(sentence)
+    table = Table(
+        name="claims",
+        title="What the papers claim of such gradients",
+        shown=[
+            Shown(field="claim", heading="claim"),
+            Shown(field="published", heading="pub-\nlished"),
+            Shown(field="normal", heading="normal\nvalues"),
+            Shown(field="mean", heading="here\nmean"),
+            Shown(field="low", heading="\nlowest"),
+            Shown(field="high", heading="\nhighest"),
+            Shown(field="inside", heading="holds\nin"),
+            Shown(field="n", heading="\nof"),
+        ],
+        notes=[
+            f"Of (layer, step) pairs: weights with {LEAST:,} elements or more; FFT of steps, with "
+            "one spectrum of the whole model."
+        ],
+        rows=made,
+    )
+    return table, said
+
+
+def _speaking(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of clipping as published, of weights that are large enough."""
+    return [
+        row
+        for row in rows
+        if row["clip"] == CLIP and row["kind"] in WEIGHTS and int(row["elements"] or 0) >= LEAST
+    ]
+
+
+def _claim(
+    claim: str, source: str, published: str, normal: float | None, values: Sequence[float]
+) -> Row:
+    return {
+        "claim": claim,
+        "source": source,
+        "published": published,
+        "normal": normal,
+        "mean": statistics.fmean(values),
+        "low": min(values),
+        "high": max(values),
+        "n": len(values),
+    }
+
+
+def _told(row: Row) -> str:
+    return f"{row['mean']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
+
+
+def _clipped(
+    rows: Rows, field: str, bounds: tuple[float, float], scale: float, what: str, unit: str
+) -> Row | None:
+    values = [scale * value for value in _values(_speaking(rows["clipping"]), field)]
+    if not values:
+        return None
+    low, high = bounds
+    normal = scale * getattr(gaussian_clipping(CLIP), field)
+    claim = f"{what} by clipping at {CLIP} sigma, {unit} (TernGrad, 3.3)"
+    row = _claim(claim, "Wen et al. 2017, 3.3", f"{low:g} to {high:g}", normal, values)
+    row["inside"] = sum(low <= value <= high for value in values)
+    row["said"] = (
+        f"Clipping at {CLIP} sigma: {what} {_told(row)} {unit} over {len(values)} (layer, step) "
+        f"pairs, {low:g} to {high:g} as published in {row['inside']} of them."
+    )
+    return row
+
+
+def _length(rows: Rows) -> Row | None:
+    bounds = (100 * LENGTH[0], 100 * LENGTH[1])
+    return _clipped(rows, "length_change", bounds, -100, "length lost", "%")
+
+
+def _angle(rows: Rows) -> Row | None:
+    return _clipped(rows, "angle", ANGLE, 1, "direction changed", "degrees")
+
+
+def _zeros(rows: Rows) -> Row | None:
+    speaking = [row for row in _speaking(rows["clipping"]) if row["kind"] == "fully connected"]
+    values = [100 * value for value in _values(speaking, "zeros_sent")]
+    if not values:
+        return None
+    before, normal = _mean(speaking, "zeros_gradient"), 100 * gaussian_clipping(CLIP).zeros
+    claim = "zeros in codes of fully connected layers, % (TernGrad, fig. 4c: AlexNet's fc6)"
+    published = f"{100 * ZEROS:.2f}"
+    row = _claim(claim, "Wen et al. 2017, fig. 4c", published, normal, values)
+    row["inside"] = None
+    row["said"] = (
+        f"TernGrad's codes of fully connected layers: {_told(row)} % zeros over {len(values)} "
+        f"(layer, step) pairs, {published} % in the paper, {normal:.1f} % of normal values; "
+        f"{100 * (before or 0):.1f} % of these gradients are zeros before."
+    )
+    return row
+
+
+def _better(rows: Rows) -> Row | None:
+    whole = [row for row in rows["spectra"] if row["kind"] == ALL and row["scales"] == "model"]
+    if not whole:
+        return None
+    kept = float(whole[0]["kept"] or 0)
+    alike = [row for row in whole if row["kept"] == kept and row["rival"] == RIVALS[0]]
+    known = [row for row in alike if row["energy_fft"] is not None]
+    if not known:
+        return None
+    values = [100 * (r["energy_fft"] - r["energy_topk"]) for r in known]  # type: ignore[operator]
+    lost = [
+        registry.compressor("fft", theta=1 - kept).claims.gaussian_error(),
+        registry.compressor("topk", ratio=kept).claims.gaussian_error(),
+    ]
+    normal = None if None in lost else 100 * (lost[1] - lost[0])  # type: ignore[operator]
+    claim = f"energy kept by FFT beyond top-k's, {100 * kept:g} % kept, points (Wang et al.)"
+    row = _claim(claim, "Wang et al. 2020", "above 0", normal, values)
+    won, n = wins(alike)
+    bits, m = wins([r for r in whole if r["kept"] == kept and r["rival"] == RIVALS[1]])
+    row["inside"] = won
+    ours, theirs = _median(known, "energy_fft") or 0, _median(known, "energy_topk") or 0
+    parts = [r for r in rows["spectra"] if r["scales"] == "model" and r["kind"] != ALL]
+    parts = [r for r in parts if r["kept"] == kept and r["rival"] == RIVALS[0]]
+    energies = _values(parts, "energy_fft")
+    row["said"] = (
+        f"With {100 * kept:g} % kept over the whole model, FFT keeps {100 * ours:.1f} % of the "
+        f"energy and top-k {100 * theirs:.1f} % (medians): FFT wins in {won} of {n} steps, and in "
+        f"{bits} of {m} against top-k of equal bits. Its error is larger than the gradient in "
+        f"{sum(energy < 0 for energy in energies)} of {len(energies)} (layer, step) pairs."
+    )
+    return row
+
+
+CLAIMS: tuple[Callable[[Rows], Row | None], ...] = (_length, _angle, _zeros, _better)
+
+
+def _by_kind(rows: Sequence[Row]) -> str | None:
+    """Say for each kind of layer where FFT beats top-k, tensor by tensor."""
+    own = [row for row in rows if row["scales"] == "tensor" and row["kind"] != ALL]
+    if not own:
+        return None
+    kept = own[0]["kept"]
+    parts = []
+    for (kind,), alike in _groups([row for row in own if row["kept"] == kept], "kind"):
+        counts = [wins([row for row in alike if row["rival"] == rival]) for rival in RIVALS]
+        (share, n), (bits, _) = counts
+        parts.append(f"{kind} {share} and {bits} of {n}")
+    return (
+        f"Tensor by tensor, {100 * float(kept or 0):g} % kept, FFT beats top-k at equal share and "
+        f"at equal bits in these (layer, step) pairs: {'; '.join(parts)}."
+    )

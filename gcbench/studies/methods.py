@@ -1,0 +1,37 @@
+"""Methods by a word each: `topk`, `topk:ratio=0.001`, `fft:theta=0.9:granularity=tensor`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gcbench.core import registry
+from gcbench.core.compressor import Compressor
+from gcbench.core.errors import UsageError
+from gcbench.training import grid
+
+
+def parse(spec: str) -> Compressor:
+    """Return the compressor that a word names, its fields after colons.
+
+    Raises:
+        UsageError: an unknown name, field or value, or several values for a field.
+    """
+    name, *words = spec.split(":")
+    options = grid.pairs(f"{name}:", words)
+    for field, value in options.items():
+        if isinstance(value, list | dict | tuple):
+            raise UsageError(f"{spec}: {field} takes one value here; name the method twice instead")
+    return registry.compressor(name, **options)
+
+
+def all_of(specs: str | None, default: Sequence[str] | None = None) -> dict[str, Compressor]:
+    """Return the methods of a list with commas, by their words; all registered ones without.
+
+    Raises:
+        UsageError: see `parse`, or a word that comes twice.
+    """
+    chosen = specs.split(",") if specs else list(default or registry.compressors())
+    words = [word.strip() for word in chosen if word.strip()]
+    if len(set(words)) < len(words) or not words:
+        raise UsageError(f"{specs!r}: different methods with commas expected, e.g. none,topk")
+    return {word: parse(word) for word in words}

@@ -1,0 +1,484 @@
+"""Which link compression still pays on: the cost model of FFT sparsification, equations (1) to (4).
+
+A gradient of M bytes, a link of Tcomm bytes a second, an overall ratio k; throughputs in bytes of
+M a second: Tm (conversion of numbers, twice: to fp16 and to range-based floats), Tf (transform),
+Tp (packing), Ts (selection):
+
+    (1) compress     M (2 / Tm + 1 / Tf + 1 / Tp + 1 / Ts)
+    (2) communicate  M / (k Tcomm)
+    (3) saved        (M / Tcomm) (1 - 1 / k)
+    (4) it pays where (3) exceeds compressing and decompressing, S seconds a byte in all:
+
+        k_min = 1 / (1 - Tcomm S) while Tcomm S < 1, else no ratio pays: 1 / S is the fastest link
+
+`symmetric` takes decompressing for as long as (1); `exact` leaves out the selection, which it has
+not. k_min is ill-conditioned, d ln k / d ln S = k - 1, so 1 / S is what to compare. The paper's
+"about 30 at 56 Gbit/s" stands for one S, which is a reading, too.
+The same for any method among N workers, with the bytes and the work of its own collective: the
+fastest link is (bytes saved) / (seconds spent), against a ring all-reduce of fp32.
+Source: Wang et al., HPDC 2020, section 4.4 of arXiv:1811.08596; its formulas were derived anew, as
+their text was not to be had.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from gcbench import ops
+from gcbench.core import registry
+from gcbench.core.compressor import Compressor, Segments
+from gcbench.core.exchange import check_legal
+from gcbench.reporting import figures, kernel_timings
+from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table, provenance
+from gcbench.studies import methods
+from gcbench.studies.scale import traffic, work
+from gcbench.studies.scale.clusters import links_text
+from gcbench.training import progress
+
+KIND = "scale-link"
+STAGES = ("Tm", "Tf", "Tp", "Ts")
+STAGE_NAMES = {
+    "Tm": "conversion",
+    "Tf": "transform",
+    "Tp": "packing",
+    "Ts": "selection",
+}
+COMPRESS = {"Tm": 2, "Tf": 1, "Tp": 1, "Ts": 1}
+"""How often equation (1) passes each stage."""
+DECOMPRESS = {"Tm": 2, "Tf": 1, "Tp": 1, "Ts": 0}
+CLAIM = (30.0, 56.0)
+"""The paper's words: a ratio of about 30 is needed at 56 Gbit/s."""
+COLUMNS = 1000
+"""The timed gradient is one matrix of so many columns."""
+Gigabytes = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Settings(BaseModel):
+    """What decides the result."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    theta: float
+    code_bits: int
+    mantissa: int
+    granularity: str | int
+    elements: Annotated[int, Field(ge=10 * COLUMNS, le=100_000_000)]
+    threads: Annotated[int, Field(ge=1)]
+    throughput: dict[str, Gigabytes] = {}
+    """Given throughputs in GB/s, all of `STAGES`; none: timed here."""
+    links: list[Gigabytes]
+    """In Gbit/s."""
+    workers: Annotated[int, Field(ge=2, le=100_000)]
+    compressors: list[str]
+    kernels: str = "measured"
+
+
+# ---- the equations -------------------------------------------------------------------------------
+
+
+def compress_seconds(throughput: Mapping[str, float], passes: Mapping[str, int]) -> float:
+    """Return equation (1), or its like for decompressing, for M = 1: seconds a byte."""
+    return sum(passes[stage] / throughput[stage] for stage in STAGES)
+
+
+def least_ratio(link: float, seconds: float) -> float | None:
+    """Return k_min of equation (4); None where no ratio pays.
+
+    `link`: bytes a second; `seconds`: S, of both directions and a byte.
+    """
+    return 1 / (1 - link * seconds) if link * seconds < 1 else None
+
+
+def seconds_of(ratio: float, link: float) -> float:
+    """Return the S at which `ratio` is just enough on `link`, bytes a second."""
+    return (1 - 1 / ratio) / link
+
+
+def fastest_link(ratio: float, seconds: float) -> float:
+    """Return the fastest link, bytes a second, on which a given ratio pays."""
+    return (1 - 1 / ratio) / seconds
+
+
+# ---- timings -------------------------------------------------------------------------------------
+
+
+def _method(settings: Settings) -> Compressor:
+    return registry.compressor(
+        "fft",
+        theta=settings.theta,
+        code_bits=settings.code_bits,
+        mantissa=settings.mantissa,
+        granularity=settings.granularity,
+    )
+
+
+def stages(settings: Settings) -> dict[str, float]:
+    """Return the seconds of each stage on a normal gradient, medians, timed here.
+
+    Packing is ours: the bitmap, the gathering and the coding of the kept bins in one.
+    """
+    n = settings.elements // COLUMNS * COLUMNS
+    segments = Segments.of([(n // COLUMNS, COLUMNS)], settings.granularity)
+    x = torch.randn(n, generator=torch.Generator().manual_seed(0))
+    runs = ops.spectrum_runs(segments, settings.theta)
+    bins, energy = ops.spectrum_forward(x, segments)
+    kept = ops.spectrum_largest(energy, runs)
+    form = settings.code_bits, settings.mantissa, 1
+    calls = {
+        "Tm": x.half,
+        "Tf": lambda: ops.spectrum_forward(x, segments),
+        "Tp": lambda: ops.spectrum_pack(bins, kept, runs, *form),
+        "Ts": lambda: ops.spectrum_largest(energy, runs),
+    }
+    before = torch.get_num_threads()
+    torch.set_num_threads(settings.threads)
+    try:
+        return {stage: work.median(call) for stage, call in calls.items()}
+    finally:
+        torch.set_num_threads(before)
+
+
+# ---- the analysis --------------------------------------------------------------------------------
+
+
+def run(settings: Settings, command: str, observer: progress.Observer, ledger: Ledger) -> Analysis:
+    """Evaluate the equations for each reading of S, and the fastest link of each method.
+
+    Raises:
+        UsageError: an unknown method or field, or timings that cannot be read.
+    """
+    method = _method(settings)
+    n = settings.elements // COLUMNS * COLUMNS
+    shapes = ((n // COLUMNS, COLUMNS),)
+    nbytes = 4.0 * n
+    chosen = methods.all_of(",".join(dict.fromkeys(["none", *settings.compressors])))
+    timings = (
+        None if settings.kernels == "measured" else kernel_timings.load(Path(settings.kernels))
+    )
+
+    done = 0
+
+    def remember(key: str, make: Any) -> Any:
+        nonlocal done
+        if key not in ledger:
+            observer.step(done, f"timing {key}")
+            ledger[key] = make()
+        done += 1
+        observer.step(done)
+        return ledger[key]
+
+    readings: dict[str, float] = {"the paper's claim": seconds_of(CLAIM[0], CLAIM[1] * 1e9 / 8)}
+    if settings.throughput:
+        speed = {stage: 1e9 * settings.throughput[stage] for stage in STAGES}
+    else:
+        spent = remember("stages", lambda: stages(settings))
+        speed = {stage: nbytes / spent[stage] for stage in STAGES}
+    forth = compress_seconds(speed, COMPRESS)
+    back = compress_seconds(speed, DECOMPRESS)
+    readings["symmetric"] = 2 * forth
+    readings["exact"] = forth + back
+    if not settings.throughput:
+        whole = remember(repr(method), lambda: work.measure(method, shapes, settings.threads).parts)
+        readings["whole calls"] = (whole["encode"] + whole["decode"]) / 4
+
+    rates: dict[str, work.Rates] = {}
+    for word, one in chosen.items():
+        found = work.of_file(one, timings, n, settings.threads) if timings else None
+        if found is None:
+            if timings:
+                work.check_machine(timings, settings.kernels)
+            made = remember(
+                repr(one), lambda one=one: work.measure(one, shapes, settings.threads).parts
+            )
+            found = work.Rates(made, "measured")
+        rates[word] = found
+    payload = traffic.payload_bytes(method, Segments.of(shapes, method.granularity))[0]
+    ratio = nbytes / payload
+    nominal = 32 / (method.claims.nominal_bits() or 32)
+    return Analysis(
+        kind=KIND,
+        settings=settings.model_dump(mode="json"),
+        command=command,
+        provenance=provenance(),
+        conclusions=_conclusions(readings, ratio, forth, back),
+        tables=[
+            _stage_table(settings, speed, forth, n),
+            _reading_table(readings, ratio, nominal),
+            _link_table(settings, readings, ratio),
+            _method_table(settings, chosen, rates, shapes),
+            Table(name="curve", title="", rows=_curve(readings)),
+        ],
+    )
+
+
+def _stage_table(settings: Settings, speed: Mapping[str, float], forth: float, n: int) -> Table:
+    rows: list[Row] = [
+        {
+            "stage": f"{stage}, {STAGE_NAMES[stage]}",
+            "bytes_per_second": speed[stage],
+            "compress": COMPRESS[stage],
+            "decompress": DECOMPRESS[stage],
+            "seconds_per_byte": COMPRESS[stage] / speed[stage],
+            "share": COMPRESS[stage] / speed[stage] / forth,
+        }
+        for stage in STAGES
+    ]
+    how = "given" if settings.throughput else f"{n:,} elements, medians of {work.ROUNDS}"
+    threads = f"{settings.threads} thread{'s' * (settings.threads > 1)}"
+    return Table(
+        name="stages",
+        title=f"Equation (1), its stages ({how}{'' if settings.throughput else ', ' + threads})",
+        shown=[
+            Shown(field="stage", heading="stage"),
+            Shown(field="bytes_per_second", heading="GB/s", scale=1e-9),
+            Shown(field="compress", heading="times in\ncompress"),
+            Shown(field="decompress", heading="times in\ndecompress"),
+            Shown(field="seconds_per_byte", heading="compress\ns/GB", scale=1e9),
+            Shown(field="share", heading="share\n%", scale=100),
+        ],
+        rows=rows,
+    )
+
+
+def _reading_table(readings: Mapping[str, float], ratio: float, nominal: float) -> Table:
+    rows: list[Row] = [
+        {
+            "reading": name,
+            "seconds_per_byte": seconds,
+            "fastest_bytes_per_second": 1 / seconds,
+            "fastest_gbit": 8e-9 / seconds,
+            "ratio": ratio,
+            "own_gbit": 8e-9 * fastest_link(ratio, seconds),
+        }
+        for name, seconds in readings.items()
+    ]
+    return Table(
+        name="readings",
+        title="Break-even: no ratio pays on a link faster than 1/S",
+        shown=[
+            Shown(field="reading", heading="reading of S"),
+            Shown(field="seconds_per_byte", heading="S\ns/GB", scale=1e9),
+            Shown(field="fastest_bytes_per_second", heading="1/S\nGB/s", scale=1e-9),
+            Shown(field="fastest_gbit", heading="1/S\nGbit/s"),
+            Shown(field="own_gbit", heading="at its own ratio\nGbit/s"),
+        ],
+        notes=[
+            f"Its own ratio is {ratio:.4g} as packed ({nominal:.4g} without the bitmap). "
+            f"The claim: k_min about {CLAIM[0]:g} at {CLAIM[1]:g} Gbit/s. whole calls: encode and "
+            "decode of `fft` as they are, timed here; the other two add up stages.",
+        ],
+        rows=rows,
+    )
+
+
+def _link_table(settings: Settings, readings: Mapping[str, float], ratio: float) -> Table:
+    rows: list[Row] = []
+    for name, seconds in readings.items():
+        for gbit in settings.links:
+            least = least_ratio(gbit * 1e9 / 8, seconds)
+            told = "never" if least is None else "yes" if ratio >= least else "no"
+            rows.append(
+                {
+                    "reading": name,
+                    "link_gbit": gbit,
+                    "least_ratio": least,
+                    "sensitivity": None if least is None else least - 1,
+                    "pays": told,
+                }
+            )
+    return Table(
+        name="links",
+        title="The least ratio that pays",
+        shown=[
+            Shown(field="link_gbit", heading="link\nGbit/s"),
+            Shown(field="least_ratio", heading="k_min"),
+            Shown(field="sensitivity", heading="d ln k\n/ d ln S"),
+            Shown(field="pays", heading=f"k = {ratio:.3g}\npays"),
+        ],
+        by="reading",
+        rows=rows,
+    )
+
+
+def _method_table(
+    settings: Settings,
+    chosen: Mapping[str, Compressor],
+    rates: Mapping[str, work.Rates],
+    shapes: tuple[tuple[int, ...], ...],
+) -> Table:
+    workers, nbytes = settings.workers, traffic.dense_bytes(shapes)
+
+    def spend(word: str) -> tuple[str, float, float, float]:
+        """Return collective, wire bytes, and seconds of encoding and decoding."""
+        method = chosen[word]
+        collective = check_legal(method)
+        sent = traffic.total(traffic.exchange(method, collective, (shapes, ()), workers), workers)
+        spent = work.step(rates[word], method, collective, nbytes / 4, workers)
+        return collective, sent.wire, *spent
+
+    _, dense, *base = spend("none")
+    rows: list[Row] = []
+    for word in chosen:
+        if word == "none":
+            continue
+        collective, wire, encode, decode = spend(word)
+        saved, more = dense - wire, encode + decode - sum(base)
+        link = None if saved <= 0 else 8e-9 * saved / more if more > 0 else None
+        pays = [] if saved <= 0 else [(0.0, math.inf if link is None else link)]
+        rows.append(
+            {
+                "method": word,
+                "collective": collective,
+                "wire_ratio": dense / wire,
+                "encode_seconds_per_byte": encode / nbytes,
+                "decode_seconds_per_byte": decode / nbytes,
+                "break_even_gbit": link,
+                "pays_on": links_text(pays),
+                "kernels": rates[word].source,
+            }
+        )
+    return Table(
+        name="methods",
+        title=f"The fastest link on which each method pays, {workers} workers",
+        shown=[
+            Shown(field="method", heading="method"),
+            Shown(field="collective", heading="collective"),
+            Shown(field="wire_ratio", heading="wire\nratio"),
+            Shown(field="encode_seconds_per_byte", heading="encode\ns/GB", scale=1e9),
+            Shown(field="decode_seconds_per_byte", heading="decode\ns/GB", scale=1e9),
+            Shown(field="pays_on", heading="pays on links"),
+        ],
+        which=2,
+        notes=[
+            "Bytes saved over seconds spent, against a ring all-reduce of fp32 and its work; "
+            "without latency and without overlap. wire ratio: of what leaves a worker; below 1 no "
+            "kernel helps. s/GB: seconds a GB of the fp32 gradient, in an exchange of so many.",
+        ],
+        rows=rows,
+    )
+
+
+def _curve(readings: Mapping[str, float]) -> list[Row]:
+    """Return k_min over links for the picture."""
+    rows: list[Row] = []
+    for name, seconds in readings.items():
+        top = 1 / seconds
+        shares = [10 ** (-3 + k / 40) for k in range(120)]
+        shares += [1 - 10 ** (-k / 10) for k in range(1, 31)]
+        for share in sorted(share for share in shares if share < 1):
+            least = least_ratio(share * top, seconds)
+            rows.append({"reading": name, "link_gbit": 8e-9 * share * top, "least_ratio": least})
+    return rows
+
+
+def _conclusions(
+    readings: Mapping[str, float], ratio: float, forth: float, back: float
+) -> list[str]:
+    claim = readings["the paper's claim"]
+    said = [
+        f"The claim, {CLAIM[0]:g} at {CLAIM[1]:g} Gbit/s, is S = {1e9 * claim:.4f} s/GB: no ratio "
+        f"pays above {8e-9 / claim:.3g} Gbit/s. There 1 % of speed moves k_min by about "
+        f"{CLAIM[0] - 1:.0f} %: compare 1/S.",
+    ]
+    if "whole calls" in readings:
+        whole = readings["whole calls"]
+        said.append(
+            f"Stages add up to {1e9 * (forth + back):.3g} s/GB, the calls take {1e9 * whole:.3g}: "
+            f"{whole / (forth + back):.2f} times as much. With these kernels the method pays below "
+            f"{8e-9 * fastest_link(ratio, whole):.3g} Gbit/s."
+        )
+    return said
+
+
+# ---- the picture ---------------------------------------------------------------------------------
+
+MARKS = (1.0, 10.0, 100.0)
+"""Links that are drawn for comparison, Gbit/s."""
+
+
+def draw(analysis: Analysis, path: Path) -> None:
+    """Draw k_min over the link, and the fastest link of each method."""
+    curve, found = analysis.table("curve").rows, analysis.table("methods").rows
+    ratio = float(analysis.table("readings").rows[0]["ratio"] or 1)
+    names = list(dict.fromkeys(str(row["reading"]) for row in curve))
+    styles = figures.styles(names)
+    shown = [row for row in found if row["break_even_gbit"] is not None]
+    with figures.canvas(13, max(5.6, 2.4 + 0.33 * len(shown))) as figure:
+        left, right = figure.subplots(1, 2)
+        for name in names:
+            own = [row for row in curve if row["reading"] == name]
+            style = {k: v for k, v in styles[name].items() if k != "marker"}
+            left.plot(
+                [float(row["link_gbit"] or 0) for row in own],
+                [float(row["least_ratio"] or 0) for row in own],
+                **style,
+                label=name,
+            )
+        left.axhline(ratio, color="0.4", linewidth=1)
+        left.annotate(
+            f"the method's own ratio, {ratio:.3g}",
+            (0.02, ratio),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            xytext=(0, 4),
+            fontsize="small",
+        )
+        left.set(
+            xscale="log",
+            yscale="log",
+            ylim=(0.9, 200),
+            xlim=(0.01, 400),
+            xlabel="link, Gbit/s",
+            ylabel="least ratio that pays, k_min",
+            title="FFT sparsification, equation (4)",
+        )
+        for axis in (left.xaxis, left.yaxis):
+            axis.set_major_formatter(lambda value, _: f"{value:g}")
+        left.legend(fontsize="small", loc="upper left", title="reading of S")
+        _bars(right, shown)
+        settings = analysis.settings
+        right.set(
+            title=f"methods, {settings['workers']} workers, {settings['threads']} threads",
+            xlabel="pays below, Gbit/s",
+        )
+        how = "given" if settings["throughput"] else "measured"
+        figure.suptitle(
+            f"Where compression stops paying ({how} throughputs, "
+            f"{settings['elements']:,} elements)",
+            fontsize="medium",
+        )
+        figures.save(figure, path)
+
+
+def _bars(axes: Any, rows: Sequence[Row]) -> None:
+    """Draw the fastest link of each method, the highest on top."""
+    ordered = sorted(rows, key=lambda row: float(row["break_even_gbit"] or 0))
+    links = [float(row["break_even_gbit"] or 0) for row in ordered]
+    names = [f"{row['method']}\n{row['collective']}" for row in ordered]
+    if not links:
+        axes.text(0.5, 0.5, "no method saves bytes", transform=axes.transAxes, ha="center")
+        return
+    low = 10 ** math.floor(math.log10(min(*links, *MARKS) / 1.5))
+    axes.barh(names, [link - low for link in links], left=low, color="0.72")
+    for name, link in zip(names, links, strict=True):
+        axes.annotate(
+            f"{link:.3g}",
+            (link, name),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize="small",
+        )
+    for mark in MARKS:
+        axes.axvline(mark, color="0.4", linewidth=1, linestyle=":")
+    axes.set_xscale("log")
+    axes.set_xlim(low, 3 * max(*links, *MARKS))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.tick_params(axis="y", labelsize="small")
+    axes.grid(axis="y", visible=False)

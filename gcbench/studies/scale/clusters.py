@@ -1,0 +1,327 @@
+"""Clusters: nodes of devices, the links inside and between them, and what a collective takes there.
+
+The alpha-beta model: a message of b bytes takes alpha + b / beta. N workers fill nodes of g; alpha
+and beta are those of the links inside a node while N <= g. With nodes M = N / g > 1:
+
+ring (all-reduce, all-gather): every round passes every link, so the slowest decides: the network,
+    whose link carries what one worker sends, as the ring enters a node once.
+all-to-all: each of the g workers of a node has its own messages for the other nodes' workers, so
+    the node's link carries g times b (N - g) / N; messages inside the node pass beside them.
+
+`tree` has log2 N rounds in the place of N - 1, with an all-to-all that moves log2(N) / 2 times as
+much (Bruck); `fastest` takes whichever is faster, each time. `topology: nodes` first adds the
+gradients of a node in fp32 over its inner links, exchanges one payload a node, and spreads the mean
+inside: compression then has M workers, and each device compresses 1 / g of the gradient. `best`
+takes the faster of both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gcbench.core.errors import UsageError, unknown
+from gcbench.studies.scale.networks import OPERATIONS
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+BACKWARD = 2 / 3
+"""The backward pass's share of the computation: two of three multiplications."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Wire(_Model):
+    """A link, each direction at once."""
+
+    gbit: Positive  # 10^9 bits a second
+    latency_us: NotNegative = 0.0  # microseconds a message
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Its bandwidth."""
+        return self.gbit * 1e9 / 8
+
+    def seconds(self, rounds: float, nbytes: float) -> float:
+        """Return the time of `rounds` messages one after the other with `nbytes` in all."""
+        return rounds * self.latency_us * 1e-6 + nbytes / self.bytes_per_second
+
+
+def rate_text(gbit: float) -> str:
+    """Return a link's rate to two digits in the unit that people use: 0.529 is "530 Mbit/s"."""
+    for unit, factor in (("Tbit/s", 1e-3), ("Gbit/s", 1.0)):
+        if (value := float(f"{gbit * factor:.2g}")) >= 1:
+            return f"{value:g} {unit}"
+    return f"{float(f'{1e3 * gbit:.2g}'):g} Mbit/s"
+
+
+def links_text(ranges: Sequence[tuple[float, float]]) -> str:
+    """Return ranges of links, in Gbit/s, in words: "below 500 Mbit/s and above 30 Gbit/s".
+
+    A range from 0 has no lower end, one to infinity no upper one.
+    """
+
+    def told(low: float, high: float) -> str:
+        if low == 0:
+            return "any link" if math.isinf(high) else f"below {rate_text(high)}"
+        if math.isinf(high):
+            return f"above {rate_text(low)}"
+        return f"{rate_text(low)} to {rate_text(high)}"
+
+    return " and ".join(told(*each) for each in ranges) or "no link"
+
+
+class Device(_Model):
+    """What computes: all from data sheets, so assumed and not measured."""
+
+    name: str
+    tflops: Positive  # 10^12 floating-point operations a second, in the precision of training
+    memory_gbyte: Positive  # 10^9 bytes a second of its memory
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device(name="gtx1080", tflops=8.9, memory_gbyte=320),
+        Device(name="p100", tflops=10.6, memory_gbyte=732),
+        Device(name="v100", tflops=125, memory_gbyte=900),
+        Device(name="a100", tflops=312, memory_gbyte=2039),
+        Device(name="h100", tflops=989, memory_gbyte=3350),
+        Device(name="h200", tflops=989, memory_gbyte=4800),
+    )
+}
+"""Data sheets: fp32 for the first two, fp16 or bf16 on tensor cores for the others, dense."""
+
+RATES: dict[tuple[str, str], float] = {
+    ("gtx1080", "alexnet"): 394,
+    ("gtx1080", "googlenet-slim"): 174,
+    ("gtx1080", "vgg-a"): 95,
+    ("p100", "alexnet"): 436,
+    ("p100", "googlenet-slim"): 194,
+    ("p100", "vgg-a"): 108,
+}
+"""Examples a second of one device, published: the bars of one GPU in TernGrad's Fig. 5."""
+
+
+class Cluster(_Model):
+    """Equal nodes of equal devices."""
+
+    name: str
+    gpus_per_node: Annotated[int, Field(ge=1)]
+    nodes: Annotated[int, Field(ge=1)] | None = None
+    """As many as there are; None: any number."""
+    device: Device
+    utilization: Annotated[Share, Field(gt=0)] = 0.35
+    """Share of the device's operations that training reaches, where no rate is published."""
+    intra: Wire
+    """Between any two devices of a node."""
+    inter: Wire
+    """Between a node and the network: the devices of a node share it."""
+    overlap: Share = 0.0
+    """Share of the backward pass under which communication can hide."""
+    algorithm: Literal["ring", "tree", "fastest"] = "fastest"
+    topology: Literal["flat", "nodes", "best"] = "best"
+    buckets: Annotated[int, Field(ge=1)] = 1
+    """Messages that a gradient is cut into: each has its own latency."""
+    price: NotNegative | None = None
+    """Of a device and an hour, in any currency."""
+
+    def nodes_of(self, workers: int) -> int:
+        """Return how many nodes so many workers fill.
+
+        Raises:
+            UsageError: they do not fill them, or the cluster is smaller.
+        """
+        each = self.gpus_per_node
+        if workers > each and workers % each:
+            fitting = workers // each * each
+            raise UsageError(
+                f"{workers} workers do not fill nodes of {each}; try {fitting} or {fitting + each}"
+            )
+        nodes = max(1, workers // each)
+        if self.nodes is not None and nodes > self.nodes:
+            raise UsageError(
+                f"{workers} workers need {nodes} nodes of {each}; cluster {self.name} has "
+                f"{self.nodes}: at most {self.nodes * each} workers"
+            )
+        return nodes
+
+    def compute_seconds(self, network: str, macs: float | None, batch: int) -> tuple[float, str]:
+        """Return forward and backward of `batch` examples on one device, and how it is known.
+
+        Raises:
+            UsageError: neither a rate nor the multiplications are known.
+        """
+        rate = RATES.get((self.device.name, network))
+        if rate is not None:
+            return batch / rate, f"{rate:g} examples/s, published"
+        if macs is None:
+            raise UsageError(
+                f"{network}: its multiplications are not known; give the milliseconds of a "
+                "worker's forward and backward pass with --compute-ms"
+            )
+        speed = self.device.tflops * 1e12 * self.utilization
+        said = f"{self.utilization:.0%} of {self.device.tflops:g} TFLOPS, assumed"
+        return OPERATIONS * macs * batch / speed, said
+
+    def seconds(self, kind: str, nbytes: float, workers: int) -> float:
+        """Return the time of one collective.
+
+        `kind`: "allreduce", "allgather" or "alltoall"; `nbytes`: what each worker hands over.
+        """
+        if workers == 1:
+            return 0.0
+        nodes = self.nodes_of(workers)
+        ways = {"ring": (False,), "tree": (True,), "fastest": (False, True)}[self.algorithm]
+        return min(self._seconds(kind, nbytes, workers, nodes, tree=tree) for tree in ways)
+
+    def _seconds(self, kind: str, nbytes: float, workers: int, nodes: int, *, tree: bool) -> float:
+        depth = math.ceil(math.log2(workers))
+        rounds = (depth if tree else workers - 1) * self.buckets
+        if nodes == 1:
+            latency = self.intra.latency_us
+        else:
+            latency = max(self.inter.latency_us, self.intra.latency_us * (self.gpus_per_node > 1))
+        if kind == "alltoall":
+            more = max(1.0, depth / 2) if tree else 1.0
+            inside = workers // nodes
+            within = nbytes * (inside - 1) / workers / self.intra.bytes_per_second
+            out = inside * nbytes * (workers - inside) / workers / self.inter.bytes_per_second
+            return rounds * latency * 1e-6 + more * max(within, out)
+        slowest = self.intra.bytes_per_second
+        if nodes > 1:
+            slower = self.inter.bytes_per_second
+            slowest = min(slowest, slower) if self.gpus_per_node > 1 else slower
+        if kind == "allreduce":
+            sent = 2 * (workers - 1) / workers * nbytes
+            return 2 * rounds * latency * 1e-6 + sent / slowest
+        return rounds * latency * 1e-6 + (workers - 1) * nbytes / slowest
+
+    def topologies(self, workers: int) -> tuple[str, ...]:
+        """Return how so many workers may exchange: a lone node has nothing between nodes."""
+        if workers <= self.gpus_per_node or self.gpus_per_node == 1:
+            return ("flat",)
+        return ("flat", "nodes") if self.topology == "best" else (self.topology,)
+
+    def between(self) -> Cluster:
+        """Return the cluster of its nodes, each as one worker."""
+        return self.model_copy(update={"gpus_per_node": 1})
+
+    def inside_seconds(self, nbytes: float, workers: int) -> float:
+        """Return reducing a node's gradients of `nbytes` and spreading the mean, inside a node."""
+        inside = workers // self.nodes_of(workers)
+        return self.model_copy(update={"nodes": 1}).seconds("allreduce", nbytes, inside)
+
+
+_KNOWN: dict[str, dict[str, Any]] = {
+    "gtx1080-1gbe": {
+        "gpus_per_node": 4,
+        "device": "gtx1080",
+        "intra": {"gbit": 96, "latency_us": 10},
+        "inter": {"gbit": 0.887, "latency_us": 50},
+    },
+    "p100-100g": {
+        "gpus_per_node": 4,
+        "device": "p100",
+        "intra": {"gbit": 320, "latency_us": 5},
+        "inter": {"gbit": 17.0, "latency_us": 5},
+    },
+    "v100-25g": {
+        "gpus_per_node": 8,
+        "device": "v100",
+        "intra": {"gbit": 1200, "latency_us": 5},
+        "inter": {"gbit": 25, "latency_us": 25},
+    },
+    "a100-10g": {
+        "gpus_per_node": 1,
+        "device": "a100",
+        "intra": {"gbit": 2400, "latency_us": 3},
+        "inter": {"gbit": 10, "latency_us": 30},
+    },
+    "a100-1600g": {
+        "gpus_per_node": 8,
+        "device": "a100",
+        "intra": {"gbit": 2400, "latency_us": 3},
+        "inter": {"gbit": 1600, "latency_us": 5},
+    },
+    "h100-3200g": {
+        "gpus_per_node": 8,
+        "device": "h100",
+        "intra": {"gbit": 3600, "latency_us": 3},
+        "inter": {"gbit": 3200, "latency_us": 5},
+    },
+}
+"""Nominal links of data sheets, assumed latencies. The first two are those of TernGrad's Fig. 5,
+whose links between nodes are as fast as its fp32 bars say: `figure5.effective_gbit`."""
+NAMES = tuple(_KNOWN)
+
+
+def make(settings: Mapping[str, Any], where: str) -> Cluster:
+    """Return the cluster of plain settings; `where` they came from is in the errors.
+
+    Raises:
+        UsageError: a setting is missing, unknown or out of its range.
+    """
+    found = dict(settings)
+    device = found.get("device")
+    if isinstance(device, str):
+        if device not in DEVICES:
+            raise unknown(
+                "device",
+                device,
+                DEVICES,
+                "Any other: device: {name: mine, tflops: 100, memory_gbyte: 900}.",
+            )
+        found["device"] = DEVICES[device]
+    try:
+        return Cluster.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            known = [name for name in Cluster.model_fields if name != "name"]
+            raise unknown(f"setting in {where}:", field, known) from None
+        came = "" if first["type"] == "missing" else f" (came: {first['input']!r})"
+        raise UsageError(f"{where}: {field}: {first['msg']}{came}") from None
+
+
+def load(spec: str, changes: Mapping[str, Any] | None = None) -> Cluster:
+    """Return a built-in cluster, or that of a YAML file, with `changes` like {"inter.gbit": 25}.
+
+    Raises:
+        UsageError: neither; or see `make`.
+    """
+    path = Path(spec)
+    if spec in _KNOWN:
+        settings: Any = _KNOWN[spec]
+    elif path.suffix.lower() in (".yaml", ".yml"):
+        try:
+            settings = yaml.safe_load(path.read_text())
+        except OSError as error:
+            raise UsageError(f"--cluster {path}: {error.strerror}") from None
+        except (ValueError, yaml.YAMLError) as error:
+            said = " ".join(str(error).split())
+            raise UsageError(f"--cluster {path} is no YAML: {said}") from None
+        if not isinstance(settings, dict):
+            raise UsageError(
+                f"--cluster {path}: a mapping expected, e.g. `gpus_per_node: 8` and so on"
+            )
+    else:
+        raise unknown("cluster", spec, NAMES, "Or name a .yaml file.")
+    made: dict[str, Any] = {"name": path.stem, **settings}
+    for key, value in (changes or {}).items():
+        outer, dot, inner = key.partition(".")
+        if dot:
+            part = made.get(outer)
+            made[outer] = {**(part if isinstance(part, dict) else {}), inner: value}
+        else:
+            made[outer] = value
+    return make(made, f"cluster {spec}")

@@ -1,0 +1,196 @@
+"""What is known of a method's accuracy: rows of results/PROTOCOL.md, and what each lost.
+
+Runs count if they were made for a suite, held examples out for validation, and saw the test split
+after their last step. A row counts if at least `LEAST_SEEDS` of its seeds have a counterpart in the
+uncompressed row of equal budget, or diverged. Its loss is `none` minus the row (of a test loss: the
+row minus `none`), mean over paired seeds, with the 95 % interval of Student's t.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gcbench.core.errors import UsageError
+from gcbench.reporting import compare, published, reader
+from gcbench.reporting.reader import Run
+from gcbench.training import suites
+from gcbench.training.suites import tuning
+
+LEAST_SEEDS = 3
+FITS, UNCLEAR, LOSES = "fits", "unclear", "loses too much"
+VERDICTS = (FITS, UNCLEAR, LOSES)
+"""From the best to the worst."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What may be lost."""
+
+    accuracy: float
+    """A fraction."""
+    loss: float
+    """What may be added to the test loss of a task without an accuracy."""
+
+
+def count_text(number: float) -> str:
+    """Return a large number in few letters: 1068298 is "1.07M"."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e4)):
+        if number >= size:
+            return f"{number / (1e3 if unit == 'k' else size):.3g}{unit}"
+    return f"{number:,.0f}"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One row that counts."""
+
+    row: compare.Row
+    suite: str
+    """For which its runs were made, as name/version."""
+    rate: str | None
+    """How the learning rate was chosen: see `compare.Row.rate`."""
+
+    @property
+    def lost(self) -> tuple[float, float, float] | None:
+        """Mean, lower and upper limit of what was lost; None where too few seeds did not fail."""
+        middle, interval = self.row.difference, self.row.interval
+        if middle is None or interval is None:
+            return None
+        if self.row.metric == "accuracy":
+            return -middle, -interval[1], -interval[0]
+        return middle, *interval
+
+    @property
+    def seeds(self) -> int:
+        """How many seeds were compared, those that diverged included."""
+        return self.row.pairs + len(self.row.failed)
+
+    def judge(self, tolerance: Tolerance) -> str:
+        """Return whether the interval lies within the tolerance, beyond it, or on both sides."""
+        allowed = tolerance.accuracy if self.row.metric == "accuracy" else tolerance.loss
+        if self.row.failed or self.lost is None:
+            return LOSES
+        _, low, high = self.lost
+        return FITS if high <= allowed else LOSES if low > allowed else UNCLEAR
+
+    def words(self, tolerance: Tolerance) -> str:
+        """Return what was seen, in words: the loss with its interval, or how much is excluded."""
+        if self.row.failed or self.lost is None:
+            return f"diverged in {len(self.row.failed)} of {self.seeds} seeds there"
+        points = self.row.metric == "accuracy"
+        scale, unit = (100.0, " points") if points else (1.0, "")
+
+        def text(value: float) -> str:
+            return f"{scale * value:.2g}" if abs(scale * value) < 10 else f"{scale * value:.3g}"
+
+        middle, low, high = self.lost
+        where = unit if points else " of loss"
+        if low > 0:
+            return f"loses {text(middle)} [{text(low)}, {text(high)}]{where} there"
+        if high < 0:
+            return f"gains {text(-middle)} [{text(-high)}, {text(-low)}]{where} there"
+        if self.judge(tolerance) == FITS:
+            return f"no loss seen there within {text(high)}{where}"
+        return f"not clear: loses {text(middle)} [{text(low)}, {text(high)}]{where} there"
+
+    @property
+    def place(self) -> str:
+        """Where it was seen: network, task, size, budget, seeds."""
+        first, config = self.row.first, self.row.runs[0].config
+        network = (config.get("task_options") or {}).get("network")
+        size = "" if first.params is None else f"{count_text(first.params)} parameters, "
+        return (
+            f"{f'{network} on ' if network else ''}{first.task}, {size}{first.steps:,} steps of "
+            f"{first.batch}, {first.workers} workers, {self.seeds} seeds"
+        )
+
+    def distance(self, numel: int) -> str:
+        """Return how far its network is in size from one of `numel` parameters, in words."""
+        there, mine = self.row.first.params, count_text(numel)
+        if not there:
+            return f"your model has {mine} parameters, its size is not on record"
+        factor = numel / there
+        if 0.95 < factor < 1.05:
+            return f"your model has as many, {mine}"
+        if factor > 1:
+            return f"your model has {mine}, {factor:.2g} times as many"
+        return f"your model has {mine}, {100 * factor:.2g} % as many"
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What the given folders and files hold."""
+
+    found: Sequence[Evidence]
+    read: int
+    """Runs that were read."""
+    left: Mapping[str, int]
+    """Reason -> how many runs do not count for it."""
+
+    def told(self, paths: Sequence[str]) -> str:
+        """Return what was read, and what does not count."""
+        said = f"Read: {self.read:,} runs of {', '.join(paths)}."
+        if self.left:
+            reasons = "; ".join(f"{count:,} {reason}" for reason, count in self.left.items())
+            said += f" Not evidence: {reasons}."
+        return said
+
+
+def gather(paths: Sequence[Path]) -> Gathered:
+    """Return the rows of the protocol in `paths`, which `finished.load` reads.
+
+    Raises:
+        UsageError, GcbenchError: see `finished.load`.
+    """
+    if not paths:
+        return Gathered([], 0, {})
+    runs = reader.load(paths)
+    left: Counter[str] = Counter()
+    groups: dict[str, list[Run]] = {}
+    current = [run for group in published.by_suite(runs).values() for run in group]
+    if older := len(runs) - len(current):
+        left["of another version of their suite"] = older
+    for run in current:
+        groups.setdefault(run.suite, []).append(run)
+    if others := groups.pop("", []):
+        left["made for no suite"] = len(others)
+    found = [each for name, group in groups.items() for each in _of_suite(name, group, left)]
+    return Gathered(found, len(runs), left)
+
+
+def _of_suite(name: str, runs: Sequence[Run], left: Counter[str]) -> Iterator[Evidence]:
+    """Yield what a suite's runs say, and count in `left` those that say nothing."""
+    kept = []
+    for run in runs:
+        if run.is_trial:
+            left["trials of learning rates"] += 1
+        elif not run.config.get("holdout"):
+            left["without a holdout"] += 1
+        else:
+            kept.append(run)
+    plain = name.partition("/")[0]
+    suite = suites.load(plain) if plain in suites.names() else None
+    tuned = suite is not None and suite.tune is not None
+    rates = _rates(suite, runs) if suite is not None else {}
+    for row in compare.rows(kept, own=tuning.TUNED_KEYS if tuned else frozenset()):
+        if row.is_baseline:
+            continue
+        if not row.baseline:
+            left["without an uncompressed row of equal budget"] += len(row.runs)
+        elif row.pairs + len(row.failed) < LEAST_SEEDS:
+            left[f"of fewer than {LEAST_SEEDS} seeds that `none` has, too"] += len(row.runs)
+        else:
+            yield Evidence(row, name, rates.get(row.runs[0].method))
+
+
+def _rates(suite: suites.Suite, runs: Sequence[Run]) -> dict[str, str | None]:
+    """Return how each method's rate was chosen, by `Run.method`; none for runs of no entry."""
+    try:
+        beside = published.beside(suite, runs)
+    except UsageError:
+        return {}
+    own = tuning.TUNED_KEYS if suite.tune is not None else frozenset()
+    return {row.runs[0].method: row.rate for row in beside.rows(compare.rows(beside.runs, own=own))}

@@ -1,0 +1,529 @@
+"""TernGrad's Fig. 5: images a second on two clusters, 1 to 512 GPUs, published, fitted, predicted.
+
+The time of a step on i nodes of 4 GPUs follows T(4 GPUs) + V(i) h G r: G the gradient in Gbit, V
+the seconds a Gbit that the cluster takes (its own shape over i is left free), r the share that a
+method sends of what fp32 sends, h the share of its gradient that a network's bars need. T, V and h
+are fitted to the published bars of fp32 alone, by least squares in relative errors, with GoogLeNet
+and VGG-A at h = 1. Then the bars of TernGrad are predicted, from r alone:
+
+    r = lambda + (1 - lambda) / 16    lambda the last layer's share, which stays fp32; 2 bits else
+
+The formula of the paper's supplement was not to be had; this form is what the bars show. AlexNet's
+need half its gradient on both clusters, which nothing in the paper explains: h is reported.
+For other methods r is bytes: those that an exchange among the nodes puts on a link, over those of a
+ring all-reduce of fp32 among as many. Those of our own TernGrad, whose sums need more bits the more
+nodes add to them, are held to its bars, too. Encoding and decoding are not in the bars' model.
+Source: Wen et al., NeurIPS 2017, Fig. 5 and section 6. The bars were read from the vectors of its
+poster: fp32 exact, TernGrad +-1 %, fp32 of VGG-A on 8 and 16 GPUs of the slower cluster +-4 %.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+
+from gcbench.core import registry
+from gcbench.core.compressor import Compressor
+from gcbench.core.errors import UsageError
+from gcbench.core.exchange import check_legal
+from gcbench.reporting import figures
+from gcbench.reporting.analysis import Analysis, Row, Shown, Table, provenance
+from gcbench.studies import methods
+from gcbench.studies.scale import networks, traffic
+from gcbench.training import progress
+
+KIND = "scale-figure5"
+GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+NODE = 4
+NODES = tuple(gpus // NODE for gpus in GPUS if gpus > NODE)
+CLUSTERS = {"1g": "1G Ethernet", "100g": "100G InfiniBand"}
+"""4 GTX 1080 a node and PCI; 4 P100 a node and NVLink."""
+NETWORKS = {"alexnet": 128, "googlenet-slim": 64, "vgg-a": 32}
+"""Name and images of a GPU in a step."""
+ANCHORS = ("googlenet-slim", "vgg-a")
+"""Networks whose bars need their whole gradient: h = 1."""
+
+PUBLISHED: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
+    ("1g", "alexnet"): {
+        "fp32": (394, 758, 1503, 719, 830, 1667, 3250, 6542, 13042, 25708),
+        "terngrad": (388, 768, 1537, 2189, 3458, 6826, 13624, 26973, 53136, 99404),
+    },
+    ("1g", "googlenet-slim"): {
+        "fp32": (174, 348, 692, 850, 1283, 2500, 4917, 9708, 19000, 36542),
+        "terngrad": (174, 349, 697, 1232, 2325, 4478, 8804, 17168, 33153, 62529),
+    },
+    ("1g", "vgg-a"): {
+        "fp32": (95, 167, 318, 49, 52, 125, 208, 417, 833, 1667),
+        "terngrad": (90, 174, 353, 320, 421, 893, 1676, 3242, 6414, 12594),
+    },
+    ("100g", "alexnet"): {
+        "fp32": (436, 867, 1734, 2786, 5301, 10350, 20403, 40707, 80920, 161544),
+        "terngrad": (427, 853, 1711, 3348, 6638, 13168, 26520, 52931, 105657, 211206),
+    },
+    ("100g", "googlenet-slim"): {
+        "fp32": (194, 388, 776, 1501, 2972, 5914, 11828, 23557, 46916, 93930),
+        "terngrad": (196, 388, 772, 1540, 3071, 6151, 12193, 24570, 49033, 97957),
+    },
+    ("100g", "vgg-a"): {
+        "fp32": (108, 207, 410, 405, 720, 1282, 2662, 5126, 10251, 20304),
+        "terngrad": (94, 192, 388, 717, 1412, 2739, 5566, 11121, 22134, 44257),
+    },
+}
+"""Images a second at each of `GPUS`."""
+PLACES = len(PUBLISHED) * len(GPUS)
+"""Bars of each method."""
+COARSE = {("1g", "vgg-a", 8): 4.0, ("1g", "vgg-a", 16): 4.0}
+"""Bars that were read with a larger error than the others, and how many times as large."""
+CLAIM = ("1g", "alexnet", 8, 3.04)
+"""The paper's words: 3.04 times the images a second at 8 GPUs."""
+
+
+class Settings(BaseModel):
+    """What decides the result."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    compressors: list[str]
+    collective: str | None = None
+
+
+def gbit(name: str) -> float:
+    """Return a network's gradient in 10^9 bits."""
+    return 32e-9 * networks.network(name).numel
+
+
+def paper_share(name: str) -> float:
+    """Return r of TernGrad as published: 2 bits both ways, the last layer in fp32."""
+    last = networks.network(name).last_share
+    return last + (1 - last) / 16
+
+
+def effective_gbit(cluster: str) -> float:
+    """Return the link between nodes over which a ring would take what the fp32 bars say.
+
+    The median over the numbers of nodes of 2 (nodes - 1) / (nodes V), in Gbit/s.
+    """
+    volume = fit(cluster).volume
+    return statistics.median(2 * (nodes - 1) / nodes / each for nodes, each in volume.items())
+
+
+def share(method: Compressor, collective: str, name: str, nodes: int) -> float:
+    """Return r of a method: its bytes on the link among the nodes over those of fp32.
+
+    Raises:
+        UsageError: see `traffic.exchange`.
+    """
+    network = networks.network(name)
+    lanes = network.split(dense_last=True)
+    own = traffic.total(traffic.exchange(method, collective, lanes, nodes), nodes).wire
+    return own / (2 * (nodes - 1) / nodes * traffic.dense_bytes(network.shapes))
+
+
+# ---- the fit -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What the fp32 bars of one cluster say."""
+
+    inside: dict[tuple[str, int], float]
+    """Seconds of a step inside a node, by network and GPUs 1, 2 and 4."""
+    volume: dict[int, float]
+    """V: seconds a Gbit, by nodes."""
+    needed: dict[str, float]
+    """h: the share of its gradient that a network's bars need."""
+    error: dict[str, float]
+    """Standard error of the h that were fitted, of the residuals."""
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers were fitted: T of each network, V of each size, h where it is free."""
+        return sum(gpus == NODE for _, gpus in self.inside) + len(self.volume) + len(self.error)
+
+    def seconds(self, name: str, gpus: int, sent: float) -> float:
+        """Return the time of a step of a method that sends the share `sent`."""
+        if gpus <= NODE:
+            return self.inside[name, gpus]
+        spent = self.volume[gpus // NODE] * self.needed[name] * gbit(name) * sent
+        return self.inside[name, NODE] + spent
+
+
+def _observed(cluster: str) -> list[tuple[str, int, float, float]]:
+    """Return network, GPUs, seconds of a step and relative error of fp32 bars from a node on."""
+    return [
+        (
+            name,
+            gpus,
+            gpus * NETWORKS[name] / rate,
+            COARSE.get((cluster, name, gpus), 1.0),
+        )
+        for name in NETWORKS
+        for gpus, rate in zip(GPUS, PUBLISHED[cluster, name]["fp32"], strict=True)
+        if gpus >= NODE
+    ]
+
+
+def fit(cluster: str) -> Fit:
+    """Fit T, V and h to the fp32 bars of a cluster, by Gauss-Newton in relative errors."""
+    bars = _observed(cluster)
+    names, free = list(NETWORKS), [name for name in NETWORKS if name not in ANCHORS]
+    at: dict[tuple[str, str | int], int] = {("T", name): k for k, name in enumerate(names)}
+    at |= {("V", nodes): len(names) + k for k, nodes in enumerate(NODES)}
+    at |= {("h", name): len(names) + len(NODES) + k for k, name in enumerate(free)}
+    p = np.array([1.0] * len(at))
+    for name, gpus, seconds, _ in bars:
+        if gpus == NODE:
+            p[at["T", name]] = seconds
+
+    def model(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return relative residuals, and their derivatives."""
+        residual, slope = np.zeros(len(bars)), np.zeros((len(bars), len(at)))
+        for row, (name, gpus, seconds, loose) in enumerate(bars):
+            weight = 1 / (seconds * loose)
+            needed = values[at["h", name]] if name in free else 1.0
+            predicted = values[at["T", name]]
+            slope[row, at["T", name]] = weight
+            if gpus > NODE:
+                v, size = at["V", gpus // NODE], gbit(name)
+                predicted += values[v] * needed * size
+                slope[row, v] = weight * needed * size
+                if name in free:
+                    slope[row, at["h", name]] = weight * values[v] * size
+            residual[row] = weight * (predicted - seconds)
+        return residual, slope
+
+    for _ in range(100):
+        residual, slope = model(p)
+        change = np.linalg.lstsq(slope, -residual, rcond=None)[0]
+        p = p + change
+        if np.abs(change).max() < 1e-12:
+            break
+    residual, slope = model(p)
+    spread = float(residual @ residual) / (len(bars) - len(at))
+    covariance = np.linalg.inv(slope.T @ slope) * spread
+    inside = {
+        (name, gpus): gpus * NETWORKS[name] / PUBLISHED[cluster, name]["fp32"][GPUS.index(gpus)]
+        for name in names
+        for gpus in GPUS
+        if gpus < NODE
+    }
+    inside |= {(name, NODE): float(p[at["T", name]]) for name in names}
+    return Fit(
+        inside,
+        {nodes: float(p[at["V", nodes]]) for nodes in NODES},
+        {name: float(p[at["h", name]]) if name in free else 1.0 for name in names},
+        {name: float(covariance[at["h", name], at["h", name]]) ** 0.5 for name in free},
+    )
+
+
+# ---- the analysis --------------------------------------------------------------------------------
+
+TERNGRAD = "TernGrad, 2 bits"
+OWN = "TernGrad, own bytes"
+"""As gcbench exchanges it: the default configuration by its own collective."""
+FP32 = "fp32"
+
+
+def run(settings: Settings, command: str, observer: progress.Observer) -> Analysis:
+    """Fit the bars of fp32, predict those of TernGrad, and what other methods would have.
+
+    Raises:
+        UsageError: an unknown method, or an illegal collective.
+    """
+    chosen = methods.all_of(",".join(settings.compressors)) if settings.compressors else {}
+    collectives = {
+        word: check_legal(method, settings.collective) for word, method in chosen.items()
+    }
+    fits = {cluster: fit(cluster) for cluster in CLUSTERS}
+    bars: list[Row] = []
+    for cluster, fitted in fits.items():
+        for name in NETWORKS:
+            for gpus in GPUS:
+                bars += _bars(cluster, fitted, name, gpus, chosen, collectives)
+                observer.step(len(bars) // (3 + len(chosen)), f"{name}, {gpus} GPUs")
+    panels = list(_panels(bars))
+    return Analysis(
+        kind=KIND,
+        settings=settings.model_dump(mode="json"),
+        command=command,
+        provenance=provenance(),
+        conclusions=_conclusions(bars, fits),
+        tables=[
+            Table(
+                name="bars",
+                title="Images a second",
+                shown=[
+                    Shown(field="gpus", heading="GPUs"),
+                    Shown(field="method", heading="method"),
+                    Shown(field="sent", heading="r"),
+                    Shown(field="published", heading="published"),
+                    Shown(field="model", heading="model"),
+                    Shown(field="error", heading="error\n%", scale=100),
+                    Shown(field="basis", heading="basis"),
+                ],
+                which=2,
+                by="panel",
+                notes=[
+                    "1G Ethernet: 4 GTX 1080 a node; 100G InfiniBand: 4 P100 a node. "
+                    "published: read from the poster's vectors. basis: fitted to the fp32 bars, or "
+                    "predicted (the TernGrad bars were not used), or taken as a parameter. r: "
+                    "bytes sent over those of fp32. TernGrad's bars are predicted twice: by 2 bits "
+                    "both ways as published, and by the bytes of our own exchange. "
+                    "Other methods have no bars: their r are the bytes of an exchange among the "
+                    "nodes, the GPUs of a node taken together, the last layer fp32.",
+                ],
+                rows=bars,
+            ),
+            Table(
+                name="panels",
+                title="Errors of the model, in %",
+                shown=[
+                    Shown(field="panel", heading="panel"),
+                    Shown(field="method", heading="method"),
+                    Shown(field="basis", heading="basis"),
+                    Shown(field="bars", heading="bars"),
+                    Shown(field="median", heading="median", scale=100),
+                    Shown(field="largest", heading="largest", scale=100),
+                    Shown(field="largest_at", heading="at GPUs"),
+                ],
+                which=2,
+                rows=panels,
+            ),
+            Table(
+                name="fit",
+                title="Fitted to the fp32 bars",
+                shown=[
+                    Shown(field="cluster", heading="cluster"),
+                    Shown(field="parameter", heading="parameter"),
+                    Shown(field="value", heading="value"),
+                    Shown(field="unit", heading="unit"),
+                    Shown(field="error", heading="standard\nerror"),
+                    Shown(field="link_gbit", heading="as a link\nGbit/s"),
+                ],
+                which=2,
+                rows=list(_fitted(fits)),
+            ),
+        ],
+    )
+
+
+def _bars(
+    cluster: str,
+    fitted: Fit,
+    name: str,
+    gpus: int,
+    chosen: Mapping[str, Compressor],
+    collectives: Mapping[str, str],
+) -> list[Row]:
+    """Return the bars of one panel at one number of GPUs."""
+    place, images = GPUS.index(gpus), gpus * NETWORKS[name]
+    known = PUBLISHED[cluster, name]
+    title = networks.network(name).title
+
+    def row(method: str, sent: float, published: float | None, basis: str) -> Row:
+        rate = images / fitted.seconds(name, gpus, sent)
+        alone = gpus < NODE and method == FP32  # a parameter each
+        return {
+            "panel": f"{title}, {CLUSTERS[cluster]}",
+            "cluster": cluster,
+            "network": name,
+            "gpus": gpus,
+            "method": method,
+            "sent": sent if gpus > NODE else None,
+            "published": published,
+            "model": rate,
+            "error": None if published is None or alone else rate / published - 1,
+            "basis": "taken" if alone else basis,
+        }
+
+    made = [
+        row(FP32, 1.0, known["fp32"][place], "fitted"),
+        row(TERNGRAD, paper_share(name), known["terngrad"][place], "predicted"),
+    ]
+    own = registry.compressor("terngrad")
+    sent = share(own, check_legal(own), name, gpus // NODE) if gpus > NODE else 0.0
+    made.append(row(OWN, sent, known["terngrad"][place], "predicted"))
+    for word, method in chosen.items():
+        sent = 0.0
+        if gpus > NODE:
+            try:
+                sent = share(method, collectives[word], name, gpus // NODE)
+            except UsageError as error:
+                raise UsageError(f"{word}: {error}") from None
+        made.append(row(f"{word} {collectives[word]}", sent, None, "no bar"))
+    return made
+
+
+def _panels(bars: Sequence[Row]) -> list[Row]:
+    """Return the median and the largest error of each panel and published method."""
+    made: list[Row] = []
+    for panel in dict.fromkeys(str(bar["panel"]) for bar in bars):
+        for method in (FP32, TERNGRAD, OWN):
+            own = [bar for bar in bars if (bar["panel"], bar["method"]) == (panel, method)]
+            judged = [bar for bar in own if bar["error"] is not None]
+            errors = [abs(float(bar["error"] or 0)) for bar in judged]
+            worst = max(zip(errors, judged, strict=True), key=lambda pair: pair[0])
+            made.append(
+                {
+                    "panel": panel,
+                    "method": method,
+                    "basis": own[-1]["basis"],
+                    "bars": len(judged),
+                    "median": statistics.median(errors),
+                    "largest": worst[0],
+                    "largest_at": worst[1]["gpus"],
+                }
+            )
+    return made
+
+
+def _fitted(fits: Mapping[str, Fit]) -> list[Row]:
+    """Return the parameters as rows."""
+    rows: list[Row] = []
+
+    def add(cluster: str, parameter: str, value: float, unit: str, **more: float) -> None:
+        rows.append(
+            {"cluster": cluster, "parameter": parameter, "value": value, "unit": unit, **more}
+        )
+
+    for cluster, fitted in fits.items():
+        for name in NETWORKS:
+            title = networks.network(name).title
+            add(cluster, f"T of 4 GPUs, {title}", fitted.inside[name, NODE], "s")
+        for nodes, volume in fitted.volume.items():
+            add(cluster, f"V of {nodes} nodes", volume, "s/Gbit", link_gbit=1 / volume)
+        for name, error in fitted.error.items():
+            title = networks.network(name).title
+            add(cluster, f"h of {title}", fitted.needed[name], "", error=error)
+    return rows
+
+
+def _bar(bars: Sequence[Row], cluster: str, name: str, gpus: int, method: str) -> Row:
+    return next(
+        bar
+        for bar in bars
+        if (bar["cluster"], bar["network"], bar["gpus"], bar["method"])
+        == (cluster, name, gpus, method)
+    )
+
+
+def _errors(bars: Sequence[Row], method: str) -> list[tuple[float, Row]]:
+    """Return the size of the error in % of each bar of a method, with the bar."""
+    own = [bar for bar in bars if bar["method"] == method and bar["error"] is not None]
+    return [(100 * abs(float(bar["error"] or 0)), bar) for bar in own]
+
+
+def _summary(errors: Sequence[tuple[float, Row]]) -> str:
+    """Return the median and the largest error in words."""
+    largest, bar = max(errors, key=lambda each: each[0])
+    middle = statistics.median(error for error, _ in errors)
+    return (
+        f"median error {middle:.2g} %, largest {largest:.2g} % ({bar['panel']}, {bar['gpus']} GPUs)"
+    )
+
+
+def _conclusions(bars: Sequence[Row], fits: Mapping[str, Fit]) -> list[str]:
+    cluster, name, gpus, claimed = CLAIM
+    plain, tern = (_bar(bars, cluster, name, gpus, method) for method in (FP32, TERNGRAD))
+    read = float(tern["published"] or 0) / float(plain["published"] or 1)
+    made = float(tern["model"] or 0) / float(plain["model"] or 1)
+    said = [
+        f"AlexNet at 8 GPUs, {CLUSTERS[cluster]}: {claimed}x in the paper, {read:.2f}x by its "
+        f"bars, {made:.2f}x by the model.",
+    ]
+    fitted_bars = sum(len(_observed(cluster)) for cluster in fits)
+    taken = sum(bar["basis"] == "taken" for bar in bars)
+    said.append(
+        f"{sum(fitted.parameters for fitted in fits.values())} parameters are fitted to "
+        f"{fitted_bars} bars of fp32, and {taken} bars of 1 and 2 GPUs are taken as they are; "
+        "none of TernGrad's bars is used."
+    )
+    far = [bar for bar in bars if float(bar["gpus"] or 0) > NODE]
+    alone = [bar for bar in far if bar["cluster"] == "1g"]
+    slow = f"; the {{}} of {CLUSTERS['1g']} alone: "
+    for method, how in (
+        (TERNGRAD, "predicted by 2 bits both ways, as published"),
+        (OWN, "predicted by the bytes of our own exchange, whose sums grow with the nodes"),
+    ):
+        every, some = _errors(far, method), _errors(alone, method)
+        said.append(
+            f"TernGrad's {len(every)} bars of 8 GPUs and more, {how}: {_summary(every)}"
+            f"{slow.format(len(some))}{_summary(some)}."
+        )
+    within = _errors([bar for bar in bars if float(bar["gpus"] or 0) <= NODE], TERNGRAD)
+    said.append(
+        f"TernGrad's {len(within)} bars inside a node, where nothing is sent and its bars differ "
+        f"from fp32's own: {_summary(within)}."
+    )
+    quirk = ", ".join(
+        f"{fitted.needed['alexnet']:.3f} +- {fitted.error['alexnet']:.3f} on {CLUSTERS[cluster]}"
+        for cluster, fitted in fits.items()
+    )
+    said.append(
+        f"AlexNet's bars need this share of its gradient of {gbit('alexnet'):.3f} Gbit, taking "
+        f"GoogLeNet's and VGG-A's for whole: {quirk}. Nothing in the paper explains the half."
+    )
+    last = max(NODES)
+    links = ", ".join(f"{1 / fits[c].volume[last]:.3g} Gbit/s on {CLUSTERS[c]}" for c in fits)
+    said.append(
+        f"The fp32 bars of {last} nodes pass the whole gradient at {links}; a ring, which passes "
+        "it twice, would use twice that."
+    )
+    return said
+
+
+# ---- the picture ---------------------------------------------------------------------------------
+
+
+def draw(analysis: Analysis, path: Path) -> None:
+    """Draw images a second and GPU: published bars as points, the model as lines, by panel."""
+    bars = analysis.table("bars").rows
+    errors = {(row["panel"], row["method"]): row for row in analysis.table("panels").rows}
+    labels = list(dict.fromkeys(str(bar["method"]) for bar in bars))
+    styles = figures.styles(labels)
+    with figures.canvas(13, 8) as figure:
+        grid = figure.subplots(2, 3, sharex=True)
+        for (cluster, name), axes in zip(PUBLISHED, grid.flat, strict=True):
+            panel = [b for b in bars if (b["cluster"], b["network"]) == (cluster, name)]
+            for label in labels:
+                own = [bar for bar in panel if bar["method"] == label]
+                style = {k: v for k, v in styles[label].items() if k != "marker"}
+                gpus = [float(bar["gpus"] or 0) for bar in own]
+                model = [float(bar["model"] or 0) / n for bar, n in zip(own, gpus, strict=True)]
+                axes.plot(gpus, model, **style, label=f"{label}, model")
+                if label in (FP32, TERNGRAD):
+                    read = [
+                        float(bar["published"] or 0) / n for bar, n in zip(own, gpus, strict=True)
+                    ]
+                    axes.plot(
+                        gpus,
+                        read,
+                        styles[label]["marker"],
+                        color=styles[label]["color"],
+                        label=f"{label}, published",
+                    )
+            told = [errors[panel[0]["panel"], label] for label in (FP32, TERNGRAD)]
+            off = " / ".join(f"{100 * float(row['median'] or 0):.1f}" for row in told)
+            title = networks.network(name).title
+            axes.set_title(f"{title}, median error {off} %", fontsize="small")
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}")
+            axes.set_ylim(0, 1.06 * axes.get_ylim()[1])
+        for axes, cluster in zip(grid[:, 0], CLUSTERS, strict=True):
+            axes.set_ylabel(f"images/s and GPU\n{CLUSTERS[cluster]}", fontsize="small")
+        for axes in grid[1]:
+            axes.set_xlabel("GPUs")
+        handles, names = grid[0, 0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=4, fontsize="small")
+        figure.suptitle(
+            "TernGrad's Fig. 5: model fitted to fp32 bars, TernGrad's predicted (errors: fp32 / "
+            "TernGrad)",
+            fontsize="medium",
+        )
+        figures.save(figure, path)

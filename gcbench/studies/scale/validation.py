@@ -1,0 +1,534 @@
+"""How well the model predicts runs that were made: bytes, phases, steps, each with its error.
+
+Nothing of a run predicts that run. Bytes come from its config alone. Statistic, encode and decode
+come from timings of the kernels, made here (for runs of this machine) or read from a file.
+Computation and update are the median of the group's other runs: those that differ in method alone.
+Communication between real processes is rounds * a + bytes / b, a and b fitted to the other runs of
+the group; a simulation's is the time that it modelled from its link, and bytes and rounds must
+agree. A step between real processes is the sum of its phases; a simulation's workers share cores,
+so its step is not predicted. speedup: measured step of the group's `none` / step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from gcbench import ops
+from gcbench.core import registry
+from gcbench.core.errors import GcbenchError
+from gcbench.core.exchange import dense_tensors
+from gcbench.core.schema import ADDED
+from gcbench.reporting import figures, kernel_timings, reader
+from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table, provenance
+from gcbench.studies.scale import traffic, work
+from gcbench.studies.scale.clusters import Cluster, make
+from gcbench.studies.scale.networks import Shapes
+from gcbench.training import configuration, progress
+from gcbench.training.configuration import Config
+from gcbench.training.train import classifier
+
+KIND = "scale-validation"
+BYTES = ("payload_up", "payload_down", "wire")
+TIMES = ("forward_backward", "statistic", "encode", "communicate", "decode", "update", "step")
+FEWEST = 2
+"""Runs that a, b of the communication need, beside the one that they predict."""
+EXTRAPOLATED = 2.0
+"""A fitted link is asked about so many times the most bytes that it was fitted to, no more."""
+FLAG = 4.0
+"""Bytes in which workers agree on whether to skip a step."""
+
+
+class Settings(BaseModel):
+    """What decides the result."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    runs: list[str]
+    hashes: list[str]
+    """Of the runs' configs and seeds: other runs in the same folder are another analysis."""
+    kernels: str = "measured"
+    link_gbit: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    link_latency_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+
+
+@dataclass
+class Case:
+    """A run, what its config says, and what is predicted of it."""
+
+    run: reader.Run
+    config: Config
+    lanes: tuple[Shapes, Shapes]
+    measured: dict[str, float] = field(default_factory=dict)
+    predicted: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """What tells it from others."""
+        config = self.config
+        words = [config.compressor, config.collective, f"{config.engine} {config.workers}"]
+        return ", ".join([*words, f"seed {config.seed}"])
+
+    @property
+    def group(self) -> str:
+        """Runs of one group differ in method alone."""
+        config = self.config.model_dump(mode="json")
+        kept = (
+            "task",
+            "task_options",
+            "workers",
+            "engine",
+            "batch",
+            "device",
+            "threads",
+            "backend",
+        )
+        machine = self.run.summary.provenance.get("machine", {}).get("cpu")
+        return json.dumps([*(config[key] for key in kept), machine])
+
+    @property
+    def messages(self) -> list[traffic.Message]:
+        """Return what a step of the last stage sends."""
+        return _messages(self, self.config.steps - 1)
+
+    @property
+    def rounds(self) -> int:
+        """Return the messages of a step that follow one another, in rings."""
+        each = {"allreduce": 2, "allgather": 1, "alltoall": 1}
+        return sum(each[sent.kind] for sent in self.messages) * (self.config.workers - 1)
+
+
+def read(run: reader.Run) -> Case:
+    """Return the case of a run.
+
+    Raises:
+        GcbenchError: its task, model or method is not to be had here.
+    """
+    summary = run.summary
+    known = {key: value for key, value in summary.config.items() if key in Config.model_fields}
+    try:
+        config = Config.model_validate({**ADDED, **known})
+        named = dict(config.make_task().model().named_parameters())
+        config.make_compressor()
+    except (GcbenchError, ValueError, TypeError) as error:
+        said = " ".join(str(error).split())
+        raise GcbenchError(f"{run.source}: its config cannot be made here ({said})") from None
+    model = config.make_task().model()
+    shapes = [tuple(parameter.shape) for parameter in named.values()]
+    if summary.params not in (None, params := sum(map(math.prod, shapes))):
+        raise GcbenchError(
+            f"{run.source}: its model had {summary.params:,} parameters, the task's own has "
+            f"{params:,}: it was fitted to data, and its layers cannot be told"
+        )
+    last = classifier(model) if config.dense_last else []
+    dense = dense_tensors(list(named), shapes, config.dense_below, last)
+    pairs = list(zip(shapes, dense, strict=True))
+    lanes = tuple(s for s, kept in pairs if not kept), tuple(s for s, kept in pairs if kept)
+    case = Case(run, config, lanes)
+    case.measured = {
+        "payload_up": summary.payload_bytes_up,
+        "payload_down": summary.payload_bytes_down,
+        "wire": summary.wire_bytes.per_worker,
+    }
+    for phase, seconds in summary.phase_seconds.items():
+        if seconds is not None and phase in TIMES:
+            case.measured[phase] = seconds
+    if summary.communicate_modelled is not None:
+        case.measured["modelled"] = summary.communicate_modelled.seconds
+    if summary.step_seconds is not None and config.engine != "simulate":
+        case.measured["step"] = summary.step_seconds
+    return case
+
+
+# ---- predictions ---------------------------------------------------------------------------------
+
+
+def _messages(case: Case, step: int) -> list[traffic.Message]:
+    config = case.config
+    if step < config.start_step:
+        plain = registry.compressor("none")
+        return traffic.exchange(plain, "allreduce", case.lanes, config.workers)
+    method = config.make_compressor(step)
+    return traffic.exchange(method, config.collective, case.lanes, config.workers)
+
+
+def predict_bytes(case: Case) -> None:
+    """Predict the bytes of the whole run, and a simulation's modelled communication."""
+    config = case.config
+    workers, link = config.workers, _link(config.link_gbit, config.link_latency_us)
+    edges = [*config.stages(), config.steps]
+    skipped = case.run.summary.skipped_steps
+    if skipped and len(edges) > 2:
+        case.notes.append("skipped steps are taken for steps of the last stage")
+    found = dict.fromkeys(BYTES, 0.0)
+    seconds = 0.0
+
+    def add(messages: Sequence[traffic.Message], times: int) -> None:
+        nonlocal seconds
+        moved = traffic.total(messages, workers)
+        for name, nbytes in zip(BYTES, (moved.up, moved.down, moved.wire), strict=True):
+            found[name] += times * nbytes
+        seconds += times * sum(link.seconds(m.kind, m.nbytes, workers) for m in messages)
+
+    for start, stop in pairwise(edges):
+        steps = stop - start - (skipped if stop == config.steps else 0)
+        add(_messages(case, start), steps)
+    if config.on_nonfinite == "skip":
+        add([traffic.Message("allreduce", FLAG)], config.steps)
+    if config.rebroadcast_every:
+        times = config.steps // config.rebroadcast_every
+        nbytes = sum(map(traffic.dense_bytes, case.lanes))
+        passed = nbytes * (workers - 1) / workers
+        for name, each in zip(BYTES, (nbytes / workers, nbytes, passed), strict=True):
+            found[name] += times * each
+        wait = (workers - 1) * config.link_latency_us * 1e-6
+        seconds += times * (wait + 8 * passed / (config.link_gbit * 1e9)) * (workers > 1)
+    case.predicted |= found
+    if "modelled" in case.measured:
+        case.predicted["modelled"] = seconds / config.steps
+
+
+def _link(gbit: float, latency_us: float) -> Cluster:
+    """Return a link between any two workers, in rings, as `World` models it."""
+    wire = {"gbit": gbit, "latency_us": latency_us}
+    settings = {
+        "name": "link",
+        "gpus_per_node": 1,
+        "device": {"name": "any", "tflops": 1, "memory_gbyte": 1},
+        "intra": wire,
+        "inter": wire,
+        "algorithm": "ring",
+    }
+    return make(settings, "link")
+
+
+Rate = Callable[[Case, Any, Shapes], work.Rates | None]
+
+
+def predict_kernels(case: Case, rate: Rate) -> None:
+    """Predict statistic, encode and decode of a step of the last stage."""
+    config, plain = case.config, registry.compressor("none")
+    method, carried = config.make_compressor(config.steps - 1), config.make_memory()
+    parts = (
+        (method, config.collective, case.lanes[0], carried),
+        (plain, "allreduce", case.lanes[1], carried.dense()),
+    )
+    totals = dict.fromkeys(("statistic", "encode", "decode"), 0.0)
+    for one, collective, shapes, memory in parts:
+        if not shapes:
+            continue
+        rates = rate(case, one, shapes)
+        if rates is None:
+            case.notes.append(f"no timings of {one.name} for {case.run.source}")
+            return
+        n = traffic.dense_bytes(shapes) / 4
+        encode, decode = work.step(rates, one, collective, n, config.workers, memory)
+        agreed = rates["statistic"] * n
+        totals["statistic"] += agreed
+        totals["encode"] += max(0.0, encode - agreed)
+        totals["decode"] += decode
+    case.predicted |= totals
+
+
+def predict_from_others(case: Case, others: Sequence[Case], link: Cluster | None) -> None:
+    """Predict computation, update and communication from the group's other runs, and the step."""
+    for phase in ("forward_backward", "update"):
+        known = [other.measured[phase] for other in others if phase in other.measured]
+        if known:
+            case.predicted[phase] = statistics.median(known)
+    if "communicate" in case.measured:
+        spent = _communicate(case, others, link)
+        if spent is not None:
+            case.predicted["communicate"] = spent
+    if "step" in case.measured and all(phase in case.predicted for phase in TIMES[:-1]):
+        case.predicted["step"] = sum(case.predicted[phase] for phase in TIMES[:-1])
+
+
+def _communicate(case: Case, others: Sequence[Case], link: Cluster | None) -> float | None:
+    """Return the time of a step's communication, from a given link or from the other runs."""
+    workers = case.config.workers
+    if link is not None:
+        return sum(link.seconds(sent.kind, sent.nbytes, workers) for sent in case.messages)
+    known = [other for other in others if "communicate" in other.measured]
+    if len(known) < FEWEST or workers == 1:
+        return None
+
+    def wire(one: Case) -> float:
+        return traffic.total(one.messages, workers).wire
+
+    seconds = np.array([one.measured["communicate"] for one in known])
+    matrix = np.array([[one.rounds, wire(one)] for one in known], dtype=float) / seconds[:, None]
+    each, per_byte = _fitted(matrix)
+    farthest = EXTRAPOLATED * max(wire(one) for one in known)
+    if per_byte and wire(case) > farthest:
+        case.notes.append(
+            f"{case.name}: communication not predicted, as it sends over {EXTRAPOLATED:g} times "
+            "the bytes of the runs that the link would be fitted to; give --link-gbit"
+        )
+        return None
+    return float(each * case.rounds + per_byte * wire(case))
+
+
+def _fitted(matrix: Any) -> Any:
+    """Return (a, b), not negative, with matrix @ (a, b) near 1; one may be 0.
+
+    Of both, a alone and b alone, that which predicts each row best from the others: few and noisy
+    rows do not bear two parameters.
+    """
+
+    def fit(rows: Any, columns: list[int]) -> Any:
+        found = np.zeros(2)
+        found[columns] = np.linalg.lstsq(rows[:, columns], np.ones(len(rows)), rcond=None)[0]
+        return found
+
+    def badness(columns: list[int]) -> float:
+        """Return the squared errors, as factors, of rows that are left out one by one."""
+        total = 0.0
+        for place in range(len(matrix)):
+            found = fit(np.delete(matrix, place, axis=0), columns)
+            told = float(matrix[place] @ found)
+            if found.min() < 0 or told <= 0:
+                return np.inf
+            total += float(np.log(told) ** 2)
+        return total
+
+    choices = [[0], [1]] if len(matrix) <= FEWEST else [[0], [1], [0, 1]]
+    return fit(matrix, min(choices, key=badness))
+
+
+# ---- the analysis --------------------------------------------------------------------------------
+
+
+def run(settings: Settings, command: str, observer: progress.Observer, ledger: Ledger) -> Analysis:
+    """Predict every run and compare.
+
+    Raises:
+        UsageError: no run, or timings that cannot be read.
+        GcbenchError: none of the runs can be made here.
+    """
+    cases, left_out = [], []
+    for found in reader.load([Path(run) for run in settings.runs]):
+        try:
+            cases.append(read(found))
+        except GcbenchError as error:
+            left_out.append(f"Left out: {error}.")
+    if not cases:
+        raise GcbenchError(" ".join(left_out))
+    rate = _rates(settings, ledger)
+    link = None
+    if settings.link_gbit is not None:
+        link = _link(settings.link_gbit, settings.link_latency_us)
+    groups: dict[str, list[Case]] = {}
+    for place, case in enumerate(cases):
+        groups.setdefault(case.group, []).append(case)
+        observer.step(place, f"timing the kernels of {case.config.compressor}")
+        predict_bytes(case)
+        predict_kernels(case, rate)
+        observer.step(place + 1)
+    for group in groups.values():
+        for case in group:
+            predict_from_others(case, [other for other in group if other is not case], link)
+        _speedups(group)
+    quantities = [row for case in cases for row in _quantities(case)]
+    summary = list(_errors(quantities))
+    notes = [*left_out, *dict.fromkeys(note for case in cases for note in case.notes)]
+    return Analysis(
+        kind=KIND,
+        settings=settings.model_dump(mode="json"),
+        command=command,
+        provenance=provenance(),
+        conclusions=_conclusions(summary, quantities),
+        tables=[
+            Table(
+                name="quantities",
+                title="Measured and predicted",
+                shown=[
+                    Shown(field="quantity", heading="quantity"),
+                    Shown(field="unit", heading="unit"),
+                    Shown(field="measured", heading="measured"),
+                    Shown(field="predicted", heading="predicted"),
+                    Shown(field="error", heading="error\n%", scale=100),
+                ],
+                which=2,
+                by="run",
+                notes=[
+                    "Times are of a step and one worker, bytes of a worker over the whole run. "
+                    "modelled: the simulation's own communication time, from its link. Not "
+                    "predicted: -.",
+                    *notes,
+                ],
+                rows=quantities,
+            ),
+            Table(
+                name="errors",
+                title="Size of the errors, over the runs",
+                shown=[
+                    Shown(field="quantity", heading="quantity"),
+                    Shown(field="runs", heading="runs"),
+                    Shown(field="median", heading="median\n%", scale=100),
+                    Shown(field="largest", heading="largest\n%", scale=100),
+                    Shown(field="largest_at", heading="of"),
+                ],
+                rows=summary,
+            ),
+        ],
+    )
+
+
+def _rates(settings: Settings, ledger: Ledger) -> Rate:
+    """Return a function that knows the rates of a method in a run."""
+    timings = (
+        None if settings.kernels == "measured" else kernel_timings.load(Path(settings.kernels))
+    )
+    here = configuration.machine().get("cpu")
+
+    def rate(case: Case, method: Any, shapes: Shapes) -> work.Rates | None:
+        threads = configuration.threads_per_worker(case.config)
+        n = max(1, round(traffic.dense_bytes(shapes) / 4))
+        if timings is not None:
+            return work.of_file(method, timings, n, threads)
+        machine = case.run.summary.provenance.get("machine", {})
+        if machine.get("cpu") != here or case.config.device != "cpu":
+            return None
+        key = f"{method!r} {shapes} {threads} {case.config.backend}"
+        if key not in ledger:
+            ops.use(case.config.backend)
+            try:
+                ledger[key] = work.measure(method, shapes, threads).parts
+            finally:
+                ops.use("auto")
+        return work.Rates(ledger[key], "measured")
+
+    return rate
+
+
+def _speedups(group: Sequence[Case]) -> None:
+    """Add the speedup over the group's `none` to all others between real processes."""
+    base = [case for case in group if case.config.compressor == "none"]
+    if not base:
+        return
+    for case in group:
+        if case.config.compressor == "none" or "step" not in case.measured:
+            continue
+        same = [one for one in base if one.config.seed == case.config.seed] or base
+        dense = same[0].measured.get("step")
+        for known in (case.measured, case.predicted):
+            if dense and "step" in known:
+                known["speedup"] = dense / known["step"]
+
+
+UNITS = {**dict.fromkeys(BYTES, "bytes"), "speedup": "x"}
+
+
+def _quantities(case: Case) -> Iterator[Row]:
+    for name in (*BYTES, *TIMES, "modelled", "speedup"):
+        measured, predicted = case.measured.get(name), case.predicted.get(name)
+        if measured is None or (measured == 0 and not predicted):
+            continue
+        known = bool(predicted) and measured > 0  # where nothing is done, only calls take time
+        yield {
+            "run": case.name,
+            "task": case.config.task,
+            "method": case.config.compressor,
+            "engine": case.config.engine,
+            "workers": case.config.workers,
+            "quantity": name,
+            "unit": UNITS.get(name, "s"),
+            "measured": measured,
+            "predicted": predicted,
+            "error": (predicted or 0.0) / measured - 1 if known else None,
+            "source": str(case.run.source),
+        }
+
+
+def _errors(rows: Sequence[Row]) -> Iterator[Row]:
+    """Yield the median and the largest error of each quantity."""
+    for name in dict.fromkeys(str(row["quantity"]) for row in rows):
+        own = [row for row in rows if row["quantity"] == name and row["error"] is not None]
+        if not own:
+            continue
+        sizes = [abs(float(row["error"] or 0)) for row in own]
+        largest = max(range(len(own)), key=sizes.__getitem__)
+        yield {
+            "quantity": name,
+            "runs": len(own),
+            "median": statistics.median(sizes),
+            "largest": sizes[largest],
+            "largest_at": own[largest]["run"],
+        }
+
+
+def _conclusions(summary: Sequence[Row], rows: Sequence[Row]) -> list[str]:
+    found: Mapping[str, Row] = {str(row["quantity"]): row for row in summary}
+    said = []
+    moved = [float(found[name]["largest"] or 0) for name in BYTES if name in found]
+    if moved:
+        said.append(f"Bytes: largest error {100 * max(moved):.2g} % of {len(moved)} counts a run.")
+    for name in ("step", "speedup"):
+        if name in found:
+            row = found[name]
+            said.append(
+                f"{name.capitalize()}: median error {100 * float(row['median'] or 0):.2g} %, "
+                f"largest {100 * float(row['largest'] or 0):.2g} %, n = {row['runs']}."
+            )
+    judged = [
+        (float(row["measured"] or 0) > 1, float(row["predicted"] or 0) > 1)
+        for row in rows
+        if row["quantity"] == "speedup" and row["predicted"] is not None
+    ]
+    if judged:
+        right = sum(a == b for a, b in judged)
+        said.append(f"Faster or slower than `none`: right for {right} of {len(judged)} runs.")
+    return said
+
+
+# ---- the picture ---------------------------------------------------------------------------------
+
+
+def draw(analysis: Analysis, path: Path) -> None:
+    """Draw predicted over measured time, by phase, with the diagonal and a factor of 2."""
+    drawn = [
+        row
+        for row in analysis.table("quantities").rows
+        if row["unit"] == "s" and row["predicted"] and row["measured"]
+    ]
+    names = list(dict.fromkeys(str(row["quantity"]) for row in drawn))
+    styles = figures.styles(names)
+    with figures.canvas(9.5, 7) as figure:
+        axes = figure.subplots()
+        for name in names:
+            own = [row for row in drawn if row["quantity"] == name]
+            axes.plot(
+                [1e3 * float(row["measured"] or 0) for row in own],
+                [1e3 * float(row["predicted"] or 0) for row in own],
+                styles[name]["marker"],
+                color=styles[name]["color"],
+                markersize=8,
+                alpha=0.85,
+                label=name.replace("_", " + "),
+            )
+        values = [1e3 * float(row[key] or 0) for row in drawn for key in ("measured", "predicted")]
+        if values:
+            low, high = min(values) / 2, max(values) * 2
+            axes.plot([low, high], [low, high], color="0.3", linewidth=1)
+            for factor in (0.5, 2.0):
+                ends = [low * factor, high * factor]
+                axes.plot([low, high], ends, ":", color="0.5", linewidth=1)
+            axes.set(xlim=(low, high), ylim=(low, high))
+        axes.set(xscale="log", yscale="log", xlabel="measured, ms", ylabel="predicted, ms")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(lambda value, _: f"{value:g}")
+        runs = len({row["source"] for row in drawn})
+        axes.set_title(f"Phases of a step, {runs} runs; dotted: a factor of 2", fontsize="medium")
+        figure.legend(loc="outside right upper", fontsize="small")
+        figures.save(figure, path)

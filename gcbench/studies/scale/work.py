@@ -1,0 +1,242 @@
+"""What encoding and decoding cost: seconds an element of each part of a method, and of a step.
+
+Three sources, and each row says which: a file of `make bench` (or of `gcbench kernels --json`, made
+on the machine that is meant, a GPU for one), a timing here and now, or the floor that the memory of
+a device sets, where each input is read once and each output written once. A floor is assumed: no
+kernel is faster, most are slower, so a speedup on it is an upper bound.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from gcbench.core import memory, registry
+from gcbench.core.compressor import Compressor, Key, MultiRoundCompressor, Segments
+from gcbench.core.errors import UsageError
+from gcbench.reporting import kernel_timings
+from gcbench.studies.scale import traffic
+from gcbench.studies.scale.clusters import Device
+from gcbench.studies.scale.networks import Shapes
+from gcbench.training import configuration
+
+PARTS = ("statistic", "encode", "encode_feedback", "decode", "mean8", "merge8")
+MERGED = 8
+"""Payloads in the timed mean and merge."""
+ROUNDS = 7
+KEY = Key(0, 0, 0)
+UNTIMED = ("reference", "eager")
+"""Backends that define bytes or stand for research code; a step would not run on them by choice."""
+FLOAT = 4
+"""Bytes of a float32."""
+CROWD = 2**26
+"""Bytes that no core's own cache holds."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds an element of the float32 gradient, by part; mean8 and merge8 of eight payloads."""
+
+    parts: dict[str, float]
+    source: str
+
+    def __getitem__(self, part: str) -> float:
+        return self.parts.get(part, 0.0)
+
+
+def hands_on(method: Compressor) -> bool:
+    """Return whether the payload is the gradient itself, so that encoding costs nothing."""
+    x = torch.ones(4)
+    segments = Segments((0, 4))
+    drawn = method.draw_shared(segments, KEY)
+    shared = method.prepare(x, segments).statistic if drawn is None else drawn
+    payload = method.encode(x, segments, shared, KEY)
+    return len(payload.parts) == 1 and payload.parts[0].data_ptr() == x.data_ptr()
+
+
+def statistic(method: Compressor) -> Tensor:
+    """Return what workers agree on in a message, of one element; empty for nothing."""
+    x, segments = torch.ones(1), Segments((0, 1))
+    drawn = method.draw_shared(segments, KEY)
+    return method.prepare(x, segments).statistic if drawn is None else x.new_empty(0)
+
+
+def in_one_pass(method: Compressor, carried: memory.Memory) -> bool:
+    """Return whether a residual is added and kept where each stretch of a gradient is encoded."""
+    plain = isinstance(carried, memory.Residual) and carried.decay == 1
+    alone = not isinstance(method, MultiRoundCompressor) and not method.cuttable
+    return plain and alone and not statistic(method).numel()
+
+
+def assumed(method: Compressor, device: Device, shapes: Shapes) -> Rates:
+    """Return the floors that the device's memory sets."""
+    segments = Segments.of(shapes, method.granularity)
+    sent = traffic.payload_bytes(method, segments)[0] / max(1, segments.numel)
+    merged = sent
+    if "twoshot" in method.legal_collectives():
+        merged = traffic.payload_bytes(method, segments, MERGED)[0] / max(1, segments.numel)
+    agrees = statistic(method).numel() > 0
+    moved = {
+        "statistic": FLOAT * agrees,
+        "encode": 0 if hands_on(method) else FLOAT + sent,
+        "encode_feedback": 3 * FLOAT + sent,  # gradient and residual read, residual written
+        "decode": sent + FLOAT,
+        "mean8": MERGED * sent + FLOAT,
+        "merge8": MERGED * sent + merged,
+    }
+    speed = device.memory_gbyte * 1e9
+    seconds = {part: nbytes / speed for part, nbytes in moved.items()}
+    return Rates(seconds, f"assumed: floor of {device.memory_gbyte:g} GB/s")
+
+
+def of_file(
+    method: Compressor, timings: kernel_timings.Timings, n: int, threads: int
+) -> Rates | None:
+    """Return what a file has of this method at the size nearest to n; None without a row.
+
+    Only the default configuration is timed in files. A method that hands the gradient on, and so
+    has no rows, costs what `copy_` costs of the same bytes.
+    """
+    if repr(method) != repr(registry.compressor(method.name)):
+        return None
+    rows = [row for row in timings.rows if row.threads == threads and row.backend not in UNTIMED]
+
+    def nearest(op: str) -> kernel_timings.Row | None:
+        fitting = [row for row in rows if row.op == op]
+        if not fitting:
+            return None
+        best = min(abs(math.log(row.elements / n)) for row in fitting)
+        alike = [row for row in fitting if abs(math.log(row.elements / n)) == best]
+        return min(alike, key=lambda row: row.seconds)
+
+    found = {part: nearest(f"{method.name}.{part}") for part in PARTS}
+    parts = {part: row.seconds / row.elements for part, row in found.items() if row}
+    if not parts and hands_on(method) and (copied := nearest("copy_")):
+        each = copied.seconds / copied.elements / (2 * FLOAT)
+        parts = {"decode": 2 * FLOAT * each}
+        parts |= dict.fromkeys(("mean8", "merge8"), (MERGED + 1) * FLOAT * each)
+    if "encode" not in parts and not hands_on(method):
+        return None
+    device = next((row.device for row in found.values() if row), "cpu")
+    return Rates(parts, f"file: {device}, {threads} thread{'s' * (threads > 1)}")
+
+
+@cache
+def _crowd() -> torch.Tensor:
+    """Return the float32 numbers whose writing drives others out of a core's caches."""
+    return torch.zeros(CROWD // FLOAT)
+
+
+def median(call: Callable[[], object], before: Callable[[], object] | None = None) -> float:
+    """Return the median seconds of `ROUNDS` calls after one that warms up.
+
+    Before each the caches are filled with other numbers, as a step's forward and backward pass
+    leaves them: a small gradient's kernels take several times as long as in a loop of their own.
+    """
+    taken = []
+    for _ in range(ROUNDS + 1):
+        if before is not None:
+            before()
+        _crowd().add_(1)
+        start = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:])
+
+
+def measure(method: Compressor, shapes: Shapes, threads: int) -> Rates:
+    """Time the parts here and now, on a normal gradient of `traffic.WEIGHED` elements at most."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        segments = traffic.sample(Segments.of(shapes, method.granularity))
+        seconds = _timed(method, segments)
+    finally:
+        torch.set_num_threads(before)
+    n = max(1, segments.numel)
+    said = f"measured: {n:,} elements, {threads} thread{'s' * (threads > 1)}, n={ROUNDS}"
+    return Rates({part: value / n for part, value in seconds.items()}, said)
+
+
+def _timed(method: Compressor, segments: Segments) -> dict[str, float]:
+    x = torch.randn(segments.numel, generator=torch.Generator().manual_seed(0))
+    drawn = method.draw_shared(segments, KEY)
+    seconds: dict[str, float] = {}
+    if drawn is not None:
+        if not isinstance(method, MultiRoundCompressor):  # which draws once, before the first step
+            seconds["statistic"] = median(lambda: method.draw_shared(segments, KEY))
+        shared = drawn
+    else:
+        shared = method.prepare(x, segments).statistic
+        if shared.numel():
+            seconds["statistic"] = median(lambda: method.prepare(x, segments))
+    payload = method.encode(x, segments, shared, KEY)
+    seconds["encode"] = median(lambda: method.encode(x, segments, shared, KEY))
+    seconds["decode"] = median(lambda: method.decode(payload, segments, shared))
+    if method.memory == "residual":
+        residual = torch.zeros_like(x)
+        seconds["encode_feedback"] = median(
+            lambda: method.encode_feedback(x, residual, segments, shared, KEY), residual.zero_
+        )
+    if isinstance(method, MultiRoundCompressor):
+        return seconds
+    payloads = [method.encode(x.roll(k), segments, shared, KEY) for k in range(MERGED)]
+    legal = method.legal_collectives()
+    if set(legal) & {"allgather", "twoshot"}:
+        seconds["mean8"] = median(lambda: method.mean(payloads, segments, shared))
+    if "twoshot" in legal:
+        seconds["merge8"] = median(lambda: method.merge(payloads, segments, shared, KEY))
+    return seconds
+
+
+def check_machine(timings: kernel_timings.Timings, path: object) -> None:
+    """Refuse to time here what a file of another machine lacks.
+
+    Raises:
+        UsageError: the file was made elsewhere.
+    """
+    here, there = configuration.machine(), timings.machine
+    if (here.get("cpu"), here.get("gpu")) != (there.get("cpu"), there.get("gpu")):
+        raise UsageError(
+            f"{path} was made on {there.get('gpu') or there.get('cpu')}, and a method without a "
+            "row there would be timed on this machine: leave it out, or use --kernels measured"
+        )
+
+
+def step(
+    rates: Rates,
+    method: Compressor,
+    collective: str,
+    n: float,
+    workers: int,
+    carried: memory.Memory | None = None,
+) -> tuple[float, float]:
+    """Return the seconds of a worker in encoding (agreement and memory too) and in decoding.
+
+    `n` elements, in an exchange of `workers`; `carried` is the published method's own memory unless
+    given. A mean of N payloads costs N eighths of one of eight; of a merge, that which exceeds the
+    mean is the encoding of the result.
+    """
+    if carried is None:
+        carried = memory.make(method.memory, dict(method.memory_options))
+    encode = rates["statistic"] + rates["encode"]
+    if in_one_pass(method, carried):
+        encode = rates["encode_feedback"]
+    elif carried.feedback:
+        encode += rates["decode"]
+    if isinstance(method, MultiRoundCompressor) or collective == "allreduce":
+        return encode * n, rates["decode"] * n
+    if collective == "allgather":
+        return encode * n, rates["mean8"] / MERGED * workers * n
+    again = max(0.0, rates["merge8"] - rates["mean8"])
+    merge = min(rates["mean8"], rates["merge8"]) / MERGED * n + again * n / workers
+    if carried.owner and method.requantizes:
+        merge += max(0.0, rates["encode_feedback"] - rates["encode"]) * n / workers
+    return encode * n, merge + rates["decode"] * n

@@ -1,0 +1,488 @@
+"""What a run is: the validated config, its hash, and where and with what it ran."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from gcbench import ops
+from gcbench.core import memory, registry
+from gcbench.core.compressor import Compressor, Segments
+from gcbench.core.errors import DivergedError, GcbenchError, UsageError, unknown
+from gcbench.core.exchange import check_legal
+from gcbench.core.memory import Memory
+from gcbench.core.schema import ADDED, SCHEMA
+from gcbench.core.task import Task
+from gcbench.training import schedule
+from gcbench.training.store import Run
+
+Positive = Annotated[int, Field(ge=1, strict=True)]  # strict: neither true nor "8"
+NotNegative = Annotated[int, Field(ge=0, strict=True)]
+Finite = Annotated[float, Field(allow_inf_nan=False, strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+
+
+class Config(BaseModel):
+    """Everything that decides a run's results; equal configs have equal hashes.
+
+    Missing hyper-parameters are the task's (`Config.make`).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    task: str = "digits"
+    task_options: dict[str, Any] = {}
+    compressor: str = "terngrad"
+    options: dict[str, Any] = {}
+    workers: Positive = 4
+    engine: Literal["simulate", "spawn", "torchrun"] = "simulate"
+    collective: str
+    memory: str = "none"
+    memory_options: dict[str, Any] = {}
+    start_step: NotNegative = 0  # steps before it are exchanged in fp32
+    delay: Annotated[int, Field(ge=0, le=1, strict=True)] = (
+        0  # steps by which a mean is applied late
+    )
+    rebroadcast_every: NotNegative = 0  # steps between broadcasts of worker 0's parameters
+    dense_last: Flag = False
+    dense_below: NotNegative = 0
+    gradients: Literal["loop", "batched"] = "loop"
+    seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
+    holdout: NotNegative = 0  # training examples kept for validation, the same for every seed
+    test: Flag = True  # False: only the validation examples judge the run
+    task_version: Positive = 1  # of the task's definition (`Task.version`)
+    steps: Positive
+    batch: Positive
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    lr: Annotated[Finite, Field(gt=0)]
+    momentum: Annotated[Finite, Field(ge=0, lt=1)] = 0.0
+    nesterov: Flag = False
+    betas: tuple[Annotated[Finite, Field(ge=0, lt=1)], Annotated[Finite, Field(ge=0, lt=1)]] = (
+        0.9,
+        0.999,
+    )
+    eps: Annotated[Finite, Field(ge=0)] = 1e-8
+    schedule: Literal["constant", "poly", "step"] = "constant"
+    schedule_power: Annotated[Finite, Field(gt=0)] = 0.5
+    schedule_steps: list[Annotated[Finite, Field(gt=0)]] = []  # below 1: a fraction of `steps`
+    schedule_gamma: Annotated[Finite, Field(gt=0)] = 0.1
+    weight_decay: Annotated[Finite, Field(ge=0)] = 0.0
+    decay: Literal["loss", "update"] = "loss"
+    ema: Annotated[Finite, Field(ge=0, lt=1)] = 0.0
+    eval_every: NotNegative = 0
+    log_every: Positive = 10
+    device: str = "cpu"
+    backend: str = "auto"
+    threads: Positive | None = None
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    link_gbit: Annotated[Finite, Field(gt=0)] = 10.0
+    link_latency_us: Annotated[Finite, Field(ge=0)] = 50.0
+
+    @classmethod
+    def make(cls, given: Mapping[str, Any]) -> Config:
+        """Return the config of what the user gave; the task's defaults fill what is missing.
+
+        Raises:
+            UsageError: an unknown key or name, a value out of range, an illegal combination.
+        """
+        for key in given:
+            if key not in cls.model_fields:
+                raise unknown("setting", key, cls.model_fields)
+        task_options = given.get("task_options") or {}
+        task = registry.task(given.get("task", "digits"), **task_options)
+        if given.get("task_version", task.version) != task.version:
+            raise UsageError(
+                f"task_version {given['task_version']!r}: this gcbench has version {task.version} "
+                f"of task {task.name}; leave the setting out"
+            )
+        name = given.get("compressor", "terngrad")
+        options = given.get("options") or {}
+        options = {key: schedule.normalize(key, value) for key, value in options.items()}
+        stages = {
+            start: registry.compressor(name, **schedule.at(options, start))
+            for start in schedule.starts(options)
+        }
+        values = {**task.defaults(), **stages[max(stages)].recipe, **given}
+        values["task_version"] = task.version
+        # As the method has them, so that clip=2 and clip=2.0 are one config.
+        values["options"] = {
+            key: {start: getattr(stages[start], key) for start in value}
+            if isinstance(value, Mapping)
+            else getattr(stages[0], key)
+            for key, value in options.items()
+        }
+        chosen = values.get("collective")
+        chosen = None if chosen == "auto" else chosen
+        carried: Any = values.get("memory")
+        for method in stages.values():
+            chosen = values["collective"] = check_legal(method, chosen)
+            carried = values["memory"] = method.memory if carried in (None, "auto") else carried
+            memory.check_legal(carried, method)
+            Segments.of([(1,)], method.granularity)
+        own = stages[0].memory_options if carried == stages[0].memory else {}
+        given_options = {**own, **(values.get("memory_options") or {})}
+        made = memory.make(carried, given_options)
+        values["memory_options"] = {key: getattr(made, key) for key in given_options}
+        if made.has_momentum:
+            _leave_momentum_to_memory(str(carried), values, given)
+        place = str(values.get("device", "cpu")).partition(":")[0]
+        ops.choose(str(values.get("backend", "auto")), place)
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise UsageError(_one_line(error)) from None
+
+    @field_validator("options")
+    @classmethod
+    def _steps_are_numbers(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return {key: schedule.normalize(key, item) for key, item in value.items()}
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Config:
+        if self.batch % self.workers:
+            nearest = self.workers * max(1, round(self.batch / self.workers))
+            raise ValueError(
+                f"batch {self.batch} does not divide among {self.workers} workers; "
+                f"try --batch {nearest}"
+            )
+        if self.gradients == "batched" and self.engine != "simulate":
+            raise ValueError(
+                f"gradients=batched is one pass for all simulated workers; engine {self.engine} "
+                "has one worker a process: use gradients=loop"
+            )
+        if not (self.test or self.holdout):
+            raise ValueError("test=false leaves nothing that judges the run: give --holdout n, too")
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs momentum > 0")
+        if self.schedule == "step" and not self.schedule_steps:
+            raise ValueError("schedule=step needs schedule_steps, e.g. --schedule-steps 0.5/0.75")
+        return self
+
+    @property
+    def hash(self) -> str:
+        """Ten hex digits that name this config: of its canonical JSON."""
+        known = self.model_dump(mode="json")
+        for key, neutral in ADDED.items():
+            if known[key] == neutral:
+                del known[key]
+        text = json.dumps(known, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+    @property
+    def run_name(self) -> str:
+        """The run's folder name."""
+        return f"{self.task}-{self.compressor}-{self.hash}"
+
+    def make_task(self) -> Task:
+        """Return the task with its options."""
+        return registry.task(self.task, **self.task_options)
+
+    def stages(self) -> list[int]:
+        """Return the steps from which another compressor or other values of its fields hold."""
+        return sorted({*schedule.starts(self.options), self.start_step})
+
+    def make_compressor(self, step: int = 0) -> Compressor:
+        """Return the compressor with the fields that hold at `step`."""
+        return registry.compressor(self.compressor, **schedule.at(self.options, step))
+
+    def make_memory(self) -> Memory:
+        """Return the memory with its fields set."""
+        return memory.make(self.memory, self.memory_options)
+
+    def lr_at(self, step: int) -> float:
+        """Return the learning rate of `step` (counted from 0).
+
+        poly: lr (1 - step / steps)^power; step: lr gamma^(milestones reached).
+        """
+        match self.schedule:
+            case "poly":
+                return float(self.lr * (1 - step / self.steps) ** self.schedule_power)
+            case "step":
+                marks = [m * self.steps if m < 1 else m for m in self.schedule_steps]
+                reached = sum(step >= mark for mark in marks)
+                return float(self.lr * self.schedule_gamma**reached)
+            case _:
+                return self.lr
+
+
+def _leave_momentum_to_memory(name: str, values: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Switch the optimizer's momentum off, as the memory `name` applies its own.
+
+    Raises:
+        UsageError: the user gave a momentum, or the optimizer is none that does without.
+    """
+    if given.get("momentum"):
+        raise UsageError(
+            f"momentum {given['momentum']} beside memory {name!r}, which applies its own: leave "
+            "--momentum out, and set the memory's by --memory-set"
+        )
+    if values.get("optimizer", "sgd") != "sgd":
+        raise UsageError(
+            f"optimizer {values['optimizer']!r} would add its own averages to the momentum of "
+            f"memory {name!r}: give --optimizer sgd and a rate for it, --lr"
+        )
+    values["momentum"] = 0.0
+    if "nesterov" not in given:
+        values["nesterov"] = False
+
+
+def _one_line(error: ValidationError) -> str:
+    problems = []
+    for problem in error.errors():
+        where = ".".join(str(part) for part in problem["loc"])
+        message = problem["msg"].removeprefix("Value error, ")
+        came = "" if not where else f"{where}={problem['input']!r}: "
+        if problem["type"] == "missing":
+            came = f"{where}: the task has no default for it; "
+        problems.append(came + message[0].lower() + message[1:])
+    return "; ".join(problems)
+
+
+def commit() -> str | None:
+    """Return the checkout's commit, with a + if files differ from it; None outside a checkout."""
+    here = Path(__file__).parents[1]
+    if not (here.parent / ".git").exists():
+        return None
+    try:
+        git = ["git", "-C", str(here)]
+        head = subprocess.run(
+            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        )
+        dirty = subprocess.run(
+            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, of gcbench, and of the packages that decide bits."""
+    import torch
+
+    found = {"python": platform.python_version()}
+    for package in ("gcbench", "torch", "numpy", "scikit-learn", "pillow"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found | {"torch": torch.__version__}  # says for which CUDA, as the package need not
+
+
+def machine() -> dict[str, Any]:
+    """Return what this machine is: system, processor, cores, GPU."""
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    capability = torch.backends.cpu.get_cpu_capability()
+    system = f"{platform.system()} {platform.machine()}"
+    return {"system": system, "cpu": _cpu(), "isa": capability, "cores": cores(), "gpu": gpu}
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def threads_per_worker(config: Config) -> int:
+    """Return the threads inside an operation of one worker: the same in every local engine.
+
+    The bits of a convolution depend on it, so it is recorded with the result.
+    """
+    return config.threads or max(1, cores() // config.workers)
+
+
+def provenance(config: Config) -> dict[str, Any]:
+    """Return where, when and with what a run was made."""
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command(config),
+        "commit": commit(),
+        "versions": versions(),
+        "machine": machine(),
+        "backend": serving(config),
+        "objects": objects(config),
+        "threads": threads_per_worker(config),
+        "python": sys.executable.rsplit("/", 1)[-1],
+    }
+
+
+def objects(config: Config) -> dict[str, Any]:
+    """Return what carries out a config, with every field: one not given is this version's default.
+
+    The compressor is a list: one for each stage of its schedules.
+    """
+    stages = schedule.starts(config.options)
+    return {
+        "task": registry.call(config.make_task()),
+        "compressor": [registry.call(config.make_compressor(step)) for step in stages],
+        "memory": registry.call(config.make_memory()),
+    }
+
+
+def check_objects(config: Config, made: Mapping[str, Any], folder: Path) -> None:
+    """Refuse a stored run of this config whose fields not given had other defaults than now.
+
+    `made` is its summary, or as much of it as there is. Runs from before `objects` were stored tell
+    the compressor alone, once they are finished.
+
+    Raises:
+        GcbenchError: it would come out otherwise now, or does not say.
+    """
+    there = (made.get("provenance") or {}).get("objects")
+    here = objects(config)
+    if there is None:
+        there = {"compressor": [made.get("compressor", "unknown fields")]}
+        here = {"compressor": [repr(config.make_compressor(config.steps - 1))]}
+    for kind, now in here.items():
+        then = there[kind]
+        if then != now:
+            old, new = (" / ".join(v) if isinstance(v, list) else v for v in (then, now))
+            raise GcbenchError(
+                f"{folder} was made with {old} by another gcbench; the same command now means "
+                f"{new}. --force makes it again, another --results keeps both"
+            )
+
+
+def serving(config: Config) -> str:
+    """Return the backend that serves a run, with what its kernels are, or why it has none."""
+    place = config.device.partition(":")[0]
+    name = ops.choose(config.backend, place)
+    if name == config.backend == "reference":
+        return name
+    detail = {found.name: found.detail for found in ops.backends()}[place]
+    return f"{name} ({detail})"
+
+
+def command(config: Config) -> str:
+    """Return the `gcbench run` command that makes this run again: what differs from defaults."""
+    task = config.make_task()
+    method = config.make_compressor()
+    usual = {
+        **task.defaults(),
+        **config.make_compressor(config.steps - 1).recipe,
+        **({"momentum": 0.0, "nesterov": False} if config.make_memory().has_momentum else {}),
+        "collective": method.legal_collectives()[0],
+        "memory": method.memory,
+        "memory_options": method.memory_options if config.memory == method.memory else {},
+    }
+    words = ["gcbench", "run", "--task", config.task, "--compressor", config.compressor]
+    if config.engine == "torchrun":
+        words[:1] = ["torchrun", "--nproc-per-node", str(config.workers), "-m", "gcbench"]
+        usual["engine"] = "torchrun"
+    for key, value in config.model_dump(mode="json").items():
+        default = usual.get(key, Config.model_fields[key].default)
+        default = list(default) if isinstance(default, tuple) else default
+        if key in ("task", "compressor", "task_version") or value == default:
+            continue
+        flag = "--" + key.replace("_", "-")
+        if key in SET_FLAGS:
+            for name, setting in value.items():
+                words += [SET_FLAGS[key], f"{name}={_word(setting)}"]
+        elif isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            words += [flag, _word(value)]
+    return shlex.join(words)
+
+
+SET_FLAGS = {"options": "--set", "task_options": "--task-set", "memory_options": "--memory-set"}
+"""The flags of the settings that are mappings."""
+
+
+def _word(value: Any) -> str:
+    """Return how the command line writes a value."""
+    if isinstance(value, Mapping):
+        return schedule.text(value)
+    if isinstance(value, list):
+        return "/".join(map(str, value)) or "null"
+    return "null" if value is None else str(value)
+
+
+def nominal_ratio(method: Compressor) -> float | None:
+    """Return 32 bits over the bits an element that the method's source quotes."""
+    bits = method.claims.nominal_bits()
+    return None if bits is None else 32 / bits
+
+
+def failed(config: Config, run: Run, error: DivergedError) -> dict[str, Any]:
+    """Return the summary of a run that diverged: what it spent, and no metric.
+
+    The bytes are those of its last record.
+    """
+    spent = (run.records() or [{}])[-1]
+    wire = float(spent.get("wire_bytes", 0.0))
+    shown = ("task", "workers", "collective", "engine", "gradients", "seed", "steps", "batch")
+    return {
+        "schema": SCHEMA,
+        **{key: getattr(config, key) for key in shown},
+        "compressor": repr(config.make_compressor(config.steps - 1)),
+        "compressor_name": config.compressor,
+        "test_accuracy": None,
+        "test_loss": None,
+        "failed": {"step": error.step, "reason": str(error)},
+        "payload_bytes_up": float(spent.get("payload_bytes_up", 0.0)),
+        "payload_bytes_down": float(spent.get("payload_bytes_down", 0.0)),
+        "wire_bytes": {"per_worker": wire, "total": wire * config.workers},
+        "config_hash": config.hash,
+        "config": config.model_dump(mode="json"),
+        "provenance": run.read_provenance(),
+    }
+
+
+def finite(value: float) -> float | None:
+    """Return the value, or None where JSON has no number for it."""
+    return value if math.isfinite(value) else None
+
+
+def require_device(device: str) -> None:
+    """Raise UsageError for a device that this machine does not have."""
+    import torch
+
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise UsageError(f"device {device!r}: 'cpu', 'cuda' or 'cuda:0' expected") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device {device!r}: torch sees no CUDA device; see `gcbench info`")
+    if kind not in ("cpu", "cuda"):
+        raise GcbenchError(f"device {device!r} was never tried; 'cpu' and 'cuda' are supported")
+
+
+def canonical(value: Any) -> str:
+    """Return a value as text that is the same for equal values."""
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def text(value: Any) -> str:
+    """Return a setting's value in few words."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    if value is None:
+        return "auto"
+    return (value if isinstance(value, str) else json.dumps(value, default=str)).replace(" ", "")

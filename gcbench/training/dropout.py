@@ -1,0 +1,48 @@
+"""Dropout whose masks have addresses: the same in every engine, and after a resume."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from gcbench import ops
+from gcbench.core import purposes
+from gcbench.core.compressor import Key
+
+
+class Dropout(nn.Module):
+    """Dropout with masks from a `Key`: the same in every engine and after a resume.
+
+    In training an element is zero with probability `rate` and else divided by 1 - `rate`; in
+    evaluation nothing changes. The trainer sets `key` before each forward pass. torch's own dropout
+    draws from one generator for the whole process, in the order in which the workers come.
+    """
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        if not 0 <= rate < 1:
+            raise ValueError(f"dropout {rate}: from 0 to below 1 is allowed")
+        self.rate = rate
+        self.key: Key | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x`, a float tensor of any shape, with elements dropped.
+
+        Raises:
+            RuntimeError: in training, and no key was set.
+        """
+        if not self.training or self.rate == 0:
+            return x
+        if self.key is None:
+            raise RuntimeError(
+                "Dropout has no key: call gcbench.training.dropout.set_dropout_key before"
+            )
+        kept = ops.uniform(self.key, x.numel(), x.device).view(x.shape) >= self.rate
+        return x * (kept.to(x.dtype) / (1 - self.rate))
+
+
+def set_dropout_key(model: nn.Module, key: Key) -> None:
+    """Give each `Dropout` of a model its own draws out of those of `key`: seed, step and rank."""
+    layers = (module for module in model.modules() if isinstance(module, Dropout))
+    for place, layer in enumerate(layers):
+        # Far beyond the elements of any activation, so that no two layers share a draw.
+        layer.key = key._replace(stream=purposes.DROPOUT, offset=place << 40)

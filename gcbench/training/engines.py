@@ -1,0 +1,252 @@
+"""Where the workers of a run live: in this process, in local processes, or under torchrun.
+
+Local processes talk over loopback alone, see `gcbench.training.launch`. What torchrun opens is
+torch's own and the user's to close off: its agent serves the job's keys by TCP, without a password
+and, unless `--standalone` or `--rdzv-endpoint localhost:...` says otherwise, for every interface of
+the machine; with the c10d rendezvous the agents exchange pickled state through it, so that whoever
+reaches the port can have code executed as the user. Workers open a port each for gloo's (or NCCL's)
+connections, on the interface of the host's name or of GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME), with
+neither password nor encryption. Such jobs belong on a network of machines that trust each other.
+What gcbench itself sends over these connections is JSON and tensors, never pickled.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from gcbench.core.errors import PeerLostError, UsageError
+from gcbench.core.world import DistributedWorld, Link, SimulatedWorld, World
+from gcbench.training import captures, configuration, launch, membership
+from gcbench.training.configuration import Config
+from gcbench.training.membership import Membership
+from gcbench.training.store import Run
+from gcbench.training.train import Options, Trainer
+
+
+@contextmanager
+def _stop_on_signals(*, launched: bool) -> Iterator[Callable[[], bool]]:
+    """Turn the first Ctrl-C or SIGTERM into a flag; a second one acts as usual.
+
+    Not in a launched worker: torchrun repeats what the terminal sent to all, and it is the launcher
+    that loses patience.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    asked = threading.Event()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+
+        def handle(number: int, frame: object) -> None:
+            asked.set()
+            if not launched:
+                signal.signal(number, before[signal.Signals(number)])
+
+        for number in before:
+            signal.signal(number, handle)
+        yield asked.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _fit(config: Config, world: World, run: Run, options: Options, *, launched: bool) -> None:
+    """Train this process's workers; where worker 0 lives, finish the run."""
+    try:
+        with _stop_on_signals(launched=launched) as stop:
+            trainer = Trainer(config, world, run, options)
+            summary = trainer.fit(stop)
+    finally:
+        world.close()
+    if not trainer.leads:
+        return
+    finished = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
+    summary["provenance"] = {**run.read_provenance(), "finished": finished}
+    run.finish(summary)
+
+
+def simulate(config: Config, run: Run, options: Options) -> None:
+    """Run all workers in this process."""
+    device = torch.device(config.device)
+    threads = configuration.threads_per_worker(config)
+    parallel = 1 if device.type == "cuda" else max(1, configuration.cores() // threads)
+    link = Link(config.link_gbit, config.link_latency_us)
+    world = SimulatedWorld(config.workers, device, link, threads, min(parallel, config.workers))
+    _fit(config, world, run, options, launched=False)
+
+
+def join(
+    member: Membership, kind: str, threads: int, at_most: timedelta | None = None
+) -> DistributedWorld:
+    """Join the process group of a job, as one worker on a device `kind`.
+
+    `at_most` shortens the timeout of collectives.
+
+    Raises:
+        UsageError: the timeout in the environment is none.
+        PeerLostError: not all workers arrived in that time, or torchrun's agent is gone.
+    """
+    timeout = launch.collective_timeout()
+    timeout = timeout if at_most is None else min(timeout, at_most)
+    device = torch.device(kind)
+    if device.type == "cuda":
+        device = torch.device("cuda", member.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    torch.set_num_threads(threads)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    place: dict[str, Any] = {"rank": member.rank, "world_size": member.size, "timeout": timeout}
+    try:
+        store = _store(member, timeout)
+        dist.init_process_group(backend, store=store, **place)
+    except RuntimeError as error:
+        said = (str(error).splitlines() or [""])[0]
+        raise PeerLostError(
+            f"worker {member.rank}: the {member.size} workers of this job did not find each other "
+            f"within {timeout.total_seconds():.0f} s ({launch.TIMEOUT}): {said:.200}"
+        ) from error
+    return DistributedWorld(device, store, timeout, watched=member.folder is not None)
+
+
+def _store(member: Membership, timeout: timedelta) -> Store:
+    """Return the store of this job, or of this attempt of it, at which its workers meet."""
+    if member.folder is not None:
+        store: Store = FileStore(str(member.folder / "store"), member.size)
+        store.set_timeout(timeout)
+        return store
+    _require_agent(member)
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    return fresh(store, member, timeout)
+
+
+def _require_agent(member: Membership) -> None:
+    """Raise PeerLostError if torchrun's agent, which keeps the store, is no more.
+
+    torch would ask for it again and again until the timeout.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        socket.create_connection(address, timeout=30).close()
+    except OSError as error:
+        raise PeerLostError(
+            f"worker {member.rank}: torchrun's agent at {address[0]}:{address[1]} does not answer "
+            f"({error.strerror or error}): it has ended"
+        ) from error
+
+
+def fresh(store: Store, member: Membership, timeout: timedelta) -> Store:
+    """Return a part of torchrun's store that no earlier attempt of the job has written to.
+
+    After a restart (`--max-restarts`) the store still has the keys of the workers that died, and a
+    process group that finds them waits for the dead. torch's count of restarts is no name for an
+    attempt: on several machines each agent counts its own. So worker 0 draws a name; it knows who
+    answers to it, and every other worker knows that it is heard by a living worker 0.
+
+    Raises:
+        PeerLostError: worker 0 did not hear from another one, or the other way round, in time.
+    """
+    own = secrets.token_hex(8)
+    if member.rank == 0:
+        store.set("gcbench/attempt", own)
+        for rank in range(1, member.size):
+            theirs = store.get(f"gcbench/{own}/{rank}").decode()  # waits for it
+            store.set(f"gcbench/{own}/{rank}/{theirs}", "")
+        return PrefixStore(own, store)
+    patience = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < patience:
+        attempt = store.get("gcbench/attempt").decode()
+        store.set(f"gcbench/{attempt}/{member.rank}", own)
+        if store.check([f"gcbench/{attempt}/{member.rank}/{own}"]):
+            return PrefixStore(attempt, store)
+        time.sleep(0.01)
+    raise PeerLostError(
+        f"worker {member.rank}: worker 0 did not come within {timeout.total_seconds():.0f} s "
+        f"({launch.TIMEOUT})"
+    )
+
+
+def check_size(member: Membership, workers: int) -> None:
+    """Raise UsageError under a torchrun that started another number of processes."""
+    if member.size != workers:
+        raise UsageError(
+            f"--workers {workers} under torchrun with {member.size} processes: they are the "
+            f"workers; give --workers {member.size}"
+        )
+
+
+def torchrun(config: Config, run: Run, options: Options) -> None:
+    """Be one worker of a job that torchrun started.
+
+    Raises:
+        UsageError: the job has another number of workers than the config, or there is none.
+    """
+    member = membership.from_torchrun()
+    if member is None:
+        raise UsageError("engine torchrun: torchrun did not start this process")
+    check_size(member, config.workers)
+    _be_worker(member, config, run, options)
+
+
+def _be_worker(member: Membership, config: Config, run: Run, options: Options) -> None:
+    world = join(member, config.device, configuration.threads_per_worker(config))
+    _fit(config, world, run, options, launched=True)
+
+
+def _options_to_json(options: Options) -> dict[str, Any]:
+    given = {name: getattr(options, name) for name in ("checkpoint_seconds", "progress", "sinks")}
+    look, plan, data = options.on_bucket, options.capture, options.data_dir
+    return given | {
+        "data_dir": None if data is None else str(data),
+        "on_bucket": None if look is None else launch.name_of(look),
+        "capture": None if plan is None else asdict(plan),
+    }
+
+
+def _options_from_json(told: dict[str, Any]) -> Options:
+    look, plan, data = told["on_bucket"], told["capture"], told["data_dir"]
+    return Options(
+        data_dir=None if data is None else Path(data),
+        checkpoint_seconds=told["checkpoint_seconds"],
+        progress=told["progress"],
+        on_bucket=None if look is None else launch.named(look),
+        capture=None if plan is None else captures.Plan(tuple(plan["steps"]), plan["layers"]),
+        sinks=tuple(told["sinks"]),
+    )
+
+
+def _train(member: Membership, config_json: str, folder: str, told: dict[str, Any]) -> None:
+    config = Config.model_validate_json(config_json)
+    _be_worker(member, config, Run(Path(folder)), _options_from_json(told))
+
+
+def spawn(config: Config, run: Run, options: Options) -> None:
+    """Run every worker in a process of its own on this machine.
+
+    Raises:
+        GcbenchError: the first error of any worker.
+        Interrupted: the user asked to stop.
+    """
+    threads = configuration.threads_per_worker(config)
+    words = config.model_dump_json(), str(run.folder), _options_to_json(options)
+    launch.in_processes(config.workers, threads, _train, words)
+
+
+ENGINES = {"simulate": simulate, "spawn": spawn, "torchrun": torchrun}

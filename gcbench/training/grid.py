@@ -1,0 +1,207 @@
+"""From flags and a YAML file to the configs of a grid."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gcbench.core import registry
+from gcbench.core.errors import UsageError, unknown
+from gcbench.training.configuration import Config
+
+SEQUENCES = ("betas", "schedule_steps")
+"""Settings whose value is itself a list; on the command line its items are joined by slashes."""
+_STAGE = re.compile(r"([0-9]+):(.+)")
+"""One stage of a schedule: the step from which a value holds, and the value."""
+NESTED = ("options", "task_options", "memory_options")
+"""Settings that are mappings of fields."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with the words of its version 1.2: `yes` and `010` are text, 2e-4 is a number.
+
+    In PyYAML's version 1.1 `yes` is true, `010` is eight and 1:30 is ninety.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return a mapping; YAMLError where a key comes twice."""
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.YAMLError(f"the key {key.value!r} comes twice{key.start_mark}")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
+    ("int", r"[-+]?(0|[1-9][0-9]*)", [*"-+0123456789"]),
+    ("float", r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?", [*"-+.0123456789"]),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", [*"-+."]),
+):
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first
+    )
+
+
+def _scalar(text: str) -> Any:
+    """Return what YAML reads in one word; what is no YAML is a word."""
+    try:
+        return yaml.load(text, _Loader)
+    except (ValueError, yaml.YAMLError):
+        return text
+
+
+def value(text: str) -> Any:
+    """Return the value of a flag: a scalar, a schedule, or a list for a grid at its commas.
+
+    Raises:
+        UsageError: a schedule has a step twice.
+    """
+    if "," in text:
+        return [value(part.strip()) for part in text.split(",")]
+    stages = [_STAGE.fullmatch(part.strip()) for part in text.split("/")]
+    if all(stages):
+        found = {int(stage[1]): _scalar(stage[2]) for stage in stages if stage}
+        if len(found) < len(stages):
+            raise UsageError(f"{text}: a step comes twice; give each stage a step of its own")
+        return found
+    if "/" in text and all(part.strip() for part in text.split("/")):
+        parts = [_scalar(part) for part in text.split("/")]
+        if all(isinstance(part, int | float) for part in parts):
+            return tuple(parts)
+    return _scalar(text)
+
+
+def pairs(flag: str, words: Iterable[str] | None) -> dict[str, Any]:
+    """Return the settings in words like clip=2.0.
+
+    Raises:
+        UsageError: a word has no =, or a name comes twice.
+    """
+    found: dict[str, Any] = {}
+    for word in words or ():
+        name, equals, text = word.partition("=")
+        if not (name and equals):
+            raise UsageError(f"{flag} {word!r}: NAME=VALUE expected, e.g. {flag} clip=2.0")
+        if name in found:
+            raise UsageError(f"{flag} {name} came twice; for a grid write {name}=1,2")
+        found[name] = value(text)
+    return found
+
+
+def read(path: Path, flag: str = "--config") -> dict[str, Any]:
+    """Return the mapping in a YAML file; empty for an empty file.
+
+    Raises:
+        UsageError: no such file, no YAML, or no mapping; the message begins with `flag`.
+    """
+    try:
+        found = yaml.load(path.read_text(), _Loader)
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: {error.strerror}") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise UsageError(f"{flag} {path} is no YAML: {' '.join(str(error).split())}") from None
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise UsageError(f"{flag} {path}: a mapping of settings expected, e.g. `steps: 100`")
+    return found
+
+
+def choices(key: str, given: Any) -> list[Any]:
+    """Return the alternatives of one setting."""
+    if key in SEQUENCES:
+        nested = isinstance(given, list) and any(isinstance(v, list | tuple) for v in given)
+        alternatives = given if nested else [given]
+        alternatives = [[] if v is None else v for v in alternatives]
+        return [[v] if not isinstance(v, list | tuple) else list(v) for v in alternatives]
+    if isinstance(given, tuple):
+        raise UsageError(f"{key}: one value expected, not {'/'.join(map(str, given))}")
+    if not isinstance(given, list):
+        return [given]
+    if not given:
+        raise UsageError(f"{key}: an empty list; give at least one value")
+    return given
+
+
+def _product(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    lists = [choices(key, given) for key, given in settings.items()]
+    return [
+        dict(zip(settings, combination, strict=True)) for combination in itertools.product(*lists)
+    ]
+
+
+def _memory(point: Mapping[str, Any]) -> str:
+    """Return the memory of one point of the grid: its own, or what its method carries."""
+    name = point.get("memory")
+    if name in (None, "auto"):
+        name = registry.compressor_class(str(point.get("compressor", "terngrad"))).memory
+    registry.memory_class(name)  # refuses what it does not know
+    return str(name)
+
+
+def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
+    """Return the configs of the grid, in the order of the lists, equal ones once.
+
+    A compressor's field (`options`) goes to the compressors of the grid that have it, a task's
+    field to the tasks that have it, a memory's to the memories.
+
+    Raises:
+        UsageError: see `Config.make`; or a field that none of the grid's compressors has.
+    """
+    given = read(file) if file else {}
+    for key in NESTED:
+        own = given.get(key) or {}
+        if not isinstance(own, dict):
+            raise UsageError(f"{key}: a mapping of fields expected, not {own!r}")
+        given[key] = {**own, **flags.get(key, {})}
+    given = {**given, **{k: v for k, v in flags.items() if k not in NESTED}}
+    fields = {
+        "options": ("compressor", "terngrad", registry.compressor_class),
+        "task_options": ("task", "digits", registry.task_class),
+    }
+    nested = {key: given.pop(key) for key in fields}
+    for key, (owner, default, load) in fields.items():
+        names = choices(owner, given.get(owner, default))
+        known = {str(name): registry.fields(load(str(name))) for name in names}
+        for field in nested[key]:
+            if not any(field in own for own in known.values()):
+                every = sorted({name for own in known.values() for name in own})
+                raise unknown(f"field of {owner} {', '.join(known)}:", field, every)
+    carried = given.pop("memory_options")
+    unused = set(carried)
+    configs: dict[str, Config] = {}
+    for point in _product(given):
+        inner = []
+        for key, (owner, default, load) in fields.items():
+            own = registry.fields(load(str(point.get(owner, default))))
+            inner.append(_product({k: v for k, v in nested[key].items() if k in own}))
+        own = registry.fields(registry.memory_class(_memory(point)))
+        unused -= own.keys()
+        inner.append(_product({k: v for k, v in carried.items() if k in own}))
+        for options, task_options, memory_options in itertools.product(*inner):
+            choice = {"options": options, "task_options": task_options}
+            made = Config.make({**point, **choice, "memory_options": memory_options})
+            configs.setdefault(made.hash, made)
+    if unused:
+        field = min(unused)
+        here = ", ".join(sorted({_memory(point) for point in _product(given)}))
+        every_field = {
+            name: registry.fields(registry.memory_class(name)) for name in registry.memories()
+        }
+        having = [name for name, own in every_field.items() if field in own]
+        if having:
+            raise UsageError(
+                f"memory {here} has no field {field!r}; {' and '.join(having)} do: --memory NAME"
+            )
+        every = sorted({name for own in every_field.values() for name in own})
+        raise unknown(f"field of memory {here}:", field, every)
+    return list(configs.values())

@@ -1,0 +1,328 @@
+"""Local worker processes: started, watched and ended by the process that needs them.
+
+What is open while they run: a folder that only this user can enter (mode 0700), with the file
+through which the workers find each other (torch's FileStore), what they are to do, and what they
+return, in JSON. Gloo connects them over loopback: each worker listens on a port of 127.0.0.1 that
+no other machine reaches. There is no TCP store, and nothing that arrives is unpickled.
+
+What remains: gloo knows no passwords. Another user of this machine who connects to such a port in
+the moment before a worker does, with the number that gloo expects, could take its place and falsify
+gradients and records, but not have code executed. Who does not trust the other users of a machine
+uses `--engine simulate` there.
+
+Workers end with this process, whatever ends it (`gcbench.training.launched`). When one fails, the
+others are ended, and the error is that of the worker that failed first.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from gcbench.core.errors import (
+    DivergedError,
+    GcbenchError,
+    Interrupted,
+    PeerLostError,
+    UsageError,
+)
+from gcbench.training import launched
+from gcbench.training.membership import Membership
+
+TIMEOUT = "GCBENCH_COLLECTIVE_TIMEOUT"
+"""In the environment: the seconds that a worker waits for the others in a collective."""
+USUAL_TIMEOUT = 600.0
+LONGEST_TIMEOUT = 86400.0
+GRACE_SECONDS = 5.0
+"""Until workers that were asked to end, as another one failed, are killed."""
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+_FROM_TERMINAL = {signal.SIGINT, signal.SIGHUP}
+"""What a terminal sends to all processes: the launcher passes it on, in its own words."""
+
+
+def collective_timeout() -> timedelta:
+    """Return how long a worker waits for the others in a collective.
+
+    Raises:
+        UsageError: the environment has no number of seconds that is allowed.
+    """
+    text = os.environ.get(TIMEOUT, "")
+    try:
+        seconds = float(text) if text else USUAL_TIMEOUT
+    except ValueError:
+        seconds = math.nan
+    if not 1 <= seconds <= LONGEST_TIMEOUT:
+        raise UsageError(
+            f"{TIMEOUT}={text!r} in the environment: seconds from 1 to {LONGEST_TIMEOUT:.0f} "
+            f"expected; without it they are {USUAL_TIMEOUT:.0f}"
+        )
+    return timedelta(seconds=seconds)
+
+
+# ---- functions by name ---------------------------------------------------------------------------
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return "module:name" of a function that another process can import.
+
+    Raises:
+        UsageError: it cannot: a closure, a method, a function of the main script.
+    """
+    name = f"{function.__module__}:{function.__qualname__}"
+    found = vars(sys.modules[function.__module__]).get(function.__qualname__)
+    if found is not function or function.__module__ == "__main__":
+        raise UsageError(
+            f"{name} cannot be handed to other processes: a function at the top of a module that "
+            "can be imported is expected; or use engine simulate"
+        )
+    return name
+
+
+def named(name: str) -> Callable[..., Any]:
+    """Return the function of this "module:name"."""
+    module, _, function = name.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
+
+
+# ---- a worker ------------------------------------------------------------------------------------
+
+
+def _report(folder: str | Path, rank: int) -> Path:
+    return Path(folder) / f"report-{rank}.json"
+
+
+def work(folder: str, rank: int, job: dict[str, Any]) -> None:
+    """Be one local worker process: do the job, leave a report for the launcher, and end.
+
+    The process ends without the interpreter's teardown, which threads of torch's process group now
+    and then outlive and abort.
+    """
+    member = Membership(rank, job["workers"], rank, job["workers"], Path(folder))
+    try:
+        report = {"result": named(job["call"])(member, *job["words"])}
+    except Exception as error:
+        known = isinstance(error, GcbenchError)
+        report = {
+            "error": str(error) if known else f"worker {rank}: {error!r}",
+            "exit_code": getattr(error, "exit_code", 1),
+            "peer_lost": isinstance(error, PeerLostError),
+            "diverged_at": error.step if isinstance(error, DivergedError) else None,
+            "trace": traceback.format_exc(),
+        }
+    with suppress(OSError):
+        _report(folder, rank).write_text(json.dumps(report))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit("error" in report)
+
+
+# ---- the launcher --------------------------------------------------------------------------------
+
+
+class _Crew:
+    """The workers of one job, seen by their launcher."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.events: SimpleQueue[int | None] = SimpleQueue()
+        """The rank of each worker that ends, in that order; None for a request to stop."""
+        self.failed: list[int] = []
+        """Ranks that failed by themselves, the first one first."""
+        self.stopping = False
+
+    def start(self, threads: int, size: int) -> None:
+        """Start the next worker; it does not hear what the terminal sends to all processes.
+
+        One that still imports would print a traceback at Ctrl-C and leave its peers waiting for it.
+        The mask is inherited; this thread has it only meanwhile, and hears the signal after that.
+        """
+        rank = len(self.processes)
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+        place = {
+            "RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": rank,
+            "LOCAL_WORLD_SIZE": size,
+            "OMP_NUM_THREADS": threads,
+            "GLOO_SOCKET_IFNAME": LOOPBACK,
+            "NCCL_SOCKET_IFNAME": LOOPBACK,
+        }
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_TERMINAL)
+        try:
+            process = subprocess.Popen(
+                # -P: the script's own folder, this package, is no place to import from.
+                [sys.executable, "-P", launched.__file__, self.folder, str(rank), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                env=inherited | {name: str(value) for name, value in place.items()},
+            )
+            self.processes.append(process)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+        def watch() -> None:
+            process.wait()
+            self.events.put(rank)
+
+        threading.Thread(target=watch, daemon=True).start()
+
+    def report(self, rank: int) -> dict[str, Any]:
+        """Return what a worker left; nothing if it died without a word."""
+        try:
+            found: dict[str, Any] = json.loads(_report(self.folder, rank).read_text())
+        except (OSError, ValueError):
+            return {}
+        return found
+
+    def wait(self) -> None:
+        """Wait until all workers have ended; end them when one fails or the user insists."""
+        left = set(range(len(self.processes)))
+        deadline, asked = math.inf, False
+        while left:
+            try:
+                # No wait without an end: a signal that another thread took is heard in between.
+                event = self.events.get(timeout=max(0.0, min(1.0, deadline - time.monotonic())))
+            except Empty:
+                if time.monotonic() >= deadline:
+                    asked = True
+                    self.kill()
+                continue
+            if event is None:
+                if self.stopping:
+                    self.kill()
+                self.stopping = True
+                self._ask(left)
+                continue
+            left.discard(event)
+            if self.processes[event].returncode == 0:
+                continue
+            report = self.report(event)
+            if report or not asked:
+                self.failed.append(event)  # and not those that are ended here
+            if report.get("exit_code") == Interrupted.exit_code:
+                continue  # the others stop, too, and may still write a checkpoint
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+            # Not for one that only saw another disappear: the cause may be told a moment later, and
+            # all others see it, too.
+            if not asked and not report.get("peer_lost"):
+                asked = True
+                self._ask(left)
+
+    def _ask(self, ranks: set[int]) -> None:
+        """Ask workers to end: they stop at a checkpoint, or break off what they prepare."""
+        for rank in ranks:
+            self.processes[rank].terminate()
+
+    def kill(self) -> None:
+        """End all workers at once."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+
+    def error(self) -> GcbenchError | None:
+        """Return what went wrong first, as an error of this process; None if nothing did.
+
+        A worker that only saw others disappear is no cause, whenever it says so.
+        """
+        reports = {rank: self.report(rank) for rank in self.failed}
+        stopped = [r for r in reports.values() if r.get("exit_code") == Interrupted.exit_code]
+        causes = {
+            rank: report
+            for rank, report in reports.items()
+            if report not in stopped and not report.get("peer_lost")
+        }
+        if self.stopping or stopped:
+            # Those without a word ended as they were asked to.
+            causes = {rank: report for rank, report in causes.items() if report}
+            if not causes:
+                return Interrupted(stopped[0]["error"] if stopped else "stopped by the user")
+        if not causes:
+            return self._retold(next(iter(reports.values()))) if reports else None
+        rank, report = next(iter(causes.items()))
+        return self._retold(report) if report else GcbenchError(self._died(rank))
+
+    def _retold(self, report: dict[str, Any]) -> GcbenchError:
+        error = GcbenchError(report["error"])
+        if report["exit_code"] == UsageError.exit_code:
+            error = UsageError(report["error"])
+        elif report["diverged_at"] is not None:
+            error = DivergedError(report["error"], report["diverged_at"])
+        error.add_note(report["trace"])
+        return error
+
+    def _died(self, rank: int) -> str:
+        code = self.processes[rank].returncode
+        if code >= 0:
+            return f"worker {rank} ended with exit code {code}, without a word"
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:  # a real-time signal
+            name = f"signal {-code}"
+        why = ": often memory that ran out" if -code == signal.SIGKILL else ""
+        return f"worker {rank} was ended by {name}{why}"
+
+
+@contextmanager
+def _stop_requests(events: SimpleQueue[int | None]) -> Iterator[None]:
+    """Turn Ctrl-C, SIGTERM and SIGHUP into events; a signal that is ignored (nohup) stays so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {}
+    for number in (signal.SIGTERM, *_FROM_TERMINAL):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.signal(number, lambda number, frame: events.put(None))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def in_processes(
+    workers: int, threads: int, call: Callable[..., Any], words: Sequence[Any]
+) -> list[Any]:
+    """Return what `call(member, *words)` returns in each of `workers` processes, by rank.
+
+    `call` is a function at the top of a module, `member` the process's `Membership`; `words` and
+    what it returns are JSON. Each has RANK in its environment and `threads` threads for OpenMP.
+
+    The first Ctrl-C, SIGTERM or SIGHUP asks the workers to stop, the second one ends them at once.
+
+    Raises:
+        GcbenchError: what went wrong first in any worker, or how it died.
+        Interrupted: the user asked to stop.
+    """
+    collective_timeout()  # a wrong one is told before processes start
+    job = {"path": sys.path, "call": name_of(call), "words": list(words), "workers": workers}
+    with TemporaryDirectory(prefix="gcbench-") as folder:
+        (Path(folder) / "job.json").write_text(json.dumps(job))
+        crew = _Crew(folder)
+        with _stop_requests(crew.events):
+            try:
+                for _ in range(workers):
+                    crew.start(threads, workers)
+                crew.wait()
+            finally:
+                crew.kill()
+                for process in crew.processes:
+                    process.wait()
+        if (error := crew.error()) is not None:
+            raise error
+        return [crew.report(rank)["result"] for rank in range(workers)]

@@ -1,0 +1,122 @@
+"""Rows: many finished runs in one small Parquet file, to be committed and read without running.
+
+A row is a run's summary and its evaluations. Numbers and strings are columns; what is nested
+(config, provenance, phases, evaluations, ...) is JSON text in a column of its name.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from gcbench.core.errors import GcbenchError
+from gcbench.training.store import explained, write_atomically
+
+KIND = b"gcbench rows 1"
+"""Marks the files of this module in Parquet's own metadata."""
+_MARK = b"gcbench"
+Row = dict[str, Any]
+
+
+def row(summary: Mapping[str, Any], evaluations: Sequence[Mapping[str, Any]], suite: str) -> Row:
+    """Return the row of a finished run; `suite` says for which suite it was made, as name/version.
+
+    Of the evaluations, cells that are null are left out.
+    """
+    curve = [{k: v for k, v in record.items() if v is not None} for record in evaluations]
+    return {**summary, "suite": suite, "evaluations": curve}
+
+
+def holds(path: Path) -> bool:
+    """Return whether a Parquet file holds rows; False for what cannot be read."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        schema = parquet.read_schema(path)
+    except (OSError, pa.ArrowException):
+        return False
+    return bool((schema.metadata or {}).get(_MARK) == KIND)
+
+
+def read(path: Path) -> list[Row]:
+    """Return the rows of a file in their order; none if it does not exist.
+
+    Raises:
+        GcbenchError: it cannot be read, or holds something else.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    if not path.exists():
+        return []
+    try:
+        table = parquet.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        raise GcbenchError(f"{path} cannot be read as Parquet: {error}") from error
+    if (table.schema.metadata or {}).get(_MARK) != KIND:
+        raise GcbenchError(
+            f"{path} holds no rows of gcbench runs; `gcbench run --rows` writes them"
+        )
+    nested = {field.name for field in table.schema if field.metadata == {b"json": b"1"}}
+    try:
+        return [
+            {
+                key: json.loads(value) if key in nested else value
+                for key, value in record.items()
+                if value is not None
+            }
+            for record in table.to_pylist()
+        ]
+    except ValueError as error:
+        raise GcbenchError(f"{path}: a nested column is no JSON ({error})") from error
+
+
+def write(path: Path, rows: Sequence[Row]) -> None:
+    """Replace the file by these rows, atomically.
+
+    Raises:
+        GcbenchError: it cannot be written.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    fields, arrays = [], []
+    for key in dict.fromkeys(key for one in rows for key in one):
+        values = [one.get(key) for one in rows]
+        if any(isinstance(value, (dict, list)) for value in values):
+            values = [None if v is None else json.dumps(v, allow_nan=False) for v in values]
+            fields.append(pa.field(key, pa.string(), metadata={"json": "1"}))
+        else:
+            fields.append(pa.field(key, pa.infer_type(values)))
+        arrays.append(pa.array(values, fields[-1].type))
+    schema = pa.schema(fields, metadata={_MARK: KIND})
+    buffer = io.BytesIO()
+    parquet.write_table(pa.table(arrays, schema=schema), buffer, compression="zstd")
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, buffer.getvalue())
+
+
+def add(path: Path, new: Row) -> None:
+    """Add a row to a file, in place of the one of the same config if there is one.
+
+    Several processes may add to one file.
+
+    Raises:
+        GcbenchError: the file cannot be read or written.
+    """
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(path.with_name(f".{path.name}.lock"))
+        lock.acquire()
+    try:
+        kept = [one for one in read(path) if one.get("config_hash") != new.get("config_hash")]
+        write(path, [*kept, new])
+    finally:
+        lock.release()

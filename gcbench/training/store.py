@@ -1,0 +1,257 @@
+"""Runs on disk: records as they come, a checkpoint, a summary; nothing computed is lost.
+
+`metrics.jsonl` grows line by line; `checkpoint.pt` is replaced atomically; `summary.json` is
+written last and marks a finished run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import io
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from gcbench.core.errors import GcbenchError
+from gcbench.core.schema import METRIC_COLUMNS
+
+CAPTURES = "captures"
+"""Folder of a run's captured gradients (`gcbench.training.captures`)."""
+LOCK = "lock"
+"""File that is there while a process writes to a run."""
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turn an operating system's refusal into a line for the user."""
+    try:
+        yield
+    except OSError as error:
+        raise GcbenchError(
+            f"cannot write {path}: {error.strerror or error}. Free space or choose another folder "
+            "with --results; runs that are there stay as they are"
+        ) from error
+
+
+def open_own(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
+    """Open a file of a run, as `open` does; what is there must be a regular file.
+
+    A symbolic link could lead to a file that is no part of the run and would be overwritten, and
+    a pipe would make this process wait for somebody.
+
+    Raises:
+        GcbenchError: the path is a link, a pipe, a device or a socket.
+        OSError: as `open` does.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        # Truncated below, once it is known what it is; and a pipe is not waited for.
+        return os.open(name, flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+    try:
+        file = open(path, mode, buffering, opener=opener)  # noqa: SIM115
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.ESPIPE):
+            raise _not_own(path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise _not_own(path)
+    if "w" in mode:
+        file.truncate(0)
+    return file
+
+
+def _not_own(path: Path) -> GcbenchError:
+    return GcbenchError(
+        f"{path} is a symbolic link, or no regular file; gcbench made no such thing and leaves it "
+        "alone: remove it, or choose another folder with --results"
+    )
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace `path` with `data`: after a crash it holds the old bytes or the new, never a mix."""
+    part = path.with_name(path.name + ".part")
+    with explained(path):
+        try:
+            with open_own(part, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode()
+
+
+class Run:
+    """The folder of one run. Only one process writes to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """The summary of a finished run, else None.
+
+        Raises:
+            GcbenchError: the file is there but holds no JSON object.
+        """
+        if not (self.folder / "summary.json").exists():
+            return None
+        return self._object("summary.json")
+
+    def create(self) -> None:
+        """Make the folder, if it is not there.
+
+        Raises:
+            GcbenchError: it cannot be made, or is a symbolic link.
+        """
+        with explained(self.folder):
+            if self.folder.is_symlink():
+                raise _not_own(self.folder)
+            self.folder.mkdir(parents=True, exist_ok=True)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the run for this process; GcbenchError if another one has it."""
+        path = self.folder / LOCK
+        with explained(path):
+            file = open_own(path, "w")
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Not a file that its last holder removed between the two calls.
+                held = os.path.samestat(os.fstat(file.fileno()), path.lstat())
+            except (BlockingIOError, FileNotFoundError):
+                held = False
+            if not held:
+                raise GcbenchError(
+                    f"{self.folder} is being written by another gcbench process; wait for it"
+                )
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+
+    def start(self, config: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
+        """Write the config and the provenance, and forget records of an earlier attempt."""
+        write_atomically(self.folder / "config.json", _json(config))
+        write_atomically(self.folder / "provenance.json", _json(provenance))
+        for name in ("summary.json", "checkpoint.pt", "metrics.jsonl", "metrics.parquet"):
+            with explained(self.folder / name):
+                (self.folder / name).unlink(missing_ok=True)
+        with explained(self.folder / CAPTURES), contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.folder / CAPTURES)
+
+    def _object(self, name: str) -> dict[str, Any]:
+        """Return the JSON object in a file of this run.
+
+        Raises:
+            GcbenchError: the file cannot be read or holds something else.
+        """
+        path = self.folder / name
+        try:
+            with open_own(path, "r") as file:
+                value = json.load(file)
+        except (OSError, ValueError) as error:
+            raise GcbenchError(f"{path} cannot be read ({error}); run again with --force") from None
+        if not isinstance(value, dict):
+            raise GcbenchError(f"{path} holds no JSON object; run again with --force")
+        return value
+
+    def read_provenance(self) -> dict[str, Any]:
+        """Return the provenance of the attempt that is being resumed; GcbenchError if damaged."""
+        return self._object("provenance.json")
+
+    def can_resume(self, config: Mapping[str, Any]) -> bool:
+        """Return whether an earlier attempt at this very config left a checkpoint.
+
+        Raises:
+            GcbenchError: it did, and what belongs to it is damaged.
+        """
+        if not (self.folder / "checkpoint.pt").exists():
+            return False
+        self.read_provenance()
+        return self._object("config.json") == config
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add one line to the metrics; it is in the file when this returns."""
+        path = self.folder / "metrics.jsonl"
+        with explained(path), open_own(path, "a") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the metrics; a last line that a crash cut short is left out."""
+        path = self.folder / "metrics.jsonl"
+        if not path.exists():
+            return []
+        found = []
+        with open_own(path, "rb") as file:
+            text = file.read().decode(errors="replace")
+        for line in text.splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                break
+        return found
+
+    def rewind(self, step: int) -> None:
+        """Drop the records after `step`: they will be made again."""
+        kept = [record for record in self.records() if record["step"] <= step]
+        text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept)
+        write_atomically(self.folder / "metrics.jsonl", text.encode())
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Replace the checkpoint: a dict of tensors, numbers and strings."""
+        buffer = io.BytesIO()
+        torch.save(dict(state), buffer)
+        write_atomically(self.folder / "checkpoint.pt", buffer.getvalue())
+
+    def checkpoint(self) -> dict[str, Any] | None:
+        """Return the last checkpoint, on the CPU; None if there is none.
+
+        Raises:
+            GcbenchError: it cannot be read.
+        """
+        path = self.folder / "checkpoint.pt"
+        if not path.exists():
+            return None
+        try:
+            with open_own(path, "rb") as file:
+                state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        except GcbenchError:
+            raise
+        except Exception as error:
+            raise GcbenchError(
+                f"{path} cannot be read ({type(error).__name__}); start over with --force"
+            ) from error
+        return state
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write metrics.parquet and, last, summary.json; the checkpoint has served."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        records = self.records()
+        types = {"kind": pa.string(), "step": pa.int64()}
+        names = dict.fromkeys((*METRIC_COLUMNS, *(name for record in records for name in record)))
+        schema = pa.schema([(name, types.get(name, pa.float64())) for name in names])
+        columns = {name: [record.get(name) for record in records] for name in names}
+        buffer = io.BytesIO()
+        pq.write_table(pa.table(columns, schema=schema), buffer)
+        write_atomically(self.folder / "metrics.parquet", buffer.getvalue())
+        write_atomically(self.folder / "summary.json", _json(summary))
+        (self.folder / "checkpoint.pt").unlink(missing_ok=True)

@@ -1,0 +1,456 @@
+"""Suites: a paper's table or figure as a grid of runs, with the published number of each.
+
+A suite is a YAML file: those of this folder by name, others by path. `config` has the settings that
+all entries share, each entry adds its own; both are the keys of `gcbench run --config`, lists make
+a grid. `published` is the test accuracy, a fraction of 1: one number for the whole grid of the
+entry, or one for each value of the setting that `by` names. null stands for a number that the paper
+does not have, or shows so that it cannot be read. `published_top5` is the accuracy among five
+guesses, for tasks that measure `test_top5`. A run from a suite is the run that the same settings
+give by hand.
+
+A suite of gcbench's own publishes nothing: it compares methods by results/PROTOCOL.md. `tune` says
+how each entry's learning rate is chosen (`tuning`), and `tiers` which bits an element, measured on
+the way up, are compared with each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from gcbench.core import registry
+from gcbench.core.errors import UsageError, unknown
+from gcbench.training import grid, schedule
+from gcbench.training.configuration import SET_FLAGS, Config, canonical, text
+from gcbench.training.suites.tuning import FREE_OF_TRIALS, TUNED_KEYS, Choice, Tune, quality
+
+FOLDER = Path(__file__).parent
+FREE = frozenset(
+    {
+        *("seed", "steps", "eval_every", "log_every", "engine", "gradients", "threads", "device"),
+        *("backend", "on_nonfinite", "link_gbit", "link_latency_us"),
+    }
+)
+"""Settings that do not tell the entries of a suite apart: budget, and where and how it runs."""
+
+Steps = Annotated[int, Field(ge=1)]
+
+
+class Published(NamedTuple):
+    """What a paper says about a run, and where."""
+
+    accuracy: float | None
+    """Of the test set, a fraction of 1; None where it cannot be read."""
+    steps: int
+    """The paper's budget, at the same batch."""
+    paper: str
+    """With the number of the table or figure."""
+    place: str | None
+    """Where in it."""
+    suite: str
+    differs: str
+    """How the suite differs from the paper."""
+    top5: float | None = None
+    """The accuracy among five guesses; None where the paper does not say it."""
+
+    @property
+    def source(self) -> str:
+        """Paper and place."""
+        return ", ".join(filter(None, [self.paper, self.place]))
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a suite."""
+
+    config: Config
+    entry: int
+    """The place of its entry in the suite, from 1."""
+    settings: Mapping[str, Any]
+    """What the entry sets, and the suite does not."""
+    published: Published | None
+    tune: Tune | None = None
+    """How the rate is chosen; `config` has one of the rates until it is."""
+
+    @cached_property
+    def resolved(self) -> dict[str, Any]:
+        """The config as JSON, with every field of compressor, task and memory, without FREE.
+
+        Without the learning rate, where it is chosen by trials.
+        """
+        known = resolved(self.config)
+        return {k: v for k, v in known.items() if self.tune is None or k not in FREE_OF_TRIALS}
+
+    @cached_property
+    def identity(self) -> str:
+        """What tells this point from those that are no other seed or budget of it."""
+        return canonical(self.resolved)
+
+    def trial(self, lr: float) -> Config:
+        """Return the run that tries a rate."""
+        assert self.tune is not None, "a point without a rule has no trials"
+        return self.tune.trial(self.config, lr)
+
+    def choose(self, tried: Mapping[float, float]) -> Choice:
+        """Return what the trials say."""
+        assert self.tune is not None, "a point without a rule has no trials"
+        return self.tune.choose(tried)
+
+    def with_rate(self, lr: float) -> Config:
+        """Return the run at the chosen rate."""
+        return self.config.model_copy(update={"lr": lr})
+
+
+class Entry(BaseModel):
+    """A grid of runs and what is published about them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    config: dict[str, Any]
+    by: str | None = None  # the setting that `published` has numbers by
+    published: float | dict[int | float | str, float | None] | None = None
+    published_top5: float | None = None
+    start: list[float] | None = None  # rates that are tried first, in place of those of `tune`
+    place: str | None = None  # within the suite's
+    paper_steps: Steps | None = None  # the budget of the published number; else the suite's
+
+    @field_validator("published", "published_top5", mode="before")
+    @classmethod
+    def _are_fractions(cls, given: Any) -> Any:
+        for number in given.values() if isinstance(given, dict) else [given]:
+            right = isinstance(number, int | float) and 0 <= number <= 1
+            if number is not None and not right:
+                raise ValueError(f"an accuracy is a fraction of 1, or null: {number!r} came")
+        return given
+
+    @model_validator(mode="after")
+    def _numbers_have_their_setting(self) -> Entry:
+        if (self.by is not None) != isinstance(self.published, dict):
+            raise ValueError(
+                "`by` names the setting whose values `published` maps to numbers: both or neither"
+            )
+        if self.by is not None and (self.by in self.config or self.by in FREE | {*grid.NESTED}):
+            raise ValueError(
+                f"by {self.by!r}: a setting expected that `config` leaves open, e.g. workers, and "
+                "neither a budget nor a mapping"
+            )
+        return self
+
+    def cells(self) -> Iterator[tuple[dict[str, Any], float | None]]:
+        """Yield settings, which may still be a grid, and the accuracy published for them."""
+        if not isinstance(self.published, dict):
+            yield self.config, self.published
+            return
+        for value, accuracy in self.published.items():
+            yield {**self.config, str(self.by): value}, accuracy
+
+
+class Suite(BaseModel):
+    """A table or a figure of a paper."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    file: Path
+    title: str
+    source: str
+    place: str
+    differs: str
+    takes: str | None = None  # time, and on what
+    version: Annotated[int, Field(ge=1)] = 1  # counts definitions that gave other results
+    paper_steps: Steps | None = None
+    tune: Tune | None = None
+    own: list[str] = []  # settings in which an entry may differ from its baseline
+    tiers: dict[str, tuple[float, float]] = {}  # from and to which bits an element on the way up
+    config: dict[str, Any] = {}
+    entries: list[Entry] = Field(min_length=1)
+
+    @property
+    def paper(self) -> str:
+        """The paper, and where in it."""
+        return f"{self.source}, {self.place}"
+
+    @property
+    def choices(self) -> frozenset[str]:
+        """The settings that an entry chooses for itself: its baseline may have others."""
+        return frozenset(self.own) | (TUNED_KEYS if self.tune else frozenset())
+
+    @property
+    def asked(self) -> str:
+        """The suite as a command names it."""
+        return self.name if self.file.parent == FOLDER else str(self.file)
+
+    def points(self, given: Mapping[str, Any] | None = None) -> list[Point]:
+        """Return the runs, each once.
+
+        `given`: settings as `grid.expand` takes them. Those in FREE replace the suite's; all others
+        choose the runs that have these values.
+
+        Raises:
+            UsageError: a setting that no run has, or values that none has; a file that is wrong.
+        """
+        given = given or {}
+        if self.tune is not None and "lr" in given:
+            raise UsageError(f"suite {self.name!r} chooses the learning rate by trials; drop --lr")
+        changed = {key: value for key, value in given.items() if key in FREE}
+        chosen = [*_conditions({k: v for k, v in given.items() if k not in FREE})]
+        points = [point for cell in self._cells(changed) for point in cell]
+        for condition in chosen:
+            condition.check(self.name, points)
+        kept = [point for point in points if all(c.holds(point) for c in chosen)]
+        if not kept:
+            words = " ".join(condition.words for condition in chosen)
+            raise UsageError(f"no run of suite {self.name!r} has all of {words}")
+        return kept
+
+    def configs(self, given: Mapping[str, Any]) -> list[Config]:
+        """Return the configs of `points`, of a suite that chooses no rates."""
+        return [point.config for point in self.points(given)]
+
+    def runs(self, given: Mapping[str, Any]) -> Generator[Config, Mapping[str, Any], None]:
+        """Yield the configs to run, and be sent the summary of each: seed by seed.
+
+        The trials that choose a rate come before the runs that need it.
+        """
+        points = sorted(self.points(given), key=lambda point: point.config.seed)
+        rates: dict[str, float] = {}
+        for point in points:
+            if point.tune is not None and point.identity not in rates:
+                rates[point.identity] = yield from _tuned(point)
+        for point in points:
+            rate = rates.get(point.identity)
+            yield point.config if rate is None else point.with_rate(rate)
+
+    def tier(self, bits: float) -> str | None:
+        """Return the tier of a row by its measured bits an element on the way up."""
+        for name, (low, high) in self.tiers.items():
+            if low <= bits <= high:
+                return name
+        return None
+
+    def _cells(self, changed: Mapping[str, Any]) -> Iterator[list[Point]]:
+        """Yield the runs of each published number."""
+        owners: dict[str, int] = {}
+        for number, entry in enumerate(self.entries, 1):
+            steps = entry.paper_steps or self.paper_steps
+            if steps is None and entry.published is not None:
+                raise UsageError(f"suite {self.name!r}, entry {number}: paper_steps is missing")
+            tune = self._tune(number, entry)
+            for own, accuracy in entry.cells():
+                first = {} if tune is None else {"lr": tune.start[len(tune.start) // 2]}
+                try:
+                    configs = grid.expand({**self._with(own), **first, **changed}, None)
+                except UsageError as error:
+                    raise UsageError(f"suite {self.name!r}, entry {number}: {error}") from error
+                told = None
+                if steps is not None:
+                    told = Published(
+                        accuracy,
+                        steps,
+                        self.paper,
+                        entry.place,
+                        self.name,
+                        self.differs,
+                        entry.published_top5,
+                    )
+                cell = [Point(one, number, own, told, tune) for one in configs]
+                for identity in {point.identity for point in cell}:
+                    if identity in owners:
+                        raise UsageError(
+                            f"suite {self.name!r}: entries {owners[identity]} and {number} have "
+                            "the same run; give it one number"
+                        )
+                    owners[identity] = number
+                yield cell
+
+    def _tune(self, number: int, entry: Entry) -> Tune | None:
+        """Return the rule for an entry, with the rates that it starts from.
+
+        Raises:
+            UsageError: a rate is given beside the rule, or the start is none.
+        """
+        if self.tune is None or entry.start is None:
+            if entry.start is not None:
+                raise UsageError(f"suite {self.name!r}, entry {number}: start without tune")
+            tune = self.tune
+        else:
+            try:
+                self.tune.check(entry.start)
+            except ValueError as error:
+                raise UsageError(f"suite {self.name!r}, entry {number}: {error}") from None
+            tune = self.tune.model_copy(update={"start": entry.start})
+        if tune is not None and ("lr" in self.config or "lr" in entry.config):
+            raise UsageError(f"suite {self.name!r}, entry {number}: lr is chosen by tune; drop it")
+        return tune
+
+    def _with(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return an entry's settings and, where it says nothing, the suite's."""
+        merged = {**self.config, **own}
+        for key in grid.NESTED:
+            parts = [part.get(key) or {} for part in (self.config, own)]
+            for part in parts:
+                if not isinstance(part, dict):
+                    raise UsageError(f"{key}: a mapping of fields expected, not {part!r}")
+            merged[key] = {name: value for part in parts for name, value in part.items()}
+        return merged
+
+    def sets(self, key: str, field: str | None = None) -> bool:
+        """Return whether the suite says a setting, or a field of one that is a mapping."""
+        every = [self.config, *(entry.config for entry in self.entries)]
+        if field is not None:
+            return any(field in (config.get(key) or {}) for config in every)
+        return any(key in config for config in every) or any(key == e.by for e in self.entries)
+
+
+def _tuned(point: Point) -> Generator[Config, Mapping[str, Any], float]:
+    """Yield the trials of a point, be sent their summaries, and return the chosen rate."""
+    tried: dict[float, float] = {}
+    while True:
+        choice = point.choose(tried)
+        if choice.lr is not None:
+            return choice.lr
+        assert choice.trial is not None, "a choice is a rate or a trial"
+        tried[choice.trial] = quality((yield point.trial(choice.trial)))
+
+
+# ---- the settings of a run -----------------------------------------------------------------------
+
+
+def resolved(config: Config) -> dict[str, Any]:
+    """Return a config as JSON, every field of compressor, task and memory told, without FREE.
+
+    Fields that change by step are text, as the command line writes them.
+    """
+    known = {key: value for key, value in config.model_dump(mode="json").items() if key not in FREE}
+    owners = {
+        "options": config.make_compressor(),
+        "task_options": config.make_task(),
+        "memory_options": config.make_memory(),
+    }
+    for key, owner in owners.items():
+        every = {name: getattr(owner, name) for name in registry.fields(type(owner))}
+        known[key] = every | {
+            name: schedule.text(value) if isinstance(value, Mapping) else value
+            for name, value in known[key].items()
+        }
+    return known
+
+
+class _Condition(NamedTuple):
+    """A setting, or a field of one that is a mapping, and the values that are allowed."""
+
+    key: str
+    field: str | None
+    values: Sequence[Any]
+
+    def of(self, point: Point) -> Any:
+        """Return what a run has; `_ABSENT` where it has no such field."""
+        value = point.resolved.get(self.key, _ABSENT)
+        return value if self.field is None else value.get(self.field, _ABSENT)
+
+    def holds(self, point: Point) -> bool:
+        """Return whether a run has one of the values, written as the command line writes them."""
+        return text(self.of(point)) in map(text, self.values)
+
+    @property
+    def words(self) -> str:
+        """The condition as the command line has it."""
+        values = ",".join(map(text, self.values))
+        if self.field is None:
+            return f"--{self.key.replace('_', '-')} {values}"
+        return f"{SET_FLAGS[self.key]} {self.field}={values}"
+
+    def check(self, suite: str, points: Sequence[Point]) -> None:
+        """Raise UsageError where no run has the setting, or none its values."""
+        present = dict.fromkeys(text(v) for p in points if (v := self.of(p)) is not _ABSENT)
+        if not present:
+            if self.field is None:
+                raise UsageError(f"suite {suite!r} chooses {self.key} itself; leave it out")
+            known = {name for p in points for name in p.resolved[self.key]}
+            raise unknown(f"field of suite {suite}:", str(self.field), known)
+        missing = [word for word in map(text, self.values) if word not in present]
+        if missing:
+            raise UsageError(
+                f"{self.words}: suite {suite!r} has no run with {', '.join(missing)}, only with "
+                f"{', '.join(present)}; budget, engine and machine are free, all else chooses "
+                "among its runs"
+            )
+
+
+_ABSENT = object()
+
+
+def _conditions(given: Mapping[str, Any]) -> Iterator[_Condition]:
+    """Yield what the flags choose by."""
+    for key, value in given.items():
+        if key in grid.NESTED:
+            for field, own in value.items():
+                values = own if isinstance(own, list) else [own]
+                told = [schedule.text(v) if isinstance(v, Mapping) else v for v in values]
+                yield _Condition(key, field, told)
+        else:
+            yield _Condition(key, None, grid.choices(key, value))
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def names() -> list[str]:
+    """Return the names of the suites that gcbench has."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def load(name: str) -> Suite:
+    """Return the suite of that name, or in that file.
+
+    Raises:
+        UsageError: an unknown name; a file that is missing or wrong.
+    """
+    if not name:
+        raise UsageError(f"--suite: a name expected ({', '.join(names())}), or a file")
+    if name.endswith((".yaml", ".yml")) or "/" in name:
+        return _read(name, Path(name))
+    if name not in names():
+        raise unknown("suite", name, names(), "A file is named by its path: my.yaml.")
+    return _own(name, FOLDER)
+
+
+@cache
+def _own(name: str, folder: Path) -> Suite:
+    """Return a suite of gcbench's own, read and checked once."""
+    return _read(name, folder / f"{name}.yaml")
+
+
+def _read(name: str, path: Path) -> Suite:
+    found = grid.read(path, "--suite")
+    for key in ("name", "file"):
+        if key in found:
+            raise UsageError(f"--suite {name}: {key!r} is the file's own; leave it out")
+    try:
+        suite = Suite(name=path.stem, file=path, **found)
+    except (ValidationError, TypeError) as error:
+        raise UsageError(f"--suite {name}: {_problems(error)}") from None
+    suite.points()
+    return suite
+
+
+def _problems(error: ValidationError | TypeError) -> str:
+    """Return in one line what is wrong with a file; a TypeError comes of a key that is no text."""
+    if isinstance(error, TypeError):
+        return "its keys are names: title, source, place, differs, config, entries"
+    told = []
+    for problem in error.errors():
+        message, place = problem["msg"].removeprefix("Value error, "), problem["loc"]
+        if problem["type"] == "extra_forbidden":
+            message = f"no such key; known: {', '.join(_KEYS[len(place) > 1])}"
+        where = [f"entry {p + 1}" if isinstance(p, int) else str(p) for p in place[-2:]]
+        told.append(f"{', '.join(where)}: {message[0].lower()}{message[1:]}")
+    return "; ".join(told)
+
+
+_KEYS = (sorted(Suite.model_fields.keys() - {"name", "file"}), sorted(Entry.model_fields))

@@ -1,0 +1,693 @@
+"""The training loop: N workers' gradients, one exchange, one update of identical replicas.
+
+Every worker starts from the same parameters and applies the same mean gradient with the same
+optimizer, so only gradients travel (parameter localization) and one set of parameters serves all
+workers of a process. Each worker keeps what is its own: its examples and its model's buffers.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gcbench import ops
+from gcbench.core import purposes, registry
+from gcbench.core.clock import Clock
+from gcbench.core.compressor import Key, Segments
+from gcbench.core.errors import DivergedError, GcbenchError, Interrupted, UsageError
+from gcbench.core.exchange import Exchange, Lane, dense_tensors
+from gcbench.core.schema import PHASES, SCHEMA
+from gcbench.core.task import Split, Task
+from gcbench.core.world import World
+from gcbench.training import captures, configuration, progress, sinks
+from gcbench.training.configuration import Config
+from gcbench.training.dropout import Dropout, set_dropout_key
+from gcbench.training.store import Run
+
+THREADS_FROM = 1 << 17
+"""Parameters from which simulated workers run on threads; below, the interpreter is the limit."""
+AGREE_EVERY = 10
+"""Steps between agreements to pause; between processes each costs a message."""
+EMA_WARM_UP = 10
+"""TensorFlow's ExponentialMovingAverage with a step count: decay <= (1 + t) / (10 + t)."""
+
+
+@dataclass
+class Options:
+    """What does not change the results: where data lies, how often to save, how to report."""
+
+    data_dir: Path | None = None
+    checkpoint_seconds: float = 60.0
+    progress: progress.Mode = "none"
+    on_bucket: Callable[[int, int, Tensor], None] | None = None
+    """Called with (step, rank, bucket) before the exchange, in the order of the local ranks:
+    analyses look at gradients, tests put faults in. The next step writes over the bucket."""
+    capture: captures.Plan | None = None
+    sinks: tuple[str, ...] = ()
+    """Names of the sinks that hear of the records."""
+
+
+def classifier(model: nn.Module) -> list[str]:
+    """Return the parameter names of the last layer: the last module with its own parameters."""
+    names: list[str] = []
+    for prefix, module in model.named_modules():
+        own = [name for name, _ in module.named_parameters(recurse=False)]
+        if own:
+            names = [f"{prefix}.{name}" if prefix else name for name in own]
+    return names
+
+
+def _share_parameters(replica: nn.Module, model: nn.Module) -> nn.Module:
+    """Give a copy of the model the model's own parameters; its buffers stay its own."""
+    theirs = dict(model.named_modules())
+    for name, module in replica.named_modules():
+        module._parameters = theirs[name]._parameters
+    return replica
+
+
+def _tracks_statistics(model: nn.Module) -> bool:
+    return any(
+        isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+        for module in model.modules()
+    )
+
+
+def _hold_out(train: Split, count: int, batch: int) -> tuple[Split, Split | None]:
+    """Return the examples to train on, and `count` others for validation (None for 0).
+
+    The same examples for every seed and method: a draw that depends on their number alone.
+
+    Raises:
+        UsageError: what is left does not fill a batch.
+    """
+    left = len(train) - count
+    if left < batch:
+        held = f" less {count} held out" if count else ""
+        raise UsageError(f"batch {batch} is larger than the {len(train)} training examples{held}")
+    if not count:
+        return train, None
+    order = _permutation(Key(0, 0, 0, 0, purposes.HOLDOUT), len(train))
+    return train.select(order[count:].sort().values), train.select(order[:count].sort().values)
+
+
+def _permutation(key: Key, n: int) -> Tensor:
+    """Return a random order of n examples, int64 on the CPU."""
+    draws = ops.draws24(key, 2 * n).long()
+    # 48 bits an example: ties, which the stable sort resolves, are out of the question.
+    return torch.argsort(draws[:n] << 24 | draws[n:], stable=True)
+
+
+def _check_randomness(model: nn.Module, gradients: str) -> None:
+    """Raise UsageError for dropout whose masks would depend on the engine, or on nothing."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
+            raise UsageError(
+                f"{name} of the model is torch's {type(module).__name__}, whose masks depend on "
+                "the engine and are others after a resume; use gcbench.Dropout"
+            )
+        if isinstance(module, Dropout) and module.rate and gradients == "batched":
+            raise UsageError(
+                "gradients=batched has one pass and so one mask for all workers; "
+                "use gradients=loop for a model with dropout"
+            )
+
+
+class Trainer:
+    """One run: the state of its local workers, and a step."""
+
+    def __init__(self, config: Config, world: World, run: Run, options: Options) -> None:
+        self.config, self.world, self.run, self.options = config, world, run, options
+        self.observer: progress.Observer = progress.Silent()
+        self.sinks: sinks.Sinks | None = None
+        ops.use(config.backend)
+        self.device = world.device
+        self.task: Task = config.make_task()
+        self.compressor = config.make_compressor(config.steps - 1)  # the one that it ends with
+        self.clock = Clock(self.device)
+        train, test = self.task.load(options.data_dir)
+        train, self.validation = _hold_out(train, config.holdout, config.batch)
+        self.train, self.test = train.to(self.device), test.to(self.device)
+        if self.validation is not None:
+            self.validation = self.validation.to(self.device)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            self.model = self.task.model_for(train).to(self.device)
+        self.replicas = [
+            _share_parameters(copy.deepcopy(self.model), self.model) for _ in world.ranks
+        ]
+        if config.gradients == "batched" and _tracks_statistics(self.model):
+            raise UsageError(
+                "gradients=batched cannot keep each worker's batch-norm statistics apart; "
+                "use gradients=loop for this model"
+            )
+        _check_randomness(self.model, config.gradients)
+        self._lay_out()
+        self.recorder = self._recorder()
+        world.inline = self.total < THREADS_FROM
+        self.exchange = Exchange(world, self._lanes(0), config.seed, self.clock)
+        self.stages = set(config.stages())
+        # Gradients lie at the same places in every step.
+        self.buckets = [torch.empty(self.total, device=self.device) for _ in world.ranks]
+        self.late: Tensor | None = None  # a mean that is applied at the next step
+        self.optimizer = self._optimizer()
+        ema = config.ema > 0
+        self.ema = [p.detach().clone() for p in self.parameters] if ema else []
+        self.step = 0
+        self.skipped = 0
+        self.seconds = 0.0
+        self.train_loss = math.nan
+        self._order: tuple[int, Tensor] = (-1, torch.empty(0))
+
+    # -- layout ------------------------------------------------------------------------------------
+
+    def _lay_out(self) -> None:
+        """Order the parameters: those to compress first, then those kept dense."""
+        config = self.config
+        named = dict(self.model.named_parameters())
+        shapes = [tuple(p.shape) for p in named.values()]
+        last = classifier(self.model) if config.dense_last else []
+        dense = dense_tensors(list(named), shapes, config.dense_below, last)
+        order = sorted(range(len(dense)), key=lambda i: dense[i])  # stable: False before True
+        self.names = [list(named)[i] for i in order]
+        self.parameters = [named[name] for name in self.names]
+        self.sizes = [p.numel() for p in self.parameters]
+        self.total = sum(self.sizes)
+        split = len(dense) - sum(dense)
+        ordered = [shapes[i] for i in order]
+        self.shapes = ordered[:split], ordered[split:]
+        self.decayed = [self.task.decayed(name) for name in self.names]
+
+    def _recorder(self) -> captures.Recorder | None:
+        plan = self.options.capture
+        if plan is None:
+            return None
+        kinds, shapes = captures.kinds(self.model), [*self.shapes[0], *self.shapes[1]]
+        layers = [
+            captures.Layer(name, kinds[name], shape)
+            for name, shape in zip(self.names, shapes, strict=True)
+        ]
+        config = self.config.model_dump(mode="json")
+        network = str(getattr(self.task, "network", type(self.model).__name__))
+        return captures.Recorder(plan, self.run, self.world, layers, config, network)
+
+    def _lanes(self, step: int) -> list[Lane]:
+        """Return how the bucket is exchanged from `step` on, until the next stage."""
+        config, memory = self.config, self.config.make_memory()
+        plain = registry.compressor("none")
+        compressed, dense = self.shapes
+        lanes = []
+        if compressed:
+            if step < config.start_step:
+                segments = Segments.of(compressed)
+                lanes.append(Lane(plain, "allreduce", 0, segments, memory))
+            else:
+                method = config.make_compressor(step)
+                segments = Segments.of(compressed, method.granularity)
+                lanes.append(Lane(method, config.collective, 0, segments, memory))
+        if dense:
+            start = lanes[0].segments.numel if lanes else 0
+            lanes.append(Lane(plain, "allreduce", start, Segments.of(dense), memory.dense()))
+        return lanes
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        config = self.config
+        update = config.decay == "update"
+        groups = [
+            {
+                "params": [p for p, on in zip(self.parameters, self.decayed, strict=True) if on],
+                "weight_decay": config.weight_decay if update else 0.0,
+            },
+            {
+                "params": [
+                    p for p, on in zip(self.parameters, self.decayed, strict=True) if not on
+                ],
+                "weight_decay": 0.0,
+            },
+        ]
+        groups = [group for group in groups if group["params"]]
+        if config.optimizer == "adam":
+            return torch.optim.Adam(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+        return torch.optim.SGD(
+            groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov
+        )
+
+    # -- gradients ---------------------------------------------------------------------------------
+
+    def _indices(self, rank: int) -> Tensor:
+        """Return the examples of one worker at this step: its share of the global batch."""
+        batch, n = self.config.batch, len(self.train)
+        epoch, place = divmod(self.step, n // batch)
+        if self._order[0] != epoch:
+            key = Key(self.config.seed, epoch, 0, 0, purposes.ORDER)
+            self._order = (epoch, _permutation(key, n).to(self.device))
+        share = batch // self.config.workers
+        start = place * batch + rank * share
+        return self._order[1][start : start + share]
+
+    def _key(self, rank: int) -> Key:
+        """Return the address of the random numbers of one worker's examples at this step."""
+        return Key(self.config.seed, self.step, rank, 0, purposes.AUGMENT)
+
+    def _batch(self, rank: int) -> tuple[Tensor, Tensor]:
+        return self.task.batch(self.train, self._indices(rank), self._key(rank))
+
+    def finish_bucket(self, gradients: Sequence[Tensor], worker: int | None = None) -> Tensor:
+        """Return the flat gradient with the loss's L2 term, float32, shape (total,).
+
+        `worker`: number of the local worker whose bucket it is; None: a tensor of its own.
+        """
+        flat = [gradient.reshape(-1) for gradient in gradients]
+        bucket = torch.cat(flat, out=None if worker is None else self.buckets[worker])
+        if self.config.decay == "loss" and self.config.weight_decay:
+            for piece, parameter, on in zip(
+                torch.split(bucket, self.sizes), self.parameters, self.decayed, strict=True
+            ):
+                if on:
+                    piece.add_(parameter.detach().view(-1), alpha=self.config.weight_decay)
+        return bucket
+
+    def _gradient(self, rank: int) -> tuple[Tensor, float]:
+        """Return one worker's bucket and loss: the definition, computed by itself."""
+        inputs, targets = self._batch(rank)
+        worker = rank - self.world.ranks[0]
+        replica = self.replicas[worker]
+        set_dropout_key(replica, self._key(rank))
+        outputs = replica(inputs)
+        loss = self.task.loss(outputs, targets)
+        gradients = torch.autograd.grad(loss, self.parameters)
+        return self.finish_bucket(gradients, worker), float(loss.detach())
+
+    def _gradients(self) -> tuple[list[Tensor], list[float]]:
+        """Return the local workers' buckets and losses."""
+        self._indices(self.world.ranks[0])  # one thread draws the epoch's order
+        if self.config.gradients == "loop":
+            timed = self.clock.timed(self._gradient)
+            results = self.clock.workers("forward_backward", self.world.map(timed))
+            buckets = [bucket for bucket, _ in results]
+            losses = [loss for _, loss in results]
+        else:
+            started = self.clock.read()
+            buckets, losses = self._batched_gradients()
+            share = (self.clock.read() - started) / self.world.size
+            self.clock.add("forward_backward", share)
+        if self.options.on_bucket is not None:
+            for rank, bucket in zip(self.world.ranks, buckets, strict=True):
+                self.options.on_bucket(self.step, rank, bucket)
+        return buckets, losses
+
+    def _batched_gradients(self) -> tuple[list[Tensor], list[float]]:
+        """Return all workers' buckets and losses from one pass, vectorized over workers."""
+        batches = [self._batch(rank) for rank in self.world.ranks]
+        inputs = torch.stack([batch[0] for batch in batches])
+        targets = torch.stack([batch[1] for batch in batches])
+        buffers = dict(self.model.named_buffers())
+
+        def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+            return self.task.loss(
+                torch.func.functional_call(self.model, (parameters, buffers), (x,)), y
+            )
+
+        one = torch.func.grad_and_value(loss)
+        parameters = {name: p.detach() for name, p in zip(self.names, self.parameters, strict=True)}
+        gradients, losses = torch.func.vmap(one, in_dims=(None, 0, 0))(parameters, inputs, targets)
+        buckets = [
+            self.finish_bucket([gradients[name][i] for name in self.names], i)
+            for i in range(self.world.size)
+        ]
+        return buckets, losses.tolist()
+
+    # -- faults ------------------------------------------------------------------------------------
+
+    def _all_finite(self, buckets: list[Tensor]) -> bool:
+        """Check for NaN and infinity; with on_nonfinite=skip, agree on it over all workers.
+
+        Raises:
+            GcbenchError: a gradient is not finite and the run is to stop.
+        """
+        bad = [not math.isfinite(float(b.sum())) and not b.isfinite().all() for b in buckets]
+        if self.config.on_nonfinite == "skip":
+            flags = [torch.tensor([float(b)], device=self.device) for b in bad]
+            return not bool(self.world.all_reduce(flags, "max").item())
+        for rank, bucket, is_bad in zip(self.world.ranks, buckets, bad, strict=True):
+            if is_bad:
+                pieces = zip(self.names, torch.split(bucket, self.sizes), strict=True)
+                layer = next(name for name, piece in pieces if not piece.isfinite().all())
+                raise DivergedError(
+                    f"non-finite gradient in layer {layer} of worker {rank} at step {self.step}. "
+                    "Lower --lr, or go on without such steps: --on-nonfinite skip",
+                    self.step,
+                )
+        return True
+
+    def _check_replicas(self) -> None:
+        """Compare the replicas' parameters.
+
+        Raises:
+            GcbenchError: they are no longer the same bits.
+        """
+        digests = self.world.collect([self.parameter_hash()] * len(self.world.ranks))
+        if len(set(digests)) > 1:
+            odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+            raise GcbenchError(
+                f"replicas have drifted apart by step {self.step}: worker(s) {odd} differ from "
+                "worker 0. The compressor's decode is not the same on every worker"
+            )
+
+    def parameter_hash(self) -> str:
+        """Return the SHA-256 of the parameters' bytes, in the model's order."""
+        digest = hashlib.sha256()
+        for parameter in self.model.parameters():
+            digest.update(parameter.detach().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def train_step(self) -> list[float]:
+        """Do one step; return the local workers' losses."""
+        self.clock.start_step()
+        config = self.config
+        if self.step in self.stages and self.step:
+            self.exchange.change(self._lanes(self.step))
+        buckets, losses = self._gradients()
+        if self.recorder is not None:
+            self.recorder.hold(self.step, buckets)
+        finite = self._all_finite(buckets)
+        if finite:
+            applied = min(self.step + config.delay, config.steps - 1)
+            mean = self.exchange.mean(buckets, self.step, config.lr_at(applied))
+            with self.clock.phase("update"):
+                self._apply(mean)
+        else:
+            self.skipped += 1
+        self.step += 1
+        if config.rebroadcast_every and self.step % config.rebroadcast_every == 0:
+            with self.clock.phase("communicate"):
+                self._rebroadcast()
+        self.clock.end_step()
+        return losses
+
+    def _apply(self, mean: Tensor) -> None:
+        """Update with this step's mean; with a delay, with the one before and, at the end, both."""
+        lr = self.config.lr_at(self.step)
+        if not self.config.delay:
+            self._update(mean, lr)
+            return
+        if self.late is not None:
+            self._update(self.late, lr)
+        self.late = mean.clone()  # the exchange writes the next mean where this one is
+        if self.step == self.config.steps - 1:
+            self._update(mean, lr)
+
+    def _rebroadcast(self) -> None:
+        """Send worker 0's parameters to all: equal ones already, but the bytes are spent."""
+        flat = torch.cat([parameter.detach().view(-1) for parameter in self.parameters])
+        pieces = torch.split(self.world.broadcast(flat), self.sizes)
+        with torch.no_grad():
+            for parameter, piece in zip(self.parameters, pieces, strict=True):
+                parameter.copy_(piece.view_as(parameter))
+
+    def _update(self, mean: Tensor, lr: float) -> None:
+        pieces = torch.split(mean, self.sizes)
+        for parameter, piece in zip(self.parameters, pieces, strict=True):
+            parameter.grad = piece.view_as(parameter)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        if self.ema:
+            t = self.step
+            decay = min(self.config.ema, (1 + t) / (EMA_WARM_UP + t))
+            for average, parameter in zip(self.ema, self.parameters, strict=True):
+                average.lerp_(parameter.detach(), 1 - decay)
+
+    # -- evaluation --------------------------------------------------------------------------------
+
+    def evaluate(self, *, last: bool = True) -> dict[str, float | None]:
+        """Return accuracy and loss, with averaged parameters where kept.
+
+        With validation examples those judge the run on its way, and the test split is looked at
+        after the last step alone (not at all without `Config.test`); without any, the test split
+        is looked at each time. Worker 0's buffers serve, as under DistributedDataParallel.
+        """
+        found: dict[str, float | None] = {}
+        if self.validation is not None:
+            found |= self._judge(self.validation, "validation")
+        if self.config.test and (last or self.validation is None):
+            found |= self._judge(self.test, "test")
+        return found
+
+    def _judge(self, split: Split, name: str) -> dict[str, float | None]:
+        """Return `<name>_accuracy` (None for a task without one), `<name>_loss`, task's metrics."""
+        model = copy.deepcopy(self.replicas[0]).eval()
+        if self.ema:
+            averages = dict(zip(self.names, self.ema, strict=True))
+            for own, parameter in model.named_parameters():
+                parameter.data = averages[own]
+        right, loss, judged = 0, 0.0, True
+        further: dict[str, float] = {}
+        size = self.task.evaluation_batch
+        with torch.no_grad():
+            for start in range(0, len(split), size):
+                stop = min(start + size, len(split))
+                indices = torch.arange(start, stop, device=self.device)
+                inputs, targets = self.task.batch(split, indices, None)
+                outputs = model(inputs)
+                loss += float(self.task.loss(outputs, targets)) * (stop - start)
+                correct = self.task.correct(outputs, targets)
+                judged = judged and correct is not None
+                right += int(correct.sum()) if correct is not None else 0
+                for metric, values in self.task.metrics(outputs, targets).items():
+                    further[metric] = further.get(metric, 0.0) + float(values.sum())
+        return {
+            f"{name}_accuracy": right / len(split) if judged else None,
+            f"{name}_loss": configuration.finite(loss / len(split)),
+            **{f"{name}_{k}": configuration.finite(v / len(split)) for k, v in further.items()},
+        }
+
+    # -- the run -----------------------------------------------------------------------------------
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes the records: it has worker 0."""
+        return self.world.ranks[0] == 0
+
+    def _record(self, kind: str, values: Mapping[str, Any]) -> None:
+        traffic = self.world.collect_traffic()
+        record = {
+            "kind": kind,
+            "step": self.step,
+            **values,
+            "payload_bytes_up": sum(t.payload_up for t in traffic) / len(traffic),
+            "payload_bytes_down": sum(t.payload_down for t in traffic) / len(traffic),
+            "wire_bytes": sum(t.wire for t in traffic) / len(traffic),
+            "seconds": round(self.seconds, 3),
+        }
+        if self.leads:
+            self.run.append(record)
+            if self.sinks is not None:
+                self.sinks.record(record)
+            self.observer.record(record)
+
+    def fit(self, stop: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+        """Train from the checkpoint, if there is one, to the end; return the summary.
+
+        `stop` is asked between steps whether the user wants to end here.
+
+        Raises:
+            Interrupted: the stop was asked for; a checkpoint is written.
+            GcbenchError: see `train_step`; records and the last checkpoint stay.
+        """
+        config = self.config
+        self._resume()
+        if self.recorder is not None:
+            self.recorder.begin(self.step, config.run_name)
+        if self.leads and self.options.sinks:
+            given = config.model_dump(mode="json"), self.run.read_provenance()
+            self.sinks = sinks.Sinks(self.options.sinks, self.run, *given)
+        if self.leads:
+            self.observer = progress.observer(self.options.progress, config.run_name, config.steps)
+        try:
+            return self._summary(self._train(stop))
+        finally:
+            self.observer.close()
+            if self.sinks is not None:
+                self.sinks.close()
+
+    def _train(self, stop: Callable[[], bool]) -> dict[str, float | None]:
+        """Do the remaining steps; return the last evaluation."""
+        config = self.config
+        saved = time.monotonic()
+        last_eval: dict[str, float | None] = {}
+        while self.step < config.steps:
+            losses = self.train_step()
+            if self.recorder is not None:
+                self.recorder.write()
+            self.observer.step(self.step)
+            self.seconds += self.clock.steps[-1][-1]
+            done = self.step == config.steps
+            if self.step % config.log_every == 0 or done:
+                self.train_loss = statistics.fmean(self.world.collect(losses))
+                loss, lr = configuration.finite(self.train_loss), config.lr_at(self.step - 1)
+                self._record("train", {"train_loss": loss, "lr": lr})
+            if done or (config.eval_every and self.step % config.eval_every == 0):
+                self._check_replicas()
+                last_eval = self._evaluate_once(last=done)
+                self._record("eval", last_eval)
+            pause = "" if done else self._pause(time.monotonic() - saved, stop())
+            if pause:
+                self.save()
+                saved = time.monotonic()
+            if pause == "stop":
+                raise Interrupted(f"stopped after step {self.step} of {config.steps}")
+        return last_eval
+
+    def _evaluate_once(self, *, last: bool) -> dict[str, float | None]:
+        """Evaluate where worker 0 lives; the others wait and learn the result."""
+        own = self.evaluate(last=last) if self.leads else {}
+        return self.world.collect([own] * len(self.world.ranks))[0]
+
+    def _pause(self, since_saved: float, asked: bool) -> str:
+        """Return "save", "stop" or nothing, the same on every worker: worker 0 decides."""
+        if len(self.world.ranks) < self.world.size and self.step % AGREE_EVERY:
+            return ""
+        late = since_saved > self.options.checkpoint_seconds
+        mine = "stop" if asked else "save" if late else ""
+        return self.world.collect([mine] * len(self.world.ranks))[0]
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def _worker_states(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "buffers": {k: v.cpu() for k, v in replica.named_buffers()},
+                "traffic": [t.payload_up, t.payload_down, t.wire],
+                "memory": [{k: v.cpu() for k, v in state.items()} for state in states],
+            }
+            for replica, t, states in zip(
+                self.replicas, self.world.traffic, self.exchange.workers, strict=True
+            )
+        ]
+
+    def save(self) -> None:
+        """Write a checkpoint of all workers; one process writes it."""
+        workers = self.world.collect(self._worker_states())
+        if not self.leads:
+            return
+        self.run.save(
+            {
+                "step": self.step,
+                "parameters": [p.detach().cpu() for p in self.parameters],
+                "optimizer": self.optimizer.state_dict(),
+                "ema": [average.cpu() for average in self.ema],
+                "workers": workers,
+                "joint": [{k: v.cpu() for k, v in own.items()} for own in self.exchange.joint],
+                "exchange_lr": self.exchange.lr,
+                "late": None if self.late is None else self.late.cpu(),
+                "skipped": self.skipped,
+                "seconds": self.seconds,
+                "modelled_seconds": self.world.modelled_seconds,
+                "clock": torch.tensor(self.clock.steps, dtype=torch.float64),
+            }
+        )
+
+    def _resume(self) -> None:
+        state = self.run.checkpoint()
+        if state is None:
+            return
+        try:
+            self._restore(state)
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+            raise GcbenchError(
+                f"{self.run.folder}/checkpoint.pt does not fit this run "
+                f"({type(error).__name__}); start over with --force"
+            ) from error
+        if self.leads:
+            self.run.rewind(self.step)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self.step = state["step"]
+        with torch.no_grad():
+            for parameter, value in zip(self.parameters, state["parameters"], strict=True):
+                parameter.copy_(value)
+            for average, value in zip(self.ema, state["ema"], strict=True):
+                average.copy_(value)
+        self.optimizer.load_state_dict(state["optimizer"])
+        exchange = self.exchange
+        exchange.change(self._lanes(self.step))
+        exchange.lr = state["exchange_lr"]
+        exchange.joint = [
+            {name: v.to(self.device) for name, v in own.items()} for own in state["joint"]
+        ]
+        self.late = None if state["late"] is None else state["late"].to(self.device)
+        for rank, replica, traffic, own in zip(
+            self.world.ranks, self.replicas, self.world.traffic, exchange.workers, strict=True
+        ):
+            worker = state["workers"][rank]
+            for mine, saved in zip(own, worker["memory"], strict=True):
+                mine.update({k: v.to(self.device) for k, v in saved.items()})
+            for name, buffer in replica.named_buffers():
+                buffer.copy_(worker["buffers"][name])
+            traffic.payload_up, traffic.payload_down, traffic.wire = worker["traffic"]
+        self.skipped, self.seconds = state["skipped"], state["seconds"]
+        self.world.modelled_seconds = state["modelled_seconds"]
+        self.clock.steps = state["clock"].tolist()
+
+    # -- the result --------------------------------------------------------------------------------
+
+    def _summary(self, evaluation: Mapping[str, float | None]) -> dict[str, Any]:
+        config, world = self.config, self.world
+        traffic = world.collect_traffic()
+        up = sum(t.payload_up for t in traffic) / world.size
+        down = sum(t.payload_down for t in traffic) / world.size
+        wire = sum(t.wire for t in traffic)
+        dense = 4.0 * self.total * (config.steps - self.skipped)
+        medians = self.clock.medians()
+        simulated = config.engine == "simulate"
+        phases: dict[str, float | None] = {phase: medians[phase] for phase in PHASES}
+        modelled = None
+        if simulated:
+            phases["communicate"] = None  # moving memory in one process is no network
+            modelled = {
+                "seconds": world.modelled_seconds / config.steps,
+                "link_gbit": config.link_gbit,
+                "link_latency_us": config.link_latency_us,
+            }
+        return {
+            "schema": SCHEMA,
+            "task": config.task,
+            "compressor": repr(self.compressor),
+            "compressor_name": config.compressor,
+            "workers": config.workers,
+            "collective": config.collective,
+            "engine": config.engine,
+            "gradients": config.gradients,
+            "seed": config.seed,
+            "steps": config.steps,
+            "batch": config.batch,
+            **evaluation,
+            "train_loss": configuration.finite(self.train_loss),
+            "params": self.total,
+            "payload_bytes_up": up,
+            "payload_bytes_down": down,
+            "wire_bytes": {"per_worker": wire / world.size, "total": wire},
+            "nominal_ratio": configuration.nominal_ratio(self.compressor),
+            "payload_ratio_up": dense / up if up else None,
+            "payload_ratio_down": dense / down if down else None,
+            "phase_seconds": phases,
+            "communicate_modelled": modelled,
+            "step_seconds": medians["step"],
+            "seconds": self.seconds,
+            "skipped_steps": self.skipped,
+            "params_sha256": self.parameter_hash(),
+            "config_hash": config.hash,
+            "config": config.model_dump(mode="json"),
+        }

@@ -1,0 +1,133 @@
+"""Imports run one way through the rooms, so that a room is understood without those above it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BELOW = {
+    "core": (),
+    "ops": ("core",),
+    "training": ("core", "ops"),
+    "reporting": ("core", "ops", "training"),
+    "studies": ("core", "ops", "training", "reporting"),
+    "commands": ("core", "ops", "training", "reporting", "studies"),
+}
+"""What each room may import besides itself and `gcbench.__version__`."""
+PLUGINS = ("gcbench.ops", "gcbench.core")
+"""What files of compressors/ and tasks/ may import besides `gcbench` and each other."""
+DOOR = ("gcbench", "gcbench.cli", "gcbench.__main__")
+MOVED = ("compressor", "errors", "memory", "sinks", "task")
+"""Modules that only say where their content has moved."""
+
+
+def modules() -> dict[str, Path]:
+    """Return the files of the package, by the module that each is."""
+    found = {}
+    for path in sorted((ROOT / "gcbench").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imported(path: Path, known: dict[str, Path]) -> Iterator[tuple[str, bool]]:
+    """Yield the modules of gcbench that a file imports, and whether it does so when it is read.
+
+    Imports for type checkers alone are left out: they are not made.
+    """
+    tree = ast.parse(path.read_text())
+    late, never = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            late |= set(ast.walk(node))
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            never |= set(ast.walk(node))
+    for node in ast.walk(tree):
+        if node in never:
+            continue
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in known else node.module for name in full]
+        else:
+            continue
+        for name in names:
+            if name.partition(".")[0] == "gcbench":
+                yield name, node not in late
+
+
+def room(module: str) -> str:
+    return module.split(".")[1] if module.count(".") else ""
+
+
+def wrong_directions(files: dict[str, Path], known: dict[str, Path]) -> list[str]:
+    found = []
+    for module, path in files.items():
+        own = room(module)
+        if module in DOOR or own in MOVED:
+            continue
+        for name, _ in imported(path, known):
+            other = room(name)
+            if other and other != own and other not in BELOW[own]:
+                found.append(f"{module} imports {name}")
+    return found
+
+
+def test_every_module_is_in_a_room():
+    rooms = {room(module) for module in modules()} - {"", "cli", "__main__", *MOVED}
+    assert rooms == set(BELOW)
+
+
+def test_imports_run_one_way():
+    known = modules()
+    assert wrong_directions(known, known) == []
+
+
+def test_an_import_upwards_is_found(tmp_path):
+    path = tmp_path / "x.py"
+    path.write_text("def f():\n    from gcbench.studies import bounds\n")
+    assert wrong_directions({"gcbench.core.x": path}, modules()) == [
+        "gcbench.core.x imports gcbench.studies.bounds"
+    ]
+
+
+def circle(known: dict[str, Path]) -> list[str]:
+    """Return the modules of a circle of imports that are made when modules are read; none: []."""
+    graph = {
+        module: {name for name, at_once in imported(path, known) if at_once} - {module}
+        for module, path in known.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_there_is_no_circle():
+    known = modules()
+    packages = {module for module, path in known.items() if path.name == "__init__.py"}
+    # A package is imported before its modules, and it may import them.
+    assert circle({m: p for m, p in known.items() if m not in packages or m == "gcbench.ops"}) == []
+
+
+def test_a_circle_is_found(tmp_path):
+    for name, text in (("a", "from gcbench.core import b\n"), ("b", "import gcbench.core.a\n")):
+        (tmp_path / f"{name}.py").write_text(text)
+    files = {f"gcbench.core.{name}": tmp_path / f"{name}.py" for name in "ab"}
+    assert circle(files)
+
+
+@pytest.mark.parametrize("folder", ["compressors", "tasks"])
+def test_plugins_import_the_contract_and_operations_alone(folder):
+    known = modules()
+    for path in sorted((ROOT / folder).glob("*.py")):
+        for name, _ in imported(path, known):
+            allowed = name == "gcbench" or name.startswith((*PLUGINS, f"gcbench.{folder}"))
+            assert allowed, f"{path.name} imports {name}"
