@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 __version__ = "0.1.0"
 PUBLIC = {
@@ -33,6 +33,8 @@ __all__ = [
     "__version__",
     "get_compressor",
     "get_task",
+    "load_results",
+    "run",
 ]
 
 # In a checkout the plug-in folders are siblings of this package; in a wheel they lie inside it.
@@ -41,6 +43,8 @@ if not (_HERE / "compressors").is_dir():
     __path__.append(str(_HERE.parent))
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
+
     from gcbench.core.claims import Claims
     from gcbench.core.compressor import (
         Compressor,
@@ -77,6 +81,63 @@ def get_compressor(name: str, **fields: Any) -> Compressor:
     from gcbench.core import registry
 
     return registry.compressor(name, **fields)
+
+
+def run(
+    *,
+    results: str | Path = "results/runs",
+    data_dir: str | Path | None = None,
+    progress: Literal["auto", "bar", "plain", "none"] = "none",
+    force: bool = False,
+    **settings: Any,
+) -> DataFrame:
+    """Do a grid of runs, as `gcbench run` does, and return them as `load_results` does.
+
+    `settings` are the flags of `gcbench run` by their names (task, compressor, workers, steps, lr,
+    ...); a list is an axis of the grid. Fields of the compressor, the task and the memory are the
+    mappings `options`, `task_options` and `memory_options`. Finished runs in the folder `results`
+    are not made again unless `force` says so, and one that broke off goes on.
+
+    >>> import gcbench, tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> runs = gcbench.run(compressor=["none", "terngrad"], task="digits", steps=20, results=folder)
+    >>> runs[["compressor_name", "steps"]].values.tolist()
+    [['none', 20], ['terngrad', 20]]
+
+    Raises:
+        gcbench.core.errors.UsageError: an unknown setting or value; the message lists those known.
+        gcbench.core.errors.GcbenchError: a run failed; the others are done.
+    """
+    from gcbench.core.errors import unknown
+    from gcbench.reporting import reader
+    from gcbench.training import configuration, grid, runner
+
+    for name in settings:
+        if name not in configuration.Config.model_fields:
+            raise unknown("setting", name, configuration.Config.model_fields)
+    folder = Path(results)
+    configs = grid.expand(settings, None)
+    data = None if data_dir is None else Path(data_dir)
+    made = runner.Runner(folder, data, 60.0, progress, force=force)
+    made.all(configs, json=False)
+    hashes = [config.hash for config in configs]
+    found = {run.summary.config_hash: run for run in reader.load([folder])}
+    return reader.frame([found[name] for name in hashes])
+
+
+def load_results(*places: str | Path) -> DataFrame:
+    """Return finished runs, one a row: all those in folders, .json and .parquet files.
+
+    Columns are what a run's summary.json holds (results/README.md describes it), nested names
+    joined by dots: `test_accuracy`, `config.lr`, `phase_seconds.encode`, `provenance.machine.cpu`.
+    Without places those of results/runs are read.
+
+    Raises:
+        gcbench.core.errors.GcbenchError: a place holds no finished run, or cannot be read.
+    """
+    from gcbench.reporting import reader
+
+    return reader.frame(reader.load([Path(place) for place in places or ("results/runs",)]))
 
 
 def get_task(name: str, **fields: Any) -> Task:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -19,6 +19,9 @@ from gcbench.core.schema import ADDED, SCHEMA
 from gcbench.training import rows as rowfiles
 from gcbench.training import schedule
 from gcbench.training.configuration import canonical
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 RUN_FILES = ("config.json", "provenance.json", "metrics.jsonl", "metrics.parquet")
 
@@ -319,3 +322,15 @@ def load(folders: Sequence[Path]) -> list[Run]:
                 f"{other.source} kept"
             )
     return list(kept.values())
+
+
+def frame(runs: Sequence[Run]) -> DataFrame:
+    """Return runs as a data frame, one a row; names of what is nested are joined by dots."""
+    import pandas as pd
+
+    return pd.json_normalize(
+        [
+            {**run.summary.model_dump(), "suite": run.suite, "source": str(run.source)}
+            for run in runs
+        ]
+    )
