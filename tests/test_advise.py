@@ -30,7 +30,7 @@ SUITE = f"main/{suites.load('main').version}"
 def pictures_are_drawn_once(request: pytest.FixtureRequest, monkeypatch) -> None:
     """Draw none but where the picture is looked at: each takes longer than the advice."""
     if "pictures" not in request.node.name:
-        monkeypatch.setattr("gcbench.reporting.analysis.draw", lambda analysis, path: None)
+        monkeypatch.setattr("gcbench.studies.draw", lambda analysis, path: None)
 
 
 def run(name: str, seed: int, accuracy: float | None, config: Any = None, **over: Any) -> Any:

@@ -421,7 +421,7 @@ def test_the_picture_shows_the_saved_rows(two, results, tmp_path, monkeypatch):
     saved = measuring.load(next(results.iterdir()))
     assert (next(results.iterdir()) / "bandwidth.png").stat().st_size > 20_000
     drawn = []
-    monkeypatch.setattr(picture.pictures, "save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(picture.figures, "save", lambda figure, path: drawn.append(figure))
     studies.draw(saved, tmp_path / "x.svg")
     left, middle, right = drawn[0].axes
     rows = table(two, "transfers")

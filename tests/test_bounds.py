@@ -522,7 +522,7 @@ def test_constants_are_declared_where_their_property_is(of: str) -> None:
     found = 0
     for word, method in bounds.make().chosen().items():
         for size in quadratics.SHAPES:
-            value = getattr(method, of)(quadratics.segments_of(method, size))
+            value = getattr(method.claims, of)(quadratics.segments_of(method, size))
             if value is None:
                 continue
             found += 1

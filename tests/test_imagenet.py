@@ -262,7 +262,7 @@ def test_draws_of_later_layers_are_the_same_on_every_backend() -> None:
 @pytest.mark.parametrize(
     ("layer", "gradients", "message"),
     [
-        (nn.Dropout(0.1), "loop", r"1 of the model is torch's Dropout, .*gcbench\.task\.Dropout"),
+        (nn.Dropout(0.1), "loop", r"1 of the model is torch's Dropout, .*use gcbench\.Dropout"),
         (nn.Dropout2d(0.1), "loop", "torch's Dropout2d"),
         (Dropout(0.1), "batched", "use gradients=loop for a model with dropout"),
         (nn.Dropout(0.0), "loop", None),

@@ -425,7 +425,7 @@ def test_the_picture_of_tiers(tmp_path, monkeypatch):
         front = name != "qsgd"
         placed.append(compare.replace(row, runs=tuple(runs), tier=tier, on_front=front))
     drawn = []
-    monkeypatch.setattr(tier_plot.pictures, "save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(tier_plot.figures, "save", lambda figure, path: drawn.append(figure))
     tier_plot.draw(placed, "mine", tmp_path / "tiers.png")
     (axes,) = drawn[0].axes
     names = {label.get_text() for label in axes.texts}

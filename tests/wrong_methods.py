@@ -48,6 +48,9 @@ class Scaled(Compressor):
     def mean(self, payloads, segments, shared, *, out=None):
         return super().mean(payloads, segments, shared) * self.factor
 
+    def encode_feedback(self, x, residual, segments, shared, key, *, out=None):
+        return Compressor.encode_feedback(self, x, residual, segments, shared, key, out=out)
+
 
 class NegatedMean(Compressor):
     """What all apply has the wrong sign; the residual believes that all is well."""

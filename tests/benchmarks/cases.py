@@ -617,7 +617,7 @@ def _spectrum_fold(g: Gradient) -> Timed:
 
 # ---- methods -------------------------------------------------------------------------------------
 
-AGAIN: Mapping[str, int] = {"terngrad.encode": 4, "efsignsgd.encode_feedback": TWICE}
+AGAIN: Mapping[str, int] = {"efsignsgd.encode_feedback": TWICE}
 """Bytes an element that are read again, as a statistic of a whole tensor decides about each."""
 
 EAGER: Mapping[str, Eager] = {
@@ -648,7 +648,7 @@ EAGER: Mapping[str, Eager] = {
     "signsgd.mean8": each(eager.vote_values, eight(eager.sign_encode)),
     "signsgd.merge8": each(eager.vote, eight(eager.sign_encode)),
     "terngrad.statistic": each(eager.clipped_max),
-    "terngrad.encode": each(eager.terngrad),
+    "terngrad.agree_encode": each(eager.terngrad),
     "terngrad.decode": each(_terngrad_decode, eager.terngrad),
     "terngrad.mean8": each(_terngrad_mean, eight(eager.terngrad)),
     "topk.encode": each(eager.topk),
