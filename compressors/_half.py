@@ -35,13 +35,13 @@ class HalfPrecision(Compressor):
         prepared: Any = None,
         out: Payload | None = None,
     ) -> Payload:
-        return fill(out, ops.half_encode(x, self.dtype, out=slot(out, 0)))
+        return fill(out, ops.half.encode(x, self.dtype, out=slot(out, 0)))
 
     def decode(
         self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
     ) -> Tensor:
         self.check(payload, segments)
-        return ops.half_decode(payload.parts[0], self.name, out=out)
+        return ops.half.decode(payload.parts[0], self.name, out=out)
 
     def mean(
         self,
@@ -54,7 +54,7 @@ class HalfPrecision(Compressor):
         for payload in payloads:
             self.check(payload, segments)
         parts = [(payload.parts[0], payload.count) for payload in payloads]
-        return ops.half_mean(parts, self.name, out=out)
+        return ops.half.mean(parts, self.name, out=out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         return ((self.dtype, segments.numel),)

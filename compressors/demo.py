@@ -58,8 +58,8 @@ class DeMo(Compressor):
         if self.topk < 1:
             raise ValueError(f"topk={self.topk}: a number of coefficients, at least 1")
 
-    def _cuts(self, segments: Segments) -> list[ops.Chunks]:
-        return ops.dct_chunks(segments, self.chunk, self.topk)
+    def _cuts(self, segments: Segments) -> list[ops.dct.Chunks]:
+        return ops.dct.chunks(segments, self.chunk, self.topk)
 
     def encode(
         self,
@@ -72,16 +72,16 @@ class DeMo(Compressor):
         out: Payload | None = None,
     ) -> Payload:
         cuts = self._cuts(segments)
-        coefficients = ops.dct_forward(x, cuts)
-        places = ops.dct_largest(coefficients, cuts)
-        return fill(out, ops.dct_pack(places, cuts), coefficients[places])
+        coefficients = ops.dct.forward(x, cuts)
+        places = ops.dct.largest(coefficients, cuts)
+        return fill(out, ops.dct.pack(places, cuts), coefficients[places])
 
     def _sent(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor]:
         """Return where a payload's values belong among all coefficients, int64, and the values."""
         self.check(payload, segments)
         words, values = payload.parts
         try:
-            places = ops.dct_unpack(words, self._cuts(segments))
+            places = ops.dct.unpack(words, self._cuts(segments))
         except PayloadError as error:
             raise PayloadError(f"{self.name}: {error}") from None
         return places, self.check_finite(values)
@@ -93,7 +93,7 @@ class DeMo(Compressor):
         places, values = self._sent(payload, segments)
         dense = values.new_zeros(segments.numel)
         dense[places] = values
-        restored = ops.dct_inverse(dense, self._cuts(segments))
+        restored = ops.dct.inverse(dense, self._cuts(segments))
         return restored if out is None else out.copy_(restored)
 
     def mean(
@@ -111,13 +111,13 @@ class DeMo(Compressor):
             places, values = self._sent(payload, segments)
             total[places] += values  # a payload has a place once: the order is that of ranks
             senders[places] += 1
-        update = ops.dct_inverse(total.div_(senders.clamp_(min=1)), self._cuts(segments))
+        update = ops.dct.inverse(total.div_(senders.clamp_(min=1)), self._cuts(segments))
         update = update.sign_() if self.sign else update
         return update if out is None else out.copy_(update)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         cuts = self._cuts(segments)
-        return ((torch.int32, ops.dct_words(cuts)), (torch.float32, ops.dct_kept(cuts)))
+        return ((torch.int32, ops.dct.words(cuts)), (torch.float32, ops.dct.kept(cuts)))
 
     @property
     def claims(self) -> DeMoClaims:

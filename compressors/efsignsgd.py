@@ -29,7 +29,7 @@ from torch import Tensor
 
 from gcbench import ops
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill
+from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill, slots
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class EFSignSGD(Compressor):
         prepared: Any = None,
         out: Payload | None = None,
     ) -> Payload:
-        return fill(out, *ops.scaled_encode(x, segments))
+        return fill(out, *ops.sign.scaled_encode(x, segments, out=slots(out)))
 
     def encode_feedback(
         self,
@@ -68,7 +68,9 @@ class EFSignSGD(Compressor):
         *,
         out: Payload | None = None,
     ) -> Payload:
-        *parts, _ = ops.scaled_feedback(x, residual, segments, self.name, out=residual)
+        *parts, _ = ops.sign.scaled_feedback(
+            x, residual, segments, self.name, lost=residual, out=slots(out)
+        )
         return fill(out, *parts)
 
     def decode(
@@ -76,14 +78,14 @@ class EFSignSGD(Compressor):
     ) -> Tensor:
         self.check(payload, segments)
         words, scale = payload.parts
-        return ops.scaled_decode(words, scale, segments, self.name, out=out)
+        return ops.sign.scaled_decode(words, scale, segments, self.name, out=out)
 
     def decode_onto(
         self, payload: Payload, segments: Segments, shared: Tensor, total: Tensor
     ) -> None:
         self.check(payload, segments)
         words, scale = payload.parts
-        ops.scaled_decode(
+        ops.sign.scaled_decode(
             words, scale, segments, self.name, total=total, count=payload.count, out=total
         )
 
@@ -98,10 +100,10 @@ class EFSignSGD(Compressor):
         for payload in payloads:
             self.check(payload, segments)
         parts = [(payload.parts[0], payload.parts[1:], payload.count) for payload in payloads]
-        return ops.sign_mean(parts, segments, self.name, out=out)
+        return ops.sign.mean(parts, segments, self.name, out=out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
-        words = ops.packed_words(segments.numel, 1)
+        words = ops.packing.packed_words(segments.numel, 1)
         return ((torch.int32, words), (torch.float32, len(segments)))
 
     @property
@@ -123,9 +125,9 @@ class EFSignSGDClaims(Claims[EFSignSGD]):
 
     def error_bound(self, x: Tensor, segments: Segments) -> float:
         """Return sum (1 - phi) ||x||^2 over the segments: exact, but for float64 rounding."""
-        total, square = ops.segment_moments(x.abs(), segments)
+        total, square = ops.statistics.moments(x.abs(), segments)
         count = torch.tensor(segments.lengths, dtype=torch.float64, device=x.device)
-        return ops.mean_error(ops.class_means(count, total), count, total, square)
+        return ops.sign.mean_error(ops.sign.class_means(count, total), count, total, square)
 
     def delta(self, segments: Segments) -> float:
         """Return the least density that there is, 1/d of the longest segment, but for rounding."""

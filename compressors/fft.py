@@ -72,12 +72,12 @@ class FFT(Compressor):
             raise ValueError(f"theta={self.theta}: at least 0 and below 1 allowed")
         if self.bitmap not in WIDTHS:
             raise ValueError(f"bitmap={self.bitmap!r}: {', '.join(WIDTHS)} allowed")
-        ops.range_check(self.code_bits, self.mantissa)
+        ops.rangefloat.check(self.code_bits, self.mantissa)
         Segments.of([(1,)], self.granularity)  # refuses what it does not know
 
-    def _runs(self, segments: Segments) -> tuple[ops.KeptRun, ...]:
+    def _runs(self, segments: Segments) -> tuple[ops.selection.KeptRun, ...]:
         """Return the runs of the segments' bins."""
-        return ops.spectrum_runs(segments, self.theta, self.pad)
+        return ops.spectrum.runs_of(segments, self.theta, self.pad)
 
     def encode(
         self,
@@ -90,17 +90,17 @@ class FFT(Compressor):
         out: Payload | None = None,
     ) -> Payload:
         runs = self._runs(segments)
-        bins, energy = ops.spectrum_forward(x, segments, half=self.half, pad=self.pad)
-        kept = ops.spectrum_largest(energy, runs)
+        bins, energy = ops.spectrum.forward(x, segments, half=self.half, pad=self.pad)
+        kept = ops.spectrum.largest(energy, runs)
         width = WIDTHS[self.bitmap]
         form = self.code_bits, self.mantissa, width
-        return fill(out, *ops.spectrum_pack(bins, kept, runs, *form))
+        return fill(out, *ops.spectrum.pack(bins, kept, runs, *form))
 
     def _open(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor]:
         """Return the kept bins, int64, (K,) in all, and their values, float32, (K, 2)."""
         self.check(payload, segments)
         form = self.code_bits, self.mantissa, WIDTHS[self.bitmap]
-        return ops.spectrum_unpack(payload.parts, self._runs(segments), *form, self.name)
+        return ops.spectrum.unpack(payload.parts, self._runs(segments), *form, self.name)
 
     def decode(
         self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
@@ -119,12 +119,12 @@ class FFT(Compressor):
         opened = [self._open(payload, segments) for payload in payloads]
         total = sum(payload.count for payload in payloads)
         weights = [payload.count / total for payload in payloads]
-        mean = ops.spectrum_mean(opened, weights, ops.spectrum_bins(self._runs(segments)))
-        restored = ops.spectrum_inverse(mean, segments, pad=self.pad)
+        mean = ops.spectrum.mean(opened, weights, ops.spectrum.count_bins(self._runs(segments)))
+        restored = ops.spectrum.inverse(mean, segments, pad=self.pad)
         return restored if out is None else out.copy_(restored)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
-        return ops.spectrum_layout(self._runs(segments), self.code_bits, WIDTHS[self.bitmap])
+        return ops.spectrum.layout(self._runs(segments), self.code_bits, WIDTHS[self.bitmap])
 
     @property
     def claims(self) -> FFTClaims:
@@ -154,7 +154,7 @@ class FFTClaims(Claims[FFT]):
         """Return the bound of the card, for the bins and the rounding that `x` itself has."""
         payload = self.codec.encode(x, segments, x, Key(0, 0, 0))
         kept, values = self.codec._open(payload, segments)
-        return ops.spectrum_error(
+        return ops.spectrum.error(
             x, segments, kept, values, half=self.codec.half, pad=self.codec.pad
         )
 

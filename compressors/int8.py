@@ -27,7 +27,7 @@ from torch import Tensor
 
 from gcbench import ops
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill
+from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill, slots
 from gcbench.core.errors import PayloadError
 
 TOP = 127
@@ -44,7 +44,7 @@ class Int8(Compressor):
     variants = ({}, {"rounding": "stochastic"}, {"granularity": "tensor"})
 
     def __post_init__(self) -> None:
-        if self.rounding not in ops.INT8_ROUNDINGS:
+        if self.rounding not in ops.int8.ROUNDINGS:
             raise ValueError(f"rounding={self.rounding!r}: 'nearest' or 'stochastic' allowed")
 
     def encode(
@@ -57,7 +57,7 @@ class Int8(Compressor):
         prepared: Any = None,
         out: Payload | None = None,
     ) -> Payload:
-        return fill(out, *ops.int8_encode(x, segments, self.rounding, key))
+        return fill(out, *ops.int8.encode(x, segments, self.rounding, key, out=slots(out)))
 
     def _decode(
         self, payload: Payload, segments: Segments, total: Tensor | None, out: Tensor | None
@@ -66,7 +66,7 @@ class Int8(Compressor):
         codes, scales = payload.parts
         count = payload.count
         try:
-            return ops.int8_decode(codes, scales, segments, onto=total, count=count, out=out)
+            return ops.int8.decode(codes, scales, segments, onto=total, count=count, out=out)
         except PayloadError as error:
             raise PayloadError(f"{self.name}: {error}") from None
 
@@ -92,7 +92,7 @@ class Int8(Compressor):
             self.check(payload, segments)
         parts = [(payload.parts[0], payload.parts[1], payload.count) for payload in payloads]
         try:
-            return ops.int8_mean(parts, segments, out=out)
+            return ops.int8.mean(parts, segments, out=out)
         except PayloadError as error:
             raise PayloadError(f"{self.name}: {error}") from None
 
@@ -124,9 +124,11 @@ class Int8Claims(Claims[Int8]):
 
     def _steps(self, x: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
         """Return each element's |x| and its block's a / 127, float64, (n,); inf where all is 0."""
-        top = ops.segment_absmax(x, segments).double()
-        step = torch.where(top < ops.TINY, torch.inf, top / TOP)
-        return x.double().abs(), ops.scale_(torch.ones_like(x, dtype=step.dtype), step, segments)
+        top = ops.statistics.absmax(x, segments).double()
+        step = torch.where(top < ops.statistics.TINY, torch.inf, top / TOP)
+        return x.double().abs(), ops.statistics.scale_(
+            torch.ones_like(x, dtype=step.dtype), step, segments
+        )
 
     def error_bound(self, x: Tensor, segments: Segments) -> float:
         """Return the bound with room for four roundings in float32, each below 2^-17 of a step."""

@@ -42,13 +42,13 @@ class Natural(Compressor):
         prepared: Any = None,
         out: Payload | None = None,
     ) -> Payload:
-        return fill(out, ops.natural_encode(x, key, out=slot(out, 0)))
+        return fill(out, ops.natural.encode(x, key, out=slot(out, 0)))
 
     def decode(
         self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
     ) -> Tensor:
         self.check(payload, segments)
-        return ops.natural_decode(payload.parts[0], segments.numel, self.name, out=out)
+        return ops.natural.decode(payload.parts[0], segments.numel, self.name, out=out)
 
     def mean(
         self,
@@ -61,10 +61,10 @@ class Natural(Compressor):
         for payload in payloads:
             self.check(payload, segments)
         words = [(payload.parts[0], payload.count) for payload in payloads]
-        return ops.natural_mean(words, segments.numel, self.name, out=out)
+        return ops.natural.mean(words, segments.numel, self.name, out=out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
-        return ((torch.int32, ops.packed_words(segments.numel, ops.NATURAL_BITS)),)
+        return ((torch.int32, ops.packing.packed_words(segments.numel, ops.natural.BITS)),)
 
     @property
     def claims(self) -> NaturalClaims:
@@ -98,7 +98,7 @@ class NaturalClaims(Claims[Natural]):
 
     def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
         size = x.double().abs()
-        low = ops.natural_power((x.view(torch.int32) & 0x7FFFFFFF) >> 23).double()
+        low = ops.natural.power((x.view(torch.int32) & 0x7FFFFFFF) >> 23).double()
         return (size - low) * (2 * low - size).clamp_(min=0)
 
     def variance_bound(self, x: Tensor, segments: Segments, shared: Tensor) -> float:

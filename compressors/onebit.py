@@ -30,7 +30,7 @@ from torch import Tensor
 
 from gcbench import ops
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill
+from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill, slots
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class OneBit(Compressor):
         prepared: Any = None,
         out: Payload | None = None,
     ) -> Payload:
-        return fill(out, *ops.class_encode(x, segments))
+        return fill(out, *ops.sign.class_encode(x, segments, out=slots(out)))
 
     def encode_feedback(
         self,
@@ -69,7 +69,9 @@ class OneBit(Compressor):
         *,
         out: Payload | None = None,
     ) -> Payload:
-        *parts, _ = ops.class_feedback(x, residual, segments, self.name, out=residual)
+        *parts, _ = ops.sign.class_feedback(
+            x, residual, segments, self.name, lost=residual, out=slots(out)
+        )
         return fill(out, *parts)
 
     def decode(
@@ -77,14 +79,14 @@ class OneBit(Compressor):
     ) -> Tensor:
         self.check(payload, segments)
         words, low, high = payload.parts
-        return ops.class_decode(words, low, high, segments, self.name, out=out)
+        return ops.sign.class_decode(words, low, high, segments, self.name, out=out)
 
     def decode_onto(
         self, payload: Payload, segments: Segments, shared: Tensor, total: Tensor
     ) -> None:
         self.check(payload, segments)
         words, low, high = payload.parts
-        ops.class_decode(
+        ops.sign.class_decode(
             words, low, high, segments, self.name, total=total, count=payload.count, out=total
         )
 
@@ -99,11 +101,11 @@ class OneBit(Compressor):
         for payload in payloads:
             self.check(payload, segments)
         parts = [(payload.parts[0], payload.parts[1:], payload.count) for payload in payloads]
-        return ops.sign_mean(parts, segments, self.name, out=out)
+        return ops.sign.mean(parts, segments, self.name, out=out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         means = (torch.float32, len(segments))
-        return ((torch.int32, ops.packed_words(segments.numel, 1)), means, means)
+        return ((torch.int32, ops.packing.packed_words(segments.numel, 1)), means, means)
 
     @property
     def claims(self) -> OneBitClaims:
@@ -124,8 +126,8 @@ class OneBitClaims(Claims[OneBit]):
 
     def error_bound(self, x: Tensor, segments: Segments) -> float:
         """Return ||x||^2 - sum(n1 m1^2 + n0 m0^2): the exact error, but for float64 rounding."""
-        count, total, square = ops.class_moments(x, segments)
-        return ops.mean_error(ops.class_means(count, total), count, total, square)
+        count, total, square = ops.sign.class_moments(x, segments)
+        return ops.sign.mean_error(ops.sign.class_means(count, total), count, total, square)
 
     def delta(self, segments: Segments) -> float:
         """Return 1/d of the longest segment: sum_c n_c m_c^2 >= ||V||_1^2 / d >= ||V||^2 / d."""

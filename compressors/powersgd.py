@@ -64,7 +64,7 @@ class PowerSGD(MultiRoundCompressor):
 
     def initial_state(self, segments: Segments, key: Key) -> Tensor:
         """Return N(0, 1) draws for all Q, float32, 1-D."""
-        return ops.normal(key, sum(self._sizes(segments, 1)))
+        return ops.random.normal(key, sum(self._sizes(segments, 1)))
 
     def in_rounds(
         self, x: Tensor, segments: Segments, state: Tensor, key: Key, out: Tensor
@@ -80,7 +80,7 @@ class PowerSGD(MultiRoundCompressor):
 
         pieces = torch.split(self.check_finite(mean), self._sizes(segments, 0))
         p = [
-            ops.orthonormalize(piece.view(self.rank, n))
+            ops.lowrank.orthonormalize(piece.view(self.rank, n))
             for piece, (_, n, m) in zip(pieces, tensors, strict=True)
             if m
         ]
@@ -97,7 +97,7 @@ class PowerSGD(MultiRoundCompressor):
         out.clamp_(-LARGEST, LARGEST)
         if not self.warm_start:
             return self.initial_state(segments, key)
-        return _joined(x, [ops.orthonormalize(q_i) for q_i in q])
+        return _joined(x, [ops.lowrank.orthonormalize(q_i) for q_i in q])
 
     def _factors(self, values: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """Cut values into matrices of r rows, each of one of these lengths."""

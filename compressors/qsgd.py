@@ -54,10 +54,10 @@ class QSGD(Compressor):
     def __post_init__(self) -> None:
         if not 1 <= self.levels < 2**15:
             raise ValueError(f"levels={self.levels}: 1 to {2**15 - 1} allowed")
-        if self.norm not in ops.LEVEL_NORMS:
-            raise ValueError(f"norm={self.norm!r}: allowed are {', '.join(ops.LEVEL_NORMS)}")
-        if self.coding not in ops.LEVEL_CODINGS:
-            raise ValueError(f"coding={self.coding!r}: allowed are {', '.join(ops.LEVEL_CODINGS)}")
+        if self.norm not in ops.levels.NORMS:
+            raise ValueError(f"norm={self.norm!r}: allowed are {', '.join(ops.levels.NORMS)}")
+        if self.coding not in ops.levels.CODINGS:
+            raise ValueError(f"coding={self.coding!r}: allowed are {', '.join(ops.levels.CODINGS)}")
 
     def encode(
         self,
@@ -69,9 +69,9 @@ class QSGD(Compressor):
         prepared: Any = None,
         out: Payload | None = None,
     ) -> Payload:
-        norms = ops.level_norms(x, segments, self.norm, self.levels)
+        norms = ops.levels.norms(x, segments, self.norm, self.levels)
         code = x, norms, self.levels, self.coding, segments, key
-        return fill(out, ops.level_encode(*code, out=slot(out, 0)), norms)
+        return fill(out, ops.levels.encode(*code, out=slot(out, 0)), norms)
 
     def _parts(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor, int]:
         self.check(payload, segments)
@@ -87,7 +87,7 @@ class QSGD(Compressor):
         words, norms, count = self._parts(payload, segments)
         code = (words, norms, self.norm, self.levels, self.coding, segments)
         try:
-            return ops.level_decode(*code, onto=total, count=count, out=out)
+            return ops.levels.decode(*code, onto=total, count=count, out=out)
         except PayloadError as error:
             raise PayloadError(f"{self.name}: {error}") from None
 
@@ -111,7 +111,7 @@ class QSGD(Compressor):
     ) -> Tensor:
         parts = [self._parts(payload, segments) for payload in payloads]
         try:
-            return ops.level_mean(parts, self.norm, self.levels, self.coding, segments, out=out)
+            return ops.levels.mean(parts, self.norm, self.levels, self.coding, segments, out=out)
         except PayloadError as error:
             raise PayloadError(f"{self.name}: {error}") from None
 
@@ -119,7 +119,7 @@ class QSGD(Compressor):
         """Return words and norms; None where the words depend on the data."""
         if self.coding != "fixed":
             return None
-        words = ops.packed_words(segments.numel, ops.level_bits(self.levels))
+        words = ops.packing.packed_words(segments.numel, ops.levels.bits(self.levels))
         return (torch.int32, words), (torch.float32, len(segments))
 
     @property
@@ -149,7 +149,7 @@ class QSGDClaims(Claims[QSGD]):
         bucket = self.codec.granularity if isinstance(self.codec.granularity, int) else 0
         side = 32 / bucket if bucket else 0.0
         if self.codec.coding == "fixed":
-            return ops.level_bits(self.codec.levels) + side
+            return ops.levels.bits(self.codec.levels) + side
         claimed = (
             self.codec.coding == "omega-dense"
             and self.codec.norm == "2"
@@ -167,16 +167,16 @@ class QSGDClaims(Claims[QSGD]):
         return min(d / (4 * s**2), near / s)
 
     def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
-        norms = ops.level_norms(x, segments, self.codec.norm, self.codec.levels)
-        return ops.level_variance(x, norms, self.codec.levels, segments)
+        norms = ops.levels.norms(x, segments, self.codec.norm, self.codec.levels)
+        return ops.levels.variance(x, norms, self.codec.levels, segments)
 
     def variance_bound(self, x: Tensor, segments: Segments, shared: Tensor) -> float:
         norms, s = (
-            ops.level_norms(x, segments, self.codec.norm, self.codec.levels).double(),
+            ops.levels.norms(x, segments, self.codec.norm, self.codec.levels).double(),
             self.codec.levels,
         )
         d = torch.tensor(segments.lengths, dtype=torch.float64, device=x.device)
         if self.codec.norm == "2":
             return float((torch.minimum(d / s**2, d.sqrt() / s) * norms.square()).sum())
-        length = ops.segment_moments(x.abs(), segments)[0]
+        length = ops.statistics.moments(x.abs(), segments)[0]
         return float(torch.minimum(d * (norms / (2 * s)).square(), norms * length / s).sum())

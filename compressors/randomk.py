@@ -52,7 +52,7 @@ class RandomK(Compressor):
 
     def draw_shared(self, segments: Segments, key: Key) -> Tensor:
         """Return the positions that are kept, int64, shape (K,), increasing."""
-        return ops.random_positions(key, ops.kept_runs(segments, self.ratio))
+        return ops.selection.random_positions(key, ops.selection.kept_runs(segments, self.ratio))
 
     def encode(
         self,
@@ -64,7 +64,7 @@ class RandomK(Compressor):
         prepared: Any = None,
         out: Payload | None = None,
     ) -> Payload:
-        return fill(out, ops.gather(x, shared))
+        return fill(out, ops.selection.gather(x, shared))
 
     def decode(
         self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
@@ -72,11 +72,11 @@ class RandomK(Compressor):
         self.check(payload, segments)
         values = self.check_finite(payload.parts[0]) / payload.count
         if self.scaled:
-            runs = ops.kept_runs(segments, self.ratio)
-            factor = ops.kept_values([run.inverse for run in runs], runs)
+            runs = ops.selection.kept_runs(segments, self.ratio)
+            factor = ops.selection.kept_values([run.inverse for run in runs], runs)
             # A value that scaling would take beyond float32 saturates.
             values.mul_(factor.to(values.device)).clamp_(-FLOAT_MAX, FLOAT_MAX)
-        return ops.scatter(values, shared, segments.numel, out=out)
+        return ops.selection.scatter(values, shared, segments.numel, out=out)
 
     def merge(
         self,
@@ -108,7 +108,12 @@ class RandomK(Compressor):
         return self.decode(merged, segments, shared, out=out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
-        return ((torch.float32, ops.kept_total(ops.kept_runs(segments, self.ratio))),)
+        return (
+            (
+                torch.float32,
+                ops.selection.kept_total(ops.selection.kept_runs(segments, self.ratio)),
+            ),
+        )
 
     @property
     def claims(self) -> RandomKClaims:
@@ -138,19 +143,21 @@ class RandomKClaims(Claims[RandomK]):
 
     def error_bound(self, x: Tensor, segments: Segments) -> float | None:
         """Return sum (1 - k/d) ||x||^2 over the segments, the expectation of the unscaled error."""
-        mean_error = ops.dropped_energy(x, segments, ops.kept_runs(segments, self.codec.ratio))
+        mean_error = ops.selection.dropped_energy(
+            x, segments, ops.selection.kept_runs(segments, self.codec.ratio)
+        )
         return None if self.codec.scaled else mean_error
 
     def delta(self, segments: Segments) -> float | None:
         """Return the least k/d, in expectation, of the unscaled method."""
-        runs = [run for run in ops.kept_runs(segments, self.codec.ratio) if run.length]
+        runs = [run for run in ops.selection.kept_runs(segments, self.codec.ratio) if run.length]
         return (
             None if self.codec.scaled else min((run.keep / run.length for run in runs), default=1.0)
         )
 
     def omega(self, segments: Segments) -> float | None:
         """Return the largest d/k - 1, of the scaled method."""
-        runs = ops.kept_runs(segments, self.codec.ratio)
+        runs = ops.selection.kept_runs(segments, self.codec.ratio)
         return max((run.inverse for run in runs), default=1.0) - 1 if self.codec.scaled else None
 
     def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor | None:
@@ -158,7 +165,7 @@ class RandomKClaims(Claims[RandomK]):
         if not self.codec.scaled:
             return None
         out = x.double().square()
-        runs = ops.kept_runs(segments, self.codec.ratio)
+        runs = ops.selection.kept_runs(segments, self.codec.ratio)
         for (_, rows), run in zip(segments.views(out), runs, strict=True):
             rows.mul_(run.inverse - 1)
         return out

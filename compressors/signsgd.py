@@ -79,11 +79,11 @@ class SignSGD(Compressor):
         out: Payload | None = None,
     ) -> Payload:
         if self.abstain:
-            return fill(out, ops.sign_pack_above(x, self.abstain, segments, out=slot(out, 0)))
-        return fill(out, ops.sign_pack(x, out=slot(out, 0)))
+            return fill(out, ops.sign.pack_above(x, self.abstain, segments, out=slot(out, 0)))
+        return fill(out, ops.sign.pack(x, out=slot(out, 0)))
 
     def cut(self, payload: Payload, bounds: Sequence[int]) -> list[Payload]:
-        words = ops.split_words(payload.parts[0], self._bits(1), bounds)
+        words = ops.packing.split_words(payload.parts[0], self._bits(1), bounds)
         return [Payload((piece,)) for piece in words]
 
     def decode(
@@ -91,7 +91,7 @@ class SignSGD(Compressor):
     ) -> Tensor:
         self.check(payload, segments)
         bits = self._bits(payload.count)
-        return ops.sign_decode(payload.parts[0], bits, segments.numel, self.name, out=out)
+        return ops.sign.decode(payload.parts[0], bits, segments.numel, self.name, out=out)
 
     def _vote(
         self,
@@ -109,7 +109,7 @@ class SignSGD(Compressor):
                 raise UsageError(f"{self!r} needs collective twoshot: a mean has no coin to toss")
             coin = key
         words, bits = [payload.parts[0] for payload in payloads], list(map(self._bits, counts))
-        vote = ops.sign_vote(
+        vote = ops.sign.vote(
             words, counts, bits, segments.numel, self.name,
             width=self._bits(workers), quorum=self.quorum, coin=coin, out=slot(out, 0),
         )  # fmt: skip
@@ -139,7 +139,7 @@ class SignSGD(Compressor):
         return self._vote(payloads, segments, key, out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
-        return ((torch.int32, ops.packed_words(segments.numel, self._bits(count))),)
+        return ((torch.int32, ops.packing.packed_words(segments.numel, self._bits(count))),)
 
     @property
     def claims(self) -> SignSGDClaims:

@@ -53,7 +53,7 @@ class TernGrad(Compressor):
 
     def _own(self, x: Tensor, segments: Segments) -> tuple[Tensor | None, Tensor]:
         """Return where x is clipped first (None: nowhere), and the own scale of each segment."""
-        return ops.ternary_scales(x, segments, self.clip, at_limit=self.scale == "c-sigma")
+        return ops.ternary.scales(x, segments, self.clip, at_limit=self.scale == "c-sigma")
 
     @property
     def cuttable(self) -> bool:
@@ -75,11 +75,11 @@ class TernGrad(Compressor):
     ) -> Payload:
         limit, own = prepared or self._own(x, segments)
         scale, words = shared if self.share else own, slot(out, 0)
-        words = ops.ternary_encode(x, limit, scale, segments, key, out=words)
+        words = ops.ternary.encode(x, limit, scale, segments, key, out=words)
         return fill(out, words) if self.share else fill(out, words, own)
 
     def cut(self, payload: Payload, bounds: Sequence[int]) -> list[Payload]:
-        return [Payload((piece,)) for piece in ops.split_words(payload.parts[0], 2, bounds)]
+        return [Payload((piece,)) for piece in ops.packing.split_words(payload.parts[0], 2, bounds)]
 
     def _words(self, payloads: Sequence[Payload], segments: Segments) -> list[tuple[Tensor, int]]:
         for payload in payloads:
@@ -91,7 +91,7 @@ class TernGrad(Compressor):
     ) -> Tensor:
         words = self._words([payload], segments)
         scale = shared if self.share else payload.parts[1]
-        return ops.ternary_mean(words, scale, segments, out=out)
+        return ops.ternary.mean(words, scale, segments, out=out)
 
     def mean(
         self,
@@ -103,7 +103,7 @@ class TernGrad(Compressor):
     ) -> Tensor:
         if not self.share:
             return super().mean(payloads, segments, shared, out=out)
-        return ops.ternary_mean(self._words(payloads, segments), shared, segments, out=out)
+        return ops.ternary.mean(self._words(payloads, segments), shared, segments, out=out)
 
     def merge(
         self,
@@ -115,20 +115,20 @@ class TernGrad(Compressor):
         out: Payload | None = None,
     ) -> Payload:
         sums, words = self._words(payloads, segments), slot(out, 0)
-        words, count = ops.ternary_merge(sums, segments.numel, out=words)
+        words, count = ops.ternary.merge(sums, segments.numel, out=words)
         return fill(out, words, count=count)
 
     def summand(self, payload: Payload, workers: int, segments: Segments) -> Payload:
-        return Payload((ops.ternary_summand(payload.parts[0], workers, segments.numel),))
+        return Payload((ops.ternary.summand(payload.parts[0], workers, segments.numel),))
 
     def decode_sum(
         self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
     ) -> Tensor:
-        bits, summed = ops.summand_bits(payload.count), (payload.parts[0], payload.count)
-        return ops.ternary_mean([summed], shared, segments, bits=bits, out=out)
+        bits, summed = ops.ternary.summand_bits(payload.count), (payload.parts[0], payload.count)
+        return ops.ternary.mean([summed], shared, segments, bits=bits, out=out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
-        codes = (torch.int32, ops.packed_words(segments.numel, ops.ternary_bits(count)))
+        codes = (torch.int32, ops.packing.packed_words(segments.numel, ops.ternary.bits(count)))
         return (codes,) if self.share else (codes, (torch.float32, len(segments)))
 
     @property
@@ -152,7 +152,7 @@ class TernGradClaims(Claims[TernGrad]):
         limit, own = self.codec._own(x, segments)
         if self.codec.scale == "c-sigma":
             limit = shared if self.codec.share else own  # what exceeds the scale is cut by it
-        return x if limit is None else ops.clamp_(x.clone(), limit, segments)
+        return x if limit is None else ops.statistics.clamp_(x.clone(), limit, segments)
 
     def omega(self, segments: Segments) -> float | None:
         """Return (sqrt(d) - 1) / 2 of the longest segment; None with clipping.
@@ -165,4 +165,4 @@ class TernGradClaims(Claims[TernGrad]):
     def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
         f = self.target(x, segments, shared).double()
         scale = shared if self.codec.share else self.codec._own(x, segments)[1]
-        return ops.scale_(f.abs(), scale.double(), segments) - f * f
+        return ops.statistics.scale_(f.abs(), scale.double(), segments) - f * f

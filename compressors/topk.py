@@ -33,7 +33,7 @@ from torch import Tensor
 
 from gcbench import ops
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill
+from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill, slots
 
 ROUNDING = {"fp32": 0.0, "fp16": 2.0**-22, "range": 2.0**-14}  # squared, relative
 
@@ -52,8 +52,8 @@ class TopK(Compressor):
     fused_feedback = True
     variants = (
         {},
-        *({"positions": coding} for coding in ops.POSITION_CODINGS),
-        *({"values": coding} for coding in ops.VALUE_CODINGS[1:]),
+        *({"positions": coding} for coding in ops.selection.POSITION_CODINGS),
+        *({"values": coding} for coding in ops.selection.VALUE_CODINGS[1:]),
         {"granularity": "model"},
         {"ratio": 0.15},
     )
@@ -62,8 +62,8 @@ class TopK(Compressor):
         if not 0 < self.ratio <= 1:
             raise ValueError(f"ratio={self.ratio}: above 0 and at most 1 allowed")
         for field, allowed in (
-            ("positions", ("smallest", *ops.POSITION_CODINGS)),
-            ("values", ops.VALUE_CODINGS),
+            ("positions", ("smallest", *ops.selection.POSITION_CODINGS)),
+            ("values", ops.selection.VALUE_CODINGS),
         ):
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field}={getattr(self, field)!r}: {', '.join(allowed)} allowed")
@@ -79,8 +79,9 @@ class TopK(Compressor):
         prepared: Any = None,
         out: Payload | None = None,
     ) -> Payload:
-        runs = ops.kept_runs(segments, self.ratio)
-        return fill(out, *ops.sparse_encode(x, runs, self.positions, self.values))
+        runs = ops.selection.kept_runs(segments, self.ratio)
+        parts = ops.selection.sparse_encode(x, runs, self.positions, self.values, out=slots(out))
+        return fill(out, *parts)
 
     def encode_feedback(
         self,
@@ -101,14 +102,16 @@ class TopK(Compressor):
     def _open(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor]:
         """Return the positions, int64, and the values, float32, shape (K,) each, once checked."""
         self.check(payload, segments)
-        runs, n = ops.kept_runs(segments, self.ratio), segments.numel
-        return ops.sparse_unpack(payload.parts, n, runs, self.positions, self.values, self.name)
+        runs, n = ops.selection.kept_runs(segments, self.ratio), segments.numel
+        return ops.selection.sparse_unpack(
+            payload.parts, n, runs, self.positions, self.values, self.name
+        )
 
     def decode(
         self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
     ) -> Tensor:
         positions, values = self._open(payload, segments)
-        return ops.scatter(values, positions, segments.numel, out=out)
+        return ops.selection.scatter(values, positions, segments.numel, out=out)
 
     def mean(
         self,
@@ -124,11 +127,11 @@ class TopK(Compressor):
             positions, values = self._open(payload, segments)
             sparse.append((values * payload.count if payload.count > 1 else values, positions))
         workers = sum(payload.count for payload in payloads)
-        return ops.scatter_mean(sparse, segments.numel, workers, out=out)
+        return ops.selection.scatter_mean(sparse, segments.numel, workers, out=out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
-        runs = ops.kept_runs(segments, self.ratio)
-        return ops.sparse_layout(segments.numel, runs, self.positions, self.values)
+        runs = ops.selection.kept_runs(segments, self.ratio)
+        return ops.selection.sparse_layout(segments.numel, runs, self.positions, self.values)
 
     @property
     def claims(self) -> TopKClaims:
@@ -157,17 +160,17 @@ class TopKClaims(Claims[TopK]):
 
     def error_bound(self, x: Tensor, segments: Segments) -> float:
         """Return sum (1 - k/d) ||x||^2 over the segments, plus a bound on the values' rounding."""
-        runs = ops.kept_runs(segments, self.codec.ratio)
-        rounding = ops.value_error(x, segments, self.codec.values, runs)
-        square = float(ops.segment_moments(x, segments)[1].sum())
-        return min(ops.dropped_energy(x, segments, runs) + rounding, square)
+        runs = ops.selection.kept_runs(segments, self.codec.ratio)
+        rounding = ops.selection.value_error(x, segments, self.codec.values, runs)
+        square = float(ops.statistics.moments(x, segments)[1].sum())
+        return min(ops.selection.dropped_energy(x, segments, runs) + rounding, square)
 
     def delta(self, segments: Segments) -> float | None:
         """Return the least k/d; None where values are rounded, by more than a share of small ones.
 
         The selection's rule leaves no other room: a tie of all magnitudes attains it.
         """
-        runs = [run for run in ops.kept_runs(segments, self.codec.ratio) if run.length]
+        runs = [run for run in ops.selection.kept_runs(segments, self.codec.ratio) if run.length]
         if self.codec.values != "fp32":
             return None
         return min((run.keep / run.length for run in runs), default=1.0)

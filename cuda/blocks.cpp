@@ -4,7 +4,7 @@
 
 #include "blocks.cuh"
 #include "levels.cuh"
-#include "python.hpp"
+#include "called.hpp"
 
 using namespace gc;
 

@@ -3,7 +3,7 @@
 #include <type_traits>
 
 #include "half.cuh"
-#include "python.hpp"
+#include "called.hpp"
 
 using namespace gc;
 

@@ -1,7 +1,7 @@
 // What the CPU loops over levels of a norm share. Included by *.cpp only.
 #pragma once
 #include "levels.cuh"
-#include "python.hpp"
+#include "called.hpp"
 
 namespace gc {
 

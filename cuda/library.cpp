@@ -1,5 +1,5 @@
 // What the loader asks of the library: which processor this is, and from which sources it was built.
-#include "python.hpp"
+#include "called.hpp"
 
 // 0: any processor; 1: AVX2 and FMA; 2: AVX-512 (F, BW, DQ, VL, CD). As GCC's x86-64, x86-64-v3 and x86-64-v4.
 GC_API int64_t gc_level() {
@@ -18,18 +18,5 @@ GC_API int64_t gc_level() {
 
 GC_API const char* gc_sources() { return GC_SOURCES; }
 
-// Return a dict of names to all that is GC_CALLED; null with an exception set. Called once, with the interpreter's lock.
-GC_API PyObject* gc_functions() {
-  PyObject* made = PyDict_New();
-  for (const gc::Function* known = gc::Function::last; made && known; known = known->next) {
-    PyObject* function = PyCFunction_NewEx(&known->method, nullptr, nullptr);
-    if (function && !PyDict_SetItemString(made, known->method.name, function)) {
-      Py_DecRef(function);
-      continue;
-    }
-    if (function) Py_DecRef(function);
-    Py_DecRef(made);
-    return nullptr;
-  }
-  return made;
-}
+// A line for each function that is GC_CALLED: its name, and the types of its arguments (called.hpp).
+GC_API const char* gc_functions() { return gc::functions().c_str(); }

@@ -1,7 +1,7 @@
 // Natural compression on the CPU. Encoding reads 4 and writes 9/8 bytes an element; a mean reads 9/8 a payload and
 // writes 4.
 #include "natural.cuh"
-#include "python.hpp"
+#include "called.hpp"
 
 using namespace gc;
 

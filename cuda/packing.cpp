@@ -1,6 +1,6 @@
 // Codes to words and back, and whole tensors of draws, on the CPU. Packing reads a code's own size and writes B / 8
 // bytes an element; drawing writes 4.
-#include "python.hpp"
+#include "called.hpp"
 
 using namespace gc;
 

@@ -1,5 +1,5 @@
 // Range floats on the CPU: packing reads 8 bytes an element, for the range and for the codes, and writes bits / 8.
-#include "python.hpp"
+#include "called.hpp"
 #include "rangefloat.cuh"
 
 using namespace gc;

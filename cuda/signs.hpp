@@ -1,6 +1,6 @@
 // What the families of signs share: what is wrong with a payload, and packing that asks for memory ahead.
 #pragma once
-#include "python.hpp"
+#include "called.hpp"
 #include "sign.cuh"
 
 namespace gc {

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <memory>
 
-#include "python.hpp"
+#include "called.hpp"
 
 using namespace gc;
 

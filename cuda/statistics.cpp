@@ -4,7 +4,7 @@
 // i + 256, and so on, and tiles' sums are added the same way until one is left. Tiles do not depend on threads.
 #include <math.h>
 
-#include "python.hpp"
+#include "called.hpp"
 
 using namespace gc;
 

@@ -2,7 +2,7 @@
 #pragma once
 #include <algorithm>
 
-#include "python.hpp"
+#include "called.hpp"
 
 namespace gc {
 

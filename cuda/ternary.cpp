@@ -2,7 +2,7 @@
 #include <type_traits>
 
 #include "ternary.cuh"
-#include "python.hpp"
+#include "called.hpp"
 
 using namespace gc;
 

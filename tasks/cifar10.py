@@ -151,7 +151,7 @@ class Cifar10(Task):
         draws = None
         if key is not None and self.augment:
             key = key._replace(stream=purposes.AUGMENT)
-            draws = ops.uniform(key, 5 * len(images), images.device).view(-1, 5)
+            draws = ops.random.uniform(key, 5 * len(images), images.device).view(-1, 5)
         inputs = prepare(images, draws).to(memory_format=torch.channels_last)
         return Batch(inputs, targets)
 

@@ -194,7 +194,7 @@ class ImageNet(Task):
         draws: list[list[float]] | list[None] = [None] * len(indices)
         if key is not None and self.augment:
             key = key._replace(stream=purposes.AUGMENT)
-            draws = ops.uniform(key, 5 * len(indices)).view(-1, 5).tolist()
+            draws = ops.random.uniform(key, 5 * len(indices)).view(-1, 5).tolist()
         paths = [split.root / split.files[place] for place in split.inputs[indices].tolist()]
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             pixels = torch.stack(list(pool.map(self._decode, paths, draws)))

@@ -108,7 +108,7 @@ class Quadratic(Task):
         if key is None:
             return Batch(torch.zeros(shape, device=targets.device), targets)
         key = key._replace(stream=purposes.NOISE)
-        draws = ops.normal(key, len(targets) * self.dimension, targets.device)
+        draws = ops.random.normal(key, len(targets) * self.dimension, targets.device)
         return Batch(draws.view(shape) * self.noise, targets)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:

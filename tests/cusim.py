@@ -11,12 +11,14 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from gcbench.ops import dispatch
 from gcbench.ops.cuda import launch
 from gcbench.ops.sources import kernel_sources
 
@@ -185,6 +187,13 @@ def require_compiler() -> None:
         pytest.skip("no g++: kernels cannot be built for the CPU")
 
 
+@contextmanager
+def on_shim(stand_in: Shim) -> Iterator[None]:
+    """Let the shim's kernels serve operations on tensors of the CPU."""
+    with launch.use_launcher("cpu", stand_in), dispatch.serving("cpu", "cuda"):
+        yield
+
+
 @pytest.fixture(scope="session")
 def shim(tmp_path_factory) -> Shim:
     """The shim over the project's kernels, built file by file when it is used."""
@@ -202,5 +211,5 @@ def cuda_device(request) -> Iterator[torch.device]:
         return
     stand_in = request.getfixturevalue("shim")
     stand_in.reverse = request.param == "shim-reversed"
-    with launch.use_launcher("cpu", stand_in):
+    with on_shim(stand_in):
         yield torch.device("cpu")

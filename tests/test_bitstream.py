@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from gcbench import ops
 from gcbench.core.errors import PayloadError
-from gcbench.ops import bitstream, cpu
-from gcbench.ops.cpu import bitstream as native
+from gcbench.ops import bitstream, native
 
 BY_HAND = {
     1: "0",
@@ -80,20 +79,22 @@ def sparse(codes: list[int]) -> str:
 
 
 def read(form: str, words: torch.Tensor, n: int, levels: int) -> torch.Tensor:
-    reader = ops.omega_dense_read if form == "dense" else ops.omega_sparse_read
+    reader = ops.bitstream.omega_dense_read if form == "dense" else ops.bitstream.omega_sparse_read
     return reader(words, n, levels)
 
 
 def write(form: str, codes: torch.Tensor, levels: int) -> torch.Tensor:
-    writer = ops.omega_dense_write if form == "dense" else ops.omega_sparse_write
+    writer = (
+        ops.bitstream.omega_dense_write if form == "dense" else ops.bitstream.omega_sparse_write
+    )
     return writer(codes, levels)
 
 
 @pytest.fixture(autouse=True, params=["reference", "cpu"])
 def backend(request):
     """Every test with plain torch and with the native kernels, if there are any."""
-    if not cpu.status()[0] and request.param == "cpu":
-        pytest.skip(cpu.status()[1])
+    if not native.status()[0] and request.param == "cpu":
+        pytest.skip(native.status()[1])
     with ops.using(request.param):
         yield request.param
 
@@ -107,7 +108,7 @@ def tiny_chunks(monkeypatch):
 
 def test_omega_codes_by_hand():
     values = torch.tensor(list(BY_HAND))
-    codes, lengths = ops.omega_codes(values)
+    codes, lengths = ops.bitstream.omega_codes(values)
     expected = [code.replace(" ", "") for code in BY_HAND.values()]
     assert [f"{c:0{n}b}" for c, n in zip(codes.tolist(), lengths.tolist(), strict=True)] == expected
     assert [omega(k) for k in BY_HAND] == expected
@@ -117,7 +118,7 @@ def test_omega_codes_by_hand():
 
 def test_all_omega_codes_of_a_table():
     values = torch.arange(1, 3000)
-    codes, lengths = ops.omega_codes(values)
+    codes, lengths = ops.bitstream.omega_codes(values)
     joined = [f"{c:0{n}b}" for c, n in zip(codes.tolist(), lengths.tolist(), strict=True)]
     assert joined == [omega(k) for k in values.tolist()]
 
@@ -125,17 +126,17 @@ def test_all_omega_codes_of_a_table():
 @pytest.mark.parametrize("value", [0, -1, 2**31 + 1])
 def test_numbers_without_a_code_are_refused(value):
     with pytest.raises(ValueError, match="1 to 2\\^31"):
-        ops.omega_codes(torch.tensor([1, value]))
+        ops.bitstream.omega_codes(torch.tensor([1, value]))
 
 
 def test_bit_order_by_hand():
     """The first code's first bit is the first word's most significant one."""
     codes, lengths = torch.tensor([0b101, 0, 0b1]), torch.tensor([3, 28, 1])
-    assert unsigned(ops.write_codes(codes, lengths)) == [0xA0000001]
-    across = ops.write_codes(torch.tensor([0, 0b11]), torch.tensor([31, 2]))
+    assert unsigned(ops.bitstream.write_codes(codes, lengths)) == [0xA0000001]
+    across = ops.bitstream.write_codes(torch.tensor([0, 0b11]), torch.tensor([31, 2]))
     assert unsigned(across) == [0x00000001, 0x80000000]
-    assert ops.write_codes(codes[:0], lengths[:0]).tolist() == []
-    assert ops.write_codes(codes[:0], lengths[:0]).dtype == torch.int32
+    assert ops.bitstream.write_codes(codes[:0], lengths[:0]).tolist() == []
+    assert ops.bitstream.write_codes(codes[:0], lengths[:0]).dtype == torch.int32
 
 
 @quick
@@ -146,7 +147,7 @@ def test_write_codes_is_a_concatenation(pairs):
     codes = torch.tensor([c for c, _ in pairs], dtype=torch.int64)
     lengths = torch.tensor([n for _, n in pairs], dtype=torch.int64)
     text = "".join(f"{c:0{n}b}" if n else "" for c, n in pairs)
-    assert unsigned(ops.write_codes(codes, lengths)) == words_of(text)
+    assert unsigned(ops.bitstream.write_codes(codes, lengths)) == words_of(text)
 
 
 numbers = st.integers(0, 31).flatmap(lambda n: st.integers(max(1, 2**n - 2), 2**n + 2))
@@ -156,17 +157,19 @@ numbers = st.integers(0, 31).flatmap(lambda n: st.integers(max(1, 2**n - 2), 2**
 @given(st.lists(numbers.filter(lambda k: k <= 2**31), max_size=80))
 def test_omega_round_trip(values):
     """Values around all powers of two up to 2^31: the words are the strings', and come back."""
-    words = ops.write_codes(*ops.omega_codes(torch.tensor(values, dtype=torch.int64)))
+    words = ops.bitstream.write_codes(
+        *ops.bitstream.omega_codes(torch.tensor(values, dtype=torch.int64))
+    )
     assert unsigned(words) == words_of("".join(map(omega, values)))
-    assert ops.omega_read(words, len(values), 2**31).tolist() == values
+    assert ops.bitstream.omega_read(words, len(values), 2**31).tolist() == values
 
 
 @pytest.mark.usefixtures("tiny_chunks")
 def test_codes_longer_than_a_chunk():
     values = [2**31, 1, 2**31, 1, 1, 2**20, 70000, 3, 2**31 - 1] * 5
-    words = ops.write_codes(*ops.omega_codes(torch.tensor(values)))
+    words = ops.bitstream.write_codes(*ops.bitstream.omega_codes(torch.tensor(values)))
     assert unsigned(words) == words_of("".join(map(omega, values)))
-    assert ops.omega_read(words, len(values), 2**31).tolist() == values
+    assert ops.bitstream.omega_read(words, len(values), 2**31).tolist() == values
     codes = [0] * 9000 + [-32767] + [0] * 70000 + [5, 0, -1]
     for form, text in (("dense", dense(codes)), ("sparse", sparse(codes))):
         words = write(form, torch.tensor(codes), 32767)
@@ -179,16 +182,16 @@ def test_dense_form_by_hand():
     """Zero "0"; one "100" and its sign; two "110"; three "101000"."""
     codes = torch.tensor([0, 1, -2, 3, 0, 0, -1])
     text = "0100011011010000001001"
-    assert unsigned(ops.omega_dense_write(codes, 3)) == words_of(text) == [0x46D02400]
-    assert ops.omega_dense_read(tensor([0x46D02400]), 7, 3).tolist() == codes.tolist()
+    assert unsigned(ops.bitstream.omega_dense_write(codes, 3)) == words_of(text) == [0x46D02400]
+    assert ops.bitstream.omega_dense_read(tensor([0x46D02400]), 7, 3).tolist() == codes.tolist()
 
 
 def test_sparse_form_by_hand():
     """Three nonzeros: Elias(4); then distance, sign and size of each."""
     codes = torch.tensor([0, 1, 0, 0, 0, -2, 3, 0, 0])
     text = "10100010000101000110000110"
-    assert unsigned(ops.omega_sparse_write(codes, 3)) == words_of(text) == [0xA2146180]
-    assert ops.omega_sparse_read(tensor([0xA2146180]), 9, 3).tolist() == codes.tolist()
+    assert unsigned(ops.bitstream.omega_sparse_write(codes, 3)) == words_of(text) == [0xA2146180]
+    assert ops.bitstream.omega_sparse_read(tensor([0xA2146180]), 9, 3).tolist() == codes.tolist()
 
 
 @pytest.mark.parametrize("form", ["dense", "sparse"])
@@ -272,11 +275,11 @@ def test_a_distance_may_reach_back_before_a_thread(zeros, monkeypatch):
     codes[:zeros] = 0
     words, rooms = write("sparse", codes, 1), []
 
-    def guarded(n):
-        rooms.append(torch.full((n + 8,), 0x5A5A5A5A, dtype=torch.int32))
-        return rooms[-1][:n]
+    def guarded(given, dtype, numel, device):
+        rooms.append(torch.full((numel + 8,), 0x5A5A5A5A, dtype=torch.int32))
+        return rooms[-1][:numel]
 
-    monkeypatch.setattr(native, "new_int32", guarded)
+    monkeypatch.setattr(bitstream, "output", guarded)
     for threads in range(2, 10):
         torch.set_num_threads(threads)
         assert torch.equal(write("sparse", codes, 1), words)
@@ -303,7 +306,7 @@ def test_distances_beyond_the_end_write_nothing_there(monkeypatch):
         whole.append(zeros(n + 64, **options))
         return whole[-1][:n]
 
-    monkeypatch.setattr(native.torch, "zeros", guarded)
+    monkeypatch.setattr(bitstream.torch, "zeros", guarded)
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         with pytest.raises(PayloadError, match="index 39998 of 39990 codes"):
@@ -387,7 +390,7 @@ def test_larger_numbers_are_refused(value):
     """Codes of more than 2^31, and of 33 digits and more, also behind other codes."""
     for before, count in (("", 0), ("0" * 20, 20), (omega(2**31), 1)):
         with pytest.raises(PayloadError, match="more than 2147483648, or for nothing"):
-            ops.omega_read(tensor(words_of(before + omega(value))), count + 1, 2**31)
+            ops.bitstream.omega_read(tensor(words_of(before + omega(value))), count + 1, 2**31)
 
 
 @pytest.mark.usefixtures("tiny_chunks")

@@ -21,8 +21,7 @@ from gcbench import ops
 from gcbench.core import registry
 from gcbench.core.compressor import Compressor, Key, MultiRoundCompressor, Payload, Segments
 from gcbench.core.errors import PayloadError
-from gcbench.ops import cpu
-from gcbench.ops.cpu import library
+from gcbench.ops import native
 from gcbench.studies import conformance
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -136,11 +135,11 @@ def test_golden_bytes_on_every_backend(name, number):
         pytest.skip("not portable: a library decides the last bits, and backends share it")
     with ops.using("reference"):
         known = record(method)
-    available, why = cpu.status()
+    available, why = native.status()
     if not available:
         pytest.skip(why)
-    for isa in library.levels():
-        with ops.using("cpu"), cpu.using_isa(isa):
+    for isa in native.levels():
+        with ops.using("cpu"), native.using_isa(isa):
             assert record(method) == known, isa
 
 

@@ -9,18 +9,19 @@ import os
 import re
 import subprocess
 import sys
+from operator import attrgetter
 
 import cusim
 import pytest
 import torch
 from commands import PATIENCE, ROOT
-from cusim import shim  # noqa: F401  # fixture
+from cusim import on_shim, shim  # noqa: F401  # fixture
 
 from gcbench import ops
 from gcbench.core.compressor import Key, Segments
 from gcbench.core.errors import GcbenchError
 from gcbench.ops import cuda
-from gcbench.ops.cuda import compile, launch
+from gcbench.ops.cuda import compile, launch, random
 from gcbench.ops.sources import cuda_families, kernel_sources
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -268,9 +269,9 @@ def test_a_launcher_stands_in_for_a_while():
     "key", [Key(0, 2**32, 0), Key(0, 0, 2**24), Key(0, -1, 0), Key(0, 0, 0, 0, 256)]
 )
 def test_keys_out_of_range_are_refused(key):
-    for name in ("draws24", "random_words"):
+    for draw in (ops.random.draws24, random.random_words):
         with pytest.raises(ValueError, match="allowed"):
-            cuda.KERNELS[name](key, 5, "cpu")
+            draw(key, 5, "cpu")
 
 
 DEVICE = """
@@ -386,41 +387,40 @@ def test_cuda_core_is_not_imported_for_a_status():
 
 
 def test_every_file_of_kernels_has_host_code():
-    names = {family.__name__.rpartition(".")[2] for family in cuda.FAMILIES}
-    assert names == set(cuda_families())
+    told = {re.search(r"code of (\w+)\.cu", family.__doc__)[1] for family in cuda.FAMILIES}
+    assert told == set(cuda_families())
 
 
 def test_what_a_kernel_takes_on_trust_is_checked_before(shim):  # noqa: F811
     """Another dtype or length would be read, or written, outside a buffer."""
     segments, x, key = Segments((0, 64)), torch.zeros(64), Key(1, 2, 3)
     one, words = torch.ones(1), torch.full((4,), 0x55555555, dtype=torch.int32)
-    run = cuda.KERNELS
     wrong = [
-        lambda: run["segment_absmax"](x[:63], segments),
-        lambda: run["segment_moments"](x.double(), segments),
-        lambda: run["ternary_encode"](x, None, one[:0], segments, key),
-        lambda: run["ternary_encode"](x, one[:0], one, segments, key),
-        lambda: run["ternary_encode"](x, None, one, segments, key, out=words[:3]),
-        lambda: run["ternary_mean"]([(words, 1)], one, segments, out=x[:63]),
-        lambda: run["ternary_mean"]([(words, 1)], one.double(), segments),
-        lambda: run["ternary_merge"]([(words, 1)], 64, out=words[:3]),
-        lambda: run["half_encode"](x.double(), torch.float16),
-        lambda: run["half_encode"](x, torch.float16, out=x.bfloat16()),
-        lambda: run["half_mean"]([(x.half(), 1), (x[:63].half(), 1)], ""),
-        lambda: run["half_mean"]([(x.half(), 1), (x.bfloat16(), 1)], ""),
-        lambda: run["half_decode"](x.half(), "", out=x[:63]),
-        lambda: run["int8_mean"]([(x.char(), one, 1), (x.char()[:63], one, 1)], segments),
-        lambda: run["int8_mean"]([(x.char(), one, 1), (x.char(), one[:0], 1)], segments),
-        lambda: run["int8_mean"]([(x.char(), one, 1)], segments, out=x[:63]),
-        lambda: run["level_mean"]([(words, one, 1)], "2", 1, "fixed", segments, out=x[:63]),
-        lambda: run["sign_mean"]([(words[:2], (one,), 1)] * 2, segments, "", out=x[:63]),
-        lambda: run["sign_mean"]([(words[:2], (one[:0], one), 1)], segments, ""),
-        lambda: run["natural_encode"](x, key, out=words),
-        lambda: run["natural_decode"](ops.natural_encode(x, key), 64, "", out=x[:63]),
+        lambda: ops.statistics.absmax(x[:63], segments),
+        lambda: ops.statistics.moments(x.double(), segments),
+        lambda: ops.ternary.encode(x, None, one[:0], segments, key),
+        lambda: ops.ternary.encode(x, one[:0], one, segments, key),
+        lambda: ops.ternary.encode(x, None, one, segments, key, out=words[:3]),
+        lambda: ops.ternary.mean([(words, 1)], one, segments, out=x[:63]),
+        lambda: ops.ternary.mean([(words, 1)], one.double(), segments),
+        lambda: ops.ternary.merge([(words, 1)], 64, out=words[:3]),
+        lambda: ops.half.encode(x.double(), torch.float16),
+        lambda: ops.half.encode(x, torch.float16, out=x.bfloat16()),
+        lambda: ops.half.mean([(x.half(), 1), (x[:63].half(), 1)], ""),
+        lambda: ops.half.mean([(x.half(), 1), (x.bfloat16(), 1)], ""),
+        lambda: ops.half.decode(x.half(), "", out=x[:63]),
+        lambda: ops.int8.mean([(x.char(), one, 1), (x.char()[:63], one, 1)], segments),
+        lambda: ops.int8.mean([(x.char(), one, 1), (x.char(), one[:0], 1)], segments),
+        lambda: ops.int8.mean([(x.char(), one, 1)], segments, out=x[:63]),
+        lambda: ops.levels.mean([(words, one, 1)], "2", 1, "fixed", segments, out=x[:63]),
+        lambda: ops.sign.mean([(words[:2], (one,), 1)] * 2, segments, "", out=x[:63]),
+        lambda: ops.sign.mean([(words[:2], (one[:0], one), 1)], segments, ""),
+        lambda: ops.natural.encode(x, key, out=words),
+        lambda: ops.natural.decode(ops.natural.encode(x, key), 64, "", out=x[:63]),
     ]
     before = len(shim.launches)
-    with launch.use_launcher("cpu", shim):
-        assert torch.equal(run["ternary_mean"]([(words, 1)], one, segments), x)
+    with on_shim(shim):
+        assert torch.equal(ops.ternary.mean([(words, 1)], one, segments), x)
         assert len(shim.launches) == before + 1
         for call in wrong:
             with pytest.raises(ValueError, match="expected"):
@@ -434,32 +434,35 @@ def test_the_launches_of_a_mean_do_not_depend_on_segments(shim, width):  # noqa:
     n = 1100
     segments = Segments.of([(n,)], width)
     scales, codes = torch.ones(len(segments)), torch.zeros(n, dtype=torch.int8)
-    bits, levels = ops.pack(torch.zeros(n) > 0, 1), ops.pack(torch.full((n,), 14), 4)
+    bits, levels = (
+        ops.packing.pack(torch.zeros(n) > 0, 1),
+        ops.packing.pack(torch.full((n,), 14), 4),
+    )
     signs = [(bits, (-scales, scales * 0), 1)] * 65
     runs = [
-        ("int8_mean", [(codes, scales, 1)] * 65, (segments,), ["int8_mean"]),
+        ("int8.mean", [(codes, scales, 1)] * 65, (segments,), ["int8_mean"]),
         (
-            "level_mean",
+            "levels.mean",
             [(levels, scales, 1)] * 65,
             ("max", 7, "fixed", segments),
             ["level_mean_8", "level_check"],
         ),
-        ("sign_mean", signs, (segments, ""), ["sign_mean", "sign_check"]),
+        ("sign.mean", signs, (segments, ""), ["sign_mean", "sign_check"]),
     ]
-    with launch.use_launcher("cpu", shim):
+    with on_shim(shim):
         for name, payloads, rest, kernels in runs:
             for number in (1, 65):
                 before = len(shim.launches)
-                cuda.KERNELS[name](payloads[:number], *rest)
+                attrgetter(name)(ops)(payloads[:number], *rest)
                 used = [kernel for _, kernel in shim.launches[before:]]
                 assert used == kernels * (1 + number // 65), name
 
 
 def test_outputs_of_nothing_launch_nothing(shim):  # noqa: F811
     before = len(shim.launches)
-    with launch.use_launcher("cpu", shim):
-        for name in ("draws24", "random_words"):
-            out = cuda.KERNELS[name](Key(1, 2, 3, 4), 0, "cpu")
+    with on_shim(shim):
+        for draw in (ops.random.draws24, random.random_words):
+            out = draw(Key(1, 2, 3, 4), 0, "cpu")
             assert out.shape == (0,)
             assert out.dtype == torch.int32
     assert len(shim.launches) == before
@@ -469,10 +472,10 @@ def test_outputs_of_nothing_launch_nothing(shim):  # noqa: F811
 def test_kernels_run_in_a_cuda_graph():
     cuda.warm()
     key = Key(1, 2, 3, 4321)
-    wanted = ops.draws24(key, 5000)
+    wanted = ops.random.draws24(key, 5000)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = cuda.KERNELS["draws24"](key, 5000, "cuda")
+        out = ops.random.draws24(key, 5000, "cuda")
     out.zero_()
     graph.replay()
     torch.cuda.synchronize()

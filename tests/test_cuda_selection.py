@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cusim import cuda_device, shim  # noqa: F401  # fixtures
+from cusim import cuda_device, on_shim, shim  # noqa: F401  # fixtures
 from torch import Tensor
 
 from gcbench import ops
@@ -39,16 +39,16 @@ def blocks(request, monkeypatch) -> int:
 
 @pytest.mark.parametrize("ratio", [0.01, 0.4])
 def test_many_long_segments(ratio, blocks, cuda_device):  # noqa: F811
-    runs = ops.kept_runs(EDGES, ratio)
+    runs = ops.selection.kept_runs(EDGES, ratio)
     for what, x in inputs():
-        wanted = ops.largest(ops.magnitude_order(x), runs)
-        kept, values = selection.largest_elements(x.to(cuda_device), runs)
+        wanted = ops.selection.largest(ops.selection.magnitude_order(x), runs)
+        kept, values = ops.selection.largest_elements(x.to(cuda_device), runs)
         assert torch.equal(kept.cpu(), wanted), what
         assert torch.equal(values.cpu(), x[wanted]), what
     for key in (Key(3, 5, 2, 7), Key(9, 3, 4, 2**34 - 7)):
         with ops.using("reference"):
-            wanted = ops.random_positions(key, runs)
-        kept = selection.random_positions(key, runs, cuda_device)
+            wanted = ops.selection.random_positions(key, runs)
+        kept = ops.selection.random_positions(key, runs, cuda_device)
         assert torch.equal(kept.cpu(), wanted), key
 
 
@@ -60,10 +60,10 @@ def test_a_sample_that_is_all_there_is(ratio, cuda_device):  # noqa: F811
     first, end = index * n // size, (index + 1) * n // size
     sampled = torch.ones(n)
     sampled[first + (index * 2654435761 & 0xFFFFFFFF) % (end - first)] = 3.0
-    runs = ops.kept_runs(Segments((0, n)), ratio)
+    runs = ops.selection.kept_runs(Segments((0, n)), ratio)
     for x in (sampled, 4 - sampled):
-        wanted = ops.largest(ops.magnitude_order(x), runs)
-        kept = selection.largest_elements(x.to(cuda_device), runs)[0]
+        wanted = ops.selection.largest(ops.selection.magnitude_order(x), runs)
+        kept = ops.selection.largest_elements(x.to(cuda_device), runs)[0]
         assert torch.equal(kept.cpu(), wanted)
 
 
@@ -75,21 +75,21 @@ def test_more_sparse_tensors_than_a_launch_takes(cuda_device):  # noqa: F811
         kept = torch.randperm(n, generator=generator)[: i * 7].sort().values
         sparse.append((torch.randn(len(kept), generator=generator), kept))
     with ops.using("reference"):
-        wanted = ops.scatter_mean(sparse, n, number)
+        wanted = ops.selection.scatter_mean(sparse, n, number)
     there = [(values.to(cuda_device), kept.to(cuda_device)) for values, kept in sparse]
-    assert torch.equal(selection.scatter_mean(there, n, number).cpu(), wanted)
+    assert torch.equal(ops.selection.scatter_mean(there, n, number).cpu(), wanted)
 
 
 @pytest.mark.parametrize("wrong", [[5, 3], [3, 3], [-1, 3], [3, 10]])
 def test_positions_that_would_write_elsewhere_end_the_kernel(wrong, shim):  # noqa: F811
     positions = torch.tensor(wrong)
-    with launch.use_launcher("cpu", shim):
+    with on_shim(shim):
         for call in (
-            lambda: selection.scatter(torch.ones(2), positions, 10),
-            lambda: selection.pack_positions(positions, 10, "bitmap"),
+            lambda: ops.selection.scatter(torch.ones(2), positions, 10),
+            lambda: ops.selection.pack_positions(positions, 10, "bitmap"),
         ):
             with pytest.raises(launch.LaunchError, match="__trap"):
                 call()
         if min(wrong) < 0 or max(wrong) >= 10:
             with pytest.raises(launch.LaunchError, match="__trap"):
-                selection.gather(torch.ones(10), positions)
+                ops.selection.gather(torch.ones(10), positions)

@@ -1,4 +1,4 @@
-"""Signs on CUDA devices: what tests/kernel_cases/signs.py does not ask of every backend."""
+"""Signs on CUDA devices: what tests/kernel_cases/sign.py does not ask of every backend."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from cusim import cuda_device, shim  # noqa: F401  # fixtures
 from gcbench import ops
 from gcbench.core.compressor import TILE, Key, Segments
 from gcbench.core.errors import PayloadError
-from gcbench.ops import cuda
-from gcbench.ops.cuda import signs, tables
+from gcbench.ops.cuda import sign, tables
 
 MIXED = Segments((0, 0, 5, 1029, 5637, 5637, 13_829, 13_893, 23_000, 23_001))
 """Empty and short segments, one of exactly eight tiles, one of nine, and a short last tile."""
@@ -24,28 +23,28 @@ def normal(n: int, seed: int = 0) -> torch.Tensor:
 
 def reference(name, *args, **kwargs):
     with ops.using("reference"):
-        return getattr(ops, name)(*args, **kwargs)
+        return getattr(ops.sign, name)(*args, **kwargs)
 
 
 def test_the_plan_has_every_tile_once():
     offsets = (*MIXED.offsets, *(MIXED.numel + 300 * i for i in range(1, 20)))
     segments = Segments(offsets)
-    plan = signs.plan_of(segments)
+    plan = sign.plan_of(segments)
     tiles = [-(-(stop - start) // TILE) for start, stop in pairwise(offsets)]
     seen = []
-    for block in plan.short.view(-1, signs.WARPS).tolist():
+    for block in plan.short.view(-1, sign.WARPS).tolist():
         busy = [entry for entry in block if entry >= 0]
-        (count,) = {tiles[entry // signs.WARPS] for entry in busy}
+        (count,) = {tiles[entry // sign.WARPS] for entry in busy}
         assert all(entry == -count for entry in block[len(busy) :])
         for i in range(0, len(busy), count):  # a segment's warps are beside one another, in order
             assert busy[i : i + count] == list(range(busy[i], busy[i] + count))
         seen += busy
-    short = [s for s, number in enumerate(tiles) if 0 < number <= signs.WARPS]
-    assert sorted(seen) == [signs.WARPS * s + t for s in short for t in range(tiles[s])]
-    (long,) = (s for s, number in enumerate(tiles) if number > signs.WARPS)
+    short = [s for s, number in enumerate(tiles) if 0 < number <= sign.WARPS]
+    assert sorted(seen) == [sign.WARPS * s + t for s in short for t in range(tiles[s])]
+    (long,) = (s for s, number in enumerate(tiles) if number > sign.WARPS)
     assert plan.tiles.tolist() == [[long] * 9, [offsets[long] + TILE * t for t in range(9)]]
     assert plan.long.tolist() == [[long], [0]]
-    assert signs.plan_of(Segments((0, 0))) == (None, None, None)
+    assert sign.plan_of(Segments((0, 0))) == (None, None, None)
 
 
 @pytest.mark.parametrize("kind", ["class", "scaled"])
@@ -54,12 +53,12 @@ def test_results_may_lie_where_the_arguments_are(kind, cuda_device):  # noqa: F8
     *parts, lost = reference(f"{kind}_feedback", x, residual, MIXED, "method")
     for place in range(2):
         given = [x.to(cuda_device, copy=True), residual.to(cuda_device, copy=True)]
-        got = cuda.KERNELS[f"{kind}_feedback"](*given, MIXED, "method", out=given[place])
+        got = getattr(ops.sign, f"{kind}_feedback")(*given, MIXED, "method", lost=given[place])
         assert got[-1] is given[place]
         assert all(torch.equal(a.cpu(), b) for a, b in zip(got, (*parts, lost), strict=True))
     total = x.to(cuda_device, copy=True)
     moved = [part.to(cuda_device) for part in parts]
-    cuda.KERNELS[f"{kind}_decode"](*moved, MIXED, "method", total=total, count=3, out=total)
+    getattr(ops.sign, f"{kind}_decode")(*moved, MIXED, "method", total=total, count=3, out=total)
     wanted = reference(f"{kind}_decode", *parts, MIXED, "method", total=x, count=3)
     assert torch.equal(total.cpu(), wanted)
 
@@ -77,7 +76,7 @@ def test_a_payload_that_is_wrong_leaves_the_total(kind, cuda_device):  # noqa: F
         wrong = [part.to(cuda_device, copy=True) for part in (words, *values)]
         wrong[-1][place] = value
         with pytest.raises(PayloadError, match=rf"^method: .*{message}"):
-            cuda.KERNELS[f"{kind}_decode"](*wrong, MIXED, "method", total=total, out=total)
+            getattr(ops.sign, f"{kind}_decode")(*wrong, MIXED, "method", total=total, out=total)
         assert torch.equal(total.cpu(), x)
 
 
@@ -88,7 +87,7 @@ def test_means_that_are_not_finite_are_told(kind, cuda_device):  # noqa: F811
         x[place] = torch.inf
         given = x.to(cuda_device), torch.zeros(MIXED.numel, device=cuda_device)
         with pytest.raises(PayloadError, match="method: a payload's values are not finite"):
-            cuda.KERNELS[f"{kind}_feedback"](*given, MIXED, "method")
+            getattr(ops.sign, f"{kind}_feedback")(*given, MIXED, "method")
 
 
 @pytest.mark.parametrize("rule", [{"width": 1}, {"width": 1, "coin": Key(3, 5, 2)}, {"width": 2}])
@@ -102,26 +101,28 @@ def test_votes_of_more_ballots_than_a_launch_takes(
 ):
     n = 1500
     bits = (sizes * number)[:number]
-    ballots = [ops.pack((normal(n, i) > 0).int() * size, size) for i, size in enumerate(bits)]
-    wanted = reference("sign_vote", ballots, (1,) * number, bits, n, "method", **rule)
+    ballots = [
+        ops.packing.pack((normal(n, i) > 0).int() * size, size) for i, size in enumerate(bits)
+    ]
+    wanted = reference("vote", ballots, (1,) * number, bits, n, "method", **rule)
     given = [ballot.to(cuda_device) for ballot in ballots]
-    got = cuda.KERNELS["sign_vote"](given, (1,) * number, bits, n, "method", **rule)
+    got = ops.sign.vote(given, (1,) * number, bits, n, "method", **rule)
     assert torch.equal(got.cpu(), wanted)
 
 
 def test_a_bit_after_the_last_is_seen_in_every_ballot(cuda_device):  # noqa: F811
     for place in range(3):
-        ballots = [ops.sign_pack(normal(1030, i)) for i in range(3)]
+        ballots = [ops.sign.pack(normal(1030, i)) for i in range(3)]
         ballots[place][-1] |= 1 << 6
         given = [ballot.to(cuda_device) for ballot in ballots]
         with pytest.raises(PayloadError, match="method: a bit is set after the last code"):
-            cuda.KERNELS["sign_vote"](given, (1,) * 3, (1,) * 3, 1030, "method", width=1)
+            ops.sign.vote(given, (1,) * 3, (1,) * 3, 1030, "method", width=1)
 
 
 def test_sums_of_more_than_a_tile_of_tiles(cuda_device):  # noqa: F811
     segments = Segments((0, 77, TILE * (TILE + 3)))
     x = normal(segments.numel)
-    got = cuda.KERNELS["class_encode"](x.to(cuda_device), segments)
+    got = ops.sign.class_encode(x.to(cuda_device), segments)
     wanted = reference("class_encode", x, segments)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(got, wanted, strict=True))
 
@@ -131,5 +132,5 @@ def test_an_output_of_another_shape_is_refused(cuda_device):  # noqa: F811
     words = torch.empty(4, dtype=torch.int32, device=cuda_device)
     for out in (words[:1], words[:2].float(), words[::2]):
         with pytest.raises(ValueError, match="expected"):
-            cuda.KERNELS["sign_pack"](x, out=out)
-    assert cuda.KERNELS["sign_pack"](x, out=words[1:3]).tolist() == [2**20 - 1] * 2
+            ops.sign.pack(x, out=out)
+    assert ops.sign.pack(x, out=words[1:3]).tolist() == [2**20 - 1] * 2

@@ -86,7 +86,7 @@ def test_sizes_that_depend_on_the_data_travel_and_count(simulated, clock, worker
 
 
 def words(n: int, bits: int) -> int:
-    return 4 * ops.packed_words(n, bits)
+    return 4 * ops.packing.packed_words(n, bits)
 
 
 def test_bytes_of_terngrad(simulated, clock):

@@ -65,10 +65,10 @@ def families(n: int) -> dict[str, torch.Tensor]:
 def test_parseval_with_inner_bins_twice(n):
     """||x||^2 = sum w |X|^2, w = 2 but for the first and, of an even length, the last bin."""
     x = normal(n, n)
-    bins, _ = ops.spectrum_forward(x, one(n))
+    bins, _ = ops.spectrum.forward(x, one(n))
     assert bins.shape == (n // 2 + 1, 2)
     energy = bins.double().square().sum(1)
-    weight = ops.spectrum_weight(one(n))
+    weight = ops.spectrum.weight(one(n))
     assert float(weight.sum()) == n, "n real numbers stand behind the bins"
     assert float((weight * energy).sum()) == pytest.approx(square(x), rel=1e-5)
 
@@ -76,7 +76,7 @@ def test_parseval_with_inner_bins_twice(n):
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 31, 32, 33, 1023, 1024, 1025, 10_007])
 def test_the_inverse_gives_the_real_input_back(n):
     x = normal(n, n)
-    back = ops.spectrum_inverse(ops.spectrum_forward(x, one(n))[0], one(n))
+    back = ops.spectrum.inverse(ops.spectrum.forward(x, one(n))[0], one(n))
     assert back.dtype == torch.float32
     torch.testing.assert_close(back, x, rtol=0, atol=1e-5)
 
@@ -85,8 +85,8 @@ def test_the_transform_is_linear_and_runs_by_segment():
     shapes = [(40,), (0,), (1,), (33, 2), (33, 2), (7,)]
     segments = Segments.of(shapes)
     x, y = normal(segments.numel, 1), normal(segments.numel, 2)
-    both, _ = ops.spectrum_forward(2 * x - 3 * y, segments)
-    of_x, of_y = (ops.spectrum_forward(v, segments)[0] for v in (x, y))
+    both, _ = ops.spectrum.forward(2 * x - 3 * y, segments)
+    of_x, of_y = (ops.spectrum.forward(v, segments)[0] for v in (x, y))
     torch.testing.assert_close(both, 2 * of_x - 3 * of_y, rtol=0, atol=1e-5)
     start = 0
     for i, length in enumerate(segments.lengths):
@@ -96,8 +96,8 @@ def test_the_transform_is_linear_and_runs_by_segment():
             found = torch.view_as_complex(of_x[start : start + length // 2 + 1]).numpy()
             np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
             start += length // 2 + 1
-    assert start == len(of_x) == len(ops.spectrum_weight(segments))
-    torch.testing.assert_close(ops.spectrum_inverse(of_x, segments), x, rtol=0, atol=1e-5)
+    assert start == len(of_x) == len(ops.spectrum.weight(segments))
+    torch.testing.assert_close(ops.spectrum.inverse(of_x, segments), x, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("power", [-60, -3, 1, 40, 80])
@@ -136,9 +136,9 @@ def test_fp16_rounds_the_scaled_gradient():
     """Peaks lie in [2^13, 2^15): half of 2^-11 of a value is lost, whatever its unit."""
     x = torch.tensor([1.0 + 2.0**-12, 3e-5, 0.0, 0.0])
     for unit in (1.0, 1e-20, 1e30):
-        rounded = ops.spectrum_forward(x * unit, one(4), half=True)[0]
-        plain = ops.spectrum_forward(x * unit, one(4))[0]
-        back = ops.spectrum_inverse(rounded, one(4)) / unit
+        rounded = ops.spectrum.forward(x * unit, one(4), half=True)[0]
+        plain = ops.spectrum.forward(x * unit, one(4))[0]
+        back = ops.spectrum.inverse(rounded, one(4)) / unit
         torch.testing.assert_close(back, x, rtol=2.0**-11, atol=1e-7)
         difference = float((rounded - plain).abs().amax() / plain.abs().amax())
         assert 0 < difference <= 2.0**-11
@@ -154,7 +154,7 @@ def test_fp16_sees_what_is_far_below_the_peak():
     """Elements of 2^-26 of the peak keep 11 bits, as a peak of 2^13 and more leaves them room."""
     x = torch.full((100_000,), 2.0**-26)
     x[7] = 1.0
-    back = ops.spectrum_inverse(ops.spectrum_forward(x, one(100_000), half=True)[0], one(100_000))
+    back = ops.spectrum.inverse(ops.spectrum.forward(x, one(100_000), half=True)[0], one(100_000))
     assert math.sqrt(square(back - x)) < 1e-6  # without them 4.7e-6 would be lost
 
 
@@ -197,14 +197,14 @@ def test_energies_go_where_they_are_wanted(backend):
     bins = torch.tensor([3.0, 4.0, 0.0, -2.0, 1.0, 1.0])
     out, energy = torch.zeros(6), torch.zeros(3)
     with ops.using(backend):
-        found = ops.spectrum_unscaled(
+        found = ops.spectrum.unscaled(
             bins, torch.tensor([2.0]), Segments((0, 6)), out=out, energy=energy
         )
         assert [each.data_ptr() for each in found] == [out.data_ptr(), energy.data_ptr()]
         assert energy.tolist() == [25.0, 4.0, 2.0]
         assert out.tolist() == (2 * bins).tolist()
         with pytest.raises((ValueError, RuntimeError)):
-            ops.spectrum_unscaled(bins, torch.tensor([2.0]), Segments((0, 6)), energy=energy[:2])
+            ops.spectrum.unscaled(bins, torch.tensor([2.0]), Segments((0, 6)), energy=energy[:2])
 
 
 @pytest.mark.parametrize("theta", [0.0, 0.3, 0.5, 0.85, 0.9, 0.999])
@@ -291,7 +291,7 @@ def test_a_smooth_signal_favours_the_spectrum():
 
 def test_real_and_imaginary_parts_chosen_apart_would_keep_more():
     """.5575 again, but the positions would cost a bit a part: the method keeps whole bins."""
-    bins, _ = ops.spectrum_forward(normal(1_000_000, 10), one(1_000_000))
+    bins, _ = ops.spectrum.forward(normal(1_000_000, 10), one(1_000_000))
     parts = bins.view(-1)
     limit = parts.abs().kthvalue(round(0.85 * len(parts))).values
     assert square(parts[parts.abs() > limit]) / square(parts) == pytest.approx(0.5575, abs=0.003)
@@ -312,9 +312,15 @@ def test_equal_bins_are_kept_from_the_lowest():
     """A segment of zeros has only equal bins; energies are compared as they are."""
     method = gcbench.get_compressor("fft", theta=0.9)
     payload = method.encode(torch.zeros(100), one(100), torch.empty(0), KEY)
-    assert ops.unpack(payload.parts[0], 1, 51).nonzero().view(-1).tolist() == [0, 1, 2, 3, 4]
-    runs = ops.spectrum_runs(one(8), 0.5)
-    assert ops.spectrum_largest(torch.tensor([1.0, 3, 2, 2, 2]), runs).tolist() == [1, 2]
+    assert ops.packing.unpack(payload.parts[0], 1, 51).nonzero().view(-1).tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
+    runs = ops.spectrum.runs_of(one(8), 0.5)
+    assert ops.spectrum.largest(torch.tensor([1.0, 3, 2, 2, 2]), runs).tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -323,7 +329,7 @@ def test_equal_bins_are_kept_from_the_lowest():
 )
 def test_how_many_bins_are_kept(theta, n, keep):
     """max(1, round((1 - theta) B)), B = n // 2 + 1; halves to even: 2.5 -> 2, 3.5 -> 4."""
-    (run,) = ops.spectrum_runs(one(n), theta)
+    (run,) = ops.spectrum.runs_of(one(n), theta)
     assert (run.length, run.keep) == (n // 2 + 1, keep)
 
 
@@ -345,10 +351,10 @@ def test_a_padded_gradient_by_hand(theta):
     expected = np.fft.irfft(bins, length, norm="ortho")[:PRIME]
     found = sent(method, x).double().numpy()
     assert np.linalg.norm(found - expected) < 2e-3 * np.linalg.norm(expected)
-    (run,) = ops.spectrum_runs(one(PRIME), theta)
+    (run,) = ops.spectrum.runs_of(one(PRIME), theta)
     assert (run.length, run.keep) == (length // 2 + 1, keep)
     payload = method.encode(x, one(PRIME), x, KEY)
-    assert payload.parts[0].numel() == ops.packed_words(length // 2 + 1, 1)
+    assert payload.parts[0].numel() == ops.packing.packed_words(length // 2 + 1, 1)
 
 
 @pytest.mark.parametrize("family", [name for name in families(4) if name != "mixed"])
@@ -378,7 +384,7 @@ def test_one_more_prime_makes_no_other_wire():
     method = gcbench.get_compressor("fft", pad=False, theta=0.0, **FINE)
     x = normal(PRIME, 28)
     assert lost(method, x) < 1e-6
-    assert ops.spectrum_bins(ops.spectrum_runs(one(PRIME), 0.0, False)) == PRIME // 2 + 1
+    assert ops.spectrum.count_bins(ops.spectrum.runs_of(one(PRIME), 0.0, False)) == PRIME // 2 + 1
 
 
 # ---- odd and even lengths ------------------------------------------------------------------------
@@ -482,7 +488,7 @@ def test_bits_on_the_wire(granularity, bitmap):
     bins = sum(n // 2 + 1 for n in lengths)
     kept = sum(max(1, round(0.15 * (n // 2 + 1))) for n in lengths)
     width = 2 if bitmap == "real" else 1
-    expected = [ops.packed_words(width * bins, 1), ops.packed_words(2 * kept, 10)]
+    expected = [ops.packing.packed_words(width * bins, 1), ops.packing.packed_words(2 * kept, 10)]
     expected.append(sum(1 for n in segments.lengths if n))
     assert [part.numel() for part in payload.parts] == expected
     assert 8 * payload.nbytes == method.bits(segments) == 32 * sum(expected)
@@ -506,13 +512,13 @@ def test_corrupt_payloads_raise(bitmap):
     segments = Segments.of([(290,)], 100)  # 51, 51 and 46 bins, of which 8, 8 and 7 are kept
     payload = method.encode(x, segments, x, KEY)
     bins = (2 if bitmap == "real" else 1) * 148
-    flags = ops.unpack(payload.parts[0], 1, bins).bool()
+    flags = ops.packing.unpack(payload.parts[0], 1, bins).bool()
     zeros, ones = (~flags).nonzero().view(-1), flags.nonzero().view(-1)
 
     def moved(take: list[int], put: list[int]) -> Payload:
         bits = flags.clone()
         bits[take], bits[put] = False, True
-        return Payload((ops.pack(bits, 1), *payload.parts[1:]))
+        return Payload((ops.packing.pack(bits, 1), *payload.parts[1:]))
 
     step = 2 if bitmap == "real" else 1
     own = slice(0, step)
@@ -624,7 +630,7 @@ def test_assumption_3_2_holds_for_one_worker(theta, family):
     method = gcbench.get_compressor("fft", theta=theta, **FINE)
     for n in (256, 257):
         x = families(n)[family]
-        (run,) = ops.spectrum_runs(one(n), theta)
+        (run,) = ops.spectrum.runs_of(one(n), theta)
         limit = 1 - (run.keep - 2) / (run.length - 2)
         assert limit <= theta + 3 / run.length
         assert lost(method, x) <= limit + 1e-5

@@ -255,8 +255,8 @@ def test_masks_differ_between_layers_seeds_steps_and_workers() -> None:
 def test_draws_of_later_layers_are_the_same_on_every_backend() -> None:
     far = KEY._replace(stream=purposes.DROPOUT, offset=3 << 40)
     draws = ops.reference.uniform(far, 3000)
-    assert torch.equal(ops.uniform(far, 3000), draws)
-    assert not torch.equal(ops.uniform(far._replace(offset=2 << 40), 3000), draws)
+    assert torch.equal(ops.random.uniform(far, 3000), draws)
+    assert not torch.equal(ops.random.uniform(far._replace(offset=2 << 40), 3000), draws)
 
 
 @pytest.mark.parametrize(
@@ -429,7 +429,7 @@ def test_alexnet_crops_what_was_resized(tree: Tree) -> None:
     flips = set()
     for step in range(6):
         key = KEY._replace(step=step)
-        left, top, flip = ops.uniform(key._replace(stream=purposes.AUGMENT), 5)[:3].tolist()
+        left, top, flip = ops.random.uniform(key._replace(stream=purposes.AUGMENT), 5)[:3].tolist()
         x, y = int(33 * left), int(33 * top)
         cut = np.asarray(whole.crop((x, y, x + 224, y + 224)), dtype=np.float32)
         flips.add(flip < 0.5)
@@ -442,7 +442,7 @@ def test_alexnet_crops_what_was_resized(tree: Tree) -> None:
 
 
 def test_boxes_lie_in_the_photograph_and_cover_the_published_range() -> None:
-    draws = [[0.0] * 5, [LARGEST] * 5, *ops.uniform(KEY, 5 * 2000).view(-1, 5).tolist()]
+    draws = [[0.0] * 5, [LARGEST] * 5, *ops.random.uniform(KEY, 5 * 2000).view(-1, 5).tolist()]
     for made in map(task, NETWORKS):
         for width, height in ((500, 375), (224, 224), (60, 400), (1, 1)):
             for own in (*draws[:200], None):

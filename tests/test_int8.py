@@ -214,7 +214,7 @@ def test_corrupt_payloads_are_refused():
     outside[599] = -128
     with pytest.raises(PayloadError, match="int8: code -128"):
         method.decode(Payload((outside, top)), segments, NOTHING)
-    for scale in (math.nan, math.inf, -1.0, ops.TINY / 2):
+    for scale in (math.nan, math.inf, -1.0, ops.statistics.TINY / 2):
         wrong = top.clone()
         wrong[2] = scale
         with pytest.raises(PayloadError, match="int8: a block's scale"):

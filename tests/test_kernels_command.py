@@ -14,7 +14,7 @@ from benchmarks.sizes import RESNET50, SIZES, numel
 from commands import ROOT, invoke
 
 from gcbench.core.errors import UsageError
-from gcbench.ops import cpu, cuda
+from gcbench.ops import cuda, native
 from gcbench.reporting import kernel_timings
 
 SMALL = ((3, 1000), (64, 8, 1, 1), (8,), (0,))
@@ -215,9 +215,13 @@ def test_resnet50_is_resnet50():
     }
 
 
+POSITIONS = ("int32", "bitmap", "gaps")
+
+
 def test_every_kernel_is_timed():
     timed = {case.op for case in CASES.values()}
-    assert set(cpu.KERNELS) | set(cuda.KERNELS) <= timed
+    alike = {f"selection.{part}_{coding}" for part in ("pack", "unpack") for coding in POSITIONS}
+    assert set(native.KERNELS) | set(cuda.KERNELS) <= timed | alike
 
 
 @pytest.fixture(scope="module")

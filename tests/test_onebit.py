@@ -345,14 +345,14 @@ def test_means_that_no_encoder_sends_are_refused():
 @pytest.mark.parametrize("n", [1, 31, 33, 100, 1025, 1100])
 def test_every_bit_after_the_last_code_is_refused(n, bits):
     """Of the bits of the last, short tile of n zero codes, those of codes can be set, no other."""
-    words = ops.pack(torch.zeros(n, dtype=torch.int32), bits)
-    last = range(ops.packed_words(n - n % 1024, bits), len(words))
+    words = ops.packing.pack(torch.zeros(n, dtype=torch.int32), bits)
+    last = range(ops.packing.packed_words(n - n % 1024, bits), len(words))
     refused = 0
     for word, bit in itertools.product(last, range(32)):
         wrong = words.clone()
         wrong[word] = -(2**31) if bit == 31 else 1 << bit
         try:
-            ops.sign_unpack(wrong, bits, n, "method")
+            ops.sign.unpack(wrong, bits, n, "method")
         except PayloadError:
             refused += 1
     assert refused == 32 * len(last) - bits * (n % 1024)

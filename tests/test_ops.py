@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gcbench import ops
 from gcbench.core.compressor import TILE, Key, Segments
 from gcbench.core.errors import PayloadError, UsageError
-from gcbench.ops import cpu
+from gcbench.ops import native
 
 # Random123's known-answer file (kat_vectors), philox4x32 with 10 rounds: counter, key, output.
 KNOWN = [
@@ -33,39 +33,39 @@ KNOWN = [
 
 @pytest.mark.parametrize(("counter", "key", "output"), KNOWN)
 def test_philox_known_answers(counter, key, output):
-    blocks = ops.philox([torch.tensor([c]) for c in counter], key)
+    blocks = ops.random.philox([torch.tensor([c]) for c in counter], key)
     assert tuple(int(word) for word in blocks) == output
 
 
 def test_draws_follow_the_documented_windows():
     """Recompute single draws from the layout's words: tile, lane, row, byte window."""
     key = Key(seed=7 << 32 | 5, step=3, rank=2, stream=1)
-    draws = ops.draws24(key, 3 * TILE)
+    draws = ops.random.draws24(key, 3 * TILE)
     for element in (0, 31, 32, 1023, 1024, 1500, 3071):
         tile, place = divmod(element, TILE)
         row, lane = divmod(place, 32)
         index = tile * 32 + lane
         counter = [index & 0xFFFFFFFF, (index >> 32) << 8 | row // 16, 3, 1 << 24 | 2]
-        words = [int(w) for w in ops.philox([torch.tensor([c]) for c in counter], (5, 7))]
+        words = [int(w) for w in ops.random.philox([torch.tensor([c]) for c in counter], (5, 7))]
         block = b"".join(word.to_bytes(4, "big") for word in words) * 2
         assert int(draws[element]) == int.from_bytes(block[row % 16 : row % 16 + 3], "big")
 
 
 @pytest.mark.parametrize(("offset", "n"), [(0, 1), (1, 5), (1000, 100), (1023, 2), (1024, 2048)])
 def test_draws_depend_on_the_index_alone(offset, n):
-    whole = ops.draws24(Key(1, 2, 3), offset + n)
-    assert torch.equal(ops.draws24(Key(1, 2, 3, offset), n), whole[offset:])
+    whole = ops.random.draws24(Key(1, 2, 3), offset + n)
+    assert torch.equal(ops.random.draws24(Key(1, 2, 3, offset), n), whole[offset:])
 
 
 def test_draws_beyond_32_bit_indices_differ():
-    low, high = ops.draws24(Key(1, 0, 0, 0), 64), ops.draws24(Key(1, 0, 0, 2**37), 64)
+    low, high = ops.random.draws24(Key(1, 0, 0, 0), 64), ops.random.draws24(Key(1, 0, 0, 2**37), 64)
     assert not torch.equal(low, high)
 
 
 def test_streams_of_different_addresses_are_unrelated():
     base = Key(seed=1, step=2, rank=3, stream=4)
     n = 1 << 16
-    a = ops.uniform(base, n)
+    a = ops.random.uniform(base, n)
     for other in (
         base._replace(seed=2),
         base._replace(seed=1 + (1 << 32)),
@@ -73,7 +73,7 @@ def test_streams_of_different_addresses_are_unrelated():
         base._replace(rank=4),
         base._replace(stream=5),
     ):
-        b = ops.uniform(other, n)
+        b = ops.random.uniform(other, n)
         correlation = float(torch.corrcoef(torch.stack([a, b]))[0, 1])
         # |r| sqrt(n) is standard normal: 5 is passed with probability 6e-7, per comparison.
         assert abs(correlation) * math.sqrt(n) < 5, other
@@ -81,7 +81,7 @@ def test_streams_of_different_addresses_are_unrelated():
 
 def test_draws_are_uniform():
     n, bins = 1 << 20, 256
-    draws = ops.draws24(Key(11, 0, 0), n)
+    draws = ops.random.draws24(Key(11, 0, 0), n)
     counts = torch.bincount(draws >> 16, minlength=bins).double()
     chi2 = float(((counts - n / bins) ** 2 / (n / bins)).sum())
     # chi2 with 255 degrees of freedom has sd 22.6: six of them, error probability below 1e-8.
@@ -92,7 +92,7 @@ def test_draws_are_uniform():
 
 def test_neighbouring_rows_share_little():
     """Rows of one lane share two bytes; their correlation is at most 2^-8 as the docstring says."""
-    draws = ops.uniform(Key(5, 0, 0), 1 << 22).view(-1, 32, 32)
+    draws = ops.random.uniform(Key(5, 0, 0), 1 << 22).view(-1, 32, 32)
     rows = draws.transpose(1, 2).reshape(-1, 32)
     correlation = torch.corrcoef(rows.T)
     off = correlation - torch.diag(correlation.diag())
@@ -101,7 +101,7 @@ def test_neighbouring_rows_share_little():
 
 
 def test_normal_moments():
-    z = ops.normal(Key(3, 0, 0), 1 << 20).double()
+    z = ops.random.normal(Key(3, 0, 0), 1 << 20).double()
     n = len(z)
     assert abs(float(z.mean())) < 5 / math.sqrt(n)
     assert abs(float((z**2).mean()) - 1) < 5 * math.sqrt(2 / n)
@@ -111,16 +111,16 @@ def test_normal_moments():
 def test_key_out_of_range_is_refused():
     for key in (Key(0, 2**32, 0), Key(0, 0, 2**24), Key(0, 0, 0, 0, 256), Key(0, -1, 0)):
         with pytest.raises(ValueError, match="allowed"):
-            ops.draws24(key, 4)
+            ops.random.draws24(key, 4)
 
 
 @given(st.integers(1, 16), st.integers(0, 3000), st.integers(0, 2**31))
 @settings(max_examples=60, deadline=None)
 def test_pack_round_trip(bits, n, seed):
     codes = torch.randint(0, 1 << bits, (n,), generator=torch.Generator().manual_seed(seed))
-    words = ops.pack(codes, bits)
-    assert words.numel() == ops.packed_words(n, bits)
-    assert torch.equal(ops.unpack(words, bits, n), codes.int())
+    words = ops.packing.pack(codes, bits)
+    assert words.numel() == ops.packing.packed_words(n, bits)
+    assert torch.equal(ops.packing.unpack(words, bits, n), codes.int())
 
 
 @pytest.mark.parametrize("bits", range(1, 17))
@@ -130,7 +130,7 @@ def test_pack_layout(bits):
     for index in (0, 1, 31, 32, 33, 1023, 1024, 1027, 1028, 1123):
         codes = torch.zeros(n, dtype=torch.int64)
         codes[index] = (1 << bits) - 1
-        words = [int(w) & 0xFFFFFFFF for w in ops.pack(codes, bits)]
+        words = [int(w) & 0xFFFFFFFF for w in ops.packing.pack(codes, bits)]
         tile, place = divmod(index, TILE)
         lanes = 32 if tile == 0 else 4
         row, lane = divmod(place, lanes)
@@ -141,28 +141,28 @@ def test_pack_layout(bits):
 
 
 def test_packed_size_is_exact_to_a_lane():
-    assert ops.packed_words(0, 2) == 0
-    assert ops.packed_words(1, 2) == 2
-    assert ops.packed_words(32, 2) == 2
-    assert ops.packed_words(33, 2) == 4
-    assert ops.packed_words(1 << 20, 2) * 32 == 2 << 20
+    assert ops.packing.packed_words(0, 2) == 0
+    assert ops.packing.packed_words(1, 2) == 2
+    assert ops.packing.packed_words(32, 2) == 2
+    assert ops.packing.packed_words(33, 2) == 4
+    assert ops.packing.packed_words(1 << 20, 2) * 32 == 2 << 20
 
 
 def test_unpack_refuses_other_lengths():
-    words = ops.pack(torch.ones(100, dtype=torch.int32), 3)
+    words = ops.packing.pack(torch.ones(100, dtype=torch.int32), 3)
     for bad in (words[:-1], torch.cat([words, words[:1]]), words.long(), words.float()):
         with pytest.raises(PayloadError, match="expected"):
-            ops.unpack(bad, 3, 100)
+            ops.packing.unpack(bad, 3, 100)
     with pytest.raises(ValueError, match="17 bits a code: 1 to 16 allowed"):
-        ops.pack(words, 17)
+        ops.packing.pack(words, 17)
 
 
 def test_split_words_cuts_at_tiles():
     codes = torch.randint(0, 8, (5000,), generator=torch.Generator().manual_seed(0))
     bounds = [0, 2048, 2048, 4096, 5000]
-    pieces = ops.split_words(ops.pack(codes, 3), 3, bounds)
+    pieces = ops.packing.split_words(ops.packing.pack(codes, 3), 3, bounds)
     for piece, start, stop in zip(pieces, bounds, bounds[1:], strict=False):
-        assert torch.equal(piece, ops.pack(codes[start:stop], 3))
+        assert torch.equal(piece, ops.packing.pack(codes[start:stop], 3))
 
 
 SHAPES = [(64, 3, 5, 5), (64,), (10, 700), (0,), (1,), (3, 1025)]
@@ -174,17 +174,17 @@ def test_segment_statistics(granularity):
     x = torch.randn(segments.numel, generator=torch.Generator().manual_seed(1)) + 0.5
     pieces = [x[a:b].double() for a, b in zip(segments.offsets, segments.offsets[1:], strict=False)]
     absmax = torch.tensor([float(p.abs().max()) if len(p) else 0.0 for p in pieces])
-    assert torch.equal(ops.segment_absmax(x, segments), absmax)
-    total, square = ops.segment_moments(x, segments)
+    assert torch.equal(ops.statistics.absmax(x, segments), absmax)
+    total, square = ops.statistics.moments(x, segments)
     torch.testing.assert_close(total, torch.stack([p.sum() for p in pieces]))
     torch.testing.assert_close(square, torch.stack([(p * p).sum() for p in pieces]))
     std = torch.stack([p.std(correction=0) if len(p) else p.sum() for p in pieces])
-    torch.testing.assert_close(ops.segment_std(x, segments), std.float())
-    scaled = ops.scale_(x.clone(), torch.arange(float(len(segments))), segments)
+    torch.testing.assert_close(ops.statistics.std(x, segments), std.float())
+    scaled = ops.statistics.scale_(x.clone(), torch.arange(float(len(segments))), segments)
     expected = torch.cat([p.float() * i for i, p in enumerate(pieces)])
     assert torch.equal(scaled, expected)
     limit = torch.full((len(segments),), 0.3)
-    assert torch.equal(ops.clamp_(x.clone(), limit, segments), x.clamp(-0.3, 0.3))
+    assert torch.equal(ops.statistics.clamp_(x.clone(), limit, segments), x.clamp(-0.3, 0.3))
 
 
 def test_moments_do_not_depend_on_threads():
@@ -195,7 +195,7 @@ def test_moments_do_not_depend_on_threads():
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append(torch.cat(ops.segment_moments(x, segments)))
+            results.append(torch.cat(ops.statistics.moments(x, segments)))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(results[0], other) for other in results[1:])
@@ -213,7 +213,7 @@ def test_moments_follow_the_documented_order():
 
     tiles = [x[i : i + 1024].double().tolist() for i in (0, 1024, 2048)]
     sums = [halve(tile + [0.0] * (1024 - len(tile))) for tile in tiles]
-    total, _ = ops.segment_moments(x, Segments.of([(2500,)]))
+    total, _ = ops.statistics.moments(x, Segments.of([(2500,)]))
     assert float(total) == halve([*sums, 0.0])
 
 
@@ -255,17 +255,20 @@ def test_segments_shard_by_brute_force():
 
 def test_the_chosen_backend_serves_where_it_can(monkeypatch):
     """Kernels serve tensors of their device, by name, and only inside their with statement."""
-    monkeypatch.setattr(cpu, "status", lambda: (True, ""))
-    monkeypatch.setattr(cpu, "KERNELS", {"sign_pack": lambda *args, **kwargs: (args, kwargs)})
+    monkeypatch.setattr(native, "status", lambda: (True, ""))
+    taken = []
+    monkeypatch.setattr(native, "KERNELS", {"sign.pack": lambda **given: taken.append(given)})
     x = torch.tensor([1.0, -1.0, 0.0])
     with ops.using("reference"):
-        words = ops.sign_pack(x)
+        words = ops.sign.pack(x)
         assert words.tolist() == [0b101]
         with ops.using("cpu"):
-            assert ops.sign_pack(x, bits=2) == ((x,), {"bits": 2})
-            assert ops.sign_pack(x.to("meta")).device.type == "meta"
-            assert ops.sign_decode(words, 1, 3, "").tolist() == [1, -1, 1]  # there is no kernel
+            out = ops.sign.pack(x, bits=2)
+            assert [(given["bits"], given["out"] is out) for given in taken] == [(2, True)]
+            assert ops.sign.pack(x.to("meta")).device.type == "meta"
+            assert ops.sign.decode(words, 1, 3, "").tolist() == [1, -1, 1]  # there is no kernel
             with ops.using("reference"):
-                assert ops.sign_pack(x).tolist() == words.tolist()
-            assert ops.sign_pack(x) == ((x,), {})
-        assert ops.sign_pack(x).tolist() == words.tolist()
+                assert ops.sign.pack(x).tolist() == words.tolist()
+            ops.sign.pack(x)
+        assert ops.sign.pack(x).tolist() == words.tolist()
+    assert len(taken) == 2

@@ -149,7 +149,7 @@ def test_the_wire_by_hand():
     matrix[1, 2] = -3.0
     x = torch.cat([torch.tensor([5.0, 6.0]), matrix.view(-1), torch.tensor([7.0])])
     key = Key(9, 4, 3, 11)
-    q = ops.normal(key._replace(rank=0), 4)
+    q = ops.random.normal(key._replace(rank=0), 4)
     first, second = method(rank=1).encode(x, segments, NOTHING, key).parts
     assert first.tolist() == [5.0, 6.0, 0.0, float(-3 * q[2]), 0.0, 0.0, 7.0]
     sign = -math.copysign(1.0, float(q[2]))
@@ -303,7 +303,7 @@ def near_copies() -> torch.Tensor:
 )
 def test_orthonormal_vectors(vectors):
     """V V^T = I in every case, spanning what came in; sums agree with a plain QR in float64."""
-    out = ops.orthonormalize(vectors)
+    out = ops.lowrank.orthonormalize(vectors)
     assert out.dtype == torch.float32
     wide = out.double()
     identity = torch.eye(len(out), dtype=torch.float64)
@@ -312,15 +312,15 @@ def test_orthonormal_vectors(vectors):
     lost = given - given @ wide.T @ wide
     assert float(lost.norm()) <= 3e-7 * float(given.norm()) + 1e-50
     again = torch.cat([vectors.clone()])
-    assert torch.equal(ops.orthonormalize(again), out)
+    assert torch.equal(ops.lowrank.orthonormalize(again), out)
 
 
 def test_orthonormalize_keeps_the_first_direction():
     vectors = torch.tensor([[3.0, 4.0, 0.0], [0.0, 5.0, 0.0]])
     expected = torch.tensor([[0.6, 0.8, 0.0], [-0.8, 0.6, 0.0]])
-    torch.testing.assert_close(ops.orthonormalize(vectors), expected)
+    torch.testing.assert_close(ops.lowrank.orthonormalize(vectors), expected)
     with pytest.raises(ValueError, match="3 vectors of 2 elements"):
-        ops.orthonormalize(torch.ones(3, 2))
+        ops.lowrank.orthonormalize(torch.ones(3, 2))
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
@@ -363,7 +363,7 @@ def test_the_first_q_is_shared_and_keyed():
     for other in (Key(2, 0, 0), Key(1, 1, 0), Key(1, 0, 0, 64)):
         assert not torch.equal(powersgd.encode(x, segments, NOTHING, other).parts[0], first)
     state = powersgd.initial_state(segments, key)
-    assert torch.equal(state, ops.normal(key, 2 * (30 + 75)))
+    assert torch.equal(state, ops.random.normal(key, 2 * (30 + 75)))
 
 
 def test_corrupt_payloads_are_refused():

@@ -52,7 +52,7 @@ def codes_of(method, x, key):
     """The codes of one segment, by a reader of the words."""
     payload = method.encode(x, one(len(x)), NOTHING, key)
     norm = payload.parts[1]
-    return ops.level_unpack(
+    return ops.levels.unpack(
         payload.parts[0], norm, method.norm, method.levels, method.coding, one(len(x))
     )
 
@@ -86,7 +86,9 @@ def test_variance_exact_measured_and_bounded(fields, kind):
         total += error
         squares += float(error.square().sum())
     norms = method.encode(x, segments, NOTHING, Key(0, 0, 0)).parts[1].double()
-    step = ops.scale_(torch.ones(2000, dtype=torch.float64), norms / method.levels, segments)
+    step = ops.statistics.scale_(
+        torch.ones(2000, dtype=torch.float64), norms / method.levels, segments
+    )
     q2 = step.square()
     sd = float((exact * (q2 - 4 * exact)).sum().mul(draws).clamp(min=0).sqrt())
     assert abs(squares - draws * float(exact.sum())) <= 5 * sd + 1e-6 * squares
@@ -216,11 +218,11 @@ def test_rounding_rule_at_its_borders(levels, scale, monkeypatch):
         draws = u.clamp(0, 2**24 - 1).int()
         monkeypatch.setattr("gcbench.ops.quantize.draws24", lambda *_, draws=draws: draws)
         with ops.using("reference"):  # kernels draw for themselves; they are compared elsewhere
-            codes = ops.level_codes(x, norm, levels, one(len(x)), Key(0, 0, 0))
-            mirrored = ops.level_codes(-x, norm, levels, one(len(x)), Key(0, 0, 0))
+            codes = ops.levels.codes(x, norm, levels, one(len(x)), Key(0, 0, 0))
+            mirrored = ops.levels.codes(-x, norm, levels, one(len(x)), Key(0, 0, 0))
         assert torch.equal(codes, below + ((draws + 0.5) * 2.0**-24 * gap <= distance))
         assert torch.equal(mirrored, -codes)
-        values = ops.level_values(codes, norm, levels, one(len(x)))
+        values = ops.levels.values(codes, norm, levels, one(len(x)))
         assert torch.equal(values, grid[codes.long()])
 
 
@@ -232,11 +234,11 @@ def test_no_bit_depends_on_denormals(levels):
     """
     norm = torch.tensor([3.4e38])
     codes = torch.arange(5 * 1024).remainder(2 * levels + 1) - levels
-    x = ops.level_values(codes, norm, levels, one(len(codes)))
-    before = ops.level_codes(x, norm, levels, one(len(x)), Key(20, 0, 0))
+    x = ops.levels.values(codes, norm, levels, one(len(codes)))
+    before = ops.levels.codes(x, norm, levels, one(len(x)), Key(20, 0, 0))
     assert torch.set_flush_denormal(True)
     try:
-        after = ops.level_codes(x, norm, levels, one(len(x)), Key(20, 0, 0))
+        after = ops.levels.codes(x, norm, levels, one(len(x)), Key(20, 0, 0))
     finally:
         torch.set_flush_denormal(False)
     assert torch.equal(before, codes.int())
@@ -295,7 +297,7 @@ def test_sparse_code_length_theorem(n, levels):
         bits = []
         for step in range(6):
             payload = method.encode(x, one(n), NOTHING, Key(7, step, 0))
-            codes = ops.omega_sparse_read(payload.parts[0], n, levels)
+            codes = ops.bitstream.omega_sparse_read(payload.parts[0], n, levels)
             bits.append(32 + sparse_bits(codes))
             assert len(payload.parts[0]) == -(-(bits[-1] - 32) // 32)
         mean, sd = statistics.mean(bits), statistics.stdev(bits) / math.sqrt(6)
@@ -437,7 +439,7 @@ def test_the_last_short_bucket_has_its_own_norm():
 def test_extreme_values(norm, coding):
     """Tiny norms count as zero, huge ones stay finite; each segment has its own."""
     method = qsgd(norm=norm, coding=coding)
-    tiny = 7 * ops.TINY
+    tiny = 7 * ops.statistics.TINY
     parts = [torch.zeros(9), torch.full((9,), tiny * 0.1), torch.tensor([tiny, 0, 0])]
     parts += [torch.full((2000,), 3.4e38), torch.tensor([3.4e38, -1e-45]), torch.zeros(0)]
     offsets = [0]
@@ -480,10 +482,10 @@ def test_blocks_change_nothing(levels, monkeypatch):
     """Blocks of 1024 instead of a million give the same codes, with cuts inside of segments."""
     x, key = normal(5000, 24), Key(19, 1, 2, 3072)
     segments = Segments.of([(5000,)], 700)
-    norms = ops.level_norms(x, segments, "max", levels)
-    whole = ops.level_codes(x, norms, levels, segments, key)
+    norms = ops.levels.norms(x, segments, "max", levels)
+    whole = ops.levels.codes(x, norms, levels, segments, key)
     monkeypatch.setattr("gcbench.ops.quantize.BLOCK", 1024)
-    assert torch.equal(ops.level_codes(x, norms, levels, segments, key), whole)
+    assert torch.equal(ops.levels.codes(x, norms, levels, segments, key), whole)
 
 
 # ---- wire format -----------------------------------------------------------------------------
@@ -590,12 +592,22 @@ def test_codings_and_norms_that_cannot_be():
     good = fixed.encode(ON_LEVELS, TWO, NOTHING, Key(16, 0, 0))
     words = good.parts[0]
     other = sparse.encode(ON_LEVELS, TWO, NOTHING, Key(16, 0, 0))
-    norms = [[math.nan, 2], [math.inf, 2], [-7, 2], [7, 0], [0, 2], [1e-42, 2], [6 * ops.TINY, 2]]
+    norms = [
+        [math.nan, 2],
+        [math.inf, 2],
+        [-7, 2],
+        [7, 0],
+        [0, 2],
+        [1e-42, 2],
+        [6 * ops.statistics.TINY, 2],
+    ]
     for values in norms:
         wrong = torch.tensor(values, dtype=torch.float32)
         with pytest.raises(PayloadError, match="qsgd"):
             fixed.decode(Payload((words, wrong)), TWO, NOTHING)
-    low = Payload((ops.pack(torch.full((9,), 7), 4), good.parts[1]))  # no element is at the top
+    low = Payload(
+        (ops.packing.pack(torch.full((9,), 7), 4), good.parts[1])
+    )  # no element is at the top
     beyond = Payload((words | 1, good.parts[1]))  # 15 stands for nothing
     for wrong in (low, beyond, Payload(()), Payload((words,)), good._replace(count=0)):
         with pytest.raises(PayloadError, match="qsgd"):
@@ -677,12 +689,12 @@ def test_parts_of_another_length_are_no_payload(backend, which):
         pytest.skip("no native kernels here")
     segments, key = Segments((0, 1000, 3000)), Key(0, 0, 0)
     x = torch.linspace(-1, 1, 3000)
-    norms = ops.level_norms(x, segments, "max", 7)
-    words = ops.level_encode(x, norms, 7, "fixed", segments, key)
+    norms = ops.levels.norms(x, segments, "max", 7)
+    words = ops.levels.encode(x, norms, 7, "fixed", segments, key)
     code = "max", 7, "fixed", segments
     short = (words[:-1], norms) if which == "words" else (words, norms[:-1])
     with ops.using(backend):
         with pytest.raises(PayloadError):
-            ops.level_decode(*short, *code)
+            ops.levels.decode(*short, *code)
         with pytest.raises(PayloadError):
-            ops.level_mean([(words, norms, 1), (*short, 1)], *code)
+            ops.levels.mean([(words, norms, 1), (*short, 1)], *code)

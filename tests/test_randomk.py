@@ -124,20 +124,20 @@ def test_positions_are_shared_and_fresh():
 def test_random_words_by_hand():
     """Element e has word e % 4 of the Philox block of counter (e // 4, 2, step, stream, rank)."""
     key = Key(2**40 + 5, 9, 3, offset=2**35 + 6, stream=1)
-    words = ops.random_words(key, 11)
+    words = ops.selection.random_words(key, 11)
     assert words.dtype == torch.int32
     for i, word in enumerate(words.tolist()):
         block, lane = divmod(key.offset + i, 4)
         counter = (block % 2**32, block // 2**32 << 8 | 2, 9, 1 << 24 | 3)
         seed = (key.seed % 2**32, key.seed >> 32)
-        expected = ops.philox([torch.tensor([c]) for c in counter], seed)[lane]
+        expected = ops.random.philox([torch.tensor([c]) for c in counter], seed)[lane]
         assert word == int(expected) - 2**31
 
 
 def test_random_words_do_not_depend_on_blocks(monkeypatch):
-    whole = ops.random_words(KEY._replace(offset=3), 1000)
+    whole = ops.selection.random_words(KEY._replace(offset=3), 1000)
     monkeypatch.setattr(selection, "BLOCK", 37)
-    assert torch.equal(ops.random_words(KEY._replace(offset=3), 1000), whole)
+    assert torch.equal(ops.selection.random_words(KEY._replace(offset=3), 1000), whole)
 
 
 # ---- bias and variance ---------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def test_unbiased_with_the_exact_variance():
 def test_error_of_equal_magnitudes_is_the_same_in_every_draw(ratio):
     """(d/k - 1) ||x||^2 scaled, (1 - k/d) ||x||^2 unscaled: no expectation is needed here."""
     x = normal(SPREAD.numel, 2).sign() * 0.5
-    runs = ops.kept_runs(SPREAD, ratio)
+    runs = ops.selection.kept_runs(SPREAD, ratio)
     square = [0.25 * run.rows * run.length for run in runs]
     scaled = sum((run.inverse - 1) * s for run, s in zip(runs, square, strict=True) if s)
     unscaled = sum((1 - 1 / run.inverse) * s for run, s in zip(runs, square, strict=True) if s)

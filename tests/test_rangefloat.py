@@ -18,20 +18,20 @@ FLOAT_MAX = torch.finfo(torch.float32).max
 
 
 def grid_of(low: float, high: float, bits: int, mantissa: int) -> torch.Tensor:
-    return ops.range_grid(torch.tensor(low), torch.tensor(high), bits, mantissa)
+    return ops.rangefloat.grid_of(torch.tensor(low), torch.tensor(high), bits, mantissa)
 
 
 def table(grid: torch.Tensor, bits: int, mantissa: int) -> torch.Tensor:
     """The value of every code, in the order of codes."""
     codes = torch.arange(1 << bits, dtype=torch.int32)
-    return ops.range_decode(codes, grid, bits, mantissa)
+    return ops.rangefloat.decode(codes, grid, bits, mantissa)
 
 
 def there_and_back(x: torch.Tensor, bits: int, mantissa: int) -> tuple[torch.Tensor, torch.Tensor]:
     """One group: its grid and its decoded values."""
-    grid = ops.range_grid(x.amin(), x.amax(), bits, mantissa)
-    codes = ops.range_encode(x, grid, bits, mantissa)
-    return grid, ops.range_decode(codes, grid, bits, mantissa)
+    grid = ops.rangefloat.grid_of(x.amin(), x.amax(), bits, mantissa)
+    codes = ops.rangefloat.encode(x, grid, bits, mantissa)
+    return grid, ops.rangefloat.decode(codes, grid, bits, mantissa)
 
 
 def steps(value: float, mantissa: int) -> int:
@@ -48,7 +48,7 @@ def test_codes_by_hand():
     assert table(grid, 4, 1).tolist() == [0.0, *up, *(-v for v in up), -1.5]
     x = torch.tensor([0.0, -0.0, 1.0, -1.0, 0.62, 0.63, -0.0624, 0.0625, 0.15, 2.0, -9.0])
     codes = [0, 0, 7, 14, 5, 6, 0, 1, 1, 7, 15]
-    assert ops.range_encode(x, grid, 4, 1).tolist() == codes
+    assert ops.rangefloat.encode(x, grid, 4, 1).tolist() == codes
 
 
 @pytest.mark.parametrize(("bits", "mantissa"), FORMATS)
@@ -58,7 +58,7 @@ def test_round_trip_is_the_identity_on_all_codes(low, high, bits, mantissa):
     values = table(grid, bits, mantissa)
     used = values.isfinite()
     codes = torch.arange(1 << bits, dtype=torch.int32)
-    assert torch.equal(ops.range_encode(values, grid, bits, mantissa)[used], codes[used])
+    assert torch.equal(ops.rangefloat.encode(values, grid, bits, mantissa)[used], codes[used])
     positive = int(grid) & ((1 << bits) - 1)
     up, down = values[1 : positive + 1].double(), values[positive + 1 :].double()
     down = down[down.isfinite()]  # 16 bits span more octaves than floats have
@@ -81,7 +81,7 @@ def test_the_step_doubles_every_octave(bits, mantissa):
     assert float((up.diff() / up[:-1]).max()) == 2.0**-mantissa
     # [eps, max] spans P - 1 steps, 2^m an octave; the symmetric range has half of all codes.
     octaves = (positive - 1) // octave
-    assert float(ops.range_eps(grid, bits, mantissa)) == float(up[0])
+    assert float(ops.rangefloat.eps(grid, bits, mantissa)) == float(up[0])
     assert 2.0**octaves <= 1 / float(up[0]) < 2.0 ** (octaves + 1)
     assert abs(positive / octave - 2 ** (bits - 1 - mantissa)) <= 1 / octave
 
@@ -92,7 +92,7 @@ def test_octaves_of_the_usual_formats():
     P = 2^(N-1) - 1 values have P - 1 steps: two fewer than whole octaves.
     """
     for (bits, mantissa), octaves in {(10, 5): 16, (10, 6): 8, (8, 4): 8}.items():
-        eps = float(ops.range_eps(grid_of(-1.0, 1.0, bits, mantissa), bits, mantissa))
+        eps = float(ops.rangefloat.eps(grid_of(-1.0, 1.0, bits, mantissa), bits, mantissa))
         assert eps == 2.0**-octaves * (1 + 2 / 2**mantissa)
 
 
@@ -104,7 +104,9 @@ def test_every_value_goes_to_the_nearest_code(low, high, bits, mantissa):
     values = table(grid, bits, mantissa).double()
     magnitude = torch.logspace(-12, 4, 5000, base=2, dtype=torch.float64)
     x = torch.cat([-magnitude, magnitude]).float()
-    mine = ops.range_decode(ops.range_encode(x, grid, bits, mantissa), grid, bits, mantissa)
+    mine = ops.rangefloat.decode(
+        ops.rangefloat.encode(x, grid, bits, mantissa), grid, bits, mantissa
+    )
     best = (values - x.double()[:, None]).abs().amin(1)
     torch.testing.assert_close((mine.double() - x.double()).abs(), best, rtol=0, atol=0)
 
@@ -127,13 +129,13 @@ def test_the_range_is_covered_by_the_smallest_base(a, b, form):
     def codes(smallest: int) -> int:
         return max(0, up - smallest) + max(0, down - smallest)
 
-    assert ops.range_valid(grid, *form)
+    assert ops.rangefloat.valid(grid, *form)
     assert codes(base) < 1 << bits
     assert base == 1 or codes(base - 1) >= 1 << bits
     assert positive == max(0, up - base)
     ends = torch.tensor([low, high])
-    back = ops.range_decode(ops.range_encode(ends, grid, *form), grid, *form)
-    eps = float(ops.range_eps(grid, *form))
+    back = ops.rangefloat.decode(ops.rangefloat.encode(ends, grid, *form), grid, *form)
+    eps = float(ops.rangefloat.eps(grid, *form))
     for x, y in zip(ends.tolist(), back.tolist(), strict=True):
         if abs(x) >= max(eps, 2.0**-126):
             assert abs(y - x) <= abs(x) * 2.0 ** -(mantissa + 1)
@@ -149,7 +151,7 @@ def test_error_bound(bits, mantissa):
     x = sign * torch.exp2(torch.rand(20_000, generator=generator) * 60 - 40)
     grid, back = there_and_back(x, bits, mantissa)
     error = (back.double() - x.double()).abs()
-    eps = float(ops.range_eps(grid, bits, mantissa))
+    eps = float(ops.rangefloat.eps(grid, bits, mantissa))
     above = x.abs() >= eps
     assert above.any() or bits == 2
     assert float((error / x.abs() * above).max()) <= 2.0 ** -(mantissa + 1)
@@ -213,7 +215,7 @@ def test_a_base_of_one_leaves_codes_unused():
 def test_saturation():
     grid = grid_of(-1.0, 2.0, 10, 6)
     x = torch.tensor([2.0, 3.0, 1e38, -1.0, -5.0, -math.inf])
-    back = ops.range_decode(ops.range_encode(x, grid, 10, 6), grid, 10, 6)
+    back = ops.rangefloat.decode(ops.rangefloat.encode(x, grid, 10, 6), grid, 10, 6)
     assert back[:3].tolist() == [2.0] * 3
     # One code may be to spare at the negative end.
     assert -1.0 - 2.0**-6 <= float(back[4]) == float(back[5]) <= -1.0
@@ -226,9 +228,9 @@ def test_groups_do_not_see_each_other():
     x = torch.randn(7, 300, generator=generator) * scale
     x[3] = 0
     x[4].abs_()
-    grids = ops.range_grid(x.amin(1), x.amax(1), 10, 5)
-    codes = ops.range_encode(x, grids[:, None], 10, 5)
-    back = ops.range_decode(codes, grids[:, None], 10, 5)
+    grids = ops.rangefloat.grid_of(x.amin(1), x.amax(1), 10, 5)
+    codes = ops.rangefloat.encode(x, grids[:, None], 10, 5)
+    back = ops.rangefloat.decode(codes, grids[:, None], 10, 5)
     for row in range(7):
         grid, own = there_and_back(x[row], 10, 5)
         assert int(grid) == int(grids[row])
@@ -240,13 +242,13 @@ def test_groups_do_not_see_each_other():
 def test_the_unit_moves_the_base_alone():
     """A power of two shifts the base by 2^m an octave and changes no code."""
     x = torch.randn(1000, generator=torch.Generator().manual_seed(6))
-    grid = ops.range_grid(x.amin(), x.amax(), 10, 6)
-    codes = ops.range_encode(x, grid, 10, 6)
+    grid = ops.rangefloat.grid_of(x.amin(), x.amax(), 10, 6)
+    codes = ops.rangefloat.encode(x, grid, 10, 6)
     for power in (-60, -1, 3, 100):
         scaled = x * 2.0**power
-        moved = ops.range_grid(scaled.amin(), scaled.amax(), 10, 6)
+        moved = ops.rangefloat.grid_of(scaled.amin(), scaled.amax(), 10, 6)
         assert int(moved) == int(grid) + (power << 6 << 10)
-        assert torch.equal(ops.range_encode(scaled, moved, 10, 6), codes)
+        assert torch.equal(ops.rangefloat.encode(scaled, moved, 10, 6), codes)
 
 
 def iterated(low: float, high: float, bits: int, mantissa: int) -> int:
@@ -333,13 +335,13 @@ def test_it_beats_uniform_codes_for_heavy_tails_only():
 @pytest.mark.parametrize(("bits", "mantissa"), [(1, 0), (17, 0), (10, -1), (10, 14), (16, 8)])
 def test_formats_that_do_not_exist(bits, mantissa):
     with pytest.raises(ValueError, match=f"bits={bits}, mantissa={mantissa}: 2 to 16 bits"):
-        ops.range_check(bits, mantissa)
+        ops.rangefloat.check(bits, mantissa)
 
 
 @pytest.mark.parametrize(("bits", "mantissa"), [(2, 21), (16, 7), (10, 13)])
 def test_the_widest_formats_fit_the_grid(bits, mantissa):
     """The largest base fills, and does not overflow, its share of an int32."""
-    ops.range_check(bits, mantissa)
+    ops.rangefloat.check(bits, mantissa)
     x = torch.tensor([FLOAT_MAX])
     grid, back = there_and_back(x, bits, mantissa)
     assert int(grid) > 0
@@ -351,10 +353,10 @@ def test_grids_that_no_group_has():
     limit = 255 << 6
     good = [1 << 10, 1 << 10 | 1023, (limit - 1) << 10 | 1, limit << 10]
     bad = [0, 1023, -1, -(1 << 20), (limit - 1) << 10 | 2, limit << 10 | 1, 2**31 - 1]
-    assert ops.range_valid(torch.tensor(good, dtype=torch.int32), *form).tolist() == [True] * 4
-    assert ops.range_valid(torch.tensor(bad, dtype=torch.int32), *form).tolist() == [False] * 7
+    assert ops.rangefloat.valid(torch.tensor(good, dtype=torch.int32), *form).tolist() == [True] * 4
+    assert ops.rangefloat.valid(torch.tensor(bad, dtype=torch.int32), *form).tolist() == [False] * 7
     # A code beyond the finite floats: an infinity, which the caller refuses.
     grid = torch.tensor((limit - 2) << 10 | 2, dtype=torch.int32)
     codes = torch.tensor([0, 1, 2, 3, 4, 5, 1023], dtype=torch.int32)
-    values = ops.range_decode(codes, grid, *form)
+    values = ops.rangefloat.decode(codes, grid, *form)
     assert values.isfinite().tolist() == [True] * 5 + [False] * 2

@@ -387,7 +387,7 @@ def test_coins_are_fair_and_tossed_by_the_merge():
         assert close(float((outcome > 0).double().mean()), 0.5, n)
     neighbours = first[:-1] * first[1:]
     assert close(float((neighbours > 0).double().mean()), 0.5, n - 1)
-    tail = [Payload(tuple(ops.split_words(p.parts[0], 1, [1024, n]))) for p in payloads]
+    tail = [Payload(tuple(ops.packing.split_words(p.parts[0], 1, [1024, n]))) for p in payloads]
     merged = method.merge(tail, one(n - 1024), NOTHING, Key(0, 1, 0, 1024, 1))
     assert torch.equal(method.decode(merged, one(n - 1024), NOTHING), first[1024:])
 

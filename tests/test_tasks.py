@@ -224,7 +224,7 @@ def test_quadratic_gradient_is_curvature_times_distance_plus_mean_noise() -> Non
     with torch.no_grad():
         model.x.copy_(point)
     batch = task.batch(train, torch.arange(6), KEY)
-    noise = 3 * ops.normal(KEY._replace(stream=purposes.NOISE), 30).view(6, 5)
+    noise = 3 * ops.random.normal(KEY._replace(stream=purposes.NOISE), 30).view(6, 5)
     task.loss(model(batch.inputs), batch.targets).backward()
     torch.testing.assert_close(model.x.grad, curvature * (point - minimum) + noise.mean(0))
 
@@ -460,7 +460,7 @@ def test_places_cover_their_range_and_no_more() -> None:
     assert top.tolist() == [0, 8, 1]
     assert left.tolist() == [8, 0, 4]
     assert flip.tolist() == [True, False, True]
-    draws = ops.uniform(KEY, 5 * 20_000).view(-1, 5)
+    draws = ops.random.uniform(KEY, 5 * 20_000).view(-1, 5)
     top, left, flip = cifar10._places(draws, 9)
     for edge in (top, left):
         shares = edge.bincount(minlength=9) / 20_000
@@ -485,7 +485,9 @@ def test_cifarnet_augmentation_is_the_one_described() -> None:
     split = split_of(task)
     split.inputs[3] = split.inputs[3] // 32 + 100  # of little contrast: the floor of std decides
     indices = torch.tensor([9, 3, 60])
-    draws = ops.uniform(KEY._replace(stream=purposes.AUGMENT), 15).double().view(3, 5).numpy()
+    draws = (
+        ops.random.uniform(KEY._replace(stream=purposes.AUGMENT), 15).double().view(3, 5).numpy()
+    )
     expected = [by_hand(split.inputs[i].numpy(), d) for i, d in zip(indices, draws, strict=True)]
     found = task.batch(split, indices, KEY).inputs
     torch.testing.assert_close(
@@ -535,7 +537,7 @@ def test_resnet_images_are_normalized_then_padded_with_zeros_then_cropped() -> N
     plain = (split.inputs.float() / 255 - mean) / std
     indices = torch.arange(64)
     torch.testing.assert_close(task.batch(split, indices, None).inputs, plain)
-    draws = ops.uniform(KEY._replace(stream=purposes.AUGMENT), 320).view(64, 5)
+    draws = ops.random.uniform(KEY._replace(stream=purposes.AUGMENT), 320).view(64, 5)
     found = task.batch(split, indices, KEY).inputs
     padded = F.pad(plain, (4, 4, 4, 4))
     for i, (u, v, w) in enumerate(draws[:, :3].tolist()):

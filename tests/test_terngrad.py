@@ -121,18 +121,20 @@ def test_sums_of_known_codes_are_exact_in_every_exchange(workers):
     codes[:, 0], codes[:, 1] = 1, -1  # the extremes of the sum
     segments = Segments.of([(1000,), (1999,), (1,)])
     scale = torch.tensor([0.5, 2.0, 0.25])
-    xs = ops.scale_(codes.float().view(-1), scale.repeat(workers), _tiled(segments, workers))
+    xs = ops.statistics.scale_(
+        codes.float().view(-1), scale.repeat(workers), _tiled(segments, workers)
+    )
     payloads = [
         method.encode(x, segments, scale, Key(0, 0, r))
         for r, x in enumerate(xs.view(workers, 3000))
     ]
-    expected = ops.scale_(codes.sum(0).float(), scale / workers, segments)
+    expected = ops.statistics.scale_(codes.sum(0).float(), scale / workers, segments)
     assert torch.equal(method.mean(payloads, segments, scale), expected)
     merged = method.merge(payloads, segments, scale, Key(0, 0, 0))
     assert merged.count == workers
     assert torch.equal(method.decode(merged, segments, scale), expected)
     bits = math.ceil(math.log2(2 * workers + 1))
-    assert merged.nbytes == 4 * ops.packed_words(3000, bits)
+    assert merged.nbytes == 4 * ops.packing.packed_words(3000, bits)
     widened = [method.summand(p, workers, segments).parts[0] for p in payloads]
     total = Payload((sum(widened[1:], widened[0]),), workers)
     assert torch.equal(method.decode_sum(total, segments, scale), expected)
@@ -154,11 +156,11 @@ def _sums(lengths):
 
 def test_sums_of_more_workers_than_a_code_holds_are_refused():
     """2 * 32,767 + 1 levels take 16 bits; one worker more takes 17, on every backend."""
-    words = torch.zeros(ops.packed_words(5, 16), dtype=torch.int32)
-    assert ops.ternary_bits(32_767) == 16
+    words = torch.zeros(ops.packing.packed_words(5, 16), dtype=torch.int32)
+    assert ops.ternary.bits(32_767) == 16
     for backend in ("reference", "auto"):
         with ops.using(backend), pytest.raises(PayloadError, match=r"32767 workers; an all-gather"):
-            ops.ternary_merge([(words, 32_767), (words, 32_767)], 5)
+            ops.ternary.merge([(words, 32_767), (words, 32_767)], 5)
 
 
 def test_two_bits_an_element():

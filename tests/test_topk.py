@@ -72,7 +72,9 @@ def test_equal_rows_with_ties_in_some():
     """Runs of segments of one length are selected together; ties in one row leave others alone."""
     x = torch.cat([normal(64, 1), torch.ones(64), torch.zeros(64), normal(64, 2)])
     segments = Segments.of([(256,)], 64)
-    kept = ops.largest(ops.magnitude_order(x), ops.kept_runs(segments, 0.1))
+    kept = ops.selection.largest(
+        ops.selection.magnitude_order(x), ops.selection.kept_runs(segments, 0.1)
+    )
     assert kept.tolist() == by_sorting(x, segments, 0.1)
     assert kept[7:21].tolist() == [*range(64, 71), *range(128, 135)]
 
@@ -80,10 +82,14 @@ def test_equal_rows_with_ties_in_some():
 def test_denormals_and_huge_values_are_ordered():
     x = torch.tensor([1e-45, -2e-45, 0.0, 3e38, -1e-40, 1e30, -3.1e38, 1e-38])
     for count, expected in ((3, [3, 5, 6]), (5, [3, 4, 5, 6, 7]), (7, [0, 1, 3, 4, 5, 6, 7])):
-        kept = ops.largest(ops.magnitude_order(x), [ops.KeptRun(0, 1, 8, count)])
+        kept = ops.selection.largest(
+            ops.selection.magnitude_order(x), [ops.selection.KeptRun(0, 1, 8, count)]
+        )
         assert kept.tolist() == expected
     close = torch.tensor([1.0, 1 + 2.0**-23, -1.0, 1 + 2.0**-22])
-    kept = ops.largest(ops.magnitude_order(close), [ops.KeptRun(0, 1, 4, 2)])
+    kept = ops.selection.largest(
+        ops.selection.magnitude_order(close), [ops.selection.KeptRun(0, 1, 4, 2)]
+    )
     assert kept.tolist() == [1, 3], "the last bit decides"
 
 
@@ -101,7 +107,7 @@ def test_denormals_and_huge_values_are_ordered():
 )
 def test_k_is_not_raised_by_rounding(ratio, length, count):
     """0.07 * 100 > 7 in floats, and the float 5 / 9 is above 5 / 9: ceilings of 8 and 6."""
-    assert ops.kept_runs(one(length), ratio)[0].keep == count
+    assert ops.selection.kept_runs(one(length), ratio)[0].keep == count
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 9])
@@ -125,7 +131,7 @@ def test_contraction_is_an_equality_for_equal_magnitudes(ratio):
     signs = normal(SPREAD.numel).sign() * 0.75
     for x, tight in ((signs, True), (normal(SPREAD.numel, 1), False)):
         error = float((x - round_trip(method, x, SPREAD)).double().square().sum())
-        runs = ops.kept_runs(SPREAD, ratio)
+        runs = ops.selection.kept_runs(SPREAD, ratio)
         expected = sum(
             (1 - run.keep / run.length) * float(rows.double().square().sum())
             for (_, rows), run in zip(SPREAD.views(x), runs, strict=True)
@@ -208,7 +214,7 @@ def test_gaps_are_close_to_the_entropy(ratio):
     The promise of 2 + log2(n / k) bits a position holds too. Sizes are rounded up to 32 codes.
     """
     n = 3_000_000
-    k = ops.kept_total(ops.kept_runs(one(n), ratio))
+    k = ops.selection.kept_total(ops.selection.kept_runs(one(n), ratio))
     spent = 32 * sum(size for _, size in selection.position_layout("gaps", n, k)) / k
     least = (math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)) / k / math.log(2)
     slack = 64 * 32 / k
@@ -221,15 +227,15 @@ def test_gaps_are_close_to_the_entropy(ratio):
 def test_smallest_is_the_smallest():
     """Bitmap from one half on, gaps below, and int32 where rounding to words decides."""
     for n, ratio in itertools.product((0, 1, 32, 40, 1000, 10**6), (1e-4, 0.01, 0.15, 0.5, 0.8, 1)):
-        total = ops.kept_total(ops.kept_runs(one(n), ratio))
+        total = ops.selection.kept_total(ops.selection.kept_runs(one(n), ratio))
         sizes = {c: sum(s for _, s in selection.position_layout(c, n, total)) for c in CODINGS}
-        chosen = ops.position_coding("smallest", n, total)
+        chosen = ops.selection.position_coding("smallest", n, total)
         assert sizes[chosen] == min(sizes.values())
         method = gcbench.get_compressor("topk", ratio=ratio)
         assert method.bits(one(n)) == 32 * (min(sizes.values()) + total)
-    assert ops.position_coding("smallest", 40, 1) == "int32"
-    assert ops.position_coding("smallest", 1000, 600) == "bitmap"
-    assert ops.position_coding("smallest", 1000, 10) == "gaps"
+    assert ops.selection.position_coding("smallest", 40, 1) == "int32"
+    assert ops.selection.position_coding("smallest", 1000, 600) == "bitmap"
+    assert ops.selection.position_coding("smallest", 1000, 10) == "gaps"
 
 
 @pytest.mark.parametrize(("n", "k"), COUNTS)
@@ -239,7 +245,7 @@ def test_positions_survive(n, k, positions):
     generator = torch.Generator().manual_seed(n)
     sets = [torch.randperm(n, generator=generator)[:k].sort().values for _ in range(5)]
     sets += [torch.arange(k), torch.arange(n - k, n), torch.arange(k) * (n // max(k, 1))]
-    runs = [ops.KeptRun(0, 1, n, k)] if n else []
+    runs = [ops.selection.KeptRun(0, 1, n, k)] if n else []
     for chosen in sets:
         parts = selection.pack_positions(chosen, n, positions)
         assert tuple((p.dtype, p.numel()) for p in parts) == selection.position_layout(
@@ -365,13 +371,13 @@ def test_range_values_are_within_two_to_the_minus_seven():
     relative = ((sent - x) / x)[kept].abs()
     assert 2.0**-8 < float(relative.max()) <= 2.0**-7
     payload = method.encode(x, one(20_000), NOTHING, KEY)
-    assert [p.numel() for p in payload.parts[-2:]] == [ops.packed_words(5000, 10), 1]
+    assert [p.numel() for p in payload.parts[-2:]] == [ops.packing.packed_words(5000, 10), 1]
 
 
 def test_range_has_a_grid_for_each_nonempty_segment():
     method = gcbench.get_compressor("topk", values="range", positions="bitmap")
     scales = torch.tensor([1.0, 0.0, 1e-20, 1e10, 1e-3, 5.0, 1e-30])
-    x = ops.scale_(normal(SPREAD.numel, 9), scales, SPREAD)
+    x = ops.statistics.scale_(normal(SPREAD.numel, 9), scales, SPREAD)
     payload = method.encode(x, SPREAD, NOTHING, KEY)
     assert payload.parts[-1].numel() == sum(length > 0 for length in SPREAD.lengths) == 6
     exact = round_trip(gcbench.get_compressor("topk"), x, SPREAD)
@@ -389,7 +395,7 @@ def test_mean_counts_zero_where_a_worker_sent_nothing():
     mean = method.mean(payloads, SPREAD, NOTHING)
     decoded = [method.decode(payload, SPREAD, NOTHING) for payload in payloads]
     assert torch.equal(mean, (decoded[0] + decoded[1] + decoded[2]) / 3)
-    count = ops.kept_total(ops.kept_runs(SPREAD, 0.05))
+    count = ops.selection.kept_total(ops.selection.kept_runs(SPREAD, 0.05))
     assert count < int((mean != 0).sum()) < 3 * count
     apart = [torch.zeros(SPREAD.numel) for _ in range(3)]
     for r, x in enumerate(apart):
@@ -461,12 +467,12 @@ def test_gaps_that_no_encoder_sends():
     chosen = torch.tensor([10, 11, 500, 1999])
     low, high = selection.pack_positions(chosen, 2000, "gaps")
     bits = selection.gaps_low_bits(2000, 4)
-    assert ops.unpack(low, bits, 4).tolist() == [q % 2**bits for q in (10, 10, 498, 1996)]
+    assert ops.packing.unpack(low, bits, 4).tolist() == [q % 2**bits for q in (10, 10, 498, 1996)]
     assert 1996 | 2**bits - 1 > 2000 - 4
     for place, code, message in ((0, 11, "increase"), (3, 2**bits - 1, "its own")):
-        codes = ops.unpack(low, bits, 4)
+        codes = ops.packing.unpack(low, bits, 4)
         codes[place] = code
-        payload = Payload((ops.pack(codes, bits), high, torch.ones(4)))
+        payload = Payload((ops.packing.pack(codes, bits), high, torch.ones(4)))
         with pytest.raises(PayloadError, match=f"topk: .*{message}"):
             method.decode(payload, one(2000), NOTHING)
 

@@ -11,7 +11,7 @@ import torch
 
 from gcbench import ops
 from gcbench.core.compressor import Segments
-from gcbench.ops import cpu, spectrum, transform
+from gcbench.ops import native, spectrum, transform
 from gcbench.ops.transform import padded_length, real_forward, real_inverse
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 30, 31, 34, 74, 125, 194, 1009, 2018, 4096, 15_866, 27_000)
@@ -169,9 +169,9 @@ def test_padded_spectra(d):
     row = np.zeros(length)
     row[:d] = x.double().numpy()
     exact = np.fft.rfft(row, norm="ortho")
-    bins, energy = ops.spectrum_forward(x, segments)
+    bins, energy = ops.spectrum.forward(x, segments)
     assert off(torch.view_as_complex(bins).unsqueeze(0), exact[None]) < BOUND / 2
-    weight = ops.spectrum_weight(segments)
+    weight = ops.spectrum.weight(segments)
     assert float(weight.sum()) == length
     found = float((weight * bins.double().square().sum(1)).sum())
     assert found == pytest.approx(float(x.double().square().sum()), rel=1e-5)
@@ -180,9 +180,9 @@ def test_padded_spectra(d):
     # Bins of no padded row: what comes back is the beginning of their row.
     random = torch.randn(len(bins), 2, generator=torch.Generator().manual_seed(d))
     whole = np.fft.irfft(torch.view_as_complex(random).numpy(), length, norm="ortho")
-    back = ops.spectrum_inverse(random, segments)
+    back = ops.spectrum.inverse(random, segments)
     assert off(back.unsqueeze(0), whole[None, :d]) < BOUND / 2
-    plain = ops.spectrum_forward(x, segments, pad=False)[0]
+    plain = ops.spectrum.forward(x, segments, pad=False)[0]
     error = off(torch.view_as_complex(plain).unsqueeze(0), spectra(x.view(1, d)))
     assert error < transform.transform_error(d) / 2 == transform.ROUGH_ERROR / 2
     assert transform.transform_error(length) == BOUND
@@ -193,7 +193,7 @@ def test_padded_segments_among_others():
     lengths = [61_706, 40, 0, 61_776, 40, 61_706, 1]
     x = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(5))
     segments = Segments.of([(d,) for d in lengths])
-    bins, _ = ops.spectrum_forward(x, segments)
+    bins, _ = ops.spectrum.forward(x, segments)
     start = 0
     for first, d in zip(segments.offsets, lengths, strict=False):
         if d:
@@ -203,7 +203,7 @@ def test_padded_segments_among_others():
             np.testing.assert_allclose(found.numpy(), exact, atol=1e-5)
             start += len(exact)
     assert start == len(bins)
-    torch.testing.assert_close(ops.spectrum_inverse(bins, segments), x, rtol=0, atol=1e-5)
+    torch.testing.assert_close(ops.spectrum.inverse(bins, segments), x, rtol=0, atol=1e-5)
 
 
 def test_equal_lengths_go_together_and_return_to_their_places(monkeypatch):
@@ -217,7 +217,7 @@ def test_equal_lengths_go_together_and_return_to_their_places(monkeypatch):
     monkeypatch.setattr(spectrum, "real_forward", watched)
     segments = Segments.of([(40,), (7,), (0,), (40,), (40,), (1,), (7,), (40,)])
     x = torch.randn(segments.numel, generator=torch.Generator().manual_seed(2))
-    bins, energy = ops.spectrum_forward(x, segments)
+    bins, energy = ops.spectrum.forward(x, segments)
     assert [tuple(shape) for shape in seen] == [(4, 40), (2, 7), (1, 1)]
     start = 0
     for first, d in zip(segments.offsets, segments.lengths, strict=False):
@@ -227,7 +227,7 @@ def test_equal_lengths_go_together_and_return_to_their_places(monkeypatch):
             np.testing.assert_allclose(own.numpy(), exact, atol=1e-5)
             start += len(exact)
     assert start == len(bins) == len(energy)
-    torch.testing.assert_close(ops.spectrum_inverse(bins, segments), x, rtol=0, atol=1e-5)
+    torch.testing.assert_close(ops.spectrum.inverse(bins, segments), x, rtol=0, atol=1e-5)
 
 
 def test_sums_of_spectra():
@@ -237,38 +237,38 @@ def test_sums_of_spectra():
         (torch.tensor([2]), torch.tensor([[8.0, -8.0]])),
     ]
     expected = [[0.5, 1.0], [0.0, 0.0], [1.5 + 2.0, 2.0 - 2.0], [0.0, 0.0]]
-    assert ops.spectrum_mean(spectra, [0.5, 0.25], 4).tolist() == expected
-    available, reason = cpu.status()
+    assert ops.spectrum.mean(spectra, [0.5, 0.25], 4).tolist() == expected
+    available, reason = native.status()
     if not available:
         pytest.skip(reason)
     values = torch.ones(3, 2)
     with ops.using("cpu"):
         for bad in ([0, 1, 4], [0, 0, 1], [2, 1, 3], [-1, 0, 1]):
             with pytest.raises(IndexError, match=r"do not increase, or one is not in \[0, 4\)"):
-                ops.spectrum_mean([(torch.tensor(bad), values)], [1.0], 4)
+                ops.spectrum.mean([(torch.tensor(bad), values)], [1.0], 4)
         with pytest.raises(ValueError, match="1 weights for 2 spectra"):
-            ops.spectrum_mean(spectra, [1.0], 4)
+            ops.spectrum.mean(spectra, [1.0], 4)
         with pytest.raises(ValueError, match="1 rows for 2 segments"):
-            ops.spectrum_scaled(
+            ops.spectrum.scaled(
                 values[:, 0], Segments((0, 1, 3)), 1.0, 0.0, rows=spectrum.Rows((0,), (3,))
             )
 
 
 def test_a_bucket_without_elements():
     segments = Segments.of([(0,), (0,)])
-    bins, energy = ops.spectrum_forward(torch.empty(0), segments)
+    bins, energy = ops.spectrum.forward(torch.empty(0), segments)
     assert bins.shape == (0, 2)
     assert energy.shape == (0,)
-    assert ops.spectrum_inverse(bins, segments).shape == (0,)
+    assert ops.spectrum.inverse(bins, segments).shape == (0,)
 
 
 def test_bins_are_not_lost_where_a_gradient_would_be():
     """Below 2^-100 a gradient counts as zero, but not a bin: its values may add up with others."""
     bins = torch.zeros(5, 2)
     bins[0, 0] = 2.0**-110
-    found = ops.spectrum_inverse(bins, Segments.of([(8,)]))
+    found = ops.spectrum.inverse(bins, Segments.of([(8,)]))
     torch.testing.assert_close(found, torch.full((8,), 2.0**-110 / math.sqrt(8)), rtol=1e-6, atol=0)
-    assert not ops.spectrum_forward(found, Segments.of([(8,)]))[0].any()
+    assert not ops.spectrum.forward(found, Segments.of([(8,)]))[0].any()
 
 
 def test_inputs_are_left_alone(own):
@@ -276,8 +276,8 @@ def test_inputs_are_left_alone(own):
     for d in (1, 31, 34, 4096, 4095):
         segments = Segments.of([(d,)])
         x = inputs(d)["normal"]
-        bins, _ = ops.spectrum_forward(x, segments)
+        bins, _ = ops.spectrum.forward(x, segments)
         kept = bins.clone()
-        ops.spectrum_inverse(bins, segments)
+        ops.spectrum.inverse(bins, segments)
         assert torch.equal(x, inputs(d)["normal"])
         assert torch.equal(bins, kept)

@@ -154,6 +154,11 @@ def slot(out: Payload | None, part: int) -> Tensor | None:
     return None if out is None else out.parts[part]
 
 
+def slots(out: Payload | None) -> tuple[Tensor, ...] | None:
+    """Return where an encoder writes its parts, or None for tensors of its own."""
+    return None if out is None else out.parts
+
+
 def fill(out: Payload | None, *parts: Tensor, count: int = 1) -> Payload:
     """Return the payload of these parts, which lie in `out` already or are copied there.
 

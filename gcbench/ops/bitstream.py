@@ -1,4 +1,4 @@
-"""Streams of variable-length codes: Elias omega, and the two forms of QSGD, in plain torch.
+"""Streams of variable-length codes: Elias omega, and the two forms of QSGD.
 
 Bit order. Bit i of a stream is bit 31 - i % 32 of int32 word i // 32, so a word's most significant
 bit comes first, and a code's too. The last word is filled up with zeros; a stream of no bits has no
@@ -15,15 +15,16 @@ doubling: from the starts of every second code those between follow by one jump 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gcbench.core.errors import PayloadError
-from gcbench.ops.backend import op
-from gcbench.ops.reference import BLOCK
+from gcbench.ops.dispatch import Operation, operation, output
+from gcbench.ops.packing import BLOCK
 
 OMEGA_MAX = 2**31
 """The largest number that is coded; its code has 43 bits."""
@@ -245,7 +246,55 @@ def omega_read(words: Tensor, count: int, top: int) -> Tensor:
     return values
 
 
-@op
+# ---- the two forms of QSGD -----------------------------------------------------------------------
+
+_HEADER = 43
+"""Bits of the longest omega code, with which the sparse form may begin."""
+_SPARE = 3
+"""Words that each thread may write beyond the bits of its codes, as in cuda/omega_write.cpp."""
+
+
+@cache
+def omega_bits(k: int) -> int:
+    """Return the length of the omega code of k."""
+    length = 1
+    while k > 1:
+        length += k.bit_length()
+        k = k.bit_length() - 1
+    return length
+
+
+def _write(form: Operation, codes: Tensor, levels: int, longest: int) -> Tensor:
+    """Return the words that `form` makes of a header and at most `longest` bits for each code."""
+    if codes.is_floating_point() or codes.is_complex():
+        raise ValueError(f"codes of {codes.dtype}: integers expected")
+    n, codes = codes.numel(), codes.int().contiguous()
+    if n >= OMEGA_MAX:
+        raise ValueError(f"{n} codes: fewer than {OMEGA_MAX} allowed")
+    room = (_HEADER + longest * n + 31) // 32 + _SPARE * torch.get_num_threads()
+    out = output(None, torch.int32, room, codes.device)
+    used: int = form(codes.device, codes=codes, n=n, levels=levels, longest=longest, out=out)
+    if used < 0:
+        check_codes(codes, levels)
+    return out.narrow_copy(0, 0, used)  # in half the time of slicing and cloning
+
+
+def _filled(out: Tensor, stream: Tensor) -> int:
+    out[: len(stream)] = stream
+    return len(stream)
+
+
+@operation()
+def _omega_dense_write(codes: Tensor, n: int, levels: int, longest: int, out: Tensor) -> int:
+    check_codes(codes, levels)
+    symbols = torch.arange(-levels, levels + 1, device=codes.device)
+    table, lengths = omega_codes(symbols.abs() + 1)
+    signed = symbols != 0
+    table, lengths = torch.where(signed, table << 1 | (symbols < 0), table), lengths + signed
+    index = codes.long() + levels
+    return _filled(out, write_codes(table.take(index), lengths.take(index)))
+
+
 def omega_dense_write(codes: Tensor, levels: int) -> Tensor:
     """Return the stream of signed codes in QSGD's dense form, int32 words.
 
@@ -253,50 +302,13 @@ def omega_dense_write(codes: Tensor, levels: int) -> Tensor:
     bit (1: negative) unless it is zero (Alistarh et al. 2017, appendix A.3).
 
     Raises:
-        ValueError: a code outside that range.
+        ValueError: a code outside that range, or 2^31 codes or more.
     """
-    check_codes(codes, levels)
-    symbols = torch.arange(-levels, levels + 1, device=codes.device)
-    table, lengths = omega_codes(symbols.abs() + 1)
-    signed = symbols != 0
-    table, lengths = torch.where(signed, table << 1 | (symbols < 0), table), lengths + signed
-    index = codes.long() + levels
-    return write_codes(table.take(index), lengths.take(index))
+    return _write(_omega_dense_write, codes, levels, omega_bits(levels + 1) + 1)
 
 
-@op
-def omega_dense_read(words: Tensor, n: int, levels: int) -> Tensor:
-    """Return the n codes of a stream by `omega_dense_write`, int32, shape (n,).
-
-    Raises:
-        PayloadError: no codes within +-levels give this stream.
-    """
-    stream = _unsigned(words)
-    starts, end = _starts(stream, 0, n, _dense_jump)
-    values, ends = _read(stream, starts, levels + 1)
-    _check_end(stream, end)
-    values -= 1
-    return torch.where((values > 0) & _bit(stream, ends), -values, values).int()
-
-
-def _dense_jump(places: Tensor, lengths: Tensor) -> Tensor:
-    """Return the ends of omega codes with a sign bit behind all but that of 1, the shortest."""
-    own = lengths[: len(places)]
-    return places + own + (own > 1)
-
-
-@op
-def omega_sparse_write(codes: Tensor, levels: int) -> Tensor:
-    """Return the stream of signed codes in QSGD's sparse form, int32 words.
-
-    `codes`: integers in [-levels, levels], shape (n,). First Elias(1 + number of nonzero codes):
-    whole words do not tell where a stream ends. Then for each nonzero one Elias(distance to the one
-    before; for the first, its index plus 1), a sign bit (1: negative) and Elias(|code|) (Alistarh
-    et al. 2017, section 3.1 and appendix A.2).
-
-    Raises:
-        ValueError: a code outside that range.
-    """
+@operation()
+def _omega_sparse_write(codes: Tensor, n: int, levels: int, longest: int, out: Tensor) -> int:
     check_codes(codes, levels)
     places = codes.nonzero().squeeze(1)
     found = codes.take(places).long()
@@ -308,18 +320,74 @@ def omega_sparse_write(codes: Tensor, levels: int) -> Tensor:
     signed = table.take(size) | (found < 0).long() << lengths
     head = omega_codes(places.new_tensor([len(places) + 1]))
     stream = torch.cat([head[0], torch.stack([gap_codes, signed], dim=1).view(-1)])
-    return write_codes(
-        stream, torch.cat([head[1], torch.stack([gap_lengths, lengths + 1], dim=1).view(-1)])
-    )
+    widths = torch.cat([head[1], torch.stack([gap_lengths, lengths + 1], dim=1).view(-1)])
+    return _filled(out, write_codes(stream, widths))
 
 
-@op
-def omega_sparse_read(words: Tensor, n: int, levels: int) -> Tensor:
-    """Return the n codes of a stream by `omega_sparse_write`, int32, shape (n,).
+def omega_sparse_write(codes: Tensor, levels: int) -> Tensor:
+    """Return the stream of signed codes in QSGD's sparse form, int32 words.
+
+    `codes`: integers in [-levels, levels], shape (n,). First Elias(1 + number of nonzero codes):
+    whole words do not tell where a stream ends. Then for each nonzero one Elias(distance to the one
+    before; for the first, its index plus 1), a sign bit (1: negative) and Elias(|code|) (Alistarh
+    et al. 2017, section 3.1 and appendix A.2).
+
+    Raises:
+        ValueError: a code outside that range, or 2^31 codes or more.
+    """
+    # A distance takes at most as many bits as it is wide, and one bit where it is 1.
+    return _write(_omega_sparse_write, codes, levels, 2 + omega_bits(levels))
+
+
+def _fault(found: int, given: Mapping[str, Any]) -> PayloadError:
+    where, count = given["info"].tolist()
+    bits = 32 * given["words"].numel()
+    reason = {
+        1: f"of {bits} bits ends {where} of {count} codes early",
+        2: f": a code stands for more than {where}, or for nothing",
+        3: f"of {bits} bits: its codes end at bit {where}",
+        4: f": bits after its end at {where} of {bits} are not zero",
+        5: f": index {where} of {given['n']} codes",
+    }[found]
+    return PayloadError(f"bit stream {reason}".replace(" :", ":"))
+
+
+def _read_all(form: Operation, words: Tensor, n: int, levels: int) -> Tensor:
+    check_stream(words)
+    words = words.contiguous()
+    codes = torch.zeros(n, dtype=torch.int32, device=words.device)
+    info = torch.tensor([0, n])  # on the CPU: what is wrong, as `_fault` tells it
+    form(words.device, words=words, n=n, levels=levels, codes=codes, info=info)
+    return codes
+
+
+@operation(_fault)
+def _omega_dense_read(words: Tensor, n: int, levels: int, codes: Tensor, info: Tensor) -> None:
+    stream = _unsigned(words)
+    starts, end = _starts(stream, 0, n, _dense_jump)
+    values, ends = _read(stream, starts, levels + 1)
+    _check_end(stream, end)
+    values -= 1
+    codes.copy_(torch.where((values > 0) & _bit(stream, ends), -values, values))
+
+
+def omega_dense_read(words: Tensor, n: int, levels: int) -> Tensor:
+    """Return the n codes of a stream by `omega_dense_write`, int32, shape (n,).
 
     Raises:
         PayloadError: no codes within +-levels give this stream.
     """
+    return _read_all(_omega_dense_read, words, n, levels)
+
+
+def _dense_jump(places: Tensor, lengths: Tensor) -> Tensor:
+    """Return the ends of omega codes with a sign bit behind all but that of 1, the shortest."""
+    own = lengths[: len(places)]
+    return places + own + (own > 1)
+
+
+@operation(_fault)
+def _omega_sparse_read(words: Tensor, n: int, levels: int, codes: Tensor, info: Tensor) -> None:
     stream = _unsigned(words)
     head, first = _read(stream, stream.new_zeros(1), n + 1)
     count = int(head) - 1
@@ -330,9 +398,16 @@ def omega_sparse_read(words: Tensor, n: int, levels: int) -> Tensor:
     places = gaps.cumsum(0) - 1
     if count and int(places[-1]) >= n:
         raise PayloadError(f"bit stream: index {int(places[-1])} of {n} codes")
-    codes = torch.zeros(n, dtype=torch.int32, device=words.device)
     codes[places] = torch.where(_bit(stream, signs), -values, values).int()
-    return codes
+
+
+def omega_sparse_read(words: Tensor, n: int, levels: int) -> Tensor:
+    """Return the n codes of a stream by `omega_sparse_write`, int32, shape (n,).
+
+    Raises:
+        PayloadError: no codes within +-levels give this stream.
+    """
+    return _read_all(_omega_sparse_read, words, n, levels)
 
 
 def _sparse_jump(places: Tensor, lengths: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from gcbench.core.compressor import Segments
 from gcbench.core.errors import PayloadError
-from gcbench.ops.reference import pack, packed_words, unpack
+from gcbench.ops import packing
+from gcbench.ops.packing import packed_words
 
 
 class Chunks(NamedTuple):
@@ -61,7 +62,7 @@ def _largest_divisor(n: int, limit: int) -> int:
     return next(d for d in range(min(n, limit), 0, -1) if n % d == 0)
 
 
-def dct_chunks(segments: Segments, limit: int, keep: int) -> list[Chunks]:
+def chunks(segments: Segments, limit: int, keep: int) -> list[Chunks]:
     """Return how each tensor that has elements is cut into chunks of at most `limit` x `limit`.
 
     `keep` coefficients are kept of a chunk, or all of a smaller one.
@@ -77,7 +78,7 @@ def dct_chunks(segments: Segments, limit: int, keep: int) -> list[Chunks]:
 
 
 @functools.cache
-def dct_matrix(n: int) -> Tensor:
+def matrix(n: int) -> Tensor:
     """Return the orthonormal DCT-II, float32 rounded from float64, shape (n, n); not to be changed.
 
     C[k, i] = sqrt((2 - [k = 0]) / n) cos(pi (2 i + 1) k / (2 n)): Ahmed, Natarajan and Rao 1974.
@@ -89,7 +90,7 @@ def dct_matrix(n: int) -> Tensor:
     return matrix.float()
 
 
-def dct_forward(x: Tensor, cuts: Sequence[Chunks]) -> Tensor:
+def forward(x: Tensor, cuts: Sequence[Chunks]) -> Tensor:
     """Return the coefficients of `x`, float32, shape (n,); beyond float32 they saturate.
 
     Both dimensions of a chunk are transformed, those of length 1 excepted.
@@ -98,29 +99,29 @@ def dct_forward(x: Tensor, cuts: Sequence[Chunks]) -> Tensor:
     for cut in cuts:
         blocks = x[cut.place].view(cut.down, cut.height, cut.across, cut.width)
         if cut.width > 1:
-            blocks = blocks @ dct_matrix(cut.width).to(x.device).T
+            blocks = blocks @ matrix(cut.width).to(x.device).T
         blocks = blocks.transpose(1, 2)
         if cut.height > 1:
-            blocks = dct_matrix(cut.height).to(x.device) @ blocks
+            blocks = matrix(cut.height).to(x.device) @ blocks
         out[cut.place].view(blocks.shape).copy_(blocks)
     return out.nan_to_num_()
 
 
-def dct_inverse(coefficients: Tensor, cuts: Sequence[Chunks]) -> Tensor:
-    """Return the bucket that has these coefficients, float32, shape (n,): undoes `dct_forward`."""
+def inverse(coefficients: Tensor, cuts: Sequence[Chunks]) -> Tensor:
+    """Return the bucket that has these coefficients, float32, shape (n,): undoes `forward`."""
     out = torch.empty_like(coefficients)
     for cut in cuts:
         blocks = coefficients[cut.place].view(cut.down, cut.across, cut.height, cut.width)
         if cut.height > 1:
-            blocks = dct_matrix(cut.height).to(out.device).T @ blocks
+            blocks = matrix(cut.height).to(out.device).T @ blocks
         blocks = blocks.transpose(1, 2)
         if cut.width > 1:
-            blocks = blocks @ dct_matrix(cut.width).to(out.device)
+            blocks = blocks @ matrix(cut.width).to(out.device)
         out[cut.place].view(blocks.shape).copy_(blocks)
     return out.nan_to_num_()
 
 
-def dct_largest(coefficients: Tensor, cuts: Sequence[Chunks]) -> Tensor:
+def largest(coefficients: Tensor, cuts: Sequence[Chunks]) -> Tensor:
     """Return the places of each chunk's largest magnitudes, int64, increasing.
 
     Of equal magnitudes the lowest places are taken, whatever order torch.topk has.
@@ -146,35 +147,35 @@ def _widths(cuts: Sequence[Chunks]) -> list[tuple[int, int]]:
     return sorted(totals.items())
 
 
-def dct_kept(cuts: Sequence[Chunks]) -> int:
+def kept(cuts: Sequence[Chunks]) -> int:
     """Return how many coefficients are kept."""
     return sum(cut.number * cut.kept for cut in cuts)
 
 
-def dct_words(cuts: Sequence[Chunks]) -> int:
+def words(cuts: Sequence[Chunks]) -> int:
     """Return how many 32-bit words hold the packed indices."""
     return sum(packed_words(n, bits) for bits, n in _widths(cuts))
 
 
-def dct_pack(places: Tensor, cuts: Sequence[Chunks]) -> Tensor:
+def pack(places: Tensor, cuts: Sequence[Chunks]) -> Tensor:
     """Pack the places of kept coefficients as indices in their chunks, int32 words."""
     alike: dict[int, list[Tensor]] = {bits: [] for bits, _ in _widths(cuts)}
     pieces = torch.split(places, [cut.number * cut.kept for cut in cuts]) if cuts else ()
     for cut, piece in zip(cuts, pieces, strict=True):
         alike[cut.bits].append((piece - cut.start) % cut.size)
-    words = [pack(torch.cat(codes), bits) for bits, codes in alike.items()]
+    words = [packing.pack(torch.cat(codes), bits) for bits, codes in alike.items()]
     return torch.cat([places.new_empty(0, dtype=torch.int32), *words])
 
 
-def dct_unpack(words: Tensor, cuts: Sequence[Chunks]) -> Tensor:
-    """Return the places of kept coefficients, int64, from `dct_words(cuts)` packed words.
+def unpack(words: Tensor, cuts: Sequence[Chunks]) -> Tensor:
+    """Return the places of kept coefficients, int64, from `words(cuts)` packed words.
 
     Raises:
         PayloadError: an index is beyond its chunk, or they do not increase.
     """
     widths = _widths(cuts)
     split = torch.split(words, [packed_words(n, bits) for bits, n in widths]) if cuts else ()
-    codes = {bits: unpack(w, bits, n) for w, (bits, n) in zip(split, widths, strict=True)}
+    codes = {bits: packing.unpack(w, bits, n) for w, (bits, n) in zip(split, widths, strict=True)}
     places = [words.new_empty(0, dtype=torch.int64)]
     for cut in cuts:
         count = cut.number * cut.kept

@@ -1,53 +1,94 @@
-"""The 16-bit floating-point formats, clipped and rounded to nearest even, in plain torch."""
+"""The 16-bit floating-point formats, clipped and rounded to nearest even."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gcbench.core.errors import PayloadError
-from gcbench.ops.backend import op
-from gcbench.ops.reference import into, mean_of
+from gcbench.ops.dispatch import operation, output, part, vector
+from gcbench.ops.means import mean_of
 
 NOT_FINITE = "a payload's values are not finite"
 
 
-@op
-def half_encode(x: Tensor, dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
+def _fault(found: int, given: Mapping[str, Any]) -> PayloadError:
+    return PayloadError(f"{given['name']}: {NOT_FINITE}")
+
+
+@operation()
+def _encode(x: Tensor, n: int, brain: bool, out: Tensor) -> None:
+    largest = torch.finfo(out.dtype).max
+    out.copy_(x.clamp(-largest, largest))
+
+
+def encode(x: Tensor, dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
     """Return `x`, float32, shape (n,), clipped to the largest value of `dtype` and rounded to it.
 
     `dtype`: torch.float16 or torch.bfloat16. Ties go to even, denormals are kept. `out`: where to
     write.
     """
-    largest = torch.finfo(dtype).max
-    return into(out, x.clamp(-largest, largest).to(dtype))
+    n = x.numel()
+    x, out = vector(x, torch.float32, n), output(out, dtype, n, x.device)
+    _encode(x.device, x=x, n=n, brain=dtype is torch.bfloat16, out=out)
+    return out
 
 
-@op
-def half_decode(codes: Tensor, name: str, *, out: Tensor | None = None) -> Tensor:
+def decode(codes: Tensor, name: str, *, out: Tensor | None = None) -> Tensor:
     """Return float16 or bfloat16 `codes`, shape (n,), as float32. `out`: where to write.
 
     Raises:
         PayloadError: one is not finite; the message begins with `name`.
     """
-    values = codes.float()
-    if not values.isfinite().all():
+    return mean([(codes, 1)], name, out=out)
+
+
+@operation(_fault)
+def _mean(
+    codes: Sequence[Tensor],
+    counts: Sequence[int],
+    workers: int,
+    n: int,
+    brain: bool,
+    name: str,
+    out: Tensor,
+) -> None:
+    values = [own.float() for own in codes]
+    if not all(own.isfinite().all() for own in values):
         raise PayloadError(f"{name}: {NOT_FINITE}")
-    return into(out, values)
+    out.copy_(mean_of(zip(values, counts, strict=True)))
 
 
-@op
-def half_mean(
-    payloads: Sequence[tuple[Tensor, int]], name: str, *, out: Tensor | None = None
-) -> Tensor:
-    """Return the mean of all workers, float32, shape (n,): see `mean_of`.
+def mean(payloads: Sequence[tuple[Tensor, int]], name: str, *, out: Tensor | None = None) -> Tensor:
+    """Return the mean of all workers, float32, shape (n,): see `means.mean_of`.
 
-    `payloads`: codes of one dtype, as `half_decode` takes them, and how many workers' mean they
-    are. `out`: where to write.
+    `payloads`: codes of one dtype, as `decode` takes them, and how many workers' mean they are.
+    `out`: where to write.
 
     Raises:
-        PayloadError: see `half_decode`.
+        PayloadError: see `decode`; or one has another dtype or shape than the first.
+        ValueError: there is no payload, or it is of another dtype.
     """
-    return into(out, mean_of((half_decode(codes, name), count) for codes, count in payloads))
+    if not payloads:
+        raise ValueError("the mean of no payloads: one at least expected")
+    first = payloads[0][0]
+    n, dtype, device = first.numel(), first.dtype, first.device
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"codes of {dtype}: torch.float16 or torch.bfloat16 expected")
+    codes = [part(codes, dtype, n, name) for codes, _ in payloads]
+    counts = [count for _, count in payloads]
+    out = output(out, torch.float32, n, device)
+    _mean(
+        device,
+        codes=codes,
+        counts=counts,
+        workers=sum(counts),
+        n=n,
+        brain=dtype is torch.bfloat16,
+        name=name,
+        out=out,
+    )
+    return out

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gcbench.core.compressor import Key
-from gcbench.ops.reference import normal
+from gcbench.ops.random import normal
 
 COLLAPSED = 2.0**-80
 """What is left of a vector's energy, as a share, when it lies in the span of the earlier ones: the

@@ -23,34 +23,36 @@ from .002; the closed form is where that ends (tests/test_rangefloat.py::test_it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gcbench.core.errors import PayloadError
-from gcbench.ops.backend import op
-from gcbench.ops.reference import into, pack, packed_words, unpack
+from gcbench.ops import packing
+from gcbench.ops.dispatch import operation, output, vector
+from gcbench.ops.packing import packed_words
 
-RANGE_BITS = 16
+BITS = 16
 """The widest code: what `pack` takes."""
-RANGE_WIRE = 23
+WIRE = 23
 """Bits and mantissa bits together: more would not leave a grid its 8 + m + N bits of an int32."""
 
 Groups = Sequence[tuple[int, int]]
 """Consecutive groups of values, as (how many, values of each); none is empty."""
 
 
-def range_check(bits: int, mantissa: int) -> None:
+def check(bits: int, mantissa: int) -> None:
     """Check the format of a range float.
 
     Raises:
         ValueError: fewer than 2 or more than 16 bits, a negative mantissa, or more than 23 in all.
     """
-    if not (2 <= bits <= RANGE_BITS and mantissa >= 0 and bits + mantissa <= RANGE_WIRE):
+    if not (2 <= bits <= BITS and mantissa >= 0 and bits + mantissa <= WIRE):
         raise ValueError(
-            f"bits={bits}, mantissa={mantissa}: 2 to {RANGE_BITS} bits, a mantissa of at least 0 "
-            f"and at most {RANGE_WIRE} together allowed"
+            f"bits={bits}, mantissa={mantissa}: 2 to {BITS} bits, a mantissa of at least 0 "
+            f"and at most {WIRE} together allowed"
         )
 
 
@@ -66,7 +68,7 @@ def _values(steps: Tensor, mantissa: int) -> Tensor:
     return (steps.clamp(max=255 << mantissa) << (23 - mantissa)).view(torch.float32)
 
 
-def range_grid(low: Tensor, high: Tensor, bits: int, mantissa: int) -> Tensor:
+def grid_of(low: Tensor, high: Tensor, bits: int, mantissa: int) -> Tensor:
     """Return the grid of each group, int32, as it goes over the wire: base * 2^bits + P.
 
     `low`, `high`: smallest and largest value of each group, float32, of one shape. Infinite ones
@@ -80,18 +82,18 @@ def range_grid(low: Tensor, high: Tensor, bits: int, mantissa: int) -> Tensor:
     return base << bits | (up - base).clamp_(0, codes)
 
 
-def range_valid(grid: Tensor, bits: int, mantissa: int) -> Tensor:
-    """Return, for each group, whether `range_grid` can have produced `grid`, bool."""
+def valid(grid: Tensor, bits: int, mantissa: int) -> Tensor:
+    """Return, for each group, whether `grid_of` can have produced `grid`, bool."""
     base, positive = grid >> bits, grid & ((1 << bits) - 1)
     return (base >= 1) & (base + positive <= 255 << mantissa)
 
 
-def range_eps(grid: Tensor, bits: int, mantissa: int) -> Tensor:
+def eps(grid: Tensor, bits: int, mantissa: int) -> Tensor:
     """Return the smallest magnitude of each group's grid, float32."""
     return _values(grid >> bits, mantissa)
 
 
-def range_encode(values: Tensor, grid: Tensor, bits: int, mantissa: int) -> Tensor:
+def encode(values: Tensor, grid: Tensor, bits: int, mantissa: int) -> Tensor:
     """Return the code of each value, int32, in [0, 2^bits), of the shape of `values`.
 
     `values`: float32, not NaN; `grid`: int32, broadcast against it, such as (groups, 1).
@@ -100,14 +102,14 @@ def range_encode(values: Tensor, grid: Tensor, bits: int, mantissa: int) -> Tens
     negative = torch.signbit(values)
     code = _steps(values, mantissa).sub_(base - 1)
     # From eps / 2 on, eps is nearer than 0 is, though fewer than base steps away from it.
-    near = (values.abs() >= range_eps(grid, bits, mantissa) * 0.5).int()
+    near = (values.abs() >= eps(grid, bits, mantissa) * 0.5).int()
     torch.maximum(code, near, out=code)
     top = torch.where(negative, (1 << bits) - 1 - positive, positive)
     torch.minimum(code, top, out=code)
     return code.add_(torch.where(negative & (code > 0), positive, 0))
 
 
-def range_decode(codes: Tensor, grid: Tensor, bits: int, mantissa: int) -> Tensor:
+def decode(codes: Tensor, grid: Tensor, bits: int, mantissa: int) -> Tensor:
     """Return the value of each code, float32, of the shape of `codes`.
 
     `codes`: int32, in [0, 2^bits); `grid`: int32, broadcast against it. A code that no encoder
@@ -140,20 +142,26 @@ def _spread(grids: Tensor, groups: Groups) -> Tensor:
     return grids.repeat_interleave(length.repeat_interleave(rows))
 
 
-@op
-def range_pack(
+def _fault(found: int, given: Mapping[str, Any]) -> PayloadError:
+    reason = {
+        1: "a range that no values have",
+        2: f"a bit is set after the last of {given['n']} codes",
+        3: "a payload's values are not finite",
+    }[found]
+    return PayloadError(f"{given['name']}: {reason}")
+
+
+@operation()
+def _pack(
     values: Tensor,
+    n: int,
     groups: Groups,
+    m: int,
     bits: int,
     mantissa: int,
-    *,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the packed codes of `values`, int32 words, and the grid of each group, int32.
-
-    `values`: float32, not NaN, shape (n,): those of the first group, of the second, ... `out`:
-    where to write the words.
-    """
+    grids: Tensor,
+    out: Tensor,
+) -> None:
     limits = [values.new_empty(2, 0)]
     start = 0
     for count, length in groups:
@@ -161,13 +169,68 @@ def range_pack(
         limits.append(torch.stack((rows.amin(1), rows.amax(1))))
         start += count * length
     low, high = torch.cat(limits, dim=1)
-    grids = range_grid(low, high, bits, mantissa)
-    codes = range_encode(values, _spread(grids, groups), bits, mantissa)
-    return pack(codes, bits, out=out), grids
+    grids.copy_(grid_of(low, high, bits, mantissa))
+    packing.pack(encode(values, _spread(grids, groups), bits, mantissa), bits, out=out)
 
 
-@op
-def range_unpack(
+def pack(
+    values: Tensor,
+    groups: Groups,
+    bits: int,
+    mantissa: int,
+    *,
+    out: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the packed codes of `values`, int32 words, and the grid of each group, int32.
+
+    `values`: float32, not NaN, shape (n,): those of the first group, of the second, ... `out`:
+    where to write both.
+    """
+    check(bits, mantissa)
+    n, m = grouped_values(groups), grouped_grids(groups)
+    values = vector(values, torch.float32, n, "values")
+    given: Sequence[Tensor | None] = (None, None) if out is None else out
+    words = output(given[0], torch.int32, packed_words(n, bits), values.device)
+    grids = output(given[1], torch.int32, m, values.device)
+    _pack(
+        values.device,
+        values=values,
+        n=n,
+        groups=tuple(groups),
+        m=m,
+        bits=bits,
+        mantissa=mantissa,
+        grids=grids,
+        out=words,
+    )
+    return words, grids
+
+
+@operation(_fault)
+def _unpack(
+    words: Tensor,
+    grids: Tensor,
+    groups: Groups,
+    n: int,
+    m: int,
+    bits: int,
+    mantissa: int,
+    name: str,
+    out: Tensor,
+) -> None:
+    given = {"n": n, "name": name}
+    if not valid(grids, bits, mantissa).all():
+        raise _fault(1, given)
+    codes = packing.unpack(words, bits, packed_words(n, bits) // bits * 32)
+    if codes[n:].any():
+        raise _fault(2, given)
+    values = decode(codes[:n], _spread(grids, groups), bits, mantissa)
+    if not values.isfinite().all():
+        raise _fault(3, given)
+    out.copy_(values)
+
+
+def unpack(
     words: Tensor,
     grids: Tensor,
     groups: Groups,
@@ -177,21 +240,29 @@ def range_unpack(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the values, float32, finite, shape (n,), that `range_pack` packed. `out`: where to.
+    """Return the values, float32, finite, shape (n,), that `pack` packed. `out`: where to.
 
-    `words`, `grids`: int32, of the sizes that `range_pack` returns.
+    `words`, `grids`: int32, of the sizes that `pack` returns.
 
     Raises:
         PayloadError: a grid, a code or a bit that it does not return; the message begins with
             `name`.
     """
-    if not range_valid(grids, bits, mantissa).all():
-        raise PayloadError(f"{name}: a range that no values have")
-    n = grouped_values(groups)
-    codes = unpack(words, bits, packed_words(n, bits) // bits * 32)
-    if codes[n:].any():
-        raise PayloadError(f"{name}: a bit is set after the last of {n} codes")
-    values = range_decode(codes[:n], _spread(grids, groups), bits, mantissa)
-    if not values.isfinite().all():
-        raise PayloadError(f"{name}: a payload's values are not finite")
-    return into(out, values)
+    check(bits, mantissa)
+    n, m = grouped_values(groups), grouped_grids(groups)
+    words = vector(words, torch.int32, packed_words(n, bits), f"{name}: codes")
+    grids = vector(grids, torch.int32, m, f"{name}: grids")
+    out = output(out, torch.float32, n, words.device)
+    _unpack(
+        words.device,
+        words=words,
+        grids=grids,
+        groups=tuple(groups),
+        n=n,
+        m=m,
+        bits=bits,
+        mantissa=mantissa,
+        name=name,
+        out=out,
+    )
+    return out

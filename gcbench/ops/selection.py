@@ -28,28 +28,20 @@ range   the range float of `gcbench.ops.rangefloat`, 10 bits with 6 of mantissa:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gcbench.core.compressor import Key, Layout, Segments
 from gcbench.core.errors import PayloadError
-from gcbench.ops.backend import op
-from gcbench.ops.rangefloat import Groups, grouped_grids, range_pack, range_unpack
-from gcbench.ops.reference import (
-    BLOCK,
-    MAX_BITS,
-    into,
-    pack,
-    packed_words,
-    philox,
-    segment_absmax,
-    segment_moments,
-    unpack,
-)
+from gcbench.ops import packing, rangefloat, statistics
+from gcbench.ops.dispatch import operation, output, vector
+from gcbench.ops.packing import BLOCK, MAX_BITS, packed_words
+from gcbench.ops.random import WORD, philox
+from gcbench.ops.rangefloat import Groups, grouped_grids
 
 POSITION_CODINGS = ("int32", "bitmap", "gaps")
 """How positions can travel; of equal sizes the first is taken."""
@@ -62,8 +54,6 @@ RANGE_BITS, RANGE_MANTISSA = 10, 6
 
 ROUNDING = 2.0**-40
 """Relative rounding of a sum in float64, with room to spare."""
-
-_WORD = 0xFFFFFFFF
 
 
 class KeptRun(NamedTuple):
@@ -119,7 +109,7 @@ def dropped_energy(x: Tensor, segments: Segments, runs: Sequence[KeptRun]) -> fl
     A random selection drops that on average, the k largest at most that (Stich et al. 2018,
     lemma A.1). `runs` as `kept_runs(segments, ...)` gives them.
     """
-    square = segment_moments(x, segments)[1]
+    square = statistics.moments(x, segments)[1]
     dropped = 0.0
     for (which, _, length), run in zip(segments.runs, runs, strict=True):
         if run.keep < length:
@@ -157,15 +147,40 @@ def largest(scores: Tensor, runs: Sequence[KeptRun]) -> Tensor:
     return torch.cat(found)
 
 
-@op
+def _beyond(found: int, given: Mapping[str, Any]) -> IndexError:
+    return IndexError(f"positions do not increase, or one is not in [0, {given['n']})")
+
+
+@operation()
+def _largest_elements(
+    x: Tensor, runs: Sequence[KeptRun], positions: Tensor, values: Tensor
+) -> None:
+    positions.copy_(largest(magnitude_order(x), runs))
+    values.copy_(x[positions])
+
+
 def largest_elements(x: Tensor, runs: Sequence[KeptRun]) -> tuple[Tensor, Tensor]:
     """Return where each segment's elements of largest magnitude are, and these elements.
 
     `x`: float32, shape (n,). Positions, int64, increasing, and values, float32, shape (K,) each:
     exactly k a segment; of equal magnitudes the lowest positions, and NaN above infinity.
+
+    Raises:
+        ValueError: `x` is not float32, or segments end beyond it.
     """
-    kept = largest(magnitude_order(x), runs)
-    return kept, x[kept]
+    n, end = x.numel(), _end(runs)
+    if end > n:
+        raise ValueError(f"segments that end at {end} in a tensor of {n} elements")
+    x, total = vector(x, torch.float32, n), kept_total(runs)
+    positions = output(None, torch.int64, total, x.device)
+    values = output(None, torch.float32, total, x.device)
+    _largest_elements(x.device, x=x, runs=tuple(runs), positions=positions, values=values)
+    return positions, values
+
+
+def _end(runs: Sequence[KeptRun]) -> int:
+    """Return where the last segment ends."""
+    return max((run.start + run.rows * run.length for run in runs), default=0)
 
 
 def random_words(key: Key, n: int, device: torch.device | str = "cpu") -> Tensor:
@@ -182,7 +197,7 @@ def random_words(key: Key, n: int, device: torch.device | str = "cpu") -> Tensor
         block = torch.arange(first, last + 1, device=device)
         words = philox(
             (
-                block & _WORD,
+                block & WORD,
                 (block >> 32 << 8) | 2,  # draws24 has 0 and 1 here
                 torch.full_like(block, step),
                 torch.full_like(block, who),
@@ -195,40 +210,82 @@ def random_words(key: Key, n: int, device: torch.device | str = "cpu") -> Tensor
     return out
 
 
-@op
+@operation()
+def _random_positions(key: Key, runs: Sequence[KeptRun], out: Tensor) -> None:
+    out.copy_(largest(random_words(key, _end(runs), out.device), runs))
+
+
 def random_positions(
     key: Key, runs: Sequence[KeptRun], device: torch.device | str = "cpu"
 ) -> Tensor:
     """Return the positions of each segment's largest random words, int64, shape (K,), increasing.
 
     Uniform choices without replacement; of equal words the lowest positions.
+
+    Raises:
+        ValueError: step, rank or stream of the key out of range.
     """
-    n = max((run.start + run.rows * run.length for run in runs), default=0)
-    return largest(random_words(key, n, device), runs)
+    key.words()
+    where = torch.empty(0, device=device).device  # with its number
+    out = output(None, torch.int64, kept_total(runs), where)
+    _random_positions(where, key=key, runs=tuple(runs), out=out)
+    return out
 
 
-@op
+@operation(lambda found, given: IndexError(f"a position is not in [0, {given['n']})"))
+def _gather(x: Tensor, n: int, positions: Tensor, total: int, out: Tensor) -> None:
+    torch.index_select(x, 0, positions, out=out)
+
+
 def gather(x: Tensor, positions: Tensor) -> Tensor:
     """Return the elements of `x`, float32, shape (n,), at `positions`, int64, shape (K,).
 
     Raises:
-        IndexError: a position is not below n.
+        IndexError: a position is not below n; on a GPU it ends the kernel, as in torch.
     """
-    return x[positions]
+    n, total = x.numel(), positions.numel()
+    x, positions = vector(x, torch.float32, n), vector(positions, torch.int64, total, "positions")
+    out = output(None, torch.float32, total, x.device)
+    _gather(x.device, x=x, n=n, positions=positions, total=total, out=out)
+    return out
 
 
-@op
+@operation(_beyond)
+def _scatter(values: Tensor, positions: Tensor, total: int, n: int, out: Tensor) -> None:
+    out.zero_()
+    out[positions] = values
+
+
 def scatter(values: Tensor, positions: Tensor, n: int, *, out: Tensor | None = None) -> Tensor:
     """Return zeros, float32, shape (n,), with `values`, float32, shape (K,), at `positions`.
 
-    `positions`: int64, increasing, below n. `out`: where to write.
+    `positions`: int64, increasing, below n; others raise IndexError, and end a kernel on a GPU.
+    `out`: where to write.
     """
-    dense = torch.zeros(n, dtype=torch.float32, device=values.device)
-    dense[positions] = values
-    return into(out, dense)
+    total = positions.numel()
+    values = vector(values, torch.float32, total, "values")
+    positions = vector(positions, torch.int64, total, "positions")
+    out = output(out, torch.float32, n, values.device)
+    _scatter(values.device, values=values, positions=positions, total=total, n=n, out=out)
+    return out
 
 
-@op
+@operation(_beyond)
+def _scatter_mean(
+    values: Sequence[Tensor],
+    positions: Sequence[Tensor],
+    totals: Sequence[int],
+    count: float,
+    n: int,
+    out: Tensor,
+) -> None:
+    out.zero_()
+    for own, places in zip(values, positions, strict=True):
+        out[places] += own
+    # By a tensor: a device may turn the division by a number into a product.
+    out.div_(out.new_tensor(count))
+
+
 def scatter_mean(
     sparse: Sequence[tuple[Tensor, Tensor]], n: int, count: int, *, out: Tensor | None = None
 ) -> Tensor:
@@ -236,12 +293,33 @@ def scatter_mean(
 
     `sparse`: the values, float32, shape (K,), and their positions, int64, increasing, below n, of
     each, one at least; K may differ. Returns float32, shape (n,). `out`: where to write.
+
+    Raises:
+        ValueError: there is no sparse tensor.
     """
-    total = torch.zeros(n, dtype=torch.float32, device=sparse[0][0].device)
-    for values, positions in sparse:
-        total[positions] += values
-    # By a tensor: a device may turn the division by a number into a product.
-    return into(out, total.div_(total.new_tensor(float(count))))
+    if not sparse:
+        raise ValueError("the mean of no payloads: one at least expected")
+    totals = [positions.numel() for _, positions in sparse]
+    values = [
+        vector(own, torch.float32, total, "values")
+        for (own, _), total in zip(sparse, totals, strict=True)
+    ]
+    positions = [
+        vector(own, torch.int64, total, "positions")
+        for (_, own), total in zip(sparse, totals, strict=True)
+    ]
+    device = values[0].device
+    out = output(out, torch.float32, n, device)
+    _scatter_mean(
+        device,
+        values=values,
+        positions=positions,
+        totals=totals,
+        count=float(count),
+        n=n,
+        out=out,
+    )
+    return out
 
 
 # ---- how positions travel ------------------------------------------------------------------------
@@ -286,29 +364,68 @@ def _bitmap(places: Tensor, n: int) -> Tensor:
     """Return `n` bits, set at `places`, as int32 words."""
     flags = torch.zeros(n, dtype=torch.int8, device=places.device)
     flags[places] = 1
-    return pack(flags, 1)
+    return packing.pack(flags, 1)
 
 
-@op
-def pack_positions(positions: Tensor, n: int, coding: str) -> tuple[Tensor, ...]:
-    """Return the parts that hold `positions`, int64, shape (K,), increasing and below n."""
-    coding = position_coding(coding, n, positions.numel())
-    if coding == "int32":
-        return (positions.int(),)
-    if coding == "bitmap":
-        return (_bitmap(positions, n),)
-    total = positions.numel()
-    low = gaps_low_bits(n, total)
+@operation(_beyond)
+def _pack_bitmap(positions: Tensor, total: int, n: int, words: Tensor) -> None:
+    words.copy_(_bitmap(positions, n))
+
+
+@operation(_beyond)
+def _pack_gaps(
+    positions: Tensor, total: int, n: int, low: int, codes: Tensor, words: Tensor
+) -> None:
     index = torch.arange(total, device=positions.device)
     rest = positions - index
-    words = pack(rest & ((1 << low) - 1), low) if low else positions.new_empty(0).int()
-    return words, _bitmap((rest >> low) + index, total + ((n - total) >> low))
+    if low:
+        packing.pack(rest & ((1 << low) - 1), low, out=codes)
+    words.copy_(_bitmap((rest >> low) + index, total + ((n - total) >> low)))
+
+
+def pack_positions(
+    positions: Tensor, n: int, coding: str, *, out: Sequence[Tensor] | None = None
+) -> tuple[Tensor, ...]:
+    """Return the parts that hold `positions`, int64, shape (K,), increasing and below n.
+
+    `out`: where to write them.
+    """
+    total, device = positions.numel(), positions.device
+    coding = position_coding(coding, n, total)
+    positions = vector(positions, torch.int64, total, "positions")
+    layout = position_layout(coding, n, total)
+    slots: Sequence[Tensor | None] = (None,) * len(layout) if out is None else out
+    parts = tuple(
+        output(slot, dtype, size, device) for slot, (dtype, size) in zip(slots, layout, strict=True)
+    )
+    if coding == "int32":
+        parts[0].copy_(positions)
+    elif coding == "bitmap":
+        _pack_bitmap(device, positions=positions, total=total, n=n, words=parts[0])
+    else:
+        low = gaps_low_bits(n, total)
+        codes, words = parts
+        _pack_gaps(device, positions=positions, total=total, n=n, low=low, codes=codes, words=words)
+    return parts
+
+
+def _no_positions(found: int, given: Mapping[str, Any]) -> PayloadError:
+    """Return the error of a kernel: its lowest three bits say what, those above how many."""
+    n, total = given["n"], given["total"]
+    reason = {
+        1: f"a bit is set after the last of {given.get('held', n)} codes",
+        2: f"a bitmap with {found >> 3} bits set: {total} expected",
+        3: "positions must increase",
+        4: "a segment has more or fewer positions than its own",
+        5: f"a bit is set after the last of {total} codes",
+    }[found & 7]
+    return PayloadError(f"{given['name']}: {reason}")
 
 
 def _clean(words: Tensor, bits: int, n: int, name: str) -> Tensor:
     """Return the codes in `words`, int32, shape (n,); PayloadError for bits set after the last."""
     held = packed_words(n, bits) // bits * 32  # codes that have room in the words
-    codes = unpack(words, bits, held)
+    codes = packing.unpack(words, bits, held)
     if codes[n:].any():
         raise PayloadError(f"{name}: a bit is set after the last of {n} codes")
     return codes[:n]
@@ -320,33 +437,6 @@ def _set_bits(words: Tensor, n: int, total: int, name: str) -> Tensor:
     if places.numel() != total:
         raise PayloadError(f"{name}: a bitmap with {places.numel()} bits set: {total} expected")
     return places
-
-
-@op
-def unpack_positions(
-    parts: Sequence[Tensor], n: int, coding: str, runs: Sequence[KeptRun], name: str
-) -> Tensor:
-    """Return the positions, int64, shape (K,), from parts that have the declared layout.
-
-    Raises:
-        PayloadError: they do not increase, or a segment has not exactly its own k of them, or a
-            bit is set where none belongs; the message begins with `name`.
-    """
-    total = kept_total(runs)
-    coding = position_coding(coding, n, total)
-    if coding == "int32":
-        positions = parts[0].long()
-    elif coding == "bitmap":
-        positions = _set_bits(parts[0], n, total, name)
-    else:
-        low = gaps_low_bits(n, total)
-        index = torch.arange(total, device=parts[1].device)
-        high = _set_bits(parts[1], total + ((n - total) >> low), total, name) - index
-        positions = (high << low) + index
-        if low:
-            positions += _clean(parts[0], low, total, name)
-    _check_positions(positions, runs, name)
-    return positions
 
 
 def _check_positions(positions: Tensor, runs: Sequence[KeptRun], name: str) -> None:
@@ -367,6 +457,72 @@ def _check_positions(positions: Tensor, runs: Sequence[KeptRun], name: str) -> N
     begin = end - keep.repeat_interleave(rows)
     if (positions[begin] < start).any() or (positions[end - 1] >= start + length).any():
         raise PayloadError(f"{name}: a segment has more or fewer positions than its own")
+
+
+@operation(_no_positions)
+def _unpack_int32(
+    indices: Tensor, n: int, runs: Sequence[KeptRun], total: int, name: str, out: Tensor
+) -> None:
+    out.copy_(indices)
+    _check_positions(out, runs, name)
+
+
+@operation(_no_positions)
+def _unpack_bitmap(
+    words: Tensor, n: int, runs: Sequence[KeptRun], total: int, name: str, out: Tensor
+) -> None:
+    out.copy_(_set_bits(words, n, total, name))
+    _check_positions(out, runs, name)
+
+
+@operation(_no_positions)
+def _unpack_gaps(
+    codes: Tensor,
+    words: Tensor,
+    low: int,
+    held: int,
+    n: int,
+    runs: Sequence[KeptRun],
+    total: int,
+    name: str,
+    out: Tensor,
+) -> None:
+    index = torch.arange(total, device=words.device)
+    high = _set_bits(words, held, total, name) - index
+    torch.add(high << low, index, out=out)
+    if low:
+        out += _clean(codes, low, total, name)
+    _check_positions(out, runs, name)
+
+
+def unpack_positions(
+    parts: Sequence[Tensor], n: int, coding: str, runs: Sequence[KeptRun], name: str
+) -> Tensor:
+    """Return the positions, int64, shape (K,), from parts that have the declared layout.
+
+    Raises:
+        PayloadError: they do not increase, or a segment has not exactly its own k of them, or a
+            bit is set where none belongs; the message begins with `name`.
+        ValueError: a part has another dtype or size.
+    """
+    total, device = kept_total(runs), parts[-1].device
+    coding = position_coding(coding, n, total)
+    layout = position_layout(coding, n, total)
+    held = [
+        vector(own, dtype, size, f"{name}: positions")
+        for own, (dtype, size) in zip(parts, layout, strict=True)
+    ]
+    out = output(None, torch.int64, total, device)
+    more = {"n": n, "runs": tuple(runs), "total": total, "name": name, "out": out}
+    if coding == "int32":
+        _unpack_int32(device, indices=held[0], **more)
+    elif coding == "bitmap":
+        _unpack_bitmap(device, words=held[0], **more)
+    else:
+        low = gaps_low_bits(n, total)
+        bits = total + ((n - total) >> low)
+        _unpack_gaps(device, codes=held[0], words=held[1], low=low, held=bits, **more)
+    return out
 
 
 # ---- how values travel ---------------------------------------------------------------------------
@@ -391,13 +547,23 @@ def kept_groups(runs: Sequence[KeptRun], width: int = 1) -> Groups:
     return [(run.rows, width * run.keep) for run in runs if run.rows and run.keep]
 
 
-def pack_values(values: Tensor, coding: str, runs: Sequence[KeptRun]) -> tuple[Tensor, ...]:
-    """Return the parts that hold `values`, float32, finite, shape (K,), in the given coding."""
-    if coding == "fp32":
-        return (values,)
+def pack_values(
+    values: Tensor,
+    coding: str,
+    runs: Sequence[KeptRun],
+    *,
+    out: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, ...]:
+    """Return the parts that hold `values`, float32, finite, shape (K,), in the given coding.
+
+    `out`: where to write them.
+    """
+    if coding == "range":
+        groups = kept_groups(runs)
+        return rangefloat.pack(values, groups, RANGE_BITS, RANGE_MANTISSA, out=out)
     if coding == "fp16":
-        return (values.clamp(-HALF_MAX, HALF_MAX).half(),)
-    return range_pack(values, kept_groups(runs), RANGE_BITS, RANGE_MANTISSA)
+        values = values.clamp(-HALF_MAX, HALF_MAX).half()
+    return (values if out is None else out[0].copy_(values),)
 
 
 def unpack_values(
@@ -410,7 +576,7 @@ def unpack_values(
     """
     if coding == "range":
         words, grids = parts
-        return range_unpack(words, grids, kept_groups(runs), RANGE_BITS, RANGE_MANTISSA, name)
+        return rangefloat.unpack(words, grids, kept_groups(runs), RANGE_BITS, RANGE_MANTISSA, name)
     values = parts[0].float()
     if not values.isfinite().all():
         raise PayloadError(f"{name}: a payload's values are not finite")
@@ -427,12 +593,12 @@ def value_error(x: Tensor, segments: Segments, coding: str, runs: Sequence[KeptR
     """
     if coding == "fp32":
         return 0.0
-    square = float(segment_moments(x, segments)[1].sum()) * (1 + ROUNDING)
+    square = float(statistics.moments(x, segments)[1].sum()) * (1 + ROUNDING)
     total = kept_total(runs)
     if coding == "fp16":
         beyond = float((x.abs().double() - HALF_MAX).clamp_(min=0).square().sum())
         return 2.0**-22 * square + 2.0**-50 * total + beyond * (1 + ROUNDING)
-    top = segment_absmax(x, segments).double().square()
+    top = statistics.absmax(x, segments).double().square()
     below = 0.0
     for (which, *_), run in zip(segments.runs, runs, strict=True):
         below += run.keep * float(top[which].sum())
@@ -449,12 +615,22 @@ def sparse_layout(n: int, runs: Sequence[KeptRun], positions: str, values: str) 
 
 
 def sparse_encode(
-    x: Tensor, runs: Sequence[KeptRun], positions: str, values: str
+    x: Tensor,
+    runs: Sequence[KeptRun],
+    positions: str,
+    values: str,
+    *,
+    out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return the parts that hold the largest elements of each segment of `x`, shape (n,)."""
+    """Return the parts that hold the largest elements of each segment of `x`, shape (n,).
+
+    `out`: where to write them.
+    """
     kept, largest_values = largest_elements(x, runs)
-    where = pack_positions(kept, x.numel(), positions)
-    return (*where, *pack_values(largest_values, values, runs))
+    cut = len(position_layout(positions, x.numel(), kept_total(runs)))
+    first, last = (None, None) if out is None else (out[:cut], out[cut:])
+    where = pack_positions(kept, x.numel(), positions, out=first)
+    return (*where, *pack_values(largest_values, values, runs, out=last))
 
 
 def sparse_unpack(

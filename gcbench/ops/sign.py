@@ -1,12 +1,15 @@
-"""Operations of the sign family: codes of one sign an element, means of the two classes, votes.
+"""Signs: packed, one or two values a segment for them, votes, and means of what they stand for.
 
 A sign takes 1 bit, [x >= 0], so that zeros of either sign count as +1; or 2 bits, sign + 1, where
 a code may also be 0.
+
+Two codes have values for their signs: the scaled one a mean magnitude a segment (EF-signSGD), the
+other the means of the classes x < 0 and x >= 0 (1-bit SGD).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,17 +17,12 @@ from torch import Tensor
 
 from gcbench.core.compressor import Key, Segments
 from gcbench.core.errors import PayloadError
-from gcbench.ops.backend import op
-from gcbench.ops.reference import (
-    LANES,
-    draws24,
-    into,
-    mean_onto,
-    pack,
-    scale_,
-    segment_moments,
-    unpack,
-)
+from gcbench.ops import packing, statistics
+from gcbench.ops.dispatch import operation, output, part, vector
+from gcbench.ops.means import mean_onto
+from gcbench.ops.packing import LANES, packed_words
+from gcbench.ops.random import draws24
+from gcbench.ops.statistics import scale_
 
 ERROR_SLACK = 2.0**-40
 """Rounding of `mean_error`, in units of the sum of squares. Sums of up to 2^40 terms by halving in
@@ -47,37 +45,57 @@ def wrong(name: str, number: int) -> PayloadError:
     return PayloadError(f"{name}: {WRONG[number]}")
 
 
+def _fault(found: int, given: Mapping[str, Any]) -> PayloadError:
+    return wrong(given["name"], found)
+
+
 # ---- packed signs --------------------------------------------------------------------------------
 
 
-@op
-def sign_pack(x: Tensor, bits: int = 1, *, out: Tensor | None = None) -> Tensor:
+@operation()
+def _pack(x: Tensor, n: int, bits: int, out: Tensor) -> None:
+    packing.pack(x >= 0 if bits == 1 else x.sign().to(torch.int8) + 1, bits, out=out)
+
+
+def pack(x: Tensor, bits: int = 1, *, out: Tensor | None = None) -> Tensor:
     """Pack the signs of `x`, shape (n,): [x >= 0] in 1 bit each, or sign + 1 in 2: int32 words.
 
-    `x`: float32. A NaN is no sign: 0 in 1 bit, and 0 in 2.
+    `x`: float32. A NaN is no sign: 0 in 1 bit, and 0 in 2. `out`: where to write.
     """
-    return into(out, pack(x >= 0, 1) if bits == 1 else pack(x.sign().to(torch.int8) + 1, 2))
+    n = x.numel()
+    x = vector(x, torch.float32, n)
+    out = output(out, torch.int32, packed_words(n, bits), x.device)
+    _pack(x.device, x=x, n=n, bits=bits, out=out)
+    return out
 
 
-@op
-def sign_pack_above(
-    x: Tensor, factor: float, segments: Segments, *, out: Tensor | None = None
-) -> Tensor:
-    """Pack sign + 1 in 2 bits, with sign 0 where |x| < factor * rms of the segment, or x = 0.
-
-    `x`: float32, shape (n,). The root mean square is taken in float64 and the limit rounded to
-    float32, so no bit depends on the machine.
-    """
-    square = segment_moments(x, segments)[1]
+@operation()
+def _pack_above(x: Tensor, factor: float, segments: Segments, square: Tensor, out: Tensor) -> None:
     count = torch.tensor(segments.lengths, dtype=torch.float64, device=x.device).clamp_(min=1)
     limit = (factor * (square / count).sqrt()).float()  # infinite: all abstain
     kept = torch.empty_like(x)
     for (which, rows), (_, signs) in zip(segments.views(x), segments.views(kept), strict=True):
         torch.mul(rows.sign(), rows.abs() >= limit[which].unsqueeze(1), out=signs)
-    return into(out, pack(kept.to(torch.int8) + 1, 2))
+    packing.pack(kept.to(torch.int8) + 1, 2, out=out)
 
 
-def sign_unpack(words: Tensor, bits: int, n: int, name: str) -> Tensor:
+def pack_above(
+    x: Tensor, factor: float, segments: Segments, *, out: Tensor | None = None
+) -> Tensor:
+    """Pack sign + 1 in 2 bits, with sign 0 where |x| < factor * rms of the segment, or x = 0.
+
+    `x`: float32, shape (n,). The root mean square is taken in float64 and the limit rounded to
+    float32, so no bit depends on the machine. `out`: where to write.
+    """
+    n = segments.numel
+    x = vector(x, torch.float32, n)
+    out = output(out, torch.int32, packed_words(n, 2), x.device)
+    square = statistics.moments(x, segments)[1]
+    _pack_above(x.device, x=x, factor=factor, segments=segments, square=square, out=out)
+    return out
+
+
+def unpack(words: Tensor, bits: int, n: int, name: str) -> Tensor:
     """Return the signs, int32, shape (n,): +-1 from codes of 1 bit; -1, 0 or 1 from 2 bits.
 
     Raises:
@@ -85,7 +103,7 @@ def sign_unpack(words: Tensor, bits: int, n: int, name: str) -> Tensor:
             message of the latter two begins with `name`.
     """
     # The last lanes hold up to 31 codes more than there are, zeros: read them, too.
-    codes = unpack(words, bits, -(-n // LANES) * LANES)
+    codes = packing.unpack(words, bits, -(-n // LANES) * LANES)
     if codes[n:].any():
         raise wrong(name, 1)
     codes = codes[:n]
@@ -96,16 +114,47 @@ def sign_unpack(words: Tensor, bits: int, n: int, name: str) -> Tensor:
     return codes.sub_(1)
 
 
-@op
-def sign_decode(
-    words: Tensor, bits: int, n: int, name: str, *, out: Tensor | None = None
-) -> Tensor:
-    """Return the signs as float32, shape (n,); arguments and errors of `sign_unpack`."""
-    return into(out, sign_unpack(words, bits, n, name).float())
+@operation(_fault)
+def _decode(words: Tensor, n: int, bits: int, name: str, out: Tensor) -> None:
+    out.copy_(unpack(words, bits, n, name))
 
 
-@op
-def sign_vote(
+def decode(words: Tensor, bits: int, n: int, name: str, *, out: Tensor | None = None) -> Tensor:
+    """Return the signs as float32, shape (n,); arguments and errors of `unpack`."""
+    words = part(words, torch.int32, packed_words(n, bits), f"{name}: {n} signs of {bits} bits")
+    out = output(out, torch.float32, n, words.device)
+    _decode(words.device, words=words, n=n, bits=bits, name=name, out=out)
+    return out
+
+
+@operation(_fault)
+def _vote(
+    words: Sequence[Tensor],
+    counts: Sequence[int],
+    bits: Sequence[int],
+    voters: int,
+    n: int,
+    name: str,
+    width: int,
+    quorum: int,
+    toss: bool,
+    key: Key,
+    out: Tensor,
+) -> None:
+    total = torch.zeros(n, dtype=torch.int32, device=words[0].device)
+    for word, count, size in zip(words, counts, bits, strict=True):
+        total.add_(unpack(word, size, n, name), alpha=count)
+    if width == 2:
+        won = total.abs() >= quorum
+        packing.pack(total.sign().mul_(won).add_(1), 2, out=out)
+        return
+    plus = total >= 0
+    if toss:
+        plus = (total > 0) | (plus & (draws24(key, n, total.device) < 1 << 23))
+    packing.pack(plus, 1, out=out)
+
+
+def vote(
     words: Sequence[Tensor],
     counts: Sequence[int],
     bits: Sequence[int],
@@ -124,22 +173,39 @@ def sign_vote(
     0 where it is won by fewer than `quorum` votes, or than all votes there are.
 
     Raises:
-        PayloadError: see `sign_unpack`; or a count is below 1, or 2^30 votes or more.
+        PayloadError: see `unpack`; or a count is below 1, or 2^30 votes or more.
+        ValueError: there are no payloads, or not as many counts or bits.
     """
-    voters = sign_voters(counts, name)
-    total = torch.zeros(n, dtype=torch.int32, device=words[0].device)
-    for word, count, size in zip(words, counts, bits, strict=True):
-        total.add_(sign_unpack(word, size, n, name), alpha=count)
-    if width == 2:
-        won = total.abs() >= min(quorum, voters)
-        return into(out, pack(total.sign().mul_(won).add_(1), 2))
-    plus = total >= 0
-    if coin is not None:
-        plus = (total > 0) | (plus & (draws24(coin, n, total.device) < 1 << 23))
-    return into(out, pack(plus, 1))
+    if not words:
+        raise ValueError("the vote of no payloads: one at least expected")
+    if not len(words) == len(counts) == len(bits):
+        raise ValueError(
+            f"{len(words)} payloads, {len(counts)} counts, {len(bits)} bits: as many each expected"
+        )
+    number, device = voters(counts, name), words[0].device
+    ballots = [
+        part(own, torch.int32, packed_words(n, size), f"{name}: {n} signs of {size} bits")
+        for own, size in zip(words, bits, strict=True)
+    ]
+    out = output(out, torch.int32, packed_words(n, width), device)
+    _vote(
+        device,
+        words=ballots,
+        counts=list(counts),
+        bits=list(bits),
+        voters=number,
+        n=n,
+        name=name,
+        width=width,
+        quorum=min(quorum, number),
+        toss=coin is not None,
+        key=coin or Key(0, 0, 0),
+        out=out,
+    )
+    return out
 
 
-def sign_voters(counts: Sequence[int], name: str) -> int:
+def voters(counts: Sequence[int], name: str) -> int:
     """Return the number of votes in all.
 
     Raises:
@@ -150,21 +216,237 @@ def sign_voters(counts: Sequence[int], name: str) -> int:
     return sum(counts)
 
 
-# ---- one value a segment: the mean magnitude -----------------------------------------------------
+# ---- signs with values: encoding -----------------------------------------------------------------
 
 
-@op
-def scaled_encode(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+def class_counts(positive: Tensor, segments: Segments) -> Tensor:
+    """Return how many elements of each segment are False, and True: float64, shape (2, m)."""
+    counts = torch.zeros(2, len(segments), dtype=torch.float64, device=positive.device)
+    for which, rows in segments.views(positive):
+        ones = rows.sum(1)
+        counts[0, which] = (rows.shape[1] - ones).double()
+        counts[1, which] = ones.double()
+    return counts
+
+
+def class_moments(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
+    """Return count, sum and sum of squares of the classes x < 0 and x >= 0 of each segment.
+
+    float64, shape (2, m) each; the order of the additions is that of `statistics.moments`.
+    """
+    low, high = (
+        statistics.moments(x.clamp(max=0), segments),
+        statistics.moments(x.clamp(min=0), segments),
+    )
+    total, square = (torch.stack(pair) for pair in zip(low, high, strict=True))
+    return class_counts(x >= 0, segments), total, square
+
+
+def class_means(count: Tensor, total: Tensor) -> Tensor:
+    """Return total / count rounded to float32, and +0 for an empty class; any shape, float64."""
+    # Adding 0 turns -0 into +0: a zero mean has one bit pattern on every machine.
+    return (total / count.clamp(min=1)).float().add_(0.0)
+
+
+def _not_finite(found: int, given: Mapping[str, Any]) -> PayloadError | None:
+    """Return the error of means that nobody can decode, where they are decoded at once."""
+    return None if given["lost"] is None else wrong(given["name"], found)
+
+
+@operation(_not_finite)
+def _encode(
+    x: Tensor,
+    residual: Tensor | None,
+    segments: Segments,
+    name: str,
+    words: Tensor,
+    low: Tensor | None,
+    high: Tensor,
+    lost: Tensor | None,
+) -> None:
+    offered = x if residual is None else residual + x
+    packing.pack(offered >= 0, 1, out=words)
+    if low is None:
+        total, _ = statistics.moments(offered.abs(), segments)
+        count = torch.tensor(segments.lengths, dtype=torch.float64, device=x.device)
+        high.copy_(class_means(count, total))
+    else:
+        numbers, totals, _ = class_moments(offered, segments)
+        means = class_means(numbers, totals)
+        low.copy_(means[0])
+        high.copy_(means[1])
+    if lost is not None:
+        torch.sub(offered, _stood_for(words, low, high, segments, name), out=lost)
+
+
+Slots = Sequence[Tensor]
+"""Where the parts of a payload are written: words, then the values of the segments."""
+
+
+def _encoded(
+    x: Tensor,
+    residual: Tensor | None,
+    segments: Segments,
+    classes: bool,
+    name: str,
+    out: Slots | None,
+    lost: Tensor | None,
+) -> list[Tensor]:
+    n, m, device = segments.numel, len(segments), x.device
+    x = vector(x, torch.float32, n)
+    slots: Sequence[Tensor | None] = (None,) * (2 + classes) if out is None else out
+    words = output(slots[0], torch.int32, packed_words(n, 1), device)
+    values = [output(slot, torch.float32, m, device) for slot in slots[1:]]
+    _encode(
+        device,
+        x=x,
+        residual=None if residual is None else vector(residual, torch.float32, n, "residual"),
+        segments=segments,
+        name=name,
+        words=words,
+        low=values[0] if classes else None,
+        high=values[-1],
+        lost=lost,
+    )
+    return [words, *values]
+
+
+def scaled_encode(
+    x: Tensor, segments: Segments, *, out: Slots | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the packed bits [x >= 0], and the mean magnitude of each segment, float32, (m,).
 
-    `x`: float32, shape (n,). Means are of float64 sums in the order of `segment_moments`.
+    `x`: float32, shape (n,). Means are of float64 sums in the order of `statistics.moments`.
+    `out`: where to write both.
     """
-    total, _ = segment_moments(x.abs(), segments)
-    count = torch.tensor(segments.lengths, dtype=torch.float64, device=x.device)
-    return pack(x >= 0, 1), class_means(count, total)
+    words, scale = _encoded(x, None, segments, False, "", out, None)
+    return words, scale
 
 
-@op
+def class_encode(
+    x: Tensor, segments: Segments, *, out: Slots | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the packed bits [x >= 0], and the means of x < 0 and x >= 0 of each segment, (m,).
+
+    `x`: float32, shape (n,). Means are float32, of float64 sums in the order of `class_moments`.
+    `out`: where to write the three.
+    """
+    words, low, high = _encoded(x, None, segments, True, "", out, None)
+    return words, low, high
+
+
+def scaled_feedback(
+    x: Tensor,
+    residual: Tensor,
+    segments: Segments,
+    name: str,
+    *,
+    lost: Tensor | None = None,
+    out: Slots | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `scaled_encode` of x + residual, and what decoding that loses of it, shape (n,).
+
+    `lost`: where to write what is lost; it may be `residual`. `out`: see `scaled_encode`.
+
+    Raises:
+        PayloadError: a mean is not finite; the content of `lost` is then undefined.
+    """
+    lost = output(lost, torch.float32, segments.numel, x.device, "lost")
+    words, scale = _encoded(x, residual, segments, False, name, out, lost)
+    return words, scale, lost
+
+
+def class_feedback(
+    x: Tensor,
+    residual: Tensor,
+    segments: Segments,
+    name: str,
+    *,
+    lost: Tensor | None = None,
+    out: Slots | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return `class_encode` of x + residual, and what decoding that loses of it, shape (n,).
+
+    `lost`: where to write what is lost; it may be `residual`. `out`: see `class_encode`.
+
+    Raises:
+        PayloadError: a mean is not finite; the content of `lost` is then undefined.
+    """
+    lost = output(lost, torch.float32, segments.numel, x.device, "lost")
+    words, low, high = _encoded(x, residual, segments, True, name, out, lost)
+    return words, low, high, lost
+
+
+# ---- signs with values: decoding -----------------------------------------------------------------
+
+
+def _stood_for(
+    words: Tensor, low: Tensor | None, high: Tensor, segments: Segments, name: str
+) -> Tensor:
+    """Return what bits stand for, float32, shape (n,): +-high, or `low` and `high`."""
+    signs = unpack(words, 1, segments.numel, name)
+    if not high.isfinite().all() or not (low is None or low.isfinite().all()):
+        raise wrong(name, 3)
+    if (high < 0).any() or (low is not None and (low > 0).any()):
+        raise wrong(name, 4)
+    if low is None:
+        if high[torch.tensor(segments.lengths, device=high.device) == 0].any():
+            raise wrong(name, 5)
+        return scale_(signs.float(), high, segments)
+    positive = signs > 0
+    if torch.stack([low, high])[class_counts(positive, segments) == 0].any():
+        raise wrong(name, 5)
+    values = low.new_empty(segments.numel)
+    for (which, rows), (_, own) in zip(
+        segments.views(positive), segments.views(values), strict=True
+    ):
+        torch.where(rows, high[which].unsqueeze(1), low[which].unsqueeze(1), out=own)
+    return values
+
+
+@operation(_fault)
+def _values(
+    words: Tensor,
+    low: Tensor | None,
+    high: Tensor,
+    segments: Segments,
+    name: str,
+    total: Tensor | None,
+    count: float,
+    out: Tensor,
+) -> None:
+    values = _stood_for(words, low, high, segments, name)
+    # Two roundings where there is a total, of the product and of the sum.
+    out.copy_(values if total is None else total + (values * count if count > 1 else values))
+
+
+def _decoded(
+    words: Tensor,
+    low: Tensor | None,
+    high: Tensor,
+    segments: Segments,
+    name: str,
+    total: Tensor | None,
+    count: int,
+    out: Tensor | None,
+) -> Tensor:
+    n, m = segments.numel, len(segments)
+    words = part(words, torch.int32, packed_words(n, 1), f"{name}: {n} signs")
+    out = output(out, torch.float32, n, words.device)
+    _values(
+        words.device,
+        words=words,
+        low=None if low is None else part(low, torch.float32, m, f"{name}: values of -1"),
+        high=part(high, torch.float32, m, f"{name}: values of +1"),
+        segments=segments,
+        name=name,
+        total=None if total is None else vector(total, torch.float32, n, "total"),
+        count=1.0 if total is None else float(count),
+        out=out,
+    )
+    return out
+
+
 def scaled_decode(
     words: Tensor,
     scale: Tensor,
@@ -181,82 +463,12 @@ def scaled_decode(
     be `total`.
 
     Raises:
-        PayloadError: see `sign_unpack`; or a scale is not finite, or below 0, or not 0 in a
+        PayloadError: see `unpack`; or a scale is not finite, or below 0, or not 0 in a
             segment without elements.
     """
-    signs = sign_unpack(words, 1, segments.numel, name)
-    if not scale.isfinite().all():
-        raise wrong(name, 3)
-    if (scale < 0).any():
-        raise wrong(name, 4)
-    if scale[torch.tensor(segments.lengths, device=scale.device) == 0].any():
-        raise wrong(name, 5)
-    return into(out, _onto(total, count, scale_(signs.float(), scale, segments)))
+    return _decoded(words, None, scale, segments, name, total, count, out)
 
 
-def _onto(total: Tensor | None, count: int, values: Tensor) -> Tensor:
-    """Return `values`, or `total` + `count` times them: two roundings."""
-    return values if total is None else total + (values * count if count > 1 else values)
-
-
-@op
-def scaled_feedback(
-    x: Tensor, residual: Tensor, segments: Segments, name: str, *, out: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `scaled_encode` of x + residual, and what decoding that loses of it, shape (n,).
-
-    `out`: where to write what is lost; it may be `residual`.
-
-    Raises:
-        PayloadError: a mean is not finite; the content of `out` is then undefined.
-    """
-    offered = residual + x
-    words, scale = scaled_encode(offered, segments)
-    lost = offered - scaled_decode(words, scale, segments, name)
-    return words, scale, into(out, lost)
-
-
-# ---- two values a segment: the means of the classes ----------------------------------------------
-
-
-def class_counts(positive: Tensor, segments: Segments) -> Tensor:
-    """Return how many elements of each segment are False, and True: float64, shape (2, m)."""
-    counts = torch.zeros(2, len(segments), dtype=torch.float64, device=positive.device)
-    for which, rows in segments.views(positive):
-        ones = rows.sum(1)
-        counts[0, which] = (rows.shape[1] - ones).double()
-        counts[1, which] = ones.double()
-    return counts
-
-
-def class_moments(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
-    """Return count, sum and sum of squares of the classes x < 0 and x >= 0 of each segment.
-
-    float64, shape (2, m) each; the order of the additions is that of `segment_moments`.
-    """
-    low, high = segment_moments(x.clamp(max=0), segments), segment_moments(x.clamp(min=0), segments)
-    total, square = (torch.stack(pair) for pair in zip(low, high, strict=True))
-    return class_counts(x >= 0, segments), total, square
-
-
-def class_means(count: Tensor, total: Tensor) -> Tensor:
-    """Return total / count rounded to float32, and +0 for an empty class; any shape, float64."""
-    # Adding 0 turns -0 into +0: a zero mean has one bit pattern on every machine.
-    return (total / count.clamp(min=1)).float().add_(0.0)
-
-
-@op
-def class_encode(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the packed bits [x >= 0], and the means of x < 0 and x >= 0 of each segment, (m,).
-
-    `x`: float32, shape (n,). Means are float32, of float64 sums in the order of `class_moments`.
-    """
-    count, total, _ = class_moments(x, segments)
-    low, high = class_means(count, total)
-    return pack(x >= 0, 1), low, high
-
-
-@op
 def class_decode(
     words: Tensor,
     low: Tensor,
@@ -274,67 +486,69 @@ def class_decode(
     result: float32, shape (n,). `out`, the tensor to write to, may be `total`.
 
     Raises:
-        PayloadError: see `sign_unpack`; or a value is not finite, `low` is above 0 or `high`
+        PayloadError: see `unpack`; or a value is not finite, `low` is above 0 or `high`
             below, or a class without elements has a value other than 0.
     """
-    positive = sign_unpack(words, 1, segments.numel, name) > 0
-    means = torch.stack([low, high])
-    if not means.isfinite().all():
-        raise wrong(name, 3)
-    if (low > 0).any() or (high < 0).any():
-        raise wrong(name, 4)
-    if means[class_counts(positive, segments) == 0].any():
-        raise wrong(name, 5)
-    values = low.new_empty(segments.numel)
-    for (which, rows), (_, part) in zip(
-        segments.views(positive), segments.views(values), strict=True
-    ):
-        torch.where(rows, high[which].unsqueeze(1), low[which].unsqueeze(1), out=part)
-    return into(out, _onto(total, count, values))
+    return _decoded(words, low, high, segments, name, total, count, out)
 
 
-@op
-def sign_mean(
+@operation(_fault)
+def _mean(
+    words: Sequence[Tensor],
+    low: Sequence[Tensor] | None,
+    high: Sequence[Tensor],
+    counts: Sequence[int],
+    workers: int,
+    segments: Segments,
+    name: str,
+    out: Tensor,
+) -> None:
+    def onto(i: int, total: Tensor | None) -> Tensor:
+        below = None if low is None else low[i]
+        to = out if total is None else total
+        return _decoded(words[i], below, high[i], segments, name, total, counts[i], to)
+
+    mean_onto(onto, counts)
+
+
+def mean(
     payloads: Sequence[tuple[Tensor, tuple[Tensor, ...], int]],
     segments: Segments,
     name: str,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the mean of all workers, float32, shape (n,): see `mean_onto`.
+    """Return the mean of all workers, float32, shape (n,): see `means.mean_onto`.
 
     `payloads`: the bits, the value or the two values of each segment, as `scaled_decode` and
     `class_decode` take them, and how many workers' mean they are. `out`: where to write.
 
     Raises:
         PayloadError: see these.
+        ValueError: there is no payload.
     """
-
-    def decode(i: int, total: Tensor | None) -> Tensor:
-        words, values, count = payloads[i]
-        more: dict[str, Any] = {"total": total, "count": count, "out": total}
-        if len(values) == 1:
-            return scaled_decode(words, values[0], segments, name, **more)
-        return class_decode(words, values[0], values[1], segments, name, **more)
-
-    return into(out, mean_onto(decode, [count for *_, count in payloads]))
-
-
-@op
-def class_feedback(
-    x: Tensor, residual: Tensor, segments: Segments, name: str, *, out: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return `class_encode` of x + residual, and what decoding that loses of it, shape (n,).
-
-    `out`: where to write what is lost; it may be `residual`.
-
-    Raises:
-        PayloadError: a mean is not finite; the content of `out` is then undefined.
-    """
-    offered = residual + x
-    words, low, high = class_encode(offered, segments)
-    lost = offered - class_decode(words, low, high, segments, name)
-    return words, low, high, into(out, lost)
+    if not payloads:
+        raise ValueError("the mean of no payloads: one at least expected")
+    n, m, size = segments.numel, len(segments), packed_words(segments.numel, 1)
+    words = [part(own, torch.int32, size, f"{name}: {n} signs") for own, _, _ in payloads]
+    values = [
+        [part(value, torch.float32, m, f"{name}: values") for value in own]
+        for _, own, _ in payloads
+    ]
+    counts, device = [count for *_, count in payloads], words[0].device
+    out = output(out, torch.float32, n, device)
+    _mean(
+        device,
+        words=words,
+        low=[own[0] for own in values] if len(values[0]) == 2 else None,
+        high=[own[-1] for own in values],
+        counts=counts,
+        workers=sum(counts),
+        segments=segments,
+        name=name,
+        out=out,
+    )
+    return out
 
 
 def mean_error(value: Tensor, count: Tensor, total: Tensor, square: Tensor) -> float:

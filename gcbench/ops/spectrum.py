@@ -19,21 +19,22 @@ real and imaginary part side by side; and the grid of each nonempty segment's co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gcbench.core.compressor import Layout, Segments
 from gcbench.core.errors import PayloadError
-from gcbench.ops.backend import op
-from gcbench.ops.rangefloat import Groups, grouped_grids, range_pack, range_unpack
-from gcbench.ops.reference import TINY, into, packed_words, segment_absmax, segment_moments
+from gcbench.ops import rangefloat, statistics
+from gcbench.ops.dispatch import operation, output, vector
+from gcbench.ops.packing import packed_words
+from gcbench.ops.rangefloat import Groups, grouped_grids
 from gcbench.ops.selection import (
     KeptRun,
     kept_groups,
@@ -42,6 +43,7 @@ from gcbench.ops.selection import (
     pack_positions,
     unpack_positions,
 )
+from gcbench.ops.statistics import TINY
 from gcbench.ops.transform import padded_length, real_forward, real_inverse, transform_error
 
 FLOAT_MAX = torch.finfo(torch.float32).max
@@ -56,7 +58,7 @@ HALF_ERROR = 2.0**-11
 
 
 @lru_cache(maxsize=32)
-def spectrum_lengths(segments: Segments, pad: bool = True) -> tuple[int, ...]:
+def padded_lengths(segments: Segments, pad: bool = True) -> tuple[int, ...]:
     """Return L of each segment."""
     return tuple(padded_length(d) if pad else d for d in segments.lengths)
 
@@ -66,13 +68,13 @@ def _bins(length: int) -> int:
 
 
 @lru_cache(maxsize=32)
-def spectrum_runs(segments: Segments, theta: float, pad: bool = True) -> tuple[KeptRun, ...]:
+def runs_of(segments: Segments, theta: float, pad: bool = True) -> tuple[KeptRun, ...]:
     """Return the runs of `segments` in bins, with keep = max(1, round((1 - theta) bins)).
 
     `theta`, in [0, 1), is the decimal number that was typed; halves are rounded to even.
     """
     share, start = 1 - Fraction(repr(float(theta))), 0
-    lengths, runs = spectrum_lengths(segments, pad), []
+    lengths, runs = padded_lengths(segments, pad), []
     for which, *_ in segments.runs:
         bins = _bins(lengths[which.start])
         keep = max(1, round(share * bins)) if bins else 0
@@ -81,7 +83,7 @@ def spectrum_runs(segments: Segments, theta: float, pad: bool = True) -> tuple[K
     return tuple(runs)
 
 
-def spectrum_bins(runs: Sequence[KeptRun]) -> int:
+def count_bins(runs: Sequence[KeptRun]) -> int:
     """Return the number of bins of all segments."""
     return sum(run.rows * run.length for run in runs)
 
@@ -128,7 +130,7 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _plan(segments: Segments, pad: bool) -> _Plan:
-    lengths = spectrum_lengths(segments, pad)
+    lengths = padded_lengths(segments, pad)
     sizes = [2 * _bins(length) for length in lengths]
     alike: dict[int, list[int]] = {}
     for i, length in enumerate(lengths):
@@ -162,8 +164,48 @@ def _places(segments: Segments, rows: Rows, device: torch.device) -> Tensor:
     return _each(shift.to(device), segments).add_(torch.arange(segments.numel, device=device))
 
 
-@op
-def spectrum_scaled(
+def _table(rows: Rows | None, segments: Segments) -> tuple[Tensor | None, int]:
+    """Return the table of `rows`, on the CPU, and the elements of their buffer.
+
+    Raises:
+        ValueError: there are not as many as segments.
+    """
+    if rows is None:
+        return None, segments.numel
+    if len(rows.starts) != len(segments):
+        raise ValueError(
+            f"{len(rows.starts)} rows for {len(segments)} segments: a row for each expected"
+        )
+    return rows.table, rows.numel
+
+
+@operation()
+def _scaled(
+    x: Tensor,
+    segments: Segments,
+    peak: float,
+    tiny: float,
+    half: bool,
+    rows: Rows | None,
+    places: int,
+    unit: Tensor,
+    out: Tensor,
+) -> None:
+    largest = statistics.absmax(x, segments)
+    power = (largest.view(torch.int32) & 0x7F800000).view(torch.float32)
+    unit.copy_(power.clamp_(2.0**-110, 2.0**126) / peak)
+    scaled = x / _each(unit, segments)
+    if half:
+        scaled = scaled.half().float()
+    scaled = scaled.masked_fill_(_each(largest < tiny, segments), 0.0)
+    if rows is None:
+        out.copy_(scaled)
+    else:
+        out.zero_()
+        out[_places(segments, rows, x.device)] = scaled
+
+
+def scaled(
     x: Tensor,
     segments: Segments,
     peak: float,
@@ -180,22 +222,43 @@ def spectrum_scaled(
     With `half` and that peak the result is rounded to fp16. `rows`: where to put each segment; the
     result then has shape (rows.numel,).
     """
-    largest = segment_absmax(x, segments)
-    power = (largest.view(torch.int32) & 0x7F800000).view(torch.float32)
-    unit = power.clamp_(2.0**-110, 2.0**126) / peak
-    scaled = x / _each(unit, segments)
-    if half:
-        scaled = scaled.half().float()
-    scaled = scaled.masked_fill_(_each(largest < tiny, segments), 0.0)
+    table, n = _table(rows, segments)
+    x = vector(x, torch.float32, segments.numel)
+    unit = output(None, torch.float32, len(segments), x.device)
+    out = output(out, torch.float32, n, x.device)
+    _scaled(
+        x.device,
+        x=x,
+        segments=segments,
+        peak=peak,
+        tiny=tiny,
+        half=half,
+        rows=rows,
+        places=0 if table is None else table.data_ptr(),
+        unit=unit,
+        out=out,
+    )
+    return out, unit
+
+
+@operation()
+def _unscaled(
+    bins: Tensor,
+    unit: Tensor,
+    segments: Segments,
+    rows: Rows | None,
+    places: int,
+    out: Tensor,
+    energy: Tensor,
+) -> None:
     if rows is not None:
-        placed = scaled.new_zeros(rows.numel)
-        placed[_places(segments, rows, x.device)] = scaled
-        scaled = placed
-    return into(out, scaled), unit
+        bins = bins[_places(segments, rows, bins.device)]
+    real, imag = bins.view(-1, 2).unbind(1)
+    energy.copy_((real * real).add_(imag * imag))
+    torch.mul(bins, _each(unit, segments), out=out)
 
 
-@op
-def spectrum_unscaled(
+def unscaled(
     bins: Tensor,
     unit: Tensor,
     segments: Segments,
@@ -209,16 +272,41 @@ def spectrum_unscaled(
     `bins`: float32, shape (2 bins,), which `segments` cover; `unit`: float32, shape (m,). `rows`:
     where each segment is to be found in `bins`. `out`: where to write the former, which may be
     `bins` if there are no `rows`; `energy`: and the latter.
+
+    Raises:
+        ValueError: an odd number of floats: a bin has two.
     """
+    n, device = segments.numel, bins.device
+    if n % 2:
+        raise ValueError(f"segments of {n} floats: an even number expected, two a bin")
+    table, size = _table(rows, segments)
+    bins = vector(bins, torch.float32, size, "bins")
+    unit = vector(unit, torch.float32, len(segments), "unit")
+    out = output(out, torch.float32, n, device)
+    energy = output(energy, torch.float32, n // 2, device, "energy")
+    _unscaled(
+        device,
+        bins=bins,
+        unit=unit,
+        segments=segments,
+        rows=rows,
+        places=0 if table is None else table.data_ptr(),
+        out=out,
+        energy=energy,
+    )
+    return out, energy
+
+
+@operation()
+def _restored(
+    x: Tensor, unit: Tensor, segments: Segments, rows: Rows | None, places: int, out: Tensor
+) -> None:
     if rows is not None:
-        bins = bins[_places(segments, rows, bins.device)]
-    real, imag = bins.view(-1, 2).unbind(1)
-    energy = into(energy, (real * real).add_(imag * imag))
-    return into(out, bins * _each(unit, segments)), energy
+        x = x[_places(segments, rows, x.device)]
+    torch.mul(x, _each(unit, segments), out=out).clamp_(-FLOAT_MAX, FLOAT_MAX)
 
 
-@op
-def spectrum_restored(
+def restored(
     x: Tensor,
     unit: Tensor,
     segments: Segments,
@@ -231,12 +319,23 @@ def spectrum_restored(
     `rows`: where each segment is to be found in `x`, then of shape (rows.numel,). `out`: where to
     write, which may be `x` if there are no `rows`.
     """
-    if rows is not None:
-        x = x[_places(segments, rows, x.device)]
-    return into(out, (x * _each(unit, segments)).clamp_(-FLOAT_MAX, FLOAT_MAX))
+    table, size = _table(rows, segments)
+    x = vector(x, torch.float32, size)
+    unit = vector(unit, torch.float32, len(segments), "unit")
+    out = output(out, torch.float32, segments.numel, x.device)
+    _restored(
+        x.device,
+        x=x,
+        unit=unit,
+        segments=segments,
+        rows=rows,
+        places=0 if table is None else table.data_ptr(),
+        out=out,
+    )
+    return out
 
 
-def spectrum_forward(
+def forward(
     x: Tensor, segments: Segments, *, half: bool = False, pad: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Return the bins of `x`, float32, shape (bins, 2), and their energies, float32, (bins,).
@@ -245,42 +344,59 @@ def spectrum_forward(
     |X|^2 in a unit of their segment: they compare within it, and never overflow.
     """
     plan = _plan(segments, pad)
-    scaled, unit = spectrum_scaled(x, segments, PEAK, TINY, half=half, rows=plan.rows)
+    laid, unit = scaled(x, segments, PEAK, TINY, half=half, rows=plan.rows)
     if len(plan.transforms) == 1:  # its result is the buffer
         length = plan.transforms[0][0]
-        bins = torch.view_as_real(real_forward(scaled.view(-1, length))).view(-1)
+        bins = torch.view_as_real(real_forward(laid.view(-1, length))).view(-1)
     else:
-        bins = scaled.new_empty(plan.bins.numel)
+        bins = laid.new_empty(plan.bins.numel)
         for length, rows, own in plan.transforms:
             spectra = torch.view_as_complex(bins[own].view(-1, _bins(length), 2))
-            real_forward(scaled[rows].view(-1, length), out=spectra)
+            real_forward(laid[rows].view(-1, length), out=spectra)
     out = bins if plan.bin_rows is None else None
-    bins, energy = spectrum_unscaled(bins, unit, plan.bins, rows=plan.bin_rows, out=out)
+    bins, energy = unscaled(bins, unit, plan.bins, rows=plan.bin_rows, out=out)
     return bins.view(-1, 2), energy
 
 
-def spectrum_inverse(bins: Tensor, segments: Segments, *, pad: bool = True) -> Tensor:
+def inverse(bins: Tensor, segments: Segments, *, pad: bool = True) -> Tensor:
     """Return the tensor with these bins, float32, shape (n,), finite.
 
     `bins`: float32, finite, shape (bins, 2).
     """
     plan = _plan(segments, pad)
-    scaled, unit = spectrum_scaled(bins.reshape(-1), plan.bins, 1.0, 0.0, rows=plan.bin_rows)
+    laid, unit = scaled(bins.reshape(-1), plan.bins, 1.0, 0.0, rows=plan.bin_rows)
     if len(plan.transforms) == 1:
         length = plan.transforms[0][0]
-        spectra = torch.view_as_complex(scaled.view(-1, _bins(length), 2))
+        spectra = torch.view_as_complex(laid.view(-1, _bins(length), 2))
         x = real_inverse(spectra, length).view(-1)
     else:
-        x = scaled.new_empty(segments.numel if plan.rows is None else plan.rows.numel)
+        x = laid.new_empty(segments.numel if plan.rows is None else plan.rows.numel)
         for length, rows, own in plan.transforms:
-            spectra = torch.view_as_complex(scaled[own].view(-1, _bins(length), 2))
+            spectra = torch.view_as_complex(laid[own].view(-1, _bins(length), 2))
             real_inverse(spectra, length, out=x[rows].view(-1, length))
     out = x if plan.rows is None else None
-    return spectrum_restored(x, unit, segments, rows=plan.rows, out=out)
+    return restored(x, unit, segments, rows=plan.rows, out=out)
 
 
-@op
-def spectrum_mean(
+def _beyond(found: int, given: Mapping[str, Any]) -> IndexError:
+    return IndexError(f"bins do not increase, or one is not in [0, {given['bins']})")
+
+
+@operation(_beyond)
+def _mean(
+    values: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    totals: Sequence[int],
+    weights: Sequence[float],
+    bins: int,
+    out: Tensor,
+) -> None:
+    out.zero_()
+    for own, places, weight in zip(values, kept, weights, strict=True):
+        out[places] += own * weight
+
+
+def mean(
     sparse: Sequence[tuple[Tensor, Tensor]],
     weights: Sequence[float],
     bins: int,
@@ -291,16 +407,38 @@ def spectrum_mean(
 
     `sparse`: the bins, int64, shape (K,), increasing, and their values, float32, shape (K, 2), of
     each, one at least; `weights`: a number for each. `out`: where to write.
+
+    Raises:
+        IndexError: bins do not increase, or one is out of range; on a GPU it ends the kernel.
+        ValueError: there is no spectrum, or not as many weights.
     """
-    total = sparse[0][1].new_zeros(bins, 2)
-    for (kept, values), weight in zip(sparse, weights, strict=True):
-        total[kept] += values * weight
-    return into(out, total)
+    if not sparse:
+        raise ValueError("the mean of no payloads: one at least expected")
+    if len(weights) != len(sparse):
+        raise ValueError(f"{len(weights)} weights for {len(sparse)} spectra: one for each expected")
+    totals = [kept.numel() for kept, _ in sparse]
+    kept = [vector(own, torch.int64, own.numel(), "bins") for own, _ in sparse]
+    values = [
+        vector(own, torch.float32, 2 * total, "values").view(total, 2)
+        for (_, own), total in zip(sparse, totals, strict=True)
+    ]
+    device = values[0].device
+    out = output(out, torch.float32, 2 * bins, device).view(bins, 2)
+    _mean(
+        device,
+        values=values,
+        kept=kept,
+        totals=totals,
+        weights=list(weights),
+        bins=bins,
+        out=out,
+    )
+    return out
 
 
-def spectrum_weight(segments: Segments, pad: bool = True) -> Tensor:
+def weight(segments: Segments, pad: bool = True) -> Tensor:
     """Return how often each bin counts in its segment's energy: 1 or 2, float64, shape (bins,)."""
-    lengths = spectrum_lengths(segments, pad)
+    lengths = padded_lengths(segments, pad)
     weights = [torch.empty(0, dtype=torch.float64)]
     for which, *_ in segments.runs:
         length = lengths[which.start]
@@ -313,7 +451,7 @@ def spectrum_weight(segments: Segments, pad: bool = True) -> Tensor:
     return torch.cat(weights)
 
 
-def spectrum_largest(energy: Tensor, runs: Sequence[KeptRun]) -> Tensor:
+def largest(energy: Tensor, runs: Sequence[KeptRun]) -> Tensor:
     """Return the bins of largest energy of each segment, int64, shape (K,), increasing.
 
     `energy`: float32, not negative, shape (bins,). Of equal ones the lowest bins.
@@ -321,7 +459,7 @@ def spectrum_largest(energy: Tensor, runs: Sequence[KeptRun]) -> Tensor:
     return largest_elements(energy, runs)[0]
 
 
-def spectrum_error(
+def error(
     x: Tensor, segments: Segments, kept: Tensor, values: Tensor, *, half: bool, pad: bool = True
 ) -> float:
     """Return a bound on ||x - x'||^2, x' having `values`, (K, 2), at the bins `kept`, (K,).
@@ -331,18 +469,18 @@ def spectrum_error(
     segment, since dropped bins and errors of kept ones are orthogonal. What a cut takes away only
     makes the error smaller.
     """
-    bins = spectrum_forward(x, segments, half=half, pad=pad)[0][kept].double()
+    bins = forward(x, segments, half=half, pad=pad)[0][kept].double()
     bins.clamp_(-FLOAT_MAX, FLOAT_MAX)
-    weight = spectrum_weight(segments, pad).to(x.device)[kept]
-    lengths = spectrum_lengths(segments, pad)
+    weights = weight(segments, pad).to(x.device)[kept]
+    lengths = padded_lengths(segments, pad)
     each = torch.tensor([_bins(length) for length in lengths], device=x.device)
     owner = torch.arange(len(segments), device=x.device).repeat_interleave(each)[kept]
-    square = segment_moments(x, segments)[1]
+    square = statistics.moments(x, segments)[1]
     errors = [HALF_ERROR * half + transform_error(length) for length in lengths]
     rounding = square.sqrt() * torch.tensor(errors, dtype=torch.float64, device=x.device)
 
     def norm(rows: Tensor) -> Tensor:
-        energy = weight * rows.square().sum(1)
+        energy = weights * rows.square().sum(1)
         return torch.zeros_like(square).index_add_(0, owner, energy).sqrt_()
 
     kept_norm = (norm(bins) - rounding).clamp_(min=0)
@@ -353,11 +491,11 @@ def spectrum_error(
 
 
 @lru_cache(maxsize=64)
-def spectrum_layout(runs: tuple[KeptRun, ...], bits: int, width: int) -> Layout:
+def layout(runs: tuple[KeptRun, ...], bits: int, width: int) -> Layout:
     """Return the parts of a payload: see the module docstring."""
     codes = packed_words(2 * kept_total(runs), bits)
     grids = grouped_grids(kept_groups(runs))
-    sizes = packed_words(width * spectrum_bins(runs), 1), codes, grids
+    sizes = packed_words(width * count_bins(runs), 1), codes, grids
     return tuple((torch.int32, size) for size in sizes)
 
 
@@ -368,7 +506,7 @@ def _wire(runs: tuple[KeptRun, ...], width: int) -> tuple[tuple[KeptRun, ...], G
         run._replace(start=width * run.start, length=width * run.length, keep=width * run.keep)
         for run in runs
     )
-    return wide, kept_groups(runs, 2), width * spectrum_bins(runs)
+    return wide, kept_groups(runs, 2), width * count_bins(runs)
 
 
 def _pairs(kept: Tensor) -> Tensor:
@@ -376,7 +514,7 @@ def _pairs(kept: Tensor) -> Tensor:
     return torch.stack((2 * kept, 2 * kept + 1), 1).view(-1)
 
 
-def spectrum_pack(
+def pack(
     bins: Tensor, kept: Tensor, runs: Sequence[KeptRun], bits: int, mantissa: int, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the parts of a payload that holds the bins `kept`, int64, shape (K,), increasing."""
@@ -384,10 +522,10 @@ def spectrum_pack(
     (bitmap,) = pack_positions(_pairs(kept) if width == 2 else kept, size, "bitmap")
     # As integers of 64 bits, which are gathered in half the time of complex numbers.
     values = bins.view(torch.int64).view(-1).index_select(0, kept).view(torch.float32)
-    return bitmap, *range_pack(values, groups, bits, mantissa)
+    return bitmap, *rangefloat.pack(values, groups, bits, mantissa)
 
 
-def spectrum_unpack(
+def unpack(
     parts: Sequence[Tensor],
     runs: Sequence[KeptRun],
     bits: int,
@@ -400,7 +538,7 @@ def spectrum_unpack(
     `parts` have the declared layout.
 
     Raises:
-        PayloadError: no `spectrum_pack` gives these parts; the message begins with `name`.
+        PayloadError: no `pack` gives these parts; the message begins with `name`.
     """
     bitmap, words, grids = parts
     wide, groups, size = _wire(tuple(runs), width)
@@ -409,5 +547,5 @@ def spectrum_unpack(
         pairs, kept = kept, kept[::2] // 2
         if not torch.equal(pairs, _pairs(kept)):
             raise PayloadError(f"{name}: a bitmap that keeps half a bin")
-    values = range_unpack(words, grids, groups, bits, mantissa, name)
+    values = rangefloat.unpack(words, grids, groups, bits, mantissa, name)
     return kept, values.view(-1, 2)

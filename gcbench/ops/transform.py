@@ -19,8 +19,7 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from gcbench.ops.backend import op
-from gcbench.ops.reference import into
+from gcbench.ops.dispatch import operation, output, vector
 
 EXACT_TO = 2**15
 """The longest row that is never padded: the library takes at most 2 ms for it."""
@@ -82,8 +81,25 @@ def turns(d: int) -> Tensor:
     return torch.complex(-angle.sin(), -angle.cos()).to(torch.complex64)
 
 
-@op
-def spectrum_fold(
+@operation()
+def _fold(waves: Tensor, factors: Tensor, scale: float, h: int, inverse: bool, out: Tensor) -> None:
+    pairs, turn = torch.view_as_real(waves), torch.view_as_real(factors)
+    if inverse:
+        pairs = pairs.clone()
+        pairs[0, 1] = pairs[-1, 1] = 0.0
+    else:
+        pairs = torch.cat((pairs, pairs[:1]))
+    (a, b), (c, d) = pairs[: h // 2 + 1].unbind(1), pairs.flip(0)[: h // 2 + 1].unbind(1)
+    real, imag = turn[:, 0], -turn[:, 1] if inverse else turn[:, 1]
+    p, q = a - c, b + d
+    p, q = real * p - imag * q, real * q + imag * p
+    near = torch.complex((a + c + p) * scale, (b - d + q) * scale)
+    far = torch.complex((a + c - p) * scale, (q - (b - d)) * scale)
+    both = torch.cat((near, far[: (h + 1) // 2].flip(0)))
+    out.copy_(both[:h] if inverse else both)
+
+
+def fold(
     waves: Tensor,
     factors: Tensor,
     scale: float,
@@ -96,22 +112,27 @@ def spectrum_fold(
     `waves`: v, complex64, shape (h,), and v_h is v_0; `factors`: t_k for k = 0 ... h // 2,
     complex64, and t_h-k = conj t_k; `scale`: s. With `inverse` v has h + 1 numbers, of which the
     first and the last count as real, t_k is conjugate, and k = 0 ... h - 1: shape (h,).
+
+    Raises:
+        ValueError: too few numbers, or not as many factors as they need.
     """
-    pairs, turn = torch.view_as_real(waves), torch.view_as_real(factors)
-    if inverse:
-        pairs = pairs.clone()
-        pairs[0, 1] = pairs[-1, 1] = 0.0
-    else:
-        pairs = torch.cat((pairs, pairs[:1]))
-    h = len(pairs) - 1
-    (a, b), (c, d) = pairs[: h // 2 + 1].unbind(1), pairs.flip(0)[: h // 2 + 1].unbind(1)
-    real, imag = turn[:, 0], -turn[:, 1] if inverse else turn[:, 1]
-    p, q = a - c, b + d
-    p, q = real * p - imag * q, real * q + imag * p
-    near = torch.complex((a + c + p) * scale, (b - d + q) * scale)
-    far = torch.complex((a + c - p) * scale, (q - (b - d)) * scale)
-    both = torch.cat((near, far[: (h + 1) // 2].flip(0)))
-    return into(out, both[:h] if inverse else both)
+    n = len(waves)
+    h = n - 1 if inverse else n
+    if h < 1:
+        raise ValueError(f"{n} complex numbers: at least {1 + inverse} expected")
+    waves = vector(waves, torch.complex64, n, "waves")
+    factors = vector(factors, torch.complex64, h // 2 + 1, "factors")
+    out = output(out, torch.complex64, h if inverse else h + 1, waves.device)
+    _fold(
+        waves.device,
+        waves=waves,
+        factors=factors,
+        scale=scale,
+        h=h,
+        inverse=inverse,
+        out=out,
+    )
+    return out
 
 
 # ---- transforms ----------------------------------------------------------------------------------
@@ -138,7 +159,7 @@ def real_forward(rows: Tensor, *, out: Tensor | None = None) -> Tensor:
     row = rows.clone() if rows.storage_offset() % 2 else rows.contiguous()
     waves = torch.fft.fft(torch.view_as_complex(row.view(-1, 2)))
     own = None if out is None else out[0]
-    return spectrum_fold(waves, turns(d), 0.5 / math.sqrt(d), out=own).unsqueeze(0)
+    return fold(waves, turns(d), 0.5 / math.sqrt(d), out=own).unsqueeze(0)
 
 
 def real_inverse(bins: Tensor, d: int, *, out: Tensor | None = None) -> Tensor:
@@ -150,6 +171,6 @@ def real_inverse(bins: Tensor, d: int, *, out: Tensor | None = None) -> Tensor:
     if not by_halves(len(bins), d, bins.is_cpu):
         rows: Tensor = torch.fft.irfft(bins, d, norm="ortho", out=out)
         return rows
-    waves = spectrum_fold(bins[0], turns(d), 1 / math.sqrt(d), inverse=True)
+    waves = fold(bins[0], turns(d), 1 / math.sqrt(d), inverse=True)
     row = torch.view_as_real(torch.fft.ifft(waves, norm="forward")).view(1, d)
     return row if out is None else out.copy_(row)

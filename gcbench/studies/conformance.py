@@ -85,7 +85,7 @@ def normal(n: int, seed: int = 0) -> Tensor:
     """
     total = torch.zeros(n, dtype=torch.int64)
     for part in range(12):
-        total += ops.draws24(Key(seed, part, 0, 0, 255), n)
+        total += ops.random.draws24(Key(seed, part, 0, 0, 255), n)
     return (total - 6 * 2**24).float() * 2.0**-24
 
 
@@ -118,7 +118,7 @@ def _refined(segments: Segments) -> Segments:
 def _with_extreme(segments: Segments, low: int, high: int, seed: int) -> Tensor:
     """Return integers from low to high, with one of the two extremes in every piece."""
     n = segments.numel
-    draws = ops.draws24(Key(seed, 0, 0, 0, 254), n).long()
+    draws = ops.random.draws24(Key(seed, 0, 0, 0, 254), n).long()
     values = low + draws % (high - low + 1)
     starts = [s for s, length in zip(segments.offsets, segments.lengths, strict=False) if length]
     values[starts] = torch.where(draws[starts] % 2 == 0, low, high)
@@ -126,12 +126,12 @@ def _with_extreme(segments: Segments, low: int, high: int, seed: int) -> Tensor:
 
 
 def _signs(segments: Segments, seed: int) -> Tensor:
-    return 1.0 - 2.0 * (ops.draws24(Key(seed, 0, 0, 0, 254), segments.numel) % 2).float()
+    return 1.0 - 2.0 * (ops.random.draws24(Key(seed, 0, 0, 0, 254), segments.numel) % 2).float()
 
 
 def _sparse(segments: Segments, seed: int) -> Tensor:
     out = torch.zeros(segments.numel)
-    draws = ops.draws24(Key(seed, 1, 0, 0, 254), len(segments)).tolist()
+    draws = ops.random.draws24(Key(seed, 1, 0, 0, 254), len(segments)).tolist()
     spans = zip(segments.offsets, segments.lengths, draws, strict=False)
     for start, length, draw in spans:
         if length:
@@ -333,7 +333,7 @@ def _random(method: Compressor) -> bool:
 
 def _sample() -> Tensor:
     """Return 64 values between 1/4 and 1 with signs, and two zeros: no event of theirs is rare."""
-    draws = ops.uniform(Key(11, 0, 0, 0, 253), 64)
+    draws = ops.random.uniform(Key(11, 0, 0, 0, 253), 64)
     x = (0.25 + 0.75 * draws) * _signs(Segments((0, 64)), 5)
     x[7] = x[40] = 0.0
     return x

@@ -36,7 +36,7 @@ class Dropout(nn.Module):
             raise RuntimeError(
                 "Dropout has no key: call gcbench.training.dropout.set_dropout_key before"
             )
-        kept = ops.uniform(self.key, x.numel(), x.device).view(x.shape) >= self.rate
+        kept = ops.random.uniform(self.key, x.numel(), x.device).view(x.shape) >= self.rate
         return x * (kept.to(x.dtype) / (1 - self.rate))
 
 

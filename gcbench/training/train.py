@@ -102,7 +102,7 @@ def _hold_out(train: Split, count: int, batch: int) -> tuple[Split, Split | None
 
 def _permutation(key: Key, n: int) -> Tensor:
     """Return a random order of n examples, int64 on the CPU."""
-    draws = ops.draws24(key, 2 * n).long()
+    draws = ops.random.draws24(key, 2 * n).long()
     # 48 bits an example: ties, which the stable sort resolves, are out of the question.
     return torch.argsort(draws[:n] << 24 | draws[n:], stable=True)
 

@@ -26,7 +26,7 @@ from gcbench.core.compressor import (
     Segments,
     layout_bytes,
 )
-from gcbench.ops.backend import DEFINITIONS
+from gcbench.ops._flat import FLAT
 
 KEY = Key(1, 2, 0)
 WORKERS = 8
@@ -91,14 +91,26 @@ class Case(NamedTuple):
 
 
 CASES: dict[str, Case] = {}
+KINDS = ("class", "scaled")
+
+
+SERVED_BY = {
+    "half.decode": "half.mean",
+    "natural.decode": "natural.mean",
+    "selection.pack_positions": "selection.pack_gaps",
+    "selection.unpack_positions": "selection.unpack_gaps",
+    **{f"sign.{kind}_{part}": "sign.encode" for kind in KINDS for part in ("encode", "feedback")},
+    **{f"sign.{kind}_decode": "sign.values" for kind in KINDS},
+}
+"""What callers call, and the operation behind it, where the names differ."""
 
 
 def case(name: str, eager: Eager | None = None) -> Callable[[Prepare], Prepare]:
     """Enter a preparing function as `name`: an operation, and a number where it takes many."""
 
     def enter(prepare: Prepare) -> Prepare:
-        op = name if name in DEFINITIONS else name.rstrip("0123456789")
-        CASES[name] = Case(name, prepare, eager, op)
+        called = FLAT.get(name) or FLAT.get(name.rstrip("0123456789"), name)
+        CASES[name] = Case(name, prepare, eager, SERVED_BY.get(called, called))
         return prepare
 
     return enter
@@ -149,26 +161,26 @@ def _copy(g: Gradient) -> Timed:
 @case("draws24")
 def _draws(g: Gradient) -> Timed:
     out = g.empty(torch.int32, g.n)
-    return Timed(lambda: ops.draws24(KEY, g.n, device=g.device, out=out), nbytes(g.x))
+    return Timed(lambda: ops.random.draws24(KEY, g.n, device=g.device, out=out), nbytes(g.x))
 
 
 @case("random_words")
 def _random_words(g: Gradient) -> Timed:
-    return Timed(lambda: ops.random_words(KEY, g.n, device=g.device), nbytes(g.x))
+    return Timed(lambda: ops.selection.random_words(KEY, g.n, device=g.device), nbytes(g.x))
 
 
 @case("pack")
 def _pack(g: Gradient) -> Timed:
     codes = (g.x * 4).int().clamp_(-7, 7).add_(7)
-    out = ops.pack(codes, 4)
-    return Timed(lambda: ops.pack(codes, 4, out=out), nbytes(codes, out))
+    out = ops.packing.pack(codes, 4)
+    return Timed(lambda: ops.packing.pack(codes, 4, out=out), nbytes(codes, out))
 
 
 @case("unpack")
 def _unpack(g: Gradient) -> Timed:
-    words = ops.pack((g.x * 4).int().clamp_(-7, 7).add_(7), 4)
+    words = ops.packing.pack((g.x * 4).int().clamp_(-7, 7).add_(7), 4)
     out = g.empty(torch.int32, g.n)
-    return Timed(lambda: ops.unpack(words, 4, g.n, out=out), nbytes(words, g.x))
+    return Timed(lambda: ops.packing.unpack(words, 4, g.n, out=out), nbytes(words, g.x))
 
 
 # statistics
@@ -177,13 +189,13 @@ def _unpack(g: Gradient) -> Timed:
 @case("segment_absmax", each(eager.absmax))
 def _absmax(g: Gradient) -> Timed:
     segments = g.segments()
-    return Timed(lambda: ops.segment_absmax(g.x, segments), nbytes(g.x))
+    return Timed(lambda: ops.statistics.absmax(g.x, segments), nbytes(g.x))
 
 
 @case("segment_moments", each(eager.moments))
 def _moments(g: Gradient) -> Timed:
     segments = g.segments()
-    return Timed(lambda: ops.segment_moments(g.x, segments), nbytes(g.x))
+    return Timed(lambda: ops.statistics.moments(g.x, segments), nbytes(g.x))
 
 
 # ternary codes
@@ -192,7 +204,7 @@ def _moments(g: Gradient) -> Timed:
 @case("ternary_scales", each(eager.clipped_max))
 def _ternary_scales(g: Gradient) -> Timed:
     segments = g.segments()
-    return Timed(lambda: ops.ternary_scales(g.x, segments, CLIP), nbytes(g.x))
+    return Timed(lambda: ops.ternary.scales(g.x, segments, CLIP), nbytes(g.x))
 
 
 @case(
@@ -206,19 +218,19 @@ def _ternary_scales(g: Gradient) -> Timed:
 )
 def _ternary_encode(g: Gradient) -> Timed:
     segments = g.segments()
-    limit, scale = ops.ternary_scales(g.x, segments, CLIP)
-    out = g.empty(torch.int32, ops.packed_words(g.n, 2))
+    limit, scale = ops.ternary.scales(g.x, segments, CLIP)
+    out = g.empty(torch.int32, ops.packing.packed_words(g.n, 2))
     return Timed(
-        lambda: ops.ternary_encode(g.x, limit, scale, segments, KEY, out=out),
+        lambda: ops.ternary.encode(g.x, limit, scale, segments, KEY, out=out),
         nbytes(g.x, limit, scale, out),
     )
 
 
 def _ternary_payloads(g: Gradient, count: int) -> tuple[list[tuple[Tensor, int]], Tensor]:
     segments = g.segments()
-    limit, scale = ops.ternary_scales(g.x, segments, CLIP)
+    limit, scale = ops.ternary.scales(g.x, segments, CLIP)
     return [
-        (ops.ternary_encode(g.of_worker(rank), limit, scale, segments, KEY._replace(rank=rank)), 1)
+        (ops.ternary.encode(g.of_worker(rank), limit, scale, segments, KEY._replace(rank=rank)), 1)
         for rank in range(count)
     ], scale
 
@@ -227,7 +239,7 @@ def _ternary_mean(g: Gradient, count: int) -> Timed:
     payloads, scale = _ternary_payloads(g, count)
     segments, out = g.segments(), g.empty(torch.float32, g.n)
     return Timed(
-        lambda: ops.ternary_mean(payloads, scale, segments, out=out),
+        lambda: ops.ternary.mean(payloads, scale, segments, out=out),
         nbytes([words for words, _ in payloads], scale, out),
     )
 
@@ -246,9 +258,9 @@ case("ternary_mean8", each(_terngrad_mean, eight(eager.terngrad)))(
 @case("ternary_merge8")
 def _ternary_merge(g: Gradient) -> Timed:
     payloads, _ = _ternary_payloads(g, WORKERS)
-    out = g.empty(torch.int32, ops.packed_words(g.n, ops.ternary_bits(WORKERS)))
+    out = g.empty(torch.int32, ops.packing.packed_words(g.n, ops.ternary.bits(WORKERS)))
     return Timed(
-        lambda: ops.ternary_merge(payloads, g.n, out=out),
+        lambda: ops.ternary.merge(payloads, g.n, out=out),
         nbytes([words for words, _ in payloads], out),
     )
 
@@ -258,30 +270,30 @@ def _ternary_merge(g: Gradient) -> Timed:
 
 @case("sign_pack", each(eager.sign_encode))
 def _sign_pack(g: Gradient) -> Timed:
-    out = g.empty(torch.int32, ops.packed_words(g.n, 1))
-    return Timed(lambda: ops.sign_pack(g.x, out=out), nbytes(g.x, out))
+    out = g.empty(torch.int32, ops.packing.packed_words(g.n, 1))
+    return Timed(lambda: ops.sign.pack(g.x, out=out), nbytes(g.x, out))
 
 
 @case("sign_pack_above")
 def _sign_pack_above(g: Gradient) -> Timed:
-    segments, out = g.segments(), g.empty(torch.int32, ops.packed_words(g.n, 2))
+    segments, out = g.segments(), g.empty(torch.int32, ops.packing.packed_words(g.n, 2))
     return Timed(
-        lambda: ops.sign_pack_above(g.x, 0.5, segments, out=out), 2 * nbytes(g.x) + nbytes(out)
+        lambda: ops.sign.pack_above(g.x, 0.5, segments, out=out), 2 * nbytes(g.x) + nbytes(out)
     )
 
 
 @case("sign_decode", each(eager.sign_decode, eager.sign_encode))
 def _sign_decode(g: Gradient) -> Timed:
-    words, out = ops.sign_pack(g.x), g.empty(torch.float32, g.n)
-    return Timed(lambda: ops.sign_decode(words, 1, g.n, "", out=out), nbytes(words, out))
+    words, out = ops.sign.pack(g.x), g.empty(torch.float32, g.n)
+    return Timed(lambda: ops.sign.decode(words, 1, g.n, "", out=out), nbytes(words, out))
 
 
 @case("sign_vote8", each(eager.vote, eight(eager.sign_encode)))
 def _sign_vote(g: Gradient) -> Timed:
-    words = [ops.sign_pack(g.of_worker(rank)) for rank in range(WORKERS)]
-    ones, out = [1] * WORKERS, g.empty(torch.int32, ops.packed_words(g.n, 1))
+    words = [ops.sign.pack(g.of_worker(rank)) for rank in range(WORKERS)]
+    ones, out = [1] * WORKERS, g.empty(torch.int32, ops.packing.packed_words(g.n, 1))
     return Timed(
-        lambda: ops.sign_vote(words, ones, ones, g.n, "", width=1, out=out), nbytes(words, out)
+        lambda: ops.sign.vote(words, ones, ones, g.n, "", width=1, out=out), nbytes(words, out)
     )
 
 
@@ -289,25 +301,27 @@ def _sign_vote(g: Gradient) -> Timed:
 def _scaled_encode(g: Gradient) -> Timed:
     segments = g.segments()
     return Timed(
-        lambda: ops.scaled_encode(g.x, segments), nbytes(g.x, ops.scaled_encode(g.x, segments))
+        lambda: ops.sign.scaled_encode(g.x, segments),
+        nbytes(g.x, ops.sign.scaled_encode(g.x, segments)),
     )
 
 
 @case("scaled_decode", each(eager.ef_sign_decode, eager.ef_sign))
 def _scaled_decode(g: Gradient) -> Timed:
     segments, out = g.segments(), g.empty(torch.float32, g.n)
-    words, scale = ops.scaled_encode(g.x, segments)
+    words, scale = ops.sign.scaled_encode(g.x, segments)
     return Timed(
-        lambda: ops.scaled_decode(words, scale, segments, "", out=out), nbytes(words, scale, out)
+        lambda: ops.sign.scaled_decode(words, scale, segments, "", out=out),
+        nbytes(words, scale, out),
     )
 
 
 @case("scaled_feedback", each(eager.ef_sign_feedback, itself, torch.zeros_like))
 def _scaled_feedback(g: Gradient) -> Timed:
     segments, residual = g.segments(), torch.zeros_like(g.x)
-    coded = ops.scaled_encode(g.x, segments)
+    coded = ops.sign.scaled_encode(g.x, segments)
     return Timed(
-        lambda: ops.scaled_feedback(g.x, residual, segments, "", out=residual),
+        lambda: ops.sign.scaled_feedback(g.x, residual, segments, "", lost=residual),
         nbytes(g.x, residual, residual, coded) + TWICE * g.n,
         residual.zero_,
     )
@@ -317,23 +331,24 @@ def _scaled_feedback(g: Gradient) -> Timed:
 def _class_encode(g: Gradient) -> Timed:
     columns = g.segments("column")
     return Timed(
-        lambda: ops.class_encode(g.x, columns), nbytes(g.x, ops.class_encode(g.x, columns))
+        lambda: ops.sign.class_encode(g.x, columns),
+        nbytes(g.x, ops.sign.class_encode(g.x, columns)),
     )
 
 
 @case("class_decode", each(eager.onebit_decode, eager.onebit))
 def _class_decode(g: Gradient) -> Timed:
     columns, out = g.segments("column"), g.empty(torch.float32, g.n)
-    coded = ops.class_encode(g.x, columns)
-    return Timed(lambda: ops.class_decode(*coded, columns, "", out=out), nbytes(coded, out))
+    coded = ops.sign.class_encode(g.x, columns)
+    return Timed(lambda: ops.sign.class_decode(*coded, columns, "", out=out), nbytes(coded, out))
 
 
 @case("class_feedback", each(eager.onebit_feedback, itself, torch.zeros_like))
 def _class_feedback(g: Gradient) -> Timed:
     columns, residual = g.segments("column"), torch.zeros_like(g.x)
     return Timed(
-        lambda: ops.class_feedback(g.x, residual, columns, "", out=residual),
-        nbytes(g.x, residual, residual, ops.class_encode(g.x, columns)),
+        lambda: ops.sign.class_feedback(g.x, residual, columns, "", lost=residual),
+        nbytes(g.x, residual, residual, ops.sign.class_encode(g.x, columns)),
         residual.zero_,
     )
 
@@ -341,9 +356,9 @@ def _class_feedback(g: Gradient) -> Timed:
 @case("sign_mean8", each(eager.mean_of(eager.onebit_decode), eight(eager.onebit)))
 def _sign_mean(g: Gradient) -> Timed:
     columns, out = g.segments("column"), g.empty(torch.float32, g.n)
-    coded = [ops.class_encode(g.of_worker(rank), columns) for rank in range(WORKERS)]
+    coded = [ops.sign.class_encode(g.of_worker(rank), columns) for rank in range(WORKERS)]
     payloads = [(words, (low, high), 1) for words, low, high in coded]
-    return Timed(lambda: ops.sign_mean(payloads, columns, "", out=out), nbytes(coded, out))
+    return Timed(lambda: ops.sign.mean(payloads, columns, "", out=out), nbytes(coded, out))
 
 
 # levels and blocks
@@ -352,24 +367,24 @@ def _sign_mean(g: Gradient) -> Timed:
 @case("level_norms")
 def _level_norms(g: Gradient) -> Timed:
     buckets = g.segments(BUCKET)
-    norms = ops.level_norms(g.x, buckets, "max", LEVELS)
-    return Timed(lambda: ops.level_norms(g.x, buckets, "max", LEVELS), nbytes(g.x, norms))
+    norms = ops.levels.norms(g.x, buckets, "max", LEVELS)
+    return Timed(lambda: ops.levels.norms(g.x, buckets, "max", LEVELS), nbytes(g.x, norms))
 
 
 @case("level_codes")
 def _level_codes(g: Gradient) -> Timed:
     buckets = g.segments(BUCKET)
-    norms = ops.level_norms(g.x, buckets, "max", LEVELS)
+    norms = ops.levels.norms(g.x, buckets, "max", LEVELS)
     out = g.empty(torch.int32, g.n)
     return Timed(
-        lambda: ops.level_codes(g.x, norms, LEVELS, buckets, KEY, out=out),
+        lambda: ops.levels.codes(g.x, norms, LEVELS, buckets, KEY, out=out),
         nbytes(g.x, out, norms),
     )
 
 
 def _level_words(x: Tensor, buckets: Segments) -> tuple[Tensor, Tensor]:
-    norms = ops.level_norms(x, buckets, "max", LEVELS)
-    return ops.level_encode(x, norms, LEVELS, "fixed", buckets, KEY), norms
+    norms = ops.levels.norms(x, buckets, "max", LEVELS)
+    return ops.levels.encode(x, norms, LEVELS, "fixed", buckets, KEY), norms
 
 
 @case("level_encode", each(eager.qsgd))
@@ -377,7 +392,7 @@ def _level_encode(g: Gradient) -> Timed:
     buckets = g.segments(BUCKET)
     out, norms = _level_words(g.x, buckets)
     return Timed(
-        lambda: ops.level_encode(g.x, norms, LEVELS, "fixed", buckets, KEY, out=out),
+        lambda: ops.levels.encode(g.x, norms, LEVELS, "fixed", buckets, KEY, out=out),
         nbytes(g.x, norms, out),
     )
 
@@ -387,7 +402,7 @@ def _level_decode(g: Gradient) -> Timed:
     buckets, out = g.segments(BUCKET), g.empty(torch.float32, g.n)
     words, norms = _level_words(g.x, buckets)
     return Timed(
-        lambda: ops.level_decode(words, norms, "max", LEVELS, "fixed", buckets, out=out),
+        lambda: ops.levels.decode(words, norms, "max", LEVELS, "fixed", buckets, out=out),
         nbytes(words, norms, out),
     )
 
@@ -398,16 +413,16 @@ def _level_mean(g: Gradient) -> Timed:
     coded = [_level_words(g.of_worker(rank), buckets) for rank in range(WORKERS)]
     payloads = [(words, norms, 1) for words, norms in coded]
     code = ("max", LEVELS, "fixed", buckets)
-    return Timed(lambda: ops.level_mean(payloads, *code, out=out), nbytes(coded, out))
+    return Timed(lambda: ops.levels.mean(payloads, *code, out=out), nbytes(coded, out))
 
 
 def _omega(g: Gradient, op: str) -> Timed:
     """Prepare writing or reading the stream of codes of 4 levels of the 2-norm."""
     kind = "dense" if "dense" in op else "sparse"
     buckets = g.segments(BUCKET)
-    codes = ops.level_codes(g.x, ops.level_norms(g.x, buckets, "2", 4), 4, buckets, KEY)
-    words = getattr(ops, f"omega_{kind}_write")(codes, 4)
-    call, arguments = getattr(ops, op), (codes, 4) if "write" in op else (words, g.n, 4)
+    codes = ops.levels.codes(g.x, ops.levels.norms(g.x, buckets, "2", 4), 4, buckets, KEY)
+    words = getattr(ops.bitstream, f"omega_{kind}_write")(codes, 4)
+    call, arguments = getattr(ops.bitstream, op), (codes, 4) if "write" in op else (words, g.n, 4)
     return Timed(lambda: call(*arguments), nbytes(codes, words))
 
 
@@ -417,24 +432,24 @@ for _op in ("omega_dense_write", "omega_dense_read", "omega_sparse_write", "omeg
 
 @case("int8_encode", each(eager.int8))
 def _int8_encode(g: Gradient) -> Timed:
-    blocks, out = g.segments(BLOCK), g.empty(torch.int8, g.n)
-    coded = ops.int8_encode(g.x, blocks, "nearest", KEY)
-    return Timed(lambda: ops.int8_encode(g.x, blocks, "nearest", KEY, out=out), nbytes(g.x, coded))
+    blocks = g.segments(BLOCK)
+    out = coded = ops.int8.encode(g.x, blocks, "nearest", KEY)
+    return Timed(lambda: ops.int8.encode(g.x, blocks, "nearest", KEY, out=out), nbytes(g.x, coded))
 
 
 @case("int8_decode", each(eager.int8_decode, eager.int8))
 def _int8_decode(g: Gradient) -> Timed:
     blocks, out = g.segments(BLOCK), g.empty(torch.float32, g.n)
-    coded = ops.int8_encode(g.x, blocks, "nearest", KEY)
-    return Timed(lambda: ops.int8_decode(*coded, blocks, out=out), nbytes(coded, out))
+    coded = ops.int8.encode(g.x, blocks, "nearest", KEY)
+    return Timed(lambda: ops.int8.decode(*coded, blocks, out=out), nbytes(coded, out))
 
 
 @case("int8_mean8", each(eager.mean_of(eager.int8_decode), eight(eager.int8)))
 def _int8_mean(g: Gradient) -> Timed:
     blocks, out = g.segments(BLOCK), g.empty(torch.float32, g.n)
-    coded = [ops.int8_encode(g.of_worker(rank), blocks, "nearest", KEY) for rank in range(WORKERS)]
+    coded = [ops.int8.encode(g.of_worker(rank), blocks, "nearest", KEY) for rank in range(WORKERS)]
     payloads = [(codes, scales, 1) for codes, scales in coded]
-    return Timed(lambda: ops.int8_mean(payloads, blocks, out=out), nbytes(coded, out))
+    return Timed(lambda: ops.int8.mean(payloads, blocks, out=out), nbytes(coded, out))
 
 
 # formats of floats
@@ -443,42 +458,42 @@ def _int8_mean(g: Gradient) -> Timed:
 @case("half_encode", each(torch.Tensor.half))
 def _half_encode(g: Gradient) -> Timed:
     out = g.empty(torch.float16, g.n)
-    return Timed(lambda: ops.half_encode(g.x, torch.float16, out=out), nbytes(g.x, out))
+    return Timed(lambda: ops.half.encode(g.x, torch.float16, out=out), nbytes(g.x, out))
 
 
 @case("half_decode", each(torch.Tensor.float, torch.Tensor.half))
 def _half_decode(g: Gradient) -> Timed:
-    codes, out = ops.half_encode(g.x, torch.float16), g.empty(torch.float32, g.n)
-    return Timed(lambda: ops.half_decode(codes, "", out=out), nbytes(codes, out))
+    codes, out = ops.half.encode(g.x, torch.float16), g.empty(torch.float32, g.n)
+    return Timed(lambda: ops.half.decode(codes, "", out=out), nbytes(codes, out))
 
 
 @case("half_mean8", each(eager.mean_of(torch.Tensor.float), eight(torch.Tensor.half)))
 def _half_mean(g: Gradient) -> Timed:
-    payloads = [(ops.half_encode(g.of_worker(rank), torch.float16), 1) for rank in range(WORKERS)]
+    payloads = [(ops.half.encode(g.of_worker(rank), torch.float16), 1) for rank in range(WORKERS)]
     out = g.empty(torch.float32, g.n)
     return Timed(
-        lambda: ops.half_mean(payloads, "", out=out), nbytes([codes for codes, _ in payloads], out)
+        lambda: ops.half.mean(payloads, "", out=out), nbytes([codes for codes, _ in payloads], out)
     )
 
 
 @case("natural_encode", each(eager.natural))
 def _natural_encode(g: Gradient) -> Timed:
-    out = g.empty(torch.int32, ops.packed_words(g.n, ops.NATURAL_BITS))
-    return Timed(lambda: ops.natural_encode(g.x, KEY, out=out), nbytes(g.x, out))
+    out = g.empty(torch.int32, ops.packing.packed_words(g.n, ops.natural.BITS))
+    return Timed(lambda: ops.natural.encode(g.x, KEY, out=out), nbytes(g.x, out))
 
 
 @case("natural_decode")
 def _natural_decode(g: Gradient) -> Timed:
-    words, out = ops.natural_encode(g.x, KEY), g.empty(torch.float32, g.n)
-    return Timed(lambda: ops.natural_decode(words, g.n, "", out=out), nbytes(words, out))
+    words, out = ops.natural.encode(g.x, KEY), g.empty(torch.float32, g.n)
+    return Timed(lambda: ops.natural.decode(words, g.n, "", out=out), nbytes(words, out))
 
 
 @case("natural_mean8")
 def _natural_mean(g: Gradient) -> Timed:
-    payloads = [(ops.natural_encode(g.of_worker(rank), KEY), 1) for rank in range(WORKERS)]
+    payloads = [(ops.natural.encode(g.of_worker(rank), KEY), 1) for rank in range(WORKERS)]
     out = g.empty(torch.float32, g.n)
     return Timed(
-        lambda: ops.natural_mean(payloads, g.n, "", out=out),
+        lambda: ops.natural.mean(payloads, g.n, "", out=out),
         nbytes([words for words, _ in payloads], out),
     )
 
@@ -486,28 +501,30 @@ def _natural_mean(g: Gradient) -> Timed:
 # selection
 
 
-def _kept(g: Gradient) -> tuple[Sequence[ops.KeptRun], Tensor, Tensor]:
+def _kept(g: Gradient) -> tuple[Sequence[ops.selection.KeptRun], Tensor, Tensor]:
     """Return the runs, and positions and values of the largest 1 % of each tensor."""
-    runs = ops.kept_runs(g.segments(), RATIO)
-    return runs, *ops.largest_elements(g.x, runs)
+    runs = ops.selection.kept_runs(g.segments(), RATIO)
+    return runs, *ops.selection.largest_elements(g.x, runs)
 
 
 @case("largest_elements", each(eager.topk))
 def _largest_elements(g: Gradient) -> Timed:
     runs, positions, values = _kept(g)
-    return Timed(lambda: ops.largest_elements(g.x, runs), nbytes(g.x, positions, values))
+    return Timed(lambda: ops.selection.largest_elements(g.x, runs), nbytes(g.x, positions, values))
 
 
 @case("random_positions")
 def _random_positions(g: Gradient) -> Timed:
     runs, positions, _ = _kept(g)
-    return Timed(lambda: ops.random_positions(KEY, runs, device=g.device), nbytes(positions))
+    return Timed(
+        lambda: ops.selection.random_positions(KEY, runs, device=g.device), nbytes(positions)
+    )
 
 
 @case("gather")
 def _gather(g: Gradient) -> Timed:
     _, positions, values = _kept(g)
-    return Timed(lambda: ops.gather(g.x, positions), nbytes(positions, values, values))
+    return Timed(lambda: ops.selection.gather(g.x, positions), nbytes(positions, values, values))
 
 
 @case("scatter", each(eager.topk_decode, eager.topk))
@@ -515,50 +532,58 @@ def _scatter(g: Gradient) -> Timed:
     _, positions, values = _kept(g)
     out = g.empty(torch.float32, g.n)
     return Timed(
-        lambda: ops.scatter(values, positions, g.n, out=out), nbytes(positions, values, out)
+        lambda: ops.selection.scatter(values, positions, g.n, out=out),
+        nbytes(positions, values, out),
     )
 
 
 @case("scatter_mean8", each(eager.mean_of(eager.topk_decode), eight(eager.topk)))
 def _scatter_mean(g: Gradient) -> Timed:
-    runs, out = ops.kept_runs(g.segments(), RATIO), g.empty(torch.float32, g.n)
+    runs, out = ops.selection.kept_runs(g.segments(), RATIO), g.empty(torch.float32, g.n)
     sparse = [
         (values, positions)
         for positions, values in (
-            ops.largest_elements(g.of_worker(rank), runs) for rank in range(WORKERS)
+            ops.selection.largest_elements(g.of_worker(rank), runs) for rank in range(WORKERS)
         )
     ]
-    return Timed(lambda: ops.scatter_mean(sparse, g.n, WORKERS, out=out), nbytes(*sparse, out))
+    return Timed(
+        lambda: ops.selection.scatter_mean(sparse, g.n, WORKERS, out=out), nbytes(*sparse, out)
+    )
 
 
 @case("pack_positions")
 def _pack_positions(g: Gradient) -> Timed:
     _, positions, _ = _kept(g)
-    parts = ops.pack_positions(positions, g.n, "smallest")
-    return Timed(lambda: ops.pack_positions(positions, g.n, "smallest"), nbytes(positions, parts))
+    parts = ops.selection.pack_positions(positions, g.n, "smallest")
+    return Timed(
+        lambda: ops.selection.pack_positions(positions, g.n, "smallest"), nbytes(positions, parts)
+    )
 
 
 @case("unpack_positions")
 def _unpack_positions(g: Gradient) -> Timed:
     runs, positions, _ = _kept(g)
-    parts = ops.pack_positions(positions, g.n, "smallest")
+    parts = ops.selection.pack_positions(positions, g.n, "smallest")
     return Timed(
-        lambda: ops.unpack_positions(parts, g.n, "smallest", runs, ""), nbytes(positions, parts)
+        lambda: ops.selection.unpack_positions(parts, g.n, "smallest", runs, ""),
+        nbytes(positions, parts),
     )
 
 
 @case("range_pack")
 def _range_pack(g: Gradient) -> Timed:
     groups = [(1, g.n)]
-    out, grids = ops.range_pack(g.x, groups, *RANGE)
-    return Timed(lambda: ops.range_pack(g.x, groups, *RANGE, out=out), nbytes(g.x, g.x, out, grids))
+    out, grids = ops.rangefloat.pack(g.x, groups, *RANGE)
+    return Timed(
+        lambda: ops.rangefloat.pack(g.x, groups, *RANGE, out=out), nbytes(g.x, g.x, out, grids)
+    )
 
 
 @case("range_unpack")
 def _range_unpack(g: Gradient) -> Timed:
-    coded, out = ops.range_pack(g.x, [(1, g.n)], *RANGE), g.empty(torch.float32, g.n)
+    coded, out = ops.rangefloat.pack(g.x, [(1, g.n)], *RANGE), g.empty(torch.float32, g.n)
     return Timed(
-        lambda: ops.range_unpack(*coded, [(1, g.n)], *RANGE, "", out=out), nbytes(coded, out)
+        lambda: ops.rangefloat.unpack(*coded, [(1, g.n)], *RANGE, "", out=out), nbytes(coded, out)
     )
 
 
@@ -574,7 +599,7 @@ def halves(g: Gradient) -> Tensor:
 def _spectrum_scaled(g: Gradient) -> Timed:
     segments, out = g.segments(), g.empty(torch.float32, g.n)
     return Timed(
-        lambda: ops.spectrum_scaled(g.x, segments, 1.0, 0.0, out=out), nbytes(g.x, g.x, out)
+        lambda: ops.spectrum.scaled(g.x, segments, 1.0, 0.0, out=out), nbytes(g.x, g.x, out)
     )
 
 
@@ -584,7 +609,7 @@ def _spectrum_unscaled(g: Gradient) -> Timed:
     segments, unit = Segments((0, len(bins))), torch.ones(1, device=g.x.device)
     out, energy = torch.zeros_like(bins), g.empty(torch.float32, len(bins) // 2)
     return Timed(
-        lambda: ops.spectrum_unscaled(bins, unit, segments, out=out, energy=energy),
+        lambda: ops.spectrum.unscaled(bins, unit, segments, out=out, energy=energy),
         nbytes(bins, out) + nbytes(bins) // 2,
     )
 
@@ -594,7 +619,7 @@ def _spectrum_restored(g: Gradient) -> Timed:
     segments = g.segments()
     unit = torch.ones(len(segments), device=g.x.device)
     out = g.empty(torch.float32, g.n)
-    return Timed(lambda: ops.spectrum_restored(g.x, unit, segments, out=out), nbytes(g.x, out))
+    return Timed(lambda: ops.spectrum.restored(g.x, unit, segments, out=out), nbytes(g.x, out))
 
 
 @case("spectrum_mean")
@@ -605,14 +630,14 @@ def _spectrum_mean(g: Gradient) -> Timed:
     kept = torch.arange(0, bins, 7, device=g.x.device)
     sparse = [(kept, torch.view_as_real(values).contiguous())] * 4
     out = g.empty(torch.float32, 2 * bins).view(bins, 2)
-    return Timed(lambda: ops.spectrum_mean(sparse, [0.25] * 4, bins, out=out), nbytes(*sparse, out))
+    return Timed(lambda: ops.spectrum.mean(sparse, [0.25] * 4, bins, out=out), nbytes(*sparse, out))
 
 
 @case("spectrum_fold")
 def _spectrum_fold(g: Gradient) -> Timed:
     x = halves(g)
     factors, out = torch.ones_like(x[: len(x) // 2 + 1]), x.new_empty(len(x) + 1)
-    return Timed(lambda: ops.spectrum_fold(x, factors, 0.5, out=out), nbytes(x, factors, out))
+    return Timed(lambda: ops.transform.fold(x, factors, 0.5, out=out), nbytes(x, factors, out))
 
 
 # ---- methods -------------------------------------------------------------------------------------

@@ -19,8 +19,7 @@ import torch
 from benchmarks.cases import CASES, Gradient, Timed
 from benchmarks.sizes import SIZES
 from gcbench import ops
-from gcbench.ops import cpu, cuda
-from gcbench.ops.cpu import library
+from gcbench.ops import cuda, native
 from gcbench.training import configuration
 
 ROUNDS = 100
@@ -66,7 +65,7 @@ def _backends(row: Row, isas: list[str]) -> Iterator[str]:
     if row.device == "cuda":
         if cuda.status()[0] and (case.op is None or case.op in cuda.KERNELS):
             yield "cuda"
-    elif case.op is None or case.op in cpu.KERNELS:
+    elif case.op is None or case.op in native.KERNELS:
         yield from (f"cpu {isa}" for isa in (isas if case.op else isas[-1:]))
     if case.eager and slow:
         yield "eager"
@@ -75,7 +74,7 @@ def _backends(row: Row, isas: list[str]) -> Iterator[str]:
 def _rows(config: pytest.Config) -> Iterator[Row]:
     isas = config.getoption("--isas")
     if isas is None:
-        isas = list(library.levels()[-2:]) if cpu.status()[0] else []
+        isas = list(native.levels()[-2:]) if native.status()[0] else []
     threads = config.getoption("--threads") or sorted({1, configuration.cores()})
     places = [("cpu", int(number)) for number in threads]
     if torch.cuda.is_available():
@@ -154,7 +153,7 @@ def _served(backend: str) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(ops.using(name if name in ops.BACKENDS else "reference"))
         if isa:
-            stack.enter_context(cpu.using_isa(isa))
+            stack.enter_context(native.using_isa(isa))
         yield
 
 
@@ -172,17 +171,14 @@ def _clocked() -> Iterator[list[float]]:
 
         return call
 
-    kernels = {
-        name: function
-        for name, function in vars(library.c).items()
-        if name.startswith("gc_") and not name.startswith("gc_tensor")
+    functions = native.library.functions
+    native.library.functions = {
+        name: function._replace(call=timed(function.call)) for name, function in functions.items()
     }
     try:
-        for name, function in kernels.items():
-            setattr(library.c, name, timed(function))
         yield inside
     finally:
-        vars(library.c).update(kernels)
+        native.library.functions = functions
 
 
 def _around(call: Callable[[], Any], copy: Callable[[], None]) -> float:
@@ -202,7 +198,8 @@ def _around(call: Callable[[], Any], copy: Callable[[], None]) -> float:
                 found.append(time.perf_counter() - began - sum(inside))
             return statistics.median(found)
 
-        return outside(call) - outside(partial(library.c.gc_draws24, 0, 0, 0, 0, 0, None, 1))
+        nothing = native.library.functions["gc_draws24"].call
+        return outside(call) - outside(partial(nothing, 0, 0, 0, 0, 0, None, 1))
 
 
 def test_speed(row: Row, benchmark, request):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 import torch
 
@@ -24,9 +25,9 @@ def alike(n: int) -> Iterator[Call]:
         ("records of 37 bits", (index % 130 == 0) * 32767, 32767),
     ):
         for form in ("dense", "sparse"):
-            words = getattr(ops, f"omega_{form}_write")(codes.int(), levels)
-            yield Call(f"omega_{form}_write", name, (codes.int(), levels))
-            yield Call(f"omega_{form}_read", name, (words, n, levels))
+            words = getattr(ops.bitstream, f"omega_{form}_write")(codes.int(), levels)
+            yield Call(f"bitstream.omega_{form}_write", name, (codes.int(), levels))
+            yield Call(f"bitstream.omega_{form}_read", name, (words, n, levels))
 
 
 def cases(n: int) -> Iterator[Call]:
@@ -39,11 +40,11 @@ def cases(n: int) -> Iterator[Call]:
         sign = 1 - 2 * torch.randint(0, 2, (n,), generator=generator)
         codes = (size * sign * (torch.rand(n, generator=generator) < share)).int()
         for form in ("dense", "sparse"):
-            write, read = f"omega_{form}_write", f"omega_{form}_read"
+            write, read = f"bitstream.omega_{form}_write", f"bitstream.omega_{form}_read"
             name = f"{levels} levels, {share} not zero"
             yield Call(write, name, (codes, levels))
             yield Call(write, f"{name}, long", (codes.long(), levels))
-            words = getattr(ops, write)(codes, levels)
+            words = attrgetter(write)(ops)(codes, levels)
             yield Call(read, name, (words, n, levels))
             for what, other in (
                 ("cut", words[:-1]),

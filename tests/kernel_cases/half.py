@@ -15,9 +15,9 @@ DTYPES = (torch.float16, torch.bfloat16)
 def cases(n: int) -> Iterator[Call]:
     for dtype in DTYPES:
         for what, x in (*values(n), *nonfinite(n), *edges(n, dtype)):
-            yield Call("half_encode", f"{what} {dtype}", (x, dtype))
+            yield Call("half.encode", f"{what} {dtype}", (x, dtype))
         for what, codes in payloads(n, dtype):
-            yield Call("half_decode", f"{what} {dtype}", (codes, "method"))
+            yield Call("half.decode", f"{what} {dtype}", (codes, "method"))
         yield from means(n, dtype)
 
 
@@ -63,16 +63,16 @@ def means(n: int, dtype: torch.dtype) -> Iterator[Call]:
             continue
         name = f"{dtype} of {counts[:4]}, {len(counts)}"
         parts = [(finite_codes(n, dtype, seed), count) for seed, count in enumerate(counts)]
-        yield Call("half_mean", name, (parts, "method"))
+        yield Call("half.mean", name, (parts, "method"))
         small = [
             (torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(dtype), count)
             for seed, count in enumerate(counts)
         ]
-        yield Call("half_mean", f"{name} normal", (small, "method"))
+        yield Call("half.mean", f"{name} normal", (small, "method"))
         zeros = [(torch.full((n,), -0.0, dtype=dtype), count) for count in counts]
-        yield Call("half_mean", f"{name} zeros", (zeros, "method"))
+        yield Call("half.mean", f"{name} zeros", (zeros, "method"))
         for value in (torch.inf, torch.nan):
             wrong = small[-1][0].clone()
             wrong[n // 3 : n // 3 + 1] = value
             worse = [*small[:-1], (wrong, counts[-1])]
-            yield Call("half_mean", f"{name} {value}", (worse, "method"))
+            yield Call("half.mean", f"{name} {value}", (worse, "method"))

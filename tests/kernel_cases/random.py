@@ -22,5 +22,5 @@ def keys() -> Iterator[Key]:
 
 def cases(n: int) -> Iterator[Call]:
     for key in keys():
-        yield Call("draws24", str(key), (key, n), {"device": "cpu"})
-        yield Call("random_words", str(key), (key, n), {"device": "cpu"})
+        yield Call("random.draws24", str(key), (key, n), {"device": "cpu"})
+        yield Call("selection.random_words", str(key), (key, n), {"device": "cpu"})

@@ -22,14 +22,14 @@ def cases(n: int) -> Iterator[Call]:
             for bits, mantissa in FORMATS if what in ("normal", "mixed") else FORMATS[:2]:
                 form = (bits, mantissa)
                 name = f"{what} {cut} {form}"
-                yield Call("range_pack", name, (x, groups, *form))
-                words, grids = ops.range_pack(x, groups, *form)
-                yield Call("range_unpack", name, (words, grids, groups, *form, "x"))
-        words, grids = ops.range_pack(torch.randn(n), groups, 10, 6)
+                yield Call("rangefloat.pack", name, (x, groups, *form))
+                words, grids = ops.rangefloat.pack(x, groups, *form)
+                yield Call("rangefloat.unpack", name, (words, grids, groups, *form, "x"))
+        words, grids = ops.rangefloat.pack(torch.randn(n), groups, 10, 6)
         for what, pair in corrupt(words, grids):
-            yield Call("range_unpack", f"{cut} {what}", (*pair, groups, 10, 6, "x"))
+            yield Call("rangefloat.unpack", f"{cut} {what}", (*pair, groups, 10, 6, "x"))
         out = {"out": torch.full((n,), torch.nan)}
-        yield Call("range_unpack", f"{cut} into", (words, grids, groups, 10, 6, "x"), out)
+        yield Call("rangefloat.unpack", f"{cut} into", (words, grids, groups, 10, 6, "x"), out)
 
 
 def signs(n: int) -> Iterator[tuple[str, Tensor]]:

@@ -50,44 +50,51 @@ def cases(n: int) -> Iterator[Call]:
             ((*nonfinite(n), *misleading(n)), (0.01, 0.15)),
         ):
             for (what, x), ratio in product(inputs, ratios):
-                runs = ops.kept_runs(segments, ratio)
-                yield Call("largest_elements", f"{what} {cut} {ratio}", (x, runs))
+                runs = ops.selection.kept_runs(segments, ratio)
+                yield Call("selection.largest_elements", f"{what} {cut} {ratio}", (x, runs))
         for ratio in (0.001, 0.01, 0.15, 1.0):
-            runs = ops.kept_runs(segments, ratio)
+            runs = ops.selection.kept_runs(segments, ratio)
             for key in (*KEYS, WRAPPING):
-                yield Call("random_positions", f"{cut} {ratio} {key}", (key, runs), DEVICE)
+                yield Call(
+                    "selection.random_positions", f"{cut} {ratio} {key}", (key, runs), DEVICE
+                )
             x = torch.randn(n, generator=torch.Generator().manual_seed(n))
-            kept = ops.largest(ops.magnitude_order(x), runs)
+            kept = ops.selection.largest(ops.selection.magnitude_order(x), runs)
             yield from wire(n, kept, runs, f"{cut} {ratio}")
-            yield Call("gather", f"{cut} {ratio}", (x, kept))
+            yield Call("selection.gather", f"{cut} {ratio}", (x, kept))
             some = x[kept].mul_(0.3)
-            yield Call("scatter", f"{cut} {ratio}", (some, kept, n))
-            other = ops.largest(ops.magnitude_order(x.roll(3)), runs)
+            yield Call("selection.scatter", f"{cut} {ratio}", (some, kept, n))
+            other = ops.selection.largest(ops.selection.magnitude_order(x.roll(3)), runs)
             many = [(some, kept), (x[other], other), (-some, kept)]
-            yield Call("scatter_mean", f"{cut} {ratio}", (many, n, 5))
-            yield Call("scatter_mean", f"{cut} {ratio} one", (many[:1], n, 1))
+            yield Call("selection.scatter_mean", f"{cut} {ratio}", (many, n, 5))
+            yield Call("selection.scatter_mean", f"{cut} {ratio} one", (many[:1], n, 1))
     first = Segments((0, n)).shard(n // 3, n)[0]
-    yield Call("random_positions", "shard", (KEYS[0], ops.kept_runs(first, 0.3)), DEVICE)
-    yield Call("scatter", "into", (some, kept, n), {"out": torch.full((n,), torch.nan)})
+    yield Call(
+        "selection.random_positions",
+        "shard",
+        (KEYS[0], ops.selection.kept_runs(first, 0.3)),
+        DEVICE,
+    )
+    yield Call("selection.scatter", "into", (some, kept, n), {"out": torch.full((n,), torch.nan)})
 
 
 def long(n: int) -> Iterator[Call]:
     """Yield selections of one segment, long enough for several threads."""
-    runs = [ops.kept_runs(Segments((0, n)), ratio) for ratio in (1e-5, 0.01, 0.3, 0.97)]
+    runs = [ops.selection.kept_runs(Segments((0, n)), ratio) for ratio in (1e-5, 0.01, 0.3, 0.97)]
     for what, x in (*values(n), *nonfinite(n), *misleading(n)):
         for kept in runs:
-            yield Call("largest_elements", f"{what} {kept}", (x, kept))
+            yield Call("selection.largest_elements", f"{what} {kept}", (x, kept))
     for kept in runs:
-        yield Call("random_positions", f"{kept}", (WRAPPING, kept), DEVICE)
+        yield Call("selection.random_positions", f"{kept}", (WRAPPING, kept), DEVICE)
 
 
-def wire(n: int, kept: Tensor, runs: Sequence[ops.KeptRun], what: str) -> Iterator[Call]:
+def wire(n: int, kept: Tensor, runs: Sequence[ops.selection.KeptRun], what: str) -> Iterator[Call]:
     """Yield both ways of each coding; unpacked also with bits that are wrong in different ways."""
     generator = torch.Generator().manual_seed(n)
-    for coding in ("smallest", *ops.POSITION_CODINGS):
-        parts = ops.pack_positions(kept, n, coding)
-        yield Call("pack_positions", f"{what} {coding}", (kept, n, coding))
-        yield Call("unpack_positions", f"{what} {coding}", (parts, n, coding, runs, "x"))
+    for coding in ("smallest", *ops.selection.POSITION_CODINGS):
+        parts = ops.selection.pack_positions(kept, n, coding)
+        yield Call("selection.pack_positions", f"{what} {coding}", (kept, n, coding))
+        yield Call("selection.unpack_positions", f"{what} {coding}", (parts, n, coding, runs, "x"))
         for part, own in enumerate(parts):
             if not len(own):
                 continue
@@ -105,17 +112,19 @@ def wire(n: int, kept: Tensor, runs: Sequence[ops.KeptRun], what: str) -> Iterat
                     bad[place], bad[place - 1] = own[place - 1].clone(), own[place].clone()
                 broken = (*parts[:part], bad, *parts[part + 1 :])
                 name = f"{what} {coding} corrupt {part} {trial}"
-                yield Call("unpack_positions", name, (broken, n, coding, runs, "x"))
+                yield Call("selection.unpack_positions", name, (broken, n, coding, runs, "x"))
     if rest := n % TILE:
         lanes = -(-rest // 32)
         if rest < 32 * lanes:  # the first of the bits after the last
-            (bad,) = ops.pack_positions(kept, n, "bitmap")
+            (bad,) = ops.selection.pack_positions(kept, n, "bitmap")
             bad[rest % lanes - lanes] |= 1 << rest // lanes if rest // lanes < 31 else -(2**31)
             yield Call(
-                "unpack_positions", f"{what} a bit too many", ([bad], n, "bitmap", runs, "x")
+                "selection.unpack_positions",
+                f"{what} a bit too many",
+                ([bad], n, "bitmap", runs, "x"),
             )
     if len(kept):
         shifted = [run._replace(start=run.start + 1) for run in runs]
-        parts = ops.pack_positions(kept, n, "gaps")
+        parts = ops.selection.pack_positions(kept, n, "gaps")
         name = f"{what} segments moved, {gaps_low_bits(n, len(kept))} low bits"
-        yield Call("unpack_positions", name, (parts, n, "gaps", shifted, "x"))
+        yield Call("selection.unpack_positions", name, (parts, n, "gaps", shifted, "x"))

@@ -19,17 +19,17 @@ def cases(n: int) -> Iterator[Call]:
         inputs = [(what, x) for what, x in inputs if what in ("mixed", "nan")]
     for what, x in inputs:
         for bits in (1, 2):
-            yield Call("sign_pack", f"{what} {bits}", (x, bits))
+            yield Call("sign.pack", f"{what} {bits}", (x, bits))
     cuts = [*segmentations(n), *more_segmentations(n)]
     for cut, segments in cuts:
         for what, x in inputs:
             name = f"{what} {cut}"
             if cut in ("model", "tensors"):
-                yield Call("sign_pack_above", name, (x, 0.7, segments))
+                yield Call("sign.pack_above", name, (x, 0.7, segments))
             residual = x.flip(0).mul(0.7)
             for kind in ("scaled", "class"):
-                yield Call(f"{kind}_encode", name, (x, segments))
-                yield Call(f"{kind}_feedback", name, (x, residual, segments, "method"))
+                yield Call(f"sign.{kind}_encode", name, (x, segments))
+                yield Call(f"sign.{kind}_feedback", name, (x, residual, segments, "method"))
         yield from decodings(n, cut, segments)
     yield from votes(n)
 
@@ -47,14 +47,14 @@ def decodings(n: int, cut: str, segments: Segments) -> Iterator[Call]:
     x[n // 4 : n // 3].abs_()
     x[n // 2 : n // 2 + 1500].abs_().neg_()
     total = x.flip(0)
-    words, low, high = ops.class_encode(x, segments)
+    words, low, high = ops.sign.class_encode(x, segments)
     scale = high - low
     scale[::3] = 0
     scale[1::3] = -0.0
     m = len(segments)
     parts: dict[str, tuple[Tensor, ...]] = {"class": (low, high), "scaled": (scale,)}
     for kind, means in parts.items():
-        decode = f"{kind}_decode"
+        decode = f"sign.{kind}_decode"
         yield Call(decode, cut, (words, *means, segments, "method"))
         for count in (1, 3):
             yield Call(
@@ -85,9 +85,11 @@ def decodings(n: int, cut: str, segments: Segments) -> Iterator[Call]:
                     x[place].neg_()
                 high = torch.ones(len(segments))
                 name = f"{cut} all but {place} of {start}:{stop}"
-                yield Call("class_decode", name, (ops.sign_pack(x), -high, high, segments, "m"))
-                only = (ops.sign_pack(x), -(torch.arange(len(segments)) == s).float(), high * 0)
-                yield Call("class_decode", f"{name}, one value", (*only, segments, "m"))
+                yield Call(
+                    "sign.class_decode", name, (ops.sign.pack(x), -high, high, segments, "m")
+                )
+                only = (ops.sign.pack(x), -(torch.arange(len(segments)) == s).float(), high * 0)
+                yield Call("sign.class_decode", f"{name}, one value", (*only, segments, "m"))
 
 
 def several(n: int, cut: str, kind: str, segments: Segments) -> Iterator[Call]:
@@ -97,15 +99,17 @@ def several(n: int, cut: str, kind: str, segments: Segments) -> Iterator[Call]:
         x = torch.randn(n, generator=torch.Generator().manual_seed(rank)) * 2.0 ** (10 * rank)
         start, stop = segments.offsets[len(segments) // 2 :][:2] if len(segments) else (0, 0)
         x[start:stop] = (0, 1, -1)[rank % 3]  # a class that is empty beside others
-        words, *values = (ops.class_encode if kind == "class" else ops.scaled_encode)(x, segments)
+        words, *values = (ops.sign.class_encode if kind == "class" else ops.sign.scaled_encode)(
+            x, segments
+        )
         parts.append((words, tuple(values), count))
     for number in (1, 3, 8) if n <= 5000 else (3,):
-        yield Call("sign_mean", f"{cut} {kind} of {number}", (parts[:number], segments, "m"))
+        yield Call("sign.mean", f"{cut} {kind} of {number}", (parts[:number], segments, "m"))
     if n in (33, 1025):
         many = (parts * 9)[2:]
-        yield Call("sign_mean", f"{cut} {kind} of 70", (many, segments, "m"))
+        yield Call("sign.mean", f"{cut} {kind} of 70", (many, segments, "m"))
         many[-1] = (many[-1][0] & 0, *many[-1][1:])
-        yield Call("sign_mean", f"{cut} {kind} of 70, the last one wrong", (many, segments, "m"))
+        yield Call("sign.mean", f"{cut} {kind} of 70, the last one wrong", (many, segments, "m"))
     for number, place in product(range(7), (0, 1, 2)):
         words, values, count = parts[place]
         middle = torch.arange(len(segments)) == len(segments) // 2
@@ -120,7 +124,7 @@ def several(n: int, cut: str, kind: str, segments: Segments) -> Iterator[Call]:
         )[number]
         worse = [*parts[:place], (*wrong, count), *parts[place + 1 : 3]]
         if n <= 5000 or place == number % 3:
-            yield Call("sign_mean", f"{cut} {kind} {what} at {place}", (worse, segments, "m"))
+            yield Call("sign.mean", f"{cut} {kind} {what} at {place}", (worse, segments, "m"))
 
 
 def votes(n: int) -> Iterator[Call]:
@@ -141,12 +145,12 @@ def votes(n: int) -> Iterator[Call]:
         words = [payload(n, size, seed) for seed, size in enumerate(bits)]
         name = f"{counts[:4]} of {bits[:4]} bits, {len(counts)}"
         args = (words, counts, bits, n, "method")
-        yield Call("sign_vote", name, args, {"width": 1})
+        yield Call("sign.vote", name, args, {"width": 1})
         if len(counts) < 5:
             for key in KEYS:
-                yield Call("sign_vote", f"{name} {key}", args, {"width": 1, "coin": key})
+                yield Call("sign.vote", f"{name} {key}", args, {"width": 1, "coin": key})
         for quorum in (1, 3, 9):
-            yield Call("sign_vote", f"{name} quorum {quorum}", args, {"width": 2, "quorum": quorum})
+            yield Call("sign.vote", f"{name} quorum {quorum}", args, {"width": 2, "quorum": quorum})
         for what, wrong in (
             ("truncated", words[-1][1:]),
             ("all bits", words[-1] | -1),
@@ -154,10 +158,10 @@ def votes(n: int) -> Iterator[Call]:
         ):
             args = ([*words[:-1], wrong], counts, bits, n, "method")
             if len(counts) < 5:
-                yield Call("sign_vote", f"{name} {what}", args, {"width": len(counts) % 2 + 1})
+                yield Call("sign.vote", f"{name} {what}", args, {"width": len(counts) % 2 + 1})
     for counts in ((0, 1), (2**30 - 1, 1)):
         args = ([payload(n, 1, 0)] * 2, counts, (1, 1), n, "method")
-        yield Call("sign_vote", f"counts {counts}", args, {"width": 1})
+        yield Call("sign.vote", f"counts {counts}", args, {"width": 1})
     for bits in (1, 2):
         words = payload(n, bits, 3)
         for what, given in (
@@ -167,7 +171,7 @@ def votes(n: int) -> Iterator[Call]:
             ("a word of ones", broken(words)),
             *after_last(words, n, bits),
         ):
-            yield Call("sign_decode", f"{bits} {what}", (given, bits, n, "method"))
+            yield Call("sign.decode", f"{bits} {what}", (given, bits, n, "method"))
 
 
 def after_last(words: Tensor, n: int, bits: int) -> Iterator[tuple[str, Tensor]]:
@@ -181,7 +185,7 @@ def after_last(words: Tensor, n: int, bits: int) -> Iterator[tuple[str, Tensor]]
 
 def payload(n: int, bits: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return ops.pack(torch.randint(0, bits + 1, (n,), generator=generator), bits)
+    return ops.packing.pack(torch.randint(0, bits + 1, (n,), generator=generator), bits)
 
 
 def broken(words: Tensor) -> Tensor:

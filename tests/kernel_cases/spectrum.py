@@ -31,7 +31,7 @@ def sparse(n: int) -> Iterator[Call]:
         spectra.append((kept, torch.randn(len(kept), 2, generator=generator)))
     for number in (1, 4):
         weights = [0.1 * (i + 1) for i in range(number)]
-        yield Call("spectrum_mean", f"of {number}", (spectra[:number], weights, n))
+        yield Call("spectrum.mean", f"of {number}", (spectra[:number], weights, n))
 
 
 def cases(n: int) -> Iterator[Call]:
@@ -44,26 +44,26 @@ def cases(n: int) -> Iterator[Call]:
         for what, x in (*values(n), *nonfinite(n)):
             for half in (False, True):
                 yield Call(
-                    "spectrum_scaled",
+                    "spectrum.scaled",
                     f"{what} {cut} {half}",
                     (x, segments, PEAK, 2.0**-100),
                     {"half": half},
                 )
-            yield Call("spectrum_scaled", f"{what} {cut} bins", (x, segments, 1.0, 0.0))
+            yield Call("spectrum.scaled", f"{what} {cut} bins", (x, segments, 1.0, 0.0))
             placed = {"rows": rows}
-            yield Call("spectrum_scaled", f"{what} {cut} rows", (x, segments, PEAK, 0.0), placed)
+            yield Call("spectrum.scaled", f"{what} {cut} rows", (x, segments, PEAK, 0.0), placed)
             both = torch.stack((x, x.flip(0)), 1).view(-1)
-            yield Call("spectrum_unscaled", f"{what} {cut}", (both, unit, pairs))
-            yield Call("spectrum_restored", f"{what} {cut}", (x, unit, segments))
+            yield Call("spectrum.unscaled", f"{what} {cut}", (both, unit, pairs))
+            yield Call("spectrum.restored", f"{what} {cut}", (x, unit, segments))
             there = {"rows": pair_rows}
-            yield Call("spectrum_unscaled", f"{what} {cut} rows", (both, unit, pairs), there)
+            yield Call("spectrum.unscaled", f"{what} {cut} rows", (both, unit, pairs), there)
             wide = torch.cat((x, x[: rows.numel - n], x.new_ones(max(0, rows.numel - 2 * n))))
-            yield Call("spectrum_restored", f"{what} {cut} rows", (wide, unit, segments), placed)
+            yield Call("spectrum.restored", f"{what} {cut} rows", (wide, unit, segments), placed)
     # fp16 of every exponent, halfway cases among them
     steps = torch.arange(n) * 0x1FFF + 0x2D000000
     edges = torch.cat((steps.int().view(torch.float32) % 32768, torch.tensor([16384.0])))
     yield Call(
-        "spectrum_scaled", "halves", (edges, Segments((0, n + 1)), PEAK, 0.0), {"half": True}
+        "spectrum.scaled", "halves", (edges, Segments((0, n + 1)), PEAK, 0.0), {"half": True}
     )
     if not n:
         return
@@ -71,6 +71,6 @@ def cases(n: int) -> Iterator[Call]:
     numbers = torch.view_as_complex(torch.randn(n + 2, 2, generator=generator))
     for h in (n, n + 1):
         factors = turns(2 * h)
-        yield Call("spectrum_fold", f"of {h}", (numbers[:h], factors, 0.3))
+        yield Call("transform.fold", f"of {h}", (numbers[:h], factors, 0.3))
         inverse = {"inverse": True}
-        yield Call("spectrum_fold", f"back to {h}", (numbers[: h + 1], factors, 0.7), inverse)
+        yield Call("transform.fold", f"back to {h}", (numbers[: h + 1], factors, 0.7), inverse)

@@ -10,11 +10,11 @@ from kernel_cases import Call, nonfinite, segmentations, values
 def cases(n: int) -> Iterator[Call]:
     for cut, segments in segmentations(n):
         for what, x in (*values(n), *nonfinite(n)):
-            yield Call("segment_absmax", f"{what} {cut}", (x, segments))
-            yield Call("segment_moments", f"{what} {cut}", (x, segments))
+            yield Call("statistics.absmax", f"{what} {cut}", (x, segments))
+            yield Call("statistics.moments", f"{what} {cut}", (x, segments))
             for clip, at_limit in ((2.5, False), (2.5, True), (0.0, False)):
                 yield Call(
-                    "ternary_scales",
+                    "ternary.scales",
                     f"{what} {cut} clip {clip} {at_limit}",
                     (x, segments, clip),
                     {"at_limit": at_limit},

@@ -14,12 +14,12 @@ def cases(n: int) -> Iterator[Call]:
     for cut, segments in segmentations(n):
         m = len(segments)
         for what, x in (*values(n), *nonfinite(n)):
-            limit, scale = ops.ternary_scales(x, segments, 2.5)
+            limit, scale = ops.ternary.scales(x, segments, 2.5)
             for key in KEYS:
                 name = f"{what} {cut} {key}"
-                yield Call("ternary_encode", name, (x, limit, scale, segments, key))
+                yield Call("ternary.encode", name, (x, limit, scale, segments, key))
                 yield Call(
-                    "ternary_encode", f"{name} shared", (x, None, scale * 1.5, segments, key)
+                    "ternary.encode", f"{name} shared", (x, None, scale * 1.5, segments, key)
                 )
         scale = torch.rand(m, generator=torch.Generator().manual_seed(m)) * 2
         scale[::5] = 2.0**-101
@@ -28,25 +28,25 @@ def cases(n: int) -> Iterator[Call]:
                 continue
             name = f"{cut} of {counts[:4]}"
             payloads = [(payload(n, count, seed), count) for seed, count in enumerate(counts)]
-            yield Call("ternary_mean", name, (payloads, scale, segments))
-            yield Call("ternary_merge", name, (payloads, n))
+            yield Call("ternary.mean", name, (payloads, scale, segments))
+            yield Call("ternary.merge", name, (payloads, n))
             worse = [*payloads[:-1], (broken(payloads[-1][0]), counts[-1])]
-            yield Call("ternary_mean", f"{name} corrupt", (worse, scale, segments))
-            yield Call("ternary_merge", f"{name} corrupt", (worse, n))
+            yield Call("ternary.mean", f"{name} corrupt", (worse, scale, segments))
+            yield Call("ternary.merge", f"{name} corrupt", (worse, n))
             short = [*payloads[:-1], (payloads[-1][0][1:], counts[-1])]
-            yield Call("ternary_merge", f"{name} truncated", (short, n))
+            yield Call("ternary.merge", f"{name} truncated", (short, n))
         for count in (1, 2, 8, 200):
-            fields = ops.pack(codes(n, count, 9), ops.summand_bits(count))
+            fields = ops.packing.pack(codes(n, count, 9), ops.ternary.summand_bits(count))
             yield Call(
-                "ternary_mean",
+                "ternary.mean",
                 f"{cut} fields of {count}",
                 ([(fields, count)], scale, segments),
-                {"bits": ops.summand_bits(count)},
+                {"bits": ops.ternary.summand_bits(count)},
             )
         bad = scale.clone()
         if m:
             bad[-1] = torch.nan
-        yield Call("ternary_mean", f"{cut} scale NaN", (payloads[:1], bad, segments))
+        yield Call("ternary.mean", f"{cut} scale NaN", (payloads[:1], bad, segments))
 
 
 def codes(n: int, count: int, seed: int) -> torch.Tensor:
@@ -54,7 +54,7 @@ def codes(n: int, count: int, seed: int) -> torch.Tensor:
 
 
 def payload(n: int, count: int, seed: int) -> torch.Tensor:
-    return ops.pack(codes(n, count, seed), ops.ternary_bits(count))
+    return ops.packing.pack(codes(n, count, seed), ops.ternary.bits(count))
 
 
 def broken(words: torch.Tensor) -> torch.Tensor:

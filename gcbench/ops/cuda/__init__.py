@@ -5,12 +5,14 @@ To add a family:
 1. Write `cuda/<family>.cu` over the element codecs of `cuda/*.cuh`: `extern "C" __global__`
    functions, formula and bytes per element in the header, 64-bit indices, `random.cu` as model.
    It is found by its name, here and in the tests; there is no list of kernels to keep.
-2. Write its host code in `gcbench/ops/cuda/<family>.py`: a function of the operation's name and
-   arguments that makes outputs and scratch buffers, computes the grid and calls
-   `launcher(x.device).launch("<family>", "<kernel>", grid, block, args)`; an operation may launch
-   several. Arguments are contiguous tensors, None (a null pointer), numbers of a stated C type
+2. Write its host code in `gcbench/ops/cuda/<family>.py`: a function of the operation's arguments,
+   which are checked, and its outputs, which exist. It makes scratch buffers, computes the grid and
+   calls `launcher(x.device).launch("<family>", "<kernel>", grid, block, args)`; an operation may
+   launch several. Arguments are contiguous tensors, None (a null pointer), numbers of a stated C
+   type
    (`i64(n)`), or a `ctypes.Structure` of the kernel's layout (`KeyArgument.of(key)`). Nothing
-   may wait for the device. The module ends with its `KERNELS`.
+   may wait for the device: what a kernel finds wrong it puts into a flag, which is returned. The
+   module ends with its `KERNELS`.
 3. Name the module in `FAMILIES` below.
 4. Write its inputs in `tests/kernel_cases/<family>.py`, if the CPU kernels have not done so.
    `tests/test_kernels.py` then makes every call of an operation in `KERNELS` on the CPU shim of
@@ -30,39 +32,41 @@ from typing import Any
 
 import torch
 
-from gcbench.ops.backend import Kernels
 from gcbench.ops.cuda import (
-    blocks,
     half,
+    int8,
     levels,
     natural,
     packing,
     random,
     rangefloat,
     selection,
-    signs,
+    sign,
     spectrum,
     statistics,
     ternary,
 )
 from gcbench.ops.cuda.compile import INSTALL
 from gcbench.ops.cuda.launch import launcher
+from gcbench.ops.dispatch import Kernel
 
 FAMILIES: tuple[Any, ...] = (
-    blocks,
     half,
+    int8,
     levels,
     natural,
     packing,
     random,
     rangefloat,
     selection,
-    signs,
+    sign,
     spectrum,
     statistics,
     ternary,
 )
-KERNELS: Kernels = {name: call for family in FAMILIES for name, call in family.KERNELS.items()}
+KERNELS: dict[str, Kernel] = {
+    name: call for family in FAMILIES for name, call in family.KERNELS.items()
+}
 
 _NVRTC = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 

@@ -4,55 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from gcbench.core.errors import PayloadError
-from gcbench.ops.backend import Kernels
 from gcbench.ops.cuda import tables
 from gcbench.ops.cuda.launch import i64, launcher
-from gcbench.ops.half import NOT_FINITE
-
-_SUFFIX = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+from gcbench.ops.dispatch import Flag, Kernel
 
 
-def half_encode(x: Tensor, dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
-    """Serve `ops.half_encode`."""
-    n, device = x.numel(), x.device
-    x, out = tables.checked(x, torch.float32, n), tables.output(out, dtype, n, device)
+def _format(brain: bool) -> str:
+    return "bf16" if brain else "fp16"
+
+
+def encode(x: Tensor, n: int, brain: bool, out: Tensor) -> None:
+    """Serve `half.encode`."""
     if n:
-        kernel, grid = f"half_encode_{_SUFFIX[dtype]}", tables.grid(tables.tiles_of(n))
-        launcher(device).launch("half", kernel, grid, tables.THREADS, (x, i64(n), out))
-    return out
+        grid = tables.grid(tables.tiles_of(n))
+        kernel = f"half_encode_{_format(brain)}"
+        launcher(x.device).launch("half", kernel, grid, tables.THREADS, (x, i64(n), out))
 
 
-def half_decode(codes: Tensor, name: str, *, out: Tensor | None = None) -> Tensor:
-    """Serve `ops.half_decode`."""
-    return half_mean([(codes, 1)], name, out=out)
+def mean(
+    codes: Sequence[Tensor],
+    counts: Sequence[int],
+    workers: int,
+    n: int,
+    brain: bool,
+    name: str,
+    out: Tensor,
+) -> Flag | None:
+    """Serve `half.mean`."""
+    if not n:
+        return None
+    bad, before = tables.flag(out.device), None
+    kernel, grid = f"half_mean_{_format(brain)}", tables.grid(tables.tiles_of(n))
+    for part, divisor in tables.summands(codes, counts):
+        args = (part, i64(n), before, divisor, out, bad)
+        launcher(out.device).launch("half", kernel, grid, tables.THREADS, args)
+        before = out
+    return Flag(bad)
 
 
-def half_mean(
-    payloads: Sequence[tuple[Tensor, int]], name: str, *, out: Tensor | None = None
-) -> Tensor:
-    """Serve `ops.half_mean`."""
-    first = payloads[0][0]
-    n, dtype, device = first.numel(), first.dtype, first.device
-    launches, _kept = tables.summands(payloads, dtype, n, device)
-    out = tables.output(out, torch.float32, n, device)
-    if n:
-        bad, before = tables.flag(device), None
-        kernel, grid = f"half_mean_{_SUFFIX[dtype]}", tables.grid(tables.tiles_of(n))
-        for part, divisor in launches:
-            args = (part, i64(n), before, divisor, out, bad)
-            launcher(device).launch("half", kernel, grid, tables.THREADS, args)
-            before = out
-        if tables.raised(bad):
-            raise PayloadError(f"{name}: {NOT_FINITE}")
-    return out
-
-
-KERNELS: Kernels = {
-    "half_decode": half_decode,
-    "half_encode": half_encode,
-    "half_mean": half_mean,
-}
+KERNELS: dict[str, Kernel] = {"half.encode": encode, "half.mean": mean}

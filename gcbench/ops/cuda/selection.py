@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from gcbench.core.compressor import Key
-from gcbench.core.errors import PayloadError
-from gcbench.ops.backend import Kernels
 from gcbench.ops.cuda import tables
 from gcbench.ops.cuda.launch import Argument, KeyArgument, blocks_for, f32, i32, i64, launcher
-from gcbench.ops.reference import packed_words
-from gcbench.ops.selection import KeptRun, gaps_low_bits, kept_total, position_coding
+from gcbench.ops.dispatch import Flag, Kernel
+from gcbench.ops.selection import KeptRun
 
 CHUNK = 8192
 """Elements that a block looks at: a segment of no more is one block's."""
@@ -149,12 +147,12 @@ def _plan(runs: tuple[KeptRun, ...], device: torch.device, words: bool) -> _Plan
 
 
 def _select(
-    source: _Source, runs: Sequence[KeptRun], device: torch.device, values: Tensor | None
-) -> Tensor:
-    """Return the positions of the largest, and write their elements to `values` unless None."""
+    source: _Source, runs: tuple[KeptRun, ...], positions: Tensor, values: Tensor | None
+) -> None:
+    """Write the positions of the largest, and their elements to `values` unless None."""
+    device = positions.device
     kind = "random" if values is None else "largest"
-    plan = _plan(tuple(runs), device, values is None)
-    positions = torch.empty(kept_total(runs), dtype=torch.int64, device=device)
+    plan = _plan(runs, device, values is None)
     run, m = launcher(device).launch, i64(plan.segments.shape[1])
     for name, team, beside in (("warps", plan.warps, 8), ("blocks", plan.blocks, 1)):
         if team.number:
@@ -163,7 +161,7 @@ def _select(
             grid = blocks_for(team.number, beside)
             run("selection", f"{kind}_{name}", grid, tables.THREADS, args)
     if plan.long is None:
-        return positions
+        return
     number, chunks, room = plan.long.shape[1] - 1, plan.chunks, plan.room
     # In words of 64 bits; bits of marks and elements of candidates have 32.
     sizes = [STATE_WORDS * number, BINS * number, 2 * chunks, chunks * tables.THREADS // 2, room]
@@ -180,170 +178,178 @@ def _select(
         run("selection", f"{kind}_collect", blocks_for(chunks, 8), tables.THREADS, whole)
     for step in ("histogram", "histogram", "histogram", "count", "write"):
         run("selection", f"{kind}_{step}", min(chunks, MOST_BLOCKS), tables.THREADS, whole)
-    return positions
 
 
-def largest_elements(x: Tensor, runs: Sequence[KeptRun]) -> tuple[Tensor, Tensor]:
-    """Serve `ops.largest_elements`.
-
-    Raises:
-        ValueError: `x` is not float32, or segments end beyond it.
-    """
-    n, end = x.numel(), max((run.start + run.rows * run.length for run in runs), default=0)
-    if end > n:
-        raise ValueError(f"segments that end at {end} in a tensor of {n} elements")
-    x = tables.checked(x, torch.float32, n)
-    values = torch.empty(kept_total(runs), device=x.device, dtype=torch.float32)
-    return _select(_Source(x.data_ptr()), runs, x.device, values), values
+def largest_elements(
+    x: Tensor, runs: tuple[KeptRun, ...], positions: Tensor, values: Tensor
+) -> None:
+    """Serve `selection.largest_elements`."""
+    _select(_Source(x.data_ptr()), runs, positions, values)
 
 
-def random_positions(
-    key: Key, runs: Sequence[KeptRun], device: torch.device | str = "cuda"
-) -> Tensor:
-    """Serve `ops.random_positions`.
-
-    Raises:
-        ValueError: step, rank or stream out of range.
-    """
-    source = _Source(None, KeyArgument.of(key))
-    where = torch.empty(0, device=device).device  # with its number
-    return _select(source, runs, where, None)
+def random_positions(key: Key, runs: tuple[KeptRun, ...], out: Tensor) -> None:
+    """Serve `selection.random_positions`."""
+    _select(_Source(None, KeyArgument.of(key)), runs, out, None)
 
 
 # ---- scatter and gather --------------------------------------------------------------------------
 
 
-def gather(x: Tensor, positions: Tensor) -> Tensor:
-    """Serve `ops.gather`; a position out of range ends the kernel, as it does in torch on a GPU."""
-    n, total = x.numel(), positions.numel()
-    x = tables.checked(x, torch.float32, n)
-    positions = tables.checked(positions, torch.int64, total)
-    out = torch.empty(total, device=x.device, dtype=torch.float32)
+def gather(x: Tensor, n: int, positions: Tensor, total: int, out: Tensor) -> None:
+    """Serve `selection.gather`; a position out of range ends the kernel, as in torch on a GPU."""
     if total:
-        grid = blocks_for(total, tables.THREADS)
         args = (x, i64(n), positions, i64(total), out)
+        grid = blocks_for(total, tables.THREADS)
         launcher(x.device).launch("selection", "gather", grid, tables.THREADS, args)
-    return out
 
 
 def _scatter(
-    sparse: Sequence[tuple[Tensor, Tensor]], n: int, what: int, divisor: float, out: Tensor | None
-) -> Tensor:
+    values: Sequence[Tensor],
+    positions: Sequence[Tensor],
+    n: int,
+    what: int,
+    divisor: float,
+    out: Tensor,
+) -> None:
     """Launch `scatter` for as many at a time as it takes."""
-    device, most = sparse[0][0].device, tables.MOST_PAYLOADS
-    out = tables.output(out, torch.float32, n, device)
-    kept = [
-        (
-            tables.checked(values, torch.float32, positions.numel()),
-            tables.checked(positions, torch.int64, positions.numel()),
-        )
-        for values, positions in sparse
-    ]
-    if not n:
-        return out
-    for first in range(0, len(kept), most):
-        few = kept[first : first + most]
+    most = tables.MOST_PAYLOADS
+    for first in range(0, len(values) if n else 0, most):
+        few = list(zip(values[first : first + most], positions[first : first + most], strict=True))
         argument = _Sparse(number=len(few))
-        for i, (values, positions) in enumerate(few):
-            argument.values[i] = values.data_ptr()
-            argument.positions[i] = positions.data_ptr()
-            argument.totals[i] = positions.numel()
-        here = what if first + most >= len(kept) else what & ~DIVIDE
+        for i, (own, places) in enumerate(few):
+            argument.values[i], argument.positions[i] = own.data_ptr(), places.data_ptr()
+            argument.totals[i] = places.numel()
+        here = what if first + most >= len(values) else what & ~DIVIDE
         args = (argument, i64(n), i32(here | (ONTO if first else 0)), f32(divisor), out)
         grid = blocks_for(n, CHUNK)
-        launcher(device).launch("selection", "scatter", grid, tables.THREADS, args)
-    return out
+        launcher(out.device).launch("selection", "scatter", grid, tables.THREADS, args)
 
 
-def scatter(values: Tensor, positions: Tensor, n: int, *, out: Tensor | None = None) -> Tensor:
-    """Serve `ops.scatter`; positions out of range or order end the kernel."""
-    return _scatter([(values, positions)], n, 0, 1.0, out)
+def scatter(values: Tensor, positions: Tensor, total: int, n: int, out: Tensor) -> None:
+    """Serve `selection.scatter`; positions out of range or order end the kernel."""
+    _scatter([values], [positions], n, 0, 1.0, out)
 
 
 def scatter_mean(
-    sparse: Sequence[tuple[Tensor, Tensor]], n: int, count: int, *, out: Tensor | None = None
-) -> Tensor:
-    """Serve `ops.scatter_mean`; positions out of range or order end the kernel."""
-    return _scatter(sparse, n, ADD | DIVIDE, float(count), out)
+    values: Sequence[Tensor],
+    positions: Sequence[Tensor],
+    totals: Sequence[int],
+    count: float,
+    n: int,
+    out: Tensor,
+) -> None:
+    """Serve `selection.scatter_mean`; positions out of range or order end the kernel."""
+    _scatter(values, positions, n, ADD | DIVIDE, count, out)
 
 
 # ---- positions on the wire -----------------------------------------------------------------------
 
 
-def pack_positions(positions: Tensor, n: int, coding: str) -> tuple[Tensor, ...]:
-    """Serve `ops.pack_positions`; positions out of range or order end the kernel."""
-    total, device = positions.numel(), positions.device
-    positions = tables.checked(positions, torch.int64, total)
-    coding = position_coding(coding, n, total)
-    if coding == "int32":
-        return (positions.int(),)
-    run, low, bits = launcher(device).launch, 0, n
-    parts: list[Tensor] = []
-    if coding == "gaps":
-        low = gaps_low_bits(n, total)
-        bits = total + ((n - total) >> low)
-        parts.append(torch.empty(packed_words(total, low), dtype=torch.int32, device=device))
-        if low and total:
-            grid, codes = tables.grid(tables.tiles_of(total)), (i64(total), i32(low), parts[0])
-            run("selection", "pack_low_bits", grid, tables.THREADS, (positions, *codes))
-    parts.append(torch.empty(packed_words(bits, 1), dtype=torch.int32, device=device))
+def _set_bits(positions: Tensor, total: int, n: int, low: int, bits: int, words: Tensor) -> None:
     if bits:
-        args = (positions, i64(total), i64(n), i32(low), i64(bits), parts[-1])
-        run("selection", "set_bits", blocks_for(bits, SPAN_BITS), tables.THREADS, args)
-    return tuple(parts)
+        args = (positions, i64(total), i64(n), i32(low), i64(bits), words)
+        grid = blocks_for(bits, SPAN_BITS)
+        launcher(words.device).launch("selection", "set_bits", grid, tables.THREADS, args)
 
 
-def unpack_positions(
-    parts: Sequence[Tensor], n: int, coding: str, runs: Sequence[KeptRun], name: str
-) -> Tensor:
-    """Serve `ops.unpack_positions`."""
-    total, device = kept_total(runs), parts[-1].device
-    coding = position_coding(coding, n, total)
-    positions = torch.empty(total, dtype=torch.int64, device=device)
-    run, threads, bad = launcher(device).launch, tables.THREADS, tables.flag(device)
-    indices, counts, bits, low = None, None, n, 0
-    if coding == "int32":
-        indices = tables.checked(parts[0], torch.int32, total)
-    else:
-        codes = None
-        if coding == "gaps":
-            low = gaps_low_bits(n, total)
-            bits = total + ((n - total) >> low)
-            codes = tables.checked(parts[0], torch.int32, packed_words(total, low))
-        words = tables.checked(parts[-1], torch.int32, packed_words(bits, 1))
-        if bits:
-            blocks = blocks_for(bits, SPAN_BITS)
-            counts = torch.empty(blocks + 1, dtype=torch.int64, device=device)
-            ticket = torch.zeros(1, dtype=torch.int32, device=device)
-            args = (words, i64(bits), i64(total), counts, ticket, bad)
-            run("selection", "count_bits", blocks, threads, args)
-            more = (counts, codes, i32(low), i64(total), positions, bad)
-            run("selection", "write_bits", blocks, threads, (words, i64(bits), *more))
+def pack_bitmap(positions: Tensor, total: int, n: int, words: Tensor) -> None:
+    """Serve `selection.pack_bitmap`; positions out of range or order end the kernel."""
+    _set_bits(positions, total, n, 0, n, words)
+
+
+def pack_gaps(
+    positions: Tensor, total: int, n: int, low: int, codes: Tensor, words: Tensor
+) -> None:
+    """Serve `selection.pack_gaps`; positions out of range or order end the kernel."""
+    if low and total:
+        grid, args = tables.grid(tables.tiles_of(total)), (positions, i64(total), i32(low), codes)
+        launcher(words.device).launch("selection", "pack_low_bits", grid, tables.THREADS, args)
+    _set_bits(positions, total, n, low, total + ((n - total) >> low), words)
+
+
+def _find_bits(
+    words: Tensor, bits: int, codes: Tensor | None, low: int, total: int, out: Tensor, bad: Tensor
+) -> Tensor | None:
+    """Write where the bits are set, and return how many there are before each block, and in all."""
+    if not bits:
+        return None
+    run, device = launcher(words.device).launch, words.device
+    blocks = blocks_for(bits, SPAN_BITS)
+    counts = torch.empty(blocks + 1, dtype=torch.int64, device=device)
+    ticket = torch.zeros(1, dtype=torch.int32, device=device)
+    args = (words, i64(bits), i64(total), counts, ticket, bad)
+    run("selection", "count_bits", blocks, tables.THREADS, args)
+    more = (counts, codes, i32(low), i64(total), out, bad)
+    run("selection", "write_bits", blocks, tables.THREADS, (words, i64(bits), *more))
+    return counts
+
+
+def _checked(
+    indices: Tensor | None,
+    runs: tuple[KeptRun, ...],
+    total: int,
+    out: Tensor,
+    bad: Tensor,
+    counts: Tensor | None,
+) -> Flag:
+    """Check positions, and return the flag of all that was launched for them."""
     if total:
-        segments = _plan(tuple(runs), device, False).segments
+        segments = _plan(runs, out.device, False).segments
         m = segments.shape[1]
-        check = (indices, positions, i64(total), segments, i64(m), bad)
-        run("selection", "check_positions", blocks_for(max(total, m), threads), threads, check)
-    number = tables.raised(bad)
-    if number is not None:
-        found = total if counts is None else int(counts[-1])
-        reason = {
-            1: f"a bit is set after the last of {bits} codes",
-            2: f"a bitmap with {found} bits set: {total} expected",
-            3: f"a bit is set after the last of {total} codes",
-            4: "positions must increase",
-            5: "a segment has more or fewer positions than its own",
-        }[number]
-        raise PayloadError(f"{name}: {reason}")
-    return positions
+        args = (indices, out, i64(total), segments, i64(m), bad)
+        grid = blocks_for(max(total, m), tables.THREADS)
+        launcher(out.device).launch("selection", "check_positions", grid, tables.THREADS, args)
+
+    def number(found: int) -> int:
+        """Return the operation's number for the kernels' one."""
+        set_bits = total if counts is None else int(counts[-1])
+        return {1: 1, 2: 2 | set_bits << 3, 3: 5, 4: 3, 5: 4}[found]
+
+    return Flag(bad, number)
 
 
-KERNELS: Kernels = {
-    "gather": gather,
-    "largest_elements": largest_elements,
-    "pack_positions": pack_positions,
-    "random_positions": random_positions,
-    "scatter": scatter,
-    "scatter_mean": scatter_mean,
-    "unpack_positions": unpack_positions,
+def unpack_int32(
+    indices: Tensor, n: int, runs: tuple[KeptRun, ...], total: int, name: str, out: Tensor
+) -> Flag:
+    """Serve `selection.unpack_int32`."""
+    return _checked(indices, runs, total, out, tables.flag(out.device), None)
+
+
+def unpack_bitmap(
+    words: Tensor, n: int, runs: tuple[KeptRun, ...], total: int, name: str, out: Tensor
+) -> Flag:
+    """Serve `selection.unpack_bitmap`."""
+    bad = tables.flag(out.device)
+    counts = _find_bits(words, n, None, 0, total, out, bad)
+    return _checked(None, runs, total, out, bad, counts)
+
+
+def unpack_gaps(
+    codes: Tensor,
+    words: Tensor,
+    low: int,
+    held: int,
+    n: int,
+    runs: tuple[KeptRun, ...],
+    total: int,
+    name: str,
+    out: Tensor,
+) -> Flag:
+    """Serve `selection.unpack_gaps`."""
+    bad = tables.flag(out.device)
+    counts = _find_bits(words, held, codes, low, total, out, bad)
+    return _checked(None, runs, total, out, bad, counts)
+
+
+KERNELS: dict[str, Kernel] = {
+    "selection.gather": gather,
+    "selection.largest_elements": largest_elements,
+    "selection.pack_bitmap": pack_bitmap,
+    "selection.pack_gaps": pack_gaps,
+    "selection.random_positions": random_positions,
+    "selection.scatter": scatter,
+    "selection.scatter_mean": scatter_mean,
+    "selection.unpack_bitmap": unpack_bitmap,
+    "selection.unpack_gaps": unpack_gaps,
+    "selection.unpack_int32": unpack_int32,
 }

@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gcbench.core.compressor import Segments
-from gcbench.ops.backend import Kernels
-from gcbench.ops.cuda import tables
+from gcbench.ops.cuda import statistics, tables
 from gcbench.ops.cuda.launch import blocks_for, f32, i32, i64, launcher
-from gcbench.ops.cuda.statistics import segment_absmax
+from gcbench.ops.dispatch import Kernel
 from gcbench.ops.spectrum import Rows
 
 CHUNK = 4096
@@ -39,24 +38,15 @@ class _Spectra(Structure):
     )
 
 
-def _places(
-    rows: Rows | None, segments: Segments, device: torch.device
-) -> tuple[Tensor | None, int]:
-    """Return the table of `rows`, which is copied to the device once, and elements of their buffer.
-
-    Raises:
-        ValueError: there are not as many as segments.
-    """
+def _places(rows: Rows | None, device: torch.device) -> Tensor | None:
+    """Return the table of `rows`, which is copied to the device once."""
     if rows is None:
-        return None, segments.numel
-    if len(rows.starts) != len(segments):
-        raise ValueError(
-            f"{len(rows.starts)} rows for {len(segments)} segments: a row for each expected"
-        )
+        return None
     known = _tables.setdefault(rows, {})
     if device not in known:
         known[device] = rows.table.to(device)
-    return known[device], rows.numel
+    found: Tensor = known[device]
+    return found
 
 
 def _tiles(segments: Segments) -> int:
@@ -64,116 +54,82 @@ def _tiles(segments: Segments) -> int:
     return int(segments.table[1, -1])
 
 
-def spectrum_scaled(
+def scaled(
     x: Tensor,
     segments: Segments,
     peak: float,
     tiny: float,
-    *,
-    half: bool = False,
-    rows: Rows | None = None,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Serve `ops.spectrum_scaled`."""
+    half: bool,
+    rows: Rows | None,
+    places: int,
+    unit: Tensor,
+    out: Tensor,
+) -> None:
+    """Serve `spectrum.scaled`."""
     m, device = len(segments), x.device
-    x = tables.checked(x, torch.float32, segments.numel)
-    places, n = _places(rows, segments, device)
-    out = tables.output(out, torch.float32, n, device)
-    unit = torch.empty(m, dtype=torch.float32, device=device)
-    if m:
-        largest, table = segment_absmax(x, segments), tables.table(segments, device)
-        numbers = f32(peak), f32(tiny), i32(half)
-        args = (x, table, i64(m), largest, *numbers, places, unit, out)
-        grid = tables.grid(max(1, _tiles(segments)))  # empty segments have units, too
-        launcher(device).launch("spectrum", "spectrum_scaled", grid, tables.THREADS, args)
-    return out, unit
+    if not m:
+        return
+    largest, table = torch.empty_like(unit), tables.table(segments, device)
+    statistics.absmax(x, segments, largest)
+    numbers = f32(peak), f32(tiny), i32(half)
+    args = (x, table, i64(m), largest, *numbers, _places(rows, device), unit, out)
+    grid = tables.grid(max(1, _tiles(segments)))  # empty segments have units, too
+    launcher(device).launch("spectrum", "spectrum_scaled", grid, tables.THREADS, args)
 
 
-def spectrum_unscaled(
+def unscaled(
     bins: Tensor,
     unit: Tensor,
     segments: Segments,
-    *,
-    rows: Rows | None = None,
-    out: Tensor | None = None,
-    energy: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Serve `ops.spectrum_unscaled`.
-
-    Raises:
-        ValueError: an odd number of floats: a bin has two.
-    """
-    n, m, device = segments.numel, len(segments), bins.device
-    if n % 2:
-        raise ValueError(f"segments of {n} floats: an even number expected, two a bin")
-    places, size = _places(rows, segments, device)
-    bins = tables.checked(bins, torch.float32, size)
-    unit = tables.checked(unit, torch.float32, m, device)
-    out = tables.output(out, torch.float32, n, device)
-    energy = tables.output(energy, torch.float32, n // 2, device)
-    if n:
-        args = (bins, unit, tables.table(segments, device), i64(m), places, out, energy)
+    rows: Rows | None,
+    places: int,
+    out: Tensor,
+    energy: Tensor,
+) -> None:
+    """Serve `spectrum.unscaled`."""
+    m, device = len(segments), bins.device
+    if segments.numel:
+        table = tables.table(segments, device)
+        args = (bins, unit, table, i64(m), _places(rows, device), out, energy)
         grid = tables.grid(_tiles(segments))
         launcher(device).launch("spectrum", "spectrum_unscaled", grid, tables.THREADS, args)
-    return out, energy
 
 
-def spectrum_restored(
-    x: Tensor,
-    unit: Tensor,
-    segments: Segments,
-    *,
-    rows: Rows | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Serve `ops.spectrum_restored`."""
-    n, m, device = segments.numel, len(segments), x.device
-    places, size = _places(rows, segments, device)
-    x = tables.checked(x, torch.float32, size)
-    unit = tables.checked(unit, torch.float32, m, device)
-    out = tables.output(out, torch.float32, n, device)
-    if n:
-        args = (x, unit, tables.table(segments, device), i64(m), places, out)
+def restored(
+    x: Tensor, unit: Tensor, segments: Segments, rows: Rows | None, places: int, out: Tensor
+) -> None:
+    """Serve `spectrum.restored`."""
+    m, device = len(segments), x.device
+    if segments.numel:
+        args = (x, unit, tables.table(segments, device), i64(m), _places(rows, device), out)
         grid = tables.grid(_tiles(segments))
         launcher(device).launch("spectrum", "spectrum_restored", grid, tables.THREADS, args)
-    return out
 
 
-def spectrum_mean(
-    sparse: Sequence[tuple[Tensor, Tensor]],
+def mean(
+    values: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    totals: Sequence[int],
     weights: Sequence[float],
     bins: int,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Serve `ops.spectrum_mean`; bins out of range or order end the kernel."""
-    device, most = sparse[0][1].device, tables.MOST_PAYLOADS
-    if len(weights) != len(sparse):
-        raise ValueError(f"{len(weights)} weights for {len(sparse)} spectra: one for each expected")
-    held = [
-        (
-            tables.checked(values, torch.float32, 2 * kept.numel(), device),
-            tables.checked(kept, torch.int64, kept.numel(), device),
-        )
-        for kept, values in sparse
-    ]
-    out = tables.output(out, torch.float32, 2 * bins, device)
-    if bins:
-        for first in range(0, len(held), most):
-            few = held[first : first + most]
-            part = _Spectra(number=len(few))
-            for i, (values, kept) in enumerate(few):
-                part.values[i], part.bins[i] = values.data_ptr(), kept.data_ptr()
-                part.kept[i], part.weights[i] = kept.numel(), weights[first + i]
-            args = (part, i64(bins), i32(first > 0), out)
-            grid = blocks_for(bins, CHUNK)
-            launcher(device).launch("spectrum", "spectrum_mean", grid, tables.THREADS, args)
-    return out.view(bins, 2)
+    out: Tensor,
+) -> None:
+    """Serve `spectrum.mean`; bins out of range or order end the kernel."""
+    most = tables.MOST_PAYLOADS
+    for first in range(0, len(values) if bins else 0, most):
+        part = _Spectra(number=len(values[first : first + most]))
+        for i in range(part.number):
+            k = first + i
+            part.values[i], part.bins[i] = values[k].data_ptr(), kept[k].data_ptr()
+            part.kept[i], part.weights[i] = totals[k], weights[k]
+        args = (part, i64(bins), i32(first > 0), out)
+        grid = blocks_for(bins, CHUNK)
+        launcher(out.device).launch("spectrum", "spectrum_mean", grid, tables.THREADS, args)
 
 
-KERNELS: Kernels = {
-    "spectrum_mean": spectrum_mean,
-    "spectrum_restored": spectrum_restored,
-    "spectrum_scaled": spectrum_scaled,
-    "spectrum_unscaled": spectrum_unscaled,
+KERNELS: dict[str, Kernel] = {
+    "spectrum.mean": mean,
+    "spectrum.restored": restored,
+    "spectrum.scaled": scaled,
+    "spectrum.unscaled": unscaled,
 }

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from gcbench.core.compressor import Segments
-from gcbench.ops.backend import Kernels
 from gcbench.ops.cuda import tables
 from gcbench.ops.cuda.launch import f32, i32, i64, launcher
+from gcbench.ops.dispatch import Kernel
 
 
 def _run(
@@ -25,7 +25,7 @@ def _run(
     scale: Tensor | None = None,
 ) -> None:
     """Launch both kernels; outputs that are None are not written."""
-    m, x = len(segments), tables.checked(x, torch.float32, segments.numel)
+    m = len(segments)
     if not m:
         return
     table = tables.table(segments, x.device)
@@ -43,41 +43,34 @@ def _run(
     run("statistics", "segment_statistics", m, tables.THREADS, more)
 
 
-def segment_absmax(x: Tensor, segments: Segments) -> Tensor:
-    """Serve `ops.segment_absmax`."""
-    out = torch.empty(len(segments), dtype=torch.float32, device=x.device)
+def absmax(x: Tensor, segments: Segments, out: Tensor) -> None:
+    """Serve `statistics.absmax`."""
     _run(x, segments, moments=False, absmax=out)
-    return out
 
 
-def segment_moments(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-    """Serve `ops.segment_moments`."""
-    total = torch.empty(len(segments), dtype=torch.float64, device=x.device)
-    square = torch.empty_like(total)
+def moments(x: Tensor, segments: Segments, total: Tensor, square: Tensor) -> None:
+    """Serve `statistics.moments`."""
     _run(x, segments, moments=True, total=total, square=square)
-    return total, square
 
 
-def ternary_scales(
-    x: Tensor, segments: Segments, clip: float, *, at_limit: bool = False
-) -> tuple[Tensor | None, Tensor]:
-    """Serve `ops.ternary_scales`."""
-    scale = torch.empty(len(segments), dtype=torch.float32, device=x.device)
-    limit = torch.empty_like(scale) if clip and not at_limit else None
+def scales(
+    x: Tensor, segments: Segments, clip: float, at_limit: bool, limit: Tensor | None, scale: Tensor
+) -> None:
+    """Serve `ternary.scales`."""
+    clipped = bool(clip)
     _run(
         x,
         segments,
-        moments=bool(clip),
+        moments=clipped,
         clip=clip,
-        at_limit=bool(clip) and at_limit,
+        at_limit=clipped and at_limit,
         limit=limit,
         scale=scale,
     )
-    return limit, scale
 
 
-KERNELS: Kernels = {
-    "segment_absmax": segment_absmax,
-    "segment_moments": segment_moments,
-    "ternary_scales": ternary_scales,
+KERNELS: dict[str, Kernel] = {
+    "statistics.absmax": absmax,
+    "statistics.moments": moments,
+    "ternary.scales": scales,
 }

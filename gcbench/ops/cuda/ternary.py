@@ -3,122 +3,120 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gcbench.core.compressor import Key, Segments
-from gcbench.core.errors import PayloadError
-from gcbench.ops.backend import Kernels
+from gcbench.ops import ternary
 from gcbench.ops.cuda import tables
 from gcbench.ops.cuda.launch import KeyArgument, i32, i64, launcher
-from gcbench.ops.reference import packed_words, ternary_bits
+from gcbench.ops.dispatch import UNRAISED, Flag, Kernel
+from gcbench.ops.packing import packed_words
 
 
-def ternary_encode(
-    x: Tensor,
-    limit: Tensor | None,
-    scale: Tensor,
-    segments: Segments,
-    key: Key,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Serve `ops.ternary_encode`."""
+def encode(
+    x: Tensor, limit: Tensor | None, scale: Tensor, segments: Segments, key: Key, out: Tensor
+) -> None:
+    """Serve `ternary.encode`."""
     n, m, argument = segments.numel, len(segments), KeyArgument.of(key)
-    x, scale = tables.checked(x, torch.float32, n), tables.checked(scale, torch.float32, m)
-    limit = None if limit is None else tables.checked(limit, torch.float32, m)
-    out = tables.output(out, torch.int32, packed_words(n, 2), x.device)
     if n:
         args = (x, i64(n), tables.table(segments, x.device), i64(m), limit, scale, argument, out)
         grid = tables.grid(tables.tiles_of(n))
         launcher(x.device).launch("ternary", "ternary_encode", grid, tables.THREADS, args)
-    return out
 
 
-def _payloads(
-    payloads: Sequence[tuple[Tensor, int]], n: int, bits: int | None, device: torch.device
-) -> tuple[tables.Payloads, list[Tensor]]:
-    """Return the kernels' argument, and what it points into."""
-    argument, kept = tables.Payloads(number=len(payloads)), []
-    for i, (words, count) in enumerate(payloads):
-        width = bits or ternary_bits(count)
-        if words.dtype != torch.int32 or words.shape != (packed_words(n, width),):
-            raise PayloadError(f"ternary payloads of {n} codes in {width} bits: a length is wrong")
-        if words.device != device:
-            raise PayloadError(f"ternary payload on {words.device}: {device} expected")
-        kept.append(words.contiguous())
-        argument.words[i] = kept[i].data_ptr()
-        argument.bits[i] = width
-        argument.tops[i] = 2 * count
-    return argument, kept
+def _payloads(words: Sequence[Tensor], bits: Sequence[int], tops: Sequence[int]) -> tables.Payloads:
+    argument = tables.Payloads(number=len(words))
+    for i, own in enumerate(words):
+        argument.words[i], argument.bits[i], argument.tops[i] = own.data_ptr(), bits[i], tops[i]
+    return argument
 
 
-def _check(bad: Tensor, payloads: Sequence[tuple[Tensor, int]]) -> None:
-    number = tables.raised(bad)
-    if number is not None:
-        count = payloads[number][1]
-        raise PayloadError(
-            f"ternary payload of {count} worker(s), number {number}: a code above {2 * count}"
-        )
+class _Few(NamedTuple):
+    """Payloads that one launch takes, and the flag of adding up what they were made from."""
+
+    words: Sequence[Tensor]
+    bits: Sequence[int]
+    tops: Sequence[int]
+    found: Tensor | None = None
+
+    def flag(self, own: Tensor) -> Flag:
+        """Return the flag of a launch, `own`, unless a fault was found before it."""
+        if self.found is not None:
+            own = torch.where(self.found == UNRAISED, own, self.found)
+        return Flag(own, lambda number: number if number < 0 else number + 1)
 
 
-def _few(payloads: Sequence[tuple[Tensor, int]], n: int) -> Sequence[tuple[Tensor, int]]:
+def _few(words: Sequence[Tensor], bits: Sequence[int], tops: Sequence[int], n: int) -> _Few:
     """Return payloads of the same sum, no more than one launch takes."""
-    while len(payloads) > tables.MOST_PAYLOADS:
-        most = tables.MOST_PAYLOADS
-        parts = [payloads[i : i + most] for i in range(0, len(payloads), most)]
-        payloads = [ternary_merge(part, n) for part in parts]
-    return payloads
+    most = tables.MOST_PAYLOADS
+    few = _Few(words, bits, tops)
+    while n and len(few.words) > most:
+        sums, widths, largest, flags = [], [], [], []
+        for i in range(0, len(few.words), most):
+            some = _Few(few.words[i : i + most], few.bits[i : i + most], few.tops[i : i + most])
+            top = sum(some.tops)
+            width = ternary.bits(top // 2)
+            own = torch.empty(packed_words(n, width), dtype=torch.int32, device=words[0].device)
+            bad = _merged(some, n, width, own)
+            flags.append(torch.where(bad == UNRAISED, UNRAISED, bad + i))
+            sums.append(own)
+            widths.append(width)
+            largest.append(top)
+        found = torch.stack(flags).amin(0).int() if few.found is None else few.found
+        few = _Few(sums, widths, largest, found)
+    return few
 
 
-def ternary_mean(
-    payloads: Sequence[tuple[Tensor, int]],
+def _merged(few: _Few, n: int, width: int, out: Tensor) -> Tensor:
+    """Launch `ternary_merge`, and return its flag."""
+    bad = tables.flag(out.device)
+    args = (_payloads(few.words, few.bits, few.tops), i64(n), i32(width), out, bad)
+    grid = tables.grid(tables.tiles_of(n))
+    launcher(out.device).launch("ternary", "ternary_merge", grid, tables.THREADS, args)
+    return bad
+
+
+def mean(
+    words: Sequence[Tensor],
+    bits: Sequence[int],
+    tops: Sequence[int],
+    workers: int,
     scale: Tensor,
     segments: Segments,
-    *,
-    bits: int | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Serve `ops.ternary_mean`."""
+    out: Tensor,
+) -> Flag | None:
+    """Serve `ternary.mean`."""
     n, m, device = segments.numel, len(segments), scale.device
-    scale = tables.checked(scale, torch.float32, m)
-    if not (scale.isfinite() & (scale >= 0)).all():
-        raise PayloadError("ternary payload: scales must be finite and not negative")
-    payloads = _few(payloads, n)
-    argument, _kept = _payloads(payloads, n, bits, device)
-    out = tables.output(out, torch.float32, n, device)
+    good = (scale.isfinite() & (scale >= 0)).all()
+    few, bad = _few(words, bits, tops, n), torch.where(good, UNRAISED, -1).int().view(1)
     if n:
-        bad = tables.flag(device)
-        workers = i32(sum(count for _, count in payloads))
-        table = tables.table(segments, device)
-        args = (argument, workers, scale, i64(n), table, i64(m), out, bad)
+        argument, table = _payloads(few.words, few.bits, few.tops), tables.table(segments, device)
+        args = (argument, i32(workers), scale, i64(n), table, i64(m), out, bad)
         grid = tables.grid(tables.tiles_of(n))
         launcher(device).launch("ternary", "ternary_mean", grid, tables.THREADS, args)
-        _check(bad, payloads)
-    return out
+    return few.flag(bad)
 
 
-def ternary_merge(
-    payloads: Sequence[tuple[Tensor, int]], n: int, *, out: Tensor | None = None
-) -> tuple[Tensor, int]:
-    """Serve `ops.ternary_merge`."""
-    payloads = _few(payloads, n)
-    device, workers = payloads[0][0].device, sum(count for _, count in payloads)
-    argument, _kept = _payloads(payloads, n, None, device)
-    width = ternary_bits(workers)
-    out = tables.output(out, torch.int32, packed_words(n, width), device)
-    if n:
-        bad = tables.flag(device)
-        args = (argument, i64(n), i32(width), out, bad)
-        grid = tables.grid(tables.tiles_of(n))
-        launcher(device).launch("ternary", "ternary_merge", grid, tables.THREADS, args)
-        _check(bad, payloads)
-    return out, workers
+def merge(
+    words: Sequence[Tensor],
+    bits: Sequence[int],
+    tops: Sequence[int],
+    n: int,
+    width: int,
+    out: Tensor,
+) -> Flag | None:
+    """Serve `ternary.merge`."""
+    if not n:
+        return None
+    few = _few(words, bits, tops, n)
+    return few.flag(_merged(few, n, width, out))
 
 
-KERNELS: Kernels = {
-    "ternary_encode": ternary_encode,
-    "ternary_mean": ternary_mean,
-    "ternary_merge": ternary_merge,
+KERNELS: dict[str, Kernel] = {
+    "ternary.encode": encode,
+    "ternary.mean": mean,
+    "ternary.merge": merge,
 }

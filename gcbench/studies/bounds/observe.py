@@ -89,7 +89,7 @@ def chosen(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[str]:
     pairs = [pair for pair in pairs if len(pair[1]) > 1] or pairs
     count = min(CHOSEN_TENSORS, len(pairs))
     picked = [pairs[round(k * (len(pairs) - 1) / max(count - 1, 1))] for k in range(count)]
-    draws = ops.draws24(Key(0, 0, 0, 0, purposes.ORDER), CHOSEN * count).tolist()
+    draws = ops.random.draws24(Key(0, 0, 0, 0, purposes.ORDER), CHOSEN * count).tolist()
     return [
         f"{name}[{draws[CHOSEN * i + k] % math.prod(shape)}]"
         for i, (name, shape) in enumerate(picked)
@@ -166,9 +166,9 @@ class Watch:
 
     def _ternary(self, x: Tensor) -> Record:
         """Return ||.||_inf ||.||_1 of the whole, by tensors, and clipped; clipping by tensor."""
-        limit, _ = ops.ternary_scales(x, self.segments, CLIP, at_limit=False)
+        limit, _ = ops.ternary.scales(x, self.segments, CLIP, at_limit=False)
         assert limit is not None
-        clipped = ops.clamp_(x.clone(), limit, self.segments)
+        clipped = ops.statistics.clamp_(x.clone(), limit, self.segments)
         sizes = list(self.segments.lengths)
         raw, cut, length, angle = [], [], [], []
         for g, f in zip(
@@ -212,7 +212,7 @@ class Watch:
         def gradient(first: int, rank: int) -> Tensor:
             model = copies[rank]
             key = Key(config.seed, step, APART + first + rank, 0, purposes.ORDER)
-            indices = (ops.draws24(key, share).long() % n).to(trainer.device)
+            indices = (ops.random.draws24(key, share).long() % n).to(trainer.device)
             place = key._replace(stream=purposes.AUGMENT)
             inputs, targets = trainer.task.batch(trainer.train, indices, place)
             named = dict(model.named_parameters())

@@ -126,15 +126,15 @@ def stages(settings: Settings) -> dict[str, float]:
     n = settings.elements // COLUMNS * COLUMNS
     segments = Segments.of([(n // COLUMNS, COLUMNS)], settings.granularity)
     x = torch.randn(n, generator=torch.Generator().manual_seed(0))
-    runs = ops.spectrum_runs(segments, settings.theta)
-    bins, energy = ops.spectrum_forward(x, segments)
-    kept = ops.spectrum_largest(energy, runs)
+    runs = ops.spectrum.runs_of(segments, settings.theta)
+    bins, energy = ops.spectrum.forward(x, segments)
+    kept = ops.spectrum.largest(energy, runs)
     form = settings.code_bits, settings.mantissa, 1
     calls = {
         "Tm": x.half,
-        "Tf": lambda: ops.spectrum_forward(x, segments),
-        "Tp": lambda: ops.spectrum_pack(bins, kept, runs, *form),
-        "Ts": lambda: ops.spectrum_largest(energy, runs),
+        "Tf": lambda: ops.spectrum.forward(x, segments),
+        "Tp": lambda: ops.spectrum.pack(bins, kept, runs, *form),
+        "Ts": lambda: ops.spectrum.largest(energy, runs),
     }
     before = torch.get_num_threads()
     torch.set_num_threads(settings.threads)

@@ -1,0 +1,189 @@
+"""Blockwise 8-bit codes, each block scaled by its largest magnitude."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcbench.core.compressor import Key, Segments
+from gcbench.core.errors import PayloadError
+from gcbench.ops import statistics
+from gcbench.ops.dispatch import operation, output, part, vector
+from gcbench.ops.means import mean_onto
+from gcbench.ops.random import uniform
+from gcbench.ops.statistics import TINY, scale_
+
+TOP = 127
+"""The largest code: that of the block's largest magnitude."""
+ROUNDINGS = ("nearest", "stochastic")
+
+FAULTS = {
+    1: "a block's scale is 0, or finite and at least 2^-100",
+    2: "code -128 stands for nothing",
+}
+
+
+def _fault(found: int, given: Mapping[str, Any]) -> PayloadError:
+    return PayloadError(FAULTS[found])
+
+
+@operation()
+def _encode(
+    x: Tensor, segments: Segments, stochastic: bool, key: Key, codes: Tensor, scales: Tensor
+) -> None:
+    top = statistics.absmax(x, segments)
+    divisor = torch.where((top >= TINY) & top.isfinite(), top, torch.inf)
+    scaled = torch.empty_like(x)
+    for (which, rows), (_, own) in zip(segments.views(x), segments.views(scaled), strict=True):
+        torch.div(rows, divisor[which].unsqueeze(1), out=own)
+    scaled.mul_(TOP)  # the quotient first: a / a * 127 is 127, and k / 127 * 127 is k
+    if not top.isfinite().all():
+        scaled.nan_to_num_(nan=0.0)  # infinity over infinity
+    if stochastic:
+        low = scaled.abs().floor_()
+        up = uniform(key, len(x), x.device) < scaled.abs().sub_(low)
+        scaled = low.add_(up).copysign_(scaled)
+    else:
+        scaled.round_()
+    codes.copy_(scaled.to(torch.int8))
+    scales.copy_(torch.where(top < TINY, 0.0, top))
+
+
+def encode(
+    x: Tensor,
+    segments: Segments,
+    rounding: str,
+    key: Key,
+    *,
+    out: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return codes in [-127, 127], int8, shape (n,), and scales, float32, shape (m,).
+
+    With a the largest magnitude of a block and y = (x / a) * 127, each operation rounded to
+    float32: "nearest" gives y rounded to an integer, ties to even; "stochastic" floor(|y|), and one
+    more iff u / 2^24 < |y| - floor(|y|), u uniform on [0, 2^24), with the sign of y. The scale is
+    a; 0 for a below `TINY`, and then all codes are zero, as for an a that is not finite.
+
+    `x`: float32, shape (n,); `rounding`: one of `ROUNDINGS`; `out`: where to write both.
+    """
+    n, m = segments.numel, len(segments)
+    x = vector(x, torch.float32, n)
+    given: Sequence[Tensor | None] = (None, None) if out is None else out
+    codes = output(given[0], torch.int8, n, x.device)
+    scales = output(given[1], torch.float32, m, x.device)
+    _encode(
+        x.device,
+        x=x,
+        segments=segments,
+        stochastic=rounding == "stochastic",
+        key=key,
+        codes=codes,
+        scales=scales,
+    )
+    return codes, scales
+
+
+@operation(_fault)
+def _decode(
+    codes: Tensor,
+    scales: Tensor,
+    segments: Segments,
+    onto: Tensor | None,
+    count: float,
+    out: Tensor,
+) -> None:
+    if not (scales.isfinite() & ((scales == 0) | (scales >= TINY))).all():
+        raise PayloadError(FAULTS[1])
+    if codes.numel() and int(codes.amin()) < -TOP:
+        raise PayloadError(FAULTS[2])
+    # By a tensor: a device may turn the division by a number into a product.
+    values = codes.float().div_(torch.tensor(float(TOP), device=codes.device))
+    scale_(values, scales, segments)
+    out.copy_(values if onto is None else onto + values * count)
+
+
+def decode(
+    codes: Tensor,
+    scales: Tensor,
+    segments: Segments,
+    *,
+    onto: Tensor | None = None,
+    count: int = 1,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return (code / 127) * scale, float32, shape (n,); with `onto` that plus `count` times it.
+
+    `codes`: int8, shape (n,); `scales`: float32, shape (m,). `out`: where to write, which may be
+    `onto`; after an error what it holds is not defined.
+
+    Raises:
+        PayloadError: another dtype or shape; a code is -128, or a scale is negative, not finite or
+            below `TINY` but not 0.
+    """
+    n, m = segments.numel, len(segments)
+    codes, scales = part(codes, torch.int8, n, "codes"), part(scales, torch.float32, m, "scales")
+    onto = None if onto is None else vector(onto, torch.float32, n, "onto")
+    out = output(out, torch.float32, n, codes.device)
+    _decode(
+        codes.device,
+        codes=codes,
+        scales=scales,
+        segments=segments,
+        onto=onto,
+        count=count,
+        out=out,
+    )
+    return out
+
+
+@operation(_fault)
+def _mean(
+    codes: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    counts: Sequence[int],
+    workers: int,
+    segments: Segments,
+    out: Tensor,
+) -> None:
+    def onto(i: int, total: Tensor | None) -> Tensor:
+        to = out if total is None else total
+        return decode(codes[i], scales[i], segments, onto=total, count=counts[i], out=to)
+
+    mean_onto(onto, counts)
+
+
+def mean(
+    payloads: Sequence[tuple[Tensor, Tensor, int]],
+    segments: Segments,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the mean of all workers, float32, shape (n,): see `means.mean_onto`.
+
+    `payloads`: codes and scales, as `decode` takes them, and how many workers' mean they are.
+    `out`: where to write.
+
+    Raises:
+        PayloadError: see `decode`.
+        ValueError: there is no payload.
+    """
+    if not payloads:
+        raise ValueError("the mean of no payloads: one at least expected")
+    n, m = segments.numel, len(segments)
+    codes = [part(codes, torch.int8, n, "codes") for codes, _, _ in payloads]
+    scales = [part(scales, torch.float32, m, "scales") for _, scales, _ in payloads]
+    counts, device = [count for *_, count in payloads], codes[0].device
+    out = output(out, torch.float32, n, device)
+    _mean(
+        device,
+        codes=codes,
+        scales=scales,
+        counts=counts,
+        workers=sum(counts),
+        segments=segments,
+        out=out,
+    )
+    return out

@@ -1,0 +1,387 @@
+"""Stochastic rounding to evenly spaced levels of each segment's norm (QSGD)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcbench.core.compressor import Key, Segments
+from gcbench.core.errors import PayloadError
+from gcbench.ops import bitstream, packing, statistics
+from gcbench.ops.dispatch import operation, output, part, vector
+from gcbench.ops.means import mean_onto
+from gcbench.ops.packing import BLOCK, packed_words
+from gcbench.ops.random import draws24
+from gcbench.ops.statistics import TINY, scale_
+
+NORMS = ("max", "2")
+CODINGS = ("fixed", "omega-dense", "omega-sparse")
+FLOAT_MAX = torch.finfo(torch.float32).max
+
+FAULTS = {
+    1: "norms must be finite and not negative",
+    2: "a segment's codes are too large or too small for its norm",
+}
+
+
+def _fault(found: int, given: Mapping[str, Any]) -> PayloadError:
+    return PayloadError(FAULTS[found])
+
+
+def bits(levels: int) -> int:
+    """Return the bits of the 2 levels + 1 symbols of the fixed coding."""
+    return (2 * levels).bit_length()
+
+
+# ---- encoding ------------------------------------------------------------------------------------
+
+
+@operation()
+def _norms(x: Tensor, segments: Segments, two: bool, levels: int, out: Tensor) -> None:
+    if two:
+        # Every rounding here keeps the order, so the root is never below the largest element.
+        roots = statistics.moments(x, segments)[1].sqrt_()
+        found = torch.where(roots.isinf(), roots, roots.clamp(max=FLOAT_MAX)).float()
+    else:
+        found = statistics.absmax(x, segments)
+    out.copy_(torch.where(found < TINY * levels, 0.0, found))
+
+
+def norms(x: Tensor, segments: Segments, norm: str, levels: int) -> Tensor:
+    """Return the norms ("max" or "2") of the segments, float32, shape (m,), never below max |x|.
+
+    0 where a step, norm / levels, would be below TINY; of finite elements at most the largest
+    float32.
+    """
+    x = vector(x, torch.float32, segments.numel)
+    out = output(None, torch.float32, len(segments), x.device)
+    _norms(x.device, x=x, segments=segments, two=norm == "2", levels=levels, out=out)
+    return out
+
+
+def _levels(codes: Tensor, divisor: Tensor, norms: Tensor) -> Tensor:
+    """Return what codes stand for: (code / levels) * norm, each operation rounded to float32.
+
+    The highest code stands for the norm exactly, and code k of max-norm k = levels for k. The
+    divisor is a tensor because CUDA multiplies by the reciprocal of a plain number.
+    """
+    return codes.div(divisor).mul_(norms)
+
+
+@operation()
+def _codes(
+    x: Tensor, norms: Tensor, levels: int, segments: Segments, key: Key, out: Tensor
+) -> None:
+    divisor = x.new_tensor(float(levels))
+    safe = torch.where(norms == 0, 1.0, norms)  # next to 1 such values are never rounded up
+    finite = bool(norms.isfinite().all())
+    for start in range(0, x.numel(), BLOCK):
+        stop = min(start + BLOCK, x.numel())
+        part, which = segments.shard(start, stop)
+        norm = scale_(x.new_ones(stop - start), safe[which.start : which.stop], part)
+        size = x[start:stop].abs()
+        # Rounding errors stay far below the 2^-20 that is taken off: one level too low at most.
+        code = (size / norm).mul_(levels * (1 - 2.0**-20)).floor_()
+        code += _levels(code + 1, divisor, norm) <= size
+        below = _levels(code, divisor, norm)
+        gap = _levels(code + 1, divisor, norm).sub_(below)
+        place = key._replace(offset=key.offset + start)
+        draws = draws24(place, stop - start, x.device).float().add_(0.5).mul_(2.0**-24)
+        code += draws.mul_(gap) <= size.sub_(below)
+        if not finite:
+            code.masked_fill_(~norm.isfinite(), 0.0)
+        out[start:stop] = code.copysign_(x[start:stop])
+
+
+def codes(
+    x: Tensor,
+    norms: Tensor,
+    levels: int,
+    segments: Segments,
+    key: Key,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return codes in [-levels, levels], int32, shape (n,).
+
+    With l the level at or below |x| and g the distance from there to the next one, the code is
+    that of the next one iff (u + 1/2) * g / 2^24 <= |x| - l, u uniform on [0, 2^24): the mean of
+    the decoded value is x to within 2^-23 g. For one level this is the ternary codes' rule.
+
+    `x`: float32, shape (n,); `norms`: float32, shape (m,), at least max |x| of the segment, and at
+    least TINY * levels, so that no product is denormal; or 0, and all |x| are below that: zeros.
+    `levels`: 1 to 2^15 - 1. In a segment whose norm is not finite all codes are zero.
+    """
+    n = segments.numel
+    x, norms = vector(x, torch.float32, n), vector(norms, torch.float32, len(segments), "norms")
+    out = output(out, torch.int32, n, x.device)
+    _codes(x.device, x=x, norms=norms, levels=levels, segments=segments, key=key, out=out)
+    return out
+
+
+def values(codes: Tensor, norms: Tensor, levels: int, segments: Segments) -> Tensor:
+    """Return (code / levels) * norm, float32, shape (n,).
+
+    `codes`: integers, shape (n,); `norms`: float32, shape (m,).
+    """
+    divisor = torch.tensor(float(levels), device=codes.device)
+    return scale_(codes.float().div_(divisor), norms, segments)
+
+
+def variance(x: Tensor, norms: Tensor, levels: int, segments: Segments) -> Tensor:
+    """Return the variance of each decoded element, (norm / levels)^2 p (1 - p), float64, (n,).
+
+    p is the fractional part of |x| levels / norm; 0 where the norm is 0.
+    """
+    norm = scale_(x.new_ones(x.numel(), dtype=torch.float64), norms.double(), segments)
+    p = (x.double().abs() * levels / norm.clamp(min=TINY)).frac_()
+    return torch.where(norm == 0, 0.0, (norm / levels).square_() * p * (1 - p))
+
+
+def pack(codes: Tensor, levels: int, coding: str) -> Tensor:
+    """Return the int32 words of codes in [-levels, levels], shape (n,).
+
+    "fixed": code + levels in `bits(levels)` bits; "omega-dense", "omega-sparse": see `bitstream`.
+    """
+    if coding == "fixed":
+        return packing.pack(codes + levels, bits(levels))
+    if coding == "omega-dense":
+        return bitstream.omega_dense_write(codes, levels)
+    return bitstream.omega_sparse_write(codes, levels)
+
+
+@operation()
+def _encode(
+    x: Tensor,
+    norms: Tensor,
+    levels: int,
+    bits: int,
+    segments: Segments,
+    key: Key,
+    out: Tensor,
+) -> None:
+    packing.pack(codes(x, norms, levels, segments, key).add_(levels), bits, out=out)
+
+
+def encode(
+    x: Tensor,
+    norms: Tensor,
+    levels: int,
+    coding: str,
+    segments: Segments,
+    key: Key,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the int32 words of x's codes: `codes`, then `pack`.
+
+    `out`: where to write them, of that length, which depends on x unless the coding is "fixed".
+    """
+    if coding != "fixed":
+        words = pack(codes(x, norms, levels, segments, key), levels, coding)
+        return words if out is None else output(out, torch.int32, len(words), x.device).copy_(words)
+    n, width = segments.numel, bits(levels)
+    x, norms = vector(x, torch.float32, n), vector(norms, torch.float32, len(segments), "norms")
+    out = output(out, torch.int32, packed_words(n, width), x.device)
+    _encode(
+        x.device,
+        x=x,
+        norms=norms,
+        levels=levels,
+        bits=width,
+        segments=segments,
+        key=key,
+        out=out,
+    )
+    return out
+
+
+# ---- decoding ------------------------------------------------------------------------------------
+
+
+def _parts(
+    words: Tensor, norms: Tensor, levels: int, coding: str, segments: Segments
+) -> tuple[Tensor, int, Tensor]:
+    """Return packed codes and their bits, or the codes of a stream, int32, and 0; and the norms.
+
+    Raises:
+        PayloadError: norms or words of another dtype or shape; or no stream of codes.
+    """
+    n, width = segments.numel, bits(levels)
+    norms = part(norms, torch.float32, len(segments), "norms")
+    if coding == "fixed":
+        size = packed_words(n, width)
+        return part(words, torch.int32, size, f"{n} codes of {width} bits"), width, norms
+    if coding == "omega-dense":
+        return bitstream.omega_dense_read(words, n, levels), 0, norms
+    return bitstream.omega_sparse_read(words, n, levels), 0, norms
+
+
+def _checked(
+    words: Tensor, width: int, norms: Tensor, exact: bool, levels: int, segments: Segments
+) -> Tensor:
+    if not (((norms == 0) | (norms >= TINY * levels)) & norms.isfinite()).all():
+        raise PayloadError(FAULTS[1])
+    found = packing.unpack(words, width, segments.numel).sub_(levels) if width else words
+    tops = statistics.absmax(found.float(), segments)
+    most = levels * (norms > 0)
+    if (tops != most if exact else tops > most).any():
+        raise PayloadError(FAULTS[2])
+    return found
+
+
+def unpack(
+    words: Tensor, norms: Tensor, norm: str, levels: int, coding: str, segments: Segments
+) -> Tensor:
+    """Return the codes in a payload's words, int32, shape (n,), and check that they fit its norms.
+
+    Raises:
+        PayloadError: these are no words of codes in [-levels, levels]; the norms are not as
+            `norms` gives them; a segment of norm 0 has a code that is not; or a segment does
+            not reach its own largest magnitude, which norm="max" is.
+    """
+    words, width, norms = _parts(words, norms, levels, coding, segments)
+    return _checked(words, width, norms, norm == "max", levels, segments)
+
+
+@operation(_fault)
+def _decode(
+    words: Tensor,
+    bits: int,
+    norms: Tensor,
+    exact: bool,
+    levels: int,
+    segments: Segments,
+    onto: Tensor | None,
+    count: float,
+    out: Tensor,
+) -> None:
+    found = values(_checked(words, bits, norms, exact, levels, segments), norms, levels, segments)
+    out.copy_(found if onto is None else onto + found * count)
+
+
+def decode(
+    words: Tensor,
+    norms: Tensor,
+    norm: str,
+    levels: int,
+    coding: str,
+    segments: Segments,
+    *,
+    onto: Tensor | None = None,
+    count: int = 1,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return what words stand for, float32, shape (n,); with `onto` that plus `count` times it.
+
+    `unpack`, then `values`. `out`: where to write, which may be `onto`; after an error what it
+    holds is not defined.
+
+    Raises:
+        PayloadError: see `unpack`.
+    """
+    words, width, norms = _parts(words, norms, levels, coding, segments)
+    n = segments.numel
+    onto = None if onto is None else vector(onto, torch.float32, n, "onto")
+    out = output(out, torch.float32, n, norms.device)
+    _decode(
+        norms.device,
+        words=words,
+        bits=width,
+        norms=norms,
+        exact=norm == "max",
+        levels=levels,
+        segments=segments,
+        onto=onto,
+        count=count,
+        out=out,
+    )
+    return out
+
+
+def _one_by_one(
+    words: Sequence[Tensor],
+    norms: Sequence[Tensor],
+    counts: Sequence[int],
+    norm: str,
+    levels: int,
+    coding: str,
+    segments: Segments,
+    out: Tensor,
+) -> None:
+    def onto(i: int, total: Tensor | None) -> Tensor:
+        to = out if total is None else total
+        return decode(
+            words[i],
+            norms[i],
+            norm,
+            levels,
+            coding,
+            segments,
+            onto=total,
+            count=counts[i],
+            out=to,
+        )
+
+    mean_onto(onto, counts)
+
+
+@operation(_fault)
+def _mean(
+    words: Sequence[Tensor],
+    norms: Sequence[Tensor],
+    counts: Sequence[int],
+    workers: int,
+    bits: int,
+    exact: bool,
+    levels: int,
+    segments: Segments,
+    out: Tensor,
+) -> None:
+    _one_by_one(words, norms, counts, "max" if exact else "2", levels, "fixed", segments, out)
+
+
+def mean(
+    payloads: Sequence[tuple[Tensor, Tensor, int]],
+    norm: str,
+    levels: int,
+    coding: str,
+    segments: Segments,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the mean of all workers, float32, shape (n,): see `means.mean_onto`.
+
+    `payloads`: words and norms, as `decode` takes them, and how many workers' mean they are.
+    `out`: where to write.
+
+    Raises:
+        PayloadError: see `unpack`.
+        ValueError: there is no payload.
+    """
+    if not payloads:
+        raise ValueError("the mean of no payloads: one at least expected")
+    counts, device = [count for *_, count in payloads], payloads[0][1].device
+    out = output(out, torch.float32, segments.numel, device)
+    if coding != "fixed":  # a stream is read in order, and each is added when it has been
+        words = [words for words, *_ in payloads]
+        norms = [norms for _, norms, _ in payloads]
+        _one_by_one(words, norms, counts, norm, levels, coding, segments, out)
+        return out
+    parts = [_parts(words, norms, levels, coding, segments) for words, norms, _ in payloads]
+    _mean(
+        device,
+        words=[words for words, *_ in parts],
+        norms=[norms for *_, norms in parts],
+        counts=counts,
+        workers=sum(counts),
+        bits=bits(levels),
+        exact=norm == "max",
+        levels=levels,
+        segments=segments,
+        out=out,
+    )
+    return out

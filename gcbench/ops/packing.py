@@ -1,0 +1,138 @@
+"""Integer codes of 1 to 16 bits, packed into 32-bit words.
+
+Packing layout. A tile is 1024 consecutive codes; code i of a tile belongs to lane i % 32, row
+i // 32. A lane packs its 32 rows into `bits` 32-bit words, row j at bit j * bits, and word k of
+lane l is word k * 32 + l of the tile. A last, shorter tile of r codes has ceil(r / 32) lanes
+instead of 32 and its unused codes are zero, so n codes take bits * (32 * (n // 1024) +
+ceil((n % 1024) / 32)) words. Both a warp and a vector unit read and write such a tile in order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gcbench.core.compressor import TILE
+from gcbench.core.errors import PayloadError
+from gcbench.ops.dispatch import operation, output
+
+LANES = 32
+MAX_BITS = 16
+BLOCK = 1024 * TILE
+"""Elements worked on at once: bounds the memory of intermediate results. Much smaller blocks cost
+more in calls, and in threads that wait for the interpreter, than they gain in the cache."""
+
+
+def packed_words(n: int, bits: int) -> int:
+    """Return how many 32-bit words hold `n` codes of `bits` bits."""
+    tiles, rest = divmod(n, TILE)
+    return bits * (LANES * tiles + -(-rest // LANES))
+
+
+def check_bits(bits: int) -> None:
+    """Raise ValueError for a width that `pack` does not take."""
+    if not 1 <= bits <= MAX_BITS:
+        raise ValueError(f"{bits} bits a code: 1 to {MAX_BITS} allowed")
+
+
+def split_words(words: Tensor, bits: int, bounds: Sequence[int]) -> list[Tensor]:
+    """Cut packed codes at element indices that are multiples of 1024, or the end."""
+    edges = [packed_words(bound, bits) for bound in bounds]
+    return [words[start:stop] for start, stop in itertools.pairwise(edges)]
+
+
+def _pack_rows(rows: Tensor, bits: int) -> Tensor:
+    """Pack (tiles, 32 rows, lanes) codes into (tiles, bits, lanes) int32 words."""
+    tiles, _, lanes = rows.shape
+    words = torch.zeros((tiles, bits, lanes), dtype=torch.int32, device=rows.device)
+    for j in range(32):
+        k, shift = divmod(j * bits, 32)
+        code = rows[:, j].int()
+        words[:, k] |= code << shift
+        if shift + bits > 32:
+            words[:, k + 1] |= code >> (32 - shift)
+    return words
+
+
+@operation()
+def _pack(codes: Tensor, size: int, n: int, bits: int, out: Tensor) -> None:
+    full = n - n % TILE
+    split = packed_words(full, bits)
+    out[:split].view(-1, bits, LANES).copy_(_pack_rows(codes[:full].view(-1, 32, LANES), bits))
+    if full < n:
+        lanes = -(-(n - full) // LANES)
+        tail = codes.new_zeros(32 * lanes)
+        tail[: n - full] = codes[full:]
+        out[split:] = _pack_rows(tail.view(1, 32, lanes), bits).view(-1)
+
+
+def pack(codes: Tensor, bits: int, *, out: Tensor | None = None) -> Tensor:
+    """Pack integer codes, shape (n,), each in [0, 2^bits), into int32 words, 1 to 16 bits each.
+
+    The module docstring has the layout; the result has `packed_words(n, bits)` words. `out`: where
+    to write.
+
+    Raises:
+        ValueError: another width, or codes that are no integers.
+    """
+    check_bits(bits)
+    if codes.is_floating_point() or codes.is_complex():
+        raise ValueError(f"codes of {codes.dtype}: integers expected")
+    n, codes = codes.numel(), codes.contiguous().view(-1)
+    out = output(out, torch.int32, packed_words(n, bits), codes.device)
+    _pack(codes.device, codes=codes, size=codes.element_size(), n=n, bits=bits, out=out)
+    return out
+
+
+def _unpack_rows(words: Tensor, bits: int) -> Tensor:
+    """Unpack (..., bits, lanes) int32 words into (..., 32 rows, lanes) int32 codes."""
+    rows = words.new_empty((*words.shape[:-2], 32, words.shape[-1]))
+    mask = (1 << bits) - 1
+    for j in range(32):
+        k, shift = divmod(j * bits, 32)
+        # The shift of a signed word smears its sign; masks cut that off.
+        code = words[..., k, :] >> shift
+        if shift + bits > 32:
+            code = (code & ((1 << (32 - shift)) - 1)) | (words[..., k + 1, :] << (32 - shift))
+        torch.bitwise_and(code, mask, out=rows[..., j, :])
+    return rows
+
+
+@operation()
+def _unpack(words: Tensor, rows: int, n: int, bits: int, out: Tensor) -> None:
+    full = n - n % TILE
+    split = packed_words(full, bits)
+    tiles = _unpack_rows(words[:, :split].reshape(rows, full // TILE, bits, LANES), bits)
+    out[:, :full] = tiles.view(rows, full)
+    if full < n:
+        tail = words[:, split:]
+        rest = _unpack_rows(tail.reshape(rows, bits, tail.shape[-1] // bits), bits)
+        out[:, full:] = rest.view(rows, -1)[:, : n - full]
+
+
+def unpack(words: Tensor, bits: int, n: int, *, out: Tensor | None = None) -> Tensor:
+    """Return the codes of `bits` bits in int32 `words`, shape (..., words), int32, shape (..., n).
+
+    `out`: where to write.
+
+    Raises:
+        PayloadError: `words` is not int32 or its last axis is not `packed_words(n, bits)` long.
+        ValueError: another width.
+    """
+    check_bits(bits)
+    size = packed_words(n, bits)
+    if words.dtype is not torch.int32 or words.shape[-1] != size:
+        raise PayloadError(
+            f"{words.shape[-1]} words of {words.dtype} for {n} codes of {bits} bits: "
+            f"{size} of torch.int32 expected"
+        )
+    lead = words.shape[:-1]
+    rows = lead.numel()
+    out = output(out, torch.int32, rows * n, words.device)
+    if rows * n:
+        words, table = words.contiguous().view(rows, size), out.view(rows, n)
+        _unpack(words.device, words=words, rows=rows, n=n, bits=bits, out=table)
+    return out.view(*lead, n)

@@ -1,0 +1,117 @@
+"""Largest magnitudes, sums and deviations of segments, and factors by segment."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gcbench.core.compressor import TILE, Segments
+from gcbench.ops.dispatch import operation, output, vector
+
+TINY = 2.0**-100
+"""A scale below this counts as zero: its segment is sent as zeros. Far below any gradient, and it
+keeps every product of the codecs out of the denormal range."""
+MOMENTS_BLOCK = 256 * TILE
+"""Elements summed at once in float64, which touches fresh memory at every halving."""
+
+
+@operation()
+def _absmax(x: Tensor, segments: Segments, out: Tensor) -> None:
+    out.zero_()
+    for which, rows in segments.views(x):
+        if rows.shape[1]:
+            out[which] = rows.abs().amax(1)
+
+
+def absmax(x: Tensor, segments: Segments) -> Tensor:
+    """Return max |x| of each segment, float32, shape (m,); 0 for an empty segment."""
+    x = vector(x, torch.float32, segments.numel)
+    out = output(None, torch.float32, len(segments), x.device)
+    _absmax(x.device, x=x, segments=segments, out=out)
+    return out
+
+
+def scale_(x: Tensor, values: Tensor, segments: Segments) -> Tensor:
+    """Multiply `x`, shape (n,), in place by one value a segment, shape (m,); return `x`."""
+    for which, rows in segments.views(x):
+        rows.mul_(values[which].unsqueeze(1))
+    return x
+
+
+def clamp_(x: Tensor, limit: Tensor, segments: Segments) -> Tensor:
+    """Clamp `x`, shape (n,), in place to +-limit, one a segment, shape (m,); return `x`."""
+    for which, rows in segments.views(x):
+        bound = limit[which].unsqueeze(1)
+        torch.clamp(rows, -bound, bound, out=rows)
+    return x
+
+
+def _halve(tiles: Tensor) -> Tensor:
+    """Sum the last axis, 1024 (or a power of two), by adding its second half to its first."""
+    while tiles.shape[-1] > 1:
+        half = tiles.shape[-1] // 2
+        tiles = tiles[..., :half] + tiles[..., half:]
+    return tiles.squeeze(-1)
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """Cut rows, shape (m, n), into tiles of 1024, shape (m, ceil(n / 1024), 1024), with zeros.
+
+    Short rows become one tile of the next power of two: the zeros of a wider one add nothing.
+    """
+    n = rows.shape[1]
+    width = TILE if n > TILE // 2 else 1 << max(0, n - 1).bit_length()
+    short = -n % width
+    if short:
+        rows = torch.nn.functional.pad(rows, (0, short))
+    return rows.view(len(rows), -1, width)
+
+
+def _row_moments(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum and the sum of squares of each row, (m, n) -> float64 (m,) each.
+
+    Tiles of 1024 are summed by halving (element i with i + 512, then i + 256, ...), and the tiles'
+    sums the same way until one is left. Zero padding changes nothing, and the order depends on
+    neither device nor thread count, so no bit of the result does.
+    """
+    tiles = _padded(rows)
+    shape = tiles.shape[:2]
+    flat = tiles.view(-1, tiles.shape[2])
+    sums = [flat.new_zeros(0, dtype=torch.float64)] * 2
+    parts: list[tuple[Tensor, Tensor]] = []
+    for block in torch.split(flat, max(1, MOMENTS_BLOCK // tiles.shape[2])):
+        wide = block.double()
+        parts.append((_halve(wide), _halve(wide * wide)))
+    if parts:
+        sums = [torch.cat(column) for column in zip(*parts, strict=True)]
+    total, square = (column.view(shape) for column in sums)
+    while total.shape[1] > 1:
+        total, square = _halve(_padded(total)), _halve(_padded(square))
+    return (total.squeeze(1), square.squeeze(1)) if shape[1] else (total.sum(1), square.sum(1))
+
+
+@operation()
+def _moments(x: Tensor, segments: Segments, total: Tensor, square: Tensor) -> None:
+    total.zero_()
+    square.zero_()
+    for which, rows in segments.views(x):
+        total[which], square[which] = _row_moments(rows)
+
+
+def moments(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    """Return the sum and the sum of squares of each segment, float64, shape (m,) each.
+
+    Squares of float32 are exact in float64; the order of the additions is fixed: `_row_moments`.
+    """
+    x = vector(x, torch.float32, segments.numel)
+    total, square = (output(None, torch.float64, len(segments), x.device) for _ in range(2))
+    _moments(x.device, x=x, segments=segments, total=total, square=square)
+    return total, square
+
+
+def std(x: Tensor, segments: Segments) -> Tensor:
+    """Return the population standard deviation about the mean, float32, shape (m,); 0 if empty."""
+    total, square = moments(x, segments)
+    n = torch.tensor(segments.lengths, dtype=torch.float64, device=x.device).clamp_(min=1)
+    mean = total / n
+    return (square / n - mean * mean).clamp_(min=0).sqrt().float()

@@ -1,0 +1,263 @@
+"""Ternary codes: -1, 0 or 1 times a scale, drawn without bias, 2 bits each (TernGrad).
+
+Sums of codes over workers travel as `code + count` in `bits(count)` bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcbench.core.compressor import Key, Segments
+from gcbench.core.errors import PayloadError
+from gcbench.ops import packing, statistics
+from gcbench.ops.dispatch import operation, output, part, vector
+from gcbench.ops.packing import BLOCK, MAX_BITS, packed_words
+from gcbench.ops.random import draws24
+from gcbench.ops.statistics import TINY, clamp_, scale_
+
+BAD_SCALE = "ternary payload: scales must be finite and not negative"
+FLOAT_MAX = torch.finfo(torch.float32).max
+
+
+def bits(count: int) -> int:
+    """Return the bits of the sum of `count` ternary codes: ceil(log2(2 count + 1)).
+
+    Raises:
+        PayloadError: there are more than 32,767, whose sums no packed code holds.
+    """
+    width = (2 * count).bit_length()
+    if width > MAX_BITS:
+        raise PayloadError(
+            f"ternary codes of {count} workers add up to {width} bits: at most {MAX_BITS}, so "
+            f"{2 ** (MAX_BITS - 1) - 1} workers; an all-gather has no such limit"
+        )
+    return width
+
+
+# ---- one worker ----------------------------------------------------------------------------------
+
+
+@operation()
+def _scales(
+    x: Tensor,
+    segments: Segments,
+    clip: float,
+    at_limit: bool,
+    limit: Tensor | None,
+    scale: Tensor,
+) -> None:
+    if clip:
+        bound = statistics.std(x, segments).mul_(clip).clamp_(max=FLOAT_MAX)
+    if limit is not None:
+        limit.copy_(bound)
+    if clip and at_limit:
+        scale.copy_(bound)
+    else:
+        largest = statistics.absmax(x, segments)
+        scale.copy_(torch.minimum(largest, bound) if clip else largest)
+
+
+def scales(
+    x: Tensor, segments: Segments, clip: float, *, at_limit: bool = False
+) -> tuple[Tensor | None, Tensor]:
+    """Return the clipping thresholds and the scales of ternary codes, float32, shape (m,) each.
+
+    The threshold is `clip` standard deviations (None for clip = 0), the scale the largest clipped
+    magnitude. With `at_limit` the scale is that threshold, and nothing is clipped before it.
+    """
+    m, x = len(segments), vector(x, torch.float32, segments.numel)
+    scale = output(None, torch.float32, m, x.device)
+    limit = torch.empty_like(scale) if clip and not at_limit else None
+    _scales(
+        x.device, x=x, segments=segments, clip=clip, at_limit=at_limit, limit=limit, scale=scale
+    )
+    return limit, scale
+
+
+@operation()
+def _encode(
+    x: Tensor, limit: Tensor | None, scale: Tensor, segments: Segments, key: Key, out: Tensor
+) -> None:
+    step = torch.where(scale < TINY, torch.inf, scale * 2.0**-24)
+    codes = torch.empty(x.numel(), dtype=torch.int8, device=x.device)
+    for start in range(0, x.numel(), BLOCK):
+        stop = min(start + BLOCK, x.numel())
+        shard, which = segments.shard(start, stop)
+        magnitude = x[start:stop].abs()
+        if limit is not None:
+            clamp_(magnitude, limit[which.start : which.stop], shard)
+        place = key._replace(offset=key.offset + start)
+        draws = draws24(place, stop - start, x.device).float().add_(0.5)
+        hit = scale_(draws, step[which.start : which.stop], shard) <= magnitude
+        # 1 + t: 2 for +s, 0 for -s, 1 for 0
+        sign = torch.signbit(x[start:stop]).to(torch.int8).mul_(-2).add_(1)
+        torch.mul(hit.to(torch.int8), sign, out=codes[start:stop]).add_(1)
+    packing.pack(codes, 2, out=out)
+
+
+def encode(
+    x: Tensor,
+    limit: Tensor | None,
+    scale: Tensor,
+    segments: Segments,
+    key: Key,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Draw ternary codes and pack code + 1 in 2 bits, int32 words. `out`: where to write.
+
+    t = sign(x) * [ (u + 1/2) * scale / 2^24 <= min(|x|, limit) ], u uniform on [0, 2^24).
+
+    `x`: float32, shape (n,); `limit`, `scale`: float32, shape (m,), a clipping threshold (None:
+    no clipping) and the scale of each segment. P(t != 0) is |x| / scale to within 2^-23, and
+    exactly 1 at the scale and above. A scale below 2^-100 gives zeros.
+    """
+    n, m = segments.numel, len(segments)
+    x, scale = vector(x, torch.float32, n), vector(scale, torch.float32, m, "scale")
+    limit = None if limit is None else vector(limit, torch.float32, m, "limit")
+    out = output(out, torch.int32, packed_words(n, 2), x.device)
+    _encode(x.device, x=x, limit=limit, scale=scale, segments=segments, key=key, out=out)
+    return out
+
+
+# ---- all workers ---------------------------------------------------------------------------------
+
+
+def _too_large(number: int, count: int) -> PayloadError:
+    return PayloadError(
+        f"ternary payload of {count} worker(s), number {number}: a code above {2 * count}"
+    )
+
+
+def _fault(found: int, given: Mapping[str, Any]) -> PayloadError:
+    """Return the error of a kernel: -1 for the scales, or 1 + the number of a payload."""
+    if found < 0:
+        return PayloadError(BAD_SCALE)
+    return _too_large(found - 1, given["tops"][found - 1] // 2)
+
+
+def _checked(
+    payloads: Sequence[tuple[Tensor, int]], n: int, width: int | None
+) -> tuple[list[Tensor], list[int], list[int], int]:
+    """Return the words of payloads, their bits a code, their largest codes, and all workers.
+
+    Raises:
+        PayloadError: one has another number of words.
+        ValueError: there is none.
+    """
+    if not payloads:
+        raise ValueError("the sum of no payloads: one at least expected")
+    widths = [width or bits(count) for _, count in payloads]
+    words = [
+        part(own, torch.int32, packed_words(n, wide), f"ternary codes of {wide} bits")
+        for (own, _), wide in zip(payloads, widths, strict=True)
+    ]
+    return words, widths, [2 * count for _, count in payloads], sum(count for _, count in payloads)
+
+
+def _sum(words: Sequence[Tensor], bits: Sequence[int], tops: Sequence[int], n: int) -> Tensor:
+    """Return the sum of the codes of all payloads, int32, shape (n,), without their offsets."""
+    total = torch.zeros(n, dtype=torch.int32, device=words[0].device)
+    for number, (own, width, top) in enumerate(zip(words, bits, tops, strict=True)):
+        codes = packing.unpack(own, width, n)
+        if n and int(codes.amax()) > top:
+            raise _too_large(number, top // 2)
+        total += codes.sub_(top // 2)
+    return total
+
+
+@operation(_fault)
+def _mean(
+    words: Sequence[Tensor],
+    bits: Sequence[int],
+    tops: Sequence[int],
+    workers: int,
+    scale: Tensor,
+    segments: Segments,
+    out: Tensor,
+) -> None:
+    if not (scale.isfinite() & (scale >= 0)).all():
+        raise PayloadError(BAD_SCALE)
+    total = _sum(words, bits, tops, segments.numel)
+    # By a tensor: a device may turn the division by a number into a product.
+    unit = torch.where(scale < TINY, 0.0, scale / scale.new_tensor(float(workers)))
+    scale_(out.copy_(total), unit, segments)
+
+
+def mean(
+    payloads: Sequence[tuple[Tensor, int]],
+    scale: Tensor,
+    segments: Segments,
+    *,
+    bits: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the mean of all workers, sum of codes * (scale / number of workers), float32, (n,).
+
+    `payloads`: int32 words that hold sums over a number of workers, and that number; a code has
+    `bits` bits, or `ternary.bits(number)`. `scale`: float32, shape (m,). `out`: where to write.
+
+    Raises:
+        PayloadError: another number of words; a code beyond 2 * number; or a scale is negative or
+            not finite.
+    """
+    n, m = segments.numel, len(segments)
+    words, widths, tops, workers = _checked(payloads, n, bits)
+    scale = vector(scale, torch.float32, m, "scale")
+    out = output(out, torch.float32, n, scale.device)
+    _mean(
+        scale.device,
+        words=words,
+        bits=widths,
+        tops=tops,
+        workers=workers,
+        scale=scale,
+        segments=segments,
+        out=out,
+    )
+    return out
+
+
+@operation(_fault)
+def _merge(
+    words: Sequence[Tensor],
+    bits: Sequence[int],
+    tops: Sequence[int],
+    n: int,
+    width: int,
+    out: Tensor,
+) -> None:
+    packing.pack(_sum(words, bits, tops, n) + sum(tops) // 2, width, out=out)
+
+
+def merge(
+    payloads: Sequence[tuple[Tensor, int]], n: int, *, out: Tensor | None = None
+) -> tuple[Tensor, int]:
+    """Return the sum of `n` ternary codes of all payloads, packed as they are, and its workers.
+
+    Raises:
+        PayloadError: see `mean`.
+    """
+    words, widths, tops, workers = _checked(payloads, n, None)
+    width, device = bits(workers), words[0].device
+    out = output(out, torch.int32, packed_words(n, width), device)
+    _merge(device, words=words, bits=widths, tops=tops, n=n, width=width, out=out)
+    return out, workers
+
+
+def summand_bits(count: int) -> int:
+    """Return the field width in which codes of `count` workers can be added as packed words.
+
+    The next power of two: such fields never straddle a word, so no carry is lost.
+    """
+    return 1 << (bits(count) - 1).bit_length()
+
+
+def summand(words: Tensor, workers: int, n: int) -> Tensor:
+    """Widen one worker's 2-bit codes to fields whose packed words add up over `workers`."""
+    width = summand_bits(workers)
+    return words if width == 2 else packing.pack(packing.unpack(words, 2, n), width)
