@@ -250,8 +250,6 @@ def omega_read(words: Tensor, count: int, top: int) -> Tensor:
 
 _HEADER = 43
 """Bits of the longest omega code, with which the sparse form may begin."""
-_SPARE = 3
-"""Words that each thread may write beyond the bits of its codes, as in cuda/omega_write.cpp."""
 
 
 @cache
@@ -271,9 +269,9 @@ def _write(form: Operation, codes: Tensor, levels: int, longest: int) -> Tensor:
     n, codes = codes.numel(), codes.int().contiguous()
     if n >= OMEGA_MAX:
         raise ValueError(f"{n} codes: fewer than {OMEGA_MAX} allowed")
-    room = (_HEADER + longest * n + 31) // 32 + _SPARE * torch.get_num_threads()
+    room = (_HEADER + longest * n + 31) // 32 + 1  # a word is written before it is full
     out = output(None, torch.int32, room, codes.device)
-    used: int = form(codes.device, codes=codes, n=n, levels=levels, longest=longest, out=out)
+    used: int = form(codes.device, codes=codes, n=n, levels=levels, out=out)
     if used < 0:
         check_codes(codes, levels)
     return out.narrow_copy(0, 0, used)  # in half the time of slicing and cloning
@@ -285,7 +283,7 @@ def _filled(out: Tensor, stream: Tensor) -> int:
 
 
 @operation()
-def _omega_dense_write(codes: Tensor, n: int, levels: int, longest: int, out: Tensor) -> int:
+def _omega_dense_write(codes: Tensor, n: int, levels: int, out: Tensor) -> int:
     check_codes(codes, levels)
     symbols = torch.arange(-levels, levels + 1, device=codes.device)
     table, lengths = omega_codes(symbols.abs() + 1)
@@ -308,7 +306,7 @@ def omega_dense_write(codes: Tensor, levels: int) -> Tensor:
 
 
 @operation()
-def _omega_sparse_write(codes: Tensor, n: int, levels: int, longest: int, out: Tensor) -> int:
+def _omega_sparse_write(codes: Tensor, n: int, levels: int, out: Tensor) -> int:
     check_codes(codes, levels)
     places = codes.nonzero().squeeze(1)
     found = codes.take(places).long()

@@ -30,10 +30,10 @@ from gcbench.ops import sources
 from gcbench.ops.dispatch import Kernel
 
 ROWS = {
-    "bitstream.omega_dense_read": "gc_omega_dense_read words #words n levels codes info threads",
-    "bitstream.omega_dense_write": "gc_omega_dense_write codes n levels longest out threads",
-    "bitstream.omega_sparse_read": "gc_omega_sparse_read words #words n levels codes info threads",
-    "bitstream.omega_sparse_write": "gc_omega_sparse_write codes n levels longest out threads",
+    "bitstream.omega_dense_read": "gc_omega_dense_read words #words n levels codes info",
+    "bitstream.omega_dense_write": "gc_omega_dense_write codes n levels out",
+    "bitstream.omega_sparse_read": "gc_omega_sparse_read words #words n levels codes info",
+    "bitstream.omega_sparse_write": "gc_omega_sparse_write codes n levels out",
     "half.encode": "gc_half_encode x n brain out threads",
     "half.mean": "gc_half_mean codes counts #codes workers n brain out threads",
     "int8.decode": "gc_int8_decode codes scales n table m onto count out threads",
