@@ -1,7 +1,7 @@
 // What CPU loops and CUDA kernels share: bits of floats, the random generator, tiles.
 //
 // Everything here and in the other *.cuh files is a function of one element, or of one lane of a tile, and is
-// included by both sides; `gcbench.ops.reference` is the definition that it must equal bit for bit.
+// included by both sides; `gcbench.ops` has the definitions that it must equal bit for bit.
 //
 // Rules that keep bytes equal on every compiler and machine: integers where possible; no library function of
 // mathematics and no approximate division; floating-point contraction off on both sides; sums in a stated order.

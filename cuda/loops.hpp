@@ -448,7 +448,7 @@ static inline int width_of(int64_t n) {
   return width;
 }
 
-// Sum as `gcbench.ops.reference._row_moments` sums the sums of tiles; `values` is overwritten.
+// Sum as `gcbench.ops.statistics._row_moments` sums the sums of tiles; `values` is overwritten.
 static inline double halve_all(double* values, int64_t n) {
   while (n > 1) {
     GC_ALIGNED double row[TILE];

@@ -161,7 +161,7 @@ GC_API int64_t gc_segment_absmax(const float* x, const int64_t* table, int64_t m
 }
 GC_CALLED(gc_segment_absmax)
 
-// Thresholds and scales of ternary codes, (m,) each: `gcbench.ops.reference.ternary_scales`. `limit` is null for
+// Thresholds and scales of ternary codes, (m,) each: `gcbench.ops.ternary.scales`. `limit` is null for
 // clip = 0, and with `at_limit` only `scale` is written.
 GC_API int64_t gc_ternary_scales(const float* x, const int64_t* table, int64_t m, float clip, int at_limit, float* limit,
                                  float* scale, int threads) try {

@@ -17,6 +17,7 @@ from kernel_cases import Call
 from torch import Tensor
 
 from gcbench import ops
+from gcbench.core import faults
 from gcbench.core.compressor import Key, Segments
 from gcbench.core.errors import GcbenchError, PayloadError
 from gcbench.ops import dispatch, native, sources
@@ -261,7 +262,7 @@ def test_an_error_inside_is_told_before_flags(shim):  # noqa: F811
 
     with on_shim(shim), pytest.raises(KeyError):
         fail()
-    assert dispatch._waiting is None
+    assert faults._waiting.checks is None
 
 
 def test_an_operation_is_defined_once():

@@ -415,7 +415,7 @@ def test_first_and_last_bin(n):
 
 
 def packed(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Pack by the text of `gcbench.ops.reference`, one code at a time; n is at most 1024."""
+    """Pack by the text of `gcbench.ops.packing`, one code at a time; n is at most 1024."""
     lanes = -(-len(codes) // 32)
     words = [0] * (bits * lanes)
     for i, code in enumerate(codes.tolist()):

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from gcbench.core import purposes
+from gcbench.core import faults, purposes
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import (
     COLLECTIVES,
@@ -201,6 +201,10 @@ class Exchange:
 
         `buckets`: one float32 tensor of shape (n,) for each local worker; `lr`: the learning rate
         that the mean will be applied with, which residuals follow.
+
+        Raises:
+            PayloadError: a payload is corrupt. On a GPU that is known when all has been launched,
+                and the states may have taken over what a corrupt payload stood for.
         """
         if self.lr is not None and lr != self.lr:
             for states in self.workers:
@@ -211,10 +215,11 @@ class Exchange:
         self.lr = lr
         sizes = [lane.segments.numel for lane in self.lanes]
         mean = self.buffers.floats("mean", sum(sizes))
-        for number, out in enumerate(torch.split(mean, sizes)):
-            lane = self.lanes[number]
-            stop = lane.start + lane.segments.numel
-            self._lane(number, [bucket[lane.start : stop] for bucket in buckets], step, out)
+        with faults.together():
+            for number, out in enumerate(torch.split(mean, sizes)):
+                lane = self.lanes[number]
+                stop = lane.start + lane.segments.numel
+                self._lane(number, [bucket[lane.start : stop] for bucket in buckets], step, out)
         return mean
 
     def _workers(self, phase: str, call: Callable[[int], T]) -> list[T]:

@@ -9,6 +9,7 @@ import warnings
 from operator import attrgetter
 from typing import Any
 
+from gcbench.core.faults import together as faults_together
 from gcbench.ops import (
     bitstream,
     dct,
@@ -28,7 +29,7 @@ from gcbench.ops import (
     transform,
 )
 from gcbench.ops.dispatch import NAMES as BACKENDS
-from gcbench.ops.dispatch import Backend, backends, choose, faults_together, use, using
+from gcbench.ops.dispatch import Backend, backends, choose, use, using
 
 __all__ = [
     "BACKENDS",

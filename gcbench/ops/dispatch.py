@@ -9,7 +9,7 @@ A family of operations is a module of this package. An operation is written ther
 
 A kernel may return the number of a fault that it found; the operation's `fault` makes an exception
 of it. Kernels on a device put it into a flag there (`Flag`), which is read at once, or, inside
-`faults_together`, for all kernels at the end: reading waits for the device.
+`core.faults.together`, for all kernels at the end: reading waits for the device.
 
 This module imports no backend. They are found by name (`HOMES`) when the first kernel is needed.
 """
@@ -19,11 +19,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from gcbench.core import faults
 from gcbench.core.errors import PayloadError, UsageError, unknown
 
 NAMES = ("reference", "cpu", "cuda")
@@ -95,9 +97,6 @@ class Flag(NamedTuple):
 
 UNRAISED = 2**31 - 1
 
-_waiting: list[tuple[Flag, Operation, Mapping[str, Any]]] | None = None
-"""The flags that `faults_together` reads at its end; None outside of it."""
-
 
 def _raise_if_raised(flag: Flag, operation: Operation, arguments: Mapping[str, Any]) -> None:
     if flag.tensor.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -105,28 +104,6 @@ def _raise_if_raised(flag: Flag, operation: Operation, arguments: Mapping[str, A
     number = int(flag.tensor)
     if number != UNRAISED:
         operation.check(flag.number(number), arguments)
-
-
-@contextmanager
-def faults_together() -> Iterator[None]:
-    """Read the flags of all kernels inside a with statement at its end, in the order of the calls.
-
-    So the host waits for a device once. What a kernel with a fault has written is not defined.
-
-    Raises:
-        PayloadError: a payload is corrupt.
-    """
-    global _waiting
-    if _waiting is not None:
-        yield
-        return
-    _waiting = []
-    try:
-        yield
-        for entry in _waiting:
-            _raise_if_raised(*entry)
-    finally:
-        _waiting = None
 
 
 class Operation:
@@ -162,10 +139,7 @@ class Operation:
             return self.definition(**arguments)
         found = kernel(**arguments)
         if isinstance(found, Flag):
-            if _waiting is None:
-                _raise_if_raised(found, self, arguments)
-            else:
-                _waiting.append((found, self, arguments))
+            faults.look(partial(_raise_if_raised, found, self, arguments))
         elif self.fault is None:
             return found
         else:
