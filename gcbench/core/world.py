@@ -312,8 +312,9 @@ class DistributedWorld(World):
         default one; ranks are those in the group. `limit`: where the user sets the timeout.
         """
         self.group, self.limit = group, limit
-        self.size, self.device = dist.get_world_size(group), device
-        rank = dist.get_rank(group)
+        self.size = dist.get_world_size() if group is None else group.size()
+        self.device = device
+        rank = dist.get_rank() if group is None else group.rank()
         self.ranks = range(rank, rank + 1)
         self.store, self.timeout, self.watched = store, timeout, watched
         super().__init__()
@@ -370,7 +371,10 @@ class DistributedWorld(World):
         return [from_bytes(data.cpu().numpy().tobytes()) for data in everyone]
 
     def close(self) -> None:  # noqa: D102
-        dist.destroy_process_group(self.group)
+        if self.group is None:
+            dist.destroy_process_group()
+        else:  # it belongs to whoever made it
+            self.group = None
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         received = tensor.clone()

@@ -28,7 +28,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import GradBucket, Store  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 import gcbench
@@ -125,7 +125,7 @@ def comm_hook(
         check_error: a warning names tensors whose relative error is above it; default 1.5 for
             methods that contract, none for others. A cosine of 0 or less is warned about always.
         on_check: called with the comparisons of a step, in the thread that exchanges.
-        seed: of random numbers; models that are trained at the same time should have different ones.
+        seed: of random numbers; models trained at the same time should have different ones.
         bucket_mb: tensors of together about this many MiB in fp32 are exchanged together.
         timeout: seconds that a rank waits for the others in a collective.
         process_group: what gradients travel through, used by nothing else; its ranks are those of
@@ -164,9 +164,19 @@ def comm_hook(
         memories.check_legal(memory, method)
     return CommHook(
         Settings(
-            *(method, check_legal(method, collective), memories.make(memory, fields)),
-            *(dense_below, dense_last, start_step, check_every, check_error, on_check),
-            *(seed, bucket_mb, timeout, process_group),
+            compressor=method,
+            collective=check_legal(method, collective),
+            memory=memories.make(memory, fields),
+            dense_below=dense_below,
+            dense_last=dense_last,
+            start_step=start_step,
+            check_every=check_every,
+            check_error=check_error,
+            on_check=on_check,
+            seed=seed,
+            bucket_mb=bucket_mb,
+            timeout=timeout,
+            process_group=process_group,
         )
     )
 
@@ -237,11 +247,11 @@ class CommHook:
         except UsageError as error:
             refused, told = str(error), {}
         timeout = self.settings.timeout
-        handshake.meet(model.process_group, told, refused, timeout)
+        store = handshake.meet(model.process_group, told, refused, timeout)
         self._registered = True
         if model.process_group.size() == 1:
             return self
-        self._begin(model, plan, named, told)
+        self._begin(model, plan, named, told, store)
         model.register_forward_pre_hook(self._before_forward)
         model.register_comm_hook(None, self._hook)
         return self
@@ -299,10 +309,8 @@ class CommHook:
             return
         self._closed = True
         if self._worker is not None:
+            self._worker.submit(self._world.close)
             self._worker.close()
-            own = self.settings.process_group is None
-            if own and dist.is_initialized():
-                self._world.close()
 
     # -- registration ------------------------------------------------------------------------------
 
@@ -453,16 +461,14 @@ class CommHook:
         plan: Plan,
         named: Mapping[str, nn.Parameter],
         told: dict[str, Any],
+        store: Store,
     ) -> None:
         """Make the process group, the exchange and the thread."""
         settings, group = self.settings, self.settings.process_group
         device, limit = next(iter(named.values())).device, timedelta(seconds=settings.timeout)
         if group is None:
-            ranks = dist.get_process_group_ranks(model.process_group)
-            group = dist.new_group(
-                ranks, limit, BACKENDS[device.type], use_local_synchronization=True
-            )
-        store = PrefixStore(group.group_name, model.process_group.get_group_store())
+            theirs = model.process_group
+            group = _group_of_its_own(store, theirs.rank(), theirs.size(), device, limit)
         self._world = DistributedWorld(
             *(device, store, limit), watched=False, group=group, limit="comm_hook(timeout=...)"
         )
@@ -482,7 +488,9 @@ class CommHook:
             self._world.traffic[0] = Traffic(*state["traffic"])
             self._checked = Traffic(*state["checked"])
         self._loaded = None
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._waiting: list[_Arrived] = []
         self._new_step()
         self._worker = Worker("gcbench comm_hook")
@@ -503,6 +511,10 @@ class CommHook:
 
     # -- called by DDP, in its threads -------------------------------------------------------------
 
+    def _raise_failure(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         """Raise what went wrong, or would, before the model computes anything.
 
@@ -510,8 +522,7 @@ class CommHook:
             UsageError: inside `join`, or after `close`.
             GcbenchError: what broke the last exchange off.
         """
-        if self._failed is not None:
-            raise self._failed
+        self._raise_failure()
         if self._closed:
             raise UsageError(
                 "the hook of this model was closed. Wrap the module in a new "
@@ -524,12 +535,14 @@ class CommHook:
                 "DistributedSampler(..., drop_last=True)"
             )
 
-    def _hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Hand a bucket to the thread; the future ends with its mean, in the same buffer."""
         buffer, parameters, last = bucket.buffer(), bucket.parameters(), bucket.is_last()
         if self._closed or self._worker is None:
             raise UsageError("the hook of this model was closed: its gradients go nowhere")
-        devices = [buffer.device] if self._stream is not None else None
+        devices: list[int | str | torch.device] = []
+        if self._stream is not None:
+            devices.append(buffer.device)
         done: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
         ready = torch.cuda.current_stream().record_event() if self._stream is not None else None
         lr = self.lr
@@ -563,8 +576,7 @@ class CommHook:
         arrived = _Arrived(buffer, [], done)
         self._waiting.append(arrived)
         try:
-            if self._failed is not None:
-                raise self._failed
+            self._raise_failure()
             with self._on_stream(ready):
                 self._take(arrived, parameters, lr)
                 for number in sorted({placed.lane for placed, _ in arrived.parts}):
@@ -712,9 +724,32 @@ class CommHook:
                 check.warn(method, Bounds.of(method, self.settings.check_error), found)
 
 
+def _group_of_its_own(
+    store: Store, rank: int, size: int, device: torch.device, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Return a new process group that torch's list of groups does not know.
+
+    `torch.distributed.new_group` must be entered by all ranks of the job, whoever is in the group;
+    or else it calls the group by the number of those that there are, so that two groups may meet
+    at one place of the store, or none.
+    """
+    group = dist.ProcessGroup(store, rank, size)
+    if device.type == "cuda":
+        kind = dist.ProcessGroup.BackendType.NCCL
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        backend = dist.ProcessGroupNCCL(store, rank, size, options)
+    else:
+        kind = dist.ProcessGroup.BackendType.GLOO
+        backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+    group._set_default_backend(kind)
+    group._register_backend(device, kind, backend)
+    return group
+
+
 def _result(done: torch.futures.Future[Any]) -> Tensor:
     """Return what the thread came to, or raise it: DDP knows errors that a callback raises."""
-    result = done.value()
+    result: Tensor | BaseException = done.value()
     if isinstance(result, BaseException):
         raise result
     return result
@@ -725,7 +760,8 @@ def _strided(part: Tensor, parameter: Tensor) -> Tensor:
 
     DDP keeps the strides of a parameter that fills its memory without gaps (channels_last, say).
     """
-    order = sorted(range(parameter.dim()), key=lambda d: (-parameter.stride(d), -parameter.size(d)))
+    strides, sizes = parameter.stride(), parameter.size()
+    order = sorted(range(parameter.dim()), key=lambda d: (strides[d], sizes[d]), reverse=True)
     if parameter.permute(order).is_contiguous():
         return part.as_strided(parameter.size(), parameter.stride())
     return part.view(parameter.shape)

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from gcbench.core.errors import PeerLostError, UsageError
 
@@ -20,10 +20,10 @@ _meetings: dict[str, int] = {}
 """How many meetings of each process group have ended, in this process."""
 
 
-def meet(
-    group: dist.ProcessGroup, told: Mapping[str, Any], refused: str, timeout: float
-) -> list[dict[str, Any]]:
-    """Tell all ranks of `group` what this one has, JSON, and return what each told, by rank.
+def meet(group: dist.ProcessGroup, told: Mapping[str, Any], refused: str, timeout: float) -> Store:
+    """Compare what this rank tells, JSON, with what all others of `group` tell.
+
+    Returns a part of the group's store that nobody else writes to, the same for all ranks.
 
     `refused`: why this rank cannot go on; "" if it can. It goes through the group's store and not
     through collectives, so that a rank that does not come is named in time.
@@ -34,7 +34,8 @@ def meet(
     """
     store, rank, size = group.get_group_store(), group.rank(), group.size()
     number = _meetings.get(group.group_name, 0)
-    keys = [f"gcbench/comm_hook/{number}/{each}" for each in range(size)]
+    place = f"gcbench/comm_hook/{number}"
+    keys = [f"{place}/rank/{each}" for each in range(size)]
     store.set(keys[rank], json.dumps({"refused": refused, "told": dict(told)}))
     seconds = min(timeout, PATIENCE)
     if not refused:
@@ -57,7 +58,7 @@ def meet(
             f"the ranks registered different things. {'; '.join(different)}. Call comm_hook with "
             "the same arguments, and load states of the same step, on every rank"
         )
-    return tellings
+    return PrefixStore(place, store)
 
 
 def _await(store: Store, keys: list[str], rank: int, seconds: float) -> None:

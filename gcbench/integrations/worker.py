@@ -6,12 +6,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T")
-_Queue = SimpleQueue["tuple[Callable[[], Any], Future[Any]] | None"]
+Job = tuple[Callable[[], Any], Future[Any]]
+"""What is to be done, and who waits for it."""
 
 
 class Worker:
@@ -19,7 +20,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         """The thread takes as many threads inside an operation as the one that makes it."""
-        self._queue: _Queue = SimpleQueue()
+        self._queue: SimpleQueue[Job | None] = SimpleQueue()
         words = self._queue, torch.get_num_threads()
         threading.Thread(target=_work, args=words, name=name, daemon=True).start()
 
@@ -34,7 +35,7 @@ class Worker:
         self._queue.put(None)
 
 
-def _work(queue: _Queue, threads: int) -> None:
+def _work(queue: SimpleQueue[Job | None], threads: int) -> None:
     torch.set_num_threads(threads)
     while (job := queue.get()) is not None:
         call, future = job
