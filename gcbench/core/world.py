@@ -329,9 +329,12 @@ class DistributedWorld(World):
         began = time.monotonic()
         try:
             yield
-        except RuntimeError as error:
-            waited = time.monotonic() - began
-            raise self._lost(error, waited) from error
+        except (RuntimeError, ValueError) as error:
+            # Where torch's list does not know the group, torch fails to describe the failure.
+            cause = error.__context__ if isinstance(error, ValueError) else error
+            if not isinstance(cause, RuntimeError):
+                raise
+            raise self._lost(cause, time.monotonic() - began) from cause
 
     def _lost(self, error: RuntimeError, waited: float) -> PeerLostError:
         own, limit = self.ranks[0], self.timeout.total_seconds()
