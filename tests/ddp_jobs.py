@@ -6,6 +6,7 @@ One start of the processes does many jobs, each of which returns what a test loo
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import io
 import time
 import warnings
@@ -674,6 +675,7 @@ def checks(rank: int, size: int) -> dict[str, Any]:
 
 def main(member: Any, methods: list[str], jobs: list[str]) -> dict[str, Any]:
     """Do jobs in one process group of gloo."""
+    faulthandler.dump_traceback_later(120, exit=True)  # a hang ends, and shows where
     engines.join(member, "cpu", 1)
     warnings.simplefilter("error")
     rank, size = member.rank, member.size

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import ddp_jobs
 import pytest
@@ -20,7 +21,7 @@ import gcbench
 from gcbench.core import memory, registry
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import Segments
-from gcbench.core.errors import UsageError
+from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.core.exchange import Exchange, Lane, shard_bounds
 from gcbench.integrations import check
 from gcbench.integrations import plan as plans
@@ -34,14 +35,19 @@ JOBS = {
     2: [*ddp_jobs.JOBS],
     3: ["plain", "rebuilt", "unused", "two_models", "differences"],
 }
-_done: dict[int, list[dict]] = {}
+_done: dict[int, Any] = {}
 
 
 def ranks(size: int) -> list[dict]:
     """Return what each rank found in all jobs of this many processes."""
     if size not in _done:
         words = [list(registry.compressors()), JOBS[size]]
-        _done[size] = launch.in_processes(size, 1, ddp_jobs.main, words)
+        try:
+            _done[size] = launch.in_processes(size, 1, ddp_jobs.main, words)
+        except GcbenchError as error:
+            _done[size] = error
+    if isinstance(_done[size], GcbenchError):
+        raise _done[size]
     return _done[size]
 
 
@@ -386,7 +392,7 @@ def test_the_thread_keeps_the_order_and_goes_on_after_an_error():
     assert all(future.done() for future in futures)
     with pytest.raises(ZeroDivisionError):
         wrong.result(10)
-    worker.close()
+    worker.close(10)
 
 
 def test_a_placed_scalar_is_one_element():

@@ -50,6 +50,8 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """The backend of the process group for parameters on each type of device."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Those that float32 holds exactly; gradients are exchanged in it."""
+CLOSING = 5.0
+"""Seconds that `close` waits for a collective that is under way."""
 FORMAT = 1
 """Version of what `CommHook.state_dict` returns."""
 FREE = ("gcbench", "code", "check_every", "step")
@@ -309,8 +311,8 @@ class CommHook:
             return
         self._closed = True
         if self._worker is not None:
-            self._worker.submit(self._world.close)
-            self._worker.close()
+            self._worker.close(CLOSING)
+            self._world.close()
 
     # -- registration ------------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ class Worker:
         """The thread takes as many threads inside an operation as the one that makes it."""
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         words = self._queue, torch.get_num_threads()
-        threading.Thread(target=_work, args=words, name=name, daemon=True).start()
+        self._thread = threading.Thread(target=_work, args=words, name=name, daemon=True)
+        self._thread.start()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Have `call` done after all that was handed over before."""
@@ -30,9 +31,13 @@ class Worker:
         self._queue.put((call, future))
         return future
 
-    def close(self) -> None:
-        """End the thread after all that was handed over before."""
+    def close(self, seconds: float) -> None:
+        """End the thread after all that was handed over before, and wait so long for its end.
+
+        A thread that ends while the interpreter does would abort the process.
+        """
         self._queue.put(None)
+        self._thread.join(seconds)
 
 
 def _work(queue: SimpleQueue[Job | None], threads: int) -> None:
