@@ -62,9 +62,14 @@ class Bounds:
 
     @classmethod
     def of(cls, method: Compressor, error: float | None) -> Bounds:
-        """Return the bounds of a user, or of what the method claims: 1.5 if it contracts."""
+        """Return the user's bounds, or by what the method claims: 1.5 if it contracts.
+
+        And if its mean is one: a vote has a length of its own, and only its direction is judged.
+        """
         if error is None:
-            error = CONTRACTED if method.claims.contractive else math.inf
+            claims = method.claims
+            follows = claims.contractive and claims.aggregate == "mean"
+            error = CONTRACTED if follows else math.inf
         return cls(error)
 
     def judge(self, found: Comparison) -> str:
@@ -75,7 +80,7 @@ class Bounds:
         # Written so that NaN is wrong.
         if not found.relative_error <= self.error:
             wrong.append(f"relative error {found.relative_error:.3g}, bound {self.error:g}")
-        if not found.cosine > self.cosine:
+        if not found.cosine > self.cosine and found.relative_error != math.inf:  # m has a direction
             wrong.append(f"cosine {found.cosine:.3g}, above {self.cosine:g} expected")
         return " and ".join(wrong)
 
