@@ -531,6 +531,8 @@ def differences(rank: int, size: int) -> dict[str, Any]:
     if not odd:
         found["absent"] = refused(lambda: hook("none", timeout=1.0).register(ddp))
     dist.barrier()
+    if odd:
+        found["late"] = refused(lambda: hook("none", timeout=1.0).register(ddp))
     ended = hooked(rank, hook("none"))  # and after all that, what all register alike works
     found["after"] = {"finite": bool(ended.isfinite().all())}
     return found

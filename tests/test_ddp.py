@@ -199,6 +199,9 @@ def test_ranks_that_registered_different_things_all_say_what(size):
             assert found["absent"]["kind"] == "PeerLostError"
             assert f"rank {size - 1} did not register" in found["absent"]["text"]
             assert found["absent"]["seconds"] < 5
+        else:
+            said = f"rank 0 could not register: rank {rank} did not register"
+            assert said in found["late"]["text"]
         assert found["after"]["finite"]
 
 
@@ -314,9 +317,16 @@ def test_bounds_follow_what_a_method_claims_and_judge_nan():
     assert contracting == check.Bounds(1.5)
     assert check.Bounds.of(gcbench.get_compressor("randomk"), None).error == math.inf
     assert check.Bounds.of(gcbench.get_compressor("topk"), 0.1).error == 0.1
+    vote = check.Bounds.of(gcbench.get_compressor("signsgd"), None)
+    assert vote == check.Bounds(math.inf, -0.5)
+    assert vote.judge(check.Comparison(0, "w", 1000, 300.0, -0.1, 0.0, 1.0)) == ""
+    assert "cosine -0.9" in vote.judge(check.Comparison(0, "w", 1000, 300.0, -0.9, 0.0, 1.0))
     wrong = check.Comparison(0, "w", 1000, math.nan, math.nan, 0.0, 1.0)
     assert "relative error nan" in contracting.judge(wrong)
     assert "cosine nan" in contracting.judge(wrong)
+    zero = check.Comparison(0, "w", 1000, math.inf, 0.0, 0.0, 1.0)
+    assert vote.judge(zero) == "", "nothing points anywhere"
+    assert "relative error inf" in contracting.judge(zero)
     assert contracting.judge(check.Comparison(0, "w", 255, 9.0, -1.0, 0.0, 1.0)) == ""
     assert contracting.judge(check.Comparison(0, "w", 1000, 0.0, 1.0, 1.0, 1.0)) == ""
 
@@ -410,10 +420,13 @@ def test_the_example_of_the_readme_trains_saves_and_resumes(tmp_path):
     section = re.search(r"\n## In your DDP job\n(.*?)\n## ", text, re.DOTALL)
     assert section
     (example,) = re.findall(r"```python\n(.*?)```", section[1], re.DOTALL)
-    (tmp_path / "train.py").write_text(example + "\nprint('ended at', hook.step)\n")
+    (tmp_path / "train.py").write_text(
+        example + "\nPath(f'ended-{rank}').write_text(str(hook.step))\n"
+    )
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     for steps in (100, 200):
         (tmp_path / "steps").write_text(str(steps))
         done = subprocess.run([*words, "train.py"], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.count(f"ended at {steps}") == 2
+        assert "times fewer bytes" in done.stdout
+        assert [(tmp_path / f"ended-{rank}").read_text() for rank in (0, 1)] == [str(steps)] * 2

@@ -58,19 +58,23 @@ class Bounds:
     error: float
     """The relative error is above it."""
     cosine: float = 0.0
-    """The cosine is at most it: what arrives does not point where the plain mean does."""
+    """The cosine is at most it: what arrives does not point where the plain mean does.
+
+    Without a plain mean to point anywhere it is not judged.
+    """
 
     @classmethod
     def of(cls, method: Compressor, error: float | None) -> Bounds:
-        """Return the user's bounds, or by what the method claims: 1.5 if it contracts.
+        """Return the bounds, of the error the user's or by what the method claims.
 
-        And if its mean is one: a vote has a length of its own, and only its direction is judged.
+        1.5 if it contracts and its mean is one. A vote has a length of its own, and where workers
+        disagree it may point elsewhere than their mean: it is found if it is turned round.
         """
+        claims = method.claims
+        means = claims.aggregate == "mean"
         if error is None:
-            claims = method.claims
-            follows = claims.contractive and claims.aggregate == "mean"
-            error = CONTRACTED if follows else math.inf
-        return cls(error)
+            error = CONTRACTED if claims.contractive and means else math.inf
+        return cls(error, 0.0 if means else -0.5)
 
     def judge(self, found: Comparison) -> str:
         """Return what is wrong with one tensor; "" for nothing."""
@@ -80,7 +84,7 @@ class Bounds:
         # Written so that NaN is wrong.
         if not found.relative_error <= self.error:
             wrong.append(f"relative error {found.relative_error:.3g}, bound {self.error:g}")
-        if not found.cosine > self.cosine and found.relative_error != math.inf:  # m has a direction
+        if found.relative_error != math.inf and not found.cosine > self.cosine:
             wrong.append(f"cosine {found.cosine:.3g}, above {self.cosine:g} expected")
         return " and ".join(wrong)
 

@@ -125,7 +125,7 @@ def comm_hook(
         start_step: steps before it are exchanged in fp32.
         check_every: at every such step the plain mean is taken, too, and compared; 0 for never.
         check_error: a warning names tensors whose relative error is above it; default 1.5 for
-            methods that contract, none for others. A cosine of 0 or less is warned about always.
+            methods that contract, none for others. So is a cosine of 0 or less (votes: -0.5).
         on_check: called with the comparisons of a step, in the thread that exchanges.
         seed: of random numbers; models trained at the same time should have different ones.
         bucket_mb: tensors of together about this many MiB in fp32 are exchanged together.
@@ -736,6 +736,7 @@ def _group_of_its_own(
     at one place of the store, or none.
     """
     group = dist.ProcessGroup(store, rank, size)
+    backend: dist.ProcessGroupGloo | dist.ProcessGroupNCCL
     if device.type == "cuda":
         kind = dist.ProcessGroup.BackendType.NCCL
         options = dist.ProcessGroupNCCL.Options()

@@ -17,7 +17,7 @@ from gcbench.core.errors import PeerLostError, UsageError
 PATIENCE = 60.0
 """Seconds that a rank waits for the others to register, if the timeout is not shorter."""
 _meetings: dict[str, int] = {}
-"""How many meetings of each process group have ended, in this process."""
+"""How many meetings of each process group this process has come to."""
 
 
 def meet(group: dist.ProcessGroup, told: Mapping[str, Any], refused: str, timeout: float) -> Store:
@@ -38,11 +38,10 @@ def meet(group: dist.ProcessGroup, told: Mapping[str, Any], refused: str, timeou
     keys = [f"{place}/rank/{each}" for each in range(size)]
     store.set(keys[rank], json.dumps({"refused": refused, "told": dict(told)}))
     seconds = min(timeout, PATIENCE)
-    if not refused:
-        _await(store, keys, rank, seconds)
     _meetings[group.group_name] = number + 1
     if refused:
         raise UsageError(refused)
+    _await(store, keys, rank, seconds)
     everyone = [json.loads(store.get(key)) for key in keys]
     for other, each in enumerate(everyone):
         if each["refused"]:
@@ -70,9 +69,10 @@ def _await(store: Store, keys: list[str], rank: int, seconds: float) -> None:
             store.wait([key], timedelta(seconds=left))
         except RuntimeError as error:
             missing = [i for i, each in enumerate(keys) if not store.check([each])]
-            with suppress(RuntimeError):  # whoever comes later finds nobody, and says so as well
-                store.delete_key(keys[rank])
-            raise PeerLostError(
-                f"rank {rank}: rank {', '.join(map(str, missing))} did not register a hook within "
+            said = (
+                f"rank {', '.join(map(str, missing))} did not register a hook within "
                 f"{seconds:.0f} s. Every rank calls register; look for the error of those"
-            ) from error
+            )
+            with suppress(RuntimeError):  # who comes later hears of it
+                store.set(keys[rank], json.dumps({"refused": said, "told": {}}))
+            raise PeerLostError(f"rank {rank}: {said}") from error
