@@ -372,6 +372,27 @@ def test_an_owner_carries_what_lies_in_its_shard(simulated):
     world.ranks = range(2)
 
 
+def test_what_is_set_aside_is_not_sent_and_comes_back(simulated):
+    """Zeros while the lane is exchanged; an owner's residual that was made meanwhile is zero."""
+    plan = Plan.of(["a", "b"], [(300,), (700,)], [False] * 2, math.inf)
+    method = gcbench.get_compressor("onebit")
+    lane = Lane(method, "twoshot", 0, Segments.of([(700,), (300,)]), memory.Residual())
+    exchange = Exchange(simulated(1), [lane], 0, Clock(torch.device("cpu")))
+    residual = exchange.workers[0][0]["residual"]
+    residual.fill_(2.0)
+    idle, used = plan.tensors
+    with plans.set_aside(exchange, plan, [idle]):
+        assert not idle.of(residual).any()
+        assert used.of(residual).all()
+        exchange.workers[0][0]["owner"] = torch.full((1000,), 3.0)
+        residual.fill_(5.0)
+    assert torch.equal(idle.of(residual), torch.full((700,), 2.0))
+    assert torch.equal(used.of(residual), torch.full((300,), 5.0))
+    owner = exchange.workers[0][0]["owner"]
+    assert not idle.of(owner).any()
+    assert torch.equal(used.of(owner), torch.full((300,), 3.0))
+
+
 def test_a_stretch_of_a_bucket_is_seen_in_the_parameters_strides():
     part = torch.arange(24.0)
     for parameter in (
