@@ -14,8 +14,9 @@ PUBLIC = {
     **dict.fromkeys(("Batch", "Split", "Task"), "core.task"),
     "Dropout": "training.dropout",
     "Sink": "training.sinks",
+    "comm_hook": "integrations.ddp",
 }
-"""What a plug-in derives from and what it is handed, and the module of each; imported late."""
+"""What a plug-in derives from or a training job calls, and the module of each; imported late."""
 __all__ = [
     "Batch",
     "Claims",
@@ -31,6 +32,7 @@ __all__ = [
     "Split",
     "Task",
     "__version__",
+    "comm_hook",
     "get_compressor",
     "get_task",
     "load_results",
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     )
     from gcbench.core.memory import Memory
     from gcbench.core.task import Batch, Split, Task
+    from gcbench.integrations.ddp import comm_hook
     from gcbench.training.dropout import Dropout
     from gcbench.training.sinks import Sink
 

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 BELOW = {
     "core": (),
     "ops": ("core",),
+    "integrations": ("core", "ops"),
     "training": ("core", "ops"),
     "reporting": ("core", "ops", "training"),
     "studies": ("core", "ops", "training", "reporting"),

@@ -27,7 +27,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gcbench.core import faults, purposes
 from gcbench.core.clock import Clock
@@ -104,6 +104,16 @@ def dense_tensors(
     return [
         math.prod(shape) < below or name in last for name, shape in zip(names, shapes, strict=True)
     ]
+
+
+def classifier(model: nn.Module) -> list[str]:
+    """Return the parameter names of the last layer: the last module with its own parameters."""
+    names: list[str] = []
+    for prefix, module in model.named_modules():
+        own = [name for name, _ in module.named_parameters(recurse=False)]
+        if own:
+            names = [f"{prefix}.{name}" if prefix else name for name in own]
+    return names
 
 
 class Piece(NamedTuple):
@@ -206,6 +216,14 @@ class Exchange:
             PayloadError: a payload is corrupt. On a GPU that is known when all has been launched,
                 and the states may have taken over what a corrupt payload stood for.
         """
+        self.follow(lr)
+        with faults.together():
+            for number in range(len(self.lanes)):
+                self.lane_mean(number, buckets, step)
+        return self._means()[0]
+
+    def follow(self, lr: float) -> None:
+        """Rescale the residuals to the learning rate that the next means will be applied with."""
         if self.lr is not None and lr != self.lr:
             for states in self.workers:
                 for lane, state in zip(self.lanes, states, strict=True):
@@ -213,14 +231,25 @@ class Exchange:
                     if "owner" in state:
                         state["owner"].mul_(self.lr / lr)
         self.lr = lr
+
+    def lane_mean(self, number: int, buckets: Sequence[Tensor], step: int) -> Tensor:
+        """Return the mean of lane `number` alone, float32, shape (n of the lane,).
+
+        For gradients that come lane by lane, after `follow`: of the buckets only the lane's stretch
+        is read. All workers go through the lanes in the same order, whichever it is: the means are
+        the same bits. The result is the exchange's own buffer and holds until the lane's next call.
+        """
+        lane, out = self.lanes[number], self._means()[1][number]
+        stop = lane.start + lane.segments.numel
+        with faults.together():
+            self._lane(number, [bucket[lane.start : stop] for bucket in buckets], step, out)
+        return out
+
+    def _means(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return where the means of all lanes lie, and each lane's part of it."""
         sizes = [lane.segments.numel for lane in self.lanes]
         mean = self.buffers.floats("mean", sum(sizes))
-        with faults.together():
-            for number, out in enumerate(torch.split(mean, sizes)):
-                lane = self.lanes[number]
-                stop = lane.start + lane.segments.numel
-                self._lane(number, [bucket[lane.start : stop] for bucket in buckets], step, out)
-        return mean
+        return mean, torch.split(mean, sizes)
 
     def _workers(self, phase: str, call: Callable[[int], T]) -> list[T]:
         """Run `call(i)` for each local worker i, booked under `phase`."""

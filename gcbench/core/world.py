@@ -297,14 +297,24 @@ class DistributedWorld(World):
     """One worker of a torch.distributed process group that has been initialized."""
 
     def __init__(
-        self, device: torch.device, store: Store, timeout: timedelta, *, watched: bool
+        self,
+        device: torch.device,
+        store: Store,
+        timeout: timedelta,
+        *,
+        watched: bool,
+        group: dist.ProcessGroup | None = None,
+        limit: str = "GCBENCH_COLLECTIVE_TIMEOUT",
     ) -> None:
         """`store` and `timeout` are the process group's.
 
-        `watched`: a launcher sees at once which process ends, and names it.
+        `watched`: a launcher sees at once which process ends, and names it. `group`: None is the
+        default one; ranks are those in the group. `limit`: where the user sets the timeout.
         """
-        self.size, self.device = dist.get_world_size(), device
-        rank = dist.get_rank()
+        self.group, self.limit = group, limit
+        self.size = dist.get_world_size() if group is None else group.size()
+        self.device = device
+        rank = dist.get_rank() if group is None else group.rank()
         self.ranks = range(rank, rank + 1)
         self.store, self.timeout, self.watched = store, timeout, watched
         super().__init__()
@@ -319,9 +329,12 @@ class DistributedWorld(World):
         began = time.monotonic()
         try:
             yield
-        except RuntimeError as error:
-            waited = time.monotonic() - began
-            raise self._lost(error, waited) from error
+        except (RuntimeError, ValueError) as error:
+            # Where torch's list does not know the group, torch fails to describe the failure.
+            cause = error.__context__ if isinstance(error, ValueError) else error
+            if not isinstance(cause, RuntimeError):
+                raise
+            raise self._lost(cause, time.monotonic() - began) from cause
 
     def _lost(self, error: RuntimeError, waited: float) -> PeerLostError:
         own, limit = self.ranks[0], self.timeout.total_seconds()
@@ -335,7 +348,7 @@ class DistributedWorld(World):
             what = "broken off by another worker"
         return PeerLostError(
             f"worker {own}: a collective ended after {waited:.0f} s {what}; the limit is "
-            f"{limit:.0f} s (GCBENCH_COLLECTIVE_TIMEOUT). torch says: {said:.200}"
+            f"{limit:.0f} s ({self.limit}). torch says: {said:.200}"
         )
 
     def _silent(self) -> list[int]:
@@ -361,12 +374,15 @@ class DistributedWorld(World):
         return [from_bytes(data.cpu().numpy().tobytes()) for data in everyone]
 
     def close(self) -> None:  # noqa: D102
-        dist.destroy_process_group()
+        if self.group is None:
+            dist.destroy_process_group()
+        else:  # it belongs to whoever made it
+            self.group = None
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         received = tensor.clone()
         with self.together():
-            dist.broadcast(received, 0)
+            dist.broadcast(received, group=self.group, group_src=0)
         return received
 
     def _all_reduce(self, tensors: Sequence[Tensor], op: Op, out: Tensor | None) -> Tensor:
@@ -375,7 +391,8 @@ class DistributedWorld(World):
             return self._ordered_sum(tensor, out)
         total = _copy(tensor, out)
         with self.together():
-            dist.all_reduce(total, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
+            how = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+            dist.all_reduce(total, how, group=self.group)
         return total
 
     def _ordered_sum(self, tensor: Tensor, out: Tensor | None) -> Tensor:
@@ -404,10 +421,10 @@ class DistributedWorld(World):
             own = [tensor.numel()] * self.size
             repeated = tensor.repeat(self.size)
             with self.together():
-                dist.all_to_all_single(out, repeated, list(sizes), own)
+                dist.all_to_all_single(out, repeated, list(sizes), own, group=self.group)
         else:
             with self.together():
-                dist.all_gather(pieces, tensor)
+                dist.all_gather(pieces, tensor, group=self.group)
         return pieces
 
     def _all_to_all(
@@ -420,7 +437,7 @@ class DistributedWorld(World):
         tensor, counts = tensors[0].contiguous(), list(sizes[0])
         out = tensor.new_empty(sum(counts)) if out is None else out[: sum(counts)]
         with self.together():
-            dist.all_to_all_single(out, tensor, counts, list(splits[0]))
+            dist.all_to_all_single(out, tensor, counts, list(splits[0]), group=self.group)
         return [list(torch.split(out, counts))]
 
 

@@ -25,7 +25,7 @@ from gcbench.core import purposes, registry
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import Key, Segments
 from gcbench.core.errors import DivergedError, GcbenchError, Interrupted, UsageError
-from gcbench.core.exchange import Exchange, Lane, dense_tensors
+from gcbench.core.exchange import Exchange, Lane, classifier, dense_tensors
 from gcbench.core.schema import PHASES, SCHEMA
 from gcbench.core.task import Split, Task
 from gcbench.core.world import World
@@ -55,16 +55,6 @@ class Options:
     capture: captures.Plan | None = None
     sinks: tuple[str, ...] = ()
     """Names of the sinks that hear of the records."""
-
-
-def classifier(model: nn.Module) -> list[str]:
-    """Return the parameter names of the last layer: the last module with its own parameters."""
-    names: list[str] = []
-    for prefix, module in model.named_modules():
-        own = [name for name, _ in module.named_parameters(recurse=False)]
-        if own:
-            names = [f"{prefix}.{name}" if prefix else name for name in own]
-    return names
 
 
 def _share_parameters(replica: nn.Module, model: nn.Module) -> nn.Module:

@@ -231,7 +231,7 @@ def of_module(spec: str) -> Network:
     """
     from torch import nn
 
-    from gcbench.training.train import classifier
+    from gcbench.core.exchange import classifier
 
     place, colon, attribute = spec.partition(":")
     if not (place and colon and attribute):

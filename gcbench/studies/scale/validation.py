@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from gcbench import ops
 from gcbench.core import registry
 from gcbench.core.errors import GcbenchError
-from gcbench.core.exchange import dense_tensors
+from gcbench.core.exchange import classifier, dense_tensors
 from gcbench.core.schema import ADDED
 from gcbench.reporting import figures, kernel_timings, reader
 from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table, provenance
@@ -35,7 +35,6 @@ from gcbench.studies.scale.clusters import Cluster, make
 from gcbench.studies.scale.networks import Shapes
 from gcbench.training import configuration, progress
 from gcbench.training.configuration import Config
-from gcbench.training.train import classifier
 
 KIND = "scale-validation"
 BYTES = ("payload_up", "payload_down", "wire")

@@ -1,0 +1,779 @@
+"""Gradient compression inside DistributedDataParallel: `gcbench.comm_hook(...).register(model)`.
+
+DDP hands its buckets to a hook while backward runs. Here they go to one thread, first in, first
+out, whose process group nothing else uses: a method may need several collectives one after the
+other, which in DDP's own group hang or mix. The thread exchanges a lane (see
+`gcbench.integrations.plan`) as soon as all its gradients have come, by the same
+`gcbench.core.exchange.Exchange` as gcbench's own engines. DDP waits for it at the end of backward.
+
+Nothing depends on DDP's buckets, which change after the first steps and after a restart: random
+numbers are addressed by (seed, step, rank, place of the element in the model), what is carried is
+kept by the parameter's name, and a resumed job ends in the bits of an uninterrupted one.
+
+On a GPU the exchange has a stream of its own, which waits for the bucket by an event. That path has
+never run.
+"""
+
+# Not `from __future__ import annotations`: DDP compares the hook's annotations with classes.
+import hashlib
+import inspect
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket, Store  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+
+import gcbench
+from gcbench.core import memory as memories
+from gcbench.core import registry
+from gcbench.core.clock import Clock
+from gcbench.core.compressor import Compressor, Segments
+from gcbench.core.errors import DivergedError, UsageError
+from gcbench.core.exchange import Exchange, Lane, check_legal, classifier, dense_tensors
+from gcbench.core.memory import Memory
+from gcbench.core.world import DistributedWorld, Traffic
+from gcbench.integrations import check, handshake
+from gcbench.integrations import plan as plans
+from gcbench.integrations.check import Bounds, Comparison
+from gcbench.integrations.plan import Placed, Plan
+from gcbench.integrations.worker import Worker
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+"""The backend of the process group for parameters on each type of device."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Those that float32 holds exactly; gradients are exchanged in it."""
+CLOSING = 5.0
+"""Seconds that `close` waits for a collective that is under way."""
+FORMAT = 1
+"""Version of what `CommHook.state_dict` returns."""
+FREE = ("gcbench", "code", "check_every", "step")
+"""What may differ between the job that saved a state and the one that loads it."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `comm_hook` was asked for."""
+
+    compressor: Compressor
+    collective: str
+    memory: Memory
+    dense_below: int
+    dense_last: bool
+    start_step: int
+    check_every: int
+    check_error: float | None
+    on_check: Callable[[list[Comparison]], None] | None
+    seed: int
+    bucket_mb: float
+    timeout: float
+    process_group: dist.ProcessGroup | None
+
+    def lanes(self, plan: Plan, step: int) -> list[Lane]:
+        """Return how each lane of the plan is exchanged from `step` on."""
+        plain = registry.compressor("none")
+        lanes = []
+        for tensors, dense in zip(plan.lanes, plan.dense, strict=True):
+            shapes, start = [placed.shape for placed in tensors], tensors[0].start
+            memory = self.memory.dense() if dense else self.memory
+            if dense or step < self.start_step:
+                lanes.append(Lane(plain, "allreduce", start, Segments.of(shapes), memory))
+            else:
+                segments = Segments.of(shapes, self.compressor.granularity)
+                lanes.append(Lane(self.compressor, self.collective, start, segments, memory))
+        return lanes
+
+
+def comm_hook(
+    compressor: str | Compressor,
+    *,
+    memory: str | None = None,
+    memory_options: Mapping[str, Any] | None = None,
+    collective: str | None = None,
+    dense_below: int = 0,
+    dense_last: bool = False,
+    start_step: int = 0,
+    check_every: int = 0,
+    check_error: float | None = None,
+    on_check: Callable[[list[Comparison]], None] | None = None,
+    seed: int = 0,
+    bucket_mb: float = 25.0,
+    timeout: float = 1800.0,
+    process_group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> "CommHook":
+    """Return a hook that compresses the gradients of a DistributedDataParallel model.
+
+    `hook.register(model)` on every rank, after DDP has wrapped the module. The optimizer then gets
+    the mean of what the ranks sent, the same bits on each.
+
+    Args:
+        compressor: a registered name (`gcbench list compressors`), or a compressor.
+        memory: what is carried from step to step, by name; default what the method published. With
+            `momentum` and `dgc` the optimizer must have none of its own.
+        memory_options: fields of the memory.
+        collective: one of the method's legal ones; default the first of them.
+        dense_below: tensors of fewer elements stay fp32.
+        dense_last: the last layer stays fp32.
+        start_step: steps before it are exchanged in fp32.
+        check_every: at every such step the plain mean is taken, too, and compared; 0 for never.
+        check_error: a warning names tensors whose relative error is above it; default 1.5 for
+            methods that contract, none for others. So is a cosine of 0 or less (votes: -0.5).
+        on_check: called with the comparisons of a step, in the thread that exchanges.
+        seed: of random numbers; models trained at the same time should have different ones.
+        bucket_mb: tensors of together about this many MiB in fp32 are exchanged together.
+        timeout: seconds that a rank waits for the others in a collective.
+        process_group: what gradients travel through, used by nothing else; its ranks are those of
+            the model's group, in their order. Default: a new one.
+        options: fields of the compressor.
+
+    Raises:
+        gcbench.core.errors.UsageError: an unknown name, field or value, or an illegal collective.
+    """
+    if isinstance(compressor, str):
+        method = registry.compressor(compressor, **options)
+    elif options:
+        raise UsageError(
+            f"fields {', '.join(options)} beside {compressor!r}, which has its own: "
+            "set them there, or give the compressor's name"
+        )
+    else:
+        method = compressor
+    for name, value, least in (
+        ("dense_below", dense_below, 0),
+        ("start_step", start_step, 0),
+        ("check_every", check_every, 0),
+        ("check_error", math.inf if check_error is None else check_error, 0),
+        ("bucket_mb", bucket_mb, 0),
+        ("timeout", timeout, 0.001),
+    ):
+        if not value >= least:
+            raise UsageError(f"{name}={value!r}: at least {least} allowed")
+    if math.isinf(timeout):
+        raise UsageError("timeout=inf: a rank that waits for a dead one must end; seconds expected")
+    if memory is None:
+        memory = method.memory
+        fields = {**method.memory_options, **(memory_options or {})}
+    else:
+        fields = dict(memory_options or {})
+        memories.check_legal(memory, method)
+    return CommHook(
+        Settings(
+            compressor=method,
+            collective=check_legal(method, collective),
+            memory=memories.make(memory, fields),
+            dense_below=dense_below,
+            dense_last=dense_last,
+            start_step=start_step,
+            check_every=check_every,
+            check_error=check_error,
+            on_check=on_check,
+            seed=seed,
+            bucket_mb=bucket_mb,
+            timeout=timeout,
+            process_group=process_group,
+        )
+    )
+
+
+class _Totals(Clock):
+    """Adds up phases over all steps, without waiting for the device."""
+
+    def read(self) -> float:
+        return time.perf_counter()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return dict(self._now)
+
+
+@dataclass(eq=False)
+class _Arrived:
+    """A bucket of DDP whose mean is still to come."""
+
+    buffer: Tensor
+    parts: list[tuple[Placed, Tensor]]
+    """Its tensors, and where each lies in the buffer, in the parameter's strides."""
+    done: torch.futures.Future[Any]
+
+
+class CommHook:
+    """One model's compressed exchange, made by `comm_hook`.
+
+    `records` has the comparisons of `check_every`, oldest first. `lr` is the learning rate that the
+    next mean is applied with: set it with your schedule, so that residuals stand for the same
+    update after a change; left alone, residuals stay as they are.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.lr = 1.0
+        self.step = 0
+        """Steps that were exchanged: backward passes outside `no_sync`."""
+        self.records: list[Comparison] = []
+        self._registered = self._closed = False
+        self._loaded: dict[str, Any] | None = None
+        self._failed: BaseException | None = None
+        self._worker: Worker | None = None
+        self._checked = Traffic()
+
+    # -- for the user ------------------------------------------------------------------------------
+
+    def register(self, model: DistributedDataParallel) -> Self:
+        """Exchange the gradients of `model` from its next backward on. All ranks call it.
+
+        With one rank nothing is registered and nothing changes.
+
+        Raises:
+            gcbench.core.errors.UsageError: what this model has cannot be compressed, or the ranks
+                differ in what they registered: on every rank, with what to do.
+            gcbench.core.errors.PeerLostError: another rank did not come.
+        """
+        if not isinstance(model, DistributedDataParallel):
+            raise UsageError(
+                f"a {type(model).__name__} came: wrap the module in "
+                "torch.nn.parallel.DistributedDataParallel first, and register on that"
+            )
+        try:
+            named = self._examine(model)
+            refused, plan = "", self._plan(model, named)
+            told = self._told(model, plan, named)
+            self._check_state(model, told)
+        except UsageError as error:
+            refused, told = str(error), {}
+        timeout = self.settings.timeout
+        store = handshake.meet(model.process_group, told, refused, timeout)
+        self._registered = True
+        if model.process_group.size() == 1:
+            return self
+        self._begin(model, plan, named, told, store)
+        model.register_forward_pre_hook(self._before_forward)
+        model.register_comm_hook(None, self._hook)
+        return self
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes of this rank since the first step, those of `check_every` not among them."""
+        return replace(self._world.traffic[0]) if self._worker else Traffic()
+
+    @property
+    def checked(self) -> Traffic:
+        """Bytes that `check_every` cost this rank."""
+        return replace(self._checked)
+
+    @property
+    def plain_bytes(self) -> float:
+        """Bytes that this rank would have handed over in fp32."""
+        return 4.0 * self.step * self._flat.numel() if self._worker else 0.0
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of the exchanging thread by phase: statistic, encode, communicate, decode."""
+        return self._clock.seconds if self._worker else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank carries: numbers, strings and tensors, for `torch.save`.
+
+        Every rank has its own and saves its own; between steps, after backward.
+        """
+        if self._worker is None:
+            return {} if self._loaded is None else self._loaded
+        return self._worker.submit(self._state).result()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Carry on from a `state_dict` of the same rank. Before `register`, which compares it.
+
+        Raises:
+            gcbench.core.errors.UsageError: the hook is registered, or that is no such state.
+        """
+        if self._registered:
+            raise UsageError(
+                "load_state_dict after register: the ranks compare their states when they "
+                "register. Make a hook, load the state, then register it on a new DDP model"
+            )
+        if state and state.get("format") != FORMAT:
+            raise UsageError(
+                f"state of format {state.get('format')!r}: {FORMAT} expected, as "
+                "CommHook.state_dict returns it"
+            )
+        self._loaded = dict(state) or None
+
+    def close(self) -> None:
+        """End the thread and the process group. The model cannot be trained on after that."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._worker is not None:
+            self._worker.close(CLOSING)
+            self._world.close()
+
+    # -- registration ------------------------------------------------------------------------------
+
+    def _examine(self, model: DistributedDataParallel) -> dict[str, nn.Parameter]:
+        """Return the parameters that DDP reduces, by name.
+
+        Raises:
+            UsageError: something about the model cannot be carried.
+        """
+        if self._registered:
+            raise UsageError("this hook is registered already: make one for each model")
+        if self._closed:
+            raise UsageError("this hook was closed: make a new one")
+        if getattr(model, "mixed_precision", None) is not None:
+            raise UsageError(
+                "DDP(mixed_precision=...) takes the one place for a hook itself. Leave it out and "
+                "use torch.autocast around the forward pass, or parameters in bfloat16"
+            )
+        if getattr(model, "_comm_hooks", ()):
+            raise UsageError(
+                "the model has a communication hook, and DDP takes one. Wrap the module in a new "
+                "DistributedDataParallel to register another"
+            )
+        ignored = getattr(model, "parameters_to_ignore", ())
+        named = {
+            name: parameter
+            for name, parameter in model.module.named_parameters()
+            if parameter.requires_grad and name not in ignored
+        }
+        if not named:
+            raise UsageError(
+                "no parameter of the model requires a gradient: there is nothing to exchange. "
+                "Unfreeze it before DistributedDataParallel wraps it, or train without a hook"
+            )
+        for prefix, module in model.module.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                raise UsageError(
+                    f"{prefix or 'the model'} has sparse gradients (sparse=True), which are not "
+                    "compressed here. Make it with sparse=False"
+                )
+        wrong = [f"{k} is {p.dtype}" for k, p in named.items() if p.dtype not in DTYPES]
+        if wrong:
+            raise UsageError(
+                f"{', '.join(wrong[:3])}: gradients are exchanged in float32, which holds "
+                "float32, bfloat16 and float16. Convert the model"
+            )
+        devices = sorted({str(parameter.device) for parameter in named.values()})
+        if len(devices) > 1 or torch.device(devices[0]).type not in BACKENDS:
+            raise UsageError(
+                f"parameters on {', '.join(devices)}: one CPU or one CUDA device a rank expected"
+            )
+        self._check_group(model, torch.device(devices[0]))
+        return named
+
+    def _check_group(self, model: DistributedDataParallel, device: torch.device) -> None:
+        """Raise UsageError for a process group that cannot serve."""
+        theirs, given = model.process_group, self.settings.process_group
+        needed = BACKENDS[device.type]
+        for what, group in (("the model's", theirs), ("the given", given)):
+            if group is None:
+                continue
+            try:
+                backend = group._get_backend(device).name()
+            except RuntimeError:
+                backend = "none"
+            if backend != needed:
+                raise UsageError(
+                    f"{what} process group has the backend {backend!r} for {device.type} tensors, "
+                    f"and the hook needs {needed!r}: "
+                    f'torch.distributed.init_process_group("{needed}")'
+                )
+        ranks = dist.get_process_group_ranks(theirs)
+        if given is not None and (
+            dist.get_process_group_ranks(given) != ranks or given.rank() != theirs.rank()
+        ):
+            raise UsageError(
+                f"the given process group has the ranks {dist.get_process_group_ranks(given)}, "
+                f"the model's {ranks}: they must be the same, in one order"
+            )
+        if given is theirs:
+            raise UsageError(
+                "the given process group is the model's own, in which DDP works at the same time. "
+                "Leave process_group out, or give one that nothing else uses"
+            )
+
+    def _plan(self, model: DistributedDataParallel, named: Mapping[str, nn.Parameter]) -> Plan:
+        settings = self.settings
+        names, shapes = list(named), [tuple(p.shape) for p in named.values()]
+        last = classifier(model.module) if settings.dense_last else []
+        dense = dense_tensors(names, shapes, settings.dense_below, last)
+        return Plan.of(names, shapes, dense, settings.bucket_mb * 2**20 / 4)
+
+    def _told(
+        self, model: DistributedDataParallel, plan: Plan, named: Mapping[str, nn.Parameter]
+    ) -> dict[str, Any]:
+        """Return what must be the same on all ranks, by a name for people."""
+        settings, method = self.settings, self.settings.compressor
+        layout = [
+            [[placed.name, placed.shape, str(named[placed.name].dtype)] for placed in lane]
+            for lane in plan.lanes
+        ]
+        digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:12]
+        count = sum(placed.numel for placed in plan.tensors)
+        return {
+            "gcbench": gcbench.__version__,
+            "compressor": f"{type(method).__module__}.{registry.call(method)}",
+            "code": _code(type(method)),
+            "collective": settings.collective,
+            "memory": f"{type(settings.memory).__module__}.{registry.call(settings.memory)}",
+            "dense_below": settings.dense_below,
+            "dense_last": settings.dense_last,
+            "start_step": settings.start_step,
+            "check_every": settings.check_every,
+            "seed": settings.seed,
+            "bucket_mb": settings.bucket_mb,
+            "process_group": "given" if settings.process_group is not None else "own",
+            "unused parameters": bool(model.find_unused_parameters or model.static_graph),
+            "parameters": f"{len(plan.tensors)} with {count} elements, layout {digest}",
+            "step": self._loaded["step"] if self._loaded else 0,
+        }
+
+    def _check_state(self, model: DistributedDataParallel, told: Mapping[str, Any]) -> None:
+        """Raise UsageError if the state that was loaded is of another rank or configuration."""
+        state, group = self._loaded, model.process_group
+        if state is None:
+            return
+        place = state["rank"], state["world_size"]
+        if place != (group.rank(), group.size()):
+            raise UsageError(
+                f"the state is that of rank {place[0]} of {place[1]}, and this is rank "
+                f"{group.rank()} of {group.size()}: every rank saves and loads its own. To go on "
+                "with another number of ranks, register a hook without a state: residuals are lost"
+            )
+        different = [
+            f"{name}: {state['told'].get(name)!r} then, {now!r} now"
+            for name, now in told.items()
+            if name not in FREE and state["told"].get(name) != now
+        ]
+        if different:
+            raise UsageError(
+                f"the state was saved by a hook with other settings. {'; '.join(different)}. Use "
+                "those, or register a hook without a state: residuals are lost"
+            )
+
+    def _begin(
+        self,
+        model: DistributedDataParallel,
+        plan: Plan,
+        named: Mapping[str, nn.Parameter],
+        told: dict[str, Any],
+        store: Store,
+    ) -> None:
+        """Make the process group, the exchange and the thread."""
+        settings, group = self.settings, self.settings.process_group
+        device, limit = next(iter(named.values())).device, timedelta(seconds=settings.timeout)
+        if group is None:
+            theirs = model.process_group
+            group = _group_of_its_own(store, theirs.rank(), theirs.size(), device, limit)
+        self._world = DistributedWorld(
+            *(device, store, limit), watched=False, group=group, limit="comm_hook(timeout=...)"
+        )
+        self._clock = _Totals(device)
+        self._told_all, self._plan_made = told, plan
+        self._partial = bool(told["unused parameters"])
+        self._placed = {id(named[placed.name]): placed for placed in plan.tensors}
+        self._parameters = list(named.values())  # so that no other tensor gets their ids
+        self._flat = torch.zeros(sum(placed.numel for placed in plan.tensors), device=device)
+        state = self._loaded
+        self.step = state["step"] if state else 0
+        lanes = settings.lanes(plan, self.step)
+        self._exchange = Exchange(self._world, lanes, settings.seed, self._clock)
+        if state:
+            plans.load(self._exchange, plan, state)
+            self._exchange.lr = state["lr"]
+            self._world.traffic[0] = Traffic(*state["traffic"])
+            self._checked = Traffic(*state["checked"])
+        self._loaded = None
+        self._stream = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._waiting: list[_Arrived] = []
+        self._new_step()
+        self._worker = Worker("gcbench comm_hook")
+
+    def _state(self) -> dict[str, Any]:
+        traffic, checked = self._world.traffic[0], self._checked
+        return {
+            "format": FORMAT,
+            "step": self.step,
+            "lr": self._exchange.lr,
+            "rank": self._world.ranks[0],
+            "world_size": self._world.size,
+            "told": self._told_all,
+            "traffic": [traffic.payload_up, traffic.payload_down, traffic.wire],
+            "checked": [checked.payload_up, checked.payload_down, checked.wire],
+            **plans.save(self._exchange, self._plan_made),
+        }
+
+    # -- called by DDP, in its threads -------------------------------------------------------------
+
+    def _raise_failure(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+
+    def _before_forward(self, model: nn.Module, inputs: Any) -> None:
+        """Raise what went wrong, or would, before the model computes anything.
+
+        Raises:
+            UsageError: inside `join`, or after `close`.
+            GcbenchError: what broke the last exchange off.
+        """
+        self._raise_failure()
+        if self._closed:
+            raise UsageError(
+                "the hook of this model was closed. Wrap the module in a new "
+                "DistributedDataParallel to train on"
+            )
+        if getattr(getattr(model, "_join_config", None), "enable", False):
+            raise UsageError(
+                "DDP's join runs the hook on zeros for ranks without data, which would send their "
+                "residuals and change the mean. Give all ranks as many batches: "
+                "DistributedSampler(..., drop_last=True)"
+            )
+
+    def _hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Hand a bucket to the thread; the future ends with its mean, in the same buffer."""
+        buffer, parameters, last = bucket.buffer(), bucket.parameters(), bucket.is_last()
+        if self._closed or self._worker is None:
+            raise UsageError("the hook of this model was closed: its gradients go nowhere")
+        devices: list[int | str | torch.device] = []
+        if self._stream is not None:
+            devices.append(buffer.device)
+        done: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
+        ready = torch.cuda.current_stream().record_event() if self._stream is not None else None
+        lr = self.lr
+        self._worker.submit(lambda: self._arrive(buffer, parameters, last, lr, done, ready))
+        return done.then(_result)
+
+    # -- in the thread -----------------------------------------------------------------------------
+
+    def _new_step(self) -> None:
+        self._left = [len(lane) for lane in self._plan_made.lanes]
+        self._seen: set[str] = set()
+        self._compared: list[Comparison] = []
+
+    @contextmanager
+    def _on_stream(self, ready: Any) -> Iterator[None]:
+        with torch.no_grad(), torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            if self._stream is not None:
+                self._stream.wait_event(ready)
+            yield
+
+    def _arrive(
+        self,
+        buffer: Tensor,
+        parameters: Sequence[Tensor],
+        last: bool,
+        lr: float,
+        done: torch.futures.Future[Any],
+        ready: Any,
+    ) -> None:
+        """Take a bucket in, exchange the lanes that are complete, and hand buckets back."""
+        arrived = _Arrived(buffer, [], done)
+        self._waiting.append(arrived)
+        try:
+            self._raise_failure()
+            with self._on_stream(ready):
+                self._take(arrived, parameters, lr)
+                for number in sorted({placed.lane for placed, _ in arrived.parts}):
+                    if self._left[number] == 0:
+                        self._exchange_lane(number)
+                finished = self._finished()
+                if last:
+                    self._end_step()
+                self._waiting = [each for each in self._waiting if each not in finished]
+                for each in finished:
+                    each.done.set_result(each.buffer)
+        except BaseException as error:
+            self._failed = error
+            for waiting in self._waiting:
+                waiting.done.set_result(error)
+            self._waiting = []
+
+    def _take(self, arrived: _Arrived, parameters: Sequence[Tensor], lr: float) -> None:
+        """Copy a bucket's gradients to their places in the flat gradient."""
+        if not self._seen:
+            if self.step == self.settings.start_step and self.step:
+                self._exchange.change(self.settings.lanes(self._plan_made, self.step))
+            self._exchange.follow(lr)
+        if arrived.buffer.is_sparse:
+            raise UsageError(
+                "a sparse gradient came, which is not compressed here. Make the module that has "
+                "it with sparse=False"
+            )
+        start = 0
+        for parameter in parameters:
+            placed = self._placed.get(id(parameter))
+            if placed is None:
+                raise UsageError(
+                    f"a gradient of shape {tuple(parameter.shape)} came of a parameter that did "
+                    "not require one when the hook was registered. Set requires_grad before "
+                    "DistributedDataParallel wraps the module"
+                )
+            if placed.name in self._seen:
+                raise UsageError(
+                    f"{placed.name} came twice: the backward pass before ended without all "
+                    "gradients. Does the model have parameters that the loss does not use? Then "
+                    "DistributedDataParallel(..., find_unused_parameters=True)"
+                )
+            self._seen.add(placed.name)
+            part = _strided(arrived.buffer[start : start + placed.numel], parameter)
+            start += placed.numel
+            arrived.parts.append((placed, part))
+            placed.of(self._flat).copy_(part)
+            self._left[placed.lane] -= 1
+
+    def _exchange_lane(self, number: int) -> None:
+        """Put the mean of a lane in the place of its gradients."""
+        lane = self._exchange.lanes[number]
+        tensors = self._plan_made.lanes[number]
+        own = self._flat[self._plan_made.stretch(number)]
+        self._check_finite(own, tensors)
+        before = replace(self._world.traffic[0])
+        idle = self._unused(tensors) if self._partial else []
+        if len(idle) == len(tensors):
+            return  # zeros, and DDP throws them away
+        with plans.set_aside(self._exchange, self._plan_made, idle):
+            every = self.settings.check_every
+            plain = self._plain_mean(number, own) if every and self.step % every == 0 else None
+            mean = self._exchange.lane_mean(number, [self._flat], self.step)
+        own.copy_(mean)
+        if plain is not None:
+            handed = self._world.traffic[0].payload_up - before.payload_up
+            bits = 8 * handed / lane.segments.numel if lane.segments.numel else 0.0
+            for placed in tensors:
+                if placed not in idle:
+                    start = placed.start - lane.start
+                    there = plain[start : start + placed.numel].view(placed.shape)
+                    applied = placed.of(self._flat)
+                    found = check.compare(self.step, placed.name, applied, there, bits)
+                    self._compared.append(found)
+
+    def _check_finite(self, own: Tensor, tensors: Sequence[Placed]) -> None:
+        """Raise DivergedError, with the tensor's name, if a gradient is not finite."""
+        if math.isfinite(float(own.sum())) or own.isfinite().all():
+            return
+        name = next(p.name for p in tensors if not p.of(self._flat).isfinite().all())
+        raise DivergedError(
+            f"rank {self._world.ranks[0]}: the gradient of {name} is not finite at step "
+            f"{self.step}. Lower the learning rate. A GradScaler looks for its scale by "
+            "gradients that overflow, which are not compressed: use bfloat16 without one",
+            self.step,
+        )
+
+    def _unused(self, tensors: Sequence[Placed]) -> list[Placed]:
+        """Return the tensors whose gradient is zero on every rank: DDP throws their mean away."""
+        used = [placed.of(self._flat).any() for placed in tensors]
+        flags = torch.stack(used).to(torch.uint8)
+        everyone = self._world.all_reduce([flags], "max").tolist()
+        return [placed for placed, flag in zip(tensors, everyone, strict=True) if not flag]
+
+    def _plain_mean(self, number: int, own: Tensor) -> Tensor:
+        """Return the plain mean of what the ranks are about to offer to their encoders.
+
+        That is the gradient with what a memory adds to it; of a memory that makes the mean into
+        something else (`Memory.apply`), the gradient alone.
+        """
+        world, lane = self._world, self._exchange.lanes[number]
+        offered = own
+        if not lane.memory.joint:
+            state = {k: v.clone() for k, v in self._exchange.workers[0][number].items()}
+            offered = lane.memory.offer(own, state, world.size)
+        before = replace(world.traffic[0])
+        mean = world.all_reduce([offered], "sum").div_(world.size)
+        spent, now = self._checked, world.traffic[0]
+        spent.payload_up += now.payload_up - before.payload_up
+        spent.payload_down += now.payload_down - before.payload_down
+        spent.wire += now.wire - before.wire
+        world.traffic[0] = before
+        return mean
+
+    def _finished(self) -> list[_Arrived]:
+        """Return the buckets whose lanes are all done, with the means in their buffers."""
+        finished = [
+            each
+            for each in self._waiting
+            if not any(self._left[placed.lane] for placed, _ in each.parts)
+        ]
+        for each in finished:
+            for placed, part in each.parts:
+                part.copy_(placed.of(self._flat))
+        return finished
+
+    def _end_step(self) -> None:
+        """Count the step, and judge what was compared."""
+        missing = [p.name for p in self._plan_made.tensors if p.name not in self._seen]
+        if missing:
+            raise UsageError(
+                f"no gradient came of {', '.join(missing[:3])}, which required one when the hook "
+                "was registered. Set requires_grad before DistributedDataParallel wraps the module"
+            )
+        found = self._compared
+        self.step += 1
+        self._new_step()
+        if found:
+            self.records += found
+            if self.settings.on_check is not None:
+                self.settings.on_check(found)
+            if self._world.ranks[0] == 0:
+                method = self.settings.compressor
+                check.warn(method, Bounds.of(method, self.settings.check_error), found)
+
+
+def _group_of_its_own(
+    store: Store, rank: int, size: int, device: torch.device, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Return a new process group that torch's list of groups does not know.
+
+    `torch.distributed.new_group` must be entered by all ranks of the job, whoever is in the group;
+    or else it calls the group by the number of those that there are, so that two groups may meet
+    at one place of the store, or none.
+    """
+    group = dist.ProcessGroup(store, rank, size)
+    backend: dist.ProcessGroupGloo | dist.ProcessGroupNCCL
+    if device.type == "cuda":
+        kind = dist.ProcessGroup.BackendType.NCCL
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        backend = dist.ProcessGroupNCCL(store, rank, size, options)
+    else:
+        kind = dist.ProcessGroup.BackendType.GLOO
+        backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+    group._set_default_backend(kind)
+    group._register_backend(device, kind, backend)
+    return group
+
+
+def _result(done: torch.futures.Future[Any]) -> Tensor:
+    """Return what the thread came to, or raise it: DDP knows errors that a callback raises."""
+    result: Tensor | BaseException = done.value()
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def _strided(part: Tensor, parameter: Tensor) -> Tensor:
+    """Return a stretch of DDP's bucket, 1-D, as a view of the parameter's shape.
+
+    DDP keeps the strides of a parameter that fills its memory without gaps (channels_last, say).
+    """
+    strides, sizes = parameter.stride(), parameter.size()
+    order = sorted(range(parameter.dim()), key=lambda d: (strides[d], sizes[d]), reverse=True)
+    if parameter.permute(order).is_contiguous():
+        return part.as_strided(parameter.size(), parameter.stride())
+    return part.view(parameter.shape)
+
+
+def _code(cls: type[Any]) -> str:
+    """Return a digest of the source of the method's module; "" where there is none."""
+    try:
+        source = inspect.getsource(inspect.getmodule(cls) or cls)
+    except (OSError, TypeError):
+        return ""
+    return hashlib.sha256(source.encode()).hexdigest()[:12]

@@ -1,0 +1,179 @@
+"""Where each tensor of somebody's model lies in the flat gradient that an exchange works on.
+
+Lanes are made of the model's parameters in their reverse order, which is about the order in which a
+backward pass finishes them, and of nothing else: torch may put gradients into buckets as it likes,
+and change its mind after a step or a restart, without any effect on what is sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcbench.core.exchange import Exchange, shard_bounds
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One tensor in the flat gradient."""
+
+    name: str
+    shape: tuple[int, ...]
+    lane: int
+    start: int
+    """Index of its first element in the flat gradient."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return its part of a flat gradient, in its shape: a view."""
+        return flat[self.start : self.start + self.numel].view(self.shape)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The tensors of each lane, and which lanes stay dense."""
+
+    lanes: tuple[tuple[Placed, ...], ...]
+    dense: tuple[bool, ...]
+
+    @classmethod
+    def of(
+        cls,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, ...]],
+        dense: Sequence[bool],
+        most: float,
+    ) -> Plan:
+        """Deal tensors, given in the model's order, to lanes of about `most` elements.
+
+        A group of tensors is full once it has `most` elements; its compressed tensors are one lane
+        and its dense ones another.
+        """
+        groups: list[list[int]] = [[]]
+        count = 0
+        for i in reversed(range(len(names))):
+            if count >= most:
+                groups.append([])
+                count = 0
+            groups[-1].append(i)
+            count += math.prod(shapes[i])
+        lanes: list[tuple[Placed, ...]] = []
+        kinds: list[bool] = []
+        start = 0
+        for group in groups:
+            for kind in (False, True):
+                own = [i for i in group if dense[i] == kind]
+                lane = []
+                for i in own:
+                    lane.append(Placed(names[i], shapes[i], len(lanes), start))
+                    start += lane[-1].numel
+                if lane:
+                    lanes.append(tuple(lane))
+                    kinds.append(kind)
+        return cls(tuple(lanes), tuple(kinds))
+
+    @property
+    def tensors(self) -> tuple[Placed, ...]:
+        """All tensors, in the order of the flat gradient."""
+        return tuple(placed for lane in self.lanes for placed in lane)
+
+    def stretch(self, lane: int) -> slice:
+        """Return where a lane lies in the flat gradient."""
+        last = self.lanes[lane][-1]
+        return slice(self.lanes[lane][0].start, last.start + last.numel)
+
+
+def carried(exchange: Exchange, plan: Plan, placed: Placed) -> dict[str, Tensor]:
+    """Return what a process of one worker carries for one tensor: views, 1-D, by their names.
+
+    Those of the worker's memory and, as "owner", of the residual that it keeps as an owner of a
+    shard, of which a tensor may have a part or nothing; as "joint NAME" what all workers keep.
+    """
+    world, stretch = exchange.world, plan.stretch(placed.lane)
+    start = placed.start - stretch.start
+    stop = start + placed.numel
+    found = {}
+    for name, buffer in exchange.workers[0][placed.lane].items():
+        if name == "owner":
+            bounds, rank = shard_bounds(stretch.stop - stretch.start, world.size), world.ranks[0]
+            first, last = max(start, bounds[rank]), min(stop, bounds[rank + 1])
+            if first < last:
+                found[name] = buffer[first - bounds[rank] : last - bounds[rank]]
+        else:
+            found[name] = buffer[start:stop]
+    for name in exchange.lanes[placed.lane].memory.joint:
+        found[f"joint {name}"] = exchange.joint[placed.lane][name][start:stop]
+    return found
+
+
+@contextmanager
+def set_aside(exchange: Exchange, plan: Plan, idle: Sequence[Placed]) -> Iterator[None]:
+    """Exchange a lane without what is carried for some of its tensors: it is there again after.
+
+    Their gradients are zeros, so zeros are offered in their place.
+    """
+    before = []
+    for placed in idle:
+        views = carried(exchange, plan, placed)
+        before.append({name: view.clone() for name, view in views.items()})
+        for view in views.values():
+            view.zero_()
+    yield
+    for placed, kept in zip(idle, before, strict=True):
+        for name, view in carried(exchange, plan, placed).items():
+            if name in kept:
+                view.copy_(kept[name])
+            else:  # an owner's residual that was made meanwhile
+                view.zero_()
+
+
+def save(exchange: Exchange, plan: Plan) -> dict[str, Any]:
+    """Return copies of all that is carried: "tensors" by name, and "rounds" by lane.
+
+    A method in rounds keeps one state for a lane, whose first tensor names it.
+    """
+    tensors = {
+        placed.name: {name: view.clone() for name, view in carried(exchange, plan, placed).items()}
+        for placed in plan.tensors
+    }
+    rounds = {
+        lane[0].name: joint["state"].clone()
+        for lane, joint in zip(plan.lanes, exchange.joint, strict=True)
+        if "state" in joint
+    }
+    return {"tensors": tensors, "rounds": rounds}
+
+
+def load(exchange: Exchange, plan: Plan, state: dict[str, Any]) -> None:
+    """Carry on from what `save` returned for the same plan, rank and number of workers.
+
+    Raises:
+        LookupError, RuntimeError: it was another plan.
+    """
+    world, tensors = exchange.world, state["tensors"]
+    for number, lane in enumerate(plan.lanes):
+        if any("owner" in tensors[placed.name] for placed in lane):
+            stretch, rank = plan.stretch(number), world.ranks[0]
+            bounds = shard_bounds(stretch.stop - stretch.start, world.size)
+            shard = torch.zeros(bounds[rank + 1] - bounds[rank], device=world.device)
+            exchange.workers[0][number]["owner"] = shard
+        if lane[0].name in state["rounds"]:
+            exchange.joint[number]["state"] = state["rounds"][lane[0].name].to(world.device)
+        for placed in lane:
+            views = carried(exchange, plan, placed)
+            if views.keys() != tensors[placed.name].keys():
+                raise LookupError(
+                    f"{placed.name}: {sorted(tensors[placed.name])} for {sorted(views)}"
+                )
+            for name, view in views.items():
+                view.copy_(tensors[placed.name][name].view(-1))

@@ -1,0 +1,691 @@
+"""Training jobs of two and three processes, as users write them, for tests of `comm_hook`.
+
+One start of the processes does many jobs, each of which returns what a test looks at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import io
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gcbench
+from gcbench.core import registry
+from gcbench.core.clock import Clock
+from gcbench.core.compressor import Compressor, Payload
+from gcbench.core.errors import GcbenchError
+from gcbench.core.exchange import Exchange
+from gcbench.core.world import Link, SimulatedWorld
+from gcbench.training import engines
+
+STEPS = 5
+BATCH = 8
+
+
+class Net(nn.Module):
+    """A convolution, norms, two linear layers; and a branch that a step may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 8)
+        self.hidden = nn.Linear(8 * 16, 40)
+        self.branch = nn.Linear(40, 40)
+        self.last = nn.Linear(40, 5)
+
+    def forward(self, x: Tensor, *, branch: bool = True) -> Tensor:
+        x = torch.relu(self.norm(self.conv(x))).flatten(1)
+        x = torch.relu(self.hidden(x))
+        return self.last(x + self.branch(x) if branch else x)
+
+
+def model() -> Net:
+    torch.manual_seed(1)
+    return Net()
+
+
+def comm_hook(*words: Any, **options: Any) -> Any:
+    """Nobody waits for long in a test."""
+    return gcbench.comm_hook(*words, **{"timeout": 60.0, **options})
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(BATCH, 3, 4, 4, generator=generator)
+    return x, torch.randint(0, 5, (BATCH,), generator=generator)
+
+
+def sgd(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(
+    ddp: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    rank: int,
+    forward: Callable[..., Tensor] | None = None,
+) -> None:
+    """Train as anybody does; `forward(ddp, x, step)` may do it in its own way."""
+    for step in steps:
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        output = ddp(x) if forward is None else forward(ddp, x, step)
+        cross_entropy(output.float(), y).backward()
+        optimizer.step()
+
+
+def wrapped(net: nn.Module, **options: Any) -> DDP:
+    """Small buckets, so that there are several and they are rebuilt."""
+    return DDP(net, **{"bucket_cap_mb": 0.01, **options})
+
+
+def flat(net: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1).float() for p in net.parameters()])
+
+
+Gradients = Callable[[nn.Module, int, int], dict[str, Tensor]]
+
+
+def gradients(net: nn.Module, step: int, rank: int) -> dict[str, Tensor]:
+    """Return one worker's gradients by name; zeros of a parameter that was not used."""
+    x, y = batch(step, rank)
+    return of_loss(net, cross_entropy(net(x), y))
+
+
+def of_loss(net: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    named = dict(net.named_parameters())
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(parameter) if gradient is None else gradient
+        for (name, parameter), gradient in zip(named.items(), found, strict=True)
+    }
+
+
+def alone(
+    hook: Any,
+    net: nn.Module,
+    size: int,
+    of: Gradients = gradients,
+    *,
+    steps: int = STEPS,
+    lrs: Callable[[int], float] = lambda step: 1.0,
+) -> Tensor:
+    """Return the parameters after the same training by gcbench's own exchange, in this process."""
+    settings, plan = hook.settings, hook._plan_made
+    named = dict(net.named_parameters())
+    world = SimulatedWorld(size, torch.device("cpu"), Link(10.0, 50.0), 1, 1)
+    exchange = Exchange(world, settings.lanes(plan, 0), settings.seed, Clock(torch.device("cpu")))
+    optimizer = sgd(net)
+    for step in range(steps):
+        if step == settings.start_step and step:
+            exchange.change(settings.lanes(plan, step))
+        buckets = []
+        for rank in range(size):
+            own = of(net, step, rank)
+            flats = [own[placed.name].reshape(-1).float() for placed in plan.tensors]
+            buckets.append(torch.cat(flats))
+        mean = exchange.mean(buckets, step, lrs(step))
+        for placed in plan.tensors:
+            named[placed.name].grad = placed.of(mean).to(named[placed.name].dtype)
+        optimizer.step()
+    world.close()
+    return flat(net)
+
+
+def hooked(rank: int, hook: Any, *, steps: range = range(STEPS), **options: Any) -> Tensor:
+    ddp = wrapped(model(), **options)
+    hook.register(ddp)
+    train(ddp, sgd(ddp), steps, rank)
+    return flat(ddp)
+
+
+# ---- jobs ----------------------------------------------------------------------------------------
+
+
+def method(rank: int, size: int, name: str) -> dict[str, Any]:
+    """One method, by each of its collectives, against gcbench's own exchange; and resumed."""
+    found: dict[str, Any] = {}
+    for collective in registry.compressor(name).legal_collectives():
+        options = {"collective": collective, "dense_below": 50, "bucket_mb": 0.015}
+        hook = comm_hook(name, **options, check_every=2)
+        ended = hooked(rank, hook)
+        own = alone(hook, model(), size)
+        found[collective] = {
+            "equal": torch.equal(ended, own),
+            "far": float((ended - own).abs().max()),
+            "lanes": len(hook._plan_made.lanes),
+            "up": hook.traffic.payload_up / hook.plain_bytes,
+            "resumed": size > 2 or torch.equal(ended, resumed(rank, name, options)),
+        }
+        hook.close()
+    return found
+
+
+def resumed(rank: int, name: str, options: dict[str, Any]) -> Tensor:
+    """Return the parameters of a job that ended after step 3 and went on as a new one."""
+    ddp = wrapped(model())
+    hook = comm_hook(name, **options).register(ddp)
+    optimizer = sgd(ddp)
+    train(ddp, optimizer, range(3), rank)
+    file = io.BytesIO()
+    states = ddp.module.state_dict(), optimizer.state_dict(), hook.state_dict()
+    torch.save(states, file)
+    hook.close()
+    file.seek(0)
+    parameters, optimizer_state, hook_state = torch.load(file, weights_only=True)
+    net = model()
+    net.load_state_dict(parameters)
+    ddp = wrapped(net)
+    optimizer = sgd(ddp)
+    optimizer.load_state_dict(optimizer_state)
+    hook = comm_hook(name, **options)
+    hook.load_state_dict(hook_state)
+    hook.register(ddp)
+    train(ddp, optimizer, range(3, STEPS), rank)
+    hook.close()
+    return flat(ddp)
+
+
+JOBS: dict[str, Callable[[int, int], dict[str, Any]]] = {}
+
+
+def job(function: Callable[[int, int], dict[str, Any]]) -> Callable[[int, int], dict[str, Any]]:
+    JOBS[function.__name__] = function
+    return function
+
+
+@job
+def plain(rank: int, size: int) -> dict[str, Any]:
+    """`none` beside DDP without a hook."""
+    ddp = wrapped(model())
+    train(ddp, sgd(ddp), range(STEPS), rank)
+    ended = hooked(rank, comm_hook("none"))
+    moved = float((ended - flat(model())).norm())
+    return {"far": float((flat(ddp) - ended).abs().max()), "moved": moved}
+
+
+METHOD = {"bucket_mb": 0.015, "dense_below": 50}
+
+
+@job
+def rebuilt(rank: int, size: int) -> dict[str, Any]:
+    """What order DDP hands its buckets over in, and which lanes are exchanged by it."""
+    orders: list[list[str]] = []
+    lanes: list[list[int]] = []
+    hook = comm_hook("onebit", **METHOD)
+    take, exchange = hook._take, hook._exchange_lane
+
+    def seen(arrived: Any, *rest: Any) -> None:
+        if not hook._seen:
+            orders.append([])
+            lanes.append([])
+        take(arrived, *rest)
+        orders[-1] += [placed.name for placed, _ in arrived.parts]
+
+    def exchanged(number: int) -> None:
+        lanes[-1].append(number)
+        exchange(number)
+
+    hook._take, hook._exchange_lane = seen, exchanged
+    one = hooked(rank, hook)
+    other = hooked(rank, comm_hook("onebit", **METHOD), bucket_cap_mb=25)
+    return {"orders": orders, "lanes": lanes, "equal": torch.equal(one, other)}
+
+
+@job
+def options(rank: int, size: int) -> dict[str, Any]:
+    """What DDP can be told, and what the hook can, each against gcbench's own exchange."""
+    found = {}
+    for name, told, of_ddp in (
+        ("static graph", {}, {"static_graph": True}),
+        ("find unused, none is", {}, {"find_unused_parameters": True}),
+        ("gradient as bucket view", {}, {"gradient_as_bucket_view": True}),
+        ("start step", {"start_step": 2}, {}),
+        ("dense last", {"dense_last": True}, {}),
+        ("one lane a tensor", {"bucket_mb": 0}, {}),
+        ("one lane", {"bucket_mb": 25.0, "dense_below": 0}, {}),
+        ("another seed", {"seed": 7}, {}),
+        ("memory", {"memory": "dgc", "memory_options": {"momentum": 0.5}}, {}),
+    ):
+        for method in ("onebit", "qsgd"):
+            if method == "qsgd" and "memory" in told:
+                continue
+            hook = comm_hook(method, **{**METHOD, **told})
+            ended = hooked(rank, hook, **of_ddp)
+            found[f"{name}, {method}"] = torch.equal(ended, alone(hook, model(), size))
+            hook.close()
+    return found
+
+
+@job
+def learning_rate(rank: int, size: int) -> dict[str, Any]:
+    """Residuals follow the learning rate that the hook is told."""
+    ended = []
+    for told in (True, False):
+        hook = comm_hook("onebit", **METHOD)
+
+        def forward(ddp: nn.Module, x: Tensor, step: int, hook=hook, told=told) -> Tensor:
+            hook.lr = 1 / (1 + step) if told else 1.0
+            return ddp(x)
+
+        ddp = wrapped(model())
+        hook.register(ddp)
+        train(ddp, sgd(ddp), range(STEPS), rank, forward)
+        ended.append(flat(ddp))
+    own = alone(hook, model(), size, lrs=lambda step: 1 / (1 + step))
+    return {"equal": torch.equal(ended[0], own), "matters": not torch.equal(*ended)}
+
+
+@job
+def no_sync(rank: int, size: int) -> dict[str, Any]:
+    """Two micro-batches a step, of which the first is not exchanged."""
+    hook = comm_hook("onebit", **METHOD)
+    ddp = wrapped(model())
+    hook.register(ddp)
+    optimizer = sgd(ddp)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            x, y = batch(step + 100, rank)
+            cross_entropy(ddp(x), y).backward()
+        x, y = batch(step, rank)
+        cross_entropy(ddp(x), y).backward()
+        optimizer.step()
+
+    def both(net: nn.Module, step: int, rank: int) -> dict[str, Tensor]:
+        first, second = gradients(net, step + 100, rank), gradients(net, step, rank)
+        return {name: first[name] + second[name] for name in first}
+
+    own = alone(hook, model(), size, both)
+    return {"equal": torch.equal(flat(ddp), own), "steps": hook.step}
+
+
+@job
+def autocast(rank: int, size: int) -> dict[str, Any]:
+    hook = comm_hook("onebit", **METHOD)
+    ddp = wrapped(model())
+    hook.register(ddp)
+
+    def forward(net: nn.Module, x: Tensor, step: int = 0) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return net(x)
+
+    def of(net: nn.Module, step: int, rank: int) -> dict[str, Tensor]:
+        x, y = batch(step, rank)
+        return of_loss(net, cross_entropy(forward(net, x).float(), y))
+
+    train(ddp, sgd(ddp), range(STEPS), rank, forward)
+    return {"equal": torch.equal(flat(ddp), alone(hook, model(), size, of))}
+
+
+@job
+def bfloat16(rank: int, size: int) -> dict[str, Any]:
+    """A model whose parameters are bfloat16: exchanged in float32, rounded at the end."""
+    hook = comm_hook("onebit", **METHOD)
+    ddp = wrapped(model().bfloat16())
+    hook.register(ddp)
+
+    def of(net: nn.Module, step: int, rank: int) -> dict[str, Tensor]:
+        x, y = batch(step, rank)
+        return of_loss(net, cross_entropy(net(x.bfloat16()).float(), y))
+
+    train(ddp, sgd(ddp), range(STEPS), rank, lambda net, x, step: net(x.bfloat16()))
+    return {"equal": torch.equal(flat(ddp), alone(hook, model().bfloat16(), size, of))}
+
+
+@job
+def channels_last(rank: int, size: int) -> dict[str, Any]:
+    """Segments and shapes are those of the parameter, whatever lies where in its memory."""
+    found = {}
+    for name, fields in (("onebit", {}), ("powersgd", {"rank": 1})):
+        hook = comm_hook(name, **METHOD, **fields)
+        net = model().to(memory_format=torch.channels_last)
+        ddp = wrapped(net)
+        hook.register(ddp)
+        train(ddp, sgd(ddp), range(STEPS), rank)
+        own = alone(hook, model().to(memory_format=torch.channels_last), size)
+        found[name] = torch.equal(flat(ddp), own)
+        found["permuted"] = not net.conv.weight.is_contiguous()
+    return found
+
+
+def residual(hook: Any, name: str) -> Tensor:
+    return hook.state_dict()["tensors"][name]["residual"]
+
+
+@job
+def unused(rank: int, size: int) -> dict[str, Any]:
+    """A branch that nobody uses at step 2, and rank 0 alone at step 3."""
+    found: dict[str, Any] = {}
+    for name in ("onebit", "powersgd", "topk"):
+        hook = comm_hook(name, bucket_mb=25.0, check_every=1)
+        ddp = wrapped(model(), find_unused_parameters=True)
+        hook.register(ddp)
+        optimizer = sgd(ddp)
+        steps: list[Tensor] = []
+
+        def used(step: int, rank: int) -> bool:
+            return step < 2 or (step == 3 and rank == 0) or step > 3
+
+        def forward(net: nn.Module, x: Tensor, step: int, used=used) -> Tensor:
+            return net(x, branch=used(step, rank))
+
+        kept: list[Tensor] = []
+        owners: list[Any] = []
+        for step in range(STEPS):
+            train(ddp, optimizer, range(step, step + 1), rank, forward)
+            steps.append(ddp.module.branch.weight.grad is None)
+            state = hook.state_dict()["tensors"]["branch.weight"]
+            kept.append(state["residual"])
+            owners.append(state.get("owner"))
+        same = torch.equal(kept[1], kept[2]) and (
+            owners[1] is None or torch.equal(owners[1], owners[2])
+        )
+        found[name] = {
+            "none": steps,
+            "carried": bool(kept[1].any()),
+            "kept": same,
+            "moves on": not torch.equal(kept[2], kept[3]),
+            "compared at 2": sorted({r.name for r in hook.records if r.step == 2}),
+            "sum": float(flat(ddp).double().sum()),
+        }
+        hook.close()
+    return found
+
+
+@job
+def one_rank(rank: int, size: int) -> dict[str, Any]:
+    """With one rank in the group nothing is compressed and nothing is registered."""
+    groups = [dist.new_group([each]) for each in range(size)]
+    hook = comm_hook("onebit")
+    one = hooked(rank, hook, process_group=groups[rank])
+    ddp = wrapped(model(), process_group=groups[rank])
+    train(ddp, sgd(ddp), range(STEPS), rank)
+    hook.close()
+    return {"equal": torch.equal(one, flat(ddp)), "state": hook.state_dict()}
+
+
+@job
+def two_models(rank: int, size: int) -> dict[str, Any]:
+    """Two hooked models in turn, one of them over a part of the ranks in a group of the user's."""
+    part = [0, size - 1]
+    theirs, ours = dist.new_group(part), dist.new_group(part)
+    everywhere = comm_hook("qsgd", **METHOD)
+    ddp = wrapped(model())
+    everywhere.register(ddp)
+    both = {}
+    if rank in part:
+        local = comm_hook("onebit", **METHOD, process_group=ours)
+        small = wrapped(model(), process_group=theirs)
+        local.register(small)
+    for step in range(STEPS):
+        train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), range(step, step + 1), rank)
+        if rank in part:
+            own = part.index(rank)
+            train(small, torch.optim.SGD(small.parameters(), lr=0.1), range(step, step + 1), own)
+    if rank in part:
+        again = wrapped(model(), process_group=theirs)
+        hook = comm_hook("onebit", **METHOD).register(again)
+        for step in range(STEPS):
+            own = part.index(rank)
+            train(again, torch.optim.SGD(again.parameters(), lr=0.1), range(step, step + 1), own)
+        both = {"equal": torch.equal(flat(small), flat(again))}
+        hook.close()
+    everywhere.close()
+    return both
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def refused(call: Callable[[], object]) -> dict[str, Any]:
+    """Return the error of a call that must not succeed, its type, and the seconds that it took."""
+    began = time.perf_counter()
+    try:
+        call()
+    except (GcbenchError, RuntimeError) as error:
+        kind, text = type(error).__name__, str(error)
+    else:
+        kind, text = "", ""
+    return {"kind": kind, "text": text, "seconds": time.perf_counter() - began}
+
+
+def register(hook: Any, net: nn.Module | None = None, **options: Any) -> Any:
+    return hook.register(wrapped(model() if net is None else net, **options))
+
+
+@job
+def refusals(rank: int, size: int) -> dict[str, Any]:
+    """What is refused at registration: on every rank, alike."""
+    hook = comm_hook
+    found = {}
+    found["no ddp"] = refused(lambda: hook("none").register(model()))
+    sparse = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
+    found["sparse"] = refused(lambda: register(hook("none"), sparse))
+    found["double"] = refused(lambda: register(hook("none"), model().double()))
+    frozen = wrapped(model())
+    frozen.requires_grad_(False)
+    found["frozen"] = refused(lambda: hook("none").register(frozen))
+    ddp = wrapped(model())
+    one = hook("none").register(ddp)
+    found["second hook"] = refused(lambda: hook("none").register(ddp))
+    found["same hook"] = refused(lambda: register(one))
+    found["load after"] = refused(lambda: one.load_state_dict(one.state_dict()))
+    state = one.state_dict()
+    one.close()
+    found["closed"] = refused(lambda: ddp(batch(0, rank)[0]))
+
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    with warnings.catch_warnings(action="ignore"):
+        mixed = wrapped(model(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    found["mixed precision"] = refused(lambda: hook("none").register(mixed))
+
+    def loaded(**changes: Any) -> Any:
+        made = hook("none", **{k: v for k, v in changes.items() if k == "bucket_mb"})
+        others = {k: v for k, v in changes.items() if k != "bucket_mb"}
+        made.load_state_dict({**state, **others})
+        return register(made)
+
+    found["state of another rank"] = refused(lambda: loaded(rank=size))
+    found["state of other settings"] = refused(lambda: loaded(bucket_mb=3.0))
+    found["state of another step"] = refused(lambda: loaded(step=rank))
+    found["state of another format"] = refused(lambda: loaded(format=99))
+    return found
+
+
+@job
+def differences(rank: int, size: int) -> dict[str, Any]:
+    """Ranks that register different things, or nothing."""
+    hook = comm_hook
+    odd = rank == size - 1
+    found = {
+        "method": refused(lambda: register(hook("qsgd" if odd else "terngrad"))),
+        "field": refused(lambda: register(hook("terngrad", clip=2.0 if odd else 2.5))),
+        "memory": refused(lambda: register(hook("topk", memory="dgc" if odd else "residual"))),
+        "seed": refused(lambda: register(hook("none", seed=int(odd)))),
+        "start": refused(lambda: register(hook("none", start_step=int(odd)))),
+    }
+    version = gcbench.__version__
+    gcbench.__version__ = "9.9" if odd else version
+    found["version"] = refused(lambda: register(hook("none")))
+    gcbench.__version__ = version
+    ddp = wrapped(model())
+    if odd:
+        ddp.requires_grad_(False)
+    found["one refuses"] = refused(lambda: hook("none").register(ddp))
+    ddp = wrapped(model())
+    dist.barrier()
+    if not odd:
+        found["absent"] = refused(lambda: hook("none", timeout=1.0).register(ddp))
+    dist.barrier()
+    if odd:
+        found["late"] = refused(lambda: hook("none", timeout=1.0).register(ddp))
+    ended = hooked(rank, hook("none"))  # and after all that, what all register alike works
+    found["after"] = {"finite": bool(ended.isfinite().all())}
+    return found
+
+
+@job
+def in_training(rank: int, size: int) -> dict[str, Any]:
+    """What goes wrong on the way: an error in backward or forward, and no hang."""
+    hook = comm_hook
+    found = {}
+
+    one = hook("terngrad")
+    ddp = wrapped(model())
+    one.register(ddp)
+
+    def join() -> None:
+        with ddp.join():
+            train(ddp, sgd(ddp), range(1), rank)
+
+    found["join"] = refused(join)
+    one.close()
+
+    one = hook("terngrad")
+    ddp = wrapped(model())
+    one.register(ddp)
+    x, _ = batch(0, rank)
+    backward = ddp(x).sum() * float("nan")
+    found["nan, backward"] = refused(backward.backward)
+    found["nan, forward"] = refused(lambda: ddp(x))
+    one.close()
+
+    one = hook("terngrad", timeout=2.0)
+    ddp = wrapped(model())
+    one.register(ddp)
+    if rank == 0:  # the others stand still
+        loss = ddp(x).sum()
+        found["alone, backward"] = refused(loss.backward)
+        found["alone, forward"] = refused(lambda: ddp(x))
+    dist.barrier()
+    one.close()
+
+    late = model()
+    late.branch.requires_grad_(False)
+    ddp = wrapped(late)
+    late.branch.requires_grad_(True)
+    one = hook("none").register(ddp)
+    found["thawed"] = refused(ddp(x).sum().backward)
+    one.close()
+
+    ddp = wrapped(model())  # without find_unused_parameters
+    one = hook("none").register(ddp)
+    ddp(x, branch=False).sum().backward()
+    found["unused"] = refused(lambda: ddp(x))
+    one.close()
+    return found
+
+
+@job
+def backends(rank: int, size: int) -> dict[str, Any]:
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers "fake"
+
+    fake = dist.new_group(list(range(size)), backend="fake")
+    model_own = wrapped(model())
+    turned = dist.new_group(list(range(size - 1)))
+    found = {
+        "model's": refused(lambda: register(comm_hook("none"), process_group=fake)),
+        "given": refused(lambda: register(comm_hook("none", process_group=fake))),
+        "same": refused(
+            lambda: comm_hook("none", process_group=model_own.process_group).register(model_own)
+        ),
+    }
+    if rank < size - 1:
+        found["fewer"] = refused(lambda: register(comm_hook("none", process_group=turned)))
+    else:
+        found["fewer"] = refused(lambda: register(comm_hook("none")))
+    return found
+
+
+# ---- the check -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wrong(Compressor):
+    """float16 that is silently wrong in one of several ways."""
+
+    how: str = "right"
+    collectives: ClassVar[tuple[str, ...]] = ("allgather",)
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        return Payload((x.half(),))
+
+    def decode(self, payload, segments, shared, *, out=None):
+        x = payload.parts[0].float()
+        match self.how:
+            case "sign":
+                return -x
+            case "nothing":
+                return torch.zeros_like(x)
+            case "shifted":
+                return x.roll(1)
+            case "scaled":
+                return 3 * x
+        return x
+
+    def mean(self, payloads, segments, shared, *, out=None):
+        if self.how == "sum":
+            return super().mean(payloads, segments, shared) * len(payloads)
+        if self.how == "first":
+            return self.decode(payloads[0], segments, shared)
+        return super().mean(payloads, segments, shared, out=out)
+
+    def layout(self, segments, count=1):
+        return ((torch.float16, segments.numel),)
+
+
+WRONG = ("sign", "nothing", "shifted", "scaled", "sum", "first")
+
+
+@job
+def checks(rank: int, size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in ("right", *WRONG, "sign by default", "nothing by default"):
+        how, _, default = name.partition(" by ")
+        heard: list[Any] = []
+        error = None if default else 0.5
+        hook = comm_hook(
+            Wrong(how), check_every=2, check_error=error, on_check=heard.append, dense_below=50
+        )
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            hooked(rank, hook, steps=range(3))
+        hook.close()
+        found[name] = {
+            "warnings": [str(w.message) for w in said],
+            "records": [dataclasses.asdict(record) for record in hook.records],
+            "heard": len(heard),
+            "checked": hook.checked.payload_up,
+            "up": hook.traffic.payload_up,
+        }
+    return found
+
+
+def main(member: Any, methods: list[str], jobs: list[str]) -> dict[str, Any]:
+    """Do jobs in one process group of gloo."""
+    faulthandler.dump_traceback_later(120, exit=True)  # a hang ends, and shows where
+    engines.join(member, "cpu", 1)
+    warnings.simplefilter("error")
+    rank, size = member.rank, member.size
+    found: dict[str, Any] = {}
+    for name in methods:
+        found[name] = method(rank, size, name)
+    for name in jobs:
+        began = time.perf_counter()
+        found[name] = JOBS[name](rank, size)
+        found[name]["seconds"] = time.perf_counter() - began
+    return found

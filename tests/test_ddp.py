@@ -1,0 +1,453 @@
+"""Compressors in a user's DistributedDataParallel job: equal to gcbench's own exchange, no traps.
+
+Jobs of real processes are in ddp_jobs.py; they are started once for each number of processes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import ddp_jobs
+import pytest
+import torch
+
+import gcbench
+from gcbench.core import memory, registry
+from gcbench.core.clock import Clock
+from gcbench.core.compressor import Segments
+from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.core.exchange import Exchange, Lane, shard_bounds
+from gcbench.integrations import check
+from gcbench.integrations import plan as plans
+from gcbench.integrations.ddp import _strided
+from gcbench.integrations.plan import Placed, Plan
+from gcbench.integrations.worker import Worker
+from gcbench.training import launch
+
+ROOT = Path(__file__).parents[1]
+JOBS = {
+    2: [*ddp_jobs.JOBS],
+    3: ["plain", "rebuilt", "unused", "two_models", "differences"],
+}
+_done: dict[int, Any] = {}
+
+
+def ranks(size: int) -> list[dict]:
+    """Return what each rank found in all jobs of this many processes."""
+    if size not in _done:
+        words = [list(registry.compressors()), JOBS[size]]
+        try:
+            _done[size] = launch.in_processes(size, 1, ddp_jobs.main, words)
+        except GcbenchError as error:
+            _done[size] = error
+    if isinstance(_done[size], GcbenchError):
+        raise _done[size]
+    return _done[size]
+
+
+def of(job: str, size: int = 2) -> list[dict]:
+    return [each[job] for each in ranks(size)]
+
+
+# ---- equal to the exchange -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", registry.compressors())
+def test_every_method_ends_as_by_our_own_exchange(name, size):
+    """Bit for bit, by each legal collective, checked at every other step with no false alarm."""
+    for found in of(name, size):
+        assert set(found) == set(gcbench.get_compressor(name).legal_collectives())
+        for collective, each in found.items():
+            assert each["equal"], f"{collective}: {each['far']} apart"
+            assert each["lanes"] == 4, "two of compressed tensors, two of dense ones"
+            assert each["up"] < 0.6 or name == "none"
+
+
+@pytest.mark.parametrize("name", registry.compressors())
+def test_a_resumed_job_ends_in_the_bits_of_an_uninterrupted_one(name):
+    for found in of(name):
+        assert all(each["resumed"] for each in found.values())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_no_compression_is_plain_ddp_within_rounding(size):
+    """A sum of `size` float32 numbers in another order, five steps of a rate of 0.1."""
+    for found in of("plain", size):
+        assert found["far"] < 1e-6 < 0.1 < found["moved"]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_buckets_are_rebuilt_and_nothing_changes(size):
+    found = of("rebuilt", size)
+    first, second = found[0]["orders"][:2]
+    assert first != second, "DDP changed the order"
+    assert sorted(first) == sorted(second)
+    for each in found:
+        assert each["lanes"] == found[0]["lanes"], "all ranks exchange in one order"
+        assert each["equal"], "other buckets, same bits"
+
+
+def test_options_of_ddp_and_of_the_hook_end_as_by_our_own_exchange():
+    for found in of("options"):
+        assert {name for name, equal in found.items() if name != "seconds" and not equal} == set()
+        assert len(found) == 18
+
+
+@pytest.mark.parametrize("name", ["autocast", "bfloat16", "no_sync"])
+def test_precision_and_accumulation(name):
+    for found in of(name):
+        assert found["equal"]
+    assert of("no_sync")[0]["steps"] == ddp_jobs.STEPS
+
+
+def test_shapes_and_segments_follow_the_strides_of_channels_last():
+    for found in of("channels_last"):
+        assert found["permuted"]
+        assert found["onebit"]
+        assert found["powersgd"]
+
+
+def test_residuals_follow_the_learning_rate_that_the_hook_is_told():
+    for found in of("learning_rate"):
+        assert found["equal"]
+        assert found["matters"]
+
+
+# ---- traps ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["onebit", "powersgd", "topk"])
+def test_what_is_carried_for_an_unused_parameter_waits(name, size):
+    """Nobody uses the branch at step 2, so DDP drops its mean; at step 3 rank 0 alone does."""
+    every = [found[name] for found in of("unused", size)]
+    for found in every:
+        assert found["none"] == [False, False, True, False, False]
+        assert found["carried"]
+        assert found["kept"]
+        assert found["moves on"]
+        assert "branch.weight" not in found["compared at 2"]
+        assert "hidden.weight" in found["compared at 2"]
+    assert len({found["sum"] for found in every}) == 1, "replicas are the same"
+
+
+def test_with_one_rank_nothing_happens():
+    for found in of("one_rank"):
+        assert found["equal"]
+        assert found["state"] == {}
+
+
+def test_two_models_at_once_one_of_them_on_a_part_of_the_ranks():
+    first, middle, last = of("two_models", 3)
+    assert first["equal"]
+    assert last["equal"]
+    assert "equal" not in middle
+
+
+REFUSED = {
+    "no ddp": "a Net came: wrap the module",
+    "sparse": "0 has sparse gradients.*sparse=False",
+    "double": "conv.weight is torch.float64.*Convert the model",
+    "frozen": "no parameter of the model requires a gradient",
+    "second hook": "DDP takes one. Wrap the module in a new",
+    "same hook": "registered already: make one for each model",
+    "load after": "load the state, then register",
+    "closed": "was closed. Wrap the module in a new",
+    "mixed precision": "takes the one place for a hook itself.*torch.autocast",
+    "state of another rank": "that of rank 2 of 2, and this is rank",
+    "state of other settings": "bucket_mb: 25.0 then, 3.0 now",
+    "state of another step": "step: rank 0 0, rank 1 1",
+    "state of another format": "format 99: 1 expected",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_carried_is_refused_on_every_rank(name):
+    for found in of("refusals"):
+        assert found[name]["kind"] == "UsageError"
+        assert re.search(REFUSED[name], found[name]["text"])
+        assert found[name]["seconds"] < 5
+
+
+DIFFERENT = {
+    "method": "compressor: rank 0 .*TernGrad.*rank {odd} .*QSGD",
+    "field": r"rank 0 .*clip=2.5.*rank {odd} .*clip=2.0",
+    "memory": r"memory: rank 0 .*Residual\(.*rank {odd} .*Dgc\(",
+    "seed": "seed: rank 0 0.*rank {odd} 1",
+    "start": "start_step: rank 0 0.*rank {odd} 1",
+    "version": "gcbench: rank 0 '.*rank {odd} '9.9'",
+    "one refuses": "no parameter of the model requires a gradient",
+}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_registered_different_things_all_say_what(size):
+    for rank, found in enumerate(of("differences", size)):
+        for name, said in DIFFERENT.items():
+            assert found[name]["kind"] == "UsageError"
+            assert re.search(said.format(odd=size - 1), found[name]["text"])
+            assert found[name]["seconds"] < 5
+        if rank < size - 1:
+            assert f"rank {size - 1} could not register" in found["one refuses"]["text"]
+            assert found["absent"]["kind"] == "PeerLostError"
+            assert f"rank {size - 1} did not register" in found["absent"]["text"]
+            assert found["absent"]["seconds"] < 5
+        else:
+            said = f"rank 0 could not register: rank {rank} did not register"
+            assert said in found["late"]["text"]
+        assert found["after"]["finite"]
+
+
+def test_what_goes_wrong_on_the_way_is_an_error_and_no_hang():
+    """Backward says it as torch does, the next forward as we do."""
+    first, second = of("in_training")
+    for rank, found in enumerate((first, second)):
+        assert found["join"]["kind"] == "UsageError"
+        assert "drop_last=True" in found["join"]["text"]
+        said = f"rank {rank}: the gradient of last.bias is not finite at step 0"
+        assert said in found["nan, backward"]["text"]
+        assert found["nan, forward"]["kind"] == "DivergedError"
+        assert "no gradient came of branch.bias" in found["thawed"]["text"]
+        assert "find_unused_parameters=True" in found["unused"]["text"]
+    assert "PeerLostError" in first["alone, backward"]["text"]
+    assert first["alone, forward"]["kind"] == "PeerLostError"
+    assert "worker 1" in first["alone, forward"]["text"]
+    assert "comm_hook(timeout=...)" in first["alone, forward"]["text"]
+    assert first["alone, backward"]["seconds"] < 10
+
+
+def test_process_groups_that_cannot_serve_are_refused():
+    for found in of("backends"):
+        for name, said in (
+            ("model's", "the model's process group has the backend 'fake' for cpu tensors"),
+            ("given", "the given process group has the backend 'fake' for cpu tensors"),
+            ("same", "is the model's own"),
+            ("fewer", r"has the ranks \[0\], the model's \[0, 1\]"),
+        ):
+            assert found[name]["kind"] == "UsageError"
+            assert re.search(said, found[name]["text"])
+            assert found[name]["seconds"] < 5
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "said"),
+    [
+        (["terngard"], {}, "Did you mean 'terngrad'"),
+        (["terngrad"], {"klip": 2}, "unknown field of compressor 'terngrad': 'klip'"),
+        (["topk"], {"collective": "allreduce"}, "cannot be exchanged by allreduce.*Legal:"),
+        (["topk"], {"collective": "ring"}, "allowed are allreduce, allgather, twoshot"),
+        (["topk"], {"memory": "residul"}, "Did you mean 'residual'"),
+        (["topk"], {"memory_options": {"decai": 1}}, "Did you mean 'decay'"),
+        (["terngrad"], {"memory": "residual"}, "does not contract"),
+        (["none"], {"dense_below": -1}, "dense_below=-1: at least 0"),
+        (["none"], {"check_every": -1}, "check_every=-1: at least 0"),
+        (["none"], {"timeout": 0}, "timeout=0: at least"),
+        (["none"], {"timeout": math.nan}, "timeout=nan: at least"),
+        (["none"], {"timeout": math.inf}, "timeout=inf"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(words, options, said):
+    with pytest.raises(UsageError, match=said):
+        gcbench.comm_hook(*words, **options)
+
+
+def test_a_compressor_has_its_fields_already():
+    codec = gcbench.get_compressor("terngrad", clip=2.0)
+    assert gcbench.comm_hook(codec).settings.compressor is codec
+    with pytest.raises(UsageError, match="fields clip beside TernGrad"):
+        gcbench.comm_hook(codec, clip=2.5)
+
+
+# ---- the check -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [*ddp_jobs.WRONG, "sign by default", "nothing by default"])
+def test_a_broken_compressor_is_found_by_name(how):
+    """In every checked step, with the tensor's name; one rank says it."""
+    first, second = (found[how] for found in of("checks"))
+    assert [re.match(r"step \d", said)[0] for said in first["warnings"]] == ["step 0", "step 2"]
+    for said in first["warnings"]:
+        assert "branch.weight: " in said
+        assert "hidden.weight: " in said
+        assert "bias" not in said, "dense tensors are as they should be"
+    assert second["warnings"] == []
+
+
+def test_a_right_one_is_not_warned_about_and_recorded_by_name():
+    first, second = (found["right"] for found in of("checks"))
+    assert first["warnings"] == []
+    assert first["records"] == second["records"]
+    assert first["heard"] == 2
+    names = {name for name, _ in ddp_jobs.model().named_parameters()}
+    for step in (0, 2):
+        assert {each["name"] for each in first["records"] if each["step"] == step} == names
+    for each in first["records"]:
+        dense = each["elements"] < 50
+        assert each["bits"] == (32 if dense else 16)
+        assert each["relative_error"] < (1e-7 if dense else 2**-11)
+        assert each["cosine"] > 0.999999
+    n = sum(p.numel() for p in ddp_jobs.model().parameters())
+    assert first["checked"] == 2 * 4 * n, "the plain mean, at two steps"
+    dense = sum(p.numel() for p in ddp_jobs.model().parameters() if p.numel() < 50)
+    assert first["up"] == 3 * (2 * (n - dense) + 4 * dense)
+
+
+def test_a_comparison_by_hand():
+    m = torch.tensor([3.0, 4.0])
+    found = check.compare(7, "w", torch.tensor([3.0, 0.0]), m, 2.0)
+    assert found == check.Comparison(7, "w", 2, 0.8, 0.6, 0.5, 2.0)
+    zero = torch.zeros(2)
+    both = check.compare(0, "w", zero, zero, 0)
+    assert (both.relative_error, both.cosine) == (0, 1)
+    none = check.compare(0, "w", zero, m, 0)
+    assert (none.relative_error, none.cosine, none.zeros) == (1, 0, 1)
+    more = check.compare(0, "w", m, zero, 0)
+    assert (more.relative_error, more.cosine) == (math.inf, 0)
+
+
+def test_bounds_follow_what_a_method_claims_and_judge_nan():
+    contracting = check.Bounds.of(gcbench.get_compressor("topk"), None)
+    assert contracting == check.Bounds(1.5)
+    assert check.Bounds.of(gcbench.get_compressor("randomk"), None).error == math.inf
+    assert check.Bounds.of(gcbench.get_compressor("topk"), 0.1).error == 0.1
+    vote = check.Bounds.of(gcbench.get_compressor("signsgd"), None)
+    assert vote == check.Bounds(math.inf, -0.5)
+    assert vote.judge(check.Comparison(0, "w", 1000, 300.0, -0.1, 0.0, 1.0)) == ""
+    assert "cosine -0.9" in vote.judge(check.Comparison(0, "w", 1000, 300.0, -0.9, 0.0, 1.0))
+    wrong = check.Comparison(0, "w", 1000, math.nan, math.nan, 0.0, 1.0)
+    assert "relative error nan" in contracting.judge(wrong)
+    assert "cosine nan" in contracting.judge(wrong)
+    zero = check.Comparison(0, "w", 1000, math.inf, 0.0, 0.0, 1.0)
+    assert vote.judge(zero) == "", "nothing points anywhere"
+    assert "relative error inf" in contracting.judge(zero)
+    assert contracting.judge(check.Comparison(0, "w", 255, 9.0, -1.0, 0.0, 1.0)) == ""
+    assert contracting.judge(check.Comparison(0, "w", 1000, 0.0, 1.0, 1.0, 1.0)) == ""
+
+
+# ---- pieces --------------------------------------------------------------------------------------
+
+
+def test_tensors_are_dealt_to_lanes_from_the_last_to_the_first():
+    names, shapes = ["a", "b", "c", "d"], [(100,), (5,), (10, 6), (50,)]
+    plan = Plan.of(names, shapes, [False, True, False, False], 60)
+    assert [[placed.name for placed in lane] for lane in plan.lanes] == [["d", "c"], ["a"], ["b"]]
+    assert plan.dense == (False, False, True)
+    assert [placed.start for placed in plan.tensors] == [0, 50, 110, 210]
+    assert [placed.lane for placed in plan.tensors] == [0, 0, 1, 2]
+    assert plan.stretch(0) == slice(0, 110)
+    assert plan.stretch(2) == slice(210, 215)
+    flat = torch.arange(215.0)
+    assert torch.equal(plan.tensors[1].of(flat), flat[50:110].view(10, 6))
+    one = Plan.of(names, shapes, [False] * 4, math.inf)
+    assert len(one.lanes) == 1
+    each = Plan.of(names, shapes, [False] * 4, 0)
+    assert [len(lane) for lane in each.lanes] == [1, 1, 1, 1]
+
+
+def test_an_owner_carries_what_lies_in_its_shard(simulated):
+    """A tensor may have a part of it in a shard, all of it, or nothing."""
+    plan = Plan.of(["a", "b", "c"], [(1000,), (1500,), (500,)], [False] * 3, math.inf)
+    onebit = gcbench.get_compressor("onebit")
+    lane = Lane(onebit, "twoshot", 0, Segments.of([(500,), (1500,), (1000,)]), memory.Residual())
+    world = simulated(2)
+    exchange = Exchange(world, [lane], 0, Clock(torch.device("cpu")))
+    bounds = shard_bounds(3000, 2)
+    assert bounds == [0, 2048, 3000]
+    for rank, sizes in ((0, [500, 1500, 48]), (1, [None, None, 952])):
+        world.ranks = range(rank, rank + 1)
+        owned = torch.arange(float(bounds[rank]), float(bounds[rank + 1]))
+        exchange.workers[0][0]["owner"] = owned
+        found = [plans.carried(exchange, plan, placed).get("owner") for placed in plan.tensors]
+        assert [None if each is None else each.numel() for each in found] == sizes
+        for placed, each in zip(plan.tensors, found, strict=True):
+            if each is not None:
+                assert each[0] == max(placed.start, bounds[rank])
+    world.ranks = range(2)
+
+
+def test_what_is_set_aside_is_not_sent_and_comes_back(simulated):
+    """Zeros while the lane is exchanged; an owner's residual that was made meanwhile is zero."""
+    plan = Plan.of(["a", "b"], [(300,), (700,)], [False] * 2, math.inf)
+    method = gcbench.get_compressor("onebit")
+    lane = Lane(method, "twoshot", 0, Segments.of([(700,), (300,)]), memory.Residual())
+    exchange = Exchange(simulated(1), [lane], 0, Clock(torch.device("cpu")))
+    residual = exchange.workers[0][0]["residual"]
+    residual.fill_(2.0)
+    idle, used = plan.tensors
+    with plans.set_aside(exchange, plan, [idle]):
+        assert not idle.of(residual).any()
+        assert used.of(residual).all()
+        exchange.workers[0][0]["owner"] = torch.full((1000,), 3.0)
+        residual.fill_(5.0)
+    assert torch.equal(idle.of(residual), torch.full((700,), 2.0))
+    assert torch.equal(used.of(residual), torch.full((300,), 5.0))
+    owner = exchange.workers[0][0]["owner"]
+    assert not idle.of(owner).any()
+    assert torch.equal(used.of(owner), torch.full((300,), 3.0))
+
+
+def test_a_stretch_of_a_bucket_is_seen_in_the_parameters_strides():
+    part = torch.arange(24.0)
+    for parameter in (
+        torch.empty(2, 3, 4),
+        torch.empty(4, 2, 3).permute(1, 2, 0),
+        torch.empty(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
+        torch.empty(4, 3, 2).transpose(0, 1),
+        torch.empty(24),
+    ):
+        there = _strided(part, parameter)
+        assert there.shape == parameter.shape
+        assert there.stride() == parameter.stride()
+    gaps = torch.empty(4, 12)[:, ::2]
+    assert torch.equal(_strided(part, gaps), part.view(4, 6))
+    assert _strided(part[:1], torch.empty(())).shape == ()
+
+
+def test_the_thread_keeps_the_order_and_goes_on_after_an_error():
+    worker, seen, gate = Worker("test"), [], threading.Event()
+    worker.submit(gate.wait)
+    futures = [worker.submit(lambda i=i: seen.append(i)) for i in range(20)]
+    wrong = worker.submit(lambda: 1 / 0)
+    last = worker.submit(lambda: "done")
+    assert seen == []
+    gate.set()
+    assert last.result(10) == "done"
+    assert seen == [*range(20)]
+    assert all(future.done() for future in futures)
+    with pytest.raises(ZeroDivisionError):
+        wrong.result(10)
+    worker.close(10)
+
+
+def test_a_placed_scalar_is_one_element():
+    placed = Placed("s", (), 0, 3)
+    assert placed.numel == 1
+    assert placed.of(torch.arange(5.0)) == 3
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+
+def test_the_example_of_the_readme_trains_saves_and_resumes(tmp_path):
+    """Under torchrun with two processes, then once more: the second job goes on from the first."""
+    text = (ROOT / "README.md").read_text()
+    section = re.search(r"\n## In your DDP job\n(.*?)\n## ", text, re.DOTALL)
+    assert section
+    (example,) = re.findall(r"```python\n(.*?)```", section[1], re.DOTALL)
+    (tmp_path / "train.py").write_text(
+        example + "\nPath(f'ended-{rank}').write_text(str(hook.step))\n"
+    )
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for steps in (100, 200):
+        (tmp_path / "steps").write_text(str(steps))
+        done = subprocess.run([*words, "train.py"], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "times fewer bytes" in done.stdout
+        assert [(tmp_path / f"ended-{rank}").read_text() for rank in (0, 1)] == [str(steps)] * 2
