@@ -177,17 +177,20 @@ class Exchange:
         self.change(lanes)
 
     def change(self, lanes: Sequence[Lane]) -> None:
-        """Exchange by other compressors from here on; what is carried stays."""
+        """Exchange by other compressors and memories from here on; what is carried stays."""
         if self.lanes and [(a.start, a.segments.numel) for a in self.lanes] != [
             (b.start, b.segments.numel) for b in lanes
         ]:
             raise ValueError("lanes may change their compressor, not their place")
         if not self.lanes:
-            for lane in lanes:
-                like = torch.zeros(lane.segments.numel, device=self.world.device)
-                self.joint.append({name: torch.zeros_like(like) for name in lane.memory.joint})
-                for states in self.workers:
-                    states.append(lane.memory.state(like))
+            self.joint = [{} for _ in lanes]
+            self.workers = [[{} for _ in lanes] for _ in self.world.ranks]
+        for i, lane in enumerate(lanes):
+            like = torch.zeros(lane.segments.numel, device=self.world.device)
+            fresh = {name: torch.zeros_like(like) for name in lane.memory.joint}
+            self.joint[i] = fresh | self.joint[i]
+            for states in self.workers:
+                states[i] = lane.memory.state(like) | states[i]
         for i, (old, new) in enumerate(zip(self.lanes, lanes, strict=False)):
             if old.compressor != new.compressor:
                 self.joint[i].pop("state", None)

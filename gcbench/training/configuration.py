@@ -136,6 +136,8 @@ class Config(BaseModel):
         given_options = {**own, **(values.get("memory_options") or {})}
         made = memory.make(carried, given_options)
         values["memory_options"] = {key: getattr(made, key) for key in given_options}
+        for method in stages.values():
+            memory.check_masking(str(carried), made, method)
         if made.has_momentum:
             _leave_momentum_to_memory(str(carried), values, given)
         place = str(values.get("device", "cpu")).partition(":")[0]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from gcbench import ops
-from gcbench.core import purposes, registry
+from gcbench.core import memory, purposes, registry
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import Key, Segments
 from gcbench.core.errors import DivergedError, GcbenchError, Interrupted, UsageError
@@ -202,21 +202,22 @@ class Trainer:
 
     def _lanes(self, step: int) -> list[Lane]:
         """Return how the bucket is exchanged from `step` on, until the next stage."""
-        config, memory = self.config, self.config.make_memory()
+        config, carried = self.config, self.config.make_memory()
         plain = registry.compressor("none")
         compressed, dense = self.shapes
         lanes = []
         if compressed:
             if step < config.start_step:
                 segments = Segments.of(compressed)
-                lanes.append(Lane(plain, "allreduce", 0, segments, memory))
+                lanes.append(Lane(plain, "allreduce", 0, segments, carried.dense()))
             else:
                 method = config.make_compressor(step)
                 segments = Segments.of(compressed, method.granularity)
-                lanes.append(Lane(method, config.collective, 0, segments, memory))
+                kept = memory.beside(carried, method)
+                lanes.append(Lane(method, config.collective, 0, segments, kept))
         if dense:
             start = lanes[0].segments.numel if lanes else 0
-            lanes.append(Lane(plain, "allreduce", start, Segments.of(dense), memory.dense()))
+            lanes.append(Lane(plain, "allreduce", start, Segments.of(dense), carried.dense()))
         return lanes
 
     def _optimizer(self) -> torch.optim.Optimizer:
