@@ -42,6 +42,7 @@ from gcbench.core.compressor import (
     Prepared,
     Segments,
     aligned,
+    check_collectives,
     fill,
     layout_bytes,
     written,
@@ -77,6 +78,7 @@ def check_legal(compressor: Compressor, collective: str | None = None) -> str:
         UsageError: the method's mean is wrong under this collective, with the legal ones.
     """
     legal = compressor.legal_collectives()
+    check_collectives(f"{compressor!r}.legal_collectives", legal)
     if collective is None:
         return legal[0]
     if collective not in COLLECTIVES:
@@ -247,8 +249,10 @@ class Exchange:
                 case "allgather":
                     sent = self._encode(number, xs, states, [whole], kept, key)
                     self._allgather(number, whole, [own[0] for own in sent], out)
-                case _:
+                case "twoshot":
                     self._twoshot(number, whole, xs, states, kept, key, out)
+                case other:
+                    raise ValueError(f"collective {other!r}: {', '.join(COLLECTIVES)} allowed")
         with self.clock.phase("decode"):
             written(lane.memory.apply(out, self.joint[number]), out)
 
