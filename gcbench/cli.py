@@ -158,7 +158,7 @@ def run(
     device: Annotated[S, _opt("cpu or cuda; default cpu.", WHERE)] = None,
     backend: Annotated[S, _opt("auto, reference, cpu or cuda; default auto.", WHERE)] = None,
     threads: Annotated[
-        S, _opt("Threads in an operation of a worker; default cores/workers.", WHERE)
+        S, _opt("Threads in an operation of a worker; default cores/workers. Other bits.", WHERE)
     ] = None,
     link_gbit: Annotated[
         S, _opt("Link of the modelled communication time; default 10.", WHERE)

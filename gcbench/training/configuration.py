@@ -371,6 +371,34 @@ def check_objects(config: Config, made: Mapping[str, Any], folder: Path) -> None
             )
 
 
+def threads_to_resume(made: Mapping[str, Any], folder: Path) -> int:
+    """Return the threads of a worker with which a stored run began, to go on with as many.
+
+    They decide bits, as do torch and the instruction set that it computes with. `made` is the run's
+    provenance.
+
+    Raises:
+        GcbenchError: torch or the instruction set are others here, or the run does not say.
+    """
+    then = {
+        "torch": (made.get("versions") or {}).get("torch"),
+        "instruction set": (made.get("machine") or {}).get("isa"),
+    }
+    now = {"torch": versions()["torch"], "instruction set": machine()["isa"]}
+    apart = [
+        f"{name} {then[name]} then, {now[name]} now" for name in now if then[name] != now[name]
+    ]
+    threads = made.get("threads")
+    if type(threads) is not int or threads < 1:
+        apart.append(f"threads {threads!r} then")
+    if apart:
+        raise GcbenchError(
+            f"{folder} was begun where bits are others ({'; '.join(apart)}): it would end in a "
+            "result that no run from the beginning has. Go on there, or start over with --force"
+        )
+    return int(made["threads"])
+
+
 def serving(config: Config) -> str:
     """Return the backend that serves a run, with what its kernels are, or why it has none."""
     place = config.device.partition(":")[0]

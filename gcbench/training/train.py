@@ -55,6 +55,8 @@ class Options:
     capture: captures.Plan | None = None
     sinks: tuple[str, ...] = ()
     """Names of the sinks that hear of the records."""
+    threads: int | None = None
+    """Threads of a worker with which the run began, where it is resumed; None: the config's."""
 
 
 def classifier(model: nn.Module) -> list[str]:
