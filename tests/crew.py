@@ -119,3 +119,18 @@ def meet(member):
         each["half"] = [str(each["half"].dtype), *each["half"].tolist()]
         each["scalar"] = each["scalar"].item()
     return found
+
+
+def flip_a_bit(step, rank, bucket):
+    """Flip the highest bit of a mantissa of worker 1, once, as a faulty memory does."""
+    if (step, rank) != (3, 1):
+        return
+    import gc
+
+    import torch
+
+    from gcbench.training.train import Trainer
+
+    (trainer,) = (each for each in gc.get_objects() if type(each) is Trainer)
+    with torch.no_grad():
+        trainer.parameters[0].view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 22)
