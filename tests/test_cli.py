@@ -328,7 +328,7 @@ def test_a_full_disk_loses_nothing(run, tmp_path, nbytes, file, words):
 
 def test_a_checkpoint_survives_a_disk_that_fills_later(run, tmp_path):
     steps = ("--steps", 80, "--log-every", 1, "--checkpoint-seconds", 0)
-    with files_of_at_most(16_000):
+    with files_of_at_most(13_500):
         refused(run(*steps), 1, "metrics.jsonl: File too large")
     (path,) = tmp_path.glob("*/checkpoint.pt")
     step = Run(path.parent).checkpoint()["step"]
@@ -343,7 +343,7 @@ def test_a_checkpoint_survives_a_disk_that_fills_later(run, tmp_path):
 
 def interrupted(run, tmp_path) -> Path:
     """Make a run that failed and left a checkpoint; return its folder."""
-    with files_of_at_most(16_000):
+    with files_of_at_most(13_500):
         run("--steps", 80, "--log-every", 1, "--checkpoint-seconds", 0)
     (folder,) = tmp_path.iterdir()
     assert (folder / "checkpoint.pt").exists()

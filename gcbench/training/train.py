@@ -665,10 +665,10 @@ class Trainer:
                 average.copy_(_fitting(value, average))
         self.optimizer.load_state_dict(state["optimizer"])
         exchange = self.exchange
-        for parameter, own in self.optimizer.state.items():
-            for average in own.values():
-                if isinstance(average, Tensor) and average.ndim:
-                    _fitting(average, parameter)
+        for place, own in self.optimizer.state.items():
+            for value in own.values():
+                if isinstance(value, Tensor) and value.ndim:
+                    _fitting(value, place)
         for start in sorted(self.stages):
             if start < self.step:
                 exchange.change(self._lanes(start))
