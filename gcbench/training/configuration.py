@@ -26,7 +26,7 @@ from gcbench.core.exchange import check_legal
 from gcbench.core.memory import Memory
 from gcbench.core.schema import ADDED, SCHEMA
 from gcbench.core.task import Task
-from gcbench.training import schedule
+from gcbench.training import limits, schedule
 from gcbench.training.store import Run
 
 Positive = Annotated[int, Field(ge=1, strict=True)]  # strict: neither true nor "8"
@@ -317,6 +317,14 @@ def threads_per_worker(config: Config) -> int:
     The bits of a convolution depend on it, so it is recorded with the result.
     """
     return config.threads or max(1, cores() // config.workers)
+
+
+def check_limits(config: Config) -> None:
+    """Raise UsageError for a run that takes more than this machine should give."""
+    limits.check_threads(threads_per_worker(config))
+    if config.engine != "torchrun":  # the user started its processes
+        spawned = config.engine == "spawn"
+        limits.check_workers(config.workers, processes=spawned, cores=cores())
 
 
 def provenance(config: Config) -> dict[str, Any]:

@@ -75,6 +75,7 @@ class Runner:
 
     def _check(self, config: Config) -> None:
         configuration.require_device(config.device)
+        configuration.check_limits(config)
         if self.capture is not None:
             self.capture.check(config.run_name, config.steps)
 
