@@ -134,3 +134,40 @@ def flip_a_bit(step, rank, bucket):
     (trainer,) = (each for each in gc.get_objects() if type(each) is Trainer)
     with torch.no_grad():
         trainer.parameters[0].view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 22)
+
+
+def agree(member, *apart):
+    """Compare what a run needs, of which worker 1 has something else."""
+    from dataclasses import replace
+
+    from gcbench.core import registry
+    from gcbench.training import agreement, engines
+    from gcbench.training.configuration import Config
+
+    given = {
+        "task": "digits",
+        "compressor": "terngrad",
+        "workers": member.size,
+        "batch": 60,
+        "lr": 0.1,
+    }
+    train, _ = registry.task("digits").load(None)
+    if member.rank == 1:
+        if "clip" in apart:
+            given["options"] = {"clip": 2.0}
+        if "lr" in apart:
+            given["lr"] = 0.5
+        if "data" in apart:
+            train = replace(train, targets=train.targets.flip(0))
+    world = engines.join(member, "cpu", 1)
+    try:
+        told = agreement.facts(Config.make(given)) | {"data": agreement.digest(train, None)}
+        if member.rank == 1 and "version" in apart:
+            told["version of gcbench"] = "0.0.9"
+        try:
+            agreement.check(world, told)
+        except UsageError as error:
+            return str(error)
+        return "agreed"
+    finally:
+        world.close()

@@ -167,3 +167,43 @@ def test_a_run_does_not_go_on_where_bits_are_others(tmp_path, interrupted, key, 
     assert "Go on there, or start over with --force" in done.err
     change(folder, "provenance.json", key, before[key])
     assert "goes on from its checkpoint" in run(tmp_path, *interrupted).err
+
+
+THEIRS = """
+import gcbench
+
+class Theirs(type(gcbench.get_compressor("none"))):
+    name = "theirs"
+"""
+
+
+def test_a_changed_plug_in_is_not_finished_before(tmp_path, third_party):
+    """Its distribution, version and the digest of its source are part of the provenance."""
+    info = tmp_path / "site" / "somebodys-1.0.dist-info"
+    info.mkdir(parents=True)
+    metadata = "Metadata-Version: 2.1\nName: somebodys\nVersion: {}\n"
+    (info / "METADATA").write_text(metadata.format("1.0"))
+    (info / "entry_points.txt").write_text("[gcbench.compressors]\ntheirs = somebodys:Theirs\n")
+    source, results = info.parent / "somebodys.py", tmp_path / "runs"
+    source.write_text(THEIRS)
+    third_party(str(info.parent))
+    words = ("--compressor", "theirs")
+    before = run(results, *words).json["provenance"]["plugins"]
+    assert {k: v for k, v in before["compressor"].items() if k != "sha256"} == {
+        "distribution": "somebodys",
+        "version": "1.0",
+    }
+    assert set(before) == {"compressor"}
+    assert "finished before, skipped" in run(results, *words).err
+    source.write_text(THEIRS + "# mended")
+    done = run(results, *words)
+    assert done.code == 1
+    digest = before["compressor"]["sha256"][:10]
+    said = f"was made with another compressor: somebodys 1.0 (source {digest}) then, somebodys 1.0"
+    assert said in done.err
+    again = run(results, *words, "--force").json["provenance"]["plugins"]
+    assert again["compressor"]["sha256"] != before["compressor"]["sha256"]
+    assert "plugins" not in run(results).json["provenance"], "what is built in has the commit"
+    (info / "METADATA").write_text(metadata.format("1.1"))
+    third_party(str(info.parent))
+    assert "then, somebodys 1.1 (source " in run(results, *words).err

@@ -99,7 +99,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
                 ls="",
                 marker=style["marker"],
                 color=style["color"],
-                label=foreign.label(tier),
+                label=foreign.label(str(tier)),
             )
         axes.plot([], [], color="0.4", lw=1.2, label="best of each tier")
         _frame(axes, drawn, accuracy=accuracy)

@@ -337,6 +337,7 @@ def provenance(config: Config) -> dict[str, Any]:
         "machine": machine(),
         "backend": serving(config),
         "objects": objects(config),
+        **({"plugins": found} if (found := plugins(config)) else {}),
         "threads": threads_per_worker(config),
         "python": sys.executable.rsplit("/", 1)[-1],
     }
@@ -353,6 +354,26 @@ def objects(config: Config) -> dict[str, Any]:
         "compressor": [registry.call(config.make_compressor(step)) for step in stages],
         "memory": registry.call(config.make_memory()),
     }
+
+
+def plugins(config: Config) -> dict[str, dict[str, str]]:
+    """Return which of a run's task, compressor and memory are third parties', and from where.
+
+    Each with its distribution, its version and a digest of its source (`registry.origin`).
+    """
+    entries = {
+        "task": registry.tasks()[config.task],
+        "compressor": registry.compressors()[config.compressor],
+        "memory": registry.memories()[config.memory],
+    }
+    found = {kind: registry.origin(entry) for kind, entry in entries.items()}
+    return {kind: own for kind, own in found.items() if own is not None}
+
+
+def _told(own: Mapping[str, str] | None) -> str:
+    if own is None:
+        return "nothing told"
+    return f"{own['distribution']} {own['version']} (source {own['sha256'][:10]})"
 
 
 def check_objects(config: Config, made: Mapping[str, Any], folder: Path) -> None:
@@ -376,6 +397,13 @@ def check_objects(config: Config, made: Mapping[str, Any], folder: Path) -> None
             raise GcbenchError(
                 f"{folder} was made with {old} by another gcbench; the same command now means "
                 f"{new}. --force makes it again, another --results keeps both"
+            )
+    before = (made.get("provenance") or {}).get("plugins") or {}
+    for kind, present in plugins(config).items():
+        if before.get(kind) != present:
+            raise GcbenchError(
+                f"{folder} was made with another {kind}: {_told(before.get(kind))} then, "
+                f"{_told(present)} now. --force makes it again, another --results keeps both"
             )
 
 

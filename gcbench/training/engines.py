@@ -30,9 +30,9 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from gcbench.core.errors import PeerLostError, UsageError
+from gcbench.core.errors import GcbenchError, PeerLostError, UsageError
 from gcbench.core.world import DistributedWorld, Link, SimulatedWorld, World
-from gcbench.training import captures, configuration, launch, membership
+from gcbench.training import agreement, captures, configuration, launch, membership
 from gcbench.training.configuration import Config
 from gcbench.training.membership import Membership
 from gcbench.training.store import Run
@@ -209,7 +209,12 @@ def _be_worker(member: Membership, config: Config, run: Run, options: Options) -
     threads = options.threads or configuration.threads_per_worker(config)
     world = join(member, config.device, threads)
     # Worker 0 knows the threads of a run that is resumed; on several machines cores may differ.
-    torch.set_num_threads(world.collect([threads])[0])
+    try:
+        torch.set_num_threads(world.collect([threads])[0])
+        agreement.check(world, agreement.facts(config))
+    except GcbenchError:
+        world.close()
+        raise
     _fit(config, world, run, options, launched=True)
 
 

@@ -30,7 +30,7 @@ from gcbench.core.exchange import Exchange, Lane, dense_tensors
 from gcbench.core.schema import PHASES, SCHEMA
 from gcbench.core.task import Split, Task
 from gcbench.core.world import World
-from gcbench.training import captures, configuration, progress, sinks
+from gcbench.training import agreement, captures, configuration, progress, sinks
 from gcbench.training.configuration import Config
 from gcbench.training.dropout import Dropout, set_dropout_key
 from gcbench.training.store import Run
@@ -544,6 +544,13 @@ class Trainer:
         """
         config = self.config
         self._resume()
+        if len(self.world.ranks) < self.world.size:
+            told = {
+                "data (SHA-256)": agreement.digest(self.train, self.validation, self.test),
+                "step to go on from": str(self.step),
+                "parameters (SHA-256)": self.parameter_hash(),
+            }
+            agreement.check(self.world, told)
         if self.recorder is not None:
             self.recorder.begin(self.step, config.run_name)
         if self.leads and self.options.sinks:
