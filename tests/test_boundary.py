@@ -134,3 +134,48 @@ def test_an_unknown_collective_is_no_twoshot(simulated, clock):
     made = Exchange(simulated(2), [lane], 0, clock)
     with pytest.raises(ValueError, match="collective 'two-shot'"):
         made.mean([torch.ones(4)] * 2, 0)
+
+
+class Tuple(Compressor):
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        return (x,)
+
+    def decode(self, payload, segments, shared, *, out=None):
+        return payload.parts[0]
+
+
+class Double(Tuple):
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        return Payload((x.clone(),))
+
+    def decode(self, payload, segments, shared, *, out=None):
+        return payload.parts[0].double()
+
+    def mean(self, payloads, segments, shared, *, out=None):
+        return self.decode(payloads[0], segments, shared)
+
+
+class Short(Double):
+    def decode(self, payload, segments, shared, *, out=None):
+        return payload.parts[0][:1]
+
+
+class Layout(Double):
+    def layout(self, segments, count=1):
+        return ((torch.int8, segments.numel),)
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (Tuple, "encode returned a tuple; a Payload of 1-D tensors is expected"),
+        (Double, r"mean returned torch.float64, shape \(4,\); float32, shape \(4,\), is expected"),
+        (Short, r"mean returned torch.float32, shape \(1,\); float32, shape \(4,\), is expected"),
+        (Layout, r"encode returned a payload of .*float32, 4.*; its layout declares .*int8, 4"),
+    ],
+)
+def test_authors_are_told_what_came_and_what_was_expected(simulated, clock, made, said):
+    clock.start_step()
+    exchange = Exchange(simulated(2), [Lane(made(), "allgather", 0, Segments.of([(4,)]))], 0, clock)
+    with pytest.raises(GcbenchError, match=rf"{made.__name__}.*: {said}"):
+        exchange.mean([torch.ones(4)] * 2, 0)
