@@ -35,11 +35,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gcbench import ops
 from gcbench.core.claims import Claims
 from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill
+from gcbench.core.errors import PayloadError
 
 WIDTHS = {"complex": 1, "real": 2}
 """Bits that a bin has in each bitmap."""
@@ -99,8 +101,16 @@ class FFT(Compressor):
     def _open(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor]:
         """Return the kept bins, int64, (K,) in all, and their values, float32, (K, 2)."""
         self.check(payload, segments)
-        form = self.code_bits, self.mantissa, WIDTHS[self.bitmap]
-        return ops.spectrum.unpack(payload.parts, self._runs(segments), *form, self.name)
+        form, runs = (self.code_bits, self.mantissa, WIDTHS[self.bitmap]), self._runs(segments)
+        kept, values = ops.spectrum.unpack(payload.parts, runs, *form, self.name)
+        first = [
+            run.start + run.length * row for run in runs if run.length for row in range(run.rows)
+        ]
+        means = torch.tensor(first, device=kept.device)  # bins are in increasing order
+        at = torch.searchsorted(kept, means).clamp_(max=max(0, len(kept) - 1))
+        if len(kept) and bool(values[at[kept[at] == means], 1].any()):
+            raise PayloadError(f"{self.name}: the sum of a segment's values is not real")
+        return kept, values
 
     def decode(
         self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None

@@ -59,6 +59,18 @@ class Int8(Compressor):
     ) -> Payload:
         return fill(out, *ops.int8.encode(x, segments, self.rounding, key, out=slots(out)))
 
+    def check(self, payload: Payload, segments: Segments) -> None:
+        """Refuse also codes in a block whose scale is 0, where the encoder sends none."""
+        super().check(payload, segments)
+        codes, scales = payload.parts
+        zero = scales == 0
+        if bool(zero.any()):
+            silent = ops.statistics.scale_(
+                torch.ones_like(codes, dtype=scales.dtype), zero.float(), segments
+            )
+            if bool(codes[silent != 0].any()):
+                raise PayloadError(f"{self.name}: codes in a block whose scale is 0")
+
     def _decode(
         self, payload: Payload, segments: Segments, total: Tensor | None, out: Tensor | None
     ) -> Tensor:

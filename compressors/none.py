@@ -53,6 +53,8 @@ class NoCompression(Compressor):
         *,
         out: Payload | None = None,
     ) -> Payload:
+        for payload in payloads:
+            self.check(payload, segments)
         total = fill(out, payloads[0].parts[0] if out else payloads[0].parts[0].clone())
         for payload in payloads[1:]:
             total.parts[0].add_(payload.parts[0])

@@ -25,6 +25,7 @@ from torch import Tensor
 from gcbench import ops
 from gcbench.core.claims import Claims
 from gcbench.core.compressor import Compressor, Key, Layout, Payload, Prepared, Segments, fill, slot
+from gcbench.core.errors import PayloadError
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,21 @@ class TernGrad(Compressor):
     ) -> Tensor:
         words = self._words([payload], segments)
         scale = shared if self.share else payload.parts[1]
-        return ops.ternary.mean(words, scale, segments, out=out)
+        decoded = ops.ternary.mean(words, scale, segments, out=out)
+        if not self.share:
+            self._check_scales(words, scale, segments)
+        return decoded
+
+    def _check_scales(
+        self, words: list[tuple[Tensor, int]], scale: Tensor, segments: Segments
+    ) -> None:
+        """Raise PayloadError for codes without a scale, or a largest magnitude that no code has."""
+        codes = ops.ternary.mean(words, torch.ones_like(scale), segments)
+        found, told = ops.statistics.absmax(codes, segments) > 0, scale >= ops.statistics.TINY
+        if bool((found & ~told).any()):
+            raise PayloadError(f"{self.name}: codes in a segment whose scale is 0")
+        if self.scale != "c-sigma" and bool((told & ~found).any()):
+            raise PayloadError(f"{self.name}: a scale of {self.scale!r}, and no code that has it")
 
     def mean(
         self,

@@ -28,6 +28,7 @@ from gcbench.commands.histogram import histogram
 from gcbench.commands.report import report
 from gcbench.commands.scale import app as scale_app
 from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.reporting import foreign
 
 if TYPE_CHECKING:
     from gcbench.reporting.compare import Row
@@ -158,7 +159,7 @@ def run(
     device: Annotated[S, _opt("cpu or cuda; default cpu.", WHERE)] = None,
     backend: Annotated[S, _opt("auto, reference, cpu or cuda; default auto.", WHERE)] = None,
     threads: Annotated[
-        S, _opt("Threads in an operation of a worker; default cores/workers.", WHERE)
+        S, _opt("Threads in an operation of a worker; default cores/workers. Other bits.", WHERE)
     ] = None,
     link_gbit: Annotated[
         S, _opt("Link of the modelled communication time; default 10.", WHERE)
@@ -505,7 +506,7 @@ def main() -> None:
         if os.environ.get("GCBENCH_DEBUG"):
             raise
         prefix = "usage: " if isinstance(error, UsageError) else ""
-        say(f"gcbench: {prefix}{error}")
+        say(f"gcbench: {prefix}{foreign.printable(str(error))}")
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.stdout = None  # the reader has gone; nothing to flush to
@@ -517,5 +518,6 @@ def main() -> None:
         if os.environ.get("GCBENCH_DEBUG"):
             raise
         said = (str(error).splitlines() or [""])[0]
+        said = foreign.printable(said)
         say(f"gcbench: {type(error).__name__}: {said} (`gcbench --debug ...` shows where)")
         sys.exit(1)

@@ -119,3 +119,56 @@ def meet(member):
         each["half"] = [str(each["half"].dtype), *each["half"].tolist()]
         each["scalar"] = each["scalar"].item()
     return found
+
+
+def flip_a_bit(step, rank, bucket):
+    """Flip the highest bit of a mantissa of worker 1, once, as a faulty memory does."""
+    if (step, rank) != (3, 1):
+        return
+    import gc
+
+    import torch
+
+    from gcbench.training.train import Trainer
+
+    (trainer,) = (each for each in gc.get_objects() if type(each) is Trainer)
+    with torch.no_grad():
+        trainer.parameters[0].view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 22)
+
+
+def agree(member, *apart):
+    """Compare what a run needs, of which worker 1 has something else."""
+    from dataclasses import replace
+
+    from gcbench.core import registry
+    from gcbench.training import agreement, engines
+    from gcbench.training.configuration import Config
+
+    given = {
+        "task": "digits",
+        "compressor": "terngrad",
+        "workers": member.size,
+        "batch": 60,
+        "lr": 0.1,
+    }
+    given |= {"batch": 60, "lr": 0.1}
+    train, _ = registry.task("quadratic").load(None)
+    if member.rank == 1:
+        if "clip" in apart:
+            given["options"] = {"clip": 2.0}
+        if "lr" in apart:
+            given["lr"] = 0.5
+        if "data" in apart:
+            train = replace(train, inputs=train.inputs + 1)
+    world = engines.join(member, "cpu", 1)
+    try:
+        told = agreement.facts(Config.make(given)) | {"data": agreement.digest(train, None)}
+        if member.rank == 1 and "version" in apart:
+            told["version of gcbench"] = "0.0.9"
+        try:
+            agreement.check(world, told)
+        except UsageError as error:
+            return str(error)
+        return "agreed"
+    finally:
+        world.close()

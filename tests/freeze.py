@@ -340,8 +340,10 @@ CONTRACTING = ("residual", "dgc")
 MEMORY_FIELDS = {
     "residual": ("decay=0.5", "at_owner=false"),
     "momentum": ("beta=0.5",),
-    "dgc": ("nesterov=true", "clip=1.0"),
+    "dgc": ("nesterov=true", "clip=1.0", "masking=false"),
 }
+ALWAYS = {"dgc": ("--memory-set", "masking=false")}
+"""What a memory needs to go with every method: masking is refused around codes that send all."""
 VARIATIONS: Mapping[str, tuple[str, ...]] = {
     "start-step": ("--start-step", "2"),
     "delay": ("--delay", "1"),
@@ -356,6 +358,7 @@ VARIATIONS: Mapping[str, tuple[str, ...]] = {
         *("--schedule", "step", "--schedule-steps", "2"),
     ),
     "decay-loss": ("--weight-decay", "0.01", "--decay", "loss", "--schedule", "constant"),
+    "dgc-masking": ("--compressor", "topk", "--memory", "dgc", "--start-step", "2"),
     "skip": ("--on-nonfinite", "skip", "--lr", "1e38"),
     "holdout": ("--holdout", "96", "--rows", "rows.parquet"),
     "network": ("--network", "conv"),
@@ -405,7 +408,7 @@ def runs(compressors: Sequence[Mapping[str, Any]]) -> Iterator[Entry]:
             each["name"] for each in compressors if each["contractive"] or memory not in CONTRACTING
         ]
         words = (*THREE, "--memory", memory, "--compressor", ",".join(fits))
-        yield _entry(f"runs/memory {memory}", *words)
+        yield _entry(f"runs/memory {memory}", *words, *ALWAYS.get(memory, ()))
         if fields := MEMORY_FIELDS.get(memory):
             set_ = [word for each in fields for word in ("--memory-set", each)]
             yield _entry(f"runs/memory {memory} with fields", *words, *set_)

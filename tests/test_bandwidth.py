@@ -516,6 +516,16 @@ class Raising(Doubling):
         return payload.parts[0]
 
 
+class Forgetful(Doubling):
+    """Leaves the last worker out of the mean."""
+
+    def decode(self, payload, segments, shared, *, out=None):
+        return payload.parts[0]
+
+    def mean(self, payloads, segments, shared, *, out=None):
+        return super().mean(payloads[:-1], segments, shared)
+
+
 class Diverging(Raising):
     """Ends in numbers that are none."""
 
@@ -530,7 +540,7 @@ def site(tmp_path):
     info = tmp_path / "site" / "somebodys-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: somebodys\nVersion: 1.0\n")
-    names = ("Drifting", "Deserting", "Doubling", "Raising", "Diverging")
+    names = ("Drifting", "Deserting", "Doubling", "Raising", "Diverging", "Forgetful")
     points = "\n".join(f"{name.lower()} = somebodys:{name}" for name in names)
     (info / "entry_points.txt").write_text(f"[gcbench.compressors]\n{points}\n")
     (info.parent / "somebodys.py").write_text(THEIRS)
@@ -575,6 +585,15 @@ def test_wrong_results_are_found_and_fail_the_command(site, third_party, tmp_pat
     assert again.code == 1
     assert "too large for me" in again.out
     assert "measured before" in again.err
+
+
+def test_a_method_is_compared_with_the_definition_and_not_with_itself(site, third_party, tmp_path):
+    third_party(site)
+    words = ("bandwidth", "--sizes", "4K", "-n", 1, "-w", 0, "--plain", "all_reduce")
+    done = invoke(*words, "--compressor", "forgetful", "--results", tmp_path / "r", "--json")
+    assert done.code == 1
+    (row,) = (r for r in table(json.loads(done.out), "transfers") if r["method"] == "forgetful")
+    assert row["failed"] == "it is not the definition: mean of 3 workers, mean of 5 workers"
 
 
 def test_a_worker_that_fails_alone_is_named_and_no_one_waits_for_it(site, third_party, tmp_path):

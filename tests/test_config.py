@@ -301,7 +301,7 @@ BAD = {
     "--link-gbit 0": "link_gbit=0",
     "--memory residual": "ask for it by name: --memory forced-residual",
     "--memory residul": "unknown memory 'residul'. Did you mean 'residual'?",
-    "--memory-set decay=0.5": "memory none has no field 'decay'; residual and forced-residual do",
+    "--memory-set decay=0.5": "memory none has no field 'decay'; forced-residual and residual do",
     "--memory-set dekay=0.5": "unknown field of memory none: 'dekay'. Did you mean 'decay'?",
     "--compressor topk --memory-set decay=2": "decay=2.0: above 0 and at most 1 allowed",
     "--compressor topk --set ratio=5:0.1": "a schedule says what holds from step 0 on",

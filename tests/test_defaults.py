@@ -11,6 +11,7 @@ import pytest
 from commands import Result, invoke
 
 from gcbench.core import memory, registry
+from gcbench.training import configuration, engines
 
 QUICK = ("--task", "quadratic", "--workers", 2, "--steps", 12, "--progress", "none", "--json")
 
@@ -110,3 +111,99 @@ def test_a_run_that_failed_alone_has_no_document(tmp_path):
     assert "non-finite gradient" in done.err
     both = run(tmp_path, "--compressor", "none", "--lr", "1e30,2e30")
     assert (both.code, json.loads(both.out)) == (1, [])  # as many documents as runs that are done
+
+
+@pytest.fixture
+def interrupted(tmp_path, monkeypatch):
+    """A run of one thread that fell at its end, and the words that go on with it."""
+    from gcbench.training.train import Trainer
+
+    def fall(self, *words):
+        raise OSError("a power cut")
+
+    often = ("--checkpoint-seconds", 0, "--log-every", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "evaluate", fall)
+        patch.setattr(configuration, "cores", lambda: 2)
+        assert run(tmp_path, *often).code == 1
+    return often
+
+
+def test_a_run_goes_on_with_the_threads_that_it_began_with(tmp_path, monkeypatch, interrupted):
+    """On eight cores the same command would have four threads a worker."""
+    monkeypatch.setattr(configuration, "cores", lambda: 8)
+    seen = []
+    world = engines.SimulatedWorld
+
+    def made(*words):
+        seen.append(words[3])
+        return world(*words)
+
+    monkeypatch.setattr(engines, "SimulatedWorld", made)
+    done = run(tmp_path, *interrupted)
+    assert "goes on from its checkpoint, with 1 thread(s) a worker as then" in done.err
+    assert seen == [1]
+    assert done.json["provenance"]["threads"] == 1
+    assert run(tmp_path, *interrupted, "--force").json["provenance"]["threads"] == 4
+    assert seen == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("versions", {"torch": "1.0"}, "torch 1.0 then, "),
+        ("machine", {"isa": "NEON"}, "instruction set NEON then, "),
+        ("threads", "many", "threads 'many' then"),
+    ],
+)
+def test_a_run_does_not_go_on_where_bits_are_others(tmp_path, interrupted, key, value, said):
+    (folder,) = tmp_path.iterdir()
+    before = json.loads((folder / "provenance.json").read_text())
+    changed = {**before[key], **value} if isinstance(value, dict) else value
+    change(folder, "provenance.json", key, changed)
+    done = run(tmp_path, *interrupted)
+    assert (done.code, done.out) == (1, "")
+    assert f"was begun where bits are others ({said}" in done.err
+    assert "Go on there, or start over with --force" in done.err
+    change(folder, "provenance.json", key, before[key])
+    assert "goes on from its checkpoint" in run(tmp_path, *interrupted).err
+
+
+THEIRS = """
+import gcbench
+
+class Theirs(type(gcbench.get_compressor("none"))):
+    name = "theirs"
+"""
+
+
+def test_a_changed_plug_in_is_not_finished_before(tmp_path, third_party):
+    """Its distribution, version and the digest of its source are part of the provenance."""
+    info = tmp_path / "site" / "somebodys-1.0.dist-info"
+    info.mkdir(parents=True)
+    metadata = "Metadata-Version: 2.1\nName: somebodys\nVersion: {}\n"
+    (info / "METADATA").write_text(metadata.format("1.0"))
+    (info / "entry_points.txt").write_text("[gcbench.compressors]\ntheirs = somebodys:Theirs\n")
+    source, results = info.parent / "somebodys.py", tmp_path / "runs"
+    source.write_text(THEIRS)
+    third_party(str(info.parent))
+    words = ("--compressor", "theirs")
+    before = run(results, *words).json["provenance"]["plugins"]
+    assert {k: v for k, v in before["compressor"].items() if k != "sha256"} == {
+        "distribution": "somebodys",
+        "version": "1.0",
+    }
+    assert set(before) == {"compressor"}
+    assert "finished before, skipped" in run(results, *words).err
+    source.write_text(THEIRS + "# mended")
+    done = run(results, *words)
+    assert done.code == 1
+    digest = before["compressor"]["sha256"][:10]
+    said = f"was made with another compressor: somebodys 1.0 (source {digest}) then, somebodys 1.0"
+    assert said in done.err
+    again = run(results, *words, "--force").json["provenance"]["plugins"]
+    assert again["compressor"]["sha256"] != before["compressor"]["sha256"]
+    assert "plugins" not in run(results).json["provenance"], "what is built in has the commit"
+    (info / "METADATA").write_text(metadata.format("1.1"))
+    third_party(str(info.parent))
+    assert "then, somebodys 1.1 (source " in run(results, *words).err

@@ -340,7 +340,7 @@ def test_processes_survive_a_kill_and_ctrl_c_and_none_is_left(tmp_path):
     assert "stopped after step" in done.err
     assert "Go on with: gcbench run --task quadratic" in done.err
     (saved,) = parts.glob("*/checkpoint.pt")
-    step = torch.load(saved, weights_only=True)["step"]
+    step = Run(saved.parent).checkpoint()["step"]
     assert f"stopped after step {step} of 200" in done.err
     last = invoke(*command)
     expected = invoke(*long_run(whole, "simulate", 200)).json

@@ -205,7 +205,7 @@ def test_every_method_meets_what_is_legal_for_it():
     assert freeze.kinds(METHODS) == ["one", "two"]
     assert entries["runs/simulate allgather"].endswith("--compressor one,two,three")
     assert entries["runs/simulate allreduce"].endswith("--compressor one")
-    assert entries["runs/memory dgc"].endswith("--compressor two,three")
+    assert entries["runs/memory dgc"].endswith("two,three --memory-set masking=false")
     assert entries["runs/memory momentum"].endswith("--compressor one,two,three")
     assert entries["runs/schedules"].endswith("--compressor one --set share=0:0.5/2:0.25")
     assert len({each.name for each in freeze.runs(METHODS)}) == len(list(freeze.runs(METHODS)))

@@ -16,6 +16,7 @@ from gcbench.core.compressor import Compressor, Payload, Segments
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.memory import Dgc, Momentum, NoMemory, Residual
+from gcbench.training.configuration import Config
 
 
 class LargestClaims(Claims):
@@ -236,6 +237,28 @@ def test_error_feedback_around_a_code_that_does_not_contract_is_refused():
     for name in ("none", "momentum", "forced-residual"):
         memory.check_legal(name, terngrad)
     memory.check_legal("residual", Largest())
+
+
+@pytest.mark.parametrize("name", ["onebit", "efsignsgd", "powersgd", "fp16", "demo"])
+def test_masking_around_codes_that_send_every_element_is_refused(name):
+    method = gcbench.get_compressor(name)
+    with pytest.raises(UsageError, match=r"sends every element: no momentum .*masking=false") as no:
+        memory.check_masking("dgc", Dgc(), method)
+    assert repr(method) in str(no.value)
+    memory.check_masking("dgc", Dgc(masking=False), method)
+    with pytest.raises(UsageError, match="sends every element"):
+        Config.make({"compressor": name, "memory": "dgc"})
+    assert Config.make({"compressor": name, "memory": "dgc", "memory_options": {"masking": False}})
+
+
+def test_masking_is_left_out_where_nothing_is_lost():
+    """A stage of ratio 1 and fp32 keep the momentum; where something is lost, the mask is on."""
+    whole, part = (gcbench.get_compressor("topk", ratio=ratio) for ratio in (1.0, 0.25))
+    for method in (whole, gcbench.get_compressor("none")):
+        memory.check_masking("dgc", Dgc(), method)
+        assert memory.beside(Dgc(clip=2.0), method) == Dgc(masking=False, clip=2.0)
+    assert memory.beside(Dgc(), part) == Dgc()
+    assert memory.beside(Residual(), whole) == Residual()
 
 
 def test_error_feedback_around_terngrad_piles_up_when_forced(simulated, clock):

@@ -238,6 +238,30 @@ def test_dense_tensors_have_the_memory_of_dense_tensors(trainer):
     assert [lane.memory for lane in made.exchange.lanes] == [Residual(), NoMemory()]
 
 
+@pytest.mark.parametrize(
+    "dense", [{"start_step": 6}, {"options": {"ratio": {0: 1.0, 6: 0.25}}}], ids=["fp32", "ratio 1"]
+)
+def test_dense_steps_under_dgc_are_momentum(trainer, dense):
+    """Until the first sparse step it is SGD with momentum; from then on what is carried goes on."""
+    made = trainer(compressor="topk", memory="dgc", steps=8, **dense)
+    plain = trainer(compressor="none", momentum=0.9, steps=8)
+    torch.testing.assert_close(take(made, 6), take(plain, 6))
+    assert made.exchange.lanes[0].memory == Dgc(masking=False)
+    velocity = made.exchange.workers[0][0]["velocity"].clone()
+    assert bool(velocity.any())
+    made.train_step()
+    assert made.exchange.lanes[0].memory == Dgc()
+    assert bool((made.exchange.workers[0][0]["velocity"] == 0).any())
+
+
+def test_a_residual_begins_where_dense_steps_end(trainer):
+    made = trainer(compressor="topk", start_step=3, steps=5)
+    take(made, 3)
+    assert not made.exchange.workers[0][0]
+    made.train_step()
+    assert bool(made.exchange.workers[0][0]["residual"].any())
+
+
 def test_broadcast_parameters_cost_their_bytes(trainer):
     quiet = trainer(steps=6, workers=2)
     loud = trainer(steps=6, workers=2, rebroadcast_every=3)

@@ -105,6 +105,7 @@ def histogram(
     from gcbench.training import captures as capturing
 
     clips, shares = _numbers("--clip", clip), _numbers("--kept", kept)
+    measuring.check(compressor, clips, shares)
     chosen = None if capture is None else capturing.steps(capture)
     if captures:
         found = capturing.load(captures)

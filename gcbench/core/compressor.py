@@ -11,22 +11,24 @@ stands in an object of its own (`gcbench.core.claims`), which checks read and no
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from functools import cached_property, wraps
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from gcbench.core import legacy
 from gcbench.core.claims import Claims
-from gcbench.core.errors import PayloadError, UsageError
+from gcbench.core.errors import GcbenchError, PayloadError, UsageError
 
+T = TypeVar("T")
 COLLECTIVES = ("allreduce", "allgather", "twoshot")
 TILE = 1024
 """Elements of one packing and drawing tile; shards of a bucket start at multiples of it."""
@@ -181,6 +183,39 @@ def fill(out: Payload | None, *parts: Tensor, count: int = 1) -> Payload:
 def written(result: Tensor, out: Tensor) -> Tensor:
     """Return `out`, with the result in it."""
     return out if result is out else out.copy_(result)
+
+
+def check_collectives(name: str, declared: object) -> None:
+    """Check the collectives that a method declares.
+
+    Raises:
+        GcbenchError: they are no tuple, none, or one of them does not exist or comes twice.
+    """
+    names = declared if isinstance(declared, tuple) else ()
+    if not names or len({*names}) < len(names) or not {*names} <= {*COLLECTIVES}:
+        raise GcbenchError(
+            f"{name} declares collectives = {declared!r}: a tuple of some of {COLLECTIVES} is "
+            "expected, the default first"
+        )
+
+
+def _checked(function: Callable[..., T]) -> Callable[..., T]:
+    """Have a method refuse an x that is not float32, or not as long as its segments."""
+    names = list(inspect.signature(function).parameters)
+    place = names.index("segments") if "segments" in names else len(names)
+
+    @wraps(function)
+    def call(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> T:
+        segments = kwargs["segments"] if "segments" in kwargs else args[place - 2]
+        if x.dtype != torch.float32 or x.shape != (segments.numel,):
+            raise UsageError(
+                f"{self.name or type(self).__name__}: {function.__name__} got x of {x.dtype}, "
+                f"shape {tuple(x.shape)}; float32, shape ({segments.numel},), is expected, as long "
+                "as its segments"
+            )
+        return function(self, x, *args, **kwargs)
+
+    return call
 
 
 def layout_bytes(layout: Layout) -> int:
@@ -343,9 +378,12 @@ class Compressor(ABC):
 
     Subclasses are frozen dataclasses; each of their fields is a hyper-parameter and can be set on
     the command line (`--set name=value`). In what follows `x` is a float32 tensor of shape (n,)
-    with finite values, `segments` covers it, and m = len(segments). `out` is where a result
-    belongs, and never overlaps an argument; a method may return tensors of its own all the same,
-    which cost a copy.
+    with finite values, `segments` covers it, and m = len(segments). Another dtype or length is
+    refused by every encoder (UsageError). For finite values the caller answers, as a look at all of
+    them costs as much as some encoders: `compress` and the training loop do look, and of a payload
+    of something else no method decodes a NaN: it raises PayloadError, or returns finite values.
+    `out` is where a result belongs, and never overlaps an argument; a method may return tensors of
+    its own all the same, which cost a copy.
     """
 
     name: ClassVar[str] = ""
@@ -405,6 +443,12 @@ class Compressor(ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         legacy.adapt(cls)
+        own = vars(cls)
+        if "collectives" in own:
+            check_collectives(cls.__name__, own["collectives"])
+        for name in ("prepare", "encode", "encode_feedback"):
+            if inspect.isfunction(own.get(name)):
+                setattr(cls, name, _checked(own[name]))
 
     def legal_collectives(self) -> tuple[str, ...]:
         """Return the collectives of this configuration; fields may narrow the class's list."""
@@ -444,6 +488,7 @@ class Compressor(ABC):
         `prepared`: what `prepare` kept of the same x and segments; None: nothing is at hand.
         """
 
+    @_checked
     def encode_feedback(
         self,
         x: Tensor,

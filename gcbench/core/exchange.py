@@ -42,11 +42,12 @@ from gcbench.core.compressor import (
     Prepared,
     Segments,
     aligned,
+    check_collectives,
     fill,
     layout_bytes,
     written,
 )
-from gcbench.core.errors import PayloadError, UsageError
+from gcbench.core.errors import GcbenchError, PayloadError, UsageError
 from gcbench.core.memory import Memory, NoMemory, Residual, State
 from gcbench.core.world import World
 
@@ -77,6 +78,7 @@ def check_legal(compressor: Compressor, collective: str | None = None) -> str:
         UsageError: the method's mean is wrong under this collective, with the legal ones.
     """
     legal = compressor.legal_collectives()
+    check_collectives(f"{compressor!r}.legal_collectives", legal)
     if collective is None:
         return legal[0]
     if collective not in COLLECTIVES:
@@ -187,17 +189,20 @@ class Exchange:
         self.change(lanes)
 
     def change(self, lanes: Sequence[Lane]) -> None:
-        """Exchange by other compressors from here on; what is carried stays."""
+        """Exchange by other compressors and memories from here on; what is carried stays."""
         if self.lanes and [(a.start, a.segments.numel) for a in self.lanes] != [
             (b.start, b.segments.numel) for b in lanes
         ]:
             raise ValueError("lanes may change their compressor, not their place")
         if not self.lanes:
-            for lane in lanes:
-                like = torch.zeros(lane.segments.numel, device=self.world.device)
-                self.joint.append({name: torch.zeros_like(like) for name in lane.memory.joint})
-                for states in self.workers:
-                    states.append(lane.memory.state(like))
+            self.joint = [{} for _ in lanes]
+            self.workers = [[{} for _ in lanes] for _ in self.world.ranks]
+        for i, lane in enumerate(lanes):
+            like = torch.zeros(lane.segments.numel, device=self.world.device)
+            fresh = {name: torch.zeros_like(like) for name in lane.memory.joint}
+            self.joint[i] = fresh | self.joint[i]
+            for states in self.workers:
+                states[i] = lane.memory.state(like) | states[i]
         for i, (old, new) in enumerate(zip(self.lanes, lanes, strict=False)):
             if old.compressor != new.compressor:
                 self.joint[i].pop("state", None)
@@ -278,8 +283,10 @@ class Exchange:
                 case "allgather":
                     sent = self._encode(number, xs, states, [whole], kept, key)
                     self._allgather(number, whole, [own[0] for own in sent], out)
-                case _:
+                case "twoshot":
                     self._twoshot(number, whole, xs, states, kept, key, out)
+                case other:
+                    raise ValueError(f"collective {other!r}: {', '.join(COLLECTIVES)} allowed")
         with self.clock.phase("decode"):
             written(lane.memory.apply(out, self.joint[number]), out)
 
@@ -365,8 +372,16 @@ class Exchange:
                 payload = method.encode(part, *arguments, prepared=kept, out=slot)
             else:
                 payload = method.encode_feedback(part, residual[piece.place], *arguments, out=slot)
+            if not isinstance(payload, Payload):
+                raise GcbenchError(
+                    f"{method!r}: encode returned a {type(payload).__name__}; a Payload of 1-D "
+                    "tensors is expected: gcbench.Payload((part, ...))"
+                )
             if layout is not None and payload.layout != layout:
-                raise PayloadError(f"{method.name}: payload {payload.layout}, declared {layout}")
+                raise PayloadError(
+                    f"{method!r}: encode returned a payload of {payload.layout} for "
+                    f"{piece.segments.numel} elements; its layout declares {layout}"
+                )
             payloads.append(payload)
         return self._settled(name, payloads, slots) if settle else payloads
 
@@ -404,7 +419,8 @@ class Exchange:
         sizes = [piece.segments.numel for piece in pieces]
         decoded = self.buffers.floats(("decoded", threading.get_ident()), sum(sizes))
         for out, payload, piece in zip(torch.split(decoded, sizes), payloads, pieces, strict=True):
-            written(lane.compressor.decode(payload, piece.segments, piece.shared, out=out), out)
+            arrived = lane.compressor.decode(payload, piece.segments, piece.shared, out=out)
+            written(_decoded_right(lane.compressor, "decode", arrived, out), out)
         return decoded
 
     # -- collectives -------------------------------------------------------------------------------
@@ -426,7 +442,8 @@ class Exchange:
                 world.all_reduce(column, "sum", out=place)
         with self.clock.phase("decode"):
             total = total._replace(count=world.size)
-            written(method.decode_sum(total, whole.segments, whole.shared, out=out), out)
+            mean = method.decode_sum(total, whole.segments, whole.shared, out=out)
+            written(_decoded_right(method, "decode_sum", mean, out), out)
 
     def _allgather(
         self, number: int, whole: Piece, payloads: Sequence[Payload], out: Tensor
@@ -436,7 +453,8 @@ class Exchange:
             layouts = [method.layout(whole.segments)] * world.size
             gathered = self._gather(number, "sent", payloads, layouts, [1] * world.size)
         with self.clock.phase("decode"):
-            written(method.mean(gathered, whole.segments, whole.shared, out=out), out)
+            mean = method.mean(gathered, whole.segments, whole.shared, out=out)
+            written(_decoded_right(method, "mean", mean, out), out)
 
     def _twoshot(
         self,
@@ -473,7 +491,8 @@ class Exchange:
         with self.clock.phase("decode"):
             for payload, shard in zip(gathered, shards, strict=True):
                 place = out[shard.place]
-                written(method.decode(payload, shard.segments, shard.shared, out=place), place)
+                mean = method.decode(payload, shard.segments, shard.shared, out=place)
+                written(_decoded_right(method, "decode", mean, place), place)
 
     def _merge(
         self,
@@ -614,6 +633,22 @@ class Exchange:
             [*map(Payload.over, row, row_layouts)]
             for row, row_layouts in zip(received, layouts, strict=True)
         ]
+
+
+def _decoded_right(method: Compressor, what: str, result: Any, out: Tensor) -> Tensor:
+    """Return what a method decoded; GcbenchError if it is no float32 tensor of the shape of `out`.
+
+    A copy to `out` would convert another dtype and repeat a shorter tensor.
+    """
+    if not isinstance(result, Tensor):
+        found = type(result).__name__
+    elif result.dtype != torch.float32 or result.shape != out.shape:
+        found = f"{result.dtype}, shape {tuple(result.shape)}"
+    else:
+        return result
+    raise GcbenchError(
+        f"{method!r}: {what} returned {found}; float32, shape {tuple(out.shape)}, is expected"
+    )
 
 
 def _header(payload: Payload, device: torch.device) -> Tensor:

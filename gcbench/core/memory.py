@@ -48,6 +48,15 @@ class Memory(ABC):
         return bool(self.residuals)
 
     @property
+    def masks(self) -> bool:
+        """Whether `keep` forgets something wherever `sent` is not 0.
+
+        Such a memory needs a code that leaves zeros where nothing was sent, see `check_masking`;
+        while a code loses nothing at all, `dense` takes its place.
+        """
+        return False
+
+    @property
     def owner(self) -> bool:
         """Whether an owner of a two-shot exchange keeps what encoding the mean again loses."""
         return self.feedback
@@ -78,7 +87,7 @@ class Memory(ABC):
         return mean
 
     def dense(self) -> Memory:
-        """Return the memory of tensors that a policy keeps dense: nothing of them is lost."""
+        """Return the memory where nothing is lost: of tensors kept dense, and of dense steps."""
         return NoMemory()
 
     def rescale(self, state: State, factor: float) -> None:
@@ -161,7 +170,8 @@ class Dgc(Memory):
     momentum. g is clipped first to a 2-norm of clip / sqrt(N), the compressed and the dense tensors
     each by themselves.
 
-    Tensors that stay dense send u (with Nesterov u + g): plain momentum.
+    Tensors that stay dense send u (with Nesterov u + g): plain momentum. So do all tensors in steps
+    that lose nothing: before `start_step`, or at a stage that keeps every element.
     """
 
     momentum: float = 0.9
@@ -178,6 +188,10 @@ class Dgc(Memory):
             raise ValueError(f"momentum={self.momentum}: from 0 to below 1 allowed")
         if not (math.isfinite(self.clip) and self.clip >= 0):
             raise ValueError(f"clip={self.clip}: a 2-norm, 0 for none")
+
+    @property
+    def masks(self) -> bool:  # noqa: D102
+        return self.masking
 
     def offer(self, gradient: Tensor, state: State, workers: int) -> Tensor:  # noqa: D102
         if self.clip:
@@ -233,4 +247,34 @@ def check_legal(name: str, method: Compressor) -> None:
             f"memory {name!r} feeds the error of {method!r} back, but the method does not "
             "contract: its error may exceed the gradient, and nothing bounds the residual. "
             f"Use --memory none, or ask for it by name: --memory {FORCED}"
+        )
+
+
+def _arrived(method: Compressor) -> tuple[Tensor, Tensor]:
+    """Return a matrix of irregular values, magnitudes from 1 to 2, and what arrives of it."""
+    count = torch.arange(40 * 51, dtype=torch.float64).view(40, 51)
+    signs = torch.where((count * math.sqrt(2)).frac() < 0.5, 1.0, -1.0)
+    probe = (signs * (1 + (count * math.sqrt(3)).frac())).float()
+    return probe, method.decompress(method.compress(probe))
+
+
+def beside(made: Memory, method: Compressor) -> Memory:
+    """Return the memory for steps with this method: where nothing is lost, a mask is left out."""
+    return made.dense() if made.masks and torch.equal(*_arrived(method)) else made
+
+
+def check_masking(name: str, made: Memory, method: Compressor) -> None:
+    """Refuse a memory that masks around a code that sends every element, and not exactly.
+
+    Raises:
+        UsageError: with what would happen, and what to use instead.
+    """
+    if not made.masks:
+        return
+    probe, arrived = _arrived(method)
+    if bool((arrived != 0).all()) and not torch.equal(probe, arrived):
+        raise UsageError(
+            f"memory {name!r} clears its momentum where something was sent, and {method!r} sends "
+            "every element: no momentum would be left, and it would equal a plain residual. Use "
+            "--memory residual, or keep the momentum: --memory-set masking=false"
         )

@@ -8,15 +8,18 @@ is asked for.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
 import inspect
 import pkgutil
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from gcbench.core.errors import GcbenchError, UsageError, unknown
@@ -37,6 +40,8 @@ class Entry:
     source: str
     """"built-in", or the distribution that registered it."""
     load: Callable[[], type[Any]]
+    version: str = ""
+    """Of the distribution; empty for what is built in."""
 
 
 def _builtin(package: str, base: type, name: str) -> type[Any]:
@@ -105,7 +110,9 @@ def with_third_parties(group: str, base: type, builtin: dict[str, Entry]) -> dic
                 f"{point.name!r} of the package {source} is ignored: {ignored}", stacklevel=2
             )
             continue
-        entries[point.name] = Entry(point.name, source, partial(_third_party, point, base))
+        version = point.dist.version if point.dist else ""
+        load = partial(_third_party, point, base)
+        entries[point.name] = Entry(point.name, source, load, version)
     return dict(sorted(entries.items()))
 
 
@@ -134,6 +141,29 @@ def tasks() -> dict[str, Entry]:
 
     group = "gcbench.tasks"
     return with_third_parties(group, Task, _files(group, Task))
+
+
+def origin(entry: Entry) -> dict[str, str] | None:
+    """Return where a third party's class is from; None for what is built in.
+
+    "distribution", "version", and "sha256" of the names and bytes of all its Python files: those of
+    the package that the class is in, or of its module alone. Empty where there is no source.
+    """
+    if entry.source == "built-in":
+        return None
+    module = sys.modules[entry.load().__module__.partition(".")[0]]
+    folders = [Path(folder) for folder in getattr(module, "__path__", ())]
+    files = [(path, path.relative_to(top)) for top in folders for path in top.rglob("*.py")]
+    if not folders and getattr(module, "__file__", None):
+        files = [(Path(str(module.__file__)), Path(Path(str(module.__file__)).name))]
+    found = hashlib.sha256()
+    for path, name in sorted(files, key=lambda each: each[1]):
+        found.update(f"{name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return {
+        "distribution": entry.source,
+        "version": entry.version,
+        "sha256": found.hexdigest() if files else "",
+    }
 
 
 def named(kind: str, entries: dict[str, Entry], name: str) -> type[Any]:

@@ -25,6 +25,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gcbench.core.errors import GcbenchError, UsageError, unknown
+from gcbench.reporting import foreign
 from gcbench.reporting.rendering import Column, latex, latex_text, markdown, number, terminal
 from gcbench.training import configuration
 from gcbench.training.store import explained, open_own, write_atomically
@@ -238,8 +239,9 @@ def load(folder: Path) -> Analysis:
     try:
         analysis = _checked(json.loads(path.read_text()), path, remedy)
         for table in analysis.tables:
-            table.rows = json.loads((folder / f"{table.name}.json").read_text())
-    except (OSError, ValueError) as error:
+            rows = json.loads((folder / f"{table.name}.json").read_text())
+            table.rows = foreign.plain(rows, f"{folder}, {table.name}", keep="\n")
+    except (OSError, ValueError, RecursionError) as error:
         raise GcbenchError(f"{folder} cannot be read ({error}); {remedy}") from None
     return analysis
 
@@ -267,7 +269,7 @@ def _checked(data: Any, source: Path, remedy: str) -> Analysis:
             f"{source}: schema {version!r}, but this gcbench reads {SCHEMA}; {remedy}"
         )
     try:
-        return Analysis.model_validate(data)
+        return Analysis.model_validate(foreign.plain(data, str(source), keep="\n"))
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))

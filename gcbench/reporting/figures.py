@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.reporting import foreign
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -139,7 +140,7 @@ def write_labels(axes: Axes, marks: Sequence[Mark]) -> None:
         for across, along in _spots():
             far = hypot(across, along) > 24
             label = axes.annotate(
-                mark.text,
+                foreign.label(mark.text),
                 (mark.x, mark.y),
                 (across, along),
                 textcoords="offset points",

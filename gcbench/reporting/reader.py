@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.core.schema import ADDED, SCHEMA
+from gcbench.reporting import foreign
 from gcbench.training import rows as rowfiles
 from gcbench.training import schedule
 from gcbench.training.configuration import canonical
@@ -164,7 +165,7 @@ def fields(summary: Summary) -> dict[str, Any]:
     The repr is of the last step: fields that changed by step are shown as their schedule.
     """
     options = dict(summary.config.get("options") or {})
-    with suppress(SyntaxError, ValueError):
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
         call = ast.parse(summary.compressor, mode="eval").body
         if isinstance(call, ast.Call):
             options |= {
@@ -186,8 +187,9 @@ def _parse(data: Any, source: Path, where: str) -> Run:
             f"{where}: schema {data.get('schema')!r}, but this gcbench reads {SCHEMA}; run again "
             "with this version, or convert the file (results/README.md has the fields)"
         )
+    data = foreign.plain(data, where)
     try:
-        return Run(Summary.model_validate(data), source)
+        run = Run(Summary.model_validate(data), source)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
@@ -195,12 +197,17 @@ def _parse(data: Any, source: Path, where: str) -> Run:
             f"{where}: `{field}`: {first['msg']} ({len(error.errors())} in all); {remedy} "
             "(results/README.md has the fields)"
         ) from error
+    parts = (("config", foreign.CONFIG), ("provenance", foreign.PROVENANCE))
+    for kind, known in parts:
+        if wrong := foreign.wrong_type(kind, data.get(kind) or {}, known):
+            raise GcbenchError(f"{where}: {wrong}; {remedy} (results/README.md has the fields)")
+    return run
 
 
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise GcbenchError(
             f"{path} cannot be read ({error}); delete it, or its run's folder, and run again"
         ) from error
@@ -250,7 +257,7 @@ def run_folders(folder: Path) -> Iterator[Path]:
 
 def warn(line: str) -> None:
     """Print a warning on stderr."""
-    print(f"gcbench: {line}", file=sys.stderr)
+    print(f"gcbench: {foreign.printable(line)}", file=sys.stderr)
 
 
 def without_trials(runs: Sequence[Run]) -> list[Run]:

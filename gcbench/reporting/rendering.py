@@ -8,6 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from gcbench.reporting import foreign
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -41,7 +43,8 @@ def _table(columns: Sequence[Column], which: int, wrap: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for place, column in enumerate(columns):
         folds = wrap and place == which - 1
-        pieces = [*column.heading.split("\n"), *column.cells]
+        pieces = [*column.heading.split("\n")]
+        pieces += [foreign.cut(cell, foreign.CELL) for cell in column.cells]
         if folds:
             pieces = [word for piece in pieces for word in piece.split()]
         table.add_column(
@@ -52,7 +55,7 @@ def _table(columns: Sequence[Column], which: int, wrap: bool) -> Table:
             min_width=max(map(cell_len, pieces)),  # rich may shrink the rest to make room
         )
     for cells in zip(*(column.cells for column in columns), strict=True):
-        table.add_row(*map(Text, cells))
+        table.add_row(*(Text(foreign.cut(cell, foreign.CELL)) for cell in cells))
     return table
 
 
@@ -107,7 +110,13 @@ def _lines(columns: Sequence[Column]) -> list[list[str]]:
     """Return headings and rows of cells."""
     headings = [column.heading.replace("\n", " ") for column in columns]
     rows = zip(*(column.cells for column in columns), strict=True)
-    return [headings, *map(list, rows)]
+    return [[foreign.cut(cell, foreign.CELL) for cell in line] for line in (headings, *rows)]
+
+
+def _markdown_cell(cell: str) -> str:
+    """Return text with neither tags nor links."""
+    escaped = cell.replace("<", "&lt;").replace(">", "&gt;")
+    return escaped.replace("|", "\\|").replace("](", "]\\(")
 
 
 def markdown(columns: Sequence[Column], which: int) -> str:
@@ -115,8 +124,7 @@ def markdown(columns: Sequence[Column], which: int) -> str:
     headings, *rows = _lines(columns)
     rule = [":-" if place < which else "-:" for place in range(len(columns))]
     return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |"
-        for line in (headings, rule, *rows)
+        "| " + " | ".join(map(_markdown_cell, line)) + " |" for line in (headings, rule, *rows)
     )
 
 

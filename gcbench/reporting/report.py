@@ -151,7 +151,7 @@ def _file(path: Path, found: Found) -> list[Path]:
     """Add what a file holds; a file of runs is returned, to be read together with all others."""
     try:
         data = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read as JSON ({error}); {_TAKEN}") from None
     keys = data.keys() if isinstance(data, dict) else set()
     if path.name == HEAD:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gcbench.core.errors import UsageError
-from gcbench.reporting import figures
+from gcbench.reporting import figures, foreign
 from gcbench.reporting.compare import Row, rows
 from gcbench.reporting.figures import Mark
 from gcbench.reporting.reader import Run
@@ -155,13 +155,13 @@ def _curves(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]])
             steps.append(step)
             table.append(values)
         if not steps:
-            bare.append(axes.plot([], [], label=name, **style)[0])
+            bare.append(axes.plot([], [], label=foreign.label(name), **style)[0])
             continue
         mean = [sum(values) / len(values) for values in table]
         axes.plot(
             steps,
             mean,
-            label=name,
+            label=foreign.label(name),
             markevery=max(1, len(steps) // 6),
             ms=6,
             mec="white",
@@ -229,7 +229,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
             several = counts[-1] > 1
             number = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
             spread = f"mean ± sd, n = {number} seeds" if several else "1 seed"
-            left.set_title(f"{title}: {spread}", loc="left")
+            left.set_title(foreign.label(title) + f": {spread}", loc="left")
             told = "training: mean and range of the seeds" if several else "training"
             right.set_title(told, loc="left")
             labels.append((left, _quality(left, panel, styles)))

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from gcbench.core.errors import UsageError, unknown
-from gcbench.reporting import compare
+from gcbench.reporting import compare, foreign
 from gcbench.reporting.compare import Row
 from gcbench.reporting.rendering import Column, latex, latex_text, markdown, number, terminal
 from gcbench.training.configuration import canonical, text
@@ -309,7 +309,9 @@ def _csv(rows: Sequence[Row]) -> str:
     for record in records:
         writer.writerow(
             {
-                key: json.dumps(value) if isinstance(value, (list, dict)) else _finite(value)
+                key: foreign.csv_cell(
+                    json.dumps(value) if isinstance(value, (list, dict)) else _finite(value)
+                )
                 for key, value in record.items()
             }
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gcbench.core.errors import UsageError
-from gcbench.reporting import figures
+from gcbench.reporting import figures, foreign
 from gcbench.reporting.compare import BASELINE, Row
 from gcbench.reporting.figures import Mark
 
@@ -93,14 +93,23 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
         axes.plot(*zip(*line, strict=True), color="0.4", lw=1.2, zorder=1)
         for tier in tiers:
             style = styles[str(tier)]
-            axes.plot([], [], ls="", marker=style["marker"], color=style["color"], label=tier)
+            axes.plot(
+                [],
+                [],
+                ls="",
+                marker=style["marker"],
+                color=style["color"],
+                label=foreign.label(str(tier)),
+            )
         axes.plot([], [], color="0.4", lw=1.2, label="best of each tier")
         _frame(axes, drawn, accuracy=accuracy)
         counts = sorted({len(row.values) for row in drawn})
         seeds = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-        axes.set_title(f"{title}: mean and 95 % interval, n = {seeds}", loc="left")
+        axes.set_title(
+            foreign.label(str(title)) + f": mean and 95 % interval, n = {seeds}", loc="left"
+        )
         failed = [row.method for row in rows if row.failed]
-        told = f"\nfailed seeds: {', '.join(failed)}" if failed else ""
+        told = f"\nfailed seeds: {', '.join(map(foreign.label, failed))}" if failed else ""
         axes.set_xlabel(f"encoded bytes per worker and step, up + down (MB){told}")
         axes.legend(frameon=False, fontsize="small", loc="lower right")
         figure.draw_without_rendering()

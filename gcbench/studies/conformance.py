@@ -11,6 +11,7 @@ coordinates).
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import math
@@ -43,6 +44,9 @@ from gcbench.training import launch
 from gcbench.training.membership import Membership
 
 SIZES = (0, 1, 31, 32, 33, 1023, 1025, 10_007)
+LONG = ((1050, 1000), (33,), (50_001,))
+"""More than a million elements, for what goes wrong far from the beginning."""
+STRETCHES = 32
 SHAPES = ((3, 5), (0,), (1,), (), (40, 33), (7,), (2, 3, 3, 3), (1030,), (0, 4))
 """Tensors of every awkward kind: empty, of one element, a scalar, a matrix, a kernel, a vector."""
 WORKERS = (1, 2, 3, 5, 8, 64)
@@ -204,6 +208,21 @@ def _exchanged(
     return (made.mean(list(xs), step) for step, xs in enumerate(steps)), made
 
 
+def by_definition(method: Compressor) -> Compressor:
+    """Return the method with what it does in one pass done in the steps that stand for it.
+
+    Its mean is that of the contract, and so are the operations on which an exchange calls in its
+    place. Where the aggregate is no mean, that is the method's own, and the method is returned.
+    """
+    if method.claims.aggregate != "mean" or isinstance(method, MultiRoundCompressor):
+        return method
+    steps = {name: vars(Compressor)[name] for name in ("mean", "decode_onto", "encode_feedback")}
+    made = copy.copy(method)
+    kind = type(type(method).__name__, (type(method),), {**steps, "fused_feedback": False})
+    object.__setattr__(made, "__class__", kind)  # the dataclass is frozen
+    return made
+
+
 def _same(a: Tensor, b: Tensor) -> bool:
     """Compare bits: -0.0 is not 0.0 here."""
     return a.shape == b.shape and a.dtype == b.dtype and _raw(a) == _raw(b)
@@ -240,12 +259,32 @@ def _pure(method: Compressor) -> _Found:
         faults.append("x was changed")
     if not torch.equal(state, torch.random.get_rng_state()):
         faults.append("the global generator was used")
+    if _remembers(method, segments):
+        faults.append("what was encoded or decoded before changes the result")
     faults += [
         f"a part of {part.dtype}, shape {tuple(part.shape)}"
         for part in payload.parts
         if part.ndim != 1 or not part.is_contiguous() or part.element_size() > 4
     ]
     return _Found(", ".join(faults) or "0 faults", "0 faults", not faults)
+
+
+def _remembers(method: Compressor, segments: Segments) -> bool:
+    """Return whether the order of calls matters: other steps, ranks and gradients in between."""
+    keys = [Key(7, step, rank) for step in (3, 4) for rank in (0, 1)]
+    xs = [normal(segments.numel, 20 + i) for i in range(len(keys))]
+    first = []
+    for x, key in zip(xs, keys, strict=True):
+        payload, shared = _encode(method, x, segments, key)
+        decoded = method.decode(payload, segments, shared).clone()
+        first.append((payload.to_bytes().clone(), decoded))
+    made = [_encode(method, x, segments, key) for x, key in zip(xs, keys, strict=True)][::-1]
+    again = [
+        (payload.to_bytes(), method.decode(payload, segments, shared)) for payload, shared in made
+    ]
+    return not all(
+        _same(a, c) and _same(b, d) for (a, b), (c, d) in zip(first, reversed(again), strict=True)
+    )
 
 
 def _sizes(method: Compressor) -> _Found:
@@ -268,6 +307,34 @@ def _sizes(method: Compressor) -> _Found:
                 faults.append(f"{what}: {8 * payload.nbytes} bits, {declared} declared")
             done += 1
     return _Found("; ".join(faults[:3]) or f"{done} inputs right", f"{done} inputs", not faults)
+
+
+def _long(method: Compressor) -> _Found:
+    """Of more than a million elements each stretch arrives: what is decoded points along it."""
+    segments = _segments(method, LONG)
+    x = normal(segments.numel)
+    arrived = _pass(method, x, segments)
+    along = torch.stack([part.sum() for part in (arrived.double() * x).tensor_split(STRETCHES)])
+    lost = (~(along > 0)).nonzero().flatten().tolist()
+    note = "" if not lost else f"of the stretches {lost}"
+    right = f"{STRETCHES - len(lost)} of {STRETCHES} stretches of {segments.numel:,} elements"
+    return _Found(right, "all", not lost, note)
+
+
+def _nominal(method: Compressor) -> _Found:
+    """The bits that the source quotes are within a factor of two of those that are sent.
+
+    Of four where fields are not the default: the source may quote another format then.
+    """
+    nominal = method.claims.nominal_bits()
+    if nominal is None:
+        raise _NotDeclaredError("the source quotes no number of bits")
+    segments = _segments(method, LONG)
+    payload, _ = _encode(method, normal(segments.numel), segments)
+    sent = 8 * payload.nbytes / segments.numel
+    factor = 2 if method == type(method)() else 4
+    low, high = nominal / factor, nominal * factor
+    return _Found(f"{sent:.3f} bits an element", f"{low:.3f} to {high:.3f}", low <= sent <= high)
 
 
 def _bytes(method: Compressor) -> _Found:
@@ -339,33 +406,61 @@ def _sample() -> Tensor:
     return x
 
 
-def _drawn(method: Compressor) -> tuple[Tensor, Tensor, Tensor, Segments, Tensor]:
-    """Return DRAWS decodings of one sample, (DRAWS, 64) float64, its target, and what made them.
+def _bands() -> tuple[Tensor, Tensor]:
+    """Return 256 values from 1 down to 2^-12 with signs, and the band of each, 0 to 4.
+
+    So many lie in a band that what rounds them to 0 or 1 at random draws 30 ones or more of them.
+    """
+    band = torch.repeat_interleave(torch.arange(5), torch.tensor([36, 20, 40, 60, 100]))
+    size = torch.exp2(-3.0 * band) * (1 - 0.3 * ops.random.uniform(Key(12, 0, 0, 0, 253), 256))
+    return size * _signs(Segments((0, 256)), 6), band
+
+
+def _drawn(method: Compressor, sample: Tensor) -> tuple[Tensor, Tensor, Tensor, Segments, Tensor]:
+    """Return DRAWS decodings of one sample, (DRAWS, n) float64, its target, and what made them.
 
     The copies are tensors of one bucket: one call draws them all.
     """
     if not method.claims.unbiased:
         raise _NotDeclaredError("biased")
-    x = _sample().repeat(DRAWS)
-    segments = _segments(method, [(64,)] * DRAWS)
+    n = len(sample)
+    x = sample.repeat(DRAWS)
+    segments = _segments(method, [(n,)] * DRAWS)
     payload, shared = _encode(method, x, segments)
-    decoded = method.decode(payload, segments, shared).double().view(DRAWS, 64)
-    target = method.claims.target(x, segments, shared).double().view(DRAWS, 64)
+    decoded = method.decode(payload, segments, shared).double().view(DRAWS, n)
+    target = method.claims.target(x, segments, shared).double().view(DRAWS, n)
     return decoded, target, x, segments, shared
 
 
 def _unbiased(method: Compressor) -> _Found:
-    """Each coordinate's mean over 4000 draws is the target's, within Z standard deviations."""
-    decoded, target, *_ = _drawn(method)
-    gap = (decoded - target).mean(0).abs()
-    sd = (decoded - target).std(0) / math.sqrt(DRAWS)
-    z = float((gap / sd.clamp(min=1e-7)).max())
-    return _Found(f"{z:.2f} sd", f"{Z} sd", z <= Z)
+    """Each coordinate's mean over 4000 draws is the target's, within Z standard deviations.
+
+    And so is the mean of all coordinates of about one magnitude, from the largest to 2^-12 of it.
+    """
+    decoded, target, *_ = _drawn(method, _sample())
+    worst = _deviations(decoded - target, 1e-7)
+    values, band = _bands()
+    decoded, target, *_ = _drawn(method, values)
+    errors = (decoded - target) * values.sign()
+    note = ""
+    for i in range(5):
+        pooled = errors[:, band == i].mean(1, keepdim=True)
+        off = _deviations(pooled, 1e-6 * 2.0 ** (-3 * i))
+        if off > max(worst, Z):
+            note = f"of elements of about 2^-{3 * i} of the largest"
+        worst = max(worst, off)
+    return _Found(f"{worst:.2f} sd", f"{Z} sd", worst <= Z, note)
+
+
+def _deviations(errors: Tensor, least: float) -> float:
+    """Return the largest mean over the draws, (DRAWS, n), in its standard deviations."""
+    sd = errors.std(0) / math.sqrt(DRAWS)
+    return float((errors.mean(0).abs() / sd.clamp(min=least)).max())
 
 
 def _variance(method: Compressor) -> _Found:
     """The squared error is the declared variance on the average, and within the source's bound."""
-    decoded, target, x, segments, shared = _drawn(method)
+    decoded, target, x, segments, shared = _drawn(method, _sample())
     declared = method.claims.variance(x, segments, shared)
     if declared is None:
         raise _NotDeclaredError("no exact variance")
@@ -519,6 +614,56 @@ def _alike(method: Compressor) -> _Found:
         together = _mean(method, collective, [x] * workers, shapes).double()
         worst = max(worst, float((together - alone).norm() / alone.norm()))
     return _Found(f"{worst:.1e}", "1e-5", worst < 1e-5, ", ".join(legal))
+
+
+def _heard(method: Compressor) -> _Found:
+    """The mean of different gradients is the contract's (to rounding), and what an owner merges.
+
+    Where the aggregate is a vote it is the majority, where it is another, each worker changes it.
+    """
+    if isinstance(method, MultiRoundCompressor):
+        raise _NotDeclaredError("the engine adds what is sent in rounds")
+    segments, faults = _segments(method, [(40, 33), (0,), (1,), (1030,)]), []
+    for workers in (3, 5):  # odd: no tie needs a coin
+        xs = [normal(segments.numel, 30 + rank) for rank in range(workers)]
+        shared = _shared(method, xs, segments, KEY)
+        keys = [KEY._replace(rank=rank) for rank in range(workers)]
+        payloads = [
+            method.encode(x, segments, shared, key) for x, key in zip(xs, keys, strict=True)
+        ]
+        mean = method.mean(payloads, segments, shared).clone()
+        match method.claims.aggregate:
+            case "mean":
+                right = _near(mean, Compressor.mean(method, payloads, segments, shared))
+            case "vote":
+                decoded = [method.decode(payload, segments, shared) for payload in payloads]
+                votes = torch.stack(decoded).sum(0)
+                right = torch.equal(mean.sign()[votes != 0], votes.sign()[votes != 0])
+            case _:
+                right = True
+                for rank in range(workers):
+                    x = -normal(segments.numel, 30 + rank)
+                    other = list(payloads)
+                    other[rank] = method.encode(x, segments, shared, keys[rank])
+                    right &= not torch.equal(mean, method.mean(other, segments, shared))
+        if not right:
+            faults.append(f"mean of {workers} workers")
+        if "twoshot" in method.legal_collectives():
+            key = Key(7, 3, 0, 0, 1)
+            merged = method.merge(payloads, segments, shared, key)
+            if method.requantizes:
+                defined = Compressor.merge(method, payloads, segments, shared, key)
+                right = _same(merged.to_bytes(), defined.to_bytes())
+            else:
+                right = _near(method.decode(merged, segments, shared), mean)
+            if not right:
+                faults.append(f"merge of {workers} workers")
+    return _Found(", ".join(faults) or "3 and 5 workers heard", "the definition", not faults)
+
+
+def _near(a: Tensor, b: Tensor) -> bool:
+    """Compare to the rounding of sums in another order: 1e-5 of the largest."""
+    return a.shape == b.shape and bool(((a - b).abs() <= 1e-5 * b.abs().max()).all())
 
 
 def _telescoping(method: Compressor) -> _Found:
@@ -767,7 +912,9 @@ def _carried(made: Exchange) -> Iterator[Tensor]:
 CHECKS: Mapping[str, Callable[[Compressor], _Found]] = {
     "purity": _pure,
     "every size and input": _sizes,
+    "long tensors": _long,
     "bytes": _bytes,
+    "nominal bits": _nominal,
     "bucketing": _bucketing,
     "independent noise": _independent,
     "unbiased": _unbiased,
@@ -777,6 +924,7 @@ CHECKS: Mapping[str, Callable[[Compressor], _Found]] = {
     "exact small integers": _exact,
     "same mean in collectives": _collectives,
     "equal workers": _alike,
+    "every worker heard": _heard,
     "nothing lost over steps": _telescoping,
     "fused operations": _fused,
     "outputs": _outputs,

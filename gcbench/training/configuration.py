@@ -26,7 +26,7 @@ from gcbench.core.exchange import check_legal
 from gcbench.core.memory import Memory
 from gcbench.core.schema import ADDED, SCHEMA
 from gcbench.core.task import Task
-from gcbench.training import schedule
+from gcbench.training import limits, schedule
 from gcbench.training.store import Run
 
 Positive = Annotated[int, Field(ge=1, strict=True)]  # strict: neither true nor "8"
@@ -136,6 +136,8 @@ class Config(BaseModel):
         given_options = {**own, **(values.get("memory_options") or {})}
         made = memory.make(carried, given_options)
         values["memory_options"] = {key: getattr(made, key) for key in given_options}
+        for method in stages.values():
+            memory.check_masking(str(carried), made, method)
         if made.has_momentum:
             _leave_momentum_to_memory(str(carried), values, given)
         place = str(values.get("device", "cpu")).partition(":")[0]
@@ -317,6 +319,14 @@ def threads_per_worker(config: Config) -> int:
     return config.threads or max(1, cores() // config.workers)
 
 
+def check_limits(config: Config) -> None:
+    """Raise UsageError for a run that takes more than this machine should give."""
+    limits.check_threads(threads_per_worker(config))
+    if config.engine != "torchrun":  # the user started its processes
+        spawned = config.engine == "spawn"
+        limits.check_workers(config.workers, processes=spawned, cores=cores())
+
+
 def provenance(config: Config) -> dict[str, Any]:
     """Return where, when and with what a run was made."""
     return {
@@ -327,6 +337,7 @@ def provenance(config: Config) -> dict[str, Any]:
         "machine": machine(),
         "backend": serving(config),
         "objects": objects(config),
+        **({"plugins": found} if (found := plugins(config)) else {}),
         "threads": threads_per_worker(config),
         "python": sys.executable.rsplit("/", 1)[-1],
     }
@@ -343,6 +354,26 @@ def objects(config: Config) -> dict[str, Any]:
         "compressor": [registry.call(config.make_compressor(step)) for step in stages],
         "memory": registry.call(config.make_memory()),
     }
+
+
+def plugins(config: Config) -> dict[str, dict[str, str]]:
+    """Return which of a run's task, compressor and memory are third parties', and from where.
+
+    Each with its distribution, its version and a digest of its source (`registry.origin`).
+    """
+    entries = {
+        "task": registry.tasks()[config.task],
+        "compressor": registry.compressors()[config.compressor],
+        "memory": registry.memories()[config.memory],
+    }
+    found = {kind: registry.origin(entry) for kind, entry in entries.items()}
+    return {kind: own for kind, own in found.items() if own is not None}
+
+
+def _told(own: Mapping[str, str] | None) -> str:
+    if own is None:
+        return "nothing told"
+    return f"{own['distribution']} {own['version']} (source {own['sha256'][:10]})"
 
 
 def check_objects(config: Config, made: Mapping[str, Any], folder: Path) -> None:
@@ -367,6 +398,41 @@ def check_objects(config: Config, made: Mapping[str, Any], folder: Path) -> None
                 f"{folder} was made with {old} by another gcbench; the same command now means "
                 f"{new}. --force makes it again, another --results keeps both"
             )
+    before = (made.get("provenance") or {}).get("plugins") or {}
+    for kind, present in plugins(config).items():
+        if before.get(kind) != present:
+            raise GcbenchError(
+                f"{folder} was made with another {kind}: {_told(before.get(kind))} then, "
+                f"{_told(present)} now. --force makes it again, another --results keeps both"
+            )
+
+
+def threads_to_resume(made: Mapping[str, Any], folder: Path) -> int:
+    """Return the threads of a worker with which a stored run began, to go on with as many.
+
+    They decide bits, as do torch and the instruction set that it computes with. `made` is the run's
+    provenance.
+
+    Raises:
+        GcbenchError: torch or the instruction set are others here, or the run does not say.
+    """
+    then = {
+        "torch": (made.get("versions") or {}).get("torch"),
+        "instruction set": (made.get("machine") or {}).get("isa"),
+    }
+    now = {"torch": versions()["torch"], "instruction set": machine()["isa"]}
+    apart = [
+        f"{name} {then[name]} then, {now[name]} now" for name in now if then[name] != now[name]
+    ]
+    threads = made.get("threads")
+    if type(threads) is not int or threads < 1:
+        apart.append(f"threads {threads!r} then")
+    if apart:
+        raise GcbenchError(
+            f"{folder} was begun where bits are others ({'; '.join(apart)}): it would end in a "
+            "result that no run from the beginning has. Go on there, or start over with --force"
+        )
+    return int(made["threads"])
 
 
 def serving(config: Config) -> str:

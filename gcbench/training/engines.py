@@ -30,9 +30,9 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from gcbench.core.errors import PeerLostError, UsageError
+from gcbench.core.errors import GcbenchError, PeerLostError, UsageError
 from gcbench.core.world import DistributedWorld, Link, SimulatedWorld, World
-from gcbench.training import captures, configuration, launch, membership
+from gcbench.training import agreement, captures, configuration, launch, membership
 from gcbench.training.configuration import Config
 from gcbench.training.membership import Membership
 from gcbench.training.store import Run
@@ -84,7 +84,7 @@ def _fit(config: Config, world: World, run: Run, options: Options, *, launched: 
 def simulate(config: Config, run: Run, options: Options) -> None:
     """Run all workers in this process."""
     device = torch.device(config.device)
-    threads = configuration.threads_per_worker(config)
+    threads = options.threads or configuration.threads_per_worker(config)
     parallel = 1 if device.type == "cuda" else max(1, configuration.cores() // threads)
     link = Link(config.link_gbit, config.link_latency_us)
     world = SimulatedWorld(config.workers, device, link, threads, min(parallel, config.workers))
@@ -206,12 +206,23 @@ def torchrun(config: Config, run: Run, options: Options) -> None:
 
 
 def _be_worker(member: Membership, config: Config, run: Run, options: Options) -> None:
-    world = join(member, config.device, configuration.threads_per_worker(config))
+    threads = options.threads or configuration.threads_per_worker(config)
+    world = join(member, config.device, threads)
+    # Worker 0 knows the threads of a run that is resumed; on several machines cores may differ.
+    try:
+        torch.set_num_threads(world.collect([threads])[0])
+        agreement.check(world, agreement.facts(config))
+    except GcbenchError:
+        world.close()
+        raise
     _fit(config, world, run, options, launched=True)
 
 
 def _options_to_json(options: Options) -> dict[str, Any]:
-    given = {name: getattr(options, name) for name in ("checkpoint_seconds", "progress", "sinks")}
+    given = {
+        name: getattr(options, name)
+        for name in ("checkpoint_seconds", "progress", "sinks", "threads")
+    }
     look, plan, data = options.on_bucket, options.capture, options.data_dir
     return given | {
         "data_dir": None if data is None else str(data),
@@ -229,6 +240,7 @@ def _options_from_json(told: dict[str, Any]) -> Options:
         on_bucket=None if look is None else launch.named(look),
         capture=None if plan is None else captures.Plan(tuple(plan["steps"]), plan["layers"]),
         sinks=tuple(told["sinks"]),
+        threads=told["threads"],
     )
 
 
@@ -244,7 +256,7 @@ def spawn(config: Config, run: Run, options: Options) -> None:
         GcbenchError: the first error of any worker.
         Interrupted: the user asked to stop.
     """
-    threads = configuration.threads_per_worker(config)
+    threads = options.threads or configuration.threads_per_worker(config)
     words = config.model_dump_json(), str(run.folder), _options_to_json(options)
     launch.in_processes(config.workers, threads, _train, words)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 
 from gcbench.core import registry
 from gcbench.core.errors import UsageError, unknown
+from gcbench.training import limits
 from gcbench.training.configuration import Config
 
 SEQUENCES = ("betas", "schedule_steps")
@@ -139,6 +141,11 @@ def _product(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def _size(*settings: Mapping[str, Any]) -> int:
+    """Return the points of the grid, before equal ones are found."""
+    return math.prod(len(choices(key, own)) for each in settings for key, own in each.items())
+
+
 def _memory(point: Mapping[str, Any]) -> str:
     """Return the memory of one point of the grid: its own, or what its method carries."""
     name = point.get("memory")
@@ -179,6 +186,7 @@ def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
     carried = given.pop("memory_options")
     unused = set(carried)
     configs: dict[str, Config] = {}
+    limits.check_grid(_size(given, carried, *nested.values()))
     for point in _product(given):
         inner = []
         for key, (owner, default, load) in fields.items():

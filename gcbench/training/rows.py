@@ -73,7 +73,7 @@ def read(path: Path) -> list[Row]:
             }
             for record in table.to_pylist()
         ]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise GcbenchError(f"{path}: a nested column is no JSON ({error})") from error
 
 

@@ -75,6 +75,7 @@ class Runner:
 
     def _check(self, config: Config) -> None:
         configuration.require_device(config.device)
+        configuration.check_limits(config)
         if self.capture is not None:
             self.capture.check(config.run_name, config.steps)
 
@@ -173,14 +174,17 @@ class Runner:
         if not leads:
             self._engine(config, run)
             return {}
+        threads = None
         run.create()
         with run.locked():
             resumed = not self.force and run.can_resume(config.model_dump(mode="json"))
             if resumed:
-                configuration.check_objects(
-                    config, {"provenance": run.read_provenance()}, run.folder
-                )
-                _say(f"{place} {config.run_name}: goes on from its checkpoint")
+                made = run.read_provenance()
+                configuration.check_objects(config, {"provenance": made}, run.folder)
+                threads = configuration.threads_to_resume(made, run.folder)
+                usual = configuration.threads_per_worker(config)
+                as_then = f", with {threads} thread(s) a worker as then" if threads != usual else ""
+                _say(f"{place} {config.run_name}: goes on from its checkpoint{as_then}")
             else:
                 run.start(config.model_dump(mode="json"), configuration.provenance(config))
                 sinks.forget(run, sinks.registered().keys() - self.told)
@@ -192,7 +196,7 @@ class Runner:
                     f"backend {configuration.serving(config)}"
                 )
             try:
-                self._engine(config, run)
+                self._engine(config, run, threads)
             except DivergedError as error:
                 run.finish(configuration.failed(config, run, error))
                 self._keep(run, run.summary or {})
@@ -209,13 +213,14 @@ class Runner:
             curve = [record for record in run.records() if record["kind"] == "eval"]
             rows.add(self.kept, rows.row(summary, curve, self.suite))
 
-    def _engine(self, config: Config, run: Run) -> None:
+    def _engine(self, config: Config, run: Run, threads: int | None = None) -> None:
         options = Options(
             self.data_dir,
             self.checkpoint_seconds,
             self.progress,
             capture=self.capture,
             sinks=self.told,
+            threads=threads,
         )
         engines.ENGINES[config.engine](config, run, options)
 

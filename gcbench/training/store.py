@@ -1,7 +1,9 @@
 """Runs on disk: records as they come, a checkpoint, a summary; nothing computed is lost.
 
-`metrics.jsonl` grows line by line; `checkpoint.pt` is replaced atomically; `summary.json` is
-written last and marks a finished run.
+`metrics.jsonl` grows line by line; `checkpoint.pt` is replaced atomically, and the one before it is
+kept; `summary.json` is written last and marks a finished run. A checkpoint carries a digest of its
+bytes, and the number and a digest of the records up to its step: where one does not fit, the
+checkpoint before it serves, and if that does not fit either, the run is refused.
 """
 
 from __future__ import annotations
@@ -9,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import io
 import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,6 +28,10 @@ from gcbench.core.schema import METRIC_COLUMNS
 
 CAPTURES = "captures"
 """Folder of a run's captured gradients (`gcbench.training.captures`)."""
+CHECKPOINTS = ("checkpoint.pt", "checkpoint.previous.pt")
+"""The last checkpoint, and the one before it."""
+MARK = b"gcbench checkpoint 2 sha256 "
+"""What a checkpoint begins with; the digest follows, a line feed, and torch's bytes."""
 LOCK = "lock"
 """File that is there while a process writes to a run."""
 
@@ -77,8 +84,12 @@ def _not_own(path: Path) -> GcbenchError:
     )
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace `path` with `data`: after a crash it holds the old bytes or the new, never a mix."""
+def write_atomically(path: Path, data: bytes, kept: Path | None = None) -> None:
+    """Replace `path` with `data`: after a crash it holds the old bytes or the new, never a mix.
+
+    `kept`: where to move what was at `path`; after a crash it may be there alone. What was written
+    outlasts a loss of power once this returns.
+    """
     part = path.with_name(path.name + ".part")
     with explained(path):
         try:
@@ -86,7 +97,14 @@ def write_atomically(path: Path, data: bytes) -> None:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
+            if kept is not None and path.exists():
+                path.replace(kept)
             part.replace(path)
+            folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
         except OSError:
             part.unlink(missing_ok=True)
             raise
@@ -94,6 +112,15 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 def _json(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode()
+
+
+def _lines(records: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return records as they stand in metrics.jsonl."""
+    return "".join(json.dumps(record, allow_nan=False) + "\n" for record in records).encode()
+
+
+class _NotWholeError(Exception):
+    """A checkpoint that is damaged, or whose records are."""
 
 
 class Run:
@@ -150,7 +177,7 @@ class Run:
         """Write the config and the provenance, and forget records of an earlier attempt."""
         write_atomically(self.folder / "config.json", _json(config))
         write_atomically(self.folder / "provenance.json", _json(provenance))
-        for name in ("summary.json", "checkpoint.pt", "metrics.jsonl", "metrics.parquet"):
+        for name in ("summary.json", *CHECKPOINTS, "metrics.jsonl", "metrics.parquet"):
             with explained(self.folder / name):
                 (self.folder / name).unlink(missing_ok=True)
         with explained(self.folder / CAPTURES), contextlib.suppress(FileNotFoundError):
@@ -182,7 +209,7 @@ class Run:
         Raises:
             GcbenchError: it did, and what belongs to it is damaged.
         """
-        if not (self.folder / "checkpoint.pt").exists():
+        if not any((self.folder / name).exists() for name in CHECKPOINTS):
             return False
         self.read_provenance()
         return self._object("config.json") == config
@@ -211,33 +238,74 @@ class Run:
     def rewind(self, step: int) -> None:
         """Drop the records after `step`: they will be made again."""
         kept = [record for record in self.records() if record["step"] <= step]
-        text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept)
-        write_atomically(self.folder / "metrics.jsonl", text.encode())
+        write_atomically(self.folder / "metrics.jsonl", _lines(kept))
+
+    def _told(self, step: int) -> list[Any]:
+        """Return how many records there are up to a step, and their SHA-256."""
+        kept = [record for record in self.records() if record["step"] <= step]
+        return [len(kept), hashlib.sha256(_lines(kept)).hexdigest()]
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Replace the checkpoint: a dict of tensors, numbers and strings."""
-        buffer = io.BytesIO()
-        torch.save(dict(state), buffer)
-        write_atomically(self.folder / "checkpoint.pt", buffer.getvalue())
+        """Replace the checkpoint: a dict of tensors, numbers and strings, with the step in "step".
 
-    def checkpoint(self) -> dict[str, Any] | None:
-        """Return the last checkpoint, on the CPU; None if there is none.
+        The one before it stays. The records that it counts are on the disk before it is.
+        """
+        metrics = self.folder / "metrics.jsonl"
+        if metrics.exists():
+            with explained(metrics), open_own(metrics, "a") as file:
+                os.fsync(file.fileno())
+        buffer = io.BytesIO()
+        torch.save({**state, "metrics": self._told(state.get("step", 0))}, buffer)
+        data = buffer.getvalue()
+        head = MARK + hashlib.sha256(data).hexdigest().encode() + b"\n"
+        last, before = (self.folder / name for name in CHECKPOINTS)
+        write_atomically(last, head + data, kept=before)
+
+    def checkpoint(self, tell: Callable[[str], object] = print) -> dict[str, Any] | None:
+        """Return the last checkpoint that is whole, on the CPU; None if there is none at all.
+
+        `tell` is told in a line if that is not the last one.
 
         Raises:
-            GcbenchError: it cannot be read.
+            GcbenchError: none can be read, or the records that they count are not there.
         """
-        path = self.folder / "checkpoint.pt"
-        if not path.exists():
-            return None
+        faults = []
+        for name in CHECKPOINTS:
+            path = self.folder / name
+            if not path.exists():
+                continue
+            try:
+                state = self._checkpoint(path)
+            except _NotWholeError as fault:
+                faults.append(str(fault))
+                continue
+            if faults:
+                tell(f"{faults[0]}; going on from the checkpoint before it, step {state['step']}")
+            return state
+        if faults:
+            raise GcbenchError(f"{faults[0]}; start over with --force")
+        return None
+
+    def _checkpoint(self, path: Path) -> dict[str, Any]:
+        """Return one checkpoint; _NotWholeError if it is damaged."""
         try:
             with open_own(path, "rb") as file:
-                state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+                head, data = file.read(len(MARK) + 65), file.read()
+            if head != MARK + hashlib.sha256(data).hexdigest().encode() + b"\n":
+                raise ValueError("its digest is another")  # noqa: TRY301 - one message for all
+            state: dict[str, Any] = torch.load(
+                io.BytesIO(data), map_location="cpu", weights_only=True
+            )
         except GcbenchError:
             raise
         except Exception as error:
-            raise GcbenchError(
-                f"{path} cannot be read ({type(error).__name__}); start over with --force"
-            ) from error
+            raise _NotWholeError(f"{path} cannot be read ({error})") from error
+        metrics = state.pop("metrics", None)
+        if metrics != self._told(state.get("step", 0)):
+            raise _NotWholeError(
+                f"{self.folder / 'metrics.jsonl'} lost or changed records up to step "
+                f"{state.get('step')} of {path.name}"
+            )
         return state
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -254,4 +322,5 @@ class Run:
         pq.write_table(pa.table(columns, schema=schema), buffer)
         write_atomically(self.folder / "metrics.parquet", buffer.getvalue())
         write_atomically(self.folder / "summary.json", _json(summary))
-        (self.folder / "checkpoint.pt").unlink(missing_ok=True)
+        for name in CHECKPOINTS:
+            (self.folder / name).unlink(missing_ok=True)

@@ -11,6 +11,7 @@ import copy
 import hashlib
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from gcbench import ops
-from gcbench.core import purposes, registry
+from gcbench.core import memory, purposes, registry
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import Key, Segments
 from gcbench.core.errors import DivergedError, GcbenchError, Interrupted, UsageError
@@ -29,7 +30,7 @@ from gcbench.core.exchange import Exchange, Lane, classifier, dense_tensors
 from gcbench.core.schema import PHASES, SCHEMA
 from gcbench.core.task import Split, Task
 from gcbench.core.world import World
-from gcbench.training import captures, configuration, progress, sinks
+from gcbench.training import agreement, captures, configuration, progress, sinks
 from gcbench.training.configuration import Config
 from gcbench.training.dropout import Dropout, set_dropout_key
 from gcbench.training.store import Run
@@ -38,6 +39,8 @@ THREADS_FROM = 1 << 17
 """Parameters from which simulated workers run on threads; below, the interpreter is the limit."""
 AGREE_EVERY = 10
 """Steps between agreements to pause; between processes each costs a message."""
+CHECK_EVERY = 50
+"""Steps between looks at whether the replicas of several processes are still the same."""
 EMA_WARM_UP = 10
 """TensorFlow's ExponentialMovingAverage with a step count: decay <= (1 + t) / (10 + t)."""
 
@@ -55,6 +58,8 @@ class Options:
     capture: captures.Plan | None = None
     sinks: tuple[str, ...] = ()
     """Names of the sinks that hear of the records."""
+    threads: int | None = None
+    """Threads of a worker with which the run began, where it is resumed; None: the config's."""
 
 
 def _share_parameters(replica: nn.Module, model: nn.Module) -> nn.Module:
@@ -88,6 +93,29 @@ def _hold_out(train: Split, count: int, batch: int) -> tuple[Split, Split | None
         return train, None
     order = _permutation(Key(0, 0, 0, 0, purposes.HOLDOUT), len(train))
     return train.select(order[count:].sort().values), train.select(order[:count].sort().values)
+
+
+def _fitting(value: Tensor, like: Tensor) -> Tensor:
+    """Return a saved tensor; ValueError if it has not the shape and dtype of its place."""
+    if value.shape != like.shape or value.dtype != like.dtype:
+        raise ValueError(
+            f"{value.dtype}, shape {tuple(value.shape)}, for {like.dtype}, {tuple(like.shape)}"
+        )
+    return value
+
+
+def _restore_buffers(
+    mine: dict[str, Tensor], saved: Mapping[str, Tensor], more: set[str], device: torch.device
+) -> None:
+    """Put saved buffers in their places; `more` may be there beside them, made at the first step.
+
+    Raises:
+        ValueError: one is missing, unknown or of another form.
+    """
+    if not (mine.keys() <= saved.keys() <= mine.keys() | more):
+        raise ValueError(f"buffers {sorted(saved)} for {sorted(mine)}")
+    for name, value in saved.items():
+        mine[name] = (_fitting(value, mine[name]) if name in mine else value).to(device)
 
 
 def _permutation(key: Key, n: int) -> Tensor:
@@ -192,21 +220,22 @@ class Trainer:
 
     def _lanes(self, step: int) -> list[Lane]:
         """Return how the bucket is exchanged from `step` on, until the next stage."""
-        config, memory = self.config, self.config.make_memory()
+        config, carried = self.config, self.config.make_memory()
         plain = registry.compressor("none")
         compressed, dense = self.shapes
         lanes = []
         if compressed:
             if step < config.start_step:
                 segments = Segments.of(compressed)
-                lanes.append(Lane(plain, "allreduce", 0, segments, memory))
+                lanes.append(Lane(plain, "allreduce", 0, segments, carried.dense()))
             else:
                 method = config.make_compressor(step)
                 segments = Segments.of(compressed, method.granularity)
-                lanes.append(Lane(method, config.collective, 0, segments, memory))
+                kept = memory.beside(carried, method)
+                lanes.append(Lane(method, config.collective, 0, segments, kept))
         if dense:
             start = lanes[0].segments.numel if lanes else 0
-            lanes.append(Lane(plain, "allreduce", start, Segments.of(dense), memory.dense()))
+            lanes.append(Lane(plain, "allreduce", start, Segments.of(dense), carried.dense()))
         return lanes
 
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -339,19 +368,26 @@ class Trainer:
                 )
         return True
 
-    def _check_replicas(self) -> None:
+    def _check_replicas(self, digest: Callable[[], str]) -> None:
         """Compare the replicas' parameters.
 
         Raises:
-            GcbenchError: they are no longer the same bits.
+            GcbenchError: they are no longer the same bits; with the workers that are not as most.
         """
-        digests = self.world.collect([self.parameter_hash()] * len(self.world.ranks))
+        digests = self.world.collect([digest()] * len(self.world.ranks))
         if len(set(digests)) > 1:
-            odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+            most = max(digests, key=digests.count)  # of several, the first: worker 0's
+            odd = [rank for rank, own in enumerate(digests) if own != most]
             raise GcbenchError(
                 f"replicas have drifted apart by step {self.step}: worker(s) {odd} differ from "
-                "worker 0. The compressor's decode is not the same on every worker"
+                f"worker {digests.index(most)}. The compressor's decode is not the same on every "
+                "worker, or a worker's memory is faulty"
             )
+
+    def _checksum(self) -> str:
+        """Return the sum of the parameters' bits as integers: a look, where a hash takes long."""
+        bits = (parameter.detach().view(torch.int32) for parameter in self.parameters)
+        return str(sum(int(own.sum(dtype=torch.int64)) for own in bits))
 
     def parameter_hash(self) -> str:
         """Return the SHA-256 of the parameters' bytes, in the model's order."""
@@ -498,6 +534,13 @@ class Trainer:
         """
         config = self.config
         self._resume()
+        if len(self.world.ranks) < self.world.size:
+            told = {
+                "data (SHA-256)": agreement.digest(self.train, self.validation, self.test),
+                "step to go on from": str(self.step),
+                "parameters (SHA-256)": self.parameter_hash(),
+            }
+            agreement.check(self.world, told)
         if self.recorder is not None:
             self.recorder.begin(self.step, config.run_name)
         if self.leads and self.options.sinks:
@@ -528,8 +571,10 @@ class Trainer:
                 self.train_loss = statistics.fmean(self.world.collect(losses))
                 loss, lr = configuration.finite(self.train_loss), config.lr_at(self.step - 1)
                 self._record("train", {"train_loss": loss, "lr": lr})
+            if len(self.world.ranks) < self.world.size and self.step % CHECK_EVERY == 0:
+                self._check_replicas(self._checksum)
             if done or (config.eval_every and self.step % config.eval_every == 0):
-                self._check_replicas()
+                self._check_replicas(self.parameter_hash)
                 last_eval = self._evaluate_once(last=done)
                 self._record("eval", last_eval)
             pause = "" if done else self._pause(time.monotonic() - saved, stop())
@@ -590,42 +635,55 @@ class Trainer:
         )
 
     def _resume(self) -> None:
-        state = self.run.checkpoint()
+        state = self.run.checkpoint(self._tell)
         if state is None:
             return
         try:
             self._restore(state)
-        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+            said = (str(error).splitlines() or [""])[0]
             raise GcbenchError(
                 f"{self.run.folder}/checkpoint.pt does not fit this run "
-                f"({type(error).__name__}); start over with --force"
+                f"({type(error).__name__}: {said:.100}); start over with --force"
             ) from error
         if self.leads:
             self.run.rewind(self.step)
+
+    def _tell(self, text: str) -> None:
+        if self.leads:
+            print(f"gcbench: {text}", file=sys.stderr, flush=True)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.step = state["step"]
         with torch.no_grad():
             for parameter, value in zip(self.parameters, state["parameters"], strict=True):
-                parameter.copy_(value)
+                parameter.copy_(_fitting(value, parameter))
             for average, value in zip(self.ema, state["ema"], strict=True):
-                average.copy_(value)
+                average.copy_(_fitting(value, average))
         self.optimizer.load_state_dict(state["optimizer"])
         exchange = self.exchange
-        exchange.change(self._lanes(self.step))
+        for place, own in self.optimizer.state.items():
+            for value in own.values():
+                if isinstance(value, Tensor) and value.ndim:
+                    _fitting(value, place)
+        for start in sorted(self.stages):
+            if start < self.step:
+                exchange.change(self._lanes(start))
         exchange.lr = state["exchange_lr"]
-        exchange.joint = [
-            {name: v.to(self.device) for name, v in own.items()} for own in state["joint"]
-        ]
-        self.late = None if state["late"] is None else state["late"].to(self.device)
+        for mine, saved in zip(exchange.joint, state["joint"], strict=True):
+            _restore_buffers(mine, saved, {"state"}, self.device)
+        late = None if state["late"] is None else state["late"].to(self.device)
+        self.late = None if late is None else _fitting(late, self.buckets[0])
+        if (self.late is None) == (self.config.delay > 0 and self.step > self.skipped):
+            raise ValueError("the mean that is applied late")
         for rank, replica, traffic, own in zip(
             self.world.ranks, self.replicas, self.world.traffic, exchange.workers, strict=True
         ):
             worker = state["workers"][rank]
             for mine, saved in zip(own, worker["memory"], strict=True):
-                mine.update({k: v.to(self.device) for k, v in saved.items()})
+                _restore_buffers(mine, saved, {"owner"}, self.device)
             for name, buffer in replica.named_buffers():
-                buffer.copy_(worker["buffers"][name])
+                buffer.copy_(_fitting(worker["buffers"][name], buffer))
             traffic.payload_up, traffic.payload_down, traffic.wire = worker["traffic"]
         self.skipped, self.seconds = state["skipped"], state["seconds"]
         self.world.modelled_seconds = state["modelled_seconds"]

@@ -14,7 +14,7 @@ from gcbench.core.compressor import COLLECTIVES
 from gcbench.core.errors import UsageError, unknown
 from gcbench.studies import methods
 from gcbench.studies.bandwidth.transfers import BOUNDS, PLAIN, YARDSTICK, Item, Plan
-from gcbench.training import configuration, membership
+from gcbench.training import configuration, limits, membership
 
 KIND = "bandwidth"
 MANY = 1000
@@ -155,6 +155,9 @@ def make(
     if workers < 2:
         raise UsageError(f"--workers {workers}: at least 2 have something to exchange")
     here = member.local_size if member else workers
+    limits.check_threads(threads or 1)
+    if member is None:
+        limits.check_workers(workers, processes=True, cores=configuration.cores())
     words = tuple(methods.all_of(compressors))
     named = _names(collectives, ("default",))
     if named not in (("default",), ("all",)):

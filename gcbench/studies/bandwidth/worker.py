@@ -94,6 +94,29 @@ class Subject:
         lane = Lane(self.method, self.collective, 0, self.segments, kept)
         return Exchange(world, [lane], self.plan.seed, clock)
 
+    def _unlike_definition(self, mean: Tensor) -> str:
+        """Return what is wrong with the first mean, shape (n,), beside the contract's; or nothing.
+
+        The simulation alone would repeat what the method does wrong. Where a merge loses nothing,
+        the definition is the mean of all payloads; elsewhere the mean is encoded again. 1e-3 of the
+        norm is allowed: means that are added in another order may be encoded otherwise.
+        """
+        heard = conformance.run(self.method, "every worker heard")
+        if heard.verdict == "fails" and heard.measured != "-":  # "-": it raised, at another size
+            return f"it is not the definition: {heard.measured}"
+        method, collective = conformance.by_definition(self.method), self.collective
+        if method is self.method:
+            return ""  # the aggregate is its own
+        if not method.requantizes and "allgather" in method.legal_collectives():
+            collective = "allgather"
+        world = SimulatedWorld(self.world.size, self.world.device, Link(1, 0), self.plan.threads, 1)
+        clock = Clock(world.device)
+        clock.start_step()
+        lane = Lane(method, collective, 0, self.segments, self.memory)
+        defined = Exchange(world, [lane], self.plan.seed, clock).mean(self.inputs.all, 0).double()
+        off = float((mean.double() - defined).norm() / defined.norm().clamp(min=1e-30))
+        return "" if off <= 1e-3 else f"its mean is {off:.2g} of its norm off the definition"
+
     def _simulated(self) -> list[Tensor]:
         """Return the first means, each shape (n,), as this process computes them alone.
 
@@ -112,7 +135,8 @@ class Subject:
         """Return the first means as worker 0 simulates them, on every worker.
 
         Raises:
-            Failed: the simulation raises, or its means are no finite float32 tensors of shape (n,).
+            Failed: the simulation raises, or its means are no finite float32 tensors of shape (n,),
+                or not what the contract defines.
         """
         means: list[Tensor] = []
         said = ""
@@ -126,6 +150,8 @@ class Subject:
                 said = f"its mean is {means[0].dtype}, shape {tuple(means[0].shape)}"
             elif not all(bool(mean.isfinite().all()) for mean in means):
                 said = "its mean is not finite"
+            elif means:
+                said = self._unlike_definition(means[0])
         said, self.rounds = self.world.collect([(said, self.rounds)])[0]
         if said:
             raise Failed(said)

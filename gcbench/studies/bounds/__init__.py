@@ -102,7 +102,9 @@ class Settings(BaseModel):
         given |= {
             key: value for key in ("batch", "lr") if (value := getattr(self, key)) is not None
         }
-        return Config.make(given)
+        made = Config.make(given)
+        configuration.check_limits(made)
+        return made
 
     def chosen(self) -> dict[str, Compressor]:
         """Return the methods to look at, by their words."""

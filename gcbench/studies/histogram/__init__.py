@@ -28,7 +28,7 @@ from gcbench.training.captures import Capture, Layer
 from gcbench.training.configuration import Config
 from gcbench.training.runner import Runner
 
-__all__ = ["Settings", "draw", "measure", "train"]
+__all__ = ["Settings", "check", "draw", "measure", "train"]
 
 KIND = "histogram"
 METHODS = ("terngrad", "qsgd", "topk", "fft", "onebit", "efsignsgd", "powersgd")
@@ -246,6 +246,25 @@ def plain(gradients: Gradients, binned: Sequence[int]) -> dict[str, list[Row]]:
 # ---- the whole -----------------------------------------------------------------------------------
 
 
+def check(chosen: str | None, clips: Sequence[float], kept: Sequence[float]) -> None:
+    """Check what methods are compared, and by what numbers, before anything is trained.
+
+    Raises:
+        UsageError: an unknown method, or a number out of range.
+    """
+    for number in clips:
+        if not (math.isfinite(number) and number > 0):
+            raise UsageError(f"--clip {number}: standard deviations, above 0")
+    for number in kept:
+        if not 0 < number < 1:
+            raise UsageError(f"--kept {number}: a share above 0 and below 1")
+    _methods(chosen)
+
+
+def _methods(chosen: str | None) -> dict[str, Compressor]:
+    return words.all_of(None if chosen == "all" else chosen, METHODS if chosen is None else None)
+
+
 def measure(
     found: Sequence[Capture],
     chosen: str | None,
@@ -265,13 +284,8 @@ def measure(
         UsageError: an unknown method or layer, or a number out of range.
         GcbenchError: `results` cannot be written.
     """
-    for number in clips:
-        if not (math.isfinite(number) and number > 0):
-            raise UsageError(f"--clip {number}: standard deviations, above 0")
-    for number in kept:
-        if not 0 < number < 1:
-            raise UsageError(f"--kept {number}: a share above 0 and below 1")
-    all_of = words.all_of(None if chosen == "all" else chosen, METHODS if chosen is None else None)
+    check(chosen, clips, kept)
+    all_of = _methods(chosen)
     names = [layer.name for layer in found[0].layers]
     which = [names.index(name) for name in captures.matching(names, layers)]
     binned = panels(found[0].layers, layers)

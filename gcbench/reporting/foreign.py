@@ -1,0 +1,108 @@
+"""Rows and tables from elsewhere: what they hold is shown as text, and never does anything.
+
+A file that somebody sends may hold control sequences for a terminal, formulas for a spreadsheet,
+tags for a browser, or nesting that exhausts a reader. Characters that are not printable are shown
+as their escapes; what is too deep or too long is refused with its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gcbench.core.errors import GcbenchError
+
+LONGEST = 20_000
+"""Characters of a string in a row."""
+DEEPEST = 12
+CELL = 200
+"""Characters of a cell in a table that is shown."""
+LABEL = 60
+"""Characters of a label in a picture."""
+FORMULAS = ("=", "+", "-", "@", "\t", "\r")
+"""What a cell begins with that a spreadsheet takes for a formula."""
+
+
+def printable(text: str, keep: str = "\n") -> str:
+    """Return text without control sequences, lone surrogates and marks of direction.
+
+    They are shown as Python writes them; other white space is a space. `keep`: as they are.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        c
+        if c.isprintable() or c in keep
+        else " "
+        if c.isspace() and c not in "\x1c\x1d\x1e\x1f\x85"
+        else c.encode("unicode_escape").decode()
+        for c in text
+    )
+
+
+def plain(value: Any, where: str, keep: str = "", depth: int = 0) -> Any:
+    """Return a JSON value with all its text printable.
+
+    Raises:
+        GcbenchError: it is nested too deep, or a string in it is too long; `where` is its place.
+    """
+    if depth > DEEPEST:
+        raise GcbenchError(f"{where} is nested more than {DEEPEST} deep; no row of gcbench is")
+    if isinstance(value, str):
+        if len(value) > LONGEST:
+            raise GcbenchError(
+                f"{where} is a text of {len(value)} characters; a row has {LONGEST} at most"
+            )
+        return printable(value, keep)
+    if isinstance(value, Mapping):
+        return {
+            plain(key, f"{where}, a key", keep): plain(
+                own, f"{where}, `{cut(printable(str(key)), LABEL)}`", keep, depth + 1
+            )
+            for key, own in value.items()
+        }
+    if isinstance(value, list):
+        return [plain(own, where, keep, depth + 1) for own in value]
+    return value
+
+
+def cut(text: str, length: int) -> str:
+    """Return a text of at most `length` characters; an ellipsis is where more were."""
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def label(text: str) -> str:
+    """Return a text for a picture: of one length, and no mathematics of matplotlib's."""
+    return cut(text, LABEL).replace("$", r"\$")
+
+
+def csv_cell(value: Any) -> Any:
+    """Return a cell that no spreadsheet takes for a formula."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULAS) else value
+
+
+SCALARS = (str, int, float, bool, type(None))
+CONFIG = {name: dict for name in ("options", "task_options", "memory_options")}
+PROVENANCE: Mapping[str, type] = {
+    **dict.fromkeys(("started", "finished", "command", "commit", "backend", "python"), str),
+    **dict.fromkeys(("versions", "machine", "objects"), dict),
+}
+
+
+def wrong_type(kind: str, found: Mapping[str, Any], known: Mapping[str, type]) -> str:
+    """Return what is wrong with the types in a row's config or provenance, or nothing."""
+    for key, value in found.items():
+        expected = known.get(key)
+        if expected is not None:
+            right = value is None or isinstance(value, expected)
+        else:
+            many = value if isinstance(value, list) else [value]
+            right = all(isinstance(each, (*SCALARS, dict)) for each in many)
+        if not right:
+            told = "" if expected is None else f", a {expected.__name__} expected"
+            return f"`{kind}.{cut(key, LABEL)}` is a {type(value).__name__}{told}"
+    for key in ("versions", "machine"):
+        for name, value in (found.get(key) or {}).items() if key in known else ():
+            if not isinstance(value, SCALARS):
+                return f"`{kind}.{key}.{cut(name, LABEL)}` is a {type(value).__name__}"
+    return ""

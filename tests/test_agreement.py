@@ -1,0 +1,58 @@
+"""Workers that do not have the same run are told so, each of them, before the first step."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import crew
+from commands import end, start
+
+from gcbench.training import launch
+
+SAID = {
+    "version": "version of gcbench: 0.1.0 on worker(s) 0, 2, 0.0.9 on worker(s) 1",
+    "clip": 'setting options: {} on worker(s) 0, 2, {"clip": 2.0} on worker(s) 1',
+    "lr": "setting lr: 0.1 on worker(s) 0, 2, 0.5 on worker(s) 1",
+    "data": "data: ",
+}
+
+
+def test_three_processes_name_all_that_differs_on_every_rank():
+    said = launch.in_processes(3, 1, crew.agree, tuple(SAID))
+    assert len(set(said)) == 1
+    for part in SAID.values():
+        assert part in said[0]
+    assert "compressor: [" in said[0], "the fields that were not given count, too"
+    assert re.search(r"data: [0-9a-f]{64} on worker\(s\) 0, 2, [0-9a-f]{64} on worker", said[0])
+    assert "setting task" not in said[0]
+
+
+def test_three_processes_that_are_alike_agree():
+    assert launch.in_processes(3, 1, crew.agree, ()) == ["agreed"] * 3
+
+
+OTHER = """
+import os, sys
+if os.environ.get("RANK") == "1" and "--lr" in sys.argv:
+    sys.argv[sys.argv.index("--lr") + 1] = "0.5"
+"""
+
+
+def test_torchrun_workers_of_other_commands_end_within_seconds(tmp_path):
+    """Worker 1 is started with another rate, as on a machine whose script is older."""
+    (tmp_path / "other.py").write_text(
+        OTHER + "import runpy\nrunpy.run_module('gcbench', run_name='__main__')\n"
+    )
+    words = ("run", "--task", "quadratic", "--workers", 2, "--steps", 10**6, "--lr", "0.1")
+    words = (*words, "--results", tmp_path / "r", "--progress", "none")
+    job = ("--nproc-per-node", 2, tmp_path / "other.py", *words)
+    began = time.monotonic()
+    environment = {"OMP_NUM_THREADS": "1", launch.TIMEOUT: "60"}
+    done = end(start(*job, module="torch.distributed.run", **environment))
+    assert done.code != 0
+    assert time.monotonic() - began < 50
+    lines = [line for line in done.err.splitlines() if "the workers do not agree" in line]
+    assert lines
+    for line in lines:
+        assert "setting lr: 0.1 on worker(s) 0, 0.5 on worker(s) 1" in line

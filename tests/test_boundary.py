@@ -1,0 +1,181 @@
+"""What the contract refuses at its boundary: the same for every method and both backends."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import gcbench
+from gcbench import ops
+from gcbench.core import registry
+from gcbench.core.compressor import Compressor, Key, Payload, Segments
+from gcbench.core.errors import GcbenchError, PayloadError, UsageError
+from gcbench.core.exchange import Exchange, Lane, check_legal
+from gcbench.studies import conformance
+
+SHAPES = [(40, 33), (1030,)]
+N = 40 * 33 + 1030
+NAMES = sorted(registry.compressors())
+backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
+
+
+@backends
+@pytest.mark.parametrize("name", NAMES)
+def test_another_length_or_dtype_is_refused_by_every_encoder(name, backend):
+    method = registry.compressor(name)
+    segments = Segments.of(SHAPES, method.granularity)
+    right = conformance.normal(N)
+    with ops.using(backend):
+        shared = conformance._shared(method, [right], segments, conformance.KEY)
+        for wrong in (conformance.normal(N + 7), conformance.normal(N - 7), right.double()):
+            came = rf"{name}: .* got x of {wrong.dtype}, shape \({len(wrong)},\)"
+            arguments = wrong, segments, shared, conformance.KEY
+            with pytest.raises(UsageError, match=rf"{came}; float32, shape \({N},\), is expected"):
+                method.encode(*arguments)
+            with pytest.raises(UsageError, match=came):
+                method.encode_feedback(wrong, torch.zeros(N), *arguments[1:])
+
+
+@backends
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_method_decodes_a_nan(name, value, backend):
+    """PayloadError or finite values, whatever is put in; `compress` refuses it."""
+    method = registry.compressor(name)
+    segments = Segments.of(SHAPES, method.granularity)
+    x = conformance.normal(N)
+    x[5] = value
+    with pytest.raises(UsageError, match="finite floating-point values expected"):
+        method.compress(x)
+    with ops.using(backend):
+        shared = conformance._shared(method, [x], segments, conformance.KEY)
+        payload = method.encode(x, segments, shared, conformance.KEY)
+        with contextlib.suppress(PayloadError):
+            assert bool(method.decode(payload, segments, shared).isfinite().all())
+
+
+@backends
+def test_decoders_refuse_what_no_encoder_sends(backend):
+    segments, key = Segments.of([(300,), (300,)]), Key(0, 0, 0)
+    x = conformance.normal(600)
+    none = x.new_empty(0)
+    with ops.using(backend):
+        int8 = registry.compressor("int8", granularity="tensor")
+        codes, scales = int8.encode(x, segments, none, key).parts
+        broken = Payload((codes, scales * torch.tensor([1.0, 0.0])))
+        for call in (
+            lambda: int8.decode(broken, segments, none),
+            lambda: int8.mean([broken, broken], segments, none),
+        ):
+            with pytest.raises(PayloadError, match="int8: codes in a block whose scale is 0"):
+                call()
+
+        tern = registry.compressor("terngrad", share=False)
+        _, scales = tern.encode(x, segments, none, key).parts
+        silent, _ = tern.encode(torch.zeros(600), segments, none, key).parts
+        with pytest.raises(PayloadError, match="'clipped-max', and no code that has it"):
+            tern.decode(Payload((silent, scales)), segments, none)
+        loud, _ = tern.encode(x, segments, none, key).parts
+        with pytest.raises(PayloadError, match="codes in a segment whose scale is 0"):
+            tern.decode(Payload((loud, 0 * scales)), segments, none)
+
+        plain = registry.compressor("none")
+        for wrong in (x[:-1], x.double()):
+            payloads = [Payload((x,)), Payload((wrong,))]
+            with pytest.raises(PayloadError, match="none: payload"):
+                plain.mean(payloads, segments, none)
+            with pytest.raises(PayloadError, match="none: payload"):
+                plain.merge(payloads, segments, none, key)
+
+
+@backends
+@pytest.mark.parametrize("granularity", ["model", "tensor"])
+def test_an_imaginary_sum_is_refused(backend, granularity):
+    """The first bin of a spectrum is the sum of real values: another's code there is refused."""
+    method = registry.compressor("fft", granularity=granularity, theta=0.0)
+    segments = Segments.of([(300,), (300,)], granularity)
+    x, none = conformance.normal(600) + 3, torch.empty(0)
+    with ops.using(backend):
+        payload = method.encode(x, segments, none, Key(0, 0, 0))
+        kept, values = method._open(payload, segments)
+        runs = method._runs(segments)
+        spectrum = torch.zeros(ops.spectrum.count_bins(runs), 2)
+        spectrum[kept] = values
+        spectrum[0, 1] = spectrum[0, 0]
+        form = method.code_bits, method.mantissa, 1
+        broken = Payload(ops.spectrum.pack(spectrum, kept, runs, *form))
+        assert broken.layout == payload.layout
+        method.decode(payload, segments, none)
+        with pytest.raises(PayloadError, match="fft: the sum of a segment's values is not real"):
+            method.decode(broken, segments, none)
+
+
+@pytest.mark.parametrize("declared", ["allgather", ("all-gather",), (), ("twoshot", "twoshot")])
+def test_declared_collectives_are_checked_at_registration(declared):
+    with pytest.raises(GcbenchError, match=r"a tuple of some of .* expected, the default first"):
+        type("Theirs", (gcbench.Compressor,), {"collectives": declared})
+
+
+def test_an_unknown_collective_is_no_twoshot(simulated, clock):
+    @dataclass(frozen=True)
+    class Narrowed(type(registry.compressor("none"))):
+        def legal_collectives(self):
+            return ("two-shot",)
+
+    with pytest.raises(GcbenchError, match=r"legal_collectives declares .*'two-shot'"):
+        check_legal(Narrowed())
+    assert issubclass(Narrowed, Compressor)
+    clock.start_step()
+    lane = Lane(registry.compressor("none"), "two-shot", 0, Segments.of([(4,)]))
+    made = Exchange(simulated(2), [lane], 0, clock)
+    with pytest.raises(ValueError, match="collective 'two-shot'"):
+        made.mean([torch.ones(4)] * 2, 0)
+
+
+class Tuple(Compressor):
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        return (x,)
+
+    def decode(self, payload, segments, shared, *, out=None):
+        return payload.parts[0]
+
+
+class Double(Tuple):
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        return Payload((x.clone(),))
+
+    def decode(self, payload, segments, shared, *, out=None):
+        return payload.parts[0].double()
+
+    def mean(self, payloads, segments, shared, *, out=None):
+        return self.decode(payloads[0], segments, shared)
+
+
+class Short(Double):
+    def decode(self, payload, segments, shared, *, out=None):
+        return payload.parts[0][:1]
+
+
+class Layout(Double):
+    def layout(self, segments, count=1):
+        return ((torch.int8, segments.numel),)
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (Tuple, "encode returned a tuple; a Payload of 1-D tensors is expected"),
+        (Double, r"mean returned torch.float64, shape \(4,\); float32, shape \(4,\), is expected"),
+        (Short, r"mean returned torch.float32, shape \(1,\); float32, shape \(4,\), is expected"),
+        (Layout, r"encode returned a payload of .*float32, 4.*; its layout declares .*int8, 4"),
+    ],
+)
+def test_authors_are_told_what_came_and_what_was_expected(simulated, clock, made, said):
+    clock.start_step()
+    exchange = Exchange(simulated(2), [Lane(made(), "allgather", 0, Segments.of([(4,)]))], 0, clock)
+    with pytest.raises(GcbenchError, match=rf"{made.__name__}.*: {said}"):
+        exchange.mean([torch.ones(4)] * 2, 0)

@@ -1,0 +1,161 @@
+"""A checkpoint that is damaged, or does not fit its records or its run, never becomes a result."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import crew
+import pytest
+import torch
+
+from gcbench.core.errors import GcbenchError
+from gcbench.training import engines
+from gcbench.training.configuration import Config, provenance
+from gcbench.training.store import CHECKPOINTS, Run
+from gcbench.training.train import CHECK_EVERY, Options, Trainer
+
+STEPS = 14
+
+
+class PowerCut(Exception):
+    """What ends a run here."""
+
+
+def config(**given) -> Config:
+    usual = {"task": "quadratic", "compressor": "topk", "memory": "dgc", "workers": 2, "batch": 4}
+    return Config.make({**usual, "steps": STEPS, "log_every": 1, "eval_every": 0, **given})
+
+
+def trainer(made: Config, folder: Path, simulated, at: int | None = None) -> Trainer:
+    """Return a trainer whose power is cut at a step, saving after each."""
+
+    def cut(step, rank, bucket):
+        if step == at:
+            raise PowerCut
+
+    run = Run(folder)
+    run.create()
+    options = Options(checkpoint_seconds=0 if at else 1e9, on_bucket=cut)
+    return Trainer(made, simulated(made.workers), run, options)
+
+
+@pytest.fixture
+def broken_off(tmp_path, simulated):
+    """A run that fell at step 9, and the digest that it has to end with."""
+    whole = trainer(config(), tmp_path / "whole", simulated).fit()["params_sha256"]
+    with pytest.raises(PowerCut):
+        trainer(config(), tmp_path / "run", simulated, at=9).fit()
+    return Run(tmp_path / "run"), whole
+
+
+def test_the_checkpoint_before_serves_where_the_last_is_damaged(broken_off, simulated, capsys):
+    run, whole = broken_off
+    assert [Run._checkpoint(run, run.folder / name)["step"] for name in CHECKPOINTS] == [9, 8]
+    data = bytearray((run.folder / CHECKPOINTS[0]).read_bytes())
+    data[len(data) // 2] ^= 1
+    (run.folder / CHECKPOINTS[0]).write_bytes(data)
+    assert trainer(config(), run.folder, simulated).fit()["params_sha256"] == whole
+    said = capsys.readouterr().err
+    assert "checkpoint.pt cannot be read (its digest is another); going on from the" in said
+    assert [r["step"] for r in run.records() if r["kind"] == "train"] == list(range(1, STEPS + 1))
+
+
+def test_no_flipped_bit_is_read(broken_off):
+    """200 bits anywhere in the file, where 196 were read as other values."""
+    run, _ = broken_off
+    (run.folder / CHECKPOINTS[1]).unlink()
+    path = run.folder / CHECKPOINTS[0]
+    right, draw = path.read_bytes(), random.Random(0)
+    for _ in range(200):
+        data = bytearray(right)
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        path.write_bytes(data)
+        with pytest.raises(GcbenchError, match=r"cannot be read .*; start over with --force"):
+            run.checkpoint()
+    path.write_bytes(right)
+    assert run.checkpoint()["step"] == 9
+
+
+def shrink(state):
+    state["parameters"][0] = state["parameters"][0][:1].clone()
+
+
+def forget(state):
+    state["workers"][1]["memory"][0].clear()
+
+
+def narrow(state):
+    memory = state["workers"][0]["memory"][0]
+    memory["velocity"] = memory["velocity"][:1].clone()
+
+
+def widen(state):
+    state["parameters"][0] = state["parameters"][0].double()
+
+
+def lengthen(state):
+    state["workers"][0]["memory"][0]["other"] = torch.zeros(1)
+
+
+@pytest.mark.parametrize("wrong", [shrink, forget, narrow, widen, lengthen])
+def test_shapes_and_what_is_carried_are_checked(broken_off, simulated, wrong):
+    run, whole = broken_off
+    state = run.checkpoint()
+    wrong(state)
+    run.save(state)
+    with pytest.raises(GcbenchError, match=r"checkpoint\.pt does not fit this run"):
+        trainer(config(), run.folder, simulated).fit()
+    (run.folder / CHECKPOINTS[1]).replace(run.folder / CHECKPOINTS[0])
+    assert trainer(config(), run.folder, simulated).fit()["params_sha256"] == whole
+
+
+@pytest.mark.parametrize("lost", [1, 2, 5])
+def test_records_that_lost_their_tail_are_not_gone_on_from(broken_off, simulated, capsys, lost):
+    """One record less than the last checkpoint counts: the one before it serves. More: refused."""
+    run, whole = broken_off
+    path = run.folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    assert len(lines) == 9
+    path.write_text("".join(lines[:-lost]))
+    if lost == 1:
+        assert trainer(config(), run.folder, simulated).fit()["params_sha256"] == whole
+        assert "lost or changed records up to step 9" in capsys.readouterr().err
+        assert [r["step"] for r in run.records() if r["kind"] == "train"] == list(range(1, 15))
+    else:
+        with pytest.raises(GcbenchError, match=r"metrics\.jsonl lost or changed records up to"):
+            trainer(config(), run.folder, simulated).fit()
+
+
+def test_a_changed_record_is_found(broken_off):
+    run, _ = broken_off
+    path = run.folder / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"step": 3', '"step": 2'))
+    with pytest.raises(GcbenchError, match="lost or changed records"):
+        run.checkpoint()
+
+
+def test_a_crash_between_the_two_files_leaves_the_one_before(broken_off, simulated):
+    run, whole = broken_off
+    (run.folder / CHECKPOINTS[0]).unlink()
+    assert trainer(config(), run.folder, simulated).fit()["params_sha256"] == whole
+
+
+def test_a_stop_where_dense_steps_end_goes_on(tmp_path, simulated):
+    """The memory of later steps has buffers that the checkpoint cannot have."""
+    made = config(memory="residual", start_step=9)
+    whole = trainer(made, tmp_path / "whole", simulated).fit()["params_sha256"]
+    with pytest.raises(PowerCut):
+        trainer(made, tmp_path / "run", simulated, at=9).fit()
+    assert trainer(made, tmp_path / "run", simulated).fit()["params_sha256"] == whole
+
+
+def test_a_replica_that_drifts_is_named_within_fifty_steps(tmp_path):
+    """One bit of worker 1's parameters is flipped at step 3; evaluations are far away."""
+    made = config(engine="spawn", workers=3, batch=6, compressor="none", memory="none", steps=400)
+    run = Run(tmp_path / "run")
+    run.create()
+    run.start(made.model_dump(mode="json"), provenance(made))
+    said = rf"drifted apart by step {CHECK_EVERY}: worker\(s\) \[1\] differ from worker 0"
+    with pytest.raises(GcbenchError, match=said):
+        engines.ENGINES["spawn"](made, run, Options(on_bucket=crew.flip_a_bit))

@@ -1,0 +1,201 @@
+"""`gcbench verify` finds methods that are wrong without a word, each by the check that is for it.
+
+Each is derived from one of ours, keeps the declarations that it inherits, and does one thing wrong.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import torch
+from wrong_methods import FFT, INT8, QSGD, RANDOMK, SIGN, TERN, TOPK
+
+from gcbench.core import registry
+from gcbench.core.compressor import Compressor
+from gcbench.studies import conformance
+
+NONE = type(registry.compressor("none"))
+
+
+class ForgetsTheLast(Compressor):
+    """The mean leaves the last worker out."""
+
+    def mean(self, payloads, segments, shared, *, out=None):
+        return super().mean(payloads[:-1] or payloads, segments, shared, out=out)
+
+
+class ForgetfulNone(ForgetsTheLast, NONE):
+    pass
+
+
+class ForgetfulTern(ForgetsTheLast, TERN):
+    pass
+
+
+class ForgetfulInt8(ForgetsTheLast, INT8):
+    pass
+
+
+class ForgetfulFft(ForgetsTheLast, FFT):
+    pass
+
+
+class ForgetfulVote(ForgetsTheLast, SIGN):
+    pass
+
+
+class HearsTheFirst(Compressor):
+    """The owner hands on what worker 0 sent."""
+
+    def merge(self, payloads, segments, shared, key, *, out=None):
+        workers = sum(payload.count for payload in payloads)
+        return super().merge([payloads[0]] * workers, segments, shared, key, out=out)
+
+
+class PartialNone(HearsTheFirst, NONE):
+    pass
+
+
+class PartialVote(HearsTheFirst, SIGN):
+    pass
+
+
+class PartialInt8(HearsTheFirst, INT8):
+    pass
+
+
+class DropsTheTail(Compressor):
+    """What lies behind element 200,000 is not sent."""
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        return super().encode(cut(x), segments, shared, key, out=out)
+
+
+def cut(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x[200_000:] = 0
+    return x
+
+
+class ShortTopK(DropsTheTail, TOPK):
+    pass
+
+
+class ShortTern(DropsTheTail, TERN):
+    pass
+
+
+class ShortSum(NONE):
+    """Decodes no further than element 200,000."""
+
+    def decode(self, payload, segments, shared, *, out=None):
+        return cut(super().decode(payload, segments, shared))
+
+
+class DropsTheSmall(Compressor):
+    """What is below a fiftieth of the largest is not sent."""
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        kept = x.masked_fill(x.abs() < 0.02, 0)
+        return super().encode(kept, segments, shared, key, out=out)
+
+
+class CoarseTern(DropsTheSmall, TERN):
+    pass
+
+
+class CoarseQsgd(DropsTheSmall, QSGD):
+    pass
+
+
+class CoarseRandomK(DropsTheSmall, RANDOMK):
+    pass
+
+
+class Boast(type(TERN().claims)):
+    def nominal_bits(self):
+        return 0.5
+
+
+class BoastfulTern(TERN):
+    """Says of its source that it quotes half a bit an element."""
+
+    @property
+    def claims(self):
+        return Boast(self)
+
+
+class Remembering(NONE):
+    """Feeds its error back from a global, once a step and for each rank."""
+
+    carried: ClassVar[dict] = {}
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        step, residual, _ = self.carried.get((key.rank, len(x)), (key.step, 0 * x, None))
+        if step != key.step:
+            residual = self.carried[key.rank, len(x)][2]
+        offered = x + residual
+        sent = offered.half().float()
+        self.carried[key.rank, len(x)] = (key.step, residual, offered - sent)
+        return super().encode(sent, segments, shared, key)
+
+
+class LastSeen(NONE):
+    """Decodes what was encoded last."""
+
+    seen: ClassVar[dict] = {}
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        self.seen[len(x)] = x.clone()
+        return super().encode(x, segments, shared, key)
+
+    def decode(self, payload, segments, shared, *, out=None):
+        return self.seen.get(segments.numel, payload.parts[0]).clone()
+
+
+HEARD, LONG = "every worker heard", "long tensors"
+WRONG = {
+    ForgetfulNone: HEARD,
+    ForgetfulTern: HEARD,
+    ForgetfulInt8: HEARD,
+    ForgetfulFft: HEARD,
+    ForgetfulVote: HEARD,
+    PartialNone: HEARD,
+    PartialVote: HEARD,
+    PartialInt8: HEARD,
+    ShortTopK: LONG,
+    ShortTern: LONG,
+    ShortSum: LONG,
+    CoarseTern: "unbiased",
+    CoarseQsgd: "unbiased",
+    CoarseRandomK: "unbiased",
+    BoastfulTern: "nominal bits",
+    Remembering: "purity",
+    LastSeen: "purity",
+}
+
+
+@pytest.mark.parametrize("made", WRONG, ids=lambda made: made.__name__)
+def test_a_wrong_method_is_found(made):
+    outcome = conformance.run(made(), WRONG[made])
+    assert outcome.verdict == "fails"
+    assert "Error" not in outcome.note, "found by what it does, and not by an exception"
+
+
+@pytest.mark.parametrize("base", [NONE, TERN, INT8, FFT, SIGN, TOPK, QSGD, RANDOMK])
+def test_what_they_are_derived_from_is_right(base):
+    for check in set(WRONG.values()):
+        assert conformance.run(base(), check).verdict != "fails"
+
+
+def test_a_method_by_its_definition_has_the_mean_of_the_contract():
+    """What bandwidth compares with: the right mean of a method whose own is wrong."""
+    xs = [conformance.normal(1000, rank) for rank in range(3)]
+    wrong = conformance._mean(ForgetfulNone(), "allgather", xs, [(1000,)])
+    right = conformance._mean(
+        conformance.by_definition(ForgetfulNone()), "allgather", xs, [(1000,)]
+    )
+    expected = torch.stack(xs).sum(0) / 3
+    torch.testing.assert_close(right, expected)
+    assert not torch.allclose(wrong, expected, atol=0.1)
