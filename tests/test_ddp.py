@@ -446,8 +446,8 @@ def test_the_example_of_the_readme_trains_saves_and_resumes(tmp_path):
     )
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     for steps in (100, 200):
-        (tmp_path / "steps").write_text(str(steps))
-        done = subprocess.run([*words, "train.py"], cwd=tmp_path, capture_output=True, text=True)
+        job = [*words, "train.py", str(steps)]
+        done = subprocess.run(job, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert "times fewer bytes" in done.stdout
         assert [(tmp_path / f"ended-{rank}").read_text() for rank in (0, 1)] == [str(steps)] * 2
