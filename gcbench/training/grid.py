@@ -205,7 +205,7 @@ def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
         every_field = {
             name: registry.fields(registry.memory_class(name)) for name in registry.memories()
         }
-        having = [name for name, own in every_field.items() if field in own]
+        having = sorted(name for name, own in every_field.items() if field in own)
         if having:
             raise UsageError(
                 f"memory {here} has no field {field!r}; {' and '.join(having)} do: --memory NAME"

@@ -87,28 +87,17 @@ class Device(_Model):
     memory_gbyte: Positive  # 10^9 bytes a second of its memory
 
 
-DEVICES = {
-    device.name: device
-    for device in (
-        Device(name="gtx1080", tflops=8.9, memory_gbyte=320),
-        Device(name="p100", tflops=10.6, memory_gbyte=732),
-        Device(name="v100", tflops=125, memory_gbyte=900),
-        Device(name="a100", tflops=312, memory_gbyte=2039),
-        Device(name="h100", tflops=989, memory_gbyte=3350),
-        Device(name="h200", tflops=989, memory_gbyte=4800),
-    )
-}
-"""Data sheets: fp32 for the first two, fp16 or bf16 on tensor cores for the others, dense."""
-
+_DATA: dict[str, dict[str, Any]] = yaml.safe_load(
+    (Path(__file__).parent / "data" / "clusters.yaml").read_text()
+)
+DEVICES = {name: Device(name=name, **own) for name, own in _DATA["devices"].items()}
+"""By name, from data sheets."""
 RATES: dict[tuple[str, str], float] = {
-    ("gtx1080", "alexnet"): 394,
-    ("gtx1080", "googlenet-slim"): 174,
-    ("gtx1080", "vgg-a"): 95,
-    ("p100", "alexnet"): 436,
-    ("p100", "googlenet-slim"): 194,
-    ("p100", "vgg-a"): 108,
+    (device, network): rate
+    for device, known in _DATA["rates"].items()
+    for network, rate in known.items()
 }
-"""Examples a second of one device, published: the bars of one GPU in TernGrad's Fig. 5."""
+"""Examples a second of one device, published."""
 
 
 class Cluster(_Model):
@@ -221,46 +210,7 @@ class Cluster(_Model):
         return self.model_copy(update={"nodes": 1}).seconds("allreduce", nbytes, inside)
 
 
-_KNOWN: dict[str, dict[str, Any]] = {
-    "gtx1080-1gbe": {
-        "gpus_per_node": 4,
-        "device": "gtx1080",
-        "intra": {"gbit": 96, "latency_us": 10},
-        "inter": {"gbit": 0.887, "latency_us": 50},
-    },
-    "p100-100g": {
-        "gpus_per_node": 4,
-        "device": "p100",
-        "intra": {"gbit": 320, "latency_us": 5},
-        "inter": {"gbit": 17.0, "latency_us": 5},
-    },
-    "v100-25g": {
-        "gpus_per_node": 8,
-        "device": "v100",
-        "intra": {"gbit": 1200, "latency_us": 5},
-        "inter": {"gbit": 25, "latency_us": 25},
-    },
-    "a100-10g": {
-        "gpus_per_node": 1,
-        "device": "a100",
-        "intra": {"gbit": 2400, "latency_us": 3},
-        "inter": {"gbit": 10, "latency_us": 30},
-    },
-    "a100-1600g": {
-        "gpus_per_node": 8,
-        "device": "a100",
-        "intra": {"gbit": 2400, "latency_us": 3},
-        "inter": {"gbit": 1600, "latency_us": 5},
-    },
-    "h100-3200g": {
-        "gpus_per_node": 8,
-        "device": "h100",
-        "intra": {"gbit": 3600, "latency_us": 3},
-        "inter": {"gbit": 3200, "latency_us": 5},
-    },
-}
-"""Nominal links of data sheets, assumed latencies. The first two are those of TernGrad's Fig. 5,
-whose links between nodes are as fast as its fp32 bars say: `figure5.effective_gbit`."""
+_KNOWN: dict[str, dict[str, Any]] = _DATA["clusters"]
 NAMES = tuple(_KNOWN)
 
 

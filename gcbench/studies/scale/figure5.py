@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
@@ -49,33 +50,19 @@ NETWORKS = {"alexnet": 128, "googlenet-slim": 64, "vgg-a": 32}
 ANCHORS = ("googlenet-slim", "vgg-a")
 """Networks whose bars need their whole gradient: h = 1."""
 
-PUBLISHED: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
-    ("1g", "alexnet"): {
-        "fp32": (394, 758, 1503, 719, 830, 1667, 3250, 6542, 13042, 25708),
-        "terngrad": (388, 768, 1537, 2189, 3458, 6826, 13624, 26973, 53136, 99404),
-    },
-    ("1g", "googlenet-slim"): {
-        "fp32": (174, 348, 692, 850, 1283, 2500, 4917, 9708, 19000, 36542),
-        "terngrad": (174, 349, 697, 1232, 2325, 4478, 8804, 17168, 33153, 62529),
-    },
-    ("1g", "vgg-a"): {
-        "fp32": (95, 167, 318, 49, 52, 125, 208, 417, 833, 1667),
-        "terngrad": (90, 174, 353, 320, 421, 893, 1676, 3242, 6414, 12594),
-    },
-    ("100g", "alexnet"): {
-        "fp32": (436, 867, 1734, 2786, 5301, 10350, 20403, 40707, 80920, 161544),
-        "terngrad": (427, 853, 1711, 3348, 6638, 13168, 26520, 52931, 105657, 211206),
-    },
-    ("100g", "googlenet-slim"): {
-        "fp32": (194, 388, 776, 1501, 2972, 5914, 11828, 23557, 46916, 93930),
-        "terngrad": (196, 388, 772, 1540, 3071, 6151, 12193, 24570, 49033, 97957),
-    },
-    ("100g", "vgg-a"): {
-        "fp32": (108, 207, 410, 405, 720, 1282, 2662, 5126, 10251, 20304),
-        "terngrad": (94, 192, 388, 717, 1412, 2739, 5566, 11121, 22134, 44257),
-    },
-}
-"""Images a second at each of `GPUS`."""
+
+def _published() -> dict[tuple[str, str], dict[str, tuple[int, ...]]]:
+    bars = pd.read_csv(Path(__file__).parent / "data" / "terngrad_figure5.csv", dtype=str)
+    found: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {}
+    for cluster, name, method, gpus, rate in bars.itertuples(index=False):
+        known = found.setdefault((cluster, name), {})
+        known[method] = (*known.get(method, ()), int(rate))
+        assert int(gpus) == GPUS[len(known[method]) - 1]
+    return found
+
+
+PUBLISHED = _published()
+"""Images a second at each of `GPUS`, by cluster and network and then by method."""
 PLACES = len(PUBLISHED) * len(GPUS)
 """Bars of each method."""
 COARSE = {("1g", "vgg-a", 8): 4.0, ("1g", "vgg-a", 16): 4.0}
