@@ -9,14 +9,12 @@ may hold it all, as `--json` prints it, with some tables left out.
 from __future__ import annotations
 
 import contextlib
-import csv
 import fcntl
 import hashlib
 import io
 import json
 import math
 import shutil
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gcbench.core.errors import GcbenchError, UsageError, unknown
 from gcbench.reporting import foreign
-from gcbench.reporting.rendering import Column, latex, latex_text, markdown, number, terminal
+from gcbench.reporting.rendering import Column, block, csv_text, number, sentence
 from gcbench.training import configuration
 from gcbench.training.store import explained, open_own, write_atomically
 
@@ -358,35 +356,13 @@ def render(analysis: Analysis, format: str = "table", width: int | None = None) 
     if format == "json":
         return json.dumps(document(analysis), indent=2, allow_nan=False)
     if format == "csv":
-        return _csv(analysis.tables[0].rows)
+        return csv_text(analysis.tables[0].rows)
     width = width or shutil.get_terminal_size((100, 24)).columns
-
-    def told(sentence: str) -> str:
-        if format == "latex":
-            return rf"\par {latex_text(sentence)}"
-        if format == "markdown":
-            return sentence
-        return textwrap.fill(sentence, width, break_long_words=False)
 
     blocks = []
     for table, title, rows in parts(analysis):
-        made, which = columns(table, rows), table.which
-        if format == "table":
-            blocks.append(f"{told(title)}\n\n{terminal(made[:which], [made[which:]], width)}")
-        elif format == "markdown":
-            blocks.append(f"**{title}**\n\n{markdown(made, which)}")
-        else:
-            blocks.append(f"{latex(made, which)}\n{told(title)}")
+        blocks.append(block(title, columns(table, rows), table.which, format, width))
         if rows[-1] is table.rows[-1]:
-            blocks += map(told, table.notes)
+            blocks += [sentence(note, format, width) for note in table.notes]
     ends = [*analysis.conclusions, where(analysis.provenance) + "."]
-    return "\n\n".join([*blocks, *map(told, ends)])
-
-
-def _csv(rows: Sequence[Row]) -> str:
-    stream = io.StringIO()
-    fields = list(dict.fromkeys(field for row in rows for field in row))
-    writer = csv.DictWriter(stream, fields, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return stream.getvalue().rstrip("\n")
+    return "\n\n".join([*blocks, *(sentence(end, format, width) for end in ends)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gcbench.core.errors import UsageError, unknown
-from gcbench.reporting.rendering import Column, markdown, number, terminal
+from gcbench.reporting.rendering import Column, block, number, sentence
 
 FORMATS = ("table", "markdown", "json")
 COPIED = 8
@@ -244,13 +243,7 @@ def render(
     if format == "json":
         return _json(timings, rows)
     width = width or shutil.get_terminal_size((100, 24)).columns
-    blocks, which = [], len(NAMES)
-    for title, columns in tables(timings, rows):
-        if format == "table":
-            blocks.append(f"{title}\n\n{terminal(columns[:which], [columns[which:]], width)}")
-        else:
-            blocks.append(f"**{title}**\n\n{markdown(columns, which)}")
-    ends = notes(timings)
-    if format == "table":
-        ends = [textwrap.fill(note, width, break_long_words=False) for note in ends]
-    return "\n\n".join([*blocks, *ends])
+    shown = [
+        block(title, columns, len(NAMES), format, width) for title, columns in tables(timings, rows)
+    ]
+    return "\n\n".join([*shown, *(sentence(note, format, width) for note in notes(timings))])

@@ -1,12 +1,15 @@
-"""Columns of text as terminal tables that fit, Markdown, or LaTeX."""
+"""The renderer: columns as terminal tables that fit, Markdown or LaTeX; records as CSV or JSON."""
 
 from __future__ import annotations
 
+import csv
 import io
+import json
 import math
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gcbench.reporting import foreign
 
@@ -176,3 +179,49 @@ def latex(columns: Sequence[Column], which: int) -> str:
             r"\end{tabular}",
         ]
     )
+
+
+# ---- a whole answer ------------------------------------------------------------------------------
+
+
+def sentence(text: str, format: str, width: int) -> str:
+    """Return a sentence beside tables: wrapped in the terminal, as it is in a document."""
+    if format == "table":
+        return textwrap.fill(text, width, break_long_words=False)
+    return rf"\par {latex_text(text)}" if format == "latex" else text
+
+
+def block(title: str, columns: Sequence[Column], which: int, format: str, width: int) -> str:
+    """Return a table under its title, a line of text; the first `which` columns name a row."""
+    if format == "table":
+        told = sentence(title, format, width)
+        return f"{told}\n\n{terminal(columns[:which], [columns[which:]], width)}"
+    if format == "markdown":
+        return f"**{title}**\n\n{markdown(columns, which)}"
+    return f"{latex(columns, which)}\n{sentence(title, format, width)}"
+
+
+def _plain(value: Any) -> Any:
+    """Return `value`, None in place of a number that strict JSON cannot hold."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return one line a record, lists as JSON and an empty cell for what is not known."""
+    stream = io.StringIO()
+    fields = list(dict.fromkeys(key for record in records for key in record))
+    writer = csv.DictWriter(stream, fields, lineterminator="\n")
+    writer.writeheader()
+    for record in records:
+        cells = {
+            key: json.dumps(value) if isinstance(value, list | dict) else _plain(value)
+            for key, value in record.items()
+        }
+        writer.writerow({key: foreign.csv_cell(cell) for key, cell in cells.items()})
+    return stream.getvalue().rstrip("\n")
+
+
+def json_text(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return the records as a JSON array, null for what is no finite number."""
+    plain = [{key: _plain(value) for key, value in record.items()} for record in records]
+    return json.dumps(plain, indent=2, allow_nan=False)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from gcbench.core.errors import UsageError, unknown
-from gcbench.reporting import compare, foreign
+from gcbench.reporting import compare
 from gcbench.reporting.compare import Row
-from gcbench.reporting.rendering import Column, latex, latex_text, markdown, number, terminal
+from gcbench.reporting.rendering import (
+    Column,
+    csv_text,
+    json_text,
+    latex,
+    latex_text,
+    markdown,
+    number,
+    terminal,
+)
 from gcbench.training.configuration import canonical, text
 
 FORMATS = ("table", "markdown", "csv", "json", "latex")
@@ -294,35 +299,6 @@ def _latex(rows: Sequence[Row]) -> str:
     return "\n\n".join([*(latex(columns, names) for columns in sheets(rows)), small])
 
 
-def _finite(value: Any) -> Any:
-    """Return `value`, None in place of a number that strict JSON cannot hold."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _csv(rows: Sequence[Row]) -> str:
-    """Return one line a row, lists as JSON and an empty cell for what is not known."""
-    records = [row.record() for row in rows]
-    stream = io.StringIO()
-    fields = list(dict.fromkeys(key for record in records for key in record))
-    writer = csv.DictWriter(stream, fields, lineterminator="\n")
-    writer.writeheader()
-    for record in records:
-        writer.writerow(
-            {
-                key: foreign.csv_cell(
-                    json.dumps(value) if isinstance(value, (list, dict)) else _finite(value)
-                )
-                for key, value in record.items()
-            }
-        )
-    return stream.getvalue().rstrip("\n")
-
-
-def _json(rows: Sequence[Row]) -> str:
-    records = [{key: _finite(value) for key, value in row.record().items()} for row in rows]
-    return json.dumps(records, indent=2, allow_nan=False)
-
-
 def render(
     rows: Sequence[Row], format: str = "table", width: int | None = None, by: str | None = None
 ) -> str:
@@ -341,8 +317,8 @@ def render(
         raise UsageError("no rows to show; load at least one finished run")
     groups = {"": list(rows)} if by is None else compare.by(rows, by)
     if format in ("csv", "json"):
-        one = [row for group in groups.values() for row in group]
-        return _csv(one) if format == "csv" else _json(one)
+        records = [row.record() for group in groups.values() for row in group]
+        return csv_text(records) if format == "csv" else json_text(records)
     width = width or shutil.get_terminal_size((200, 24)).columns
     made = {
         "table": lambda group: _table(group, width),
