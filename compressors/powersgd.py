@@ -21,6 +21,7 @@ between steps, which leaves its span as it is and P in the range of the gradient
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,9 +30,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gcbench import ops
 from gcbench.core.claims import Claims
 from gcbench.core.compressor import Key, Layout, MultiRoundCompressor, Segments
+from gcbench.ops.random import normal
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -64,7 +65,7 @@ class PowerSGD(MultiRoundCompressor):
 
     def initial_state(self, segments: Segments, key: Key) -> Tensor:
         """Return N(0, 1) draws for all Q, float32, 1-D."""
-        return ops.random.normal(key, sum(self._sizes(segments, 1)))
+        return normal(key, sum(self._sizes(segments, 1)))
 
     def in_rounds(
         self, x: Tensor, segments: Segments, state: Tensor, key: Key, out: Tensor
@@ -80,7 +81,7 @@ class PowerSGD(MultiRoundCompressor):
 
         pieces = torch.split(self.check_finite(mean), self._sizes(segments, 0))
         p = [
-            ops.lowrank.orthonormalize(piece.view(self.rank, n))
+            orthonormalize(piece.view(self.rank, n))
             for piece, (_, n, m) in zip(pieces, tensors, strict=True)
             if m
         ]
@@ -97,7 +98,7 @@ class PowerSGD(MultiRoundCompressor):
         out.clamp_(-LARGEST, LARGEST)
         if not self.warm_start:
             return self.initial_state(segments, key)
-        return _joined(x, [ops.lowrank.orthonormalize(q_i) for q_i in q])
+        return _joined(x, [orthonormalize(q_i) for q_i in q])
 
     def _factors(self, values: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """Cut values into matrices of r rows, each of one of these lengths."""
@@ -142,3 +143,63 @@ class PowerSGDClaims(Claims[PowerSGD]):
             return None
         shapes = [(n, m) for _, n, m in self.codec._tensors(segments) if m]
         return min((self.codec.rank / min(shape) for shape in shapes), default=1.0) - 2.0**-18
+
+
+# ---- orthonormal vectors, the same bits wherever the same bits come in ---------------------------
+
+COLLAPSED = 2.0**-80
+"""What is left of a vector's energy, as a share, when it lies in the span of the earlier ones: the
+vectors come in float32, so anything smaller is the rounding of float64."""
+
+
+def _dots(rows: Tensor, vector: Tensor) -> list[float]:
+    """Return the product of each row, (k, n), with `vector`, (n,), float64.
+
+    The second half of the terms is added to the first until one is left: an order that depends on
+    neither machine nor thread count.
+    """
+    terms = rows * vector
+    width = 1 << max(0, terms.shape[1] - 1).bit_length()
+    terms = torch.nn.functional.pad(terms, (0, width - terms.shape[1]))
+    while width > 1:
+        width //= 2
+        terms = terms[:, :width] + terms[:, width:]
+    values: list[float] = terms[:, 0].tolist()
+    return values
+
+
+def _subtract(vector: Tensor, basis: Tensor, shares: list[float]) -> Tensor:
+    for row, share in zip(basis, shares, strict=True):
+        vector = vector - row * share
+    return vector
+
+
+def orthonormalize(vectors: Tensor) -> Tensor:
+    """Return orthonormal rows, float32, shape (r, n), r <= n, that span the rows of `vectors`.
+
+    Gram and Schmidt in float64, sums in a fixed order, each projection taken out twice: the second
+    pass removes what rounding left in the first, and two are enough. A row that is zero, in the
+    span of the rows before it, or not finite is replaced by normal draws from a fixed stream, made
+    orthogonal to them: the result always has rank r and no NaN.
+
+    Raises:
+        ValueError: more rows than elements in a row.
+    """
+    r, n = vectors.shape
+    if r > n:
+        raise ValueError(f"{r} vectors of {n} elements cannot be orthonormal")
+    basis = torch.empty((r, n), dtype=torch.float64, device=vectors.device)
+    for j, given in enumerate(vectors.double()):
+        done = basis[:j]
+        for attempt in itertools.count():
+            row = normal(Key(0, 0, attempt), n, vectors.device).double() if attempt else given
+            *shares, energy = _dots(torch.cat([done, row[None]]), row)
+            rest, left = row, energy
+            if j:
+                rest = _subtract(row, done, shares)
+                rest = _subtract(rest, done, _dots(done, rest))
+                [left] = _dots(rest[None], rest)
+            if left > COLLAPSED * energy:
+                break
+        torch.div(rest, left**0.5, out=basis[j])
+    return basis.float()

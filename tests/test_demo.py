@@ -10,6 +10,7 @@ import pytest
 import scipy.fft  # scikit-learn brings it: an implementation that shares nothing with ours
 import scipy.stats
 import torch
+from gcbench.compressors import demo as code
 
 import gcbench
 from gcbench import ops
@@ -39,7 +40,7 @@ def relative_error(x: torch.Tensor, y: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 16, 37, 64, 256])
 def test_the_transform_is_orthonormal(n):
-    matrix = ops.dct.matrix(n)
+    matrix = code.dct_matrix(n)
     assert matrix.dtype == torch.float32
     identity = torch.eye(n, dtype=torch.float64)
     torch.testing.assert_close(matrix.double() @ matrix.double().T, identity, rtol=0, atol=1e-6)
@@ -62,7 +63,7 @@ def test_the_transform_is_orthonormal(n):
     ],
 )
 def test_chunks_have_the_largest_divisors(shape, cut):
-    [chunks] = ops.dct.chunks(Segments.of([shape]), 64, 32)
+    [chunks] = code.cut_chunks(Segments.of([shape]), 64, 32)
     assert (chunks.down, chunks.height, chunks.across, chunks.width) == cut
     assert chunks.number * chunks.size == math.prod(shape)
     assert chunks.kept == min(32, chunks.size)
@@ -72,9 +73,9 @@ def test_chunks_have_the_largest_divisors(shape, cut):
 def test_coefficients_are_those_of_each_block(shape):
     """Every block of the matrix against scipy's transform in two dimensions, and back again."""
     segments, x = Segments.of([(3,), shape]), normal(3 + math.prod(shape))
-    cuts = ops.dct.chunks(segments, 6, 32)
+    cuts = code.cut_chunks(segments, 6, 32)
     cut = cuts[1]
-    coefficients = ops.dct.forward(x, cuts)
+    coefficients = code.dct(x, cuts)
     matrix = x[3:].view(cut.down * cut.height, -1).double().numpy()
     expected = [
         scipy.fft.dctn(block, norm="ortho").ravel()
@@ -83,7 +84,7 @@ def test_coefficients_are_those_of_each_block(shape):
     ]
     got = coefficients[cut.place].double().numpy().reshape(cut.number, cut.size)
     np.testing.assert_allclose(got, np.array(expected), rtol=0, atol=2e-6)
-    torch.testing.assert_close(ops.dct.inverse(coefficients, cuts), x, rtol=0, atol=2e-6)
+    torch.testing.assert_close(code.inverse_dct(coefficients, cuts), x, rtol=0, atol=2e-6)
     energy = [float(v.double().square().sum()) for v in (x, coefficients)]
     assert energy[0] == pytest.approx(energy[1], rel=1e-6)  # Parseval
 
@@ -118,7 +119,7 @@ def test_the_bytes_on_the_wire():
     places = {5: 1.5, 7: -2.0, 10: 3.0, 16: 0.25, 17: 7.0}
     for place, value in places.items():
         coefficients[place] = value
-    x = ops.dct.inverse(coefficients, ops.dct.chunks(segments, 8, 1))
+    x = code.inverse_dct(coefficients, code.cut_chunks(segments, 8, 1))
     payload = encode(x, segments, chunk=8, topk=1)
     # In their chunks: 5 of 6 and 4 of 5 (3 bits), 1 of 2 and 0 of 1 (1 bit), 2 of 4 (2 bits).
     # Up to 32 codes share one lane: code i begins at bit i * width of `width` words.
@@ -132,17 +133,17 @@ def test_the_bytes_on_the_wire():
 
 def test_largest_coefficients_with_ties():
     """Of equal magnitudes, whatever their sign, the lowest indices stay; chunks do not mix."""
-    cuts = [ops.dct.Chunks(0, 1, 1, 3, 5, 2)]
+    cuts = [code.Chunks(0, 1, 1, 3, 5, 2)]
     coefficients = torch.tensor([1.0, -2, 2, 2, 0, 0, 0, 0, 0, 0, 9, 8, 8, -9, 10])
-    assert ops.dct.largest(coefficients, cuts).tolist() == [1, 2, 5, 6, 10, 14]
+    assert code.largest_places(coefficients, cuts).tolist() == [1, 2, 5, 6, 10, 14]
 
 
 def test_the_largest_are_kept():
     """Against a full sort, for every chunk; the rest of the energy is the error."""
     segments = Segments.of([(40, 48), (100,)])
     x = normal(2020)
-    cuts = ops.dct.chunks(segments, 8, 5)
-    coefficients = ops.dct.forward(x, cuts)
+    cuts = code.cut_chunks(segments, 8, 5)
+    coefficients = code.dct(x, cuts)
     kept = torch.zeros_like(coefficients)
     for cut in cuts:
         rows = coefficients[cut.place].view(cut.number, cut.size)
@@ -150,7 +151,7 @@ def test_the_largest_are_kept():
         kept[cut.place].view_as(rows).scatter_(1, order, rows.gather(1, order))
     assert int((kept != 0).sum()) == (30 + 20) * 5
     got = sent(x, segments, chunk=8, topk=5)
-    torch.testing.assert_close(got, ops.dct.inverse(kept, cuts), rtol=0, atol=1e-6)
+    torch.testing.assert_close(got, code.inverse_dct(kept, cuts), rtol=0, atol=1e-6)
     dropped = float((coefficients - kept).double().square().sum())
     assert float((x - got).double().square().sum()) == pytest.approx(dropped, rel=1e-5)
 
@@ -161,10 +162,10 @@ def test_energy_bound(fields, kind):
     """The dropped share is at most 1 - topk / size of each chunk; equal coefficients reach it."""
     segments = Segments.of([(64, 128), (96,), (3, 7, 5)])
     demo = gcbench.get_compressor("demo", **fields)
-    cuts = ops.dct.chunks(segments, demo.chunk, demo.topk)
+    cuts = code.cut_chunks(segments, demo.chunk, demo.topk)
     x = normal(segments.numel)
     if kind == "flat":
-        x = ops.dct.inverse(x.sign(), cuts)
+        x = code.inverse_dct(x.sign(), cuts)
     elif kind == "spike":
         x = torch.zeros(segments.numel).index_fill(0, torch.tensor([77]), 2.0)
     elif kind != "normal":
@@ -218,15 +219,15 @@ def test_whole_chunks_are_exact_and_the_update_is_a_sign(shapes):
 def test_averages_are_over_the_senders():
     """Chunk of 4, topk 2: coefficient 0 has three senders, 1 two, 2 one, 3 none."""
     segments = Segments.of([(4,)])
-    cuts = ops.dct.chunks(segments, 4, 2)
+    cuts = code.cut_chunks(segments, 4, 2)
     rows = [[9.0, 0.6, 0.1, 0.05], [3.0, 0.8, 0.1, 0.05], [-3.0, 0.1, 5.0, 0.05]]
-    xs = [ops.dct.inverse(torch.tensor(row), cuts) for row in rows]
+    xs = [code.inverse_dct(torch.tensor(row), cuts) for row in rows]
     demo = gcbench.get_compressor("demo", chunk=4, topk=2, sign=False)
     payloads = [demo.encode(x, segments, NOTHING, KEY) for x in xs]
     mean = demo.mean(payloads, segments, NOTHING)
-    expected = ops.dct.inverse(torch.tensor([9 / 3, 1.4 / 2, 5.0, 0.0]), cuts)
+    expected = code.inverse_dct(torch.tensor([9 / 3, 1.4 / 2, 5.0, 0.0]), cuts)
     torch.testing.assert_close(mean, expected, rtol=1e-6, atol=1e-6)
-    over_all = ops.dct.inverse(torch.tensor([9 / 3, 1.4 / 3, 5 / 3, 0.0]), cuts)
+    over_all = code.inverse_dct(torch.tensor([9 / 3, 1.4 / 3, 5 / 3, 0.0]), cuts)
     assert (mean.sign() != over_all.sign()).any(), "the two rules must differ in a sign"
     signed = gcbench.get_compressor("demo", chunk=4, topk=2)
     assert torch.equal(signed.mean(payloads, segments, NOTHING), expected.sign())
@@ -305,10 +306,10 @@ def test_corrupt_payloads_are_refused():
     segments = Segments.of([(6,), (64, 64)])
     demo = gcbench.get_compressor("demo", topk=4)
     words, values = demo.encode(normal(segments.numel), segments, NOTHING, KEY).parts
-    cuts = ops.dct.chunks(segments, 64, 4)
+    cuts = code.cut_chunks(segments, 64, 4)
     small, large = [0, 2, 3, 5], [6, 7, 2000 + 6, 4095 + 6]
-    good = ops.dct.pack(torch.tensor(small + large), cuts)
-    assert ops.dct.unpack(good, cuts).tolist() == small + large
+    good = code.pack_places(torch.tensor(small + large), cuts)
+    assert code.unpack_places(good, cuts).tolist() == small + large
     assert good.shape == words.shape
     for codes in ([0, 2, 3, 6], [0, 2, 3, 7], [0, 2, 2, 5], [3, 2, 4, 5], [0, 0, 0, 0]):
         split = ops.packing.packed_words(4, 3)

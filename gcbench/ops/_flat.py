@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 FLAT = {
-    "Chunks": "dct.Chunks",
     "INT8_ROUNDINGS": "int8.ROUNDINGS",
     "KeptRun": "selection.KeptRun",
     "LEVEL_CODINGS": "levels.CODINGS",
@@ -20,15 +19,6 @@ FLAT = {
     "class_feedback": "sign.class_feedback",
     "class_means": "sign.class_means",
     "class_moments": "sign.class_moments",
-    "dct_chunks": "dct.chunks",
-    "dct_forward": "dct.forward",
-    "dct_inverse": "dct.inverse",
-    "dct_kept": "dct.kept",
-    "dct_largest": "dct.largest",
-    "dct_matrix": "dct.matrix",
-    "dct_pack": "dct.pack",
-    "dct_unpack": "dct.unpack",
-    "dct_words": "dct.words",
     "draws24": "random.draws24",
     "dropped_energy": "selection.dropped_energy",
     "gather": "selection.gather",
@@ -66,7 +56,6 @@ FLAT = {
     "omega_read": "bitstream.omega_read",
     "omega_sparse_read": "bitstream.omega_sparse_read",
     "omega_sparse_write": "bitstream.omega_sparse_write",
-    "orthonormalize": "lowrank.orthonormalize",
     "pack": "packing.pack",
     "pack_positions": "selection.pack_positions",
     "packed_words": "packing.packed_words",

@@ -575,7 +575,8 @@ def _range_pack(g: Gradient) -> Timed:
     groups = [(1, g.n)]
     out, grids = ops.rangefloat.pack(g.x, groups, *RANGE)
     return Timed(
-        lambda: ops.rangefloat.pack(g.x, groups, *RANGE, out=(out, grids)), nbytes(g.x, g.x, out, grids)
+        lambda: ops.rangefloat.pack(g.x, groups, *RANGE, out=(out, grids)),
+        nbytes(g.x, g.x, out, grids),
     )
 
 
