@@ -1,4 +1,4 @@
-"""A noisy quadratic bowl: the minimum is known, nothing is downloaded, a run takes seconds.
+"""A noisy quadratic: the minimum is known, nothing is downloaded, a run takes seconds.
 
 Formula: f(x) = 1/2 sum_i L_i (x_i - x*_i)^2, with curvatures L_i that fall in equal ratios from 1
 to 1 / condition, and x*_i = sin(i + 1). An example's gradient is L (x - x*) + noise, with
@@ -30,8 +30,8 @@ from gcbench.core.task import Batch, Split, Task
 EXAMPLES = 1024
 
 
-class Bowl(nn.Module):
-    """The point x and the bowl it lies in; maps an example's noise to the example's loss."""
+class Point(nn.Module):
+    """The point x and the curvature around it; maps an example's noise to the example's loss."""
 
     curvature: Tensor
     minimum: Tensor
@@ -56,12 +56,12 @@ class Quadratic(Task):
 
     >>> import torch
     >>> task = Quadratic(dimension=3, condition=4.0)
-    >>> bowl = task.model()
-    >>> bowl.curvature.tolist()
+    >>> model = task.model()
+    >>> model.curvature.tolist()
     [1.0, 0.5, 0.25]
     >>> test = task.load(None)[1]
     >>> batch = task.batch(test, torch.tensor([0]), key=None)
-    >>> round(task.loss(bowl(batch.inputs), batch.targets).item(), 6)
+    >>> round(task.loss(model(batch.inputs), batch.targets).item(), 6)
     0.875
     """
 
@@ -99,7 +99,7 @@ class Quadratic(Task):
 
     def model(self) -> nn.Module:
         """Return a point at distance sqrt(dimension) of the minimum."""
-        return Bowl(self.dimension, self.condition)
+        return Point(self.dimension, self.condition)
 
     def batch(self, split: Split, indices: Tensor, key: Key | None) -> Batch:
         """Return the noise of each example, float32 (b, dimension); zeros without a key."""

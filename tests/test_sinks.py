@@ -303,7 +303,7 @@ def test_one_process_of_many_writes(accumulator, tmp_path):
     shown = scalars(accumulator(run))
     assert shown == expected(run)
     assert [step for step, _ in shown["loss/test"]] == [3, 6]
-    assert "accuracy/test" not in shown  # a bowl has none
+    assert "accuracy/test" not in shown  # a quadratic has none
 
 
 def test_what_is_not_finite_is_shown_so(accumulator, tmp_path):
