@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gcbench import studies
 from gcbench.commands import (
     RUNS,
     DataDir,
@@ -18,6 +19,7 @@ from gcbench.commands import (
     Json,
     Progress,
     Shown,
+    derived,
     print_json,
     say,
 )
@@ -54,6 +56,7 @@ class Kind(StrEnum):
     tasks = "tasks"
     suites = "suites"
     backends = "backends"
+    analyses = "analyses"
 
 
 class KernelFormat(StrEnum):
@@ -382,10 +385,11 @@ def list_(
     kind: Annotated[Kind, typer.Argument(help="What to list.")] = Kind.compressors,
     json: Json = False,
 ) -> None:
-    """List compressors, tasks, suites or backends."""
+    """List compressors, tasks, suites, backends or analyses."""
     from gcbench.reporting import catalog
 
-    rows = catalog.ROWS[kind.value]()
+    listed = studies.listed if kind is Kind.analyses else catalog.ROWS[kind.value]
+    rows = listed()
     if json:
         print_json(rows)
     else:
@@ -432,6 +436,10 @@ app.command()(bandwidth)
 app.add_typer(scale_app, name="scale")
 app.command()(advise)
 app.command()(report)
+for _kind, _module in studies.third_parties().items():
+    app.command(name=_kind, rich_help_panel="Analyses of other packages")(
+        derived.command(_kind, _module)
+    )
 
 
 def _print_folder(name: str, folder: Path, *, as_json: bool) -> None:

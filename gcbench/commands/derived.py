@@ -1,0 +1,112 @@
+"""Commands of third parties' analyses, made from what their modules declare."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, get_args, get_origin
+
+import typer
+
+from gcbench.commands import (
+    ANALYSES,
+    Force,
+    Format,
+    Formatted,
+    Json,
+    Plot,
+    Progress,
+    Results,
+    Shown,
+    deliver,
+    long_work,
+    make,
+)
+from gcbench.core.errors import GcbenchError
+
+PLAIN = (str, int, float, bool)
+COMMON: dict[str, tuple[Any, Any]] = {
+    "results": (Results, ANALYSES),
+    "plot": (Plot, None),
+    "force": (Force, False),
+    "progress": (Shown, Progress.auto),
+    "format_": (Formatted, Format.table),
+    "json": (Json, False),
+}
+"""What every analysis' command takes besides its settings, and the defaults."""
+
+
+def _flag(name: str, field: Any) -> inspect.Parameter:
+    """Return a field of the settings as a command's parameter; lists come with commas."""
+    kind = field.annotation
+    lists = get_origin(kind) is list
+    if lists:
+        (kind,) = get_args(kind)
+    if kind not in PLAIN or name in COMMON:
+        raise GcbenchError(
+            f"field {name!r} of its settings is {field.annotation}; str, int, float, bool or a "
+            f"list of one of them, under another name than {', '.join(COMMON)}, makes a flag"
+        )
+    default: Any = ... if field.is_required() else field.get_default(call_default_factory=True)
+    if lists and default is not ...:
+        default = ",".join(map(str, default))
+    shown = typer.Option(help=(field.description or "") + lists * " With commas.")
+    typed: Any = str if lists else kind
+    annotation = Annotated[typed, shown]
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if default is ... else default,
+        annotation=annotation,
+    )
+
+
+def command(kind: str, module: str) -> Callable[..., None]:
+    """Return the command of an analysis, whose flags are the fields of its settings.
+
+    What is wrong with the module is said when the command is called: others must go on.
+    """
+    try:
+        study = importlib.import_module(module)
+        fields = study.Settings.model_fields
+        flags = [_flag(name, field) for name, field in fields.items()]
+        lists = {name for name, field in fields.items() if get_origin(field.annotation) is list}
+        told = inspect.getdoc(study) or ""
+    except Exception as error:
+        said = f"the analysis {kind!r} of {module}: {type(error).__name__}: {error}"
+
+        def broken() -> None:
+            raise GcbenchError(said)
+
+        broken.__doc__ = f"Cannot be used: {said}"
+        return broken
+
+    def call(**given: Any) -> None:
+        common = {name: given.pop(name) for name in COMMON}
+        for name in lists:
+            given[name] = [word for word in given[name].split(",") if word]
+        settings = make(study.Settings, **given)
+        made = long_work(
+            kind,
+            settings,
+            common["results"],
+            common["progress"],
+            getattr(study, "steps", lambda settings: 1)(settings),
+            study.run,
+            force=common["force"],
+        )
+        deliver(made, common["results"], common["plot"], common["format_"], as_json=common["json"])
+        if made.failed:
+            raise typer.Exit(1)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    flags.sort(key=lambda flag: flag.default is not inspect.Parameter.empty)
+    flags += [
+        inspect.Parameter(name, keyword, default=default, annotation=annotation)
+        for name, (annotation, default) in COMMON.items()
+    ]
+    call.__doc__ = told
+    call.__signature__ = inspect.Signature(flags)  # type: ignore[attr-defined]
+    call.__annotations__ = {flag.name: flag.annotation for flag in flags}
+    return call
