@@ -5,6 +5,7 @@ One start of the processes does many jobs, each of which returns what a test loo
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import io
 import time
@@ -189,10 +190,16 @@ def plain(rank: int, size: int) -> dict[str, Any]:
     """`none` beside FSDP without a hook; in bfloat16, and as a sum that FSDP divides, too."""
     found = {}
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-    for name, options in (("float32", {}), ("bfloat16", {"mp_policy": policy}), ("sum", {})):
+    kinds = {"float32": {}, "bfloat16": {"mp_policy": policy}, "sum": {}, "grouped": {}}
+    for name, options in kinds.items():
         ends = []
         for hook in (None, gcbench.shard_hook("none")):
-            net = sharded(**options)
+            net = model()
+            if name == "grouped":  # one reduce-scatter for the gradients of both
+                fully_shard([net.hidden, net.branch])
+                fully_shard(net)
+            else:
+                sharded(net, **options)
             if name == "sum":
                 for module in net.modules():
                     if isinstance(module, FSDPModule):
@@ -224,6 +231,11 @@ def hybrid(rank: int, size: int) -> dict[str, Any]:
             found["native"] = float((end - ended(native)).abs().max())
             found["bytes"] = hook.traffic.payload_up == hook.plain_bytes
         found[name] = torch.equal(end, alone(hook, size // 2, replicas=2))
+    own = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
+    single = sharded(mesh=own["shard"])
+    gcbench.shard_hook("none").register(single, replicas=own["replicate"])
+    train(single, range(STEPS), rank)
+    found["shards of one rank"] = float((ended(single) - ended(native)).abs().max())
     hook = gcbench.shard_hook("none")
     found["two dimensions"] = refused(lambda: hook.register(sharded(mesh=mesh)))
     found["replicas of two dimensions"] = refused(
@@ -250,6 +262,21 @@ def options(rank: int, size: int) -> dict[str, Any]:
     ):
         hook = gcbench.shard_hook(**fields)
         found[name] = torch.equal(hooked(rank, hook), alone(hook, size))
+    return found
+
+
+@job
+def broken(rank: int, size: int) -> dict[str, Any]:
+    """What must not be equal: other random numbers, or a shard in a wrong place."""
+    hook = gcbench.shard_hook("qsgd")
+    end = hooked(rank, hook)
+    hook.settings = dataclasses.replace(hook.settings, seed=1)
+    found = {"seed": torch.equal(end, alone(hook, size))}
+    right = fsdp.Layout.give
+    fsdp.Layout.give = lambda self, lane, shard, *words: right(self, lane, shard.roll(1), *words)
+    hook = gcbench.shard_hook("none")
+    found["place"] = torch.equal(hooked(rank, hook), alone(hook, size))
+    fsdp.Layout.give = right
     return found
 
 
@@ -308,7 +335,7 @@ def unused(rank: int, size: int) -> dict[str, Any]:
         net = model()
         net.forward = lambda x: torch.relu(
             net.hidden(torch.relu(net.norm(net.conv(x))).flatten(1))
-        )[:, :5]
+        )[:, :5].clone()
         sharded(net)
         net.set_reduce_scatter_unused_params(told)
         hook.register(net)

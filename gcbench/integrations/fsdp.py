@@ -484,8 +484,8 @@ class _Module:
         layout, world, rank = self.layout, self.world, self.world.ranks[0]
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise UsageError(
-                f"{self.name}: FSDP asks for {op}, as after set_gradient_divide_factor, and a mean "
-                "or a sum can be compressed. Scale the loss instead"
+                f"{self.name}: FSDP asks for neither a mean nor a sum of the ranks, as after "
+                "set_gradient_divide_factor. Leave that out and scale the loss"
             )
         if (group.rank(), group.size()) != (rank, world.size):
             raise UsageError(
@@ -618,7 +618,7 @@ def _sharded(model: nn.Module) -> list[_Sharded]:
     found: dict[int, _Sharded] = {}
     for prefix, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            name = prefix or type(model).__name__
+            name = prefix or "the root module"
             try:
                 state: Any = module._get_fsdp_state()
                 if id(state) not in found and (each := _read(name, module, state, prefixes)):
