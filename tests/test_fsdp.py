@@ -53,7 +53,9 @@ def of(job: str, size: int = 2) -> list[dict]:
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_ends_as_by_our_own_exchange(name, size):
     """Bit for bit; with four ranks some chunks are short, and some empty."""
-    for found in of(name, size):
+    every = of(name, size)
+    assert len({found["end"] for found in every}) == 1
+    for found in every:
         assert found["equal"], f"{found['far']} apart"
         assert found["modules"] == 3
         assert found["up"] < 0.55 or name == "none"
@@ -126,7 +128,7 @@ def test_a_weight_may_be_cut_along_another_axis():
 # ---- refusals ------------------------------------------------------------------------------------
 
 REFUSED = {
-    "no fsdp": "a Net came, of which no module .* fully_shard: call that first.*comm_hook",
+    "no fsdp": "a Net came, of which no module .*fully_shard: call that first.*comm_hook",
     "frozen": "no module with parameters that require a gradient",
     "double": "reduced in torch.float64.*reduce_dtype=torch.float32",
     "half": "reduced in torch.float16.*float16 overflows",
@@ -200,7 +202,8 @@ def test_a_torch_with_other_internals_is_refused_with_the_versions_tried(monkeyp
     from torch.distributed.fsdp import FSDPModule
 
     class Sharded(FSDPModule, torch.nn.Linear):
-        __new__ = torch.nn.Module.__new__
+        def __new__(cls, *words):
+            return object.__new__(cls)
 
         def _get_fsdp_state(self):
             return object()
@@ -226,7 +229,7 @@ def layout(size: int, dense: tuple[bool, ...] = (False, True, False, True, False
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_chunks_are_found_where_fsdp_puts_them(size):
     """By the operation that FSDP itself lays its input out with."""
-    import torch.distributed.fsdp._fully_shard._fsdp_collectives  # noqa: F401 - registers it
+    import torch.distributed.fsdp._fully_shard._fsdp_collectives
 
     made, start, gradients = layout(size), 1, []
     for shape in SHAPES:
