@@ -15,6 +15,7 @@ PUBLIC = {
     "Dropout": "training.dropout",
     "Sink": "training.sinks",
     "comm_hook": "integrations.ddp",
+    "shard_hook": "integrations.fsdp",
 }
 """What a plug-in derives from or a training job calls, and the module of each; imported late."""
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "get_task",
     "load_results",
     "run",
+    "shard_hook",
 ]
 
 # In a checkout the plug-in folders are siblings of this package; in a wheel they lie inside it.
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from gcbench.core.memory import Memory
     from gcbench.core.task import Batch, Split, Task
     from gcbench.integrations.ddp import comm_hook
+    from gcbench.integrations.fsdp import shard_hook
     from gcbench.training.dropout import Dropout
     from gcbench.training.sinks import Sink
 

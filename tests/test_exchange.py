@@ -11,7 +11,7 @@ import torch
 
 import gcbench
 from gcbench import ops
-from gcbench.core import memory, registry
+from gcbench.core import memory, purposes, registry
 from gcbench.core.compressor import TILE, Compressor, Key, Payload, Segments
 from gcbench.core.errors import PayloadError, UsageError
 from gcbench.core.exchange import Exchange, Lane, check_legal, dense_tensors, shard_bounds
@@ -289,3 +289,63 @@ def test_nothing_large_is_made_after_the_second_step(simulated, clock, name):
 def test_a_decoder_that_makes_its_own_tensor_is_seen(simulated, clock):
     clock.start_step()
     assert largest_allocation(simulated, clock, Greedy(), "allgather") >= 4 * 2**17
+
+
+# ---- the first half of a two-shot exchange -------------------------------------------------------
+
+SHARDED = [
+    name
+    for name in registry.compressors()
+    if "twoshot" in gcbench.get_compressor(name).legal_collectives()
+]
+
+
+@pytest.mark.parametrize("edges", [(), (0, 700, 700, 5000)])
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_shard_is_the_mean_of_what_each_worker_sent_of_it(simulated, clock, name, edges):
+    """At edges inside a tile and with an empty shard, too; computed by hand of the codec."""
+    method, shapes = gcbench.get_compressor(name), [(14, 50), (56, 50), (1500,)]
+    xs = [torch.randn(5000, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    segments = Segments.of(shapes, method.granularity)
+    lane = Lane(method, "twoshot", 64, segments, edges=edges)
+    exchange = Exchange(simulated(3), [lane], 7, clock)
+    clock.start_step()
+    shards = [shard.clone() for shard in exchange.lane_shards(0, xs, step=2)]
+    clock.end_step()
+    bounds = edges or shard_bounds(5000, 3)
+    assert [shard.numel() for shard in shards] == [b - a for a, b in itertools.pairwise(bounds)]
+    shared = torch.stack([method.prepare(x, segments).statistic for x in xs]).amax(0)
+    for r, (a, b) in enumerate(itertools.pairwise(bounds)):
+        own, which = segments.shard(a, b)
+        agreed = shared[which.start : which.stop] if shared.numel() else shared
+        payloads = []
+        for rank, x in enumerate(xs):
+            key = Key(7, 2, rank, 64, purposes.ENCODE)
+            if method.cuttable and not edges:
+                payloads.append(method.cut(method.encode(x, segments, shared, key), bounds)[r])
+            else:
+                there = key._replace(offset=64 + a)
+                payloads.append(method.encode(x[a:b], own, agreed, there))
+        assert torch.equal(shards[r], method.mean(payloads, own, agreed))
+
+
+def test_edges_of_shards_lie_between_segments():
+    """A segment that an edge cuts would have another scale on each side than was agreed on."""
+    method, segments = gcbench.get_compressor("terngrad"), Segments.of([(10,), (20,)])
+    Lane(method, "twoshot", 0, segments, edges=(0, 10, 30))
+    with pytest.raises(ValueError, match="between segments expected"):
+        Lane(method, "twoshot", 0, segments, edges=(0, 15, 30))
+
+
+@pytest.mark.parametrize("name", ["none", "terngrad", "signsgd"])
+def test_where_the_owner_loses_nothing_shards_are_the_two_shot_mean(simulated, clock, name):
+    xs = [torch.randn(5000, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    method = gcbench.get_compressor(name)
+    whole, world = run(simulated, clock, method, "twoshot", xs)
+    lane = Lane(method, "twoshot", 0, Segments.of([(5000,)]))
+    half = Exchange(simulated(3), [lane], 0, clock)
+    clock.start_step()
+    assert torch.equal(torch.cat(half.lane_shards(0, xs, step=1)), whole)
+    clock.end_step()
+    assert half.world.traffic[0].payload_up == world.traffic[0].payload_up
+    assert half.world.traffic[0].wire < world.traffic[0].wire, "nothing travels down"

@@ -63,6 +63,19 @@ class Lane:
     start: int
     segments: Segments
     memory: Memory = field(default_factory=NoMemory)
+    edges: tuple[int, ...] = ()
+    """Where the owners' shards begin, and the lane's length, always between segments.
+
+    () for whole tiles, dealt evenly.
+    """
+
+    def __post_init__(self) -> None:
+        if not {*self.edges} <= {*self.segments.offsets}:
+            raise ValueError(f"edges {self.edges} between segments expected, which have others")
+
+    def bounds(self, workers: int) -> Sequence[int]:
+        """Return where the owners' shards of this lane begin, and its length."""
+        return self.edges or shard_bounds(self.segments.numel, workers)
 
     @property
     def fused(self) -> bool:
@@ -244,11 +257,45 @@ class Exchange:
         is read. All workers go through the lanes in the same order, whichever it is: the means are
         the same bits. The result is the exchange's own buffer and holds until the lane's next call.
         """
-        lane, out = self.lanes[number], self._means()[1][number]
-        stop = lane.start + lane.segments.numel
+        out = self._means()[1][number]
         with faults.together():
-            self._lane(number, [bucket[lane.start : stop] for bucket in buckets], step, out)
+            self._lane(number, self._stretches(number, buckets), step, out)
         return out
+
+    def lane_shards(self, number: int, gradients: Sequence[Tensor], step: int) -> list[Tensor]:
+        """Return for each local worker the mean of the shard that it owns, float32, 1-D.
+
+        The first half of a two-shot exchange, for those who keep a shard each: the mean is not
+        encoded again, so nothing more is lost, and no owner has a residual. The lane's memory must
+        take the mean as it is (`Memory.joint` is empty).
+
+        `gradients`: each local worker's of this lane alone, float32, shape (n of the lane,). Call
+        `follow` before. A shard holds until the next call for the lane.
+        """
+        lane, ranks = self.lanes[number], self.world.ranks
+        with faults.together():
+            xs = self._offered(number, gradients)
+            key = Key(self.seed, step, 0, lane.start, purposes.ENCODE)
+            shared, kept = self._agree(lane, xs, key)
+            shards, received = self._to_owners(
+                number, Piece(lane.segments, shared, 0), xs, kept, key
+            )
+            return self._workers(
+                "decode", lambda i: self._owned(number, i, received[i], shards[ranks[i]])
+            )
+
+    def _stretches(self, number: int, buckets: Sequence[Tensor]) -> list[Tensor]:
+        """Return the part of each bucket that a lane exchanges."""
+        lane = self.lanes[number]
+        return [bucket[lane.start : lane.start + lane.segments.numel] for bucket in buckets]
+
+    def _offered(self, number: int, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return what the local workers' memories make of their gradients of one lane."""
+        lane, states = self.lanes[number], [worker[number] for worker in self.workers]
+        if isinstance(lane.memory, NoMemory) or lane.fused:
+            return list(gradients)
+        offer, size = lane.memory.offer, self.world.size
+        return self._workers("encode", lambda i: offer(gradients[i], states[i], size))
 
     def _means(self) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return where the means of all lanes lie, and each lane's part of it."""
@@ -264,12 +311,8 @@ class Exchange:
 
     def _lane(self, number: int, gradients: Sequence[Tensor], step: int, out: Tensor) -> None:
         """Write the mean of one lane to `out`."""
-        lane = self.lanes[number]
+        lane, xs = self.lanes[number], self._offered(number, gradients)
         states = [worker[number] for worker in self.workers]
-        xs = list(gradients)
-        if not (isinstance(lane.memory, NoMemory) or lane.fused):
-            offer, size = lane.memory.offer, self.world.size
-            xs = self._workers("encode", lambda i: offer(gradients[i], states[i], size))
         key = Key(self.seed, step, 0, lane.start, purposes.ENCODE)
         if isinstance(lane.compressor, MultiRoundCompressor):
             self._rounds(number, lane.compressor, xs, states, key, out)
@@ -466,21 +509,12 @@ class Exchange:
         key: Key,
         out: Tensor,
     ) -> None:
-        world, lane = self.world, self.lanes[number]
-        method, bounds = lane.compressor, shard_bounds(lane.segments.numel, world.size)
-        shards = [whole.shard(*edges) for edges in pairwise(bounds)]
-        if method.cuttable:
-            encoded = self._encode(number, xs, states, [whole], kept, key)
-            sent = [method.cut(payload, bounds) for (payload,) in encoded]
-        else:
-            sent = self._encode(number, xs, states, shards, [None] * len(xs), key)
-        with self.clock.phase("communicate"):
-            layouts = [method.layout(shard.segments) for shard in shards]
-            received = self._scatter(number, sent, layouts)
+        world, method = self.world, self.lanes[number].compressor
+        shards, received = self._to_owners(number, whole, xs, kept, key)
 
         def merge(i: int) -> Payload:
             rank = world.ranks[i]
-            there = Key(key.seed, key.step, rank, key.offset + bounds[rank], purposes.MERGE)
+            there = Key(key.seed, key.step, rank, key.offset + shards[rank].start, purposes.MERGE)
             return self._merge(number, i, received[i], shards[rank], states[i], there)
 
         merged = self._workers("decode", merge)
@@ -493,6 +527,29 @@ class Exchange:
                 place = out[shard.place]
                 mean = method.decode(payload, shard.segments, shard.shared, out=place)
                 written(_decoded_right(method, "decode", mean, place), place)
+
+    def _to_owners(
+        self, number: int, whole: Piece, xs: Sequence[Tensor], kept: Sequence[Any], key: Key
+    ) -> tuple[list[Piece], list[list[Payload]]]:
+        """Hand each shard to its owner; return the shards, and what each local owner got."""
+        lane, states = self.lanes[number], [worker[number] for worker in self.workers]
+        method, bounds = lane.compressor, lane.bounds(self.world.size)
+        shards = [whole.shard(*edges) for edges in pairwise(bounds)]
+        if method.cuttable and not lane.edges:  # a cut is between whole tiles
+            encoded = self._encode(number, xs, states, [whole], kept, key)
+            sent = [method.cut(payload, bounds) for (payload,) in encoded]
+        else:
+            sent = self._encode(number, xs, states, shards, [None] * len(xs), key)
+        with self.clock.phase("communicate"):
+            layouts = [method.layout(shard.segments) for shard in shards]
+            return shards, self._scatter(number, sent, layouts)
+
+    def _owned(self, number: int, i: int, payloads: Sequence[Payload], shard: Piece) -> Tensor:
+        """Return the mean of local worker i's shard, float32, in the exchange's own buffer."""
+        method = self.lanes[number].compressor
+        out = self.buffers.floats((number, "owned", i), shard.segments.numel)
+        mean = method.mean(payloads, shard.segments, shard.shared, out=out)
+        return written(_decoded_right(method, "mean", mean, out), out)
 
     def _merge(
         self,
@@ -510,8 +567,7 @@ class Exchange:
             slots = self._slots(name, [method.layout(segments, world.size)])
             merged = method.merge(payloads, segments, shared, key, out=slots[0])
             return self._settled(name, [merged], slots)[0]
-        mean = self.buffers.floats((number, "owned", i), segments.numel)
-        written(method.mean(payloads, segments, shared, out=mean), mean)
+        mean = self._owned(number, i, payloads, shard)
         alone = Piece(segments, shared, 0)
         if not lane.memory.owner:
             sent = self._payloads(lane, name, mean, [alone], key)

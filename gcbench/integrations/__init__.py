@@ -1,1 +1,1 @@
-"""The compressors inside training jobs that are not gcbench's own: `gcbench.comm_hook` for DDP."""
+"""The compressors inside other training jobs: `comm_hook` for DDP, `shard_hook` for FSDP2."""

@@ -16,9 +16,7 @@ never run.
 
 # Not `from __future__ import annotations`: DDP compares the hook's annotations with classes.
 import hashlib
-import inspect
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -31,16 +29,14 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket, Store  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-import gcbench
-from gcbench.core import memory as memories
 from gcbench.core import registry
-from gcbench.core.clock import Clock
+from gcbench.core.clock import Totals
 from gcbench.core.compressor import Compressor, Segments
 from gcbench.core.errors import DivergedError, UsageError
 from gcbench.core.exchange import Exchange, Lane, check_legal, classifier, dense_tensors
 from gcbench.core.memory import Memory
 from gcbench.core.world import DistributedWorld, Traffic
-from gcbench.integrations import check, handshake
+from gcbench.integrations import check, chosen, handshake
 from gcbench.integrations import plan as plans
 from gcbench.integrations.check import Bounds, Comparison
 from gcbench.integrations.plan import Placed, Plan
@@ -54,8 +50,6 @@ CLOSING = 5.0
 """Seconds that `close` waits for a collective that is under way."""
 FORMAT = 1
 """Version of what `CommHook.state_dict` returns."""
-FREE = ("gcbench", "code", "check_every", "step")
-"""What may differ between the job that saved a state and the one that loads it."""
 
 
 @dataclass(frozen=True)
@@ -137,15 +131,7 @@ def comm_hook(
     Raises:
         gcbench.core.errors.UsageError: an unknown name, field or value, or an illegal collective.
     """
-    if isinstance(compressor, str):
-        method = registry.compressor(compressor, **options)
-    elif options:
-        raise UsageError(
-            f"fields {', '.join(options)} beside {compressor!r}, which has its own: "
-            "set them there, or give the compressor's name"
-        )
-    else:
-        method = compressor
+    method = chosen.compressor(compressor, options)
     for name, value, least in (
         ("dense_below", dense_below, 0),
         ("start_step", start_step, 0),
@@ -158,17 +144,11 @@ def comm_hook(
             raise UsageError(f"{name}={value!r}: at least {least} allowed")
     if math.isinf(timeout):
         raise UsageError("timeout=inf: a rank that waits for a dead one must end; seconds expected")
-    if memory is None:
-        memory = method.memory
-        fields = {**method.memory_options, **(memory_options or {})}
-    else:
-        fields = dict(memory_options or {})
-        memories.check_legal(memory, method)
     return CommHook(
         Settings(
             compressor=method,
             collective=check_legal(method, collective),
-            memory=memories.make(memory, fields),
+            memory=chosen.memory(memory, memory_options, method),
             dense_below=dense_below,
             dense_last=dense_last,
             start_step=start_step,
@@ -181,17 +161,6 @@ def comm_hook(
             process_group=process_group,
         )
     )
-
-
-class _Totals(Clock):
-    """Adds up phases over all steps, without waiting for the device."""
-
-    def read(self) -> float:
-        return time.perf_counter()
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        return dict(self._now)
 
 
 @dataclass(eq=False)
@@ -409,7 +378,7 @@ class CommHook:
         self, model: DistributedDataParallel, plan: Plan, named: Mapping[str, nn.Parameter]
     ) -> dict[str, Any]:
         """Return what must be the same on all ranks, by a name for people."""
-        settings, method = self.settings, self.settings.compressor
+        settings = self.settings
         layout = [
             [[placed.name, placed.shape, str(named[placed.name].dtype)] for placed in lane]
             for lane in plan.lanes
@@ -417,11 +386,7 @@ class CommHook:
         digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:12]
         count = sum(placed.numel for placed in plan.tensors)
         return {
-            "gcbench": gcbench.__version__,
-            "compressor": f"{type(method).__module__}.{registry.call(method)}",
-            "code": _code(type(method)),
-            "collective": settings.collective,
-            "memory": f"{type(settings.memory).__module__}.{registry.call(settings.memory)}",
+            **chosen.told(settings.compressor, settings.collective, settings.memory),
             "dense_below": settings.dense_below,
             "dense_last": settings.dense_last,
             "start_step": settings.start_step,
@@ -436,26 +401,9 @@ class CommHook:
 
     def _check_state(self, model: DistributedDataParallel, told: Mapping[str, Any]) -> None:
         """Raise UsageError if the state that was loaded is of another rank or configuration."""
-        state, group = self._loaded, model.process_group
-        if state is None:
-            return
-        place = state["rank"], state["world_size"]
-        if place != (group.rank(), group.size()):
-            raise UsageError(
-                f"the state is that of rank {place[0]} of {place[1]}, and this is rank "
-                f"{group.rank()} of {group.size()}: every rank saves and loads its own. To go on "
-                "with another number of ranks, register a hook without a state: residuals are lost"
-            )
-        different = [
-            f"{name}: {state['told'].get(name)!r} then, {now!r} now"
-            for name, now in told.items()
-            if name not in FREE and state["told"].get(name) != now
-        ]
-        if different:
-            raise UsageError(
-                f"the state was saved by a hook with other settings. {'; '.join(different)}. Use "
-                "those, or register a hook without a state: residuals are lost"
-            )
+        if self._loaded is not None:
+            group = model.process_group
+            chosen.check_state(self._loaded, group.rank(), group.size(), told)
 
     def _begin(
         self,
@@ -474,7 +422,7 @@ class CommHook:
         self._world = DistributedWorld(
             *(device, store, limit), watched=False, group=group, limit="comm_hook(timeout=...)"
         )
-        self._clock = _Totals(device)
+        self._clock = Totals(device)
         self._told_all, self._plan_made = told, plan
         self._partial = bool(told["unused parameters"])
         self._placed = {id(named[placed.name]): placed for placed in plan.tensors}
@@ -768,12 +716,3 @@ def _strided(part: Tensor, parameter: Tensor) -> Tensor:
     if parameter.permute(order).is_contiguous():
         return part.as_strided(parameter.size(), parameter.stride())
     return part.view(parameter.shape)
-
-
-def _code(cls: type[Any]) -> str:
-    """Return a digest of the source of the method's module; "" where there is none."""
-    try:
-        source = inspect.getsource(inspect.getmodule(cls) or cls)
-    except (OSError, TypeError):
-        return ""
-    return hashlib.sha256(source.encode()).hexdigest()[:12]

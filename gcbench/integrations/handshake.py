@@ -54,7 +54,7 @@ def meet(group: dist.ProcessGroup, told: Mapping[str, Any], refused: str, timeou
     ]
     if different:
         raise UsageError(
-            f"the ranks registered different things. {'; '.join(different)}. Call comm_hook with "
+            f"the ranks registered different things. {'; '.join(different)}. Make the hook with "
             "the same arguments, and load states of the same step, on every rank"
         )
     return PrefixStore(place, store)

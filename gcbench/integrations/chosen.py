@@ -1,0 +1,88 @@
+"""What the user of a hook chose: compressor and memory by name, and how ranks tell each other."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import gcbench
+from gcbench.core import memory as memories
+from gcbench.core import registry
+from gcbench.core.compressor import Compressor
+from gcbench.core.errors import UsageError
+from gcbench.core.memory import Memory
+
+FREE = ("gcbench", "code", "check_every", "step")
+"""What may differ between the job that saved a state and the one that loads it."""
+
+
+def compressor(name: str | Compressor, options: Mapping[str, Any]) -> Compressor:
+    """Return the compressor of this name with these fields, or the one that is given.
+
+    Raises:
+        UsageError: an unknown name or field, or fields beside a compressor.
+    """
+    if isinstance(name, str):
+        return registry.compressor(name, **options)
+    if options:
+        raise UsageError(
+            f"fields {', '.join(options)} beside {name!r}, which has its own: "
+            "set them there, or give the compressor's name"
+        )
+    return name
+
+
+def memory(name: str | None, options: Mapping[str, Any] | None, method: Compressor) -> Memory:
+    """Return the memory of this name with these fields; None: what the method published.
+
+    Raises:
+        UsageError: an unknown name or field, or error feedback around a code that may diverge.
+    """
+    if name is None:
+        name, options = method.memory, {**method.memory_options, **(options or {})}
+    else:
+        memories.check_legal(name, method)
+    return memories.make(name, options or {})
+
+
+def told(method: Compressor, collective: str, carried: Memory) -> dict[str, Any]:
+    """Return what says which code is exchanged how, by names for people, JSON."""
+    return {
+        "gcbench": gcbench.__version__,
+        "compressor": f"{type(method).__module__}.{registry.call(method)}",
+        "code": _code(type(method)),
+        "collective": collective,
+        "memory": f"{type(carried).__module__}.{registry.call(carried)}",
+    }
+
+
+def check_state(state: Mapping[str, Any], rank: int, size: int, now: Mapping[str, Any]) -> None:
+    """Raise UsageError if a state that was saved is of another rank or another configuration."""
+    place = state["rank"], state["world_size"]
+    if place != (rank, size):
+        raise UsageError(
+            f"the state is that of rank {place[0]} of {place[1]}, and this is rank "
+            f"{rank} of {size}: every rank saves and loads its own. To go on "
+            "with another number of ranks, register a hook without a state: residuals are lost"
+        )
+    different = [
+        f"{name}: {state['told'].get(name)!r} then, {value!r} now"
+        for name, value in now.items()
+        if name not in FREE and state["told"].get(name) != value
+    ]
+    if different:
+        raise UsageError(
+            f"the state was saved by a hook with other settings. {'; '.join(different)}. Use "
+            "those, or register a hook without a state: residuals are lost"
+        )
+
+
+def _code(cls: type[Any]) -> str:
+    """Return a digest of the source of the method's module; "" where there is none."""
+    try:
+        source = inspect.getsource(inspect.getmodule(cls) or cls)
+    except (OSError, TypeError):
+        return ""
+    return hashlib.sha256(source.encode()).hexdigest()[:12]

@@ -1,0 +1,450 @@
+"""Training jobs of two and four processes with FSDP2, as users write them, for `shard_hook`.
+
+One start of the processes does many jobs, each of which returns what a test looks at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import hashlib
+import io
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ddp_jobs import batch, flat, model, of_loss, refused, sgd
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import cross_entropy
+
+import gcbench
+from gcbench.core.clock import Clock
+from gcbench.core.exchange import Exchange
+from gcbench.core.world import Link, SimulatedWorld
+from gcbench.integrations import fsdp, handshake
+from gcbench.training import engines
+
+STEPS = 4
+DENSE = {"dense_below": 50}
+"""Leaves biases and norms in fp32: a compressed and a dense lane in each module."""
+
+
+def sharded(net: nn.Module | None = None, mesh: Any = None, **options: Any) -> Any:
+    """Shard two layers by themselves, and what is left with the root."""
+    net = model() if net is None else net
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if mesh is None else mesh
+    for module in (net.hidden, net.branch, net):
+        fully_shard(module, mesh=mesh, **options)
+    return net
+
+
+def train(net: nn.Module, steps: range, rank: int, lr: Callable[[int], float] | None = None) -> Any:
+    optimizer = sgd(net)
+    for step in steps:
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        cross_entropy(net(x).float(), y).backward()
+        optimizer.step()
+    return optimizer
+
+
+def ended(net: nn.Module) -> Tensor:
+    """Return all parameters, whole, 1-D."""
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in net.parameters()]
+    return torch.cat([p.detach().reshape(-1).float() for p in whole])
+
+
+def gradients(net: nn.Module, step: int, rank: int) -> dict[str, Tensor]:
+    x, y = batch(step, rank)
+    return of_loss(net, cross_entropy(net(x).float(), y))
+
+
+def alone(
+    hook: Any,
+    size: int,
+    *,
+    replicas: int = 1,
+    of: Callable[[nn.Module, int, int], dict[str, Tensor]] = gradients,
+    steps: int = STEPS,
+    lrs: Callable[[int], float] = lambda step: 1.0,
+) -> Tensor:
+    """Return the parameters after the same training by gcbench's own exchange, in this process.
+
+    Each parameter is cut into its ranks' chunks here, by `torch.chunk`, and put together again.
+    """
+    net, settings = model(), hook.settings
+    named, device = dict(net.named_parameters()), torch.device("cpu")
+    world = SimulatedWorld(size, device, Link(10.0, 50.0), 1, 1)
+    exchanges = [
+        [
+            Exchange(
+                world,
+                fsdp.lanes(settings, module.layout, module.start, 0),
+                settings.seed + (replica << 32),
+                Clock(device),
+            )
+            for module in hook._modules
+        ]
+        for replica in range(replicas)
+    ]
+    optimizer = sgd(net)
+    for step in range(steps):
+        means = {name: torch.zeros_like(parameter) for name, parameter in named.items()}
+        for replica in range(replicas):
+            own = [of(net, step, replica * size + rank) for rank in range(size)]
+            for module, exchange in zip(hook._modules, exchanges[replica], strict=True):
+                if step == settings.start_step and step:
+                    exchange.change(fsdp.lanes(settings, module.layout, module.start, step))
+                exchange.follow(lrs(step))
+                for number, lane in enumerate(module.layout.lanes()):
+                    rows = [
+                        [
+                            own[sender][p.name].chunk(size)[keeper].reshape(-1)
+                            for keeper in range(size)
+                            for p in lane
+                            if keeper < len(own[sender][p.name].chunk(size))
+                        ]
+                        for sender in range(size)
+                    ]
+                    xs = [torch.cat(row).float() for row in rows]
+                    shards = exchange.lane_shards(number, xs, step)
+                    for keeper, shard in enumerate(shards):
+                        start = 0
+                        for p in lane:
+                            chunks = means[p.name].chunk(size)
+                            if keeper < len(chunks):
+                                chunk, end = chunks[keeper], start + chunks[keeper].numel()
+                                chunk += shard[start:end].view(chunk.shape) / replicas
+                                start = end
+        for name, parameter in named.items():
+            parameter.grad = means[name]
+        optimizer.step()
+    world.close()
+    return flat(net)
+
+
+def hooked(rank: int, hook: Any, steps: int = STEPS, **options: Any) -> Tensor:
+    net = sharded(**options)
+    hook.register(net)
+    train(net, range(steps), rank)
+    return ended(net)
+
+
+# ---- jobs ----------------------------------------------------------------------------------------
+
+
+def method(rank: int, size: int, name: str) -> dict[str, Any]:
+    """One method against gcbench's own exchange, by rank 0; and, with two ranks, resumed."""
+    hook = gcbench.shard_hook(name, **DENSE)
+    end = hooked(rank, hook)
+    own = end if rank else alone(hook, size)
+    return {
+        "end": hashlib.sha256(end.numpy().tobytes()).hexdigest(),
+        "equal": torch.equal(end, own),
+        "far": float((end - own).abs().max()),
+        "up": hook.traffic.payload_up / hook.plain_bytes,
+        "modules": len(hook._modules),
+        "resumed": size > 2 or torch.equal(end, resumed(rank, name)),
+    }
+
+
+def resumed(rank: int, name: str) -> Tensor:
+    """Return the parameters of a job that ended after step 2 and went on as a new one."""
+    net = sharded()
+    hook = gcbench.shard_hook(name, **DENSE).register(net)
+    optimizer = train(net, range(2), rank)
+    file = io.BytesIO()
+    torch.save(hook.state_dict(), file)
+    file.seek(0)
+    again = sharded()
+    with torch.no_grad():
+        for new, old in zip(again.parameters(), net.parameters(), strict=True):
+            new.to_local().copy_(old.to_local())
+    hook = gcbench.shard_hook(name, **DENSE)
+    hook.load_state_dict(torch.load(file, weights_only=True))
+    hook.register(again)
+    later = sgd(again)
+    later.load_state_dict(optimizer.state_dict())
+    for step in range(2, STEPS):
+        x, y = batch(step, rank)
+        later.zero_grad()
+        cross_entropy(again(x), y).backward()
+        later.step()
+    return ended(again)
+
+
+JOBS: dict[str, Callable[[int, int], dict[str, Any]]] = {}
+
+
+def job(function: Callable[[int, int], dict[str, Any]]) -> Callable[[int, int], dict[str, Any]]:
+    JOBS[function.__name__] = function
+    return function
+
+
+@job
+def plain(rank: int, size: int) -> dict[str, Any]:
+    """`none` beside FSDP without a hook; in bfloat16, and as a sum that FSDP divides, too."""
+    found = {}
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    kinds = {"float32": {}, "bfloat16": {"mp_policy": policy}, "sum": {}, "grouped": {}}
+    for name, options in kinds.items():
+        ends = []
+        for hook in (None, gcbench.shard_hook("none")):
+            net = model()
+            if name == "grouped":  # one reduce-scatter for the gradients of both
+                fully_shard([net.hidden, net.branch])
+                fully_shard(net)
+            else:
+                sharded(net, **options)
+            if name == "sum":
+                for module in net.modules():
+                    if isinstance(module, FSDPModule):
+                        module.set_force_sum_reduction_for_comms(True)
+            if hook is not None:
+                hook.register(net)
+            train(net, range(STEPS), rank)
+            ends.append(ended(net))
+        found[name] = float((ends[0] - ends[1]).abs().max())
+    found["moved"] = float((ends[0] - flat(model())).norm())
+    found["bytes"] = hook.traffic.payload_up == hook.plain_bytes
+    return found
+
+
+@job
+def hybrid(rank: int, size: int) -> dict[str, Any]:
+    """Two replicas of a model that is sharded over half of the ranks."""
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    native = sharded(mesh=mesh)
+    train(native, range(STEPS), rank)
+    found: dict[str, Any] = {}
+    for name in ("none", "qsgd", "onebit"):
+        hook = gcbench.shard_hook(name, **DENSE)
+        net = sharded(mesh=mesh["shard"])
+        hook.register(net, replicas=mesh["replicate"])
+        train(net, range(STEPS), rank)
+        end = ended(net)
+        if name == "none":
+            found["native"] = float((end - ended(native)).abs().max())
+            found["bytes"] = hook.traffic.payload_up == hook.plain_bytes
+        found[name] = torch.equal(end, alone(hook, size // 2, replicas=2))
+    own = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
+    single = sharded(mesh=own["shard"])
+    gcbench.shard_hook("none").register(single, replicas=own["replicate"])
+    train(single, range(STEPS), rank)
+    found["shards of one rank"] = float((ended(single) - ended(native)).abs().max())
+    hook = gcbench.shard_hook("none")
+    found["two dimensions"] = refused(lambda: hook.register(sharded(mesh=mesh)))
+    found["replicas of two dimensions"] = refused(
+        lambda: hook.register(sharded(mesh=mesh["shard"]), replicas=mesh)
+    )
+    odd = gcbench.shard_hook("none", seed=int(rank == size - 1))
+    found["odd"] = refused(
+        lambda: odd.register(sharded(mesh=mesh["shard"]), replicas=mesh["replicate"])
+    )
+    return found
+
+
+@job
+def options(rank: int, size: int) -> dict[str, Any]:
+    """What the hook takes beside a name, each against gcbench's own exchange."""
+    found = {}
+    for name, fields in (
+        ("start", {"compressor": "onebit", "start_step": 2}),
+        ("seed", {"compressor": "qsgd", "seed": 5}),
+        ("field", {"compressor": "terngrad", "clip": 2.0}),
+        ("model", {"compressor": "terngrad", "granularity": "model"}),
+        ("memory", {"compressor": "signsgd", "memory": "momentum"}),
+        ("decay", {"compressor": "topk", "memory_options": {"decay": 0.5}}),
+    ):
+        hook = gcbench.shard_hook(**fields)
+        found[name] = torch.equal(hooked(rank, hook), alone(hook, size))
+    return found
+
+
+@job
+def broken(rank: int, size: int) -> dict[str, Any]:
+    """What must not be equal: other random numbers, or a shard in a wrong place."""
+    hook = gcbench.shard_hook("qsgd")
+    end = hooked(rank, hook)
+    hook.settings = dataclasses.replace(hook.settings, seed=1)
+    found = {"seed": torch.equal(end, alone(hook, size))}
+    right = fsdp.Layout.give
+    fsdp.Layout.give = lambda self, lane, shard, *words: right(self, lane, shard.roll(1), *words)
+    hook = gcbench.shard_hook("none")
+    found["place"] = torch.equal(hooked(rank, hook), alone(hook, size))
+    fsdp.Layout.give = right
+    return found
+
+
+@job
+def learning_rate(rank: int, size: int) -> dict[str, Any]:
+    hook = gcbench.shard_hook("onebit")
+    net = sharded()
+    hook.register(net)
+    optimizer = sgd(net)
+    for step in range(STEPS):
+        hook.lr = 1.0 if step < 2 else 0.25
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        cross_entropy(net(x), y).backward()
+        optimizer.step()
+    own = alone(hook, size, lrs=lambda step: 1.0 if step < 2 else 0.25)
+    return {
+        "equal": torch.equal(ended(net), own),
+        "matters": not torch.equal(own, alone(hook, size)),
+    }
+
+
+@job
+def accumulation(rank: int, size: int) -> dict[str, Any]:
+    """Two backward passes a step, of which FSDP reduces the second: the hook is called once."""
+    hook = gcbench.shard_hook("onebit")
+    net = sharded()
+    hook.register(net)
+    optimizer = sgd(net)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part, last in ((step + 100, False), (step, True)):
+            net.set_requires_gradient_sync(last)
+            x, y = batch(part, rank)
+            cross_entropy(net(x), y).backward()
+        optimizer.step()
+
+    def both(net: nn.Module, step: int, rank: int) -> dict[str, Tensor]:
+        first, second = gradients(net, step + 100, rank), gradients(net, step, rank)
+        return {name: first[name] + second[name] for name in first}
+
+    return {"equal": torch.equal(ended(net), alone(hook, size, of=both)), "steps": hook.step}
+
+
+@job
+def unused(rank: int, size: int) -> dict[str, Any]:
+    """A parameter without a gradient: FSDP leaves it out, unless it is told not to."""
+    found: dict[str, Any] = {}
+
+    def leave_out(net: nn.Module, step: int, rank: int) -> dict[str, Tensor]:
+        x, y = batch(step, rank)
+        x = torch.relu(net.norm(net.conv(x))).flatten(1)
+        return of_loss(net, cross_entropy(torch.relu(net.hidden(x))[:, :5], y))
+
+    def run(hook: Any, *, told: bool) -> Tensor:
+        net = model()
+        net.forward = lambda x: torch.relu(
+            net.hidden(torch.relu(net.norm(net.conv(x))).flatten(1))
+        )[:, :5].clone()
+        sharded(net)
+        net.set_reduce_scatter_unused_params(told)
+        hook.register(net)
+        train(net, range(STEPS), rank)
+        return ended(net)
+
+    one = gcbench.shard_hook("onebit")
+    found["refused"] = refused(lambda: run(one, told=False))
+    other = gcbench.shard_hook("terngrad")
+    end = run(other, told=True)
+    other._modules = [each for each in other._modules if each.step]
+    found["equal"] = torch.equal(end, alone(other, size, of=leave_out))
+    return found
+
+
+@job
+def placement(rank: int, size: int) -> dict[str, Any]:
+    """A weight that is cut along its second axis; with `none` as FSDP without a hook."""
+    ends = []
+    for hook in (None, gcbench.shard_hook("none"), gcbench.shard_hook("int8")):
+        net = sharded(shard_placement_fn=lambda p: Shard(1) if p.shape == (40, 128) else None)
+        if hook is not None:
+            hook.register(net)
+        train(net, range(STEPS), rank)
+        ends.append(ended(net))
+    first = next(p for m in hook._modules for p in m.layout.parameters if p.name == "hidden.weight")
+    return {
+        "chunks": [list(chunk) for chunk in first.chunks],
+        "none": float((ends[0] - ends[1]).abs().max()),
+        "int8": float((ends[0] - ends[2]).abs().max()),
+    }
+
+
+@job
+def refusals(rank: int, size: int) -> dict[str, Any]:
+    hook, found = gcbench.shard_hook, {}
+    found["no fsdp"] = refused(lambda: hook("none").register(model()))
+    frozen = model()
+    frozen.requires_grad_(False)
+    found["frozen"] = refused(lambda: hook("none").register(sharded(frozen)))
+    found["double"] = refused(lambda: hook("none").register(sharded(model().double())))
+    half = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    found["half"] = refused(lambda: hook("none").register(sharded(mp_policy=half)))
+    mixed = model()
+    mixed.hidden.bfloat16()
+    mixed.hidden.bias = nn.Parameter(mixed.hidden.bias.detach().float())
+    found["mixed"] = refused(lambda: hook("none").register(sharded(mixed)))
+    net = sharded()
+    one = hook("none").register(net)
+    found["second hook"] = refused(lambda: hook("none").register(net))
+    found["same hook"] = refused(lambda: one.register(sharded()))
+    found["load after"] = refused(lambda: one.load_state_dict(one.state_dict()))
+    state = one.state_dict()
+
+    def loaded(**changes: Any) -> Any:
+        made = hook("none", seed=changes.pop("seed", 0))
+        made.load_state_dict({**state, **changes})
+        return made.register(sharded())
+
+    found["state of another rank"] = refused(lambda: loaded(rank=size))
+    found["state of other settings"] = refused(lambda: loaded(seed=3))
+    found["state of another format"] = refused(lambda: loaded(format=99))
+    found["state of another rank alone"] = refused(lambda: loaded(rank=size if rank else 0))
+    factor = sharded()
+    factor.hidden.set_gradient_divide_factor(3.0)
+    found["factor"] = refused(lambda: hook("none").register(factor))
+    factor = sharded()
+    hook("none").register(factor)
+    factor.set_gradient_divide_factor(3.0)
+    found["factor later"] = refused(lambda: train(factor, range(1), rank))
+    return found
+
+
+@job
+def differences(rank: int, size: int) -> dict[str, Any]:
+    """Ranks that register different things, or nothing; and a gradient that is not finite."""
+    hook, odd, found = gcbench.shard_hook, rank == size - 1, {}
+    found["method"] = refused(lambda: hook("qsgd" if odd else "terngrad").register(sharded()))
+    found["seed"] = refused(lambda: hook("none", seed=int(odd)).register(sharded()))
+    patience, handshake.PATIENCE = handshake.PATIENCE, 1.0
+    net = sharded()
+    dist.barrier()
+    if not odd:
+        found["absent"] = refused(lambda: hook("none").register(net))
+    dist.barrier()
+    if odd:
+        found["absent"] = refused(lambda: hook("none").register(net))
+    handshake.PATIENCE = patience
+    net = sharded()
+    one = hook("terngrad").register(net)
+    x, _ = batch(0, rank)
+    found["nan"] = refused(lambda: (net(x).sum() * float("nan")).backward())
+    found["after"] = refused(lambda: one._modules[0](x, x, None, None))
+    return found
+
+
+def main(member: Any, methods: list[str], jobs: list[str]) -> dict[str, Any]:
+    """Do jobs in one process group of gloo."""
+    faulthandler.dump_traceback_later(120, exit=True)  # a hang ends, and shows where
+    engines.join(member, "cpu", 1)
+    warnings.simplefilter("error")
+    rank, size = member.rank, member.size
+    found: dict[str, Any] = {}
+    for name in methods:
+        found[name] = method(rank, size, name)
+    for name in jobs:
+        began = time.perf_counter()
+        found[name] = JOBS[name](rank, size)
+        found[name]["seconds"] = time.perf_counter() - began
+    return found

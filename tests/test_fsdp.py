@@ -1,0 +1,281 @@
+"""Compressors in a user's FSDP2 job: equal to the first half of gcbench's own two-shot exchange.
+
+Jobs of real processes are in fsdp_jobs.py; they are started once for each number of processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsdp_jobs
+import pytest
+import torch
+
+import gcbench
+from gcbench.core import memory, registry
+from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.integrations import chosen, fsdp
+from gcbench.integrations.fsdp import Layout, Parameter
+from gcbench.training import launch
+
+ROOT = Path(__file__).parents[1]
+COLLECTIVES = {n: gcbench.get_compressor(n).legal_collectives() for n in registry.compressors()}
+METHODS = [name for name, legal in COLLECTIVES.items() if "twoshot" in legal]
+JOBS = {2: [name for name in fsdp_jobs.JOBS if name != "hybrid"], 4: ["plain", "hybrid"]}
+_done: dict[int, Any] = {}
+
+
+def ranks(size: int) -> list[dict]:
+    """Return what each rank found in all jobs of this many processes."""
+    if size not in _done:
+        try:
+            _done[size] = launch.in_processes(size, 1, fsdp_jobs.main, [METHODS, JOBS[size]])
+        except GcbenchError as error:
+            _done[size] = error
+    if isinstance(_done[size], GcbenchError):
+        raise _done[size]
+    return _done[size]
+
+
+def of(job: str, size: int = 2) -> list[dict]:
+    return [each[job] for each in ranks(size)]
+
+
+# ---- equal to the exchange -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_ends_as_by_our_own_exchange(name, size):
+    """Bit for bit; with four ranks some chunks are short, and some empty."""
+    every = of(name, size)
+    assert len({found["end"] for found in every}) == 1
+    for found in every:
+        assert found["equal"], f"{found['far']} apart"
+        assert found["modules"] == 3
+        assert found["up"] < 0.55 or name == "none"
+        assert found["resumed"], "a job that went on from a saved state"
+
+
+def test_what_is_not_equal_is_seen():
+    for found in of("broken"):
+        assert not found["seed"]
+        assert not found["place"]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_no_compression_gives_the_numbers_of_fsdp(size):
+    """With two ranks the same bits; with four a sum in another order, in bfloat16 a rounded one."""
+    for found in of("plain", size):
+        for kind in ("float32", "sum", "grouped"):
+            assert found[kind] <= (0 if size == 2 else 1e-7)
+        assert found["bfloat16"] <= (0 if size == 2 else 1e-3)
+        assert found["moved"] > 0.1
+        assert found["bytes"], "padding is not sent"
+
+
+def test_replicas_of_shards_end_as_by_torchs_own_hybrid_sharding():
+    for found in of("hybrid", 4):
+        assert found["native"] == 0
+        assert found["shards of one rank"] < 1e-7
+        assert found["bytes"]
+        for name in ("none", "qsgd", "onebit"):
+            assert found[name], "its own exchange, with other random numbers in each replica"
+        assert 'fully_shard(..., mesh=mesh["shard"])' in found["two dimensions"]["text"]
+        assert "a mesh of 2 dimensions" in found["replicas of two dimensions"]["text"]
+        assert "seed: rank 0 0, rank 1 1" in found["odd"]["text"]
+        assert found["odd"]["seconds"] < 5
+
+
+@pytest.mark.parametrize("name", ["start", "seed", "field", "model", "memory", "decay"])
+def test_what_the_hook_takes_ends_as_by_our_own_exchange(name):
+    for found in of("options"):
+        assert found[name]
+
+
+def test_residuals_follow_the_learning_rate_that_the_hook_is_told():
+    for found in of("learning_rate"):
+        assert found["equal"]
+        assert found["matters"]
+
+
+def test_gradients_that_are_accumulated_are_exchanged_once():
+    for found in of("accumulation"):
+        assert found["equal"]
+        assert found["steps"] == fsdp_jobs.STEPS
+
+
+def test_a_parameter_without_a_gradient_is_named_as_the_cause_or_sent_as_zeros():
+    for found in of("unused"):
+        assert found["refused"]["kind"] == "UsageError"
+        said = "the root module: 240 elements came and 486 .*set_reduce_scatter_unused_params"
+        assert re.search(said, found["refused"]["text"])
+        assert found["equal"]
+
+
+def test_a_weight_may_be_cut_along_another_axis():
+    for found in of("placement"):
+        assert found["chunks"] == [[40, 64], [40, 64]]
+        assert found["none"] == 0
+        assert 0 < found["int8"] < 0.01
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+REFUSED = {
+    "no fsdp": "a Net came, of which no module .*fully_shard: call that first.*comm_hook",
+    "frozen": "no module with parameters that require a gradient",
+    "double": "reduced in torch.float64.*reduce_dtype=torch.float32",
+    "half": "reduced in torch.float16.*float16 overflows",
+    "mixed": "hidden: gradients would be reduced in torch.bfloat16, torch.float32",
+    "second hook": "has a reduce-scatter of its own already",
+    "same hook": "registered already: make one for each model",
+    "load after": "load the state, then register",
+    "state of another rank": "that of rank 2 of 2, and this is rank",
+    "state of other settings": "seed: 0 then, 3 now",
+    "state of another format": "format 99: 1 expected",
+    "state of another rank alone": "that of rank 2 of 2, and this is rank 1 of 2",
+    "factor": "hidden: set_gradient_divide_factor.3.0. asks for a scaled sum.*scale the loss",
+    "factor later": "neither a mean nor a sum.*scale the loss",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_carried_is_refused_on_every_rank(name):
+    for found in of("refusals"):
+        assert found[name]["kind"] == "UsageError"
+        assert re.search(REFUSED[name], found[name]["text"])
+        assert found[name]["seconds"] < 5
+
+
+def test_ranks_that_differ_all_say_in_what():
+    for rank, found in enumerate(of("differences")):
+        assert re.search("compressor: rank 0 .*TernGrad.*rank 1 .*QSGD", found["method"]["text"])
+        assert "seed: rank 0 0, rank 1 1" in found["seed"]["text"]
+        assert "rank 1 did not register a hook within 1 s" in found["absent"]["text"]
+        assert found["absent"]["kind"] == ("UsageError" if rank else "PeerLostError")
+        said = f"rank {rank}: the gradient of branch.weight is not finite at step 0"
+        assert said in found["nan"]["text"]
+        assert found["nan"]["kind"] == "DivergedError"
+        assert found["after"]["text"] == found["nan"]["text"], "and it is not gone at the next step"
+
+
+@pytest.mark.parametrize("name", [name for name in COLLECTIVES if name not in METHODS])
+def test_methods_that_need_every_element_everywhere_are_refused(name):
+    with pytest.raises(UsageError, match=r"its shard alone, which is half of a twoshot exchange"):
+        gcbench.shard_hook(name)
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "said"),
+    [
+        (["terngard"], {}, "Did you mean 'terngrad'"),
+        (["terngrad"], {"klip": 2}, "unknown field of compressor 'terngrad': 'klip'"),
+        (["topk"], {"memory": "residul"}, "Did you mean 'residual'"),
+        (["terngrad"], {"memory": "residual"}, "does not contract"),
+        (["none"], {"dense_below": -1}, "dense_below=-1: at least 0"),
+        (["none"], {"start_step": -1}, "start_step=-1: at least 0"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(words, options, said):
+    with pytest.raises(UsageError, match=said):
+        gcbench.shard_hook(*words, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Joint(memory.NoMemory):
+    joint: ClassVar[tuple[str, ...]] = ("average",)
+
+
+def test_a_memory_of_the_whole_mean_is_refused(monkeypatch):
+    monkeypatch.setattr(chosen, "memory", lambda *words: Joint())
+    with pytest.raises(UsageError, match=r"Joint\(\) keeps average of the whole mean"):
+        gcbench.shard_hook("none")
+
+
+def test_a_torch_with_other_internals_is_refused_with_the_versions_tried(monkeypatch):
+    from torch.distributed.fsdp import FSDPModule
+
+    class Sharded(FSDPModule, torch.nn.Linear):
+        def __new__(cls, *words):
+            return object.__new__(cls)
+
+        def _get_fsdp_state(self):
+            return object()
+
+    net = Sharded(2, 3)
+    with pytest.raises(UsageError, match=r"does not hold parameters .*_fsdp_param_groups.*2\.13"):
+        gcbench.shard_hook("none").register(net)
+    monkeypatch.delattr(FSDPModule, "set_custom_reduce_scatter")
+    with pytest.raises(UsageError, match=r"has no FSDPModule.set_custom_reduce_scatter.*2\.13"):
+        gcbench.shard_hook("none").register(net)
+
+
+# ---- pieces --------------------------------------------------------------------------------------
+
+SHAPES = [(13, 7), (5,), (1, 3), (8, 2, 3), (2, 1)]
+
+
+def layout(size: int, dense: tuple[bool, ...] = (False, True, False, True, False)) -> Layout:
+    made = [Parameter.of(f"p{i}", shape, 0, size) for i, shape in enumerate(SHAPES)]
+    return Layout(tuple(made), dense, size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_chunks_are_found_where_fsdp_puts_them(size):
+    """By the operation that FSDP itself lays its input out with."""
+    import torch.distributed.fsdp._fully_shard._fsdp_collectives
+
+    made, start, gradients = layout(size), 1, []
+    for shape in SHAPES:
+        numel = torch.Size(shape).numel()
+        gradients.append(torch.arange(start, start + numel, dtype=torch.float32).view(shape))
+        start += numel
+    given = torch.empty(size, made.row)
+    torch.ops.fsdp.chunk_cat(gradients, dim=0, num_chunks=size, out=given)
+    taken = made.take(given.view(-1))
+    for lane, x in zip(((0, 2, 4), (1, 3)), taken, strict=True):
+        chunks = [gradients[i].chunk(size) for i in lane]
+        wanted = [c[rank].reshape(-1) for rank in range(size) for c in chunks if rank < len(c)]
+        assert torch.equal(x, torch.cat(wanted)), "without padding, rank by rank"
+    for rank in range(size):
+        back = torch.zeros(made.row)
+        for lane, x in zip(made.lanes(), taken, strict=True):
+            pieces = [piece for _, piece in made.pieces(lane, x)]
+            own = torch.cat(pieces[rank * len(lane) : (rank + 1) * len(lane)])
+            made.give(lane, own, back, rank)
+        assert torch.equal(back, given[rank])
+
+
+def test_no_segment_reaches_over_a_chunks_end():
+    for granularity in ("tensor", "column", "model", 4):
+        method = gcbench.get_compressor("terngrad", granularity=granularity)
+        settings = fsdp.Settings(method, memory.NoMemory(), 0, 0, 0)
+        compressed, dense = fsdp.lanes(settings, layout(3), 100, 0)
+        assert compressed.start == 100
+        assert compressed.segments.numel == 13 * 7 + 3 + 2
+        assert compressed.edges == (0, 5 * 7 + 3 + 1, 10 * 7 + 3 + 2, 13 * 7 + 3 + 2)
+        assert {*compressed.edges} <= {*compressed.segments.offsets}
+        assert dense.start == 100 + compressed.segments.numel
+        assert dense.compressor == gcbench.get_compressor("none")
+        assert dense.edges[-1] == 5 + 8 * 2 * 3
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+
+def test_the_example_of_the_readme_trains(tmp_path):
+    text = (ROOT / "README.md").read_text()
+    section = re.search(r"\n## In your FSDP2 job\n(.*?)\n## ", text, re.DOTALL)
+    assert section
+    (example,) = re.findall(r"```python\n(.*?)```", section[1], re.DOTALL)
+    (tmp_path / "train.py").write_text(example)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*words, "train.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"3\.\d times fewer bytes", done.stdout)
