@@ -179,3 +179,24 @@ def test_authors_are_told_what_came_and_what_was_expected(simulated, clock, made
     exchange = Exchange(simulated(2), [Lane(made(), "allgather", 0, Segments.of([(4,)]))], 0, clock)
     with pytest.raises(GcbenchError, match=rf"{made.__name__}.*: {said}"):
         exchange.mean([torch.ones(4)] * 2, 0)
+
+
+def test_a_nan_that_a_method_made_is_the_methods(monkeypatch, tmp_path):
+    """And not the learning rate's; a gradient that is none is told as before."""
+    from commands import invoke
+
+    none = type(registry.compressor("none"))
+
+    def spoiled(self, payloads, segments, shared, *, out=None):
+        return torch.full((segments.numel,), torch.nan)
+
+    words = ("run", "--task", "quadratic", "--compressor", "none", "--collective", "allgather")
+    words = (*words, "--steps", 3, "--results", tmp_path, "--progress", "none")
+    with monkeypatch.context() as patch:
+        patch.setattr(none, "mean", spoiled)
+        done = invoke(*words)
+    assert done.code == 1
+    assert "the mean that none made is not finite in layer x at step 0" in done.err
+    assert "gcbench verify none" in done.err
+    assert "--lr" not in done.err
+    assert invoke(*words, "--force").code == 0

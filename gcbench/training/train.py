@@ -39,6 +39,8 @@ THREADS_FROM = 1 << 17
 """Parameters from which simulated workers run on threads; below, the interpreter is the limit."""
 AGREE_EVERY = 10
 """Steps between agreements to pause; between processes each costs a message."""
+MODERATE = 2.0**100
+"""Gradients below this, added over any number of workers, stay far from infinity."""
 CHECK_EVERY = 50
 """Steps between looks at whether the replicas of several processes are still the same."""
 EMA_WARM_UP = 10
@@ -368,6 +370,26 @@ class Trainer:
                 )
         return True
 
+    def _check_mean(self, mean: Tensor, buckets: list[Tensor]) -> None:
+        """Check that a method made no NaN or infinity of gradients that are far from both.
+
+        Raises:
+            DivergedError: it did; with the method and the layer.
+        """
+        if math.isfinite(float(mean.sum())) or bool(mean.isfinite().all()):
+            return
+        if any(float(bucket.abs().amax()) > MODERATE for bucket in buckets):
+            return  # sums of such gradients overflow: the next step's gradients tell
+        pieces = zip(self.names, torch.split(mean, self.sizes), strict=True)
+        layer = next(name for name, piece in pieces if not piece.isfinite().all())
+        name = self.config.compressor
+        raise DivergedError(
+            f"the mean that {name} made is not finite in layer {layer} at step {self.step}, and "
+            f"every gradient was: the method or its memory is at fault. gcbench verify {name} "
+            "looks at it",
+            self.step,
+        )
+
     def _check_replicas(self, digest: Callable[[], str]) -> None:
         """Compare the replicas' parameters.
 
@@ -411,6 +433,7 @@ class Trainer:
         if finite:
             applied = min(self.step + config.delay, config.steps - 1)
             mean = self.exchange.mean(buckets, self.step, config.lr_at(applied))
+            self._check_mean(mean, buckets)
             with self.clock.phase("update"):
                 self._apply(mean)
         else:
