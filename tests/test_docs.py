@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import types
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from gcbench import ops
+from gcbench.core import registry
 from gcbench.core.compressor import Segments
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.reporting import catalog, kernel_timings
@@ -18,18 +21,30 @@ from gcbench.studies import conformance
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_example_of_contributing_works(simulated, clock):
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """Return a function that runs the example of CONTRIBUTING.md with this class."""
+
+    def find(name: str) -> type:
+        (source,) = (
+            block
+            for block in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+            if f"class {name}(" in block
+        )
+        module = types.ModuleType(name.lower())
+        monkeypatch.setitem(sys.modules, name.lower(), module)
+        exec(source, module.__dict__)
+        return module.__dict__[name]
+
+    return find
+
+
+def test_the_compressor_of_contributing_works(shown, simulated, clock):
     """The file that CONTRIBUTING.md shows is a compressor, in every collective that it lists."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    source = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    assert source
-    module = types.ModuleType("halves")
-    sys.modules["halves"] = module
-    try:
-        exec(source.group(1), module.__dict__)
-    finally:
-        del sys.modules["halves"]
-    method = module.Halves()
+    method = shown("Halves")()
     xs = [torch.full((3000,), float(rank)) for rank in range(4)]
     for collective in method.collectives:
         world = simulated(4)
@@ -38,6 +53,71 @@ def test_the_example_of_contributing_works(simulated, clock):
         assert world.traffic[0].payload_up == 2 * 3000
     outcomes = [conformance.run(method, check) for check in conformance.CHECKS]
     assert [outcome for outcome in outcomes if outcome.verdict == "fails"] == []
+
+
+def test_the_method_in_rounds_of_contributing_works(shown, simulated, clock):
+    """Of ten blocks the one that is largest in the mean arrives, whole and exact."""
+    method = shown("LargestBlocks")()
+    xs = [torch.zeros(640) for _ in range(2)]
+    xs[0][:64], xs[1][:64] = 3.0, -3.0  # the largest of each worker, and nothing in the mean
+    for x in xs:
+        x[128:192] = torch.arange(64.0)
+    world = simulated(2)
+    exchange = Exchange(world, [Lane(method, "allreduce", 0, Segments((0, 640)))], 0, clock)
+    expected = torch.zeros(640)
+    expected[128:192] = torch.arange(64.0)
+    assert torch.equal(exchange.mean(xs, 0), expected)
+    assert world.traffic[0].payload_up == 4 * (10 + 64)
+    outcomes = [conformance.run(method, check) for check in conformance.CHECKS]
+    assert [outcome for outcome in outcomes if outcome.verdict == "fails"] == []
+
+
+def test_the_memory_of_contributing_works(shown, simulated, clock):
+    """A constant gradient is learned: what an unbiased code adds to it ends."""
+    memory = shown("Differences")(rate=0.25)
+    method = registry.compressor("qsgd", levels=7)
+    xs = [torch.randn(400, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    lane = Lane(method, "allgather", 0, Segments((0, 400)), memory)
+    exchange = Exchange(simulated(2), [lane], 0, clock)
+    mean = (xs[0] + xs[1]) / 2
+    errors = [float((exchange.mean(xs, step) - mean).norm()) for step in range(60)]
+    assert errors[0] > 0.1
+    assert errors[-1] < 1e-3 * errors[0]
+
+
+def test_the_sink_of_contributing_works(shown, tmp_path):
+    board = shown("Board")()
+    board.open(tmp_path, {"task": "digits"}, {})
+    board.record({"step": 5, "kind": "train"})
+    board.close()
+    assert (tmp_path / "board.txt").read_text() == '{"task": "digits"}\n5 train\n'
+
+
+def wrong_signatures(lines: list[str]) -> list[str]:
+    """Return the lines that are not the signature of an operation."""
+    found = []
+    for line in lines:
+        told = re.match(r"(\w+)\.(\w+)(\(.*?\))(  |$)", line)
+        function = getattr(getattr(ops, told[1], None), told[2], None) if told else None
+        if not told or function is None:
+            found.append(line)
+            continue
+        real = inspect.signature(function)
+        plain = [
+            value.replace(annotation=inspect.Parameter.empty) for value in real.parameters.values()
+        ]
+        given = str(inspect.Signature(plain)).replace("device='cpu'", 'device="cpu"')
+        if given != told[3]:
+            found.append(f"{line}: it is {given}")
+    return found
+
+
+def test_the_operations_of_contributing_have_these_signatures():
+    (block,) = re.findall(r"```text\n(packing.*?)```", TEXT, re.DOTALL)
+    lines = block.splitlines()
+    assert len(lines) >= 30
+    assert wrong_signatures(lines) == []
+    assert len(wrong_signatures(["packing.pack(codes)  x", "packing.nothing()", "no.op()"])) == 3
 
 
 def test_the_table_of_methods_is_what_the_list_says():
@@ -74,11 +154,11 @@ def test_the_table_of_kernels_is_what_was_saved():
         if (row.size, row.device, row.threads) == ("25e6", "cpu", 1)
     }
     text = (ROOT / "README.md").read_text()
-    for which, ops in KERNELS.items():
+    for which, wanted in KERNELS.items():
         found = re.search(rf"^\| {which} \| (.*) \|$", text, re.MULTILINE)
         assert found
         told = [cell.strip() for cell in found[1].split("|") if cell.strip()]
-        rows = [(saved[op, "cpu avx512"], saved[op, "eager"]) for op in ops]
+        rows = [(saved[op, "cpu avx512"], saved[op, "eager"]) for op in wanted]
         times = [f"{row.of_copy:.2f} ({eager.seconds / row.seconds:.0f}x)" for row, eager in rows]
         assert told == times
 
