@@ -96,7 +96,7 @@ class TopK(Compressor):
         residual += x
         payload = self.encode(residual, segments, shared, key, out=out)
         positions, values = self._open(payload, segments)
-        residual[positions] -= values  # all else stays: 0 was sent of it
+        residual.index_add_(0, positions, values, alpha=-1)  # of all else 0 was sent
         return payload
 
     def _open(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor]:
