@@ -32,8 +32,9 @@ from torch import Tensor
 from gcbench.core.claims import Claims
 from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill
 from gcbench.core.errors import PayloadError
-from gcbench.ops import packing
+from gcbench.ops import packing, selection
 from gcbench.ops.packing import packed_words
+from gcbench.ops.selection import KeptRun
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,8 @@ class DeMo(Compressor):
         out: Payload | None = None,
     ) -> Payload:
         cuts = self._cuts(segments)
-        coefficients = dct(x, cuts)
-        places = largest_places(coefficients, cuts)
-        return fill(out, pack_places(places, cuts), coefficients[places])
+        places, values = selection.largest_elements(dct(x, cuts), kept_runs(cuts))
+        return fill(out, pack_places(places, cuts), values)
 
     def _sent(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor]:
         """Return where a payload's values belong among all coefficients, int64, and the values."""
@@ -254,22 +254,9 @@ def inverse_dct(coefficients: Tensor, cuts: Sequence[Chunks]) -> Tensor:
     return out.nan_to_num_()
 
 
-def largest_places(coefficients: Tensor, cuts: Sequence[Chunks]) -> Tensor:
-    """Return the places of each chunk's largest magnitudes, int64, increasing.
-
-    Of equal magnitudes the lowest places are taken, whatever order torch.topk has.
-    """
-    places = [torch.empty(0, dtype=torch.int64, device=coefficients.device)]
-    for cut in cuts:
-        size = coefficients[cut.place].abs().view(cut.number, cut.size)
-        least = size.topk(cut.kept, dim=1, sorted=False).values.amin(1, keepdim=True)
-        keep = size >= least
-        surplus = keep.sum(1, keepdim=True) - cut.kept
-        if surplus.any():
-            ties = size == least
-            keep &= ~ties | (ties.cumsum(1) <= ties.sum(1, keepdim=True) - surplus)
-        places.append(keep.view(-1).nonzero().view(-1).add_(cut.start))
-    return torch.cat(places)
+def kept_runs(cuts: Sequence[Chunks]) -> list[KeptRun]:
+    """Return the chunks as segments of the coefficients, of which `kept` are kept."""
+    return [KeptRun(cut.start, cut.number, cut.size, cut.kept) for cut in cuts]
 
 
 def _widths(cuts: Sequence[Chunks]) -> list[tuple[int, int]]:

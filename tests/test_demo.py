@@ -135,7 +135,8 @@ def test_largest_coefficients_with_ties():
     """Of equal magnitudes, whatever their sign, the lowest indices stay; chunks do not mix."""
     cuts = [code.Chunks(0, 1, 1, 3, 5, 2)]
     coefficients = torch.tensor([1.0, -2, 2, 2, 0, 0, 0, 0, 0, 0, 9, 8, 8, -9, 10])
-    assert code.largest_places(coefficients, cuts).tolist() == [1, 2, 5, 6, 10, 14]
+    places, _ = code.selection.largest_elements(coefficients, code.kept_runs(cuts))
+    assert places.tolist() == [1, 2, 5, 6, 10, 14]
 
 
 def test_the_largest_are_kept():
