@@ -150,13 +150,12 @@ void add_tile(const Payloads& in, const Segments& segments, int64_t start, int c
 GC_API int64_t gc_sign_pack(const float* x, int64_t n, int bits, uint32_t* out, int threads) {
   parallel(tiles_of(n), threads, [=](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
-      const float *part = x + t * TILE, *reading = n >= STREAM_FROM ? part : nullptr;
+      const float* part = x + t * TILE;
+      ask_ahead(part);
       if (bits == 1) {
-        pack_asking<2>([=](int i) { return sign_bit(part[i]); }, count_of(t, n), out + t * LANES,
-                       Ahead{part + 2 * TILE});
+        pack_tile<1>([=](int i) { return sign_bit(part[i]); }, count_of(t, n), out + t * LANES);
       } else {
-        if (reading) ask_lines<32>(part, 0);
-        pack_tile<2>([=](int i) { return sign_code(part[i]); }, count_of(t, n), out + t * 2 * LANES, reading);
+        pack_tile<2>([=](int i) { return sign_code(part[i]); }, count_of(t, n), out + t * 2 * LANES);
       }
     }
   });
@@ -174,12 +173,12 @@ GC_API int64_t gc_sign_pack_above(const float* x, const int64_t* table, int64_t 
       values[0] = (float)(factor * sqrt(square[s] / (double)(segments.offsets[s + 1] - segments.offsets[s])));
     });
     for (int64_t t = first; t < last; ++t) {
-      const float *part = x + t * TILE, *reading = n >= STREAM_FROM ? part : nullptr;
+      const float* part = x + t * TILE;
       const int count = count_of(t, n);
-      if (reading) ask_lines<32>(part, 0);
+      ask_ahead(part);
       spread.tile(t * TILE, count);
       const float* limits = spread.row[0];
-      pack_tile<2>([=](int i) { return sign_code_above(part[i], limits[i]); }, count, out + t * 2 * LANES, reading);
+      pack_tile<2>([=](int i) { return sign_code_above(part[i], limits[i]); }, count, out + t * 2 * LANES);
     }
   });
   return 0;
