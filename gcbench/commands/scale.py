@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -40,7 +40,7 @@ Model = Annotated[
     str,
     typer.Option(
         help="alexnet, googlenet, googlenet-slim, vgg-a, resnet20, resnet32, resnet50, "
-        "transformer-1.3b."
+        "bert-large, transformer-1.3b."
     ),
 ]
 Module = Annotated[
@@ -51,37 +51,73 @@ Place = Annotated[
     str,
     typer.Option(
         "--cluster",
-        help="A .yaml file, or gtx1080-1gbe, p100-100g, v100-25g, a100-10g, a100-1600g, "
-        "h100-3200g.",
+        help="A .yaml file, or device x GPUs a node - link between nodes: gtx1080x4-1gbe, "
+        "p100x4-100g, v100x8-25g, a100x1-10g, a100x8-25g, a100x8-100g, a100x8-1600g, "
+        "h100x8-3200g.",
     ),
 ]
 PlaceSet = Annotated[
     list[str] | None,
     typer.Option(
-        "--cluster-set", help="A setting of the cluster, e.g. overlap=0.5 or inter.gbit=10."
+        "--cluster-set", help="A setting of the cluster, e.g. price=2.5 or inter.gbit=10."
     ),
 ]
-Batch = Annotated[int | None, typer.Option(help="Examples of a worker in a step.")]
+Batch = Annotated[
+    int | None,
+    typer.Option(
+        help="Examples of one GPU in a step (for the transformers: sequences). The larger, the "
+        "less there is to gain. Default: that of the published throughput."
+    ),
+]
 Compute = Annotated[
     float | None,
-    typer.Option(help="Milliseconds of a worker's forward and backward pass, measured."),
+    typer.Option(
+        help="Milliseconds of one GPU's forward and backward pass, as you measured them; in place "
+        "of published throughput."
+    ),
+]
+Overlap = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        max=1,
+        help="Share of the backward pass under which communication hides; 0: none. Default the "
+        "cluster's, 1: DDP's buckets.",
+    ),
+]
+Sharded = Annotated[
+    bool,
+    typer.Option(
+        "--sharded",
+        help="FSDP: bf16 parameters are gathered twice a step, gradients reduced and scattered; "
+        "compression touches the latter alone.",
+    ),
 ]
 DenseLast = Annotated[bool, typer.Option(help="Keep the last layer dense.")]
 DenseBelow = Annotated[int, typer.Option(help="Keep tensors below this many elements dense.")]
 Kernels = Annotated[
     str,
     typer.Option(
-        help="assumed: the floor of the device's memory; measured: here and now; or a file of "
-        "`make bench`."
+        help="What encoding takes. assumed: from the committed measurement, scaled to the GPU's "
+        "memory, to that memory's floor; measured: timed here and now; or a file of `gcbench "
+        "bandwidth --json` or `make bench`, made on the machine that is meant."
     ),
 ]
+
+
+def cluster_changes(settings: list[str] | None, overlap: float | None) -> dict[str, Any]:
+    """Return what the options change about a cluster, as `clusters.load` takes it."""
+    from gcbench.training import grid
+
+    changes = dict(grid.pairs("--cluster-set", settings))
+    return changes if overlap is None else {**changes, "overlap": overlap}
 
 
 @app.command()
 def predict(
     model: Model = "resnet50",
     module: Module = None,
-    cluster: Place = "v100-25g",
+    cluster: Place = "v100x8-25g",
     cluster_set: PlaceSet = None,
     compressor: Annotated[
         str | None,
@@ -90,9 +126,13 @@ def predict(
     collective: Annotated[
         str | None, typer.Option(help="allreduce, allgather or twoshot; default the method's.")
     ] = None,
-    workers: Annotated[str, typer.Option(help="Numbers of workers, up to 100000.")] = "8,64,512",
+    workers: Annotated[
+        str, typer.Option(help="Numbers of GPUs, with commas, up to 100000.")
+    ] = "8,64,512",
     batch: Batch = None,
     compute_ms: Compute = None,
+    overlap: Overlap = None,
+    sharded: Sharded = False,
     dense_last: DenseLast = False,
     dense_below: DenseBelow = 0,
     kernels: Kernels = "assumed",
@@ -112,7 +152,7 @@ def predict(
     """
     from gcbench.studies import methods
     from gcbench.studies.scale import clusters, prediction
-    from gcbench.training import configuration, grid
+    from gcbench.training import configuration
 
     chosen = list(methods.all_of(compressor))
     settings = make(
@@ -122,11 +162,12 @@ def predict(
         compressors=chosen,
         collective=collective,
         workers=numbers("--workers", workers, int),
-        cluster=clusters.load(cluster, grid.pairs("--cluster-set", cluster_set)),
+        cluster=clusters.load(cluster, cluster_changes(cluster_set, overlap)),
         batch=batch,
         compute_ms=compute_ms,
         dense_last=dense_last,
         dense_below=dense_below,
+        sharded=sharded,
         kernels=kernels,
         threads=threads or configuration.cores(),
     )
