@@ -113,6 +113,16 @@ def cluster_changes(settings: list[str] | None, overlap: float | None) -> dict[s
     return changes if overlap is None else {**changes, "overlap": overlap}
 
 
+Stored = Annotated[
+    str,
+    typer.Option(
+        help="What codecs take inside an exchange: stored (measured once, in the package), or a "
+        "file of `gcbench bandwidth --json`."
+    ),
+]
+Latency = Annotated[float, typer.Option(min=0, help="Microseconds a message.")]
+
+
 @app.command()
 def predict(
     model: Model = "resnet50",
@@ -220,15 +230,14 @@ def fft(
         str, typer.Option(help="model (as published), tensor, or a group size.")
     ] = "model",
     links: Annotated[str, typer.Option(help="Links in Gbit/s.")] = "1,10,25,40,56,100,400",
-    workers: Annotated[int, typer.Option(help="Workers of the methods' table.")] = 8,
+    workers: Annotated[int, typer.Option(help="GPUs in the table of methods.")] = 8,
     compressor: Annotated[
-        str | None, typer.Option(help="Methods of that table, with commas; default all.")
+        str | None, typer.Option(help="Methods in that table, with commas; default all.")
     ] = None,
-    kernels: Annotated[
-        str, typer.Option(help="For that table: measured here and now, or a file of `make bench`.")
-    ] = "measured",
+    kernels: Stored = "stored",
+    link_latency_us: Latency = 50.0,
     elements: Annotated[
-        str, typer.Option(help="Elements of the timed gradient, in thousands.")
+        str, typer.Option(help="Number of gradient elements to time, a multiple of 1000.")
     ] = "1e6",
     threads: Threads = None,
     format_: Formatted = Format.table,
@@ -238,7 +247,7 @@ def fft(
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Evaluate FFT sparsification's cost model: the least ratio, the fastest link that pays."""
+    """Evaluate FFT sparsification's cost model: the least ratio that pays, and on which links."""
     from gcbench.core.errors import unknown
     from gcbench.studies import methods
     from gcbench.studies.scale import breakeven
@@ -265,10 +274,51 @@ def fft(
         workers=workers,
         compressors=chosen,
         kernels=kernels,
+        link_latency_us=link_latency_us,
+    )
+    made = long_work(breakeven.KIND, settings, results, progress, 1, breakeven.run, force=force)
+    deliver(made, results, plot, format_, as_json=json)
+
+
+@app.command("links")
+def pays(
+    workers: Annotated[
+        str, typer.Option(help="Numbers of GPUs, with commas; default that of the measurement.")
+    ] = "",
+    compressor: Annotated[
+        str | None, typer.Option(help="Methods with commas; default all.")
+    ] = None,
+    kernels: Stored = "stored",
+    link_latency_us: Latency = 50.0,
+    format_: Formatted = Format.table,
+    plot: Plot = None,
+    results: Results = ANALYSES,
+    progress: Shown = Progress.auto,
+    force: Force = False,
+    json: Json = False,
+) -> None:
+    """Tell on which links each method pays, from what was measured inside exchanges.
+
+    It is the definition and the measurement of `gcbench bandwidth`, `scale fft` and `advise`; these
+    two are of an exchange alone, and `advise` of a model whose backward pass hides communication.
+    """
+    from gcbench.studies import methods
+    from gcbench.studies.scale import links
+
+    chosen = [word for word in methods.all_of(compressor) if word != "none"]
+    known = links.measurement(kernels)
+    settings = make(
+        links.Settings,
+        kernels=kernels,
+        compressors=chosen,
+        workers=numbers("--workers", workers, int) if workers.strip() else [],
+        link_latency_us=link_latency_us,
+        measured=f"{known.analysis.name}, {known.analysis.provenance.get('started')}",
     )
     made = long_work(
-        breakeven.KIND, settings, results, progress, len(chosen) + 2, breakeven.run, force=force
-    )
+        links.KIND, settings, results, progress, max(1, len(settings.workers)), links.run,
+        force=force,
+    )  # fmt: skip
     deliver(made, results, plot, format_, as_json=json)
 
 

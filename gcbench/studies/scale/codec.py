@@ -99,6 +99,10 @@ def beyond(first: Links | None, second: Links | None) -> Links | None:
     return (low, high) if low < high else None
 
 
+FIELDS = ("pays_on_from", "pays_on_to", "links")
+"""What `pays_fields` tells against fp32; with `_better` against both baselines."""
+
+
 def pays_fields(
     own: Cost, nbytes: float, workers: int, copy: float, latency: float
 ) -> analysis.Row:

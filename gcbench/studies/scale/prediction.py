@@ -338,7 +338,7 @@ def _measured(
         if settings.kernels == ASSUMED:
             device = settings.cluster.device
             own = {word: one and one.on(device) for word, one in own.items()}
-        spends = {
+        spends: dict[str, Spend] = {
             word: partial(one.seconds, chosen[word]) for word, one in own.items() if one is not None
         }
         if settings.kernels != ASSUMED:
