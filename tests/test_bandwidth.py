@@ -115,7 +115,7 @@ def test_links_by_hand():
 
 
 def test_the_better_of_two_baselines_by_hand():
-    """4 MB of float32 among 2: 4 MB by fp32; 2 MB by bf16 and 1e6 elements of 1.5 copies of 1 ns."""
+    """4 MB among 2: 4 MB by fp32; 2 MB by bf16 and 1e6 elements of 1.5 copies of 1 ns."""
     fp32, bf16 = codec.baselines(4e6, 2, 1e-9)
     assert fp32 == (0.0, 4e6, 2.0)
     assert bf16 == (pytest.approx(1.5e-3), 2e6, 2.0)

@@ -105,6 +105,8 @@ TRANSFERS = [
     Shown(field="checked", heading="checked by"),
     Shown(field="speed", heading="speed\nvs plain"),
 ]
+NOISY = ("speed_low", "speed_high", "luck", "noise", "warnings")
+"""What a line of an exchange at one size tells of how sure it is."""
 PHASES_SHOWN = [
     Shown(field="method", heading="method"),
     Shown(field="collective", heading="collective"),
@@ -130,7 +132,7 @@ CROSSOVERS = [
     Shown(field="pays_from", heading="pays\nfrom"),
     Shown(field="links", heading="~ pays\nover fp32"),
     Shown(field="links_better", heading="~ and\nover bf16"),
-    Shown(field="noise", heading="noise, largest"),
+    Shown(field="warnings", heading="noise"),
 ]
 
 
@@ -179,8 +181,8 @@ def summarize(settings: Settings, records: Records) -> Analysis:
                 f"does it in less than {CHANCE:.0%} (sign test over the pairs, which needs {LEAST} "
                 "of them), at this and every larger size. Ratios, at the largest size: bytes of "
                 "the float32 gradient / payload up; wire bytes, plain / own. ~ as above, at the "
-                f"largest size. noise: a spread (half of the middle half / median) above {WIDE:.0%}"
-                f", or times more than {OUTLYING:g} robust standard deviations from the median."
+                "largest size. noise: warnings, which the conclusions spell: a spread (half of the "
+                f"middle half / median) above {WIDE:.0%}, or times more than {OUTLYING:g} robust standard deviations from the median."
             ],
             rows=crossings,
         ),
@@ -228,7 +230,7 @@ def _row(size: int, item: Item, record: Mapping[str, Any]) -> Row:
         told += [f"plain: {said}" for said in noise(record["plain"])]
         if len(seconds) >= LEAST and row["luck"] < CHANCE and row["speed"] <= 1:
             told.append("its median is slower, yet it wins most pairs")
-        row["noise"] = "; ".join(told) or None
+        row["noise"], row["warnings"] = "; ".join(told) or None, len(told) or None
     return row
 
 
@@ -286,7 +288,7 @@ def _crossing(settings: Settings, item: Item, rows: Sequence[Row], phases: Seque
     )
     made["speed"], made["best_speed"] = measured[largest]["speed"], measured[best]["speed"]
     made["best_size"] = size_text(best)
-    made |= {name: measured[largest][name] for name in ("speed_low", "speed_high", "luck", "noise")}
+    made |= {name: measured[largest][name] for name in NOISY}
     made["pays_from_bytes"] = pays_from(
         settings.sizes, {size: bool(row["pays"]) for size, row in measured.items()}
     )

@@ -122,6 +122,8 @@ class Step:
         self.elements = traffic.dense_bytes(lanes[0]) / work.FLOAT
         self.width = work.FLOAT
         """Bytes an element where gradients are added before they are encoded, inside a node."""
+        self.cut = True
+        """Whether the devices of a node encode a share each, of what was added inside it."""
         self._sent: dict[int, list[traffic.Message]] = {}
 
     def _exchange(self, workers: int) -> list[traffic.Message]:
@@ -186,7 +188,7 @@ class Step:
         encode = decode = 0.0
         if among > 1:
             way = "reducescatter" if self.sharded else self.collective
-            encode, decode = spend(way, self.elements / inside, among)
+            encode, decode = spend(way, self.elements / (inside if self.cut else 1), among)
         exposed = 0.0
         if self.sharded:
             own = PARAMETER * self.numel / workers
@@ -235,7 +237,7 @@ class Plain(Step):
         super().__init__(
             methods.parse("none"), "allreduce", (shapes, ()), compute, spend, sharded=sharded
         )
-        self.width = width
+        self.width, self.cut = width, False  # casts come before all additions
 
     def _exchange(self, workers: int) -> list[traffic.Message]:
         if not self.width:
@@ -781,10 +783,11 @@ def sensitivity(
             same.append(f"{name} ({gain:.3g}x)")
         else:
             other.append(f"{name}: {what} ({gain:.3g}x)")
+    changes = "; ".join(other) or "nothing of what was tried"
     said = (
-        f"The answer is {now} ({least:.3g} times as fast as reducing in fp32). What would change "
+        f"The answer is {now}, {least:.3g} times as fast as reducing in fp32. What would change "
+        f"it: {changes}."
     )
-    said += f"it: {'; '.join(other) or 'nothing of what was tried'}."
     return said + (f" The same with {', '.join(same)}." if same else "")
 
 
