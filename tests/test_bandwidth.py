@@ -679,9 +679,7 @@ def test_wrong_results_are_found_and_fail_the_command(site, third_party, tmp_pat
     found = {row["method"]: row["pays_from"] for row in last}
     assert found["raising"] == found["diverging"] == "failed"
     assert found["drifting"] == found["doubling"] == "wrong"
-    assert (
-        "of 1 exchanges pay at 8K; the fastest is none by allreduce" in document["conclusions"][1]
-    )
+    assert "none by allreduce" in document["conclusions"][1]
     again = invoke(*command)  # found as it was
     assert again.code == 1
     assert "too large for me" in again.out

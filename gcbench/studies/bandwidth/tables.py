@@ -182,7 +182,8 @@ def summarize(settings: Settings, records: Records) -> Analysis:
                 "of them), at this and every larger size. Ratios, at the largest size: bytes of "
                 "the float32 gradient / payload up; wire bytes, plain / own. ~ as above, at the "
                 "largest size. noise: warnings, which the conclusions spell: a spread (half of the "
-                f"middle half / median) above {WIDE:.0%}, or times more than {OUTLYING:g} robust standard deviations from the median."
+                f"middle half / median) above {WIDE:.0%}, or times more than {OUTLYING:g} robust "
+                "standard deviations from the median."
             ],
             rows=crossings,
         ),
