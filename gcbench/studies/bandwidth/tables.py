@@ -127,6 +127,7 @@ CROSSOVERS = [
     Shown(field="speed", heading="speed,\nlargest"),
     Shown(field="speed_low", heading="from"),
     Shown(field="speed_high", heading="to"),
+    Shown(field="luck", heading="p by\nchance"),
     Shown(field="best_speed", heading="speed,\nbest"),
     Shown(field="best_size", heading="at\nsize"),
     Shown(field="pays_from", heading="pays\nfrom"),
