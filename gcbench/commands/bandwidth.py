@@ -93,8 +93,8 @@ def bandwidth(
         S,
         _opt(
             "--plain",
-            text="Uncompressed collectives of the library: all_reduce, reduce_scatter, all_gather, alltoall, broadcast, "
-            "sendrecv. Default all.",
+            text="Uncompressed collectives of the library: all_reduce, reduce_scatter, "
+            "all_gather, alltoall, broadcast, sendrecv. Default all.",
             panel=WHAT,
         ),
     ] = None,

@@ -18,7 +18,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -486,51 +486,75 @@ def _to_learn(settings: Settings, untested: Sequence[Row]) -> str:
 # ---- the picture ---------------------------------------------------------------------------------
 
 
+_PLACES = {USE: 2, UNCLEAR: 1, UNTESTED: 0, LOSES: 3}
+"""Colours of the colour-blind palette by advice: green is what is advised, and nothing else."""
+
+
+def _styles() -> dict[str, dict[str, Any]]:
+    """Return colour and marker of each advice; what gains nothing is grey."""
+    import seaborn
+
+    palette = seaborn.color_palette("colorblind")
+    made = figures.styles(ORDER)
+    for name, style in made.items():
+        style["color"] = palette[_PLACES[name]] if name in _PLACES else "0.6"
+    return made
+
+
 def draw(analysis: Analysis, path: Path) -> None:
-    """Draw gain against accuracy lost; what has no points of accuracy stands apart."""
+    """Draw what each method gains, and beside it gain against accuracy where that was seen."""
     rows = [row for row in analysis.table("methods").rows if row["speedup"]]
-    settings = analysis.settings
-    styles = figures.styles(ORDER)
+    settings, styles = analysis.settings, _styles()
     known = [row for row in rows if row.get("accuracy_difference") is not None]
-    apart = len(known) < len(rows)
-    gains = [float(row["speedup"] or 0) for row in rows] or [1.0]
-    with figures.canvas(11, 6) as figure:
-        grid = figure.subplots(1, 1 + apart, width_ratios=(3, 1)[: 1 + apart], sharey=True)
-        panels = list(grid) if apart else [grid]
-        left = panels[0]
-        marks: list[list[figures.Mark]] = [[] for _ in panels]
-        for row in rows:
-            style = styles[str(row["advice"])]
-            place = 0 if row in known else 1
-            x = 0.0 if place else 100 * float(row["accuracy_difference"] or 0)
-            y = float(row["speedup"] or 0)
-            if not place:
-                ends = [100 * float(row[f"accuracy_{end}"] or 0) for end in ("low", "high")]
-                left.plot(ends, [y, y], color=style["color"], lw=1)
-            mark = figures.Mark(x, y, 0.0, str(row["method"]), style["color"])
-            marks[place].append(mark)
-            panels[place].plot(
-                x, y, style["marker"], color=style["color"], ms=9, mec="white", mew=0.7
-            )
-        for axes in panels:
-            axes.axhline(1 + settings["margin"], color="0.4", ls=(0, (4, 2)), lw=1)
-            if max(gains) > 6 * min(gains):
-                axes.set_yscale("log")
-                axes.yaxis.set_major_formatter("{x:g}")
-        left.axvline(-100 * settings["tolerance"], color="0.4", ls=(0, (4, 2)), lw=1)
-        left.margins(x=0.15, y=0.12)
-        left.set_xlabel("accuracy against `none`, points, with 95 % interval: the worst result")
-        left.set_ylabel("speedup over reducing in fp32, predicted")
-        if apart:
-            panels[1].set(xlim=(-1, 1), xticks=[], xlabel="untested, diverged, or a loss")
+    with figures.canvas(13 if known else 8, max(4.5, 2.2 + 0.32 * len(rows))) as figure:
+        grid = figure.subplots(1, 2 if known else 1, width_ratios=(2, 3) if known else None)
+        axes, *others = list(grid) if known else [grid]
+        for place, row in enumerate(reversed(rows)):
+            style, high = styles[str(row["advice"])], float(row["gain_high"] or 0)
+            low = high if row["gain_low"] is None else float(row["gain_low"])
+            axes.plot([low, high], [place, place], color=style["color"], lw=3, alpha=0.5)
+            axes.plot(low, place, style["marker"], color=style["color"], ms=8)
+        axes.set_yticks(range(len(rows)), [str(row["method"]) for row in reversed(rows)])
+        axes.tick_params(axis="y", labelsize="small")
+        axes.axvline(1, color="0.4", lw=1)
+        axes.axvline(1 + settings["margin"], color="0.4", ls=(0, (4, 2)), lw=1)
+        axes.margins(x=0.1)
+        axes.set_xlabel("times as fast as the better of reducing in fp32 and bf16\n"
+                        "from measured kernels to the upper bound")  # fmt: skip
         for name in ORDER:
             if any(row["advice"] == name for row in rows):
                 style = styles[name]
-                left.plot([], [], style["marker"], color=style["color"], ms=9, label=name)
+                axes.plot([], [], style["marker"], color=style["color"], ms=8, label=name)
         figure.legend(loc="outside lower center", ncols=5, fontsize="small")
-        figure.suptitle(analysis.table("methods").title, fontsize="medium")
-        figure.draw_without_rendering()
-        figure.set_layout_engine("none")
-        for axes, own in zip(panels, marks, strict=True):
-            figures.write_labels(axes, own)
+        title = analysis.table("methods").title
+        figure.suptitle(title if known else title.replace(", batch", ",\nbatch"), fontsize="medium")
+        if others:
+            marks = _against_accuracy(others[0], known, styles, settings)
+            figure.draw_without_rendering()
+            figure.set_layout_engine("none")
+            figures.write_labels(others[0], marks)
         figures.save(figure, path)
+
+
+def _against_accuracy(
+    axes: Any,
+    known: Sequence[Row],
+    styles: Mapping[str, Mapping[str, Any]],
+    settings: Mapping[str, Any],
+) -> list[figures.Mark]:
+    """Draw gain against accuracy lost, and return where names belong."""
+    marks = []
+    for row in known:
+        style, y = styles[str(row["advice"])], float(row["gain"] or 0)
+        x, low, high = (
+            100 * float(row[f"accuracy_{end}"] or 0) for end in ("difference", "low", "high")
+        )
+        axes.plot([low, high], [y, y], color=style["color"], lw=1)
+        axes.plot(x, y, style["marker"], color=style["color"], ms=9, mec="white", mew=0.7)
+        marks.append(figures.Mark(x, y, 0.0, str(row["method"]), style["color"]))
+    axes.axhline(1 + settings["margin"], color="0.4", ls=(0, (4, 2)), lw=1)
+    axes.axvline(-100 * settings["tolerance"], color="0.4", ls=(0, (4, 2)), lw=1)
+    axes.margins(x=0.15, y=0.12)
+    axes.set_xlabel("accuracy against `none`, points, with 95 % interval: the worst result")
+    axes.set_ylabel("times as fast, by measured kernels")
+    return marks

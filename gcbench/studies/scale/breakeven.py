@@ -386,7 +386,7 @@ def draw(analysis: Analysis, path: Path) -> None:
         pays.bars(right, found)
         settings = analysis.settings
         right.set(
-            title=f"exchanges among {settings['workers']} workers, over fp32",
+            title=f"exchanges among {settings['workers']} workers",
             xlabel="pays below, Gbit/s",
         )
         how = "given" if settings["throughput"] else "measured"

@@ -192,25 +192,38 @@ def draw(analysis: Analysis, path: Path) -> None:
         axes = figure.subplots()
         bars(axes, first)
         axes.set(title=f"{first[0]['workers']:,} workers", xlabel="pays below, Gbit/s")
-        figure.suptitle("Where an exchange alone stops paying over fp32", fontsize="medium")
+        figure.suptitle("Where an exchange alone stops paying", fontsize="medium")
         figures.save(figure, path)
 
 
 def bars(axes: Any, found: Sequence[Row]) -> None:
-    """Draw the fastest link on which each method pays over fp32, the highest on top."""
+    """Draw the fastest link on which each method pays, the highest on top.
+
+    Over fp32, and darker over the better of fp32 and bf16.
+    """
     shown = [row for row in found if row.get("pays_on_to") and row["pays_on_from"] == 0]
     ordered = sorted(shown, key=lambda row: float(row["pays_on_to"] or 0))
-    links = [1e-9 * float(row["pays_on_to"] or 0) for row in ordered]
-    names = [f"{row['method']}\n{row['collective']}" for row in ordered]
-    if not links:
+    if not ordered:
         axes.text(0.5, 0.5, "no method saves time", transform=axes.transAxes, ha="center")
         return
-    low = 10 ** math.floor(math.log10(min(*links, *MARKS) / 1.5))
-    axes.barh(names, [link - low for link in links], left=low, color="0.72")
-    for name, link in zip(names, links, strict=True):
+    names = [f"{row['method']}, {row['collective']}" for row in ordered]
+    ends = {
+        field: [1e-9 * float(row[field] or 0) for row in ordered]
+        for field in ("pays_on_to", "pays_on_to_better")
+    }
+    least = min(end for own in ends.values() for end in own if end)
+    low = 10 ** math.floor(math.log10(min(least, *MARKS) / 1.5))
+    for (field, label), colour in zip(
+        (("pays_on_to", "over fp32"), ("pays_on_to_better", "and over bf16, too")),
+        ("0.8", "0.45"),
+        strict=True,
+    ):
+        widths = [max(0.0, end - low) for end in ends[field]]
+        axes.barh(names, widths, left=low, color=colour, label=label)
+    for name, end in zip(names, ends["pays_on_to"], strict=True):
         axes.annotate(
-            f"{link:.3g}",
-            (link, name),
+            f"{end:.3g}",
+            (end, name),
             (4, 0),
             textcoords="offset points",
             va="center",
@@ -219,7 +232,8 @@ def bars(axes: Any, found: Sequence[Row]) -> None:
     for mark in MARKS:
         axes.axvline(mark, color="0.4", linewidth=1, linestyle=":")
     axes.set_xscale("log")
-    axes.set_xlim(low, 3 * max(*links, *MARKS))
+    axes.set_xlim(low, 3 * max(*ends["pays_on_to"], *MARKS))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.tick_params(axis="y", labelsize="small")
     axes.grid(axis="y", visible=False)
+    axes.legend(loc="lower right", fontsize="small")
