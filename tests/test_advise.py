@@ -508,3 +508,24 @@ def test_pictures_with_and_without_known_methods(tmp_path: Path, known: Path) ->
         drawn = path.read_text()
         assert ("the worst result" in drawn) == (METHODS in words)
         assert "from measured kernels to the upper bound" in drawn
+
+
+def test_the_links_on_which_it_is_worth_it_are_those_of_the_margin(tmp_path: Path) -> None:
+    """Within them it gains the margin, and beyond them less."""
+    path = write(tmp_path / "r.parquet", plain())
+    words = ("--runs", path, "--compressor", "int8", "--model", "transformer-1.3b")
+    cluster = ("--cluster", "a100x8-25g", "--workers", "32")
+    edge = methods(advise(tmp_path, *words, *cluster))["int8"]["pays_to_gbit"]
+    for factor, gains in [(0.98, True), (1.02, False)]:
+        there = ("--cluster-set", f"inter.gbit={edge * factor}")
+        row = methods(advise(tmp_path, *words, *cluster, *there))["int8"]
+        assert (row["gain_low"] > 1.05) == gains
+
+
+def test_sharded_training_reduces_in_bf16_by_its_own_setting(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.parquet", plain())
+    words = ("--runs", path, "--compressor", "int8,powersgd", "--model", "transformer-1.3b")
+    found = advise(tmp_path, *words, "--cluster", "a100x8-25g", "--workers", "32", "--sharded")
+    assert "Reduce in bf16 (FSDP: reduce_dtype=torch.bfloat16)" in conclusions(found)
+    assert list(methods(found)) == ["int8"]
+    assert methods(found)["int8"]["gather_limit"] is None

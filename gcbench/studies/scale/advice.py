@@ -42,7 +42,8 @@ SUITE = "main"
 """The suite whose runs tell the accuracy of a method that has none."""
 ROWS = "results/reference"
 """Where committed rows lie, below the current folder."""
-BF16_HOOK = "DDP: bf16_compress_hook"
+BF16 = ("DDP: bf16_compress_hook", "FSDP: reduce_dtype=torch.bfloat16")
+"""How to reduce in bf16, without and with sharding."""
 
 
 class Settings(prediction.Settings):
@@ -143,7 +144,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     for row in rows:
         if row["speedup"] is not None:
             step = found.steps[str(row["method"]), str(row["collective"])]
-            row |= prediction.pays_fields(found, step, workers, cluster)
+            row |= prediction.pays_fields(found, step, workers, cluster, settings.margin)
     title = (
         f"{found.network.title}, {found.network.numel:,} parameters, "
         f"{prediction.batch_text(found.batch)}, {workers} workers of cluster "
@@ -159,7 +160,8 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         "accuracy. loses too much: the whole interval is beyond it, or a seed diverged. no gain: "
         "gains less. over fp32, over bf16: uncompressed step that reduces in that / step, from "
         f"measured kernels to the upper bound; step: by {by}. In each group the simplest stands "
-        f"before what is less than {100 * settings.margin:g} % faster.",
+        f"before what is less than {100 * settings.margin:g} % faster. worth it on links: those "
+        f"between nodes with which it gains {100 * settings.margin:g} % by measured kernels.",
         "accuracy there: what the worst result of the method lost against `none`, mean of paired "
         "seeds with its 95 % interval. Results of a schedule, with other dense tensors, or by a "
         "collective with another mean do not count, but what loses too much by all-gather does so "
@@ -206,7 +208,7 @@ _SHOWN = [
     Shown(field="step_seconds", heading="step\nms", scale=1e3),
     Shown(field="collective", heading="by"),
     Shown(field="wire_bytes", heading="wire\nMB", scale=1e-6),
-    Shown(field="pays_on", heading="pays on links"),
+    Shown(field="pays_on", heading="worth it on links"),
     Shown(field="results", heading="results"),
     Shown(field="bits", heading="bits an\nelement"),
     Shown(field="gather_limit", heading="all-gather\nup to"),
@@ -413,7 +415,7 @@ def _advice(settings: Settings, found: Prepared, rows: Sequence[Row], known: Kno
         seen = cast["accuracy"] if cast is not None else "untested"
         where = f" ({_seen_at(cast)})" if cast is not None and cast["results"] else ""
         said.append(
-            f"Reduce in bf16 ({BF16_HOOK}): predicted {fp32 / bf16:.3g} times as fast as in fp32. "
+            f"Reduce in bf16 ({BF16[settings.sharded]}): predicted {fp32 / bf16:.3g} times as fast as in fp32. "
             f"Accuracy of values rounded so, by our exchange: {seen}{where}."
         )
     least = float(used[0]["gain"] or 0) if used else 0.0

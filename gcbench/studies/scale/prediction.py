@@ -284,18 +284,25 @@ def range_text(low: float | None, high: float) -> str:
 
 
 def pays(
-    step: Step, plain: Sequence[Step], workers: int, cluster: Cluster, *, measured: bool = False
+    step: Step,
+    plain: Sequence[Step],
+    workers: int,
+    cluster: Cluster,
+    *,
+    measured: bool = False,
+    margin: float = 0.0,
 ) -> list[tuple[float, float]]:
     """Return the network links, as ranges in Gbit/s, at which `step` is faster than every `plain`.
 
-    From 1 Mbit/s, which counts as 0, to 10 Tbit/s, which counts as infinite.
+    By at least `margin`, a share, where it is given. From 1 Mbit/s, which counts as 0, to 10 Tbit/s, which counts as infinite.
     """
 
     def gains(gbit: float) -> bool:
         wire = cluster.inter.model_copy(update={"gbit": gbit})
         there = cluster.model_copy(update={"inter": wire})
         own = step.seconds(workers, there, measured=measured)
-        return own < min(one.seconds(workers, there) for one in plain) * (1 - 1e-9)
+        base = min(one.seconds(workers, there) for one in plain)
+        return own * (1 + margin) < base * (1 - 1e-9)
 
     rates = [10 ** (-3 + 7 * place / (LINKS - 1)) for place in range(LINKS)]
     found = [gains(rate) for rate in rates]
@@ -375,7 +382,9 @@ def _spend(rates: work.Rates, method: Compressor) -> Spend:
     return spend
 
 
-def pays_fields(found: Prepared, step: Step, workers: int, cluster: Cluster) -> Row:
+def pays_fields(
+    found: Prepared, step: Step, workers: int, cluster: Cluster, margin: float = 0.0
+) -> Row:
     """Return the links on which a method pays as fields of a row; none of them in a lone node.
 
     `pays_on` in words; `pays_from_gbit`, `pays_to_gbit` the slowest range of them, None for the
@@ -384,7 +393,7 @@ def pays_fields(found: Prepared, step: Step, workers: int, cluster: Cluster) -> 
     """
     if cluster.nodes_of(workers) == 1:
         return {"pays_on": None, "pays_from_gbit": None, "pays_to_gbit": None}
-    links = pays(step, found.baselines, workers, cluster, measured=True)
+    links = pays(step, found.baselines, workers, cluster, measured=True, margin=margin)
     low, high = links[0] if links else (None, math.inf)
     return {
         "pays_on": links_text(links),
