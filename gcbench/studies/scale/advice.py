@@ -415,8 +415,8 @@ def _advice(settings: Settings, found: Prepared, rows: Sequence[Row], known: Kno
         seen = cast["accuracy"] if cast is not None else "untested"
         where = f" ({_seen_at(cast)})" if cast is not None and cast["results"] else ""
         said.append(
-            f"Reduce in bf16 ({BF16[settings.sharded]}): predicted {fp32 / bf16:.3g} times as fast as in fp32. "
-            f"Accuracy of values rounded so, by our exchange: {seen}{where}."
+            f"Reduce in bf16 ({BF16[settings.sharded]}): predicted {fp32 / bf16:.3g} times as fast "
+            f"as in fp32. Accuracy of values rounded so, by our exchange: {seen}{where}."
         )
     least = float(used[0]["gain"] or 0) if used else 0.0
     faster = [row for row in untested if float(row["gain"] or 0) > least]
@@ -509,8 +509,8 @@ def draw(analysis: Analysis, path: Path) -> None:
     settings, styles = analysis.settings, _styles()
     known = [row for row in rows if row.get("accuracy_difference") is not None]
     with figures.canvas(13 if known else 8, max(4.5, 2.2 + 0.32 * len(rows))) as figure:
-        grid = figure.subplots(1, 2 if known else 1, width_ratios=(2, 3) if known else None)
-        axes, *others = list(grid) if known else [grid]
+        widths = (2, 3) if known else (1,)
+        axes, *others = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
         for place, row in enumerate(reversed(rows)):
             style, high = styles[str(row["advice"])], float(row["gain_high"] or 0)
             low = high if row["gain_low"] is None else float(row["gain_low"])

@@ -204,7 +204,10 @@ def bars(axes: Any, found: Sequence[Row]) -> None:
     shown = [row for row in found if row.get("pays_on_to") and row["pays_on_from"] == 0]
     ordered = sorted(shown, key=lambda row: float(row["pays_on_to"] or 0))
     if not ordered:
-        axes.text(0.5, 0.5, "no method saves time", transform=axes.transAxes, ha="center")
+        told = "no method saves time"
+        if not any("pays_on_to" in row for row in found):
+            told = "not in this file: run its command again"
+        axes.text(0.5, 0.5, told, transform=axes.transAxes, ha="center")
         return
     names = [f"{row['method']}, {row['collective']}" for row in ordered]
     ends = {

@@ -294,7 +294,8 @@ def pays(
 ) -> list[tuple[float, float]]:
     """Return the network links, as ranges in Gbit/s, at which `step` is faster than every `plain`.
 
-    By at least `margin`, a share, where it is given. From 1 Mbit/s, which counts as 0, to 10 Tbit/s, which counts as infinite.
+    By at least `margin`, a share, where it is given. From 1 Mbit/s, which counts as 0, to 10
+    Tbit/s, which counts as infinite.
     """
 
     def gains(gbit: float) -> bool:
