@@ -27,6 +27,7 @@ from gcbench.reporting import figures
 from gcbench.studies import bandwidth, conformance
 from gcbench.studies.bandwidth import picture, settings, tables, transfers, worker
 from gcbench.studies.bandwidth.transfers import BOUNDS, PLAIN, Item, Loopback, Probe, pattern
+from gcbench.studies.scale import codec, links
 
 CPU = torch.device("cpu")
 
@@ -88,30 +89,113 @@ def test_luck_is_the_coins_probability():
 
 def test_links_by_hand():
     """4 MB plain; 1 MB in 4 ms of work: 24e6 bits are saved for 4 ms, below 6 Gbit/s."""
-    plain = tables.Cost(0.0, 4e6, 2)
-    own = tables.Cost(4e-3, 1e6, 2)
-    low, high = tables.pays_on(plain, own, 50e-6)
+    plain = codec.Cost(0.0, 4e6, 2)
+    own = codec.Cost(4e-3, 1e6, 2)
+    low, high = codec.pays_on(plain, own, 50e-6)
     assert (low, high) == (0, pytest.approx(6e9))
     # At the border both take the same time, 5 1/3 ms of wire and two messages against 4 + 1 1/3.
     for cost in (plain, own):
-        time = cost.work + cost.rounds * 50e-6 + 8 * cost.wire / high
-        assert time == pytest.approx(5.4333e-3, rel=1e-4)
+        assert cost.seconds(high, 50e-6) == pytest.approx(5.4333e-3, rel=1e-4)
     # Two more messages cost 100 µs: 24e6 / 4.1e-3.
-    high = tables.pays_on(plain, own._replace(rounds=4), 50e-6)[1]
+    high = codec.pays_on(plain, own._replace(rounds=4), 50e-6)[1]
     assert high == pytest.approx(24e6 / 4.1e-3)
-    assert tables.pays_on(plain, plain, 50e-6) is None
-    assert tables.pays_on(plain, own._replace(wire=4e6), 50e-6) is None
-    assert tables.pays_on(plain, tables.Cost(1e-6, 1e6, 1), 50e-6) == (0, math.inf)
+    assert codec.pays_on(plain, plain, 50e-6) is None
+    assert codec.pays_on(plain, own._replace(wire=4e6), 50e-6) is None
+    assert codec.pays_on(plain, codec.Cost(1e-6, 1e6, 1), 50e-6) == (0, math.inf)
     # More bytes in fewer messages: on fast links only, 8e6 bits for 50 µs.
-    above = tables.pays_on(plain, tables.Cost(0, 5e6, 1), 50e-6)
+    above = codec.pays_on(plain, codec.Cost(0, 5e6, 1), 50e-6)
     assert above == (pytest.approx(160e9), math.inf)
-    assert tables.links_text(above) == "above 160"
-    assert tables.links_text((0, 6e9)) == "below 6"
-    assert tables.links_text((0, math.inf)) == "any"
-    assert tables.links_text(None) == "never"
+    assert codec.links_text(above) == "above 160 Gbit/s"
+    assert codec.links_text((0, 6e9)) == "below 6 Gbit/s"
+    assert codec.links_text((0, math.inf)) == "any link"
+    assert codec.links_text(None) == "no link"
     row = {"pays_on_from": 160e9, "pays_on_to": None}
-    assert not tables._covers(row, 100e9)
-    assert tables._covers(row, 400e9)
+    assert not codec.covers(row, 100e9)
+    assert codec.covers(row, 400e9)
+
+
+def test_the_better_of_two_baselines_by_hand():
+    """4 MB among 2: 4 MB by fp32; 2 MB by bf16 and 1e6 elements of 1.5 copies of 1 ns."""
+    fp32, bf16 = codec.baselines(4e6, 2, 1e-9)
+    assert fp32 == (0.0, 4e6, 2.0)
+    assert bf16 == (pytest.approx(1.5e-3), 2e6, 2.0)
+    own = codec.Cost(4e-3, 1e6, 2)
+    row = codec.pays_fields(own, 4e6, 2, 1e-9, 50e-6)
+    assert row["pays_on_to"] == pytest.approx(6e9)
+    # over bf16: 8e6 bits saved for 2.5 ms more work
+    assert row["pays_on_to_better"] == pytest.approx(3.2e9)
+    assert (row["links"], row["links_better"]) == ("below 6 Gbit/s", "below 3.2 Gbit/s")
+    # as many bytes as bf16 and more work: over fp32 it pays, over the better one never
+    row = codec.pays_fields(codec.Cost(2e-3, 2e6, 2), 4e6, 2, 1e-9, 50e-6)
+    assert row["links"] == "below 8 Gbit/s"
+    assert (row["links_better"], row["pays_on_from_better"]) == ("no link", None)
+    assert not codec.covers(row, 1e9, "_better")
+    assert codec.beyond((0, 3.0), (5.0, math.inf)) is None
+
+
+def test_an_interval_of_ratios_by_hand():
+    """Of 9 pairs the 2nd to the 8th: a coin is outside with 2 (1 + 9) / 512 = 3.9 %."""
+    own, plain = [1.0] * 9, [float(k) for k in range(1, 10)]
+    assert tables.interval(own, plain) == (2.0, 8.0, pytest.approx(1 - 20 / 512))
+    assert tables.interval([1.0] * 3, [2.0, 3.0, 1.0]) == (1.0, 3.0, pytest.approx(0.75))
+    assert tables.interval([1.0], [2.0]) == (2.0, 2.0, 0.0)
+
+
+def test_noise_is_told_and_quiet_times_are_not():
+    quiet = [1.0, 1.01, 0.99, 1.02, 0.98, 1.0, 1.01]
+    assert tables.noise(quiet) == []
+    assert tables.noise([*quiet[:-1], 3.0]) == ["1 outlier of 7"]
+    assert tables.noise([1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.5]) == ["spread 33%"]
+    assert tables.noise([1.0, 9.0]) == []  # too few to tell
+
+
+def judged(own, plain, n=20):
+    """Return the conclusions about one exchange of 4 KB with such times."""
+    made = settings.Settings(compressors=("none",), sizes=(4096,), iterations=n, plain=())
+    phases = {part: [1e-6] * n for part in transfers.PARTS}
+    record = {"bytes": 4096, "wire": 4096.0, "seconds": own, "wrong": 0, "checked": "exact"}
+    both = {**record, "payload_up": 1.0, "payload_down": 1.0, "rounds": 2.0, "phases": phases}
+    both |= {"plain": plain, "plain_wire": 4096.0}
+    records = {(4096, Item("bound", name, "-")): record for name in BOUNDS}
+    records[4096, Item("library", "gloo", "all_reduce")] = record
+    records[4096, Item("exchange", "none", "allreduce")] = both
+    found = tables.summarize(made, records)
+    (row,) = found.table("crossovers").rows
+    return " ".join(found.conclusions), row
+
+
+def test_nothing_is_concluded_from_too_few_iterations():
+    """Six wins of six are more than 1 % of chance; a verdict needs seven."""
+    assert tables.LEAST == 7
+    said, row = judged([1.0] * 6, [2.0] * 6, n=6)
+    assert "No verdict: nothing follows from n = 6; the sign test needs 7 iterations" in said
+    assert "pay at 4K" not in said
+    assert (row["pays_from"], row["pays_from_bytes"]) == ("no verdict", None)
+    assert (row["speed_low"], row["speed_high"]) == (2.0, 2.0)
+    said, row = judged([1.0] * 7, [2.0] * 7, n=7)
+    assert "1 of 1 exchanges pay at 4K; the fastest of them is none by allreduce, 2 times" in said
+    assert row["pays_from"] == "4K"
+
+
+def test_a_lead_within_chance_is_told_as_one():
+    """Half of the pairs won, by much: the median is ahead, and nothing is shown."""
+    said, row = judged([1.0] * 20, [1.7] * 11 + [0.9] * 9)
+    assert row["speed"] == 1.7
+    assert "none of 1 exchanges is shown to pay at 4K. The median of none by allreduce is" in said
+    assert "chance alone wins as many of 20 pairs with a probability of 0.41" in said
+    assert "0 of 1" not in said.partition("Predicted")[0]
+
+
+def test_a_slower_median_never_pays_and_is_told_as_noise():
+    """It wins 16 of 20 pairs by a hair, while its own median is the slower one."""
+    own = [1.0 + 0.1 * k for k in range(20)]
+    plain = [value + 0.001 for value in own[:4]] + [value + 0.001 for value in own[4:16]]
+    plain += [0.5] * 4
+    said, row = judged(own, plain)
+    assert row["luck"] < tables.CHANCE
+    assert row["speed"] < 1
+    assert row["pays_from_bytes"] is None
+    assert "its median is slower, yet it wins most pairs" in said
 
 
 def test_it_pays_from_a_size_on_if_it_pays_at_every_larger_one():
@@ -376,7 +460,7 @@ def test_bytes_and_messages_are_those_of_the_exchange(two):
         row = found["none", collective]
         assert (row["wire_bytes"], row["messages"]) == (40004, messages)
         assert row["payload_bytes_up"] == 40004
-        assert row["links"] in ("never", "any")  # no byte is saved
+        assert row["links"] in ("no link", "any link")  # no byte is saved
     method = registry.compressor("signsgd")
     segments = worker.Segments.of(worker.shapes(10_001), method.granularity)
     sent = method.bits(segments) / 8
@@ -394,16 +478,33 @@ def test_bytes_and_messages_are_those_of_the_exchange(two):
 def test_predictions_follow_from_the_measured_phases(two):
     for row in table(two, "phases"):
         work = row["statistic"] + row["encode"] + row["decode"]
-        spent = work + (row["messages"] - 2) * 50e-6
+        spent = work + (row["messages"] - 2) * 50e-6  # two messages of the plain one
         saved = 8 * (row["plain_wire_bytes"] - row["wire_bytes"])
         if saved > 0 and spent > 0:
             assert row["pays_on_from"] == 0
             assert row["pays_on_to"] == pytest.approx(saved / spent)
         else:
-            assert row["links"] in ("never", "any")
+            assert row["links"] in ("no link", "any link")
     last = {r["method"]: r for r in table(two, "crossovers") if r["collective"] == "allgather"}
     assert last["none"]["ratio_wire"] == 1
     assert last["signsgd"]["ratio_up"] == pytest.approx(32, rel=0.01)
+
+
+def test_the_table_of_links_is_that_of_the_measurement(two):
+    """One definition and one cost model: `scale links` tells what `bandwidth` told."""
+    known = codec.of_analysis(measuring.parse(two, Path("two.json")))
+    size = two["settings"]["sizes"][-1]
+    told = {(r["method"], r["collective"]): r for r in table(two, "phases") if r["size"] == size}
+    chosen = {word: registry.compressor(word) for word, _ in told if word != "none"}
+    made = links.rows(known, chosen, two["settings"]["workers"], 50e-6)
+    assert len(made) == len(chosen) > 1
+    for row in made:
+        there = told[row["method"], row["collective"]]
+        for field in ("wire_bytes", "messages", "pays_on_to", "pays_on_to_better"):
+            assert row[field] == pytest.approx(there[field]), (row["method"], field)
+        assert [row[f"links{end}"] for end in ("", "_better")] == [
+            there[f"links{end}"] for end in ("", "_better")
+        ]
 
 
 def test_the_same_command_finds_it_measured(two, results):
@@ -578,9 +679,7 @@ def test_wrong_results_are_found_and_fail_the_command(site, third_party, tmp_pat
     found = {row["method"]: row["pays_from"] for row in last}
     assert found["raising"] == found["diverging"] == "failed"
     assert found["drifting"] == found["doubling"] == "wrong"
-    assert (
-        "of 1 exchanges pay at 8K; the fastest is none by allreduce" in document["conclusions"][1]
-    )
+    assert "none by allreduce" in document["conclusions"][1]
     again = invoke(*command)  # found as it was
     assert again.code == 1
     assert "too large for me" in again.out

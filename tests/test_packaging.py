@@ -60,6 +60,29 @@ def test_the_wheel_has_one_folder_and_every_module(wheel):
     assert "gcbench/training/suites/terngrad-table1.yaml" in suites <= names
 
 
+def test_the_wheel_has_the_reference_rows_and_the_measurement(wheel, tmp_path):
+    """What advise reads where there is no checkout: byte for byte, and found there."""
+    brought = {name for name in wheel.namelist() if name.startswith("gcbench/results/")}
+    paths = [*ROOT.glob("results/reference/*.parquet"), ROOT / "results/bandwidth.json"]
+    assert len(paths) > 1
+    assert {f"gcbench/{path.relative_to(ROOT)}" for path in paths} <= brought
+    for path in paths:
+        assert wheel.read(f"gcbench/{path.relative_to(ROOT)}") == path.read_bytes()
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    wheel.extractall(site)
+    empty.mkdir()
+    words = ["advise", "--compressor", "terngrad", "--model", "resnet20", "--json"]
+    words += ["--progress", "none"]
+    found = json.loads(python("-m", "gcbench", *words, path=site, cwd=empty))
+    assert "runs of gcbench's own main.parquet" in found["conclusions"][0]
+    assert found["tables"][0]["rows"][0]["over_fp32_low"] > 0  # by the measured kernels
+    for path in (site / "gcbench/results").rglob("*.*"):
+        path.unlink()
+    again = json.loads(python("-m", "gcbench", *words, "--force", path=site, cwd=empty))
+    assert "No results were read" in again["conclusions"][0]
+    assert again["tables"][0]["rows"][0]["over_fp32_low"] is None
+
+
 def copy_of_the_project(folder: Path) -> Path:
     """Copy what a wheel is built from."""
     for name in ("gcbench", "compressors", "tasks", "cuda"):

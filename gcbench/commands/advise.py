@@ -31,18 +31,21 @@ from gcbench.commands.scale import (
     Kernels,
     Model,
     Module,
+    Overlap,
     Place,
     PlaceSet,
+    Sharded,
     Threads,
+    cluster_changes,
 )
 
 
 def advise(
     model: Model = "resnet50",
     module: Module = None,
-    cluster: Place = "v100-25g",
+    cluster: Place = "v100x8-25g",
     cluster_set: PlaceSet = None,
-    workers: Annotated[str, typer.Option(help="Number of workers.")] = "64",
+    workers: Annotated[str, typer.Option(help="Number of GPUs, all nodes together.")] = "64",
     tolerance: Annotated[
         float, typer.Option(help="Points of accuracy that may be lost, 0 to 100.")
     ] = 1.0,
@@ -65,6 +68,8 @@ def advise(
     ] = None,
     batch: Batch = None,
     compute_ms: Compute = None,
+    overlap: Overlap = None,
+    sharded: Sharded = False,
     dense_last: DenseLast = False,
     dense_below: DenseBelow = 0,
     kernels: Kernels = "assumed",
@@ -83,7 +88,7 @@ def advise(
     """
     from gcbench.studies import methods
     from gcbench.studies.scale import advice, clusters
-    from gcbench.training import configuration, grid
+    from gcbench.training import configuration
 
     chosen = [word for word in methods.all_of(compressor) if word != "none"]
     places = runs if runs is not None else advice.usual_places(RUNS)
@@ -93,7 +98,7 @@ def advise(
         module=module,
         compressors=chosen,
         workers=numbers("--workers", workers, int),
-        cluster=clusters.load(cluster, grid.pairs("--cluster-set", cluster_set)),
+        cluster=clusters.load(cluster, cluster_changes(cluster_set, overlap)),
         tolerance=tolerance / 100,
         tolerance_loss=tolerance_loss,
         margin=margin / 100,
@@ -102,6 +107,7 @@ def advise(
         compute_ms=compute_ms,
         dense_last=dense_last,
         dense_below=dense_below,
+        sharded=sharded,
         kernels=kernels,
         threads=threads or configuration.cores(),
     )

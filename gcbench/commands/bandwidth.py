@@ -32,20 +32,38 @@ def _opt(*flags: str, text: str, panel: str) -> Any:
 
 def bandwidth(
     minbytes: Annotated[
-        S, _opt("-b", "--minbytes", text="Smallest, as 4K; default 4K.", panel=SIZES)
+        S, _opt("-b", "--minbytes", text="Smallest size, e.g. 4K. Default 4K.", panel=SIZES)
     ] = None,
     maxbytes: Annotated[
-        S, _opt("-e", "--maxbytes", text="Largest, as 16M; default 16M.", panel=SIZES)
+        S, _opt("-e", "--maxbytes", text="Largest size, e.g. 16M. Default 16M.", panel=SIZES)
     ] = None,
     factor: Annotated[
-        float | None, _opt("-f", "--stepfactor", text="Factor; default 8.", panel=SIZES)
+        float | None,
+        _opt(
+            "-f", "--stepfactor", text="Factor from one size to the next. Default 8.", panel=SIZES
+        ),
     ] = None,
     step: Annotated[
-        S, _opt("-i", "--stepbytes", text="Difference, in place of a factor.", panel=SIZES)
+        S,
+        _opt(
+            "-i",
+            "--stepbytes",
+            text="Difference of one size to the next, in place of the factor.",
+            panel=SIZES,
+        ),
     ] = None,
-    sizes: Annotated[S, _opt("--sizes", text="A list in their place: 4K,1M.", panel=SIZES)] = None,
+    sizes: Annotated[
+        S, _opt("--sizes", text="A list of sizes in place of all these, e.g. 4K,1M.", panel=SIZES)
+    ] = None,
     iterations: Annotated[
-        int, typer.Option("-n", "--iters", min=1, help="Iterations.", rich_help_panel=SIZES)
+        int,
+        typer.Option(
+            "-n",
+            "--iters",
+            min=1,
+            help="Timed iterations of each; a verdict needs 7.",
+            rich_help_panel=SIZES,
+        ),
     ] = 20,
     warmup: Annotated[
         int,
@@ -54,19 +72,20 @@ def bandwidth(
             "--warmup-iters",
             "--warmup_iters",
             min=0,
-            help="Iterations before, untimed.",
+            help="Iterations before them that are not timed.",
             rich_help_panel=SIZES,
         ),
     ] = 5,
     compressor: Annotated[
         S,
-        _opt("--compressor", text="Methods with commas, as none,topk; default all.", panel=WHAT),
+        _opt("--compressor", text="Methods with commas, e.g. none,topk. Default all.", panel=WHAT),
     ] = None,
     collective: Annotated[
         S,
         _opt(
             "--collective",
-            text="Of the methods: allreduce, allgather, twoshot; all; default each one's own.",
+            text="How methods are exchanged: allreduce, allgather, twoshot, or all legal ones. "
+            "Default each method's own.",
             panel=WHAT,
         ),
     ] = None,
@@ -74,8 +93,8 @@ def bandwidth(
         S,
         _opt(
             "--plain",
-            text="The library's own: all_reduce, reduce_scatter, all_gather, alltoall, broadcast, "
-            "sendrecv; default all.",
+            text="Uncompressed collectives of the library: all_reduce, reduce_scatter, "
+            "all_gather, alltoall, broadcast, sendrecv. Default all.",
             panel=WHAT,
         ),
     ] = None,
@@ -89,13 +108,23 @@ def bandwidth(
     ] = True,
     link_latency_us: Annotated[
         float,
-        typer.Option(min=0, help="Of the links predicted for, a message.", rich_help_panel=WHAT),
+        typer.Option(
+            min=0,
+            help="Microseconds a message takes on the links that are predicted for.",
+            rich_help_panel=WHAT,
+        ),
     ] = 50.0,
     workers: Annotated[
-        int | None, _opt("--workers", text="Processes; default 2, or torchrun's.", panel=WHERE)
+        int | None,
+        _opt("--workers", text="Number of processes. Default 2, or torchrun's.", panel=WHERE),
     ] = None,
     engine: Annotated[
-        S, _opt("--engine", text="spawn; torchrun is found; default spawn.", panel=WHERE)
+        S,
+        _opt(
+            "--engine",
+            text="spawn starts the processes; torchrun is found by itself. Default spawn.",
+            panel=WHERE,
+        ),
     ] = None,
     device: Annotated[
         str, typer.Option(help="cpu (gloo) or cuda (NCCL).", rich_help_panel=WHERE)
@@ -107,12 +136,14 @@ def bandwidth(
         int | None,
         typer.Option(
             min=1,
-            help="In an operation of a worker; default cores/workers.",
+            help="Threads of each process. Default: cores / workers.",
             rich_help_panel=WHERE,
             show_default=False,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the methods' draws.", rich_help_panel=WHERE)] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the methods' random numbers.", rich_help_panel=WHERE)
+    ] = 0,
     results: Results = ANALYSES,
     plot: Plot = None,
     force: Force = False,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -40,7 +40,7 @@ Model = Annotated[
     str,
     typer.Option(
         help="alexnet, googlenet, googlenet-slim, vgg-a, resnet20, resnet32, resnet50, "
-        "transformer-1.3b."
+        "bert-large, transformer-1.3b."
     ),
 ]
 Module = Annotated[
@@ -51,37 +51,83 @@ Place = Annotated[
     str,
     typer.Option(
         "--cluster",
-        help="A .yaml file, or gtx1080-1gbe, p100-100g, v100-25g, a100-10g, a100-1600g, "
-        "h100-3200g.",
+        help="A .yaml file, or device x GPUs a node - link between nodes: gtx1080x4-1gbe, "
+        "p100x4-100g, v100x8-25g, a100x1-10g, a100x8-25g, a100x8-100g, a100x8-1600g, "
+        "h100x8-3200g.",
     ),
 ]
 PlaceSet = Annotated[
     list[str] | None,
     typer.Option(
-        "--cluster-set", help="A setting of the cluster, e.g. overlap=0.5 or inter.gbit=10."
+        "--cluster-set", help="A setting of the cluster, e.g. price=2.5 or inter.gbit=10."
     ),
 ]
-Batch = Annotated[int | None, typer.Option(help="Examples of a worker in a step.")]
+Batch = Annotated[
+    int | None,
+    typer.Option(
+        help="Examples of one GPU in a step (for the transformers: sequences). The larger, the "
+        "less there is to gain. Default: that of the published throughput."
+    ),
+]
 Compute = Annotated[
     float | None,
-    typer.Option(help="Milliseconds of a worker's forward and backward pass, measured."),
+    typer.Option(
+        help="Milliseconds of one GPU's forward and backward pass, as you measured them; in place "
+        "of published throughput."
+    ),
+]
+Overlap = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        max=1,
+        help="Share of the backward pass under which communication hides; 0: none. Default the "
+        "cluster's, 1: DDP's buckets.",
+    ),
+]
+Sharded = Annotated[
+    bool,
+    typer.Option(
+        "--sharded",
+        help="FSDP: bf16 parameters are gathered twice a step, gradients reduced and scattered; "
+        "compression touches the latter alone.",
+    ),
 ]
 DenseLast = Annotated[bool, typer.Option(help="Keep the last layer dense.")]
 DenseBelow = Annotated[int, typer.Option(help="Keep tensors below this many elements dense.")]
 Kernels = Annotated[
     str,
     typer.Option(
-        help="assumed: the floor of the device's memory; measured: here and now; or a file of "
-        "`make bench`."
+        help="What encoding takes. assumed: from the committed measurement, scaled to the GPU's "
+        "memory, to that memory's floor; measured: timed here and now; or a file of `gcbench "
+        "bandwidth --json` or `make bench`, made on the machine that is meant."
     ),
 ]
+
+
+def cluster_changes(settings: list[str] | None, overlap: float | None) -> dict[str, Any]:
+    """Return what the options change about a cluster, as `clusters.load` takes it."""
+    from gcbench.training import grid
+
+    changes = dict(grid.pairs("--cluster-set", settings))
+    return changes if overlap is None else {**changes, "overlap": overlap}
+
+
+Stored = Annotated[
+    str,
+    typer.Option(
+        help="What codecs take inside an exchange: stored (measured once, in the package), or a "
+        "file of `gcbench bandwidth --json`."
+    ),
+]
+Latency = Annotated[float, typer.Option(min=0, help="Microseconds a message.")]
 
 
 @app.command()
 def predict(
     model: Model = "resnet50",
     module: Module = None,
-    cluster: Place = "v100-25g",
+    cluster: Place = "v100x8-25g",
     cluster_set: PlaceSet = None,
     compressor: Annotated[
         str | None,
@@ -90,9 +136,13 @@ def predict(
     collective: Annotated[
         str | None, typer.Option(help="allreduce, allgather or twoshot; default the method's.")
     ] = None,
-    workers: Annotated[str, typer.Option(help="Numbers of workers, up to 100000.")] = "8,64,512",
+    workers: Annotated[
+        str, typer.Option(help="Numbers of GPUs, with commas, up to 100000.")
+    ] = "8,64,512",
     batch: Batch = None,
     compute_ms: Compute = None,
+    overlap: Overlap = None,
+    sharded: Sharded = False,
     dense_last: DenseLast = False,
     dense_below: DenseBelow = 0,
     kernels: Kernels = "assumed",
@@ -112,7 +162,7 @@ def predict(
     """
     from gcbench.studies import methods
     from gcbench.studies.scale import clusters, prediction
-    from gcbench.training import configuration, grid
+    from gcbench.training import configuration
 
     chosen = list(methods.all_of(compressor))
     settings = make(
@@ -122,11 +172,12 @@ def predict(
         compressors=chosen,
         collective=collective,
         workers=numbers("--workers", workers, int),
-        cluster=clusters.load(cluster, grid.pairs("--cluster-set", cluster_set)),
+        cluster=clusters.load(cluster, cluster_changes(cluster_set, overlap)),
         batch=batch,
         compute_ms=compute_ms,
         dense_last=dense_last,
         dense_below=dense_below,
+        sharded=sharded,
         kernels=kernels,
         threads=threads or configuration.cores(),
     )
@@ -179,15 +230,14 @@ def fft(
         str, typer.Option(help="model (as published), tensor, or a group size.")
     ] = "model",
     links: Annotated[str, typer.Option(help="Links in Gbit/s.")] = "1,10,25,40,56,100,400",
-    workers: Annotated[int, typer.Option(help="Workers of the methods' table.")] = 8,
+    workers: Annotated[int, typer.Option(help="GPUs in the table of methods.")] = 8,
     compressor: Annotated[
-        str | None, typer.Option(help="Methods of that table, with commas; default all.")
+        str | None, typer.Option(help="Methods in that table, with commas; default all.")
     ] = None,
-    kernels: Annotated[
-        str, typer.Option(help="For that table: measured here and now, or a file of `make bench`.")
-    ] = "measured",
+    kernels: Stored = "stored",
+    link_latency_us: Latency = 50.0,
     elements: Annotated[
-        str, typer.Option(help="Elements of the timed gradient, in thousands.")
+        str, typer.Option(help="Number of gradient elements to time, a multiple of 1000.")
     ] = "1e6",
     threads: Threads = None,
     format_: Formatted = Format.table,
@@ -197,7 +247,7 @@ def fft(
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Evaluate FFT sparsification's cost model: the least ratio, the fastest link that pays."""
+    """Evaluate FFT sparsification's cost model: the least ratio that pays, and on which links."""
     from gcbench.core.errors import unknown
     from gcbench.studies import methods
     from gcbench.studies.scale import breakeven
@@ -224,10 +274,51 @@ def fft(
         workers=workers,
         compressors=chosen,
         kernels=kernels,
+        link_latency_us=link_latency_us,
+    )
+    made = long_work(breakeven.KIND, settings, results, progress, 1, breakeven.run, force=force)
+    deliver(made, results, plot, format_, as_json=json)
+
+
+@app.command("links")
+def pays(
+    workers: Annotated[
+        str, typer.Option(help="Numbers of GPUs, with commas; default that of the measurement.")
+    ] = "",
+    compressor: Annotated[
+        str | None, typer.Option(help="Methods with commas; default all.")
+    ] = None,
+    kernels: Stored = "stored",
+    link_latency_us: Latency = 50.0,
+    format_: Formatted = Format.table,
+    plot: Plot = None,
+    results: Results = ANALYSES,
+    progress: Shown = Progress.auto,
+    force: Force = False,
+    json: Json = False,
+) -> None:
+    """Tell on which links each method pays, from what was measured inside exchanges.
+
+    It is the definition and the measurement of `gcbench bandwidth`, `scale fft` and `advise`; these
+    two are of an exchange alone, and `advise` of a model whose backward pass hides communication.
+    """
+    from gcbench.studies import methods
+    from gcbench.studies.scale import links
+
+    chosen = [word for word in methods.all_of(compressor) if word != "none"]
+    known = links.measurement(kernels)
+    settings = make(
+        links.Settings,
+        kernels=kernels,
+        compressors=chosen,
+        workers=numbers("--workers", workers, int) if workers.strip() else [],
+        link_latency_us=link_latency_us,
+        measured=f"{known.analysis.name}, {known.analysis.provenance.get('started')}",
     )
     made = long_work(
-        breakeven.KIND, settings, results, progress, len(chosen) + 2, breakeven.run, force=force
-    )
+        links.KIND, settings, results, progress, max(1, len(settings.workers)), links.run,
+        force=force,
+    )  # fmt: skip
     deliver(made, results, plot, format_, as_json=json)
 
 

@@ -30,6 +30,7 @@ MODULES: dict[str, str] = {
     "scale": "gcbench.studies.scale.prediction",
     "scale-figure5": "gcbench.studies.scale.figure5",
     "scale-link": "gcbench.studies.scale.breakeven",
+    "scale-pays": "gcbench.studies.scale.links",
     "scale-validation": "gcbench.studies.scale.validation",
 }
 """Kind of analysis -> the module that makes and draws it: those of this package."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -13,11 +13,20 @@ from gcbench.reporting import analysis
 from gcbench.reporting.analysis import Analysis, Row, Shown, Table
 from gcbench.studies.bandwidth.settings import KIND, Settings, combinations, command, size_text
 from gcbench.studies.bandwidth.transfers import PARTS, YARDSTICK, Item
+from gcbench.studies.scale import codec
 
 LINKS = (1, 10, 100)
 """Gbit/s of the links that the conclusions name."""
 CHANCE = 0.01
 """Probability below which a lead is none by luck."""
+LEAST = math.ceil(-math.log2(CHANCE))
+"""Iterations from which the sign test can say anything: fewer, all won, are not below `CHANCE`."""
+SURE = 0.95
+"""Confidence of the intervals."""
+WIDE = 0.25
+"""Spread, half of the middle half of the times over their median, that is told as noise."""
+OUTLYING = 10.0
+"""Robust standard deviations from the median at which a time is an outlier, about as hyperfine."""
 
 # ---- statistics ----------------------------------------------------------------------------------
 
@@ -37,31 +46,37 @@ def luck(own: Sequence[float], plain: Sequence[float]) -> float:
     return float(sum(math.comb(n, k) for k in range(wins, n + 1)) / 2**n)
 
 
-class Cost(NamedTuple):
-    """What an exchange costs wherever it runs."""
+def interval(own: Sequence[float], plain: Sequence[float]) -> tuple[float, float, float]:
+    """Return an interval of the median of plain / own over pairs, and its confidence.
 
-    work: float
-    """Seconds of one worker in statistic, encode and decode."""
-    wire: float
-    """Bytes that leave a worker."""
-    rounds: float
-    """Messages one after the other."""
-
-
-def pays_on(plain: Cost, own: Cost, latency: float) -> tuple[float, float] | None:
-    """Return the links, from and to bit/s, on which `own` is predicted to be faster than `plain`.
-
-    A link of B bit/s and `latency` seconds a message makes T(B) = work + rounds latency + 8 wire/B
-    of either. With saved = 8 (wire_plain - wire_own) bits and spent = the difference of the terms
-    without B, own - plain: saved / B > spent. None: on no link.
+    Between two of the ratios in order, as far in as a fair coin allows at `SURE`; with few pairs
+    from the least to the largest, whose confidence may be lower.
     """
-    saved = 8 * (plain.wire - own.wire)
-    spent = own.work - plain.work + (own.rounds - plain.rounds) * latency
-    if saved > 0:
-        return (0.0, saved / spent) if spent > 0 else (0.0, math.inf)
-    if spent < 0:
-        return (saved / spent, math.inf)
-    return None
+    ratios = sorted(b / a for a, b in zip(own, plain, strict=True))
+    n, place = len(ratios), 0
+    outside = 1 / 2**n
+    while 2 * (outside + math.comb(n, place + 1) / 2**n) <= 1 - SURE:
+        place += 1
+        outside += math.comb(n, place) / 2**n
+    return ratios[place], ratios[n - 1 - place], max(0.0, 1 - 2 * outside)
+
+
+def noise(seconds: Sequence[float]) -> list[str]:
+    """Return what is wrong with repeated times: a wide spread, outliers. Nothing for few of them.
+
+    An outlier is `OUTLYING` robust standard deviations (1.4826 of the median distance to the
+    median) from the median.
+    """
+    if len(seconds) < LEAST:
+        return []
+    low, middle, high = (percentile(seconds, share) for share in (0.25, 0.5, 0.75))
+    said = []
+    if (spread := (high - low) / 2 / middle) > WIDE:
+        said.append(f"spread {spread:.0%}")
+    scale = 1.4826 * percentile([abs(value - middle) for value in seconds], 0.5)
+    if outliers := sum(abs(value - middle) > OUTLYING * scale for value in seconds):
+        said.append(f"{outliers} outlier{'s' * (outliers > 1)} of {len(seconds)}")
+    return said
 
 
 def pays_from(sizes: Sequence[int], pays: Mapping[int, bool]) -> int | None:
@@ -90,6 +105,8 @@ TRANSFERS = [
     Shown(field="checked", heading="checked by"),
     Shown(field="speed", heading="speed\nvs plain"),
 ]
+NOISY = ("speed_low", "speed_high", "luck", "noise", "warnings")
+"""What a line of an exchange at one size tells of how sure it is."""
 PHASES_SHOWN = [
     Shown(field="method", heading="method"),
     Shown(field="collective", heading="collective"),
@@ -99,7 +116,8 @@ PHASES_SHOWN = [
     Shown(field="decode", heading="decode\nµs", scale=1e6),
     Shown(field="messages", heading="messages"),
     Shown(field="wire_bytes", heading="wire\nkB", scale=1e-3),
-    Shown(field="links", heading="~ pays on links\nof Gbit/s"),
+    Shown(field="links", heading="~ pays\nover fp32"),
+    Shown(field="links_better", heading="~ and\nover bf16"),
 ]
 CROSSOVERS = [
     Shown(field="method", heading="method"),
@@ -107,10 +125,15 @@ CROSSOVERS = [
     Shown(field="ratio_up", heading="ratio\nup"),
     Shown(field="ratio_wire", heading="ratio\nwire"),
     Shown(field="speed", heading="speed,\nlargest"),
+    Shown(field="speed_low", heading="from"),
+    Shown(field="speed_high", heading="to"),
+    Shown(field="luck", heading="p by\nchance"),
     Shown(field="best_speed", heading="speed,\nbest"),
     Shown(field="best_size", heading="at\nsize"),
     Shown(field="pays_from", heading="pays\nfrom"),
-    Shown(field="links", heading="~ pays on links\nof Gbit/s"),
+    Shown(field="links", heading="~ pays\nover fp32"),
+    Shown(field="links_better", heading="~ and\nover bf16"),
+    Shown(field="warnings", heading="noise"),
 ]
 
 
@@ -118,7 +141,14 @@ def summarize(settings: Settings, records: Records) -> Analysis:
     """Return the analysis of what was measured, by size and item (see `transfers.measure`)."""
     rows = [_row(size, item, record) for (size, item), record in records.items()]
     done = [key for key, record in records.items() if "phases" in record]
-    phases = [_phases(settings, size, item, records[size, item]) for size, item in done]
+    copies = {
+        size: percentile(record["seconds"], 0.5) / (size / codec.FLOAT)
+        for (size, item), record in records.items()
+        if item.method == "memcpy" and "seconds" in record
+    }
+    phases = [
+        _phases(settings, size, item, records[size, item], copies[size]) for size, item in done
+    ]
     pairs = dict.fromkeys(item for _, item in records if item.kind == "exchange")
     crossings = [_crossing(settings, item, rows, phases) for item in pairs]
     tables = [
@@ -146,11 +176,15 @@ def summarize(settings: Settings, records: Records) -> Analysis:
             shown=CROSSOVERS,
             which=2,
             notes=[
-                "Speed: median of the plain all-reduce / own, from iterations that took turns. "
-                f"Pays: so often faster that a coin does it in less than {CHANCE:.0%} (sign test "
-                "over the pairs), at this and every larger size. Ratios, at the largest size: "
-                "bytes of the float32 gradient / payload up; wire bytes, plain / own. ~ as above, "
-                "at the largest size."
+                "Speed: median of the plain all-reduce / own, from iterations that took turns; "
+                f"from, to: {_sure(settings.iterations):.0%} interval of the median of the pairs' "
+                "ratios, at the largest size. Pays: the median is faster, and so often that a coin "
+                f"does it in less than {CHANCE:.0%} (sign test over the pairs, which needs {LEAST} "
+                "of them), at this and every larger size. Ratios, at the largest size: bytes of "
+                "the float32 gradient / payload up; wire bytes, plain / own. ~ as above, at the "
+                "largest size. noise: warnings, which the conclusions spell: a spread (half of the "
+                f"middle half / median) above {WIDE:.0%}, or times more than {OUTLYING:g} robust "
+                "standard deviations from the median."
             ],
             rows=crossings,
         ),
@@ -190,12 +224,25 @@ def _row(size: int, item: Item, record: Mapping[str, Any]) -> Row:
         row["plain_p50"] = percentile(record["plain"], 0.5)
         row["speed"] = percentile(record["plain"], 0.5) / middle
         row["luck"] = luck(seconds, record["plain"])
-        row["pays"] = luck(seconds, record["plain"]) < CHANCE and not row["wrong"]
+        row["speed_low"], row["speed_high"], _ = interval(seconds, record["plain"])
+        row["pays"] = None
+        if len(seconds) >= LEAST:
+            row["pays"] = bool(row["luck"] < CHANCE and row["speed"] > 1 and not row["wrong"])
+        told = noise(seconds)
+        told += [f"plain: {said}" for said in noise(record["plain"])]
+        if len(seconds) >= LEAST and row["luck"] < CHANCE and row["speed"] <= 1:
+            told.append("its median is slower, yet it wins most pairs")
+        row["noise"], row["warnings"] = "; ".join(told) or None, len(told) or None
     return row
 
 
-def _phases(settings: Settings, size: int, item: Item, record: Mapping[str, Any]) -> Row:
-    """Return where the time of an exchange goes, what it sends, and where that would pay."""
+def _phases(
+    settings: Settings, size: int, item: Item, record: Mapping[str, Any], copy: float
+) -> Row:
+    """Return where the time of an exchange goes, what it sends, and where that would pay.
+
+    `copy`: seconds that a copy of a float32 took.
+    """
     row = _place(size, item)
     medians = {name: percentile(record["phases"][name], 0.5) for name in PARTS}
     row.update(medians)
@@ -204,16 +251,9 @@ def _phases(settings: Settings, size: int, item: Item, record: Mapping[str, Any]
     row["payload_bytes_down"] = record["payload_down"]
     row["wire_bytes"], row["messages"] = record["wire"], record["rounds"]
     row["plain_wire_bytes"] = record["plain_wire"]
-    links = pays_on(
-        Cost(0.0, record["plain_wire"], 2 * (settings.workers - 1)),
-        Cost(work, record["wire"], record["rounds"]),
-        settings.link_latency_us * 1e-6,
-    )
-    row["pays_on_from"] = row["pays_on_to"] = None
-    if links is not None:
-        row["pays_on_from"], row["pays_on_to"] = links[0], analysis.finite(links[1])
-    row["links"] = links_text(links)
-    return row
+    own = codec.Cost(work, record["wire"], record["rounds"])
+    latency = settings.link_latency_us * 1e-6
+    return row | codec.pays_fields(own, float(size), settings.workers, copy, latency)
 
 
 def _iterations(records: Records) -> list[Row]:
@@ -227,16 +267,6 @@ def _iterations(records: Records) -> list[Row]:
             values = {name: column[number] for name, column in columns.items()}
             rows.append({**place, "iteration": number, **values})
     return rows
-
-
-def links_text(links: tuple[float, float] | None) -> str:
-    """Return the links, in bit/s, as a reader sees them, in Gbit/s."""
-    if links is None:
-        return "never"
-    low, high = links
-    if math.isinf(high):
-        return "any" if low == 0 else f"above {low * 1e-9:.3g}"
-    return f"below {high * 1e-9:.3g}"
 
 
 def _crossing(settings: Settings, item: Item, rows: Sequence[Row], phases: Sequence[Row]) -> Row:
@@ -260,17 +290,28 @@ def _crossing(settings: Settings, item: Item, rows: Sequence[Row], phases: Seque
     )
     made["speed"], made["best_speed"] = measured[largest]["speed"], measured[best]["speed"]
     made["best_size"] = size_text(best)
+    made |= {name: measured[largest][name] for name in NOISY}
     made["pays_from_bytes"] = pays_from(
-        settings.sizes, {size: row["pays"] for size, row in measured.items()}
+        settings.sizes, {size: bool(row["pays"]) for size, row in measured.items()}
     )
     made["wrong"] = sum(row["wrong"] for row in measured.values())
     if made["wrong"]:
         made["pays_from"] = "wrong"
+    elif settings.iterations < LEAST:
+        made["pays_from"] = "no verdict"
     elif made["pays_from_bytes"] is None:
         made["pays_from"] = f"never up to {size_text(largest)}"
     else:
         made["pays_from"] = size_text(int(made["pays_from_bytes"]))
-    return {**made, **{name: last[name] for name in ("pays_on_from", "pays_on_to", "links")}}
+    fields = ("pays_on_from", "pays_on_to", "links")
+    return made | {
+        f"{name}{end}": last[f"{name}{end}"] for name in fields for end in ("", "_better")
+    }
+
+
+def _sure(n: int) -> float:
+    """Return the confidence of the intervals of n pairs."""
+    return interval([1.0] * n, [1.0] * n)[2]
 
 
 def _notes(settings: Settings) -> list[str]:
@@ -297,8 +338,9 @@ def _predicted(settings: Settings) -> list[str]:
         "Messages: one after the other. Wire: bytes that leave a worker.",
         f"~ is a prediction: on a link of B bit/s with {settings.link_latency_us:g} µs a message "
         "an exchange takes statistic + encode + decode as measured here, its messages, and 8 wire "
-        f"/ B; the plain all-reduce {2 * (settings.workers - 1)} messages and 8 wire / B, its "
-        "additions for nothing. No overlap with the backward pass.",
+        f"/ B; the plain all-reduce of fp32 {2 * (settings.workers - 1)} messages and 8 wire / B, "
+        "its additions for nothing; that of bf16 half the bytes, and two casts at the speed of "
+        "memcpy. No overlap with a backward pass: for a model on a cluster, `gcbench advise`.",
     ]
 
 
@@ -323,17 +365,23 @@ def _conclusions(
     ]
     done = [row for row in crossings if row.get("wrong") == 0]
     if done:
-        paying = [row for row in done if row["pays_from_bytes"] is not None]
-        best = max(done, key=lambda row: row["speed"])
+        said += _measured(settings, largest, done)
+        for suffix, than in (("", "fp32"), ("_better", "the better of fp32 and bf16")):
+            counts = [
+                f"{sum(codec.covers(row, 1e9 * link, suffix) for row in done)} at {link} Gbit/s"
+                for link in LINKS
+            ]
+            said.append(
+                f"Predicted at {largest}, faster than an all-reduce of {than}, of {len(done)} "
+                f"exchanges: {', '.join(counts)}."
+            )
+    noisy = [row for row in done if row["noise"]]
+    if noisy:
+        told = "; ".join(f"{row['method']}: {row['noise']}" for row in noisy)
         said.append(
-            f"Measured here: {len(paying)} of {len(done)} exchanges pay at {largest}; the fastest "
-            f"is {best['method']} by {best['collective']}, {best['speed']:.3g} times as fast as "
-            "the plain all-reduce."
+            f"Noise at {largest} in {len(noisy)} of {len(done)} exchanges ({told}): close other "
+            "programs, and take more iterations (-n)."
         )
-        counts = [
-            f"{sum(_covers(row, 1e9 * link) for row in done)} at {link} Gbit/s" for link in LINKS
-        ]
-        said.append(f"Predicted at {largest}, of {len(done)} exchanges pay: {', '.join(counts)}.")
     bad = [row for row in rows if row["failed"] or row["wrong"]]
     if bad:
         names = dict.fromkeys(
@@ -345,10 +393,36 @@ def _conclusions(
     return said
 
 
-def _covers(row: Mapping[str, Any], link: float) -> bool:
-    """Return whether a link, in bit/s, is among those on which the exchange of a row pays."""
-    low, high = row["pays_on_from"], row["pays_on_to"]
-    return low is not None and low < link < (math.inf if high is None else high)
+def _measured(settings: Settings, largest: str, done: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return which exchanges were faster here, or why nothing follows."""
+    paying = [row for row in done if row["pays_from_bytes"] is not None]
+    best = max(paying or done, key=lambda row: row["speed"])
+    speed = (
+        f"{best['speed']:.3g} times as fast as the plain all-reduce "
+        f"[{best['speed_low']:.3g}, {best['speed_high']:.3g}]"
+    )
+    name = f"{best['method']} by {best['collective']}"
+    n = settings.iterations
+    if n < LEAST:
+        return [
+            f"No verdict: nothing follows from n = {n}; the sign test needs {LEAST} iterations (-n "
+            f"{LEAST}) to show at {CHANCE:.0%} that anything is faster. The largest median at "
+            f"{largest} is that of {name}, {speed}."
+        ]
+    if paying:
+        return [
+            f"Measured here: {len(paying)} of {len(done)} exchanges pay at {largest}; the fastest "
+            f"of them is {name}, {speed}."
+        ]
+    told = f"Measured here: none of {len(done)} exchanges is shown to pay at {largest}."
+    if best["speed"] > 1:
+        told += (
+            f" The median of {name} is {speed}, but chance alone wins as many of {n} pairs with a "
+            f"probability of {best['luck']:.2g}."
+        )
+    else:
+        told += f" The nearest is {name}, {speed}."
+    return [told]
 
 
 def _kernels(settings: Settings) -> str:

@@ -1,9 +1,11 @@
 """Whether to compress on a given cluster, and with what: predicted gain beside measured cost.
 
-The gain is `prediction`'s, each method by the legal collective with the best advice, then the
-fastest. The cost is the accuracy lost in rows of the protocol (`evidence`): of several rows the
-worst. What nobody measured is not taken for free: such a method is never advised, and the command
-that measures it is told. A row by another collective counts where all give one mean.
+The gain is `prediction`'s, over the better of the uncompressed steps that reduce in fp32 and in
+bf16; each method by the legal collective with the best advice, then the fastest. Ties within the
+margin go to the simplest (`prediction.SIMPLE`). The cost is the accuracy lost in rows of the
+protocol (`evidence`): of several rows the worst. What nobody measured is not taken for free: such a
+method is never advised, and the command that measures it is told. A row by another collective
+counts where all give one mean.
 
 By all-gather a worker is handed (N - 1) payloads of b bits an element, by a ring all-reduce of fp32
 it is handed 2 (N - 1) / N times 32 bits: an all-gather moves less only below N = 64 / b workers.
@@ -20,14 +22,15 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from gcbench.core.compressor import Segments
+from gcbench.core.compressor import Compressor, Segments
 from gcbench.core.errors import UsageError
 from gcbench.reporting import figures, reader
 from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table, provenance
 from gcbench.studies import methods
-from gcbench.studies.scale import evidence, prediction, traffic
+from gcbench.studies.scale import evidence, prediction, shipped, traffic
+from gcbench.studies.scale.clusters import Cluster
 from gcbench.studies.scale.evidence import Evidence, Tolerance
-from gcbench.studies.scale.prediction import Prepared, Step
+from gcbench.studies.scale.prediction import HALF, Prepared, Step
 from gcbench.training import progress, suites
 
 KIND = "advice"
@@ -38,7 +41,9 @@ OF_VERDICT = {evidence.FITS: USE, evidence.UNCLEAR: UNCLEAR, evidence.LOSES: LOS
 SUITE = "main"
 """The suite whose runs tell the accuracy of a method that has none."""
 ROWS = "results/reference"
-"""Where committed rows lie."""
+"""Where committed rows lie, below the current folder."""
+BF16 = ("DDP: bf16_compress_hook", "FSDP: reduce_dtype=torch.bfloat16")
+"""How to reduce in bf16, without and with sharding."""
 
 
 class Settings(prediction.Settings):
@@ -66,11 +71,14 @@ class Settings(prediction.Settings):
 def usual_places(runs: Path) -> list[Path]:
     """Return where results are looked for when none are named, of those places that have some.
 
-    Files of rows in `ROWS` below the current folder, and the folder `runs`.
+    Files of rows in `ROWS` below the current folder, those that the package brings (a file of the
+    same name in the folder takes the place of one), and the folder `runs`.
     """
     files = reader.row_files(Path(ROWS))
+    named = {file.name for file in files}
+    brought = [file for file in shipped.rows() if file.name not in named]
     done = any((folder / "summary.json").exists() for folder in reader.run_folders(runs))
-    return [*files, *([runs] if done else [])]
+    return [*files, *brought, *([runs] if done else [])]
 
 
 # ---- the cost ------------------------------------------------------------------------------------
@@ -129,33 +137,38 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         UsageError: see `prediction.prepare`; or results that are not there.
     """
     found = prediction.prepare(settings, observer, ledger, every=True)
-    workers = settings.workers[0]
+    workers, cluster = settings.workers[0], settings.cluster
     gathered = evidence.gather([Path(place) for place in settings.runs])
-    base = found.plain.at(workers, settings.cluster)
-    rows = [
-        _row(settings, found, word, gathered.found, base)
-        for word in dict.fromkeys(word for word, _ in found.steps)
-        if word != "none"
-    ]
-    rows.sort(key=_rank)
-    most = base["step_seconds"] / found.compute
+    known = {key: costs_of(settings, step, gathered.found) for key, step in found.steps.items()}
+    rows = _rows(settings, found, known, cluster)
+    for row in rows:
+        if row["speedup"] is not None:
+            step = found.steps[str(row["method"]), str(row["collective"])]
+            row |= prediction.pays_fields(found, step, workers, cluster, settings.margin)
     title = (
-        f"{found.network.title}, {found.network.numel:,} parameters, batch {found.batch} a worker, "
-        f"{workers} workers of cluster {settings.cluster.name}"
+        f"{found.network.title}, {found.network.numel:,} parameters, "
+        f"{prediction.batch_text(found.batch)}, {workers} workers of cluster "
+        f"{settings.cluster.name}{', sharded' * settings.sharded}"
     )
+    by = "measured kernels" if found.by_measured else "the floor"
     notes = [
         *found.notes,
-        f"use: predicted to gain at least {100 * settings.margin:g} %, and in no result a loss "
-        f"beyond {_allowed(settings)} is within the 95 % interval. unclear: gains as much, but "
-        "such a loss is within the interval. loses too much: the whole interval is beyond it, or a "
-        "seed diverged. untested: predicted faster, no run shows its accuracy. no gain: gains "
-        "less. speedup: step of `none` by all-reduce / step, predicted.",
+        f"use: predicted to gain at least {100 * settings.margin:g} % over the better of reducing "
+        f"in fp32 and in bf16, and in no result a loss beyond {_allowed(settings)} is within the "
+        "95 % interval. unclear: it may gain as much, but its measured kernels do not, or such a "
+        "loss is within the interval. untested: predicted faster, no stored run shows its "
+        "accuracy. loses too much: the whole interval is beyond it, or a seed diverged. no gain: "
+        "gains less. over fp32, over bf16: uncompressed step that reduces in that / step, from "
+        f"measured kernels to the upper bound; step: by {by}. In each group the simplest stands "
+        f"before what is less than {100 * settings.margin:g} % faster. worth it on links: those "
+        f"between nodes with which it gains {100 * settings.margin:g} % by measured kernels.",
         "accuracy there: what the worst result of the method lost against `none`, mean of paired "
         "seeds with its 95 % interval. Results of a schedule, with other dense tensors, or by a "
         "collective with another mean do not count, but what loses too much by all-gather does so "
         "by two-shot, too. all-gather up to: fewer than 64 / b workers, b the bits an element of a "
         "payload; beyond, it moves more bytes than fp32 by a ring all-reduce, and two-shot or "
         "all-reduce must serve.",
+        *(f"Refused: {said}." for said in found.refused.values()),
     ]
     seen = list(_seen(settings, found, gathered.found))
     return Analysis(
@@ -165,7 +178,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         provenance=provenance(),
         conclusions=[
             *_known(settings, found, gathered, seen),
-            *_advice(settings, rows, most),
+            *_advice(settings, found, rows, known),
         ],
         tables=[
             Table(name="methods", title=title, shown=_SHOWN, notes=notes, rows=rows),
@@ -189,12 +202,13 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
 _SHOWN = [
     Shown(field="method", heading="method"),
     Shown(field="advice", heading="advice"),
-    Shown(field="speedup", heading="speedup"),
+    Shown(field="over_fp32", heading="over\nfp32"),
+    Shown(field="over_bf16", heading="over\nbf16"),
     Shown(field="accuracy", heading="accuracy there"),
     Shown(field="step_seconds", heading="step\nms", scale=1e3),
     Shown(field="collective", heading="by"),
     Shown(field="wire_bytes", heading="wire\nMB", scale=1e-6),
-    Shown(field="pays_on", heading="pays on links"),
+    Shown(field="pays_on", heading="worth it on links"),
     Shown(field="results", heading="results"),
     Shown(field="bits", heading="bits an\nelement"),
     Shown(field="gather_limit", heading="all-gather\nup to"),
@@ -225,38 +239,52 @@ def _allowed(settings: Settings) -> str:
     return f"{100 * settings.tolerance:g} points of accuracy or {settings.tolerance_loss:g} of loss"
 
 
-def _row(
+Known = Mapping[tuple[str, str], Sequence[Evidence]]
+"""What counts for a method by a collective, by word and collective."""
+
+
+def _rows(
+    settings: Settings, found: Prepared, known: Known, cluster: Cluster, longer: float = 1.0
+) -> list[Row]:
+    """Return a row for each method, the best advice first, of equals the simplest.
+
+    By the collective with the best advice, of these the fastest. `longer`: a factor of the
+    computation.
+    """
+    best: dict[str, Row] = {}
+    for (word, collective), step in found.steps.items():
+        row = _judged(settings, found, step, known[word, collective], cluster, longer)
+        row["method"] = word
+        if word not in best or _badness(row) < _badness(best[word]):
+            best[word] = row
+    made: list[Row] = []
+    for advice in ORDER:
+        left = {word: row for word, row in best.items() if row["advice"] == advice}
+        while left:
+            gains = {word: -_badness(row)[1] for word, row in left.items()}
+            made.append(left.pop(prediction.simplest(gains, settings.margin)))
+    return made
+
+
+def _badness(row: Row) -> tuple[int, float]:
+    return ORDER.index(str(row["advice"])), -float(row["gain"] or 0)
+
+
+def _judged(
     settings: Settings,
     found: Prepared,
-    word: str,
-    known: Sequence[Evidence],
-    base: Mapping[str, Any],
-) -> Row:
-    """Return the row of a method by the collective with the best advice, of these the fastest."""
-    steps = [step for (name, _), step in found.steps.items() if name == word]
-    rows = [_by_collective(settings, found, word, step, known, base) for step in steps]
-    return min(rows, key=_rank)
-
-
-def _rank(row: Row) -> tuple[int, float]:
-    return ORDER.index(str(row["advice"])), -float(row["speedup"] or 0)
-
-
-def _by_collective(
-    settings: Settings,
-    found: Prepared,
-    word: str,
     step: Step,
-    known: Sequence[Evidence],
-    base: Mapping[str, Any],
+    own: Sequence[Evidence],
+    cluster: Cluster,
+    longer: float,
 ) -> Row:
-    method, workers, cluster = step.method, settings.workers[0], settings.cluster
+    """Return what a method by a collective gains and loses, and the advice."""
+    method, workers = step.method, settings.workers[0]
     segments = Segments.of(found.network.shapes, method.granularity)
     bits = 8 * traffic.payload_bytes(method, segments)[0] / found.network.numel
-    row: Row = {"method": word, "compressor": repr(method), "collective": step.collective}
-    gathers = "allgather" in method.legal_collectives()
+    row: Row = {"method": "", "compressor": repr(method), "collective": step.collective}
+    gathers = "allgather" in method.legal_collectives() and not settings.sharded
     row |= {"bits": bits, "gather_limit": math.ceil(64 / bits) - 1 if gathers and bits else None}
-    own = costs_of(settings, step, known)
     row |= {"results": len(own), "accuracy": "untested"}
     advice = UNTESTED
     if own:
@@ -268,15 +296,21 @@ def _by_collective(
             middle, low, high = shown.lost
             row |= {"accuracy_difference": -middle, "accuracy_low": -high, "accuracy_high": -low}
     try:
-        at = step.at(workers, cluster)
+        at = step.at(workers, cluster, measured=found.by_measured, longer=longer)
+        gains = found.gains(step, workers, cluster, longer)
     except UsageError as error:
-        return {**row, "advice": REFUSED, "refused": str(error), "speedup": None}
-    gain = base["step_seconds"] / at["step_seconds"]
+        return {**row, "advice": REFUSED, "refused": str(error), "speedup": None, "gain": None}
     row |= {key: at[key] for key in ("step_seconds", "wire_bytes", "topology")}
-    row["speedup"] = gain
-    row |= prediction.pays_fields(step, found.plain, workers, cluster)
-    row["advice"] = advice if gain >= 1 + settings.margin else NO_GAIN
-    row["refused"] = None
+    plain = found.plain.seconds(workers, cluster, longer=longer)
+    row["speedup"] = plain / float(at["step_seconds"])
+    row |= gains.fields()
+    row["gain_low"], row["gain_high"] = gains.better
+    row["gain"] = gains.sure
+    if gains.better[1] < 1 + settings.margin:
+        advice = NO_GAIN
+    elif gains.sure < 1 + settings.margin and advice == USE:
+        advice = UNCLEAR
+    row["advice"], row["refused"] = advice, None
     return row
 
 
@@ -319,10 +353,13 @@ def _known(
     settings: Settings, found: Prepared, gathered: evidence.Gathered, seen: Sequence[Row]
 ) -> list[str]:
     """Return what was read, and of how many methods it shows the accuracy."""
-    read = f"No results were read: no rows in {ROWS}, and no finished run, below this folder."
+    read = (
+        f"No results were read: the package brings no rows, and there are none in {ROWS} and no "
+        "finished run below this folder."
+    )
     if settings.runs:
-        read = gathered.told(settings.runs)
-    every = {word for word, _ in found.steps} - {"none"}
+        read = gathered.told([shipped.name_of(Path(place)) for place in settings.runs])
+    every = {word for word, _ in found.steps}
     told = {str(row["method"]) for row in seen}
     if not told:
         return [
@@ -334,40 +371,94 @@ def _known(
     return [read, f"The accuracy of {len(told)} of {len(every)} methods was seen, on {tasks}."]
 
 
-def _advice(settings: Settings, rows: Sequence[Row], most: float) -> list[str]:
-    """Return what to do, and the most that any method could gain."""
+def _answer(settings: Settings, found: Prepared, rows: Sequence[Row], half: float) -> str:
+    """Return what to do in a word: a method, reducing in bf16, or `none`.
+
+    `half`: how many times as fast as in fp32 reducing in bf16 is.
+    """
     used = [row for row in rows if row["advice"] == USE]
-    untested = [row for row in rows if row["advice"] == UNTESTED]
-    unclear = [row for row in rows if row["advice"] == UNCLEAR]
-    bound = f"If sending and compressing took no time, a step would be {most:.3g} times as fast."
+    if used:
+        return str(used[0]["method"])
+    return HALF if half >= 1 + settings.margin else "none"
+
+
+def _advice(settings: Settings, found: Prepared, rows: Sequence[Row], known: Known) -> list[str]:
+    """Return what to do, what would change it, and the most that any method could gain."""
+    workers, cluster = settings.workers[0], settings.cluster
+    by = {advice: [row for row in rows if row["advice"] == advice] for advice in ORDER}
+    used, untested, unclear = by[USE], by[UNTESTED], by[UNCLEAR]
+    free = found.free.seconds(workers, cluster)
+    fp32, bf16 = (one.seconds(workers, cluster) for one in found.baselines)
+    most, margin = min(fp32, bf16) / free, settings.margin
+    said = []
     if used:
         best = used[0]
-        said = [
-            f"Use {best['method']} by {best['collective']}: predicted {best['speedup']:.3g} times "
-            f"as fast, {best['accuracy']} ({best['accuracy_from']}; {best['distance']})."
-        ]
-    elif most < 1 + settings.margin:
-        said = ["Do not compress: the links are no bottleneck here."]
+        said.append(f"Use {_told(best)}, {best['accuracy']} ({_seen_at(best)}).")
+    elif most < 1 + margin:
+        said.append("Do not compress: the links are no bottleneck here.")
     elif unclear:
         best = unclear[0]
-        said = [
-            f"Do not compress yet: {best['method']} by {best['collective']} is predicted "
-            f"{best['speedup']:.3g} times as fast, but {best['accuracy']} "
-            f"({best['accuracy_from']}; {best['distance']}). More seeds would tell."
-        ]
+        why = "More seeds would tell."
+        if float(best["gain"] or 0) < 1 + margin:
+            why = f"By the measured kernels it gains less than {100 * margin:g} %."
+        said.append(
+            f"Do not compress yet: {_told(best)}, but {best['accuracy']} ({_seen_at(best)}). {why}"
+        )
     elif untested:
-        said = ["Do not compress yet: of the methods that gain, no run shows the accuracy."]
-    elif any(row["advice"] == LOSES for row in rows):
-        said = [f"Do not compress: what gains loses more than {_allowed(settings)}."]
+        said.append("Do not compress yet: of the methods that gain, no run shows the accuracy.")
+    elif by[LOSES]:
+        said.append(f"Do not compress: what gains loses more than {_allowed(settings)}.")
     else:
-        said = [f"Do not compress: no method gains {100 * settings.margin:g} %."]
-    least = float(used[0]["speedup"] or 0) if used else 0.0
-    faster = [row for row in untested if float(row["speedup"] or 0) > least]
+        said.append(f"Do not compress: no method gains {100 * margin:g} %.")
+    if not used and fp32 / bf16 >= 1 + margin:
+        cast = next((row for row in rows if row["compressor"] == repr(_bf16())), None)
+        seen = cast["accuracy"] if cast is not None else "untested"
+        where = f" ({_seen_at(cast)})" if cast is not None and cast["results"] else ""
+        said.append(
+            f"Reduce in bf16 ({BF16[settings.sharded]}): predicted {fp32 / bf16:.3g} times as fast "
+            f"as in fp32. Accuracy of values rounded so, by our exchange: {seen}{where}."
+        )
+    least = float(used[0]["gain"] or 0) if used else 0.0
+    faster = [row for row in untested if float(row["gain"] or 0) > least]
     if faster:
         names = ", ".join(str(row["method"]) for row in faster)
-        said.append(f"Untested: predicted faster, no run shows their accuracy: {names}.")
+        said.append(f"Untested: predicted faster, no stored run shows their accuracy: {names}.")
         said.append(_to_learn(settings, faster))
-    return [*said, bound]
+
+    def answer(there: Cluster, longer: float) -> tuple[str, float]:
+        """Return what to do there, and its gain over reducing in fp32."""
+        again = _rows(settings, found, known, there, longer)
+        plain, cast = (one.seconds(workers, there, longer=longer) for one in found.baselines)
+        what = _answer(settings, found, again, plain / cast)
+        for row in again:
+            if row["method"] == what:
+                low, high = row["over_fp32_low"], row["over_fp32_high"]
+                return what, float((high if low is None else low) or 0)
+        return what, plain / cast if what == HALF else 1.0
+
+    if cluster.nodes_of(workers) > 1:
+        said.append(prediction.sensitivity(found, cluster, answer))
+    said.append(
+        "If sending and compressing gradients took no time, a step would be "
+        f"{fp32 / free:.3g} times as fast as reducing in fp32, {bf16 / free:.3g} as in bf16."
+    )
+    return said
+
+
+def _bf16() -> Compressor:
+    return methods.parse("bf16")
+
+
+def _told(row: Row) -> str:
+    """Return a method and its predicted gain in words."""
+    return (
+        f"{row['method']} by {row['collective']}: predicted {row['over_fp32']} times as fast as "
+        f"reducing in fp32, {row['over_bf16']} as in bf16"
+    )
+
+
+def _seen_at(row: Row) -> str:
+    return f"{row['accuracy_from']}; {row['distance']}"
 
 
 @cache
@@ -397,51 +488,75 @@ def _to_learn(settings: Settings, untested: Sequence[Row]) -> str:
 # ---- the picture ---------------------------------------------------------------------------------
 
 
+_PLACES = {USE: 2, UNCLEAR: 1, UNTESTED: 0, LOSES: 3}
+"""Colours of the colour-blind palette by advice: green is what is advised, and nothing else."""
+
+
+def _styles() -> dict[str, dict[str, Any]]:
+    """Return colour and marker of each advice; what gains nothing is grey."""
+    import seaborn
+
+    palette = seaborn.color_palette("colorblind")
+    made = figures.styles(ORDER)
+    for name, style in made.items():
+        style["color"] = palette[_PLACES[name]] if name in _PLACES else "0.6"
+    return made
+
+
 def draw(analysis: Analysis, path: Path) -> None:
-    """Draw gain against accuracy lost; what has no points of accuracy stands apart."""
+    """Draw what each method gains, and beside it gain against accuracy where that was seen."""
     rows = [row for row in analysis.table("methods").rows if row["speedup"]]
-    settings = analysis.settings
-    styles = figures.styles(ORDER)
+    settings, styles = analysis.settings, _styles()
     known = [row for row in rows if row.get("accuracy_difference") is not None]
-    apart = len(known) < len(rows)
-    gains = [float(row["speedup"] or 0) for row in rows] or [1.0]
-    with figures.canvas(11, 6) as figure:
-        grid = figure.subplots(1, 1 + apart, width_ratios=(3, 1)[: 1 + apart], sharey=True)
-        panels = list(grid) if apart else [grid]
-        left = panels[0]
-        marks: list[list[figures.Mark]] = [[] for _ in panels]
-        for row in rows:
-            style = styles[str(row["advice"])]
-            place = 0 if row in known else 1
-            x = 0.0 if place else 100 * float(row["accuracy_difference"] or 0)
-            y = float(row["speedup"] or 0)
-            if not place:
-                ends = [100 * float(row[f"accuracy_{end}"] or 0) for end in ("low", "high")]
-                left.plot(ends, [y, y], color=style["color"], lw=1)
-            mark = figures.Mark(x, y, 0.0, str(row["method"]), style["color"])
-            marks[place].append(mark)
-            panels[place].plot(
-                x, y, style["marker"], color=style["color"], ms=9, mec="white", mew=0.7
-            )
-        for axes in panels:
-            axes.axhline(1 + settings["margin"], color="0.4", ls=(0, (4, 2)), lw=1)
-            if max(gains) > 6 * min(gains):
-                axes.set_yscale("log")
-                axes.yaxis.set_major_formatter("{x:g}")
-        left.axvline(-100 * settings["tolerance"], color="0.4", ls=(0, (4, 2)), lw=1)
-        left.margins(x=0.15, y=0.12)
-        left.set_xlabel("accuracy against `none`, points, with 95 % interval: the worst result")
-        left.set_ylabel("speedup, predicted")
-        if apart:
-            panels[1].set(xlim=(-1, 1), xticks=[], xlabel="untested, diverged, or a loss")
+    with figures.canvas(13 if known else 8, max(4.5, 2.2 + 0.32 * len(rows))) as figure:
+        widths = (2, 3) if known else (1,)
+        axes, *others = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
+        for place, row in enumerate(reversed(rows)):
+            style, high = styles[str(row["advice"])], float(row["gain_high"] or 0)
+            low = high if row["gain_low"] is None else float(row["gain_low"])
+            axes.plot([low, high], [place, place], color=style["color"], lw=3, alpha=0.5)
+            axes.plot(low, place, style["marker"], color=style["color"], ms=8)
+        axes.set_yticks(range(len(rows)), [str(row["method"]) for row in reversed(rows)])
+        axes.tick_params(axis="y", labelsize="small")
+        axes.axvline(1, color="0.4", lw=1)
+        axes.axvline(1 + settings["margin"], color="0.4", ls=(0, (4, 2)), lw=1)
+        axes.margins(x=0.1)
+        axes.set_xlabel("times as fast as the better of reducing in fp32 and bf16\n"
+                        "from measured kernels to the upper bound")  # fmt: skip
         for name in ORDER:
             if any(row["advice"] == name for row in rows):
                 style = styles[name]
-                left.plot([], [], style["marker"], color=style["color"], ms=9, label=name)
+                axes.plot([], [], style["marker"], color=style["color"], ms=8, label=name)
         figure.legend(loc="outside lower center", ncols=5, fontsize="small")
-        figure.suptitle(analysis.table("methods").title, fontsize="medium")
-        figure.draw_without_rendering()
-        figure.set_layout_engine("none")
-        for axes, own in zip(panels, marks, strict=True):
-            figures.write_labels(axes, own)
+        title = analysis.table("methods").title
+        figure.suptitle(title if known else title.replace(", batch", ",\nbatch"), fontsize="medium")
+        if others:
+            marks = _against_accuracy(others[0], known, styles, settings)
+            figure.draw_without_rendering()
+            figure.set_layout_engine("none")
+            figures.write_labels(others[0], marks)
         figures.save(figure, path)
+
+
+def _against_accuracy(
+    axes: Any,
+    known: Sequence[Row],
+    styles: Mapping[str, Mapping[str, Any]],
+    settings: Mapping[str, Any],
+) -> list[figures.Mark]:
+    """Draw gain against accuracy lost, and return where names belong."""
+    marks = []
+    for row in known:
+        style, y = styles[str(row["advice"])], float(row["gain"] or 0)
+        x, low, high = (
+            100 * float(row[f"accuracy_{end}"] or 0) for end in ("difference", "low", "high")
+        )
+        axes.plot([low, high], [y, y], color=style["color"], lw=1)
+        axes.plot(x, y, style["marker"], color=style["color"], ms=9, mec="white", mew=0.7)
+        marks.append(figures.Mark(x, y, 0.0, str(row["method"]), style["color"]))
+    axes.axhline(1 + settings["margin"], color="0.4", ls=(0, (4, 2)), lw=1)
+    axes.axvline(-100 * settings["tolerance"], color="0.4", ls=(0, (4, 2)), lw=1)
+    axes.margins(x=0.15, y=0.12)
+    axes.set_xlabel("accuracy against `none`, points, with 95 % interval: the worst result")
+    axes.set_ylabel("times as fast, by measured kernels")
+    return marks

@@ -14,16 +14,16 @@ Tp (packing), Ts (selection):
 `symmetric` takes decompressing for as long as (1); `exact` leaves out the selection, which it has
 not. k_min is ill-conditioned, d ln k / d ln S = k - 1, so 1 / S is what to compare. The paper's
 "about 30 at 56 Gbit/s" stands for one S, which is a reading, too.
-The same for any method among N workers, with the bytes and the work of its own collective: the
-fastest link is (bytes saved) / (seconds spent), against a ring all-reduce of fp32.
+The same for any method among N workers, with the bytes and the work of its own collective, is the
+definition of `codec`, with what was measured inside exchanges: the table of methods is that of
+`gcbench scale links`.
 Source: Wang et al., HPDC 2020, section 4.4 of arXiv:1811.08596; its formulas were derived anew, as
 their text was not to be had.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,12 +33,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from gcbench import ops
 from gcbench.core import registry
 from gcbench.core.compressor import Compressor, Segments
-from gcbench.core.exchange import check_legal
-from gcbench.reporting import figures, kernel_timings
+from gcbench.reporting import figures
 from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table, provenance
 from gcbench.studies import methods
-from gcbench.studies.scale import traffic, work
-from gcbench.studies.scale.clusters import links_text
+from gcbench.studies.scale import codec, traffic, work
+from gcbench.studies.scale import links as pays
 from gcbench.training import progress
 
 KIND = "scale-link"
@@ -54,6 +53,8 @@ COMPRESS = {"Tm": 2, "Tf": 1, "Tp": 1, "Ts": 1}
 DECOMPRESS = {"Tm": 2, "Tf": 1, "Tp": 1, "Ts": 0}
 CLAIM = (30.0, 56.0)
 """The paper's words: a ratio of about 30 is needed at 56 Gbit/s."""
+WHOLE = "inside an exchange"
+"""The reading of S that was measured and not added up."""
 COLUMNS = 1000
 """The timed gradient is one matrix of so many columns."""
 Gigabytes = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -76,7 +77,9 @@ class Settings(BaseModel):
     """In Gbit/s."""
     workers: Annotated[int, Field(ge=2, le=100_000)]
     compressors: list[str]
-    kernels: str = "measured"
+    kernels: str = pays.STORED
+    """For the table of methods: see `pays.Settings`."""
+    link_latency_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 50.0
 
 
 # ---- the equations -------------------------------------------------------------------------------
@@ -157,10 +160,8 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     n = settings.elements // COLUMNS * COLUMNS
     shapes = ((n // COLUMNS, COLUMNS),)
     nbytes = 4.0 * n
-    chosen = methods.all_of(",".join(dict.fromkeys(["none", *settings.compressors])))
-    timings = (
-        None if settings.kernels == "measured" else kernel_timings.load(Path(settings.kernels))
-    )
+    chosen = methods.all_of(",".join(settings.compressors))
+    known = pays.measurement(settings.kernels)
 
     done = 0
 
@@ -183,21 +184,9 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     back = compress_seconds(speed, DECOMPRESS)
     readings["symmetric"] = 2 * forth
     readings["exact"] = forth + back
-    if not settings.throughput:
-        whole = remember(repr(method), lambda: work.measure(method, shapes, settings.threads).parts)
-        readings["whole calls"] = (whole["encode"] + whole["decode"]) / 4
+    if repr(method) in known.found and (own := known.of(method, n)):
+        readings[WHOLE] = (own.encode + own.each) / codec.FLOAT
 
-    rates: dict[str, work.Rates] = {}
-    for word, one in chosen.items():
-        found = work.of_file(one, timings, n, settings.threads) if timings else None
-        if found is None:
-            if timings:
-                work.check_machine(timings, settings.kernels)
-            made = remember(
-                repr(one), lambda one=one: work.measure(one, shapes, settings.threads).parts
-            )
-            found = work.Rates(made, "measured")
-        rates[word] = found
     payload = traffic.payload_bytes(method, Segments.of(shapes, method.granularity))[0]
     ratio = nbytes / payload
     nominal = 32 / (method.claims.nominal_bits() or 32)
@@ -211,7 +200,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
             _stage_table(settings, speed, forth, n),
             _reading_table(readings, ratio, nominal),
             _link_table(settings, readings, ratio),
-            _method_table(settings, chosen, rates, shapes),
+            _method_table(settings, chosen, known),
             Table(name="curve", title="", rows=_curve(readings)),
         ],
     )
@@ -270,8 +259,8 @@ def _reading_table(readings: Mapping[str, float], ratio: float, nominal: float) 
         ],
         notes=[
             f"Its own ratio is {ratio:.4g} as packed ({nominal:.4g} without the bitmap). "
-            f"The claim: k_min about {CLAIM[0]:g} at {CLAIM[1]:g} Gbit/s. whole calls: encode and "
-            "decode of `fft` as they are, timed here; the other two add up stages.",
+            f"The claim: k_min about {CLAIM[0]:g} at {CLAIM[1]:g} Gbit/s. {WHOLE}: encode and "
+            "decode of `fft`, one pass, as measured inside exchanges; the other two add up stages.",
         ],
         rows=rows,
     )
@@ -307,60 +296,16 @@ def _link_table(settings: Settings, readings: Mapping[str, float], ratio: float)
 
 
 def _method_table(
-    settings: Settings,
-    chosen: Mapping[str, Compressor],
-    rates: Mapping[str, work.Rates],
-    shapes: tuple[tuple[int, ...], ...],
+    settings: Settings, chosen: Mapping[str, Compressor], known: codec.Measured
 ) -> Table:
-    workers, nbytes = settings.workers, traffic.dense_bytes(shapes)
-
-    def spend(word: str) -> tuple[str, float, float, float]:
-        """Return collective, wire bytes, and seconds of encoding and decoding."""
-        method = chosen[word]
-        collective = check_legal(method)
-        sent = traffic.total(traffic.exchange(method, collective, (shapes, ()), workers), workers)
-        spent = work.step(rates[word], method, collective, nbytes / 4, workers)
-        return collective, sent.wire, *spent
-
-    _, dense, *base = spend("none")
-    rows: list[Row] = []
-    for word in chosen:
-        if word == "none":
-            continue
-        collective, wire, encode, decode = spend(word)
-        saved, more = dense - wire, encode + decode - sum(base)
-        link = None if saved <= 0 else 8e-9 * saved / more if more > 0 else None
-        pays = [] if saved <= 0 else [(0.0, math.inf if link is None else link)]
-        rows.append(
-            {
-                "method": word,
-                "collective": collective,
-                "wire_ratio": dense / wire,
-                "encode_seconds_per_byte": encode / nbytes,
-                "decode_seconds_per_byte": decode / nbytes,
-                "break_even_gbit": link,
-                "pays_on": links_text(pays),
-                "kernels": rates[word].source,
-            }
-        )
+    size = int(known.analysis.settings["sizes"][-1])
     return Table(
         name="methods",
-        title=f"The fastest link on which each method pays, {workers} workers",
-        shown=[
-            Shown(field="method", heading="method"),
-            Shown(field="collective", heading="collective"),
-            Shown(field="wire_ratio", heading="wire\nratio"),
-            Shown(field="encode_seconds_per_byte", heading="encode\ns/GB", scale=1e9),
-            Shown(field="decode_seconds_per_byte", heading="decode\ns/GB", scale=1e9),
-            Shown(field="pays_on", heading="pays on links"),
-        ],
+        title=f"Links on which an exchange alone pays, {settings.workers} workers",
+        shown=pays.SHOWN,
         which=2,
-        notes=[
-            "Bytes saved over seconds spent, against a ring all-reduce of fp32 and its work; "
-            "without latency and without overlap. wire ratio: of what leaves a worker; below 1 no "
-            "kernel helps. s/GB: seconds a GB of the fp32 gradient, in an exchange of so many.",
-        ],
-        rows=rows,
+        notes=pays.notes(known, size, settings.link_latency_us),
+        rows=pays.rows(known, chosen, settings.workers, settings.link_latency_us * 1e-6),
     )
 
 
@@ -386,20 +331,18 @@ def _conclusions(
         f"pays above {8e-9 / claim:.3g} Gbit/s. There 1 % of speed moves k_min by about "
         f"{CLAIM[0] - 1:.0f} %: compare 1/S.",
     ]
-    if "whole calls" in readings:
-        whole = readings["whole calls"]
+    if WHOLE in readings:
+        whole = readings[WHOLE]
         said.append(
-            f"Stages add up to {1e9 * (forth + back):.3g} s/GB, the calls take {1e9 * whole:.3g}: "
-            f"{whole / (forth + back):.2f} times as much. With these kernels the method pays below "
-            f"{8e-9 * fastest_link(ratio, whole):.3g} Gbit/s."
+            f"Stages add up to {1e9 * (forth + back):.3g} s/GB, inside an exchange the calls take "
+            f"{1e9 * whole:.3g}: {whole / (forth + back):.2f} times as much. By equation (4) the "
+            f"method then pays below {8e-9 * fastest_link(ratio, whole):.3g} Gbit/s; the table of "
+            "methods has its collective, messages and a bf16 baseline, too."
         )
     return said
 
 
 # ---- the picture ---------------------------------------------------------------------------------
-
-MARKS = (1.0, 10.0, 100.0)
-"""Links that are drawn for comparison, Gbit/s."""
 
 
 def draw(analysis: Analysis, path: Path) -> None:
@@ -408,8 +351,7 @@ def draw(analysis: Analysis, path: Path) -> None:
     ratio = float(analysis.table("readings").rows[0]["ratio"] or 1)
     names = list(dict.fromkeys(str(row["reading"]) for row in curve))
     styles = figures.styles(names)
-    shown = [row for row in found if row["break_even_gbit"] is not None]
-    with figures.canvas(13, max(5.6, 2.4 + 0.33 * len(shown))) as figure:
+    with figures.canvas(13, max(5.6, 2.4 + 0.33 * len(found))) as figure:
         left, right = figure.subplots(1, 2)
         for name in names:
             own = [row for row in curve if row["reading"] == name]
@@ -441,10 +383,10 @@ def draw(analysis: Analysis, path: Path) -> None:
         for axis in (left.xaxis, left.yaxis):
             axis.set_major_formatter(lambda value, _: f"{value:g}")
         left.legend(fontsize="small", loc="upper left", title="reading of S")
-        _bars(right, shown)
+        pays.bars(right, found)
         settings = analysis.settings
         right.set(
-            title=f"methods, {settings['workers']} workers, {settings['threads']} threads",
+            title=f"exchanges among {settings['workers']} workers",
             xlabel="pays below, Gbit/s",
         )
         how = "given" if settings["throughput"] else "measured"
@@ -454,31 +396,3 @@ def draw(analysis: Analysis, path: Path) -> None:
             fontsize="medium",
         )
         figures.save(figure, path)
-
-
-def _bars(axes: Any, rows: Sequence[Row]) -> None:
-    """Draw the fastest link of each method, the highest on top."""
-    ordered = sorted(rows, key=lambda row: float(row["break_even_gbit"] or 0))
-    links = [float(row["break_even_gbit"] or 0) for row in ordered]
-    names = [f"{row['method']}\n{row['collective']}" for row in ordered]
-    if not links:
-        axes.text(0.5, 0.5, "no method saves bytes", transform=axes.transAxes, ha="center")
-        return
-    low = 10 ** math.floor(math.log10(min(*links, *MARKS) / 1.5))
-    axes.barh(names, [link - low for link in links], left=low, color="0.72")
-    for name, link in zip(names, links, strict=True):
-        axes.annotate(
-            f"{link:.3g}",
-            (link, name),
-            (4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize="small",
-        )
-    for mark in MARKS:
-        axes.axvline(mark, color="0.4", linewidth=1, linestyle=":")
-    axes.set_xscale("log")
-    axes.set_xlim(low, 3 * max(*links, *MARKS))
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.tick_params(axis="y", labelsize="small")
-    axes.grid(axis="y", visible=False)

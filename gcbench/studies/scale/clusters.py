@@ -8,6 +8,8 @@ ring (all-reduce, all-gather): every round passes every link, so the slowest dec
 all-to-all: each of the g workers of a node has its own messages for the other nodes' workers, so
     the node's link carries g times b (N - g) / N; messages inside the node pass beside them.
 
+reduce-scatter: half of the ring all-reduce.
+
 `tree` has log2 N rounds in the place of N - 1, with an all-to-all that moves log2(N) / 2 times as
 much (Bruck); `fastest` takes whichever is faster, each time. `topology: nodes` first adds the
 gradients of a node in fp32 over its inner links, exchanges one payload a node, and spreads the mean
@@ -26,13 +28,14 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gcbench.core.errors import UsageError, unknown
-from gcbench.studies.scale.networks import OPERATIONS
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 BACKWARD = 2 / 3
 """The backward pass's share of the computation: two of three multiplications."""
+BUCKET = 25 * 2**20
+"""Bytes of a bucket of DDP, the default of its `bucket_cap_mb`."""
 
 
 class _Model(BaseModel):
@@ -85,6 +88,7 @@ class Device(_Model):
     name: str
     tflops: Positive  # 10^12 floating-point operations a second, in the precision of training
     memory_gbyte: Positive  # 10^9 bytes a second of its memory
+    like: str | None = None  # whose share of the peak serves where it has no published rate
 
 
 _DATA: dict[str, dict[str, Any]] = yaml.safe_load(
@@ -92,12 +96,6 @@ _DATA: dict[str, dict[str, Any]] = yaml.safe_load(
 )
 DEVICES = {name: Device(name=name, **own) for name, own in _DATA["devices"].items()}
 """By name, from data sheets."""
-RATES: dict[tuple[str, str], float] = {
-    (device, network): rate
-    for device, known in _DATA["rates"].items()
-    for network, rate in known.items()
-}
-"""Examples a second of one device, published."""
 
 
 class Cluster(_Model):
@@ -108,18 +106,19 @@ class Cluster(_Model):
     nodes: Annotated[int, Field(ge=1)] | None = None
     """As many as there are; None: any number."""
     device: Device
-    utilization: Annotated[Share, Field(gt=0)] = 0.35
-    """Share of the device's operations that training reaches, where no rate is published."""
+    utilization: Annotated[Share, Field(gt=0)] | None = None
+    """Share of the device's operations that training reaches; None: as published (`rates`)."""
     intra: Wire
     """Between any two devices of a node."""
     inter: Wire
     """Between a node and the network: the devices of a node share it."""
-    overlap: Share = 0.0
-    """Share of the backward pass under which communication can hide."""
+    overlap: Share = 1.0
+    """Share of the backward pass under which communication can hide: all of it, as DDP does it."""
     algorithm: Literal["ring", "tree", "fastest"] = "fastest"
     topology: Literal["flat", "nodes", "best"] = "best"
-    buckets: Annotated[int, Field(ge=1)] = 1
-    """Messages that a gradient is cut into: each has its own latency."""
+    buckets: Annotated[int, Field(ge=1)] | None = None
+    """Messages that a gradient is cut into, each with its own latency; None: one for each
+    `BUCKET` bytes of it where communication hides, else one."""
     price: NotNegative | None = None
     """Of a device and an hour, in any currency."""
 
@@ -143,28 +142,29 @@ class Cluster(_Model):
             )
         return nodes
 
-    def compute_seconds(self, network: str, macs: float | None, batch: int) -> tuple[float, str]:
-        """Return forward and backward of `batch` examples on one device, and how it is known.
+    def pieces(self, nbytes: float) -> int:
+        """Return into how many messages a float32 gradient of so many bytes is cut."""
+        if self.buckets is not None:
+            return self.buckets
+        return max(1, math.ceil(nbytes / BUCKET)) if self.overlap else 1
 
-        Raises:
-            UsageError: neither a rate nor the multiplications are known.
+    def exposed(self, communicate: float, compute: float, pieces: int) -> float:
+        """Return the seconds of communication that a computation of `compute` s does not hide.
+
+        Of B equal pieces the k-th is ready after k / B of the computation, and they follow one
+        another on the link: the last can hide under nothing, the first only waits for its own
+        part. So max(C / B, C - s P (1 - 1 / B)), s the share `overlap`; C without overlap.
         """
-        rate = RATES.get((self.device.name, network))
-        if rate is not None:
-            return batch / rate, f"{rate:g} examples/s, published"
-        if macs is None:
-            raise UsageError(
-                f"{network}: its multiplications are not known; give the milliseconds of a "
-                "worker's forward and backward pass with --compute-ms"
-            )
-        speed = self.device.tflops * 1e12 * self.utilization
-        said = f"{self.utilization:.0%} of {self.device.tflops:g} TFLOPS, assumed"
-        return OPERATIONS * macs * batch / speed, said
+        if not self.overlap:
+            return communicate
+        hidden = self.overlap * compute * (1 - 1 / pieces)
+        return max(communicate / pieces, communicate - hidden)
 
     def seconds(self, kind: str, nbytes: float, workers: int) -> float:
         """Return the time of one collective.
 
-        `kind`: "allreduce", "allgather" or "alltoall"; `nbytes`: what each worker hands over.
+        `kind`: "allreduce", "reducescatter", "allgather" or "alltoall"; `nbytes`: what each worker
+        hands over.
         """
         if workers == 1:
             return 0.0
@@ -174,7 +174,7 @@ class Cluster(_Model):
 
     def _seconds(self, kind: str, nbytes: float, workers: int, nodes: int, *, tree: bool) -> float:
         depth = math.ceil(math.log2(workers))
-        rounds = (depth if tree else workers - 1) * self.buckets
+        rounds = (depth if tree else workers - 1) * (self.buckets or 1)
         if nodes == 1:
             latency = self.intra.latency_us
         else:
@@ -192,6 +192,8 @@ class Cluster(_Model):
         if kind == "allreduce":
             sent = 2 * (workers - 1) / workers * nbytes
             return 2 * rounds * latency * 1e-6 + sent / slowest
+        if kind == "reducescatter":
+            return rounds * latency * 1e-6 + (workers - 1) / workers * nbytes / slowest
         return rounds * latency * 1e-6 + (workers - 1) * nbytes / slowest
 
     def topologies(self, workers: int) -> tuple[str, ...]:
@@ -204,14 +206,19 @@ class Cluster(_Model):
         """Return the cluster of its nodes, each as one worker."""
         return self.model_copy(update={"gpus_per_node": 1})
 
-    def inside_seconds(self, nbytes: float, workers: int) -> float:
-        """Return reducing a node's gradients of `nbytes` and spreading the mean, inside a node."""
+    def inside_seconds(self, nbytes: float, workers: int, kind: str = "allreduce") -> float:
+        """Return a collective of a node's gradients of `nbytes` inside it.
+
+        An all-reduce adds them and spreads the mean of all nodes; a reduce-scatter only adds.
+        """
         inside = workers // self.nodes_of(workers)
-        return self.model_copy(update={"nodes": 1}).seconds("allreduce", nbytes, inside)
+        return self.model_copy(update={"nodes": 1}).seconds(kind, nbytes, inside)
 
 
 _KNOWN: dict[str, dict[str, Any]] = _DATA["clusters"]
 NAMES = tuple(_KNOWN)
+RENAMED: dict[str, str] = _DATA["renamed"]
+"""Earlier names of clusters, which still serve."""
 
 
 def make(settings: Mapping[str, Any], where: str) -> Cluster:
@@ -249,6 +256,7 @@ def load(spec: str, changes: Mapping[str, Any] | None = None) -> Cluster:
     Raises:
         UsageError: neither; or see `make`.
     """
+    spec = RENAMED.get(spec, spec)
     path = Path(spec)
     if spec in _KNOWN:
         settings: Any = _KNOWN[spec]

@@ -34,8 +34,12 @@ class Network:
     """How many tensors at the end are the last (classifier) layer."""
     macs: float | None = None
     """Multiply-accumulates of the forward pass of one example; None: not known."""
-    batch: int = 1
-    """Examples of one worker in a step, unless the user says another number."""
+    batch: int | None = None
+    """Examples of one worker in a step, unless the user says another number; None: not known."""
+    family: str | None = None
+    """Whose share of a device's peak it reaches: "convolutional", "transformer"."""
+    examples: str = "examples"
+    """What an example is, in the plural."""
 
     @property
     def numel(self) -> int:
@@ -79,7 +83,9 @@ class _Layers:
         self.macs += out * into
 
     def network(self, name: str, title: str, batch: int, last: int = 2) -> Network:
-        return Network(name, title, tuple(self.shapes), last, self.macs, batch)
+        return Network(
+            name, title, tuple(self.shapes), last, self.macs, batch, "convolutional", "images"
+        )
 
 
 def alexnet() -> Network:
@@ -177,7 +183,7 @@ def resnet50() -> Network:
                 layers.convolution(4 * width, into, 1, side, norm=True)
             into = 4 * width
     layers.dense(1000, into)
-    return layers.network("resnet50", "ResNet-50", 64)
+    return layers.network("resnet50", "ResNet-50", 256)
 
 
 def transformer() -> Network:
@@ -193,7 +199,26 @@ def transformer() -> Network:
     shapes = [(context, width), *block * depth, (width,), (width,), (words, width)]
     each = depth * (12 * width**2 + 2 * context * width) + words * width
     title = "transformer of 1.3 billion"
-    return Network("transformer-1.3b", title, tuple(shapes), 1, context * each, 1)
+    kind = "transformer", f"sequences of {context:,}"
+    return Network("transformer-1.3b", title, tuple(shapes), 1, context * each, 14, *kind)
+
+
+def bert() -> Network:
+    """Return BERT large with both heads (Devlin et al. 2019; layout of Hugging Face).
+
+    24 layers of width 1024, sequences of 512 tokens (an example is one), 30522 words. The head's
+    weights are the embedding's; pre-training needs its words at masked positions alone, so the MACs
+    are without it.
+    """
+    depth, width, context, words = 24, 1024, 512, 30522
+    norm: list[tuple[int, ...]] = [(width,), (width,)]
+    square: list[tuple[int, ...]] = [(width, width), (width,)]
+    block = [*square * 4, *norm, (4 * width, width), (4 * width,), (width, 4 * width), (width,)]
+    shapes = [(context, width), (2, width), *norm, *(block + norm) * depth, *square]
+    shapes += [*square, *norm, (2, width), (2,), (words, width), (words,)]
+    each = depth * (12 * width**2 + 2 * context * width)
+    kind = "transformer", f"sequences of {context}"
+    return Network("bert-large", "BERT large", tuple(shapes), 2, context * each, 32, *kind)
 
 
 _MADE: dict[str, Callable[[], Network]] = {
@@ -204,6 +229,7 @@ _MADE: dict[str, Callable[[], Network]] = {
     "resnet20": lambda: cifar_resnet(3),
     "resnet32": lambda: cifar_resnet(5),
     "resnet50": resnet50,
+    "bert-large": bert,
     "transformer-1.3b": transformer,
 }
 NAMES = tuple(_MADE)

@@ -21,7 +21,7 @@ from gcbench.studies.scale import clusters, figure5, traffic
 from gcbench.studies.scale.clusters import Cluster
 from gcbench.studies.scale.networks import Network
 
-PRESETS = {"gtx1080-1gbe": "1g", "p100-100g": "100g"}
+PRESETS = {"gtx1080x4-1gbe": "1g", "p100x4-100g": "100g"}
 """Clusters of ours by the names that `figure5` gives them."""
 OWN_MESSAGES = 0.1
 """Share of a step from which the conclusions tell what the method's own messages add."""
@@ -34,14 +34,16 @@ def place(cluster: Cluster) -> str | None:
     return name if name and cluster == clusters.load(cluster.name) else None
 
 
-def compare(cluster: Cluster, network: Network, batch: int, rows: Sequence[Row]) -> list[Row]:
+def compare(
+    cluster: Cluster, network: Network, batch: int | None, rows: Sequence[Row]
+) -> list[Row]:
     """Return a row for each prediction that has a published bar; none for other clusters.
 
     `rows` are those of `prediction.run`; `network` and `batch` those that they are of. A row has
     images a second, and seconds of a step by `PARTS`.
     """
     where = place(cluster)
-    if where is None or figure5.NETWORKS.get(network.name) != batch:
+    if where is None or batch is None or figure5.NETWORKS.get(network.name) != batch:
         return []
     fitted, size = figure5.fit(where), figure5.gbit(network.name)
     needed = fitted.needed[network.name]

@@ -41,7 +41,7 @@ class Message:
     """One collective of all workers."""
 
     kind: str
-    """allreduce, allgather or alltoall."""
+    """allreduce, reducescatter, allgather or alltoall."""
     nbytes: float
     """What a worker hands over; the mean over workers, where they differ."""
     aggregated: bool = False
@@ -51,6 +51,8 @@ class Message:
         """Return the bytes of a worker up and down, as `World` counts them."""
         if self.kind == "allreduce":
             return self.nbytes, self.nbytes
+        if self.kind == "reducescatter":
+            return self.nbytes, self.nbytes / workers
         if self.kind == "alltoall":
             return self.nbytes, 0.0
         return 0.0 if self.aggregated else self.nbytes, self.nbytes * workers
@@ -59,6 +61,7 @@ class Message:
         """Return the bytes that leave a worker for others, as `World` counts them."""
         factor = {
             "allreduce": 2 * (workers - 1) / workers,
+            "reducescatter": (workers - 1) / workers,
             "allgather": workers - 1,
             "alltoall": (workers - 1) / workers,
         }

@@ -221,7 +221,8 @@ def step(
     """Return the seconds of a worker in encoding (agreement and memory too) and in decoding.
 
     `n` elements, in an exchange of `workers`; `carried` is the published method's own memory unless
-    given. A mean of N payloads costs N eighths of one of eight; of a merge, that which exceeds the
+    given. `collective` may be "reducescatter", the first half of a two-shot exchange. A mean of N
+    payloads costs N eighths of one of eight; of a merge, that which exceeds the
     mean is the encoding of the result.
     """
     if carried is None:
@@ -235,6 +236,8 @@ def step(
         return encode * n, rates["decode"] * n
     if collective == "allgather":
         return encode * n, rates["mean8"] / MERGED * workers * n
+    if collective == "reducescatter":  # the owner's mean of its shards
+        return encode * n, rates["mean8"] / MERGED * n
     again = max(0.0, rates["merge8"] - rates["mean8"])
     merge = min(rates["mean8"], rates["merge8"]) / MERGED * n + again * n / workers
     if carried.owner and method.requantizes:

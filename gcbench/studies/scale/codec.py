@@ -1,0 +1,274 @@
+"""What a codec costs, and on which links it pays: one model and one definition for all commands.
+
+An exchange of n elements among N workers, each sending W bytes in R messages that follow one
+another, takes on a link of B bit/s and a latency of l seconds a message
+
+    T(B) = n (e + p P) + R l + 8 W / B
+
+e: seconds an element in the statistic and encode; p: in one pass over a payload; P: passes of the
+collective, N by all-gather (every worker's payload), 2 by two-shot (the workers' shards, then the
+mean), 1 by all-reduce. Both are measured inside an exchange, by `gcbench bandwidth`. Where a
+two-shot exchange was not what was measured, its owners' second encoding adds e / N if the method
+needs one.
+
+It pays where T is smaller than that of the better of two baselines, ring all-reduces: of fp32,
+with no work, and of bf16, half the bytes, cast on both sides at the speed of a copy (a cast moves 6
+bytes an element, a copy 8). The additions of a baseline cost nothing: they favour it. A training
+step, where communication hides under the backward pass, is `prediction`'s, with the same terms.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gcbench.core.compressor import Compressor
+from gcbench.core.errors import UsageError
+from gcbench.reporting import analysis
+from gcbench.studies import methods
+from gcbench.studies.scale.clusters import Device
+
+KIND = "bandwidth"
+"""The analysis whose phases are the measurement."""
+STORED = "bandwidth.json"
+"""The committed measurement."""
+FLOAT = 4
+"""Bytes of a float32."""
+COPY = 2 * FLOAT
+"""Bytes that a copy of a float32 moves."""
+CAST = 6
+"""Bytes that a cast between float32 and bfloat16 moves."""
+
+Links = tuple[float, float]
+"""From and to bit/s; the latter may be infinite."""
+
+
+# ---- the definition ------------------------------------------------------------------------------
+
+
+class Cost(NamedTuple):
+    """What an exchange costs wherever it runs."""
+
+    work: float
+    """Seconds of one worker in statistic, encode and decode."""
+    wire: float
+    """Bytes that leave a worker."""
+    rounds: float
+    """Messages one after the other."""
+
+    def seconds(self, link: float, latency: float) -> float:
+        """Return T on a link of `link` bit/s with `latency` seconds a message."""
+        return self.work + self.rounds * latency + 8 * self.wire / link
+
+
+def baselines(nbytes: float, workers: int, copy: float) -> tuple[Cost, Cost]:
+    """Return the ring all-reduces of a float32 gradient of `nbytes`: in fp32, and in bf16.
+
+    `copy`: seconds that copying a float32 takes.
+    """
+    wire, rounds = 2 * (workers - 1) / workers * nbytes, 2.0 * (workers - 1)
+    casts = 2 * CAST / COPY * copy * nbytes / FLOAT
+    return Cost(0.0, wire, rounds), Cost(casts, wire / 2, rounds)
+
+
+def pays_on(plain: Cost, own: Cost, latency: float) -> Links | None:
+    """Return the links, from and to bit/s, on which `own` is predicted to be faster than `plain`.
+
+    With saved = 8 (wire_plain - wire_own) bits and spent = the difference of the terms without B,
+    own - plain: saved / B > spent. None: on no link.
+    """
+    saved = 8 * (plain.wire - own.wire)
+    spent = own.work - plain.work + (own.rounds - plain.rounds) * latency
+    if saved > 0:
+        return (0.0, saved / spent) if spent > 0 else (0.0, math.inf)
+    if spent < 0:
+        return (saved / spent, math.inf)
+    return None
+
+
+def beyond(first: Links | None, second: Links | None) -> Links | None:
+    """Return the links that are in both ranges; None for none."""
+    if first is None or second is None:
+        return None
+    low, high = max(first[0], second[0]), min(first[1], second[1])
+    return (low, high) if low < high else None
+
+
+FIELDS = ("pays_on_from", "pays_on_to", "links")
+"""What `pays_fields` tells against fp32; with `_better` against both baselines."""
+
+
+def pays_fields(
+    own: Cost, nbytes: float, workers: int, copy: float, latency: float
+) -> analysis.Row:
+    """Return the links on which an exchange pays as fields of a row.
+
+    `pays_on_from` and `pays_on_to`, in bit/s, and `links` against fp32; the same with `_better`
+    against the better of fp32 and bf16. Both ends None: on no link; the upper None alone: no end.
+    """
+    fp32, bf16 = baselines(nbytes, workers, copy)
+    over = pays_on(fp32, own, latency)
+    row: analysis.Row = {}
+    for suffix, links in (("", over), ("_better", beyond(over, pays_on(bf16, own, latency)))):
+        row[f"pays_on_from{suffix}"] = links and links[0]
+        row[f"pays_on_to{suffix}"] = links and analysis.finite(links[1])
+        row[f"links{suffix}"] = links_text(links)
+    return row
+
+
+def covers(row: Mapping[str, Any], link: float, suffix: str = "") -> bool:
+    """Return whether a link, in bit/s, is among those of `pays_fields`."""
+    low, high = row[f"pays_on_from{suffix}"], row[f"pays_on_to{suffix}"]
+    return low is not None and low < link < (math.inf if high is None else high)
+
+
+def links_text(links: Links | None) -> str:
+    """Return links in words, as `clusters.links_text` does; "no link" for none."""
+    from gcbench.studies.scale import clusters
+
+    return clusters.links_text([] if links is None else [(1e-9 * links[0], 1e-9 * links[1])])
+
+
+# ---- the measurement -----------------------------------------------------------------------------
+
+
+def passes(collective: str, workers: int) -> float:
+    """Return how many times a worker passes over a payload of its whole gradient."""
+    return {"allgather": float(workers), "twoshot": 2.0}.get(collective, 1.0)
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Seconds an element that a method was measured to take inside an exchange."""
+
+    encode: float
+    """e: the statistic and encode."""
+    each: float
+    """p: one pass over a payload."""
+    collective: str
+    """By which it was measured."""
+    copy: float
+    """A copy, in the same run."""
+
+    def seconds(
+        self, method: Compressor, collective: str, n: float, workers: int
+    ) -> tuple[float, float]:
+        """Return the seconds of a worker in encoding and in decoding n elements.
+
+        `collective` may be "reducescatter", the first half of a two-shot exchange.
+        """
+        decode = self.each * passes(collective, workers)
+        if collective == "twoshot" != self.collective and method.requantizes:
+            decode += self.encode / workers
+        return self.encode * n, decode * n
+
+    def on(self, device: Device) -> Codec:
+        """Return what it takes where it is as many copies as it was where it was measured."""
+        factor = COPY / (device.memory_gbyte * 1e9) / self.copy
+        return Codec(self.encode * factor, self.each * factor, self.collective, self.copy * factor)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Codecs of one run of `gcbench bandwidth`."""
+
+    found: Mapping[str, Mapping[float, Codec]]
+    """By repr of the compressor and elements."""
+    usual: Mapping[str, str]
+    """The repr of a method's default configuration, by its name."""
+    source: str
+    """What was measured where, for the reader."""
+    analysis: analysis.Analysis
+    """The run."""
+
+    def of(self, method: Compressor, n: float) -> Codec | None:
+        """Return the codec of a method at the size nearest to n; None if it was not measured.
+
+        A method with other fields than those measured takes what its own default takes.
+        """
+        own = self.found.get(repr(method))
+        if own is None and method.name in self.usual:
+            own = self.found[self.usual[method.name]]
+        if own is None:
+            return None
+        return own[min(own, key=lambda elements: abs(math.log(elements / n)))]
+
+
+def of_analysis(made: analysis.Analysis) -> Measured:
+    """Return the codecs of a finished `gcbench bandwidth`.
+
+    Raises:
+        GcbenchError: it has no phases or copies.
+    """
+    phases, transfers = made.table("phases").rows, made.table("transfers").rows
+    copies = {row["size"]: float(row["p50"] or 0) for row in transfers if row["method"] == "memcpy"}
+    workers = int(made.settings["workers"])
+    found: dict[str, dict[float, Codec]] = {}
+    usual: dict[str, str] = {}
+    for row in phases:
+        if row["size"] not in copies:
+            continue
+        try:
+            method = methods.parse(str(row["method"]))
+        except UsageError:
+            continue  # a plug-in that is not installed here
+        if row["method"] == method.name:
+            usual[method.name] = repr(method)
+        n, collective = int(row["size"] or 0) / FLOAT, str(row["collective"])
+        seconds = {part: float(row[part] or 0) for part in ("statistic", "encode", "decode")}
+        found.setdefault(repr(method), {}).setdefault(
+            n,
+            Codec(
+                (seconds["statistic"] + seconds["encode"]) / n,
+                seconds["decode"] / n / passes(collective, workers),
+                collective,
+                copies[row["size"]] / n,
+            ),
+        )
+    machine = made.provenance.get("machine", {})
+    threads = made.settings["threads"]
+    source = (
+        f"inside exchanges of {workers} workers on {machine.get('gpu') or machine.get('cpu')}, "
+        f"{threads} thread{'s' * (threads > 1)}, medians of {made.settings['iterations']}"
+    )
+    return Measured(found, usual, source, made)
+
+
+@cache
+def load(path: Path) -> Measured:
+    """Read what `gcbench bandwidth --json` printed.
+
+    Raises:
+        UsageError: the file is not there, or something else.
+    """
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"{path} is no JSON: {error}") from None
+    if not isinstance(data, dict) or data.get("kind") != KIND:
+        raise UsageError(f"{path} is no measurement: `gcbench bandwidth --json > {path}` makes one")
+    return of_analysis(analysis.parse(data, path))
+
+
+def is_measurement(path: Path) -> bool:
+    """Return whether a file is one that `load` reads, and no file of kernels' timings."""
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(data, dict) and data.get("kind") == KIND
+
+
+def stored() -> Measured | None:
+    """Return the committed measurement, which the package brings; None where it is missing."""
+    from gcbench.studies.scale import shipped
+
+    path = shipped.path(STORED)
+    return None if path is None else load(path)

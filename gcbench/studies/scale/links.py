@@ -1,0 +1,242 @@
+"""On which links each method pays: one table of what was measured inside exchanges.
+
+Bytes are those of the method's own collective among N workers (`traffic`), seconds those of one run
+of `gcbench bandwidth`, and the definition is `codec`'s: an exchange alone, without a backward pass
+to hide under. For the measured number of workers it is the table of `gcbench bandwidth`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from gcbench.core.compressor import Compressor
+from gcbench.core.errors import UsageError
+from gcbench.core.exchange import check_legal
+from gcbench.reporting import figures
+from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table, provenance
+from gcbench.studies import methods
+from gcbench.studies.bandwidth.settings import size_text
+from gcbench.studies.bandwidth.worker import shapes
+from gcbench.studies.scale import codec, traffic
+from gcbench.studies.scale.codec import Measured
+from gcbench.training import progress
+
+KIND = "scale-pays"
+STORED = "stored"
+"""The measurement that the package brings."""
+MARKS = (1.0, 10.0, 100.0)
+"""Links that the conclusions name and pictures mark, Gbit/s."""
+ROUNDS = {"allreduce": 2, "reducescatter": 1, "allgather": 1, "alltoall": 1}
+"""Messages one after the other, in rings, over one fewer than the workers."""
+
+
+class Settings(BaseModel):
+    """What decides the result."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kernels: str = STORED
+    """Or a file of `gcbench bandwidth --json`."""
+    compressors: list[str]
+    workers: list[Annotated[int, Field(ge=2, le=100_000)]]
+    """Numbers of workers; none: those of the measurement."""
+    link_latency_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 50.0
+    measured: str = ""
+    """What the file says of itself: another measurement is another analysis."""
+
+
+def measurement(kernels: str) -> Measured:
+    """Return the stored measurement, or that of a file.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if kernels != STORED:
+        if kernels == "measured":
+            raise UsageError(
+                "--kernels measured: a codec is measured inside exchanges; run `gcbench bandwidth "
+                "--json > mine.json`, and give that file"
+            )
+        return codec.load(Path(kernels))
+    found = codec.stored()
+    if found is None:
+        raise UsageError(
+            "the package brings no measurement; run `gcbench bandwidth --json > mine.json`, and "
+            "give that file with --kernels"
+        )
+    return found
+
+
+def rows(
+    known: Measured,
+    chosen: Mapping[str, Compressor],
+    workers: int,
+    latency: float,
+    size: int | None = None,
+) -> list[Row]:
+    """Return a row for each method but `none` by its own collective, in the order given.
+
+    `size`: bytes of the gradient, a measured one; the largest unless given. `latency`: seconds a
+    message. A method that was not measured has no links.
+    """
+    size = size or int(known.analysis.settings["sizes"][-1])
+    n = size / codec.FLOAT
+    made: list[Row] = []
+    for word, method in chosen.items():
+        if word == "none":
+            continue
+        collective = check_legal(method)
+        row: Row = {"workers": workers, "method": word, "collective": collective, "size": size}
+        lanes = (tuple(shapes(size // codec.FLOAT)), ())
+        sent = traffic.exchange(method, collective, lanes, workers)
+        wire = traffic.total(sent, workers).wire
+        rounds = float(sum(ROUNDS[message.kind] for message in sent) * (workers - 1))
+        row |= {"wire_bytes": wire, "messages": rounds}
+        row["wire_ratio"] = 2 * (workers - 1) / workers * size / wire
+        own = known.of(method, n)
+        if own is None:
+            made.append({**row, "links": "not measured", "links_better": "not measured"})
+            continue
+        encode, decode = own.seconds(method, collective, n, workers)
+        cost = codec.Cost(encode + decode, wire, rounds)
+        row |= {"encode_seconds_per_byte": encode / size, "decode_seconds_per_byte": decode / size}
+        made.append(row | codec.pays_fields(cost, float(size), workers, own.copy, latency))
+    return made
+
+
+SHOWN = [
+    Shown(field="method", heading="method"),
+    Shown(field="collective", heading="collective"),
+    Shown(field="wire_ratio", heading="wire\nratio"),
+    Shown(field="messages", heading="messages"),
+    Shown(field="encode_seconds_per_byte", heading="encode\ns/GB", scale=1e9),
+    Shown(field="decode_seconds_per_byte", heading="decode\ns/GB", scale=1e9),
+    Shown(field="links", heading="pays\nover fp32"),
+    Shown(field="links_better", heading="and\nover bf16"),
+]
+
+
+def notes(known: Measured, size: int, latency_us: float) -> list[str]:
+    """Return what the columns of `SHOWN` are, for the reader."""
+    return [
+        f"Measured {known.source}, of a gradient of {size_text(size)}B; other numbers of workers "
+        "pass over more payloads. pays: links on which the exchange alone is faster than a ring "
+        "all-reduce of fp32, and than that of bf16, too (half the bytes, two casts at the speed of "
+        f"a copy), with {latency_us:g} us a message and no overlap. wire ratio: what leaves a "
+        "worker, fp32 / own; below 1 no kernel helps. s/GB: seconds a GB of the fp32 gradient."
+    ]
+
+
+def run(settings: Settings, command: str, observer: progress.Observer, ledger: Ledger) -> Analysis:
+    """Return the table for each number of workers.
+
+    Raises:
+        UsageError: no measurement, an unknown method.
+    """
+    known = measurement(settings.kernels)
+    chosen = methods.all_of(",".join(settings.compressors))
+    counts = settings.workers or [int(known.analysis.settings["workers"])]
+    size = int(known.analysis.settings["sizes"][-1])
+    made: list[Row] = []
+    for place, workers in enumerate(counts, 1):
+        made += rows(known, chosen, workers, settings.link_latency_us * 1e-6)
+        observer.step(place)
+    return Analysis(
+        kind=KIND,
+        settings=settings.model_dump(mode="json"),
+        command=command,
+        provenance=provenance(),
+        conclusions=_conclusions(made, counts),
+        tables=[
+            Table(
+                name="methods",
+                title="Links on which an exchange alone pays, by workers",
+                shown=SHOWN,
+                which=2,
+                by="workers",
+                notes=notes(known, size, settings.link_latency_us),
+                rows=made,
+            )
+        ],
+    )
+
+
+def _conclusions(made: Sequence[Row], counts: Sequence[int]) -> list[str]:
+    said = []
+    for workers in counts:
+        own = [row for row in made if row["workers"] == workers and "pays_on_from" in row]
+        told = [
+            f"{sum(codec.covers(row, 1e9 * link, '_better') for row in own)} at {link:g} Gbit/s"
+            for link in MARKS
+        ]
+        said.append(
+            f"{workers:,} workers: of {len(own)} exchanges are faster than the better all-reduce "
+            f"of fp32 and bf16: {', '.join(told)}."
+        )
+    return said
+
+
+# ---- the picture ---------------------------------------------------------------------------------
+
+
+def draw(analysis: Analysis, path: Path) -> None:
+    """Draw the fastest link of each method, at the first number of workers."""
+    found = analysis.table("methods").rows
+    first = [row for row in found if row["workers"] == found[0]["workers"]]
+    with figures.canvas(8, max(4.0, 2.0 + 0.33 * len(first))) as figure:
+        axes = figure.subplots()
+        bars(axes, first)
+        axes.set(title=f"{first[0]['workers']:,} workers", xlabel="pays below, Gbit/s")
+        figure.suptitle("Where an exchange alone stops paying", fontsize="medium")
+        figures.save(figure, path)
+
+
+def bars(axes: Any, found: Sequence[Row]) -> None:
+    """Draw the fastest link on which each method pays, the highest on top.
+
+    Over fp32, and darker over the better of fp32 and bf16.
+    """
+    shown = [row for row in found if row.get("pays_on_to") and row["pays_on_from"] == 0]
+    ordered = sorted(shown, key=lambda row: float(row["pays_on_to"] or 0))
+    if not ordered:
+        told = "no method saves time"
+        if not any("pays_on_to" in row for row in found):
+            told = "not in this file: run its command again"
+        axes.text(0.5, 0.5, told, transform=axes.transAxes, ha="center")
+        return
+    names = [f"{row['method']}, {row['collective']}" for row in ordered]
+    ends = {
+        field: [1e-9 * float(row[field] or 0) for row in ordered]
+        for field in ("pays_on_to", "pays_on_to_better")
+    }
+    least = min(end for own in ends.values() for end in own if end)
+    low = 10 ** math.floor(math.log10(min(least, *MARKS) / 1.5))
+    for (field, label), colour in zip(
+        (("pays_on_to", "over fp32"), ("pays_on_to_better", "and over bf16, too")),
+        ("0.8", "0.45"),
+        strict=True,
+    ):
+        widths = [max(0.0, end - low) for end in ends[field]]
+        axes.barh(names, widths, left=low, color=colour, label=label)
+    for name, end in zip(names, ends["pays_on_to"], strict=True):
+        axes.annotate(
+            f"{end:.3g}",
+            (end, name),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize="small",
+        )
+    for mark in MARKS:
+        axes.axvline(mark, color="0.4", linewidth=1, linestyle=":")
+    axes.set_xscale("log")
+    axes.set_xlim(low, 3 * max(*ends["pays_on_to"], *MARKS))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.tick_params(axis="y", labelsize="small")
+    axes.grid(axis="y", visible=False)
+    axes.legend(loc="lower right", fontsize="small")
