@@ -5,8 +5,8 @@ denormals are kept. `rounding="stochastic"` rounds the magnitude up with the pro
 the 16 bits that are cut off, and down otherwise.
 
 Nearest: biased; per element |x - x'| <= max(u |x|, min(|x|, 2^-134), |x| - L), u = 2^-8: rounding,
-the denormal range, clipping. Normal input of any scale has a relative squared error of u^2 / (8 ln 2)
-= 2.75e-6 to within 0.5 %, 64 times float16's. Stochastic: unbiased up to L, the variance of an
+the denormal range, clipping. Normal input of any scale has a relative squared error of u^2 / (8 ln
+2) = 2.75e-6 to within 0.5 %, 64 times float16's. Stochastic: unbiased up to L, the variance of an
 element between two neighbours l < |x| < h is (|x| - l) (h - |x|), at most u^2 x^2 but for
 denormals, which may lose more than themselves: so error feedback around it is refused.
 Wire: 16 bits an element, up and down. Two-shot and all-gather add in float32, and two-shot rounds

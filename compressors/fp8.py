@@ -3,10 +3,10 @@
 a = max |x| of the block;  c = e4m3(448 x / a);  x' = (c / 448) a.
 
 e4m3 has 4 bits of exponent and 3 of fraction; 448 is its largest value, 2^-6 its least normal one,
-2^-9 the distance of its denormals. Rounded to nearest, ties to even: biased, per element
-|x - x'| <= max(2^-4 |x|, min(|x|, 2^-10 a / 448)), so the error stays below the input in blocks of
-every length below 2^37. Beside `int8` of the same size: an element's relative error is the same
-over 14 binades, where int8's grows as the element shrinks. So normal input in blocks of 256 loses 6.8e-4 of
+2^-9 the distance of its denormals. Rounded to nearest, ties to even: biased, per element |x - x'|
+<= max(2^-4 |x|, min(|x|, 2^-10 a / 448)), so the error stays below the input in blocks of every
+length below 2^37. Beside `int8` of the same size: an element's relative error is the same over 14
+binades, where int8's grows as the element shrinks. So normal input in blocks of 256 loses 6.8e-4 of
 its energy, 14 times as much, and fifth powers of it 2.8e-4, less than int8's 3.1e-4, with half of
 their elements within 3 %, where int8 sends most as 0 (tests/test_fp8.py::test_beside_int8).
 Wire: 8 bits an element and one float32 (a) a block: 8.125 bits at 256, up and down; the owner adds

@@ -12,8 +12,8 @@ Normal input in blocks of 128 loses 1.38 % of its energy, as it would unrotated.
 Wire: 4 bits an element, packed, and one float32 (a) a block: 4.25 bits at 128, up and down; the
 owner adds in float32 and encodes the mean again.
 Source: Jia et al., NeurIPS 2024, arXiv:2410.15526 (SDP4Bit): the Hadamard transform before 4 bits
-in groups of 128. Theirs has two levels, 8 bits between the GPUs of a node and these 4 between nodes.
-Here the exchange knows no nodes, so it is 4 bits everywhere.
+in groups of 128. Theirs has two levels, 8 bits between the GPUs of a node and these 4 between
+nodes. Here the exchange knows no nodes, so it is 4 bits everywhere.
 Ours adds and subtracts in butterflies of a fixed order, so that no matrix product decides the last
 bits (tests/test_hadamard4.py::test_the_rotation_is_the_matrix).
 """
