@@ -117,6 +117,23 @@ def run(
     rebroadcast_every: Annotated[
         S, _opt("Steps between broadcasts of worker 0's parameters; default 0: none.", RUN)
     ] = None,
+    local_steps: Annotated[
+        S,
+        _opt(
+            "Optimizer steps of each worker before the difference of parameters is exchanged; "
+            "default 0: gradients at every step.",
+            RUN,
+        ),
+    ] = None,
+    outer_lr: Annotated[
+        S, _opt("Rate of the outer step; default 1: plain averaging. DiLoCo: 0.7.", RUN)
+    ] = None,
+    outer_momentum: Annotated[
+        S, _opt("Momentum of the outer step; default 0. DiLoCo: 0.9.", RUN)
+    ] = None,
+    outer_nesterov: Annotated[
+        bool | None, _opt("Nesterov's momentum in the outer step, as DiLoCo.", RUN)
+    ] = None,
     dense_last: Annotated[
         bool | None, _opt("Keep the last (classifier) layer dense; default the task's.", RUN)
     ] = None,

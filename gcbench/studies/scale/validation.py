@@ -180,7 +180,8 @@ def predict_bytes(case: Case) -> None:
         seconds += times * sum(link.seconds(m.kind, m.nbytes, workers) for m in messages)
 
     for start, stop in pairwise(edges):
-        steps = stop - start - (skipped if stop == config.steps else 0)
+        exchanged = sum(map(config.exchanges_at, range(start, stop)))
+        steps = exchanged - (skipped if stop == config.steps else 0)
         add(_messages(case, start), steps)
     if config.on_nonfinite == "skip":
         add([traffic.Message("allreduce", FLAG)], config.steps)
