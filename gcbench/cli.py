@@ -99,7 +99,9 @@ def run(
     ] = None,
     network: Annotated[S, _opt("Short for --task-set network=...", RUN)] = None,
     workers: Annotated[S, _opt("Number of workers; default 4.", RUN)] = None,
-    engine: Annotated[S, _opt("simulate, spawn; torchrun is found; default simulate.", RUN)] = None,
+    engine: Annotated[
+        S, _opt("simulate, spawn, ddp; torchrun is found; default simulate.", RUN)
+    ] = None,
     collective: Annotated[
         S, _opt("allreduce, allgather or twoshot; default the method's.", RUN)
     ] = None,
@@ -133,6 +135,12 @@ def run(
     ] = None,
     outer_nesterov: Annotated[
         bool | None, _opt("Nesterov's momentum in the outer step, as DiLoCo.", RUN)
+    ] = None,
+    hook: Annotated[
+        S, _opt("Engine ddp: torch, for torch's own hook of this method; default gcbench.", RUN)
+    ] = None,
+    bucket_mb: Annotated[
+        S, _opt("Engine ddp: MiB of fp32 that are exchanged together; default 25.", RUN)
     ] = None,
     dense_last: Annotated[
         bool | None, _opt("Keep the last (classifier) layer dense; default the task's.", RUN)

@@ -48,7 +48,9 @@ class Config(BaseModel):
     compressor: str = "terngrad"
     options: dict[str, Any] = {}
     workers: Positive = 4
-    engine: Literal["simulate", "spawn", "torchrun"] = "simulate"
+    engine: Literal["simulate", "spawn", "torchrun", "ddp"] = "simulate"
+    hook: Literal["gcbench", "torch"] = "gcbench"  # engine ddp: whose communication hook
+    bucket_mb: Annotated[Finite, Field(gt=0)] = 25.0  # engine ddp: MiB exchanged together
     collective: str
     memory: str = "none"
     memory_options: dict[str, Any] = {}
@@ -179,6 +181,10 @@ class Config(BaseModel):
             raise ValueError(
                 f"{', '.join(outer)}: there is an outer step after --local-steps n alone"
             )
+        if self.engine == "ddp":
+            self._fits_ddp()
+        elif self.hook != "gcbench" or self.bucket_mb != ADDED["bucket_mb"]:
+            raise ValueError("hook and bucket_mb belong to --engine ddp; leave them out")
         if self.outer_nesterov and not self.outer_momentum:
             raise ValueError("outer_nesterov needs outer_momentum > 0")
         if self.nesterov and not self.momentum:
@@ -210,6 +216,46 @@ class Config(BaseModel):
                 "on_nonfinite=skip agrees at every step on leaving it out, and with local_steps "
                 "nothing is said at most steps: use on_nonfinite=stop"
             )
+
+    def _fits_ddp(self) -> None:
+        """Refuse what DistributedDataParallel or a hook does not do.
+
+        Raises:
+            ValueError: with the reason, or with the engine that does it.
+        """
+        if self.workers < 2:
+            raise ValueError("engine ddp with one worker has nothing to exchange: --workers 2")
+        if self.on_nonfinite == "skip":
+            raise ValueError("on_nonfinite=skip: with engine ddp buckets are sent before all came")
+        beyond = [
+            key for key in ("local_steps", "delay", "rebroadcast_every") if getattr(self, key)
+        ]
+        if len(schedule.starts(self.options)) > 1:
+            beyond.append("a schedule of the compressor's fields")
+        if beyond:
+            raise ValueError(
+                f"{', '.join(beyond)}: engine ddp exchanges gradients in every backward pass, by "
+                "one configuration; use --engine spawn"
+            )
+        if self.hook == "torch":
+            if self.compressor not in TORCH_HOOKS:
+                raise ValueError(
+                    f"torch has no hook for {self.compressor!r}: hook=torch goes with "
+                    f"{', '.join(TORCH_HOOKS)}"
+                )
+            if self.compressor == "powersgd" and self.device == "cpu":
+                raise ValueError(
+                    "torch's PowerSGD hook waits for a collective in the callback of another and "
+                    "hangs on gloo; it runs on --device cuda. Ours runs on both: --hook gcbench"
+                )
+            given = [
+                key for key in ("start_step", "dense_last", "dense_below") if getattr(self, key)
+            ]
+            if given or self.memory != self.make_compressor().memory:
+                raise ValueError(
+                    f"{', '.join(given or ['memory'])}: torch's hooks know nothing of it; use "
+                    "--hook gcbench"
+                )
 
     def exchanges_at(self, step: int) -> bool:
         """Return whether the workers exchange something after `step` (counted from 0).
@@ -266,6 +312,9 @@ class Config(BaseModel):
                 return self.lr
 
 
+TORCH_HOOKS = ("none", "fp16", "powersgd")
+"""Methods that torch has a hook for which runs: its bf16 hook fails on the CPU, and its quantizing
+ones gather uncompressed scales of another method."""
 OUTER = ("outer_lr", "outer_momentum", "outer_nesterov")
 """Settings of the optimizer that applies the mean difference of parameters."""
 
@@ -394,7 +443,7 @@ def check_limits(config: Config) -> None:
     """Raise UsageError for a run that takes more than this machine should give."""
     limits.check_threads(threads_per_worker(config))
     if config.engine != "torchrun":  # the user started its processes
-        spawned = config.engine == "spawn"
+        spawned = config.engine in ("spawn", "ddp")
         limits.check_workers(config.workers, processes=spawned, cores=cores())
 
 

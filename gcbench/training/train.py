@@ -149,6 +149,13 @@ def _check_randomness(model: nn.Module, gradients: str) -> None:
             )
 
 
+def step_with(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Let an optimizer step by the gradients that its parameters have."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+
+
 class Trainer:
     """One run: the state of its local workers, and a step."""
 
@@ -529,13 +536,15 @@ class Trainer:
         pieces = torch.split(gradient, self.sizes)
         for parameter, piece in zip(parameters, pieces, strict=True):
             parameter.grad = piece.view_as(parameter)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
+        step_with(optimizer, lr)
 
     def _update(self, mean: Tensor, lr: float, steps: int = 1) -> None:
         """Update the common parameters, and their average, for which it is so many steps."""
         self._descend(self.optimizer, self.parameters, mean, lr)
+        self._average(steps)
+
+    def _average(self, steps: int = 1) -> None:
+        """Update the average of the parameters, where one is kept, after so many steps."""
         if self.ema:
             t = self.step
             decay = min(self.config.ema, (1 + t) / (EMA_WARM_UP + t)) ** steps
