@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -157,21 +157,30 @@ class DdpTrainer(Trainer):
 
     def _summary(self, evaluation: Mapping[str, float | None]) -> dict[str, Any]:
         summary = super()._summary(evaluation)
-        exposed = statistics.median(self.exposed)
-        busy: float | None = None
+        busy: list[float] | None = None
         if self.hook is None:
             for phase in EXCHANGED:
                 summary["phase_seconds"][phase] = None  # torch's hooks are not timed inside
         else:
             places = [PHASES.index(phase) for phase in EXCHANGED]
-            busy = statistics.median(sum(step[i] for i in places) for step in self.clock.steps)
-        summary["phase_seconds"]["exposed"] = exposed
-        summary["overlap"] = {
-            "exchange_seconds": busy,
-            "exposed_seconds": exposed,
-            "hidden_share": None if not busy else max(0.0, 1 - exposed / busy),
-        }
+            busy = [sum(step[i] for i in places) for step in self.clock.steps]
+        summary["overlap"] = overlap(busy, self.exposed)
+        summary["phase_seconds"]["exposed"] = summary["overlap"]["exposed_seconds"]
         return summary
+
+
+def overlap(busy: Sequence[float] | None, exposed: Sequence[float]) -> dict[str, float | None]:
+    """Return the median seconds of exchanging and of waiting for it, and the share that is hidden.
+
+    `busy`: seconds of each step that the exchange took, None where nobody knows; `exposed`: those
+    that backward waited. The share is of the medians, 0 where waiting took longer.
+    """
+    took, waited = None if busy is None else statistics.median(busy), statistics.median(exposed)
+    return {
+        "exchange_seconds": took,
+        "exposed_seconds": waited,
+        "hidden_share": None if not took else max(0.0, 1 - waited / took),
+    }
 
 
 class CountedHook:
@@ -180,14 +189,15 @@ class CountedHook:
     def __init__(self, config: Config, world: World) -> None:
         self.world, self.ready = world, 0.0
         self.state: Any = None
-        self.theirs: Callable[..., torch.futures.Future[Tensor]] = {
+        known: dict[str, Any] = {
             "none": default_hooks.allreduce_hook,
             "fp16": default_hooks.fp16_compress_hook,
             "powersgd": powerSGD_hook.powerSGD_hook,
-        }[config.compressor]
+        }
+        self.theirs = known[config.compressor]
         if config.compressor == "powersgd":
             rank = getattr(config.make_compressor(), "rank", 1)
-            self.state = powerSGD_hook.PowerSGDState(  # type: ignore[no-untyped-call]
+            self.state = powerSGD_hook.PowerSGDState(
                 None, matrix_approximation_rank=rank, start_powerSGD_iter=2
             )
 
