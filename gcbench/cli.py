@@ -106,7 +106,7 @@ def run(
         S, _opt("allreduce, allgather or twoshot; default the method's.", RUN)
     ] = None,
     memory: Annotated[
-        S, _opt("none, residual, momentum or dgc; default what the method's source carries.", RUN)
+        S, _opt("none, residual, momentum, dgc, ef21, loco; default the method's own.", RUN)
     ] = None,
     memory_set: Annotated[
         list[str] | None,
