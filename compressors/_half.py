@@ -77,7 +77,7 @@ class HalfPrecisionClaims(Claims[HalfPrecision]):
         """Return u^2 / 3 times the mean of 4^-f, f uniform on [0, 1): the place in a binade."""
         return self.codec.unit**2 / (8 * math.log(2))
 
-    def error_bound(self, x: Tensor, segments: Segments) -> float:
+    def error_bound(self, x: Tensor, segments: Segments) -> float | None:
         """Return the sum of the squared bounds; what half a denormal step swallows counts full."""
         size = x.double().abs()
         rounding = torch.maximum(self.codec.unit * size, size.clamp(max=self.codec.half_step))

@@ -1,33 +1,101 @@
 """Brain float: bfloat16, the exponent of float32 and 7 bits of fraction.
 
 x' = flb16(max(-L, min(L, x))), L = (2 - 2^-7) 2^127 = 3.39e38, rounded to nearest, ties to even;
-denormals are kept.
+denormals are kept. `rounding="stochastic"` rounds the magnitude up with the probability r / 2^16, r
+the 16 bits that are cut off, and down otherwise.
 
-Biased; per element |x - x'| <= max(u |x|, min(|x|, 2^-134), |x| - L), u = 2^-8: rounding, the
-denormal range, clipping. Normal input of any scale has a relative squared error of u^2 / (8 ln 2)
-= 2.75e-6 to within 0.5 %, 64 times float16's.
+Nearest: biased; per element |x - x'| <= max(u |x|, min(|x|, 2^-134), |x| - L), u = 2^-8: rounding,
+the denormal range, clipping. Normal input of any scale has a relative squared error of u^2 / (8 ln
+2) = 2.75e-6 to within 0.5 %, 64 times float16's. Stochastic: unbiased up to L, the variance of an
+element between two neighbours l < |x| < h is (|x| - l) (h - |x|), at most u^2 x^2 but for
+denormals, which may lose more than themselves: so error feedback around it is refused.
 Wire: 16 bits an element, up and down. Two-shot and all-gather add in float32, and two-shot rounds
 the mean once more on the way down. There is no all-reduce: halves that are added as halves lose a
 bit at every worker, which no residual sees.
-Source: Kalamkar et al. 2019, arXiv:1905.12322: the upper half of a float32.
+Source: Kalamkar et al. 2019, arXiv:1905.12322: the upper half of a float32; stochastic rounding
+as in Gupta et al., ICML 2015, arXiv:1502.02551, section 3.
 A plain cast sends infinity above 3.396e38; here nothing infinite is ever sent
 (tests/test_half.py::test_nothing_infinite_is_sent).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from ._half import HalfPrecision
+from gcbench import ops
+from gcbench.core.compressor import Key, Payload, Segments, fill
+
+from ._half import HalfPrecision, HalfPrecisionClaims
 
 
 @dataclass(frozen=True)
 class BFloat16(HalfPrecision):
     """The gradient rounded to bfloat16."""
 
+    rounding: str = "nearest"  # or "stochastic"
+
     dtype: ClassVar[torch.dtype] = torch.bfloat16
     unit: ClassVar[float] = 2.0**-8
     half_step: ClassVar[float] = 2.0**-134
+    added: ClassVar[Mapping[str, Any]] = {"rounding": "nearest"}
+    variants = ({}, {"rounding": "stochastic"})
+
+    def __post_init__(self) -> None:
+        if self.rounding not in ops.int8.ROUNDINGS:
+            raise ValueError(f"rounding={self.rounding!r}: 'nearest' or 'stochastic' allowed")
+
+    def encode(
+        self,
+        x: Tensor,
+        segments: Segments,
+        shared: Tensor,
+        key: Key,
+        *,
+        prepared: Any = None,
+        out: Payload | None = None,
+    ) -> Payload:
+        if self.rounding == "nearest":
+            return super().encode(x, segments, shared, key, out=out)
+        largest = torch.finfo(self.dtype).max
+        bits = x.clamp(-largest, largest).view(torch.int32)
+        # The sum carries into the upper half with the probability of what is cut off; the sign
+        # bit is out of reach, as the largest value has zeros below.
+        bits = bits + (ops.random.draws24(key, x.numel(), x.device) >> 8)
+        return fill(out, (bits >> 16).to(torch.int16).view(self.dtype))
+
+    @property
+    def claims(self) -> HalfPrecisionClaims:
+        return StochasticClaims(self) if self.rounding == "stochastic" else super().claims
+
+
+class StochasticClaims(HalfPrecisionClaims):
+    """Unbiased; in the denormal range the error may exceed the input."""
+
+    unbiased = True
+    contractive = False
+
+    def gaussian_error(self) -> float:
+        """Return twice that of rounding to nearest: s^2 p (1 - p) is s^2 / 6 on average."""
+        return 2 * super().gaussian_error()
+
+    def error_bound(self, x: Tensor, segments: Segments) -> float | None:
+        return None
+
+    def delta(self, segments: Segments) -> float | None:
+        return None
+
+    def omega(self, segments: Segments) -> float:
+        """Return u^2: a quarter of the squared step, which is at most 2 u |x|; denormals apart."""
+        return self.codec.unit**2
+
+    def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
+        size = x.abs().clamp(max=torch.finfo(self.codec.dtype).max)
+        low = (size.view(torch.int32) & ~0xFFFF).view(torch.float32)
+        high = ((size.view(torch.int32) & ~0xFFFF) + 0x10000).view(torch.float32)
+        below, above = size.double() - low.double(), high.double() - size.double()
+        return torch.where(below == 0, 0.0, below * above)

@@ -99,12 +99,14 @@ def run(
     ] = None,
     network: Annotated[S, _opt("Short for --task-set network=...", RUN)] = None,
     workers: Annotated[S, _opt("Number of workers; default 4.", RUN)] = None,
-    engine: Annotated[S, _opt("simulate, spawn; torchrun is found; default simulate.", RUN)] = None,
+    engine: Annotated[
+        S, _opt("simulate, spawn, ddp; torchrun is found; default simulate.", RUN)
+    ] = None,
     collective: Annotated[
         S, _opt("allreduce, allgather or twoshot; default the method's.", RUN)
     ] = None,
     memory: Annotated[
-        S, _opt("none, residual, momentum or dgc; default what the method's source carries.", RUN)
+        S, _opt("none, residual, momentum, dgc, ef21, loco; default the method's own.", RUN)
     ] = None,
     memory_set: Annotated[
         list[str] | None,
@@ -116,6 +118,29 @@ def run(
     ] = None,
     rebroadcast_every: Annotated[
         S, _opt("Steps between broadcasts of worker 0's parameters; default 0: none.", RUN)
+    ] = None,
+    local_steps: Annotated[
+        S,
+        _opt(
+            "Optimizer steps of each worker before the difference of parameters is exchanged; "
+            "default 0: gradients at every step.",
+            RUN,
+        ),
+    ] = None,
+    outer_lr: Annotated[
+        S, _opt("Rate of the outer step; default 1: plain averaging. DiLoCo: 0.7.", RUN)
+    ] = None,
+    outer_momentum: Annotated[
+        S, _opt("Momentum of the outer step; default 0. DiLoCo: 0.9.", RUN)
+    ] = None,
+    outer_nesterov: Annotated[
+        bool | None, _opt("Nesterov's momentum in the outer step, as DiLoCo.", RUN)
+    ] = None,
+    hook: Annotated[
+        S, _opt("Engine ddp: torch, for torch's own hook of this method; default gcbench.", RUN)
+    ] = None,
+    bucket_mb: Annotated[
+        S, _opt("Engine ddp: MiB of fp32 that are exchanged together; default 25.", RUN)
     ] = None,
     dense_last: Annotated[
         bool | None, _opt("Keep the last (classifier) layer dense; default the task's.", RUN)

@@ -172,3 +172,41 @@ def agree(member, *apart):
         return "agreed"
     finally:
         world.close()
+
+
+def train_through_ddp(member, given, folder, cut, slow):
+    """Be one worker of a run with engine ddp; stop at the first pause after `cut` steps.
+
+    `slow`: the exchange of a lane takes 40 ms longer, and so does what lies between the gradients
+    of the last layer and those of the first, 80 ms.
+    """
+    import torch
+
+    from gcbench.core import registry
+    from gcbench.training import engines
+    from gcbench.training.configuration import Config
+    from gcbench.training.overlapped import DdpTrainer
+    from gcbench.training.store import Run
+    from gcbench.training.train import Options
+
+    config = Config.make(given)
+    world = engines.join(member, "cpu", 1)
+    try:
+        trainer = DdpTrainer(config, world, Run(Path(folder)), Options(checkpoint_seconds=1e9))
+        if slow:
+            plain = registry.compressor_class("none")
+
+            def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+                time.sleep(0.04)
+                return plain.encode(self, x, segments, shared, key, out=out)
+
+            trainer.compressor = type("Slow", (plain,), {"encode": encode})()
+            (between,) = (m for m in trainer.replicas[0].modules() if type(m) is torch.nn.ReLU)
+            between.register_full_backward_hook(lambda *_: time.sleep(0.08))
+        try:
+            summary = trainer.fit(lambda: bool(cut) and trainer.step >= cut)
+        except Interrupted:
+            return {"stopped": trainer.step}
+        return {key: summary[key] for key in ("params_sha256", "payload_bytes_up", "overlap")}
+    finally:
+        world.close()

@@ -202,6 +202,9 @@ COMMANDS = [
     "--compressor terngrad --memory forced-residual --set clip=0:2.5/50:0",
     "--compressor signsgd --memory momentum",
     "--link-gbit 0.5 --link-latency-us 1e3 --log-every 3 --backend reference",
+    "--local-steps 5 --outer-lr 0.7 --outer-momentum 0.9 --outer-nesterov",
+    "--compressor fp16 --engine ddp --hook torch --bucket-mb 0.5",
+    "--compressor topk --memory loco --memory-set beta=0.5",
 ]
 
 
@@ -296,7 +299,7 @@ BAD = {
     "--betas 0.9/1.5": "betas.1=1.5",
     "--lr 0.1/0.2": "lr: one value expected, not 0.1/0.2",
     "--optimizer lion": "optimizer='lion': input should be 'sgd' or 'adam'",
-    "--engine mpi": "engine='mpi': input should be 'simulate', 'spawn' or 'torchrun'",
+    "--engine mpi": "engine='mpi': input should be 'simulate', 'spawn', 'torchrun' or 'ddp'",
     "--gradients batched --engine spawn": "use gradients=loop",
     "--link-gbit 0": "link_gbit=0",
     "--memory residual": "ask for it by name: --memory forced-residual",

@@ -5,17 +5,27 @@ Each is derived from one of ours, keeps the declarations that it inherits, and d
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
 import torch
-from wrong_methods import FFT, INT8, QSGD, RANDOMK, SIGN, TERN, TOPK
+from wrong_methods import BF16, FFT, INT8, QSGD, RANDOMK, SIGN, TERN, TOPK
 
+from compressors.hadamard4 import rotate
 from gcbench.core import registry
-from gcbench.core.compressor import Compressor
+from gcbench.core.compressor import Compressor, Payload
 from gcbench.studies import conformance
 
 NONE = type(registry.compressor("none"))
+FP8 = type(registry.compressor("fp8"))
+HADAMARD = type(registry.compressor("hadamard4"))
+SPARSE = type(registry.compressor("sparseloco"))
+
+
+@dataclass(frozen=True)
+class STOCHASTIC(BF16):
+    rounding: str = "stochastic"
 
 
 class ForgetsTheLast(Compressor):
@@ -154,6 +164,72 @@ class LastSeen(NONE):
         return self.seen.get(segments.numel, payload.parts[0]).clone()
 
 
+class TruncatingFp8(FP8):
+    """Rounds towards 0: cuts what would round up."""
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        top = x.abs().amax().clamp(min=1e-30)
+        step = torch.exp2(torch.floor(torch.log2(448 * x.abs() / top)).clamp(min=-6) - 3)
+        cut = torch.floor(448 * x.abs() / top / step) * step / 448 * top
+        return super().encode(x.sign() * cut, segments, shared, key, out=out)
+
+
+class CoarseFp8(FP8):
+    """Keeps two bits of the fraction in place of three."""
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        payload = super().encode(x, segments, shared, key, out=out)
+        payload.parts[0].bitwise_and_(0xFE)
+        return payload
+
+
+class UnrotatedHadamard(HADAMARD):
+    """The receiver forgets to rotate back."""
+
+    def decode(self, payload, segments, shared, *, out=None):
+        return rotate(super().decode(payload, segments, shared), segments)
+
+
+class DoubledHadamard(HADAMARD):
+    """Sends twice the scale that it divided by."""
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        words, scales = super().encode(x, segments, shared, key).parts
+        return Payload((words, 2 * scales))
+
+
+class SwappedSparse(SPARSE):
+    """The magnitude of the large class for the small one, and the other way round."""
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        indices, codes, magnitudes = super().encode(x, segments, shared, key).parts
+        return Payload((indices, codes ^ -0x55555556, magnitudes))
+
+
+class FirstSparse(SPARSE):
+    """Sends the first elements of a chunk and not the largest."""
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        order = torch.arange(len(x), 0, -1.0)
+        indices, _, _ = super().encode(order, segments, shared, key).parts
+        _, codes, magnitudes = super().encode(x, segments, shared, key).parts
+        return Payload((indices, codes, magnitudes))
+
+
+class NearestBf16(STOCHASTIC):
+    """Claims what stochastic rounding does, and rounds to the nearest."""
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        return BF16().encode(x, segments, shared, key, out=out)
+
+
+class SameBf16(STOCHASTIC):
+    """All ranks draw alike."""
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        return super().encode(x, segments, shared, key._replace(rank=0), out=out)
+
+
 HEARD, LONG = "every worker heard", "long tensors"
 WRONG = {
     ForgetfulNone: HEARD,
@@ -173,6 +249,14 @@ WRONG = {
     BoastfulTern: "nominal bits",
     Remembering: "purity",
     LastSeen: "purity",
+    TruncatingFp8: "contraction",
+    CoarseFp8: "contraction",
+    UnrotatedHadamard: "contraction",
+    DoubledHadamard: "contraction",
+    SwappedSparse: "contraction",
+    FirstSparse: "contraction",
+    NearestBf16: "unbiased",
+    SameBf16: "independent noise",
 }
 
 
@@ -183,7 +267,13 @@ def test_a_wrong_method_is_found(made):
     assert "Error" not in outcome.note, "found by what it does, and not by an exception"
 
 
-@pytest.mark.parametrize("base", [NONE, TERN, INT8, FFT, SIGN, TOPK, QSGD, RANDOMK])
+BASES = [
+    *(NONE, TERN, INT8, FFT, SIGN, TOPK, QSGD, RANDOMK),
+    *(FP8, HADAMARD, SPARSE, STOCHASTIC),
+]
+
+
+@pytest.mark.parametrize("base", BASES)
 def test_what_they_are_derived_from_is_right(base):
     for check in set(WRONG.values()):
         assert conformance.run(base(), check).verdict != "fails"

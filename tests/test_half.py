@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import struct
 
 import pytest
 import torch
 
 import gcbench
+from gcbench.core import memory, registry
 from gcbench.core.compressor import Key, Payload, Segments
-from gcbench.core.errors import PayloadError
+from gcbench.core.errors import PayloadError, UsageError
 from gcbench.core.exchange import Exchange, Lane
 
 NOTHING = torch.empty(0)
@@ -175,3 +177,60 @@ def test_division_comes_after_the_reduction(simulated, clock, name, least):
     for collective in ("allgather", "twoshot"):
         mean, _ = run(simulated, clock, name, collective, xs)
         assert mean.tolist() == [least, 3 * least]
+
+
+# ---- stochastic rounding -------------------------------------------------------------------------
+
+
+def stochastic(x: torch.Tensor, key: Key) -> torch.Tensor:
+    method = gcbench.get_compressor("bf16", rounding="stochastic")
+    payload = method.encode(x, one(len(x)), NOTHING, key)
+    return method.decode(payload, one(len(x)), NOTHING)
+
+
+def test_stochastic_rounding_takes_a_neighbour():
+    """Over the whole range one of the two bfloat16 around x, x itself where it is one."""
+    x = torch.cat([spread(-149, 128), torch.tensor([0.0, 1.0, -3.0, FLOAT_MAX, -FLOAT_MAX])])
+    there = stochastic(x, Key(0, 0, 0))
+    bits = x.view(torch.int32)
+    down = (bits & ~0xFFFF).view(torch.float32)
+    up = ((bits & ~0xFFFF) + 0x10000).view(torch.float32)
+    top = LARGEST["bf16"]
+    assert ((there == down) | ((there == up) & (down != x)) | (there.abs() == top)).all()
+    assert there[-2:].tolist() == [top, -top]
+    assert (there == down).any()
+    assert (there == up).any()
+    assert there.isfinite().all()
+
+
+def test_stochastic_rounding_goes_up_as_often_as_it_is_near():
+    """P(up) = r / 2^16 at a quarter, three quarters and the ends, for both signs, denormals too."""
+    n = 200_000
+    for scale in (1.0, -(2.0**-130), 2.0**100):
+        step = abs(scale) * 2**-7 if abs(scale) > 2.0**-126 else 2.0**-133
+        for share in (0.0, 2.0**-16, 0.25, 0.75, 1 - 2.0**-16):
+            x = torch.full((n,), scale + math.copysign(share * step, scale))
+            ups = int((stochastic(x, Key(3, 1, 2)) != scale).sum())
+            sd = math.sqrt(n * share * (1 - share))
+            assert abs(ups - share * n) <= 5 * sd, (scale, share)
+
+
+def test_the_residual_of_stochastic_bfloat16_is_refused():
+    """The least float32 becomes 2^-133 in one of 2^16 draws: no bound by the input holds."""
+    x = torch.full((1 << 20,), 2.0**-149)
+    there = stochastic(x, Key(0, 0, 0))
+    assert set(there.tolist()) == {0.0, 2.0**-133}
+    assert float((there - x).double().square().sum()) > float(x.double().square().sum())
+    method = gcbench.get_compressor("bf16", rounding="stochastic")
+    with pytest.raises(UsageError, match="forced-residual"):
+        memory.check_legal("residual", method)
+    memory.check_legal("residual", gcbench.get_compressor("bf16"))
+    with pytest.raises(UsageError, match="stochastic"):
+        gcbench.get_compressor("bf16", rounding="up")
+
+
+def test_a_run_of_before_is_the_same_method():
+    """Stored runs tell `BFloat16()`: the new field is told where it says something new."""
+    assert registry.call(gcbench.get_compressor("bf16")) == "BFloat16()"
+    said = registry.call(gcbench.get_compressor("bf16", rounding="stochastic"))
+    assert said == "BFloat16(rounding='stochastic')"

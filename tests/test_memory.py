@@ -15,7 +15,7 @@ from gcbench.core.claims import Claims
 from gcbench.core.compressor import Compressor, Payload, Segments
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import Exchange, Lane
-from gcbench.core.memory import Dgc, Momentum, NoMemory, Residual
+from gcbench.core.memory import Dgc, Ef21, Loco, Momentum, NoMemory, Residual
 from gcbench.training.configuration import Config
 
 
@@ -286,3 +286,122 @@ def test_bad_memories_are_refused(name, options, message):
     with pytest.raises(UsageError) as caught:
         memory.make(name, options)
     assert message in str(caught.value)
+
+
+# ---- EF21 and LoCo -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("collective", ["allgather", "twoshot"])
+def test_ef21_by_its_definition(simulated, clock, collective):
+    """The recursions of algorithm 2 in float64, and H + what owners keep = mean of the h."""
+    n, workers, steps = 2100, 3, 30
+    made = exchange(simulated, clock, Largest(), collective, Ef21(), workers, n)
+    grads = gradients(steps, workers, n)
+    h = torch.zeros(workers, n, dtype=torch.float64)
+    for step in range(steps):
+        applied = made.mean(list(grads[step]), step).double()
+        change = grads[step].double() - h
+        if collective == "allgather":
+            kept = change.abs().topk(math.ceil(0.25 * n)).indices
+            h += torch.zeros_like(h).scatter_(1, kept, change.gather(1, kept))
+            assert float((applied - h.mean(0)).abs().max()) < 1e-5
+            assert float((torch.stack(carried(made, "estimate")).double() - h).abs().max()) < 1e-5
+        else:
+            own = torch.stack(carried(made, "estimate")).double().mean(0)
+            owners = torch.cat(carried(made, "owner")).double()
+            assert float((applied + owners - own).abs().max()) < 1e-4
+            assert float(owners.abs().max()) > 0.1
+
+
+def test_ef21_converges_where_nothing_else_of_topk_does(simulated, clock):
+    """Under fixed gradients of workers that disagree what is applied converges to their mean.
+
+    Without a memory top-k never gets there, and error feedback is right on average only.
+    """
+    fixed = list(gradients(1, 3, 400)[0])
+    exact, left = torch.stack(fixed).mean(0), {}
+    for name, kept in (("ef21", Ef21()), ("residual", Residual()), ("none", NoMemory())):
+        made = exchange(simulated, clock, Largest(0.1), "allgather", kept, 3, 400)
+        for step in range(60):
+            applied = made.mean(fixed, step)
+        left[name] = float((applied - exact).norm() / exact.norm())
+    assert left["ef21"] < 1e-5
+    assert min(left["residual"], left["none"]) > 0.3
+
+
+def test_ef21_does_not_follow_the_learning_rate(simulated, clock):
+    """An estimate of the gradient stays one when the rate changes, on owners, too."""
+    fixed = list(gradients(1, 3, 2100)[0])
+    for collective in ("allgather", "twoshot"):
+        means = []
+        for rates in ((1.0, 1.0, 1.0), (1.0, 0.1, 0.01)):
+            made = exchange(simulated, clock, Largest(), collective, Ef21(), 3, 2100)
+            means.append([made.mean(fixed, s, lr).clone() for s, lr in enumerate(rates)])
+        assert all(torch.equal(a, b) for a, b in zip(*means, strict=True))
+
+
+def test_a_broken_ef21_is_not_the_definition(simulated, clock):
+    """What the tests above would see: a worker that forgets to add what it sent."""
+
+    class Forgetful(Ef21):
+        def keep(self, offered, sent, state):
+            pass
+
+    fixed = list(gradients(1, 3, 400)[0])
+    made = exchange(simulated, clock, Largest(0.1), "allgather", Forgetful(), 3, 400)
+    for step in range(60):
+        applied = made.mean(fixed, step)
+    exact = torch.stack(fixed).mean(0)
+    assert float((applied - exact).norm() / exact.norm()) > 1
+
+
+def test_ef21_wants_a_mean_and_a_contraction():
+    for name in ("topk", "fp8", "powersgd", "sparseloco"):
+        memory.check_legal("ef21", gcbench.get_compressor(name))
+    with pytest.raises(UsageError, match="does not contract"):
+        memory.check_legal("ef21", gcbench.get_compressor("terngrad"))
+    with pytest.raises(UsageError, match="no such mean"):
+        memory.check_legal("ef21", gcbench.get_compressor("demo"))
+
+
+def test_loco_by_its_definition(simulated, clock):
+    """p = g + e;  e = Q8(beta e + (1 - beta) (p - q)), with int8's codec as Q8."""
+    n, beta = 600, 0.8
+    made = exchange(simulated, clock, Largest(), "allgather", Loco(beta), 2, n)
+    grads, eight = gradients(8, 2, n), gcbench.get_compressor("int8")
+    error = torch.zeros(2, n)
+    for step in range(8):
+        applied = made.mean(list(grads[step]), step)
+        offered = grads[step] + error
+        kept = offered.abs().topk(math.ceil(0.25 * n)).indices
+        sent = torch.zeros_like(offered).scatter_(1, kept, offered.gather(1, kept))
+        torch.testing.assert_close(applied, sent.mean(0))
+        average = beta * error + (1 - beta) * (offered - sent)
+        error = torch.stack([eight.decompress(eight.compress(own)) for own in average])
+        torch.testing.assert_close(torch.stack(carried(made, "error")), error)
+    assert float((error - average).abs().max()) > 1e-3, "eight bits lose something"
+    assert len(error[0, :256].unique()) <= 255
+
+
+def test_loco_follows_the_learning_rate_and_keeps_nothing_on_owners(simulated, clock):
+    made = exchange(simulated, clock, Largest(), "twoshot", Loco(), 3, 2100)
+    grads = gradients(2, 3, 2100)
+    made.mean(list(grads[0]), 0, 1.0)
+    before = [own.clone() for own in carried(made, "error")]
+    made.follow(0.1)
+    for old, new in zip(before, carried(made, "error"), strict=True):
+        torch.testing.assert_close(new, 10 * old)
+    assert "owner" not in made.workers[0][0]
+    for beta in (-0.1, 1.0):
+        with pytest.raises(ValueError, match="beta"):
+            Loco(beta)
+
+
+def test_memories_by_name_in_a_run():
+    """`--memory ef21|loco`, and the fields of a memory by `--memory-set`."""
+    given = {"task": "digits", "compressor": "topk", "steps": 3}
+    assert Config.make({**given, "memory": "ef21"}).make_memory() == Ef21()
+    half = Config.make({**given, "memory": "loco", "memory_options": {"beta": 0.5}})
+    assert half.make_memory() == Loco(0.5)
+    decays = Config.make({**given, "memory_options": {"decay": 0.95}})
+    assert decays.make_memory() == Residual(0.95)

@@ -38,7 +38,7 @@ terngrad = "somebodys:Theirs"
 theirs = "somebodys:Line"
 
 [project.entry-points."gcbench.memories"]
-ef21 = "somebodys:EF21"
+estimates = "somebodys:EF21"
 
 [project.entry-points."gcbench.sinks"]
 lines = "somebodys:Lines"
@@ -182,12 +182,12 @@ def test_their_memory_runs_resumes_and_finds_the_mean(site, third_party, tmp_pat
     """EF21 sends a quarter of the difference to its estimate: the error falls step by step."""
     third_party(site)
     words = ("run", "--task", "digits", "--compressor", "topk", "--set", "ratio=0.25")
-    words = (*words, "--memory", "ef21", "--workers", 2, "--steps", 4, "--json")
+    words = (*words, "--memory", "estimates", "--workers", 2, "--steps", 4, "--json")
     here, there = invoke(*words, "--engine", "simulate,spawn", "--results", tmp_path).json
     assert here["params_sha256"] == there["params_sha256"]
     plain = invoke(*words, "--memory", "none", "--results", tmp_path / "plain").json
     assert here["params_sha256"] != plain["params_sha256"]
-    memory = registry.memory_class("ef21")()
+    memory = registry.memory_class("estimates")()
     method = registry.compressor("topk", ratio=0.25)
     world = SimulatedWorld(2, torch.device("cpu"), Link(10, 50), 1, 1)
     clock = Clock(world.device)

@@ -14,7 +14,7 @@ BELOW = {
     "core": (),
     "ops": ("core",),
     "integrations": ("core", "ops"),
-    "training": ("core", "ops"),
+    "training": ("core", "ops", "integrations"),
     "reporting": ("core", "ops", "training"),
     "studies": ("core", "ops", "training", "reporting"),
     "commands": ("core", "ops", "training", "reporting", "studies"),

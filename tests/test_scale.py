@@ -939,6 +939,7 @@ def test_runs_are_predicted_to_the_byte(tmp_path) -> None:
         ["--compressor", "onebit", "--dense-last", "--start-step", "2"],
         ["--compressor", "topk", "--set", "ratio=0:0.5/2:0.01", "--dense-below", "100"],
         ["--compressor", "signsgd", "--rebroadcast-every", "2", "--on-nonfinite", "skip"],
+        ["--compressor", "sparseloco", "--local-steps", "3"],
     ):
         assert invoke(*words, *more).code == 0
     found = invoke(
@@ -946,17 +947,17 @@ def test_runs_are_predicted_to_the_byte(tmp_path) -> None:
     ).json
     tables = {table["name"]: table["rows"] for table in found["tables"]}
     rows = tables["quantities"]
-    assert len({row["source"] for row in rows}) == 6
+    assert len({row["source"] for row in rows}) == 7
     for name in validation.BYTES:
         errors = [row["error"] for row in rows if row["quantity"] == name]
-        assert errors == pytest.approx([0.0] * 6, abs=1e-12)
+        assert errors == pytest.approx([0.0] * 7, abs=1e-12)
     modelled = [row["error"] for row in rows if row["quantity"] == "modelled"]
-    assert modelled == pytest.approx([0.0] * 6, abs=0.02)
+    assert modelled == pytest.approx([0.0] * 7, abs=0.02)
     encode = [row for row in rows if row["quantity"] == "encode" and row["predicted"]]
-    assert len(encode) == 6
+    assert len(encode) == 6  # local steps have no encode of their own in most steps
     assert all(row["predicted"] > 0 for row in encode)
     assert "step" not in {row["quantity"] for row in rows}  # a simulation's workers share cores
-    assert tables["errors"][0]["runs"] == 6
+    assert tables["errors"][0]["runs"] == 7
 
 
 def test_communication_is_fitted_to_the_other_runs() -> None:

@@ -69,12 +69,19 @@ class Clock:
         """Keep the step's phases and its wall-clock seconds, in that order."""
         self.steps.append([*self._now.values(), self.read() - self._began])
 
-    def medians(self) -> dict[str, float]:
-        """Return the median seconds of each phase, and of the whole `step`."""
+    def medians(self, together: int = 1) -> dict[str, float]:
+        """Return the median seconds of each phase, and of the whole `step`.
+
+        `together`: so many steps in a row count as one, their mean, where not every step has every
+        phase; a shorter rest is left out unless there is nothing else.
+        """
         names = (*PHASES, "step")
         if not self.steps:
             return dict.fromkeys(names, 0.0)
-        columns = zip(*self.steps, strict=True)
+        rounds = [self.steps[i : i + together] for i in range(0, len(self.steps), together)]
+        whole = [own for own in rounds if len(own) == together] or rounds
+        means = [[statistics.fmean(column) for column in zip(*own, strict=True)] for own in whole]
+        columns = zip(*means, strict=True)
         return dict(zip(names, map(statistics.median, columns), strict=True))
 
 

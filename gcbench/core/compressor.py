@@ -394,6 +394,9 @@ class Compressor(ABC):
     """What the published method carries from step to step: the name of a memory."""
     memory_options: ClassVar[Mapping[str, Any]] = {}
     """Fields of that memory where the published method differs from the memory's defaults."""
+    added: ClassVar[Mapping[str, Any]] = {}
+    """Fields that earlier versions of the method did not have, with the values that do what those
+    did: stored runs of those versions are this method with these values."""
     granularity: str | int = "tensor"
     """Where scales live, see `Segments.of`; a field where a method lets the user choose."""
 

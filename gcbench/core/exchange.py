@@ -246,7 +246,7 @@ class Exchange:
             for states in self.workers:
                 for lane, state in zip(self.lanes, states, strict=True):
                     lane.memory.rescale(state, self.lr / lr)
-                    if "owner" in state:
+                    if "owner" in state and lane.memory.residuals:
                         state["owner"].mul_(self.lr / lr)
         self.lr = lr
 

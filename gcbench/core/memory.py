@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gcbench.core import registry
 from gcbench.core.compressor import Compressor
@@ -35,6 +35,8 @@ class Memory(ABC):
     """The buffers that hold what is still to be applied: they follow the learning rate."""
     joint: ClassVar[tuple[str, ...]] = ()
     """The buffers that `apply` keeps: one set for all workers, which they compute alike."""
+    contracting: ClassVar[bool] = False
+    """Whether what it adds up converges only if the code contracts, though it has no residuals."""
     has_momentum: ClassVar[bool] = False
     """Whether the memory applies the momentum, so that the optimizer must add none."""
 
@@ -139,6 +141,83 @@ class Residual(Memory):
 
 
 @dataclass(frozen=True)
+class Loco(Memory):
+    """LoCo: a moving average of the compression errors compensates, kept in 8 bits an element.
+
+    p = g + e is sent as q;  e = Q8(beta e + (1 - beta) (p - q)). Q8 is `int8`'s rounding to nearest
+    in blocks of `BLOCK` elements of the lane. An owner of a two-shot exchange keeps nothing.
+
+    Xie, Lin, Toh and Zhou 2024, arXiv:2407.04480; beta = 0.8 is `err_beta` of its port in
+    DeepSpeed. The buffer holds the values that 8 bits hold, as float32: the numbers are LoCo's, its
+    saving of memory is not. Left out is the source's periodic reset of e to zero.
+    """
+
+    beta: float = 0.8  # weight of the errors of before
+
+    BLOCK: ClassVar[int] = 256
+    buffers: ClassVar[tuple[str, ...]] = ("error",)
+    residuals: ClassVar[tuple[str, ...]] = ("error",)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.beta < 1:
+            raise ValueError(f"beta={self.beta}: from 0 to below 1 allowed")
+
+    @property
+    def owner(self) -> bool:  # noqa: D102
+        return False
+
+    def offer(self, gradient: Tensor, state: State, workers: int) -> Tensor:  # noqa: D102
+        return gradient + state["error"]
+
+    def keep(self, offered: Tensor, sent: Tensor, state: State) -> None:  # noqa: D102
+        error = state["error"].mul_(self.beta).add_(offered - sent, alpha=1 - self.beta)
+        _to_eight_bits(error, self.BLOCK)
+
+
+def _to_eight_bits(x: Tensor, block: int) -> None:
+    """Round x, float32, shape (n,), in place to what `int8` carries of it in blocks.
+
+    `ops.int8` in four lines: this room is below the operations.
+    """
+    rows = nn.functional.pad(x, (0, -len(x) % block)).view(-1, block)
+    top = rows.abs().amax(1, keepdim=True)
+    divisor = torch.where(top < 2.0**-100, torch.inf, top)
+    codes = torch.round(rows / divisor * 127)
+    x.copy_((codes / 127 * top).view(-1)[: len(x)])
+
+
+@dataclass(frozen=True)
+class Ef21(Memory):
+    """EF21: every worker sends the compressed change of its gradient, added up on both sides.
+
+    c = C(g - h);  h = h + c on the worker;  H = H + mean of the workers' c, which all apply. H is
+    the mean of the h without ever being sent; under a fixed gradient both converge to it, which no
+    residual does with a biased code. Both begin at 0: the source allows any beginning, and sends
+    the first gradient whole. On owners of a two-shot exchange the error of encoding the mean is
+    added to the next mean, so that H and what owners keep is the mean of the h.
+
+    Richtarik, Sokolov and Fatkhullin, NeurIPS 2021, arXiv:2110.03294, algorithm 2.
+    """
+
+    buffers: ClassVar[tuple[str, ...]] = ("estimate",)
+    joint: ClassVar[tuple[str, ...]] = ("mean estimate",)
+    contracting: ClassVar[bool] = True
+
+    @property
+    def feedback(self) -> bool:  # noqa: D102
+        return True
+
+    def offer(self, gradient: Tensor, state: State, workers: int) -> Tensor:  # noqa: D102
+        return gradient - state["estimate"]
+
+    def keep(self, offered: Tensor, sent: Tensor, state: State) -> None:  # noqa: D102
+        state["estimate"] += sent
+
+    def apply(self, mean: Tensor, joint: State) -> Tensor:  # noqa: D102
+        return joint["mean estimate"].add_(mean)
+
+
+@dataclass(frozen=True)
 class Momentum(Memory):
     """Momentum on every worker: m = beta m + (1 - beta) g, never synchronized, is what is sent.
 
@@ -227,6 +306,8 @@ BUILT_IN: Mapping[str, type[Memory]] = {
     FORCED: Residual,
     "momentum": Momentum,
     "dgc": Dgc,
+    "ef21": Ef21,
+    "loco": Loco,
 }
 
 
@@ -236,16 +317,23 @@ def make(name: str, options: Mapping[str, Any]) -> Memory:
 
 
 def check_legal(name: str, method: Compressor) -> None:
-    """Refuse error feedback around a code whose error may exceed its input.
+    """Refuse error feedback around a code whose error may exceed its input, and sums of no means.
 
     Raises:
         UsageError: with what would happen, and how to ask for it all the same.
     """
-    known = name in registry.memories() and name != FORCED
-    if known and registry.memory_class(name).residuals and not method.claims.contractive:
+    if name not in registry.memories() or name == FORCED:
+        return
+    cls = registry.memory_class(name)
+    if cls.joint and method.claims.aggregate != "mean":
+        raise UsageError(
+            f"memory {name!r} adds up the means of what was sent, and what {method!r} applies is "
+            f"no such mean. Use --memory {method.memory}"
+        )
+    if (cls.residuals or cls.contracting) and not method.claims.contractive:
         raise UsageError(
             f"memory {name!r} feeds the error of {method!r} back, but the method does not "
-            "contract: its error may exceed the gradient, and nothing bounds the residual. "
+            "contract: its error may exceed the gradient, and nothing bounds what is carried. "
             f"Use --memory none, or ask for it by name: --memory {FORCED}"
         )
 

@@ -221,8 +221,17 @@ def _typed(what: str, cls: type[Any], options: dict[str, Any]) -> dict[str, Any]
 
 
 def call(made: object) -> str:
-    """Return the call that makes an object of a plug-in, each of its fields told."""
-    told = [f"{name}={getattr(made, name)!r}" for name in fields(type(made))]
+    """Return the call that makes an object of a plug-in, each of its fields told.
+
+    Left out are `added` fields with the values of before (`Compressor.added`): what was stored by
+    an earlier version is the same call.
+    """
+    added = getattr(made, "added", {})
+    told = [
+        f"{name}={value!r}"
+        for name, value in ((name, getattr(made, name)) for name in fields(type(made)))
+        if not (name in added and added[name] == value)
+    ]
     return f"{type(made).__qualname__}({', '.join(told)})"
 
 

@@ -26,6 +26,12 @@ ADDED: dict[str, object] = {
     "task_version": 1,
     "holdout": 0,
     "test": True,
+    "local_steps": 0,
+    "outer_lr": 1.0,
+    "outer_momentum": 0.0,
+    "outer_nesterov": False,
+    "hook": "gcbench",
+    "bucket_mb": 25.0,
 }
 """Config keys that the first results did not have, and what those did: older rows read so, and in
 the hash of a config they count where they say more, so that a config keeps its name."""

@@ -17,6 +17,7 @@ never run.
 # Not `from __future__ import annotations`: DDP compares the hook's annotations with classes.
 import hashlib
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -187,6 +188,9 @@ class CommHook:
         self.step = 0
         """Steps that were exchanged: backward passes outside `no_sync`."""
         self.records: list[Comparison] = []
+        self.ready = 0.0
+        """When the last gradients of a backward pass had come, by `time.perf_counter`: what the
+        exchange takes longer than that, backward waits for."""
         self._registered = self._closed = False
         self._loaded: dict[str, Any] | None = None
         self._failed: BaseException | None = None
@@ -461,7 +465,8 @@ class CommHook:
 
     # -- called by DDP, in its threads -------------------------------------------------------------
 
-    def _raise_failure(self) -> None:
+    def raise_failure(self) -> None:
+        """Raise what broke the last exchange off, if anything."""
         if self._failed is not None:
             raise self._failed
 
@@ -472,7 +477,7 @@ class CommHook:
             UsageError: inside `join`, or after `close`.
             GcbenchError: what broke the last exchange off.
         """
-        self._raise_failure()
+        self.raise_failure()
         if self._closed:
             raise UsageError(
                 "the hook of this model was closed. Wrap the module in a new "
@@ -488,6 +493,7 @@ class CommHook:
     def _hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Hand a bucket to the thread; the future ends with its mean, in the same buffer."""
         buffer, parameters, last = bucket.buffer(), bucket.parameters(), bucket.is_last()
+        self.ready = time.perf_counter()
         if self._closed or self._worker is None:
             raise UsageError("the hook of this model was closed: its gradients go nowhere")
         devices: list[int | str | torch.device] = []
@@ -526,7 +532,7 @@ class CommHook:
         arrived = _Arrived(buffer, [], done)
         self._waiting.append(arrived)
         try:
-            self._raise_failure()
+            self.raise_failure()
             with self._on_stream(ready):
                 self._take(arrived, parameters, lr)
                 for number in sorted({placed.lane for placed, _ in arrived.parts}):

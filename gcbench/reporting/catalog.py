@@ -13,7 +13,17 @@ from gcbench.training import configuration
 Row = dict[str, Any]
 AXES = (
     *("task", "task_options", "options", "memory", "memory_options", "start_step", "delay"),
-    *("rebroadcast_every", "workers", "engine", "gradients", "batch", "lr"),
+    *(
+        "rebroadcast_every",
+        "local_steps",
+        "outer_lr",
+        "outer_momentum",
+        "workers",
+        "engine",
+        "gradients",
+        "batch",
+        "lr",
+    ),
 )
 """Settings of a grid that the table at a run's end shows where they vary."""
 

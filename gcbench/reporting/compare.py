@@ -29,12 +29,14 @@ METHOD_KEYS = frozenset(
         *("gradients", "threads", "device", "backend", "eval_every", "log_every"),
         *("on_nonfinite", "link_gbit", "link_latency_us"),
         *("memory", "memory_options", "start_step", "delay", "rebroadcast_every"),
+        *("local_steps", "outer_lr", "outer_momentum", "outer_nesterov", "hook", "bucket_mb"),
     }
 )
 """Config keys in which a row and its baseline may differ; all the others are the budget."""
 _TAG_KEYS = ("engine", "gradients", "device", "backend")
 _TAG_PAIRS = (
     *("start_step", "delay", "rebroadcast_every", "threads", "eval_every", "log_every"),
+    *("local_steps", "outer_lr", "outer_momentum", "outer_nesterov", "hook", "bucket_mb"),
     *("on_nonfinite", "link_gbit", "link_latency_us"),
 )
 

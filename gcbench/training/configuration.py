@@ -48,7 +48,9 @@ class Config(BaseModel):
     compressor: str = "terngrad"
     options: dict[str, Any] = {}
     workers: Positive = 4
-    engine: Literal["simulate", "spawn", "torchrun"] = "simulate"
+    engine: Literal["simulate", "spawn", "torchrun", "ddp"] = "simulate"
+    hook: Literal["gcbench", "torch"] = "gcbench"  # engine ddp: whose communication hook
+    bucket_mb: Annotated[Finite, Field(gt=0)] = 25.0  # engine ddp: MiB exchanged together
     collective: str
     memory: str = "none"
     memory_options: dict[str, Any] = {}
@@ -57,6 +59,10 @@ class Config(BaseModel):
         0  # steps by which a mean is applied late
     )
     rebroadcast_every: NotNegative = 0  # steps between broadcasts of worker 0's parameters
+    local_steps: NotNegative = 0  # optimizer steps of each worker alone before an exchange; 0: none
+    outer_lr: Annotated[Finite, Field(gt=0)] = 1.0  # of the mean difference of parameters
+    outer_momentum: Annotated[Finite, Field(ge=0, lt=1)] = 0.0
+    outer_nesterov: Flag = False
     dense_last: Flag = False
     dense_below: NotNegative = 0
     gradients: Literal["loop", "batched"] = "loop"
@@ -138,6 +144,8 @@ class Config(BaseModel):
         values["memory_options"] = {key: getattr(made, key) for key in given_options}
         for method in stages.values():
             memory.check_masking(str(carried), made, method)
+        if values.get("local_steps"):
+            _check_local_steps(stages[max(stages)], str(carried), made, given)
         if made.has_momentum:
             _leave_momentum_to_memory(str(carried), values, given)
         place = str(values.get("device", "cpu")).partition(":")[0]
@@ -167,11 +175,95 @@ class Config(BaseModel):
             )
         if not (self.test or self.holdout):
             raise ValueError("test=false leaves nothing that judges the run: give --holdout n, too")
+        if self.local_steps:
+            self._fits_local_steps()
+        elif outer := [key for key in OUTER if getattr(self, key) != ADDED[key]]:
+            raise ValueError(
+                f"{', '.join(outer)}: there is an outer step after --local-steps n alone"
+            )
+        if self.engine == "ddp":
+            self._fits_ddp()
+        elif self.hook != "gcbench" or self.bucket_mb != ADDED["bucket_mb"]:
+            raise ValueError("hook and bucket_mb belong to --engine ddp; leave them out")
+        if self.outer_nesterov and not self.outer_momentum:
+            raise ValueError("outer_nesterov needs outer_momentum > 0")
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs momentum > 0")
         if self.schedule == "step" and not self.schedule_steps:
             raise ValueError("schedule=step needs schedule_steps, e.g. --schedule-steps 0.5/0.75")
         return self
+
+    def _fits_local_steps(self) -> None:
+        """Refuse what has no meaning where workers train alone.
+
+        Raises:
+            ValueError: with the reason.
+        """
+        reasons = {
+            "delay": "a mean that comes late would undo the round that was trained meanwhile",
+            "rebroadcast_every": "inside a round the workers' parameters differ on purpose",
+        }
+        for key, reason in reasons.items():
+            if getattr(self, key):
+                raise ValueError(f"{key} beside local_steps: {reason}; leave one of them out")
+        if self.gradients == "batched":
+            raise ValueError(
+                "gradients=batched is one pass over common parameters; with local_steps every "
+                "worker has its own: use gradients=loop"
+            )
+        if self.on_nonfinite == "skip":
+            raise ValueError(
+                "on_nonfinite=skip agrees at every step on leaving it out, and with local_steps "
+                "nothing is said at most steps: use on_nonfinite=stop"
+            )
+
+    def _fits_ddp(self) -> None:
+        """Refuse what DistributedDataParallel or a hook does not do.
+
+        Raises:
+            ValueError: with the reason, or with the engine that does it.
+        """
+        if self.workers < 2:
+            raise ValueError("engine ddp with one worker has nothing to exchange: --workers 2")
+        if self.on_nonfinite == "skip":
+            raise ValueError("on_nonfinite=skip: with engine ddp buckets are sent before all came")
+        beyond = [
+            key for key in ("local_steps", "delay", "rebroadcast_every") if getattr(self, key)
+        ]
+        if len(schedule.starts(self.options)) > 1:
+            beyond.append("a schedule of the compressor's fields")
+        if beyond:
+            raise ValueError(
+                f"{', '.join(beyond)}: engine ddp exchanges gradients in every backward pass, by "
+                "one configuration; use --engine spawn"
+            )
+        if self.hook == "torch":
+            if self.compressor not in TORCH_HOOKS:
+                raise ValueError(
+                    f"torch has no hook for {self.compressor!r}: hook=torch goes with "
+                    f"{', '.join(TORCH_HOOKS)}"
+                )
+            if self.compressor == "powersgd" and self.device == "cpu":
+                raise ValueError(
+                    "torch's PowerSGD hook waits for a collective in the callback of another and "
+                    "hangs on gloo; it runs on --device cuda. Ours runs on both: --hook gcbench"
+                )
+            given = [
+                key for key in ("start_step", "dense_last", "dense_below") if getattr(self, key)
+            ]
+            if given or self.memory != self.make_compressor().memory:
+                raise ValueError(
+                    f"{', '.join(given or ['memory'])}: torch's hooks know nothing of it; use "
+                    "--hook gcbench"
+                )
+
+    def exchanges_at(self, step: int) -> bool:
+        """Return whether the workers exchange something after `step` (counted from 0).
+
+        With local steps that is each H-th step, and the last one: a last round may be shorter.
+        """
+        done = step + 1
+        return not self.local_steps or done % self.local_steps == 0 or done == self.steps
 
     @property
     def hash(self) -> str:
@@ -218,6 +310,34 @@ class Config(BaseModel):
                 return float(self.lr * self.schedule_gamma**reached)
             case _:
                 return self.lr
+
+
+TORCH_HOOKS = ("none", "fp16", "powersgd")
+"""Methods that torch has a hook for which runs: its bf16 hook fails on the CPU, and its quantizing
+ones gather uncompressed scales of another method."""
+OUTER = ("outer_lr", "outer_momentum", "outer_nesterov")
+"""Settings of the optimizer that applies the mean difference of parameters."""
+
+
+def _check_local_steps(
+    method: Compressor, name: str, made: Memory, given: Mapping[str, Any]
+) -> None:
+    """Refuse a memory or method whose meaning is about gradients, beside local steps.
+
+    Raises:
+        UsageError: with what to use instead.
+    """
+    if made.has_momentum:
+        raise UsageError(
+            f"memory {name!r} applies a momentum to gradients, and local_steps exchange "
+            "differences of parameters: give --momentum (of the steps inside a round) or "
+            "--outer-momentum (between rounds), and --memory residual or none"
+        )
+    if method.claims.aggregate != "mean" and "outer_lr" not in given:
+        raise UsageError(
+            f"{method!r} applies no mean but directions of length 1, and local_steps would apply "
+            "them with --outer-lr 1 to the parameters: give --outer-lr, e.g. 0.001"
+        )
 
 
 def _leave_momentum_to_memory(name: str, values: dict[str, Any], given: Mapping[str, Any]) -> None:
@@ -323,7 +443,7 @@ def check_limits(config: Config) -> None:
     """Raise UsageError for a run that takes more than this machine should give."""
     limits.check_threads(threads_per_worker(config))
     if config.engine != "torchrun":  # the user started its processes
-        spawned = config.engine == "spawn"
+        spawned = config.engine in ("spawn", "ddp")
         limits.check_workers(config.workers, processes=spawned, cores=cores())
 
 

@@ -35,6 +35,7 @@ from gcbench.core.world import DistributedWorld, Link, SimulatedWorld, World
 from gcbench.training import agreement, captures, configuration, launch, membership
 from gcbench.training.configuration import Config
 from gcbench.training.membership import Membership
+from gcbench.training.overlapped import DdpTrainer
 from gcbench.training.store import Run
 from gcbench.training.train import Options, Trainer
 
@@ -70,7 +71,8 @@ def _fit(config: Config, world: World, run: Run, options: Options, *, launched: 
     """Train this process's workers; where worker 0 lives, finish the run."""
     try:
         with _stop_on_signals(launched=launched) as stop:
-            trainer = Trainer(config, world, run, options)
+            kind = DdpTrainer if config.engine == "ddp" else Trainer
+            trainer = kind(config, world, run, options)
             summary = trainer.fit(stop)
     finally:
         world.close()
@@ -261,4 +263,4 @@ def spawn(config: Config, run: Run, options: Options) -> None:
     launch.in_processes(config.workers, threads, _train, words)
 
 
-ENGINES = {"simulate": simulate, "spawn": spawn, "torchrun": torchrun}
+ENGINES = {"simulate": simulate, "spawn": spawn, "torchrun": torchrun, "ddp": spawn}

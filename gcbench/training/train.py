@@ -3,6 +3,13 @@
 Every worker starts from the same parameters and applies the same mean gradient with the same
 optimizer, so only gradients travel (parameter localization) and one set of parameters serves all
 workers of a process. Each worker keeps what is its own: its examples and its model's buffers.
+
+With `--local-steps H` a round is H steps of each worker's own optimizer on parameters of its own,
+from the common x to x_i. Then the differences x - x_i are what is exchanged, as gradients are
+otherwise, and an outer SGD takes their mean for the gradient at x: with a rate of 1 and no momentum
+the workers' parameters are averaged (McMahan et al. 2017, arXiv:1602.05629); with 0.7, 0.9 and
+Nesterov's momentum it is DiLoCo (Douillard et al. 2023, arXiv:2311.08105, algorithm 1). All begin
+the next round at the new x, each with its optimizer's state. Evaluated, hashed and compared is x.
 """
 
 from __future__ import annotations
@@ -142,6 +149,13 @@ def _check_randomness(model: nn.Module, gradients: str) -> None:
             )
 
 
+def step_with(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Let an optimizer step by the gradients that its parameters have."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+
+
 class Trainer:
     """One run: the state of its local workers, and a step."""
 
@@ -162,9 +176,10 @@ class Trainer:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             self.model = self.task.model_for(train).to(self.device)
-        self.replicas = [
-            _share_parameters(copy.deepcopy(self.model), self.model) for _ in world.ranks
-        ]
+        self.replicas = [copy.deepcopy(self.model) for _ in world.ranks]
+        if not config.local_steps:
+            for replica in self.replicas:
+                _share_parameters(replica, self.model)
         if config.gradients == "batched" and _tracks_statistics(self.model):
             raise UsageError(
                 "gradients=batched cannot keep each worker's batch-norm statistics apart; "
@@ -179,7 +194,19 @@ class Trainer:
         # Gradients lie at the same places in every step.
         self.buckets = [torch.empty(self.total, device=self.device) for _ in world.ranks]
         self.late: Tensor | None = None  # a mean that is applied at the next step
-        self.optimizer = self._optimizer()
+        # What the local workers' gradients are of: the common parameters, or their own.
+        self.owned = [self._ordered(replica) for replica in self.replicas]
+        self.inner: list[torch.optim.Optimizer] = []
+        if config.local_steps:
+            self.inner = [self._optimizer(own) for own in self.owned]
+            self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
+                self.parameters,
+                lr=config.outer_lr,
+                momentum=config.outer_momentum,
+                nesterov=config.outer_nesterov,
+            )
+        else:
+            self.optimizer = self._optimizer(self.parameters)
         ema = config.ema > 0
         self.ema = [p.detach().clone() for p in self.parameters] if ema else []
         self.step = 0
@@ -206,6 +233,11 @@ class Trainer:
         ordered = [shapes[i] for i in order]
         self.shapes = ordered[:split], ordered[split:]
         self.decayed = [self.task.decayed(name) for name in self.names]
+
+    def _ordered(self, replica: nn.Module) -> list[nn.Parameter]:
+        """Return a replica's parameters in the order of the bucket."""
+        named = dict(replica.named_parameters())
+        return [named[name] for name in self.names]
 
     def _recorder(self) -> captures.Recorder | None:
         plan = self.options.capture
@@ -240,18 +272,16 @@ class Trainer:
             lanes.append(Lane(plain, "allreduce", start, Segments.of(dense), carried.dense()))
         return lanes
 
-    def _optimizer(self) -> torch.optim.Optimizer:
+    def _optimizer(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         config = self.config
         update = config.decay == "update"
         groups = [
             {
-                "params": [p for p, on in zip(self.parameters, self.decayed, strict=True) if on],
+                "params": [p for p, on in zip(parameters, self.decayed, strict=True) if on],
                 "weight_decay": config.weight_decay if update else 0.0,
             },
             {
-                "params": [
-                    p for p, on in zip(self.parameters, self.decayed, strict=True) if not on
-                ],
+                "params": [p for p, on in zip(parameters, self.decayed, strict=True) if not on],
                 "weight_decay": 0.0,
             },
         ]
@@ -290,8 +320,9 @@ class Trainer:
         flat = [gradient.reshape(-1) for gradient in gradients]
         bucket = torch.cat(flat, out=None if worker is None else self.buckets[worker])
         if self.config.decay == "loss" and self.config.weight_decay:
+            parameters = self.parameters if worker is None else self.owned[worker]
             for piece, parameter, on in zip(
-                torch.split(bucket, self.sizes), self.parameters, self.decayed, strict=True
+                torch.split(bucket, self.sizes), parameters, self.decayed, strict=True
             ):
                 if on:
                     piece.add_(parameter.detach().view(-1), alpha=self.config.weight_decay)
@@ -305,7 +336,7 @@ class Trainer:
         set_dropout_key(replica, self._key(rank))
         outputs = replica(inputs)
         loss = self.task.loss(outputs, targets)
-        gradients = torch.autograd.grad(loss, self.parameters)
+        gradients = torch.autograd.grad(loss, self.owned[worker])
         return self.finish_bucket(gradients, worker), float(loss.detach())
 
     def _gradients(self) -> tuple[list[Tensor], list[float]]:
@@ -349,7 +380,7 @@ class Trainer:
 
     # -- faults ------------------------------------------------------------------------------------
 
-    def _all_finite(self, buckets: list[Tensor]) -> bool:
+    def _all_finite(self, buckets: list[Tensor], what: str = "gradient") -> bool:
         """Check for NaN and infinity; with on_nonfinite=skip, agree on it over all workers.
 
         Raises:
@@ -364,7 +395,7 @@ class Trainer:
                 pieces = zip(self.names, torch.split(bucket, self.sizes), strict=True)
                 layer = next(name for name, piece in pieces if not piece.isfinite().all())
                 raise DivergedError(
-                    f"non-finite gradient in layer {layer} of worker {rank} at step {self.step}. "
+                    f"non-finite {what} in layer {layer} of worker {rank} at step {self.step}. "
                     "Lower --lr, or go on without such steps: --on-nonfinite skip",
                     self.step,
                 )
@@ -430,7 +461,9 @@ class Trainer:
         if self.recorder is not None:
             self.recorder.hold(self.step, buckets)
         finite = self._all_finite(buckets)
-        if finite:
+        if finite and config.local_steps:
+            self._local_step(buckets)
+        elif finite:
             applied = min(self.step + config.delay, config.steps - 1)
             mean = self.exchange.mean(buckets, self.step, config.lr_at(applied))
             self._check_mean(mean, buckets)
@@ -444,6 +477,33 @@ class Trainer:
                 self._rebroadcast()
         self.clock.end_step()
         return losses
+
+    def _local_step(self, buckets: list[Tensor]) -> None:
+        """Take a step of each local worker's own; at the end of a round, the outer step."""
+        config, lr = self.config, self.config.lr_at(self.step)
+        first = self.world.ranks[0]
+
+        def advance(rank: int) -> None:
+            own, optimizer = self.owned[rank - first], self.inner[rank - first]
+            self._descend(optimizer, own, buckets[rank - first], lr)
+
+        self.clock.workers("update", self.world.map(self.clock.timed(advance)))
+        if not config.exchanges_at(self.step):
+            return
+        with self.clock.phase("update"), torch.no_grad():
+            for bucket, owned in zip(self.buckets, self.owned, strict=True):
+                pieces = torch.split(bucket, self.sizes)
+                for piece, common, own in zip(pieces, self.parameters, owned, strict=True):
+                    torch.sub(common.view(-1), own.view(-1), out=piece)
+        self._all_finite(self.buckets, "difference of parameters")
+        mean = self.exchange.mean(self.buckets, self.step, config.outer_lr)
+        self._check_mean(mean, self.buckets)
+        with self.clock.phase("update"):
+            self._update(mean, config.outer_lr, self.step % config.local_steps + 1)
+            with torch.no_grad():
+                for owned in self.owned:
+                    for common, own in zip(self.parameters, owned, strict=True):
+                        own.copy_(common)
 
     def _apply(self, mean: Tensor) -> None:
         """Update with this step's mean; with a delay, with the one before and, at the end, both."""
@@ -465,16 +525,29 @@ class Trainer:
             for parameter, piece in zip(self.parameters, pieces, strict=True):
                 parameter.copy_(piece.view_as(parameter))
 
-    def _update(self, mean: Tensor, lr: float) -> None:
-        pieces = torch.split(mean, self.sizes)
-        for parameter, piece in zip(self.parameters, pieces, strict=True):
+    def _descend(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[nn.Parameter],
+        gradient: Tensor,
+        lr: float,
+    ) -> None:
+        """Let an optimizer take a flat gradient."""
+        pieces = torch.split(gradient, self.sizes)
+        for parameter, piece in zip(parameters, pieces, strict=True):
             parameter.grad = piece.view_as(parameter)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+        step_with(optimizer, lr)
+
+    def _update(self, mean: Tensor, lr: float, steps: int = 1) -> None:
+        """Update the common parameters, and their average, for which it is so many steps."""
+        self._descend(self.optimizer, self.parameters, mean, lr)
+        self._average(steps)
+
+    def _average(self, steps: int = 1) -> None:
+        """Update the average of the parameters, where one is kept, after so many steps."""
         if self.ema:
             t = self.step
-            decay = min(self.config.ema, (1 + t) / (EMA_WARM_UP + t))
+            decay = min(self.config.ema, (1 + t) / (EMA_WARM_UP + t)) ** steps
             for average, parameter in zip(self.ema, self.parameters, strict=True):
                 average.lerp_(parameter.detach(), 1 - decay)
 
@@ -497,10 +570,11 @@ class Trainer:
     def _judge(self, split: Split, name: str) -> dict[str, float | None]:
         """Return `<name>_accuracy` (None for a task without one), `<name>_loss`, task's metrics."""
         model = copy.deepcopy(self.replicas[0]).eval()
-        if self.ema:
-            averages = dict(zip(self.names, self.ema, strict=True))
+        if self.ema or self.inner:
+            shown = self.ema or [parameter.detach() for parameter in self.parameters]
+            judged_by_name = dict(zip(self.names, shown, strict=True))
             for own, parameter in model.named_parameters():
-                parameter.data = averages[own]
+                parameter.data = judged_by_name[own]
         right, loss, judged = 0, 0.0, True
         further: dict[str, float] = {}
         size = self.task.evaluation_batch
@@ -624,7 +698,7 @@ class Trainer:
     # -- state -------------------------------------------------------------------------------------
 
     def _worker_states(self) -> list[dict[str, Any]]:
-        return [
+        found: list[dict[str, Any]] = [
             {
                 "buffers": {k: v.cpu() for k, v in replica.named_buffers()},
                 "traffic": [t.payload_up, t.payload_down, t.wire],
@@ -634,6 +708,13 @@ class Trainer:
                 self.replicas, self.world.traffic, self.exchange.workers, strict=True
             )
         ]
+        for worker, own, optimizer in zip(found, self.owned, self.inner, strict=False):
+            worker["parameters"] = [parameter.detach().cpu() for parameter in own]
+            worker["optimizer"] = [
+                {k: v.cpu() for k, v in optimizer.state[parameter].items() if v is not None}
+                for parameter in own
+            ]
+        return found
 
     def save(self) -> None:
         """Write a checkpoint of all workers; one process writes it."""
@@ -708,9 +789,28 @@ class Trainer:
             for name, buffer in replica.named_buffers():
                 buffer.copy_(_fitting(worker["buffers"][name], buffer))
             traffic.payload_up, traffic.payload_down, traffic.wire = worker["traffic"]
+        self._restore_locals(state["workers"])
         self.skipped, self.seconds = state["skipped"], state["seconds"]
         self.world.modelled_seconds = state["modelled_seconds"]
         self.clock.steps = state["clock"].tolist()
+
+    def _restore_locals(self, workers: Sequence[Mapping[str, Any]]) -> None:
+        """Give the local workers the parameters and optimizers that they had inside a round."""
+        for rank, owned, optimizer in zip(self.world.ranks, self.owned, self.inner, strict=False):
+            saved = workers[rank]
+            for parameter, value, kept in zip(
+                owned, saved["parameters"], saved["optimizer"], strict=True
+            ):
+                with torch.no_grad():
+                    parameter.copy_(_fitting(value, parameter))
+                for own in kept.values():
+                    if own.ndim:
+                        _fitting(own, parameter)
+                optimizer.state[parameter] = {
+                    # The count of Adam's steps stays on the CPU, where torch keeps it.
+                    k: v.to(self.device) if v.ndim else v.clone()
+                    for k, v in kept.items()
+                }
 
     # -- the result --------------------------------------------------------------------------------
 
@@ -721,7 +821,7 @@ class Trainer:
         down = sum(t.payload_down for t in traffic) / world.size
         wire = sum(t.wire for t in traffic)
         dense = 4.0 * self.total * (config.steps - self.skipped)
-        medians = self.clock.medians()
+        medians = self.clock.medians(config.local_steps or 1)
         simulated = config.engine == "simulate"
         phases: dict[str, float | None] = {phase: medians[phase] for phase in PHASES}
         modelled = None

@@ -97,6 +97,7 @@ def costs_of(settings: Settings, step: Step, known: Sequence[Evidence]) -> list[
         "memory_options": dict(method.memory_options),
         "start_step": 0,
         "delay": 0,
+        "local_steps": 0,
         "dense_last": settings.dense_last,
         "dense_below": settings.dense_below,
     }

@@ -139,12 +139,14 @@ def read(run: reader.Run) -> Case:
         "payload_down": summary.payload_bytes_down,
         "wire": summary.wire_bytes.per_worker,
     }
+    # Phases that overlap, or that most steps do not have, are no times of a step's own.
+    timed = config.engine != "ddp" and not config.local_steps
     for phase, seconds in summary.phase_seconds.items():
-        if seconds is not None and phase in TIMES:
+        if seconds is not None and phase in TIMES and timed:
             case.measured[phase] = seconds
     if summary.communicate_modelled is not None:
         case.measured["modelled"] = summary.communicate_modelled.seconds
-    if summary.step_seconds is not None and config.engine != "simulate":
+    if summary.step_seconds is not None and config.engine != "simulate" and timed:
         case.measured["step"] = summary.step_seconds
     return case
 
@@ -180,7 +182,8 @@ def predict_bytes(case: Case) -> None:
         seconds += times * sum(link.seconds(m.kind, m.nbytes, workers) for m in messages)
 
     for start, stop in pairwise(edges):
-        steps = stop - start - (skipped if stop == config.steps else 0)
+        exchanged = sum(map(config.exchanges_at, range(start, stop)))
+        steps = exchanged - (skipped if stop == config.steps else 0)
         add(_messages(case, start), steps)
     if config.on_nonfinite == "skip":
         add([traffic.Message("allreduce", FLAG)], config.steps)

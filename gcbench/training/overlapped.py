@@ -1,0 +1,237 @@
+"""Training through DistributedDataParallel, the exchange overlapped with the backward pass.
+
+Engine `ddp`: each worker is a process whose replica DDP wraps, with the hook of
+`gcbench.integrations.ddp` or one of torch's. Everything else is the training loop's, so that a run
+differs from one of engine `spawn` in when gradients are exchanged, and in the order of tensors in
+the lanes, by which random numbers are drawn and shards are cut.
+
+What the hook hides is measured in every step: backward returns when the last bucket is back, so the
+time from the last gradient's arrival to that is what the exchange cost (`exposed`), and the rest of
+what its thread was busy with went by behind the backward pass. On few cores both compete for them,
+and a slower backward pass is in `forward_backward`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gcbench.core.errors import UsageError
+from gcbench.core.exchange import Exchange
+from gcbench.core.schema import PHASES
+from gcbench.core.world import World
+from gcbench.integrations.ddp import CommHook, comm_hook
+from gcbench.training.configuration import Config
+from gcbench.training.dropout import set_dropout_key
+from gcbench.training.store import Run
+from gcbench.training.train import Options, Trainer, step_with
+
+EXCHANGED = ("statistic", "encode", "communicate", "decode")
+"""The phases that the hook's thread passes through."""
+
+
+class DdpTrainer(Trainer):
+    """One worker of a run with engine `ddp`."""
+
+    def __init__(self, config: Config, world: World, run: Run, options: Options) -> None:
+        if options.on_bucket is not None or options.capture is not None:
+            raise UsageError(
+                "engine ddp sends gradients before all have come, so nothing sees them whole: "
+                "capture or look at them with --engine spawn"
+            )
+        super().__init__(config, world, run, options)
+        self.exchange = Exchange(world, [], config.seed, self.clock)  # the hook has one of its own
+        self.stages = set()
+        self.hook: CommHook | None = None
+        self.theirs: CountedHook | None = None
+        self.exposed: list[float] = []
+        """Seconds of each step in which backward waited for the exchange."""
+        self._carried: Mapping[str, Any] | None = None
+
+    def _wrap(self) -> None:
+        """Wrap the replica, and register the hook with what it carried at the checkpoint."""
+        config = self.config
+        self._decay_in_loss()
+        self.wrapped = DistributedDataParallel(
+            self.replicas[0], broadcast_buffers=False, bucket_cap_mb=config.bucket_mb
+        )
+        if config.hook == "torch":
+            self.theirs = CountedHook(config, self.world)
+            self.wrapped.register_comm_hook(None, self.theirs.hook())
+            return
+        self.hook = comm_hook(
+            self.compressor,
+            memory=config.memory,
+            memory_options=config.memory_options,
+            collective=config.collective,
+            dense_below=config.dense_below,
+            dense_last=config.dense_last,
+            start_step=config.start_step,
+            seed=config.seed,
+            bucket_mb=config.bucket_mb,
+        )
+        if self._carried is not None:
+            self.hook.load_state_dict(self._carried)
+        self.hook.register(self.wrapped)
+
+    def _decay_in_loss(self) -> None:
+        """Add the loss's L2 term to each gradient before DDP sees it, as `finish_bucket` does."""
+        rate = self.config.weight_decay
+        if self.config.decay != "loss" or not rate:
+            return
+
+        def decayed(parameter: Tensor) -> Callable[[Tensor], Tensor]:
+            return lambda gradient: gradient.add(parameter.detach(), alpha=rate)
+
+        for parameter, on in zip(self.parameters, self.decayed, strict=True):
+            if on:
+                parameter.register_hook(decayed(parameter))  # type: ignore[no-untyped-call]
+
+    def train_step(self) -> list[float]:
+        """Do one step; return this worker's loss."""
+        self.clock.start_step()
+        config, rank = self.config, self.world.ranks[0]
+        lr = config.lr_at(self.step)
+        before = {} if self.hook is None else self.hook.seconds
+        if self.hook is not None:
+            self.hook.lr = lr
+        began = self.clock.read()
+        inputs, targets = self._batch(rank)
+        set_dropout_key(self.replicas[0], self._key(rank))
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.task.loss(self.wrapped(inputs), targets)
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            if self.hook is not None:
+                self.hook.raise_failure()
+            raise
+        ended, last = self.clock.read(), self._ready()
+        self.clock.add("forward_backward", last - began)
+        self.exposed.append(ended - last)
+        if self.hook is not None:
+            for phase in EXCHANGED:
+                self.clock.add(phase, self.hook.seconds[phase] - before[phase])
+            self.world.traffic[0] = self.hook.traffic
+        with self.clock.phase("update"):
+            step_with(self.optimizer, lr)
+            self._average()
+        self.step += 1
+        self.clock.end_step()
+        return [float(loss.detach())]
+
+    def _ready(self) -> float:
+        """Return when the last gradients had come."""
+        if self.hook is not None:
+            return self.hook.ready
+        assert self.theirs is not None
+        return self.theirs.ready
+
+    def _train(self, stop: Callable[[], bool]) -> dict[str, float | None]:
+        self._wrap()
+        try:
+            return super()._train(stop)
+        finally:
+            if self.hook is not None:
+                self.hook.close()
+
+    def _worker_states(self) -> list[dict[str, Any]]:
+        (state,) = super()._worker_states()
+        state["exposed"] = self.exposed
+        state["hook"] = None if self.hook is None else self.hook.state_dict()
+        return [state]
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        super()._restore(state)
+        own = state["workers"][self.world.ranks[0]]
+        self._carried, self.exposed = own["hook"], list(own["exposed"])
+
+    def _summary(self, evaluation: Mapping[str, float | None]) -> dict[str, Any]:
+        summary = super()._summary(evaluation)
+        busy: list[float] | None = None
+        if self.hook is None:
+            for phase in EXCHANGED:
+                summary["phase_seconds"][phase] = None  # torch's hooks are not timed inside
+        else:
+            places = [PHASES.index(phase) for phase in EXCHANGED]
+            busy = [sum(step[i] for i in places) for step in self.clock.steps]
+        summary["overlap"] = overlap(busy, self.exposed)
+        summary["phase_seconds"]["exposed"] = summary["overlap"]["exposed_seconds"]
+        return summary
+
+
+def overlap(busy: Sequence[float] | None, exposed: Sequence[float]) -> dict[str, float | None]:
+    """Return the median seconds of exchanging and of waiting for it, and the share that is hidden.
+
+    `busy`: seconds of each step that the exchange took, None where nobody knows; `exposed`: those
+    that backward waited. The share is of the medians, 0 where waiting took longer.
+    """
+    took, waited = None if busy is None else statistics.median(busy), statistics.median(exposed)
+    return {
+        "exchange_seconds": took,
+        "exposed_seconds": waited,
+        "hidden_share": None if not took else max(0.0, 1 - waited / took),
+    }
+
+
+class CountedHook:
+    """One of torch's hooks, with the bytes of the collectives that it calls."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        self.world, self.ready = world, 0.0
+        self.state: Any = None
+        known: dict[str, Any] = {
+            "none": default_hooks.allreduce_hook,
+            "fp16": default_hooks.fp16_compress_hook,
+            "powersgd": powerSGD_hook.powerSGD_hook,
+        }
+        self.theirs = known[config.compressor]
+        if config.compressor == "powersgd":
+            rank = getattr(config.make_compressor(), "rank", 1)
+            self.state = powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=rank, start_powerSGD_iter=2
+            )
+
+    def hook(self) -> Callable[..., torch.futures.Future[Tensor]]:
+        """Return what DDP registers: it compares annotations with classes, not with their names."""
+
+        def counted(state, bucket):  # type: ignore[no-untyped-def]
+            self.ready = time.perf_counter()
+            with _Counting(self.world):
+                return self.theirs(self.state, bucket)
+
+        counted.__annotations__ = {
+            "bucket": GradBucket,
+            "return": torch.futures.Future[torch.Tensor],
+        }
+        return counted
+
+
+class _Counting(TorchDispatchMode):
+    """Adds the tensors of all-reduces that are called in it to the traffic of this worker."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.world = world
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.c10d.allreduce_.default:
+            size = self.world.size
+            traffic = self.world.traffic[0]
+            for tensor in args[0]:
+                nbytes = tensor.numel() * tensor.element_size()
+                traffic.payload_up += nbytes
+                traffic.payload_down += nbytes
+                traffic.wire += 2 * (size - 1) / size * nbytes
+        elif func.namespace == "c10d":
+            raise UsageError(f"a hook called {func}, whose bytes are not counted here")
+        return func(*args, **(kwargs or {}))
