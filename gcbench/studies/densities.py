@@ -264,7 +264,7 @@ def _extreme(of: Callable[[Sequence[float]], float], values: Sequence[float]) ->
 
 
 def _factors(row: Mapping[str, Any]) -> tuple[float, float, float]:
-    """Return the factor between the densities, 1 or more: least, at phi of the mean, and largest."""
+    """Return the factor between both densities, 1 or more: least, at phi of the mean, largest."""
     noise = _number(row["noise"])
     low, at, high = (_number(row[f]) for f in ("gradient_low", "gradient", "gradient_high"))
     if not (noise > 0 and at > 0 and high > 0):
