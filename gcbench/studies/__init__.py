@@ -36,6 +36,10 @@ MODULES: dict[str, str] = {
 """Kind of analysis -> the module that makes and draws it: those with a command by hand."""
 DERIVED: dict[str, str] = {
     "densities": "gcbench.studies.densities",
+    "fft-range": "gcbench.studies.fft_range",
+    "number-formats": "gcbench.studies.number_formats",
+    "positions": "gcbench.studies.positions",
+    "ternary-noise": "gcbench.studies.ternary_noise",
 }
 """Those of this package whose command is made from their settings, as a third party's is."""
 GROUP = "gcbench.studies"

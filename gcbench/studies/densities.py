@@ -58,7 +58,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    task: str = Field(default="cifar10", description="Task.")
+    task: str = Field(default="digits", description="Task.")
     network: str = Field(default="", description="Its network; empty: the task's.")
     steps: int = Field(default=600, ge=2, description="Training steps.")
     snapshots: int = Field(default=6, ge=2, description="Steps that are looked at, evenly spread.")

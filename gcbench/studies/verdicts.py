@@ -16,6 +16,8 @@ from gcbench.studies.bounds.claims import Interval, interval
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot tell"
 VERDICTS = (HOLDS, FAILS, OPEN)
+SEEDS = "seeds"
+LIMITS = "Low, high: 95 % limits by Student's t over the seeds."
 
 
 class Claim(NamedTuple):
@@ -30,7 +32,7 @@ class Claim(NamedTuple):
 
 def over_seeds(values: Sequence[float]) -> Interval:
     """Return the mean of one value a seed, with its 95 % limits by Student's t."""
-    return interval(values, "seeds")
+    return interval(values, SEEDS)
 
 
 def exactly(value: float, n: int, over: str) -> Interval:
@@ -90,7 +92,7 @@ def table(rows: Sequence[Row], of: str = "", notes: Sequence[str] = ()) -> Table
             Shown(field="over", heading="of"),
             Shown(field="verdict", heading="verdict"),
         ],
-        notes=["Low, high: 95 % limits by Student's t over the seeds.", *notes],
+        notes=[*([LIMITS] if any(row["over"] == SEEDS for row in rows) else []), *notes],
         rows=[*rows],
     )
 
