@@ -249,12 +249,13 @@ def judge(rows: Sequence[Row]) -> list[Row]:
         [one[1] for one in coupled],
         [_extreme(max, one) for one in coupled],
     )
-    limits = {end: math.tanh(getattr(found, end)) for end in ("mean", "low", "high")}
+    middle, least_of_all, most = (math.tanh(end) for end in (found.mean, found.low, found.high))
+    found = found._replace(mean=middle, low=least_of_all, high=most)
     return [
         verdicts.row(NOISE, verdicts.over_seeds(least("noise"))),
         verdicts.row(GRADIENT, verdicts.bracket(low, least("gradient"), high)),
         verdicts.row(ORDER, verdicts.bracket(*factors)),
-        verdicts.row(COUPLED, found._replace(**limits)),
+        verdicts.row(COUPLED, found),
     ]
 
 
@@ -279,6 +280,8 @@ def _factors(row: Mapping[str, Any]) -> tuple[float, float, float]:
 
 def _fisher(correlation: float) -> float:
     """Return atanh of a correlation, in which its limits are taken (Fisher 1921); finite at 1."""
+    if math.isnan(correlation):
+        return correlation
     return math.atanh(max(-1 + 1e-12, min(1 - 1e-12, correlation)))
 
 

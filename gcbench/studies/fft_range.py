@@ -181,9 +181,9 @@ def run(
                     Shown(field="ratio", heading="ratio"),
                 ],
                 notes=[
-                    f"{settings.named()}, {settings.workers} workers, {settings.steps} steps; range "
-                    f"of the first {settings.first} steps times {settings.margin:g}, one for all "
-                    f"workers. theta = {settings.theta:g}, codes of {settings.bits} bits, "
+                    f"{settings.named()}, {settings.workers} workers, {settings.steps} steps; the "
+                    f"range of the first {settings.first} steps times {settings.margin:g}, one for "
+                    f"all workers. theta = {settings.theta:g}, codes of {settings.bits} bits, "
                     f"{settings.mantissa} of mantissa, one spectrum of the model."
                 ],
                 rows=rows,

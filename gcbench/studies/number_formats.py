@@ -59,7 +59,7 @@ RIVALS = ("uniform", "ieee scaled")
 class Settings(Trained):
     """What decides the result."""
 
-    bits: list[Annotated[int, Field(ge=4, le=16)]] = Field(
+    bits: list[Annotated[int, Field(ge=6, le=16)]] = Field(
         default=[8, 10, 12], min_length=1, description="N, bits of a number."
     )
     mantissa: list[Annotated[int, Field(ge=0)]] = Field(
@@ -99,7 +99,9 @@ def uniform(x: Tensor, bits: int, mantissa: int = 0) -> Tensor:
     """Return the nearest of 2^bits evenly spaced values from min x to max x, float64."""
     low, high = x.amin().double(), x.amax().double()
     step = (high - low) / ((1 << bits) - 1)
-    return ((x.double() - low) / step).round() * step + low if step else x.double()
+    if not bool(step):
+        return x.double()
+    return ((x.double() - low) / step).round_().mul_(step).add_(low)
 
 
 def _ieee(x: Tensor, bits: int) -> Tensor:
@@ -124,7 +126,7 @@ def ieee_scaled(x: Tensor, bits: int, mantissa: int = 0) -> Tensor:
     if not peak:
         return x.double()
     octave = 2**exponent - 2 - (2 ** (exponent - 1) - 1)
-    scale = 2.0 ** (octave - math.floor(math.log2(peak)))
+    scale = math.ldexp(1.0, octave - math.floor(math.log2(peak)))
     return _ieee(x.double() * scale, bits) / scale
 
 

@@ -23,6 +23,7 @@ from gcbench.core.errors import GcbenchError
 from gcbench.reporting import figures
 from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table, provenance
 from gcbench.studies import verdicts
+from gcbench.studies.bounds.claims import Interval
 from gcbench.studies.verdicts import Claim
 from gcbench.training.progress import Observer
 
@@ -150,7 +151,7 @@ def run(settings: Settings, command: str, observer: Observer, ledger: Ledger) ->
 def judge(rows: Sequence[Row]) -> list[Row]:
     """Return the verdicts: of bytes, so each is held to the worst share."""
 
-    def worst(above: str, below: str, most: float) -> verdicts.Interval:
+    def worst(above: str, below: str, most: float) -> Interval:
         ratios = [
             float(row[above] or 0) / float(row[below] or 0)
             for row in rows

@@ -152,7 +152,7 @@ def _ratio(rows: Sequence[Row], above: str, below: str) -> float:
     both = [(row[above], row[below]) for row in rows]
     if not both or any(value is None for pair in both for value in pair):
         return math.nan
-    top, bottom = (math.fsum(map(float, values)) for values in zip(*both, strict=True))  # type: ignore[arg-type]
+    top, bottom = (math.fsum(map(float, values)) for values in zip(*both, strict=True))
     return top / bottom if bottom > 0 else math.nan
 
 
