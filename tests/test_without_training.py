@@ -126,6 +126,8 @@ def test_number_formats_command(tmp_path):
     assert (folder / "number-formats.png").stat().st_size > 10_000
     bad = invoke("number-formats", "--bits", "8,10", "--mantissa", "3", "--results", tmp_path)
     assert bad.code == 2
+    assert "--mantissa: " in bad.err
+    assert "a mantissa for each" in bad.err
 
 
 # ---- positions -----------------------------------------------------------------------------------
@@ -205,13 +207,19 @@ class Halved(TernGrad):  # type: ignore[misc, valid-type]
 
 
 @dataclass(frozen=True)
-class Signs(TernGrad):  # type: ignore[misc, valid-type]
-    """Sends everything as the scale and its sign."""
-
+class Tripled(TernGrad):  # type: ignore[misc, valid-type]
     def decode(self, payload, segments, shared, *, out=None):
-        arrived = super().decode(payload, segments, shared)
-        peak = arrived.abs().max()
-        return torch.where(arrived >= 0, peak, -peak)
+        return super().decode(payload, segments, shared) * 3
+
+
+@dataclass(frozen=True)
+class Nearest(TernGrad):  # type: ignore[misc, valid-type]
+    """Rounds to the nearest of the three values, not at random."""
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        peak = x.abs().max()
+        nearest = torch.where(x.abs() > peak / 2, peak * x.sign(), 0.0)
+        return super().encode(nearest, segments, shared, key)
 
 
 @dataclass(frozen=True)
@@ -224,7 +232,7 @@ class Lost(TernGrad):  # type: ignore[misc, valid-type]
         return arrived
 
 
-@pytest.mark.parametrize("broken", [Halved, Signs, Lost])
+@pytest.mark.parametrize("broken", [Halved, Tripled, Nearest, Lost])
 def test_noise_of_a_broken_method_does_not_hold(broken):
     judged = ternary_noise.judge(noise_rows(broken(clip=0.0)))
     assert judged[1]["verdict"] == "does not hold"

@@ -26,7 +26,7 @@ from statistics import fmean
 from typing import Annotated
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
 from gcbench import ops
@@ -69,15 +69,15 @@ class Settings(Trained):
     )
     kept: float = Field(default=0.15, gt=0, lt=1, description="Share of elements and bins kept.")
 
-    @model_validator(mode="after")
-    def _pairs(self) -> Settings:
-        if len(self.mantissa) != len(self.bits) or len({*self.bits}) < len(self.bits):
-            raise ValueError(
-                f"bits {self.bits}, mantissa {self.mantissa}: different bits, a mantissa for each"
-            )
-        for bits, mantissa in zip(self.bits, self.mantissa, strict=True):
+    @field_validator("mantissa")
+    @classmethod
+    def _pairs(cls, given: list[int], info: ValidationInfo) -> list[int]:
+        widths = info.data.get("bits", [])
+        if len(given) != len(widths) or len({*widths}) < len(widths):
+            raise ValueError(f"{given} for bits {widths}: different bits, a mantissa for each")
+        for bits, mantissa in zip(widths, given, strict=True):
             ops.rangefloat.check(bits, mantissa)
-        return self
+        return given
 
 
 # ---- formats -------------------------------------------------------------------------------------
