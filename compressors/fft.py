@@ -14,6 +14,13 @@ where `topk` loses .4425. Spectra win only where x is smooth along its index
 (tests/test_fft.py::test_a_smooth_signal_*).
 m = 5 spans 16 octaves, 6 spans 8. On whole gradients of LeNet and CifarNet 5 lost 4e-5 of the kept
 energy each time, 6 from 1e-5 to 4e-4, 7 up to .45; in groups of 4096, 6 always lost 1e-5.
+Range: each message's own by default, so nothing saturates. The paper estimates it in the first
+iterations and keeps it: `--set low=-0.3 --set high=0.3`, in the unit of the gradient, one range for
+all segments and workers; `gcbench fft-range` estimates it and measures what it costs. Of first
+steps with their own range and then that one: low=0:null/10:-0.3, and high likewise. A value outside
+becomes the end of the range, one below eps / 2 is 0: each errs by at most itself. But a residual
+may grow beyond any range, so the method then does not claim to contract. The range still travels,
+in 4 bytes a segment: a payload of another range is refused and not misread.
 Wire: a bitmap of B bits, 2K codes, one int32 a segment. At theta = .85: .5 + .15 * 10 = 2.0 bits an
 element, 16x; with `bitmap="real"`, the paper's one bit a real, 2.5 and 12.8x. Its 21.33x (1.5 bits,
 the nominal ones) leaves the bitmap out. Rounding of the transform is the library's: not portable.
@@ -58,6 +65,8 @@ class FFT(Compressor):
     half: bool = True  # round the scaled gradient to fp16 first
     bitmap: str = "complex"  # one bit a bin; or "real", one a real and one an imaginary part
     pad: bool = True  # zeros after a segment whose length transforms slowly
+    low: float | None = None  # the range of the codes, below 0, in the unit of the gradient;
+    high: float | None = None  # and above 0; neither: each message's own
 
     variants = (
         {},
@@ -67,6 +76,7 @@ class FFT(Compressor):
         {"theta": 0.0},
         {"half": False, "theta": 0.5},
         {"pad": False},
+        {"low": -0.5, "high": 2.0},
     )
 
     def __post_init__(self) -> None:
@@ -75,11 +85,27 @@ class FFT(Compressor):
         if self.bitmap not in WIDTHS:
             raise ValueError(f"bitmap={self.bitmap!r}: {', '.join(WIDTHS)} allowed")
         ops.rangefloat.check(self.code_bits, self.mantissa)
+        if (self.low is None) != (self.high is None):
+            raise ValueError(f"low={self.low}, high={self.high}: give both, or neither")
+        if self.low is not None and not -math.inf < self.low < 0 < (self.high or 0.0) < math.inf:
+            raise ValueError(
+                f"low={self.low}, high={self.high}: finite numbers below and above 0 allowed"
+            )
         Segments.of([(1,)], self.granularity)  # refuses what it does not know
 
     def _runs(self, segments: Segments) -> tuple[ops.selection.KeptRun, ...]:
         """Return the runs of the segments' bins."""
         return ops.spectrum.runs_of(segments, self.theta, self.pad)
+
+    def _grids(self, segments: Segments) -> Tensor | None:
+        """Return the grid of each nonempty segment, int32, on the CPU; None: each message's own."""
+        if self.low is None or self.high is None:
+            return None
+        ends = torch.tensor([self.low, self.high]).clamp_(
+            -ops.spectrum.FLOAT_MAX, ops.spectrum.FLOAT_MAX
+        )
+        grid = ops.rangefloat.grid_of(ends[0], ends[1], self.code_bits, self.mantissa)
+        return grid.repeat(sum(run.rows for run in self._runs(segments) if run.length))
 
     def encode(
         self,
@@ -96,13 +122,17 @@ class FFT(Compressor):
         kept = ops.spectrum.largest(energy, runs)
         width = WIDTHS[self.bitmap]
         form = self.code_bits, self.mantissa, width
-        return fill(out, *ops.spectrum.pack(bins, kept, runs, *form))
+        grids = self._grids(segments)
+        return fill(out, *ops.spectrum.pack(bins, kept, runs, *form, grids=grids))
 
     def _open(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor]:
         """Return the kept bins, int64, (K,) in all, and their values, float32, (K, 2)."""
         self.check(payload, segments)
         form, runs = (self.code_bits, self.mantissa, WIDTHS[self.bitmap]), self._runs(segments)
         kept, values = ops.spectrum.unpack(payload.parts, runs, *form, self.name)
+        grids = self._grids(segments)
+        if grids is not None and not torch.equal(payload.parts[2].cpu(), grids):
+            raise PayloadError(f"{self.name}: a range other than low={self.low}, high={self.high}")
         first = [
             run.start + run.length * row for run in runs if run.length for row in range(run.rows)
         ]
@@ -142,10 +172,16 @@ class FFT(Compressor):
 
 
 class FFTClaims(Claims[FFT]):
-    """Contracts by the energy of the dropped bins and the rounding of the others."""
+    """Contracts by the energy of the dropped bins and the rounding of the others.
 
-    contractive = True
+    With a given range, what lies outside loses any share of itself: then it does not contract.
+    """
+
     portable = False
+
+    @property
+    def contractive(self) -> bool:
+        return self.codec.low is None
 
     def nominal_bits(self) -> float:
         """Return the bits of the codes alone."""
@@ -153,6 +189,8 @@ class FFTClaims(Claims[FFT]):
 
     def gaussian_error(self) -> float | None:
         """Return what is dropped and rounded; None where the estimate of the latter matters."""
+        if self.codec.low is not None:
+            return None
         kept = (1 - self.codec.theta) * (1 - math.log(1 - self.codec.theta))
         rounded = kept * 4.0**-self.codec.mantissa / 24  # steps of 2^-m; 24 as measured
         narrow = (
@@ -174,6 +212,8 @@ class FFTClaims(Claims[FFT]):
         Of L elements in B bins K are kept: an energy of at least 1 - 2 (B - K) / L, as a bin counts
         twice at most. The card's bound with that; codes span (2^(N - 1) - 3) / 2^m octaves or more.
         """
+        if self.codec.low is not None:
+            return None
         worst = 1.0
         h = 2.0**-10 if self.codec.half else 2.0**-18
         octaves = (2 ** (self.codec.code_bits - 1) - 3) / 2**self.codec.mantissa

@@ -707,6 +707,95 @@ def test_falling_theta_converges():
     assert all(later < earlier for earlier, later in itertools.pairwise(blocks))
 
 
+# ---- a range that is given -----------------------------------------------------------------------
+
+
+def spectrum_of(x: torch.Tensor) -> torch.Tensor:
+    """Real and imaginary parts of the bins, (B, 2), float64."""
+    return torch.view_as_real(torch.fft.rfft(x.double(), norm="ortho"))
+
+
+@pytest.mark.parametrize("granularity", ["model", 64])
+def test_the_range_that_a_message_has_gives_its_bytes(granularity):
+    """With all values inside and the grid alike, a given range is the same code."""
+    x = normal(64, 3)
+    own = gcbench.get_compressor("fft", theta=0.5, granularity=granularity)
+    _, values = own._open(own.encode(x, one(64), x, KEY), one(64))
+    low, high = float(values.min()), float(values.max())
+    given = gcbench.get_compressor("fft", theta=0.5, granularity=granularity, low=low, high=high)
+    assert (
+        given.encode(x, one(64), x, KEY).to_bytes().equal(own.encode(x, one(64), x, KEY).to_bytes())
+    )
+
+
+def test_what_is_outside_a_given_range_saturates():
+    x = normal(4000, 4)
+    method = gcbench.get_compressor("fft", theta=0.0, half=False, pad=False, low=-0.5, high=0.25)
+    bins = spectrum_of(x)
+    got = spectrum_of(sent(method, x))
+    above, below = bins > 0.25 * (1 + 2.0**-5), bins < -0.5 * (1 + 2.0**-5)
+    assert int(above.sum()) > 1000
+    assert int(below.sum()) > 900
+    torch.testing.assert_close(got[above], torch.full_like(got[above], 0.25), rtol=0, atol=1e-6)
+    # One code may be to spare at the negative end: 2^-5 of it at most.
+    assert float(got.min()) >= -0.5 * (1 + 2.0**-5) - 1e-6
+    assert float(got[below].max()) <= -0.5 + 1e-6
+    inside = ~(above | below)
+    within = bins.abs() * 2.0**-5 + 1e-5  # a step at the ends; eps is 1e-5 of the range
+    assert ((got - bins).abs() <= within)[inside].all()
+    assert ((got - bins).abs() <= bins.abs() + 1e-6).all()  # nothing errs by more than itself
+    assert (got.abs() <= 0.5 * (1 + 2.0**-5) + 1e-6).all()
+
+
+def test_what_is_far_below_a_given_range_becomes_zero():
+    method = gcbench.get_compressor("fft", low=-1e6, high=1e6)
+    assert not sent(method, normal(1000, 5)).any()
+    assert sent(method, 1e5 * normal(1000, 5)).any()
+
+
+def test_a_payload_of_another_range_is_refused():
+    x = normal(1000, 6)
+    one_range = gcbench.get_compressor("fft", low=-1.0, high=1.0)
+    payload = one_range.encode(x, one(1000), x, KEY)
+    for other in ({"low": -2.0, "high": 1.0}, {"low": -1.0, "high": 4.0}):
+        with pytest.raises(PayloadError, match="a range other than low=-"):
+            gcbench.get_compressor("fft", **other).decode(payload, one(1000), x)
+    own = gcbench.get_compressor("fft").encode(x, one(1000), x, KEY)
+    with pytest.raises(PayloadError, match=r"a range other than low=-1.0, high=1.0"):
+        one_range.decode(own, one(1000), x)
+
+
+def test_a_given_range_claims_no_contraction():
+    """A gradient that grows beyond the range keeps a vanishing share of itself."""
+    method = gcbench.get_compressor("fft", theta=0.0, low=-1.0, high=1.0)
+    assert not method.claims.contractive
+    assert method.claims.delta(one(1000)) is None
+    assert method.claims.gaussian_error() is None
+    assert lost(method, 1e6 * normal(1000, 7)) > 0.99999
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_error_bound_with_a_given_range(scale):
+    x = scale * normal(3000, 8)
+    method = gcbench.get_compressor("fft", theta=0.5, low=-0.5, high=0.5)
+    error = square(x - sent(method, x))
+    assert error <= method.claims.error_bound(x, one(3000)) <= 1.1 * error + 1e-2 * square(x)
+
+
+def test_first_steps_with_their_own_range_then_a_given_one(tmp_path):
+    from commands import invoke
+
+    run = ("run", "--task", "digits", "--compressor", "fft", "--steps", 6, "--results", tmp_path)
+    given = invoke(*run, "--set", "low=0:null/3:-1e-9", "--set", "high=0:null/3:1e-9", "--json")
+    later = invoke(*run, "--set", "low=0:null/6:-1e-9", "--set", "high=0:null/6:1e-9", "--json")
+    plain = invoke(*run, "--json")
+    assert later.json["params_sha256"] == plain.json["params_sha256"]  # no step reaches it
+    assert given.json["params_sha256"] != plain.json["params_sha256"]
+    few = invoke(*run, "--set", "low=0:null/3:-1e-9", "--json")
+    assert few.code == 2
+    assert "give both, or neither" in few.err
+
+
 # ---- options -------------------------------------------------------------------------------------
 
 
@@ -719,6 +808,10 @@ def test_falling_theta_converges():
         ({"bitmap": "bits"}, "bitmap='bits': complex, real allowed"),
         ({"code_bits": 1}, "bits=1, mantissa=5: 2 to 16"),
         ({"mantissa": 14}, "mantissa=14"),
+        ({"low": -1.0}, "low=-1.0, high=None: give both, or neither"),
+        ({"low": 0.0, "high": 1.0}, "low=0.0, high=1.0: finite numbers below and above 0"),
+        ({"low": -1.0, "high": math.inf}, "high=inf"),
+        ({"low": -1.0, "high": math.nan}, "high=nan"),
         ({"granularity": "layer"}, "granularity 'layer'"),
     ],
 )
@@ -734,4 +827,4 @@ def test_declarations():
     assert method.claims.contractive
     assert not method.claims.portable
     assert not method.claims.unbiased
-    assert len({repr(gcbench.get_compressor("fft", **own)) for own in method.variants}) == 7
+    assert len({repr(gcbench.get_compressor("fft", **own)) for own in method.variants}) == 8

@@ -1,16 +1,18 @@
-"""Commands of third parties' analyses, made from what their modules declare."""
+"""Commands of analyses that have none by hand, made from what their modules declare."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
 from gcbench.commands import (
     ANALYSES,
+    DataDir,
     Force,
     Format,
     Formatted,
@@ -35,6 +37,8 @@ COMMON: dict[str, tuple[Any, Any]] = {
     "json": (Json, False),
 }
 """What every analysis' command takes besides its settings, and the defaults."""
+DATA = "data_dir"
+"""The parameter of a module's `run` that has the command take `--data-dir`, too."""
 
 
 def _flag(name: str, field: Any) -> inspect.Parameter:
@@ -43,7 +47,8 @@ def _flag(name: str, field: Any) -> inspect.Parameter:
     lists = get_origin(kind) is list
     if lists:
         (kind,) = get_args(kind)
-    if kind not in PLAIN or name in COMMON:
+        kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    if kind not in PLAIN or name in (*COMMON, DATA):
         raise GcbenchError(
             f"field {name!r} of its settings is {field.annotation}; str, int, float, bool or a "
             f"list of one of them, under another name than {', '.join(COMMON)}, makes a flag"
@@ -73,6 +78,9 @@ def command(kind: str, module: str) -> Callable[..., None]:
         flags = [_flag(name, field) for name, field in fields.items()]
         lists = {name for name, field in fields.items() if get_origin(field.annotation) is list}
         told = inspect.getdoc(study) or ""
+        common: dict[str, tuple[Any, Any]] = dict(COMMON)
+        if trains := DATA in inspect.signature(study.run).parameters:
+            common[DATA] = (DataDir, None)
     except Exception as error:
         said = f"the analysis {kind!r} of {module}: {type(error).__name__}: {error}"
 
@@ -83,20 +91,20 @@ def command(kind: str, module: str) -> Callable[..., None]:
         return broken
 
     def call(**given: Any) -> None:
-        common = {name: given.pop(name) for name in COMMON}
+        chosen = {name: given.pop(name) for name in common}
         for name in lists:
             given[name] = [word for word in given[name].split(",") if word]
         settings = make(study.Settings, **given)
         made = long_work(
             kind,
             settings,
-            common["results"],
-            common["progress"],
+            chosen["results"],
+            chosen["progress"],
             getattr(study, "steps", lambda settings: 1)(settings),
-            study.run,
-            force=common["force"],
+            partial(study.run, data_dir=chosen[DATA]) if trains else study.run,
+            force=chosen["force"],
         )
-        deliver(made, common["results"], common["plot"], common["format_"], as_json=common["json"])
+        deliver(made, chosen["results"], chosen["plot"], chosen["format_"], as_json=chosen["json"])
         if made.failed:
             raise typer.Exit(1)
 
@@ -104,7 +112,7 @@ def command(kind: str, module: str) -> Callable[..., None]:
     flags.sort(key=lambda flag: flag.default is not inspect.Parameter.empty)
     flags += [
         inspect.Parameter(name, keyword, default=default, annotation=annotation)
-        for name, (annotation, default) in COMMON.items()
+        for name, (annotation, default) in common.items()
     ]
     call.__doc__ = told
     call.__signature__ = inspect.Signature(flags)  # type: ignore[attr-defined]

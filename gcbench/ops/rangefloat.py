@@ -179,19 +179,30 @@ def pack(
     bits: int,
     mantissa: int,
     *,
+    given: Tensor | None = None,
     out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the packed codes of `values`, int32 words, and the grid of each group, int32.
 
-    `values`: float32, not NaN, shape (n,): those of the first group, of the second, ... `out`:
-    where to write both.
+    `values`: float32, not NaN, shape (n,): those of the first group, of the second, ... `given`:
+    the grid of each group, int32, in place of that of its own values, which then may saturate.
+    `out`: where to write both.
+
+    Raises:
+        ValueError: a given grid that `grid_of` does not make.
     """
     check(bits, mantissa)
     n, m = grouped_values(groups), grouped_grids(groups)
     values = vector(values, torch.float32, n, "values")
-    given: Sequence[Tensor | None] = (None, None) if out is None else out
-    words = output(given[0], torch.int32, packed_words(n, bits), values.device)
-    grids = output(given[1], torch.int32, m, values.device)
+    places: Sequence[Tensor | None] = (None, None) if out is None else out
+    words = output(places[0], torch.int32, packed_words(n, bits), values.device)
+    grids = output(places[1], torch.int32, m, values.device)
+    if given is not None:
+        grids.copy_(vector(given, torch.int32, m, "grids"))
+        if not valid(grids, bits, mantissa).all():
+            raise ValueError("a given grid is none that `grid_of` makes of a range")
+        packing.pack(encode(values, _spread(grids, groups), bits, mantissa), bits, out=words)
+        return words, grids
     _pack(
         values.device,
         values=values,

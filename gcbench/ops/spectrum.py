@@ -515,14 +515,25 @@ def _pairs(kept: Tensor) -> Tensor:
 
 
 def pack(
-    bins: Tensor, kept: Tensor, runs: Sequence[KeptRun], bits: int, mantissa: int, width: int
+    bins: Tensor,
+    kept: Tensor,
+    runs: Sequence[KeptRun],
+    bits: int,
+    mantissa: int,
+    width: int,
+    *,
+    grids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the parts of a payload that holds the bins `kept`, int64, shape (K,), increasing."""
+    """Return the parts of a payload that holds the bins `kept`, int64, shape (K,), increasing.
+
+    `grids`: that of each nonempty segment's codes, int32; None: of its own values.
+    """
     _, groups, size = _wire(tuple(runs), width)
     (bitmap,) = pack_positions(_pairs(kept) if width == 2 else kept, size, "bitmap")
     # As integers of 64 bits, which are gathered in half the time of complex numbers.
     values = bins.view(torch.int64).view(-1).index_select(0, kept).view(torch.float32)
-    return bitmap, *rangefloat.pack(values, groups, bits, mantissa)
+    given = None if grids is None else grids.to(values.device)
+    return bitmap, *rangefloat.pack(values, groups, bits, mantissa, given=given)
 
 
 def unpack(

@@ -7,6 +7,7 @@ A third party's analysis is one such module and one line: an entry point of the 
 `gcbench.studies`, whose name is the kind and the command, and whose value is the module. Its
 function is `run(settings, command, observer, ledger)`; its first docstring line, and the types,
 defaults and descriptions of the settings' fields, become the command (`gcbench.commands.derived`).
+A `run` with a parameter `data_dir` gets the folder of the data sets: its command has `--data-dir`.
 The table, the picture and the section in a report follow from the analysis that it returns.
 """
 
@@ -33,7 +34,15 @@ MODULES: dict[str, str] = {
     "scale-pays": "gcbench.studies.scale.links",
     "scale-validation": "gcbench.studies.scale.validation",
 }
-"""Kind of analysis -> the module that makes and draws it: those of this package."""
+"""Kind of analysis -> the module that makes and draws it: those with a command by hand."""
+DERIVED: dict[str, str] = {
+    "densities": "gcbench.studies.densities",
+    "fft-range": "gcbench.studies.fft_range",
+    "number-formats": "gcbench.studies.number_formats",
+    "positions": "gcbench.studies.positions",
+    "ternary-noise": "gcbench.studies.ternary_noise",
+}
+"""Those of this package whose command is made from their settings, as a third party's is."""
 GROUP = "gcbench.studies"
 
 
@@ -43,13 +52,19 @@ def third_parties() -> dict[str, str]:
     A kind that is taken is left out: nobody's analysis stands in for another.
     """
     points = entry_points(group=GROUP)
-    return {point.name: point.value for point in points if point.name not in MODULES}
+    taken = MODULES | DERIVED
+    return {point.name: point.value for point in points if point.name not in taken}
+
+
+def known() -> dict[str, str]:
+    """Return every kind of analysis, and its module."""
+    return MODULES | DERIVED | third_parties()
 
 
 def listed() -> list[dict[str, str]]:
     """Return one row an analysis: its kind, the question that it answers, and its module."""
     rows = []
-    for kind, module in (MODULES | third_parties()).items():
+    for kind, module in known().items():
         try:
             told = importlib.import_module(module).__doc__ or ""
         except Exception as error:  # a listing of what there is must not end with a broken module
@@ -68,7 +83,7 @@ def draw(analysis: Analysis, path: Path) -> None:
     """
     from gcbench.reporting import figures
 
-    known = MODULES | third_parties()
-    if analysis.kind not in known:
-        raise unknown("kind of analysis", analysis.kind, known)
-    importlib.import_module(known[analysis.kind]).draw(analysis, figures.check(path))
+    modules = known()
+    if analysis.kind not in modules:
+        raise unknown("kind of analysis", analysis.kind, modules)
+    importlib.import_module(modules[analysis.kind]).draw(analysis, figures.check(path))

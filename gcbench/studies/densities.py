@@ -1,0 +1,377 @@
+"""Densities of a gradient and of its noise while a network trains (signSGD, figure 1).
+
+phi(v) = ||v||_1^2 / (d ||v||_2^2) is 1 where all elements are of one size, 2 / pi for long normal
+vectors, 1 / d where one element is all. g is the mean gradient at fixed parameters, sigma the
+standard deviation of one batch's gradient, coordinate by coordinate.
+
+At a snapshot `--batches` batches are drawn with replacement, and g is known up to noise. Two halves
+of them, with means a and b, are independent: <a, b> has the mean ||g||_2^2, and (<sign(a), b> +
+<sign(b), a>) / 2 has a mean of at most ||g||_1, while that of ||(a + b) / 2||_1 is at least
+||g||_1. So phi(g) lies between `gradient_low` and `gradient_high`, whatever the noise is like;
+verdicts take both. phi(sigma) needs no bracket. The paper passes over all of the data; its curves
+are of 160 epochs, SGD, Signum and Adam, three repeats each.
+Source: Bernstein et al. 2018, arXiv:1802.04434, figure 1.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from gcbench.core.errors import UsageError
+from gcbench.core.world import Link, SimulatedWorld
+from gcbench.reporting import figures
+from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table, finite, provenance
+from gcbench.studies import verdicts
+from gcbench.studies.bounds.observe import Plan, Watch, Welford, density
+from gcbench.studies.verdicts import Claim
+from gcbench.training import configuration
+from gcbench.training.configuration import Config
+from gcbench.training.progress import Observer
+from gcbench.training.store import Run
+from gcbench.training.train import Options, Trainer
+
+KIND = "densities"
+SOURCE = "Bernstein et al. 2018, figure 1"
+NORMAL = 2 / math.pi
+"""phi of a long vector of independent normal values."""
+
+NOISE = Claim("the noise is dense: least phi(sigma) of a run", SOURCE, 0.1, above=True)
+GRADIENT = Claim("the gradient is dense: least phi(g) of a run", SOURCE, 0.1, above=True)
+ORDER = Claim(
+    "both densities are of one order: largest factor between them in a run", SOURCE, 10.0, False
+)
+COUPLED = Claim(
+    "the densities are coupled: correlation of log phi(g) and log phi(sigma)", SOURCE, 0.0, True
+)
+"""The paper gives no numbers; dense is here within an order of magnitude of 1."""
+
+
+class Settings(BaseModel):
+    """What decides the result."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    task: str = Field(default="digits", description="Task.")
+    network: str = Field(default="", description="Its network; empty: the task's.")
+    steps: int = Field(default=600, ge=2, description="Training steps.")
+    snapshots: int = Field(default=6, ge=2, description="Steps that are looked at, evenly spread.")
+    batches: int = Field(
+        default=128, ge=8, multiple_of=2, description="Batches drawn at a snapshot; even."
+    )
+    workers: int = Field(default=1, ge=1, description="Workers; noise is of one worker's batch.")
+    batch: int = Field(default=0, ge=0, description="Examples a step; 0: the task's.")
+    seed: list[Annotated[int, Field(ge=0, lt=2**63)]] = Field(
+        default=[0, 1, 2], min_length=1, description="Seeds, a training each."
+    )
+
+    def config(self, seed: int) -> Config:
+        """Return the config of one training, uncompressed.
+
+        Raises:
+            UsageError: see `Config.make`.
+        """
+        given: dict[str, Any] = {"task": self.task, "compressor": "none", "workers": self.workers}
+        given |= {"steps": self.steps, "seed": seed}
+        given |= {"batch": self.batch} if self.batch else {}
+        given |= {"task_options": {"network": self.network}} if self.network else {}
+        made = Config.make(given)
+        configuration.check_limits(made)
+        return made
+
+    def looked_at(self) -> tuple[int, ...]:
+        """Return the steps of the snapshots, counted from 0."""
+        last = self.steps - 1
+        return tuple(
+            sorted({round(i * last / (self.snapshots - 1)) for i in range(self.snapshots)})
+        )
+
+
+def steps(settings: Settings) -> int:
+    """Return how many steps of progress there are."""
+    return settings.steps * len(settings.seed)
+
+
+def run(
+    settings: Settings,
+    command: str,
+    observer: Observer,
+    ledger: Ledger,
+    data_dir: Path | None = None,
+) -> Analysis:
+    """Train once for each seed, and look at the gradient and its noise at each snapshot.
+
+    Raises:
+        UsageError: a seed comes twice, or the config is not possible.
+        GcbenchError: a gradient is not finite, or data are missing.
+    """
+    if len({*settings.seed}) < len(settings.seed):
+        raise UsageError(f"--seed {settings.seed}: each seed once expected")
+    rows: list[Row] = []
+    for number, seed in enumerate(settings.seed):
+        before = number * settings.steps
+
+        def told(step: int, seed: int = seed, before: int = before) -> None:
+            observer.step(before + step, f"seed {seed}, step {step}")
+
+        if (key := f"seed {seed}") not in ledger:
+            ledger[key] = _train(settings, seed, ledger.path.parent, data_dir, told)
+        rows += [{"seed": seed, **row} for row in ledger[key]]
+    observer.step(steps(settings), "done")
+    judged = judge(rows)
+    return Analysis(
+        kind=KIND,
+        settings=settings.model_dump(mode="json"),
+        command=command,
+        provenance=provenance(),
+        conclusions=verdicts.told(judged),
+        tables=[
+            verdicts.table(
+                judged,
+                notes=[
+                    "The paper gives no numbers: dense is here 0.1 or more. Limits of what is "
+                    "known of g only within a bracket are those of the bracket's ends."
+                ],
+            ),
+            _table(rows, settings),
+        ],
+    )
+
+
+def _train(
+    settings: Settings,
+    seed: int,
+    folder: Path,
+    data_dir: Path | None,
+    told: Callable[[int], None],
+) -> list[Row]:
+    """Return a row a snapshot of one training."""
+    config = settings.config(seed)
+    looked_at = settings.looked_at()
+    plan = Plan(every=config.steps, snapshots=(), batches=settings.batches, weights=(), wanted=bool)
+    watch = Watch(plan)
+    threads = configuration.threads_per_worker(config)
+    parallel = min(config.workers, max(1, configuration.cores() // threads))
+    link = Link(config.link_gbit, config.link_latency_us)
+    world = SimulatedWorld(config.workers, torch.device("cpu"), link, threads, parallel)
+    rows: list[Row] = []
+    try:
+        # The folder is of a run that saves nothing.
+        trainer = Trainer(config, world, Run(folder), Options(data_dir=data_dir))
+        watch.start(trainer)
+        for step in range(looked_at[-1] + 1):
+            told(step)
+            if step in looked_at:
+                rows.append({"step": step, **look(watch.drawn(step), settings.batches)})
+            if step < looked_at[-1]:
+                trainer.train_step()
+    finally:
+        world.close()
+    return rows
+
+
+def look(drawn: Any, batches: int) -> Row:
+    """Return the densities of g and sigma from the gradients of `batches` batches.
+
+    `drawn` yields them: independent, float32, shape (n,). Odd ones make one half, even ones the
+    other. A density that would divide by nothing, or by an estimate of ||g||^2 below 0, is None.
+    """
+    halves: list[Welford] = []
+    whole: Welford | None = None
+    for number, gradient in enumerate(drawn):
+        if whole is None:
+            whole, halves = Welford(gradient), [Welford(gradient), Welford(gradient)]
+        whole.add(gradient)
+        halves[number % 2].add(gradient)
+    if whole is None or whole.n != batches:
+        raise UsageError(f"{0 if whole is None else whole.n} batches came, {batches} were expected")
+    a, b = (half.mean for half in halves)
+    mean, sigma = whole.mean, whole.variance().sqrt()
+    square = float(a @ b)
+    least = float(a.sign() @ b + b.sign() @ a) / 2
+    most = float(mean.abs().sum())
+    known = square > 0
+
+    def phi(length: float) -> float | None:
+        return min(1.0, max(0.0, length) ** 2 / (mean.numel() * square)) if known else None
+
+    noise = float(sigma.square().sum()) / whole.n
+    return {
+        "gradient": finite(density(mean)),
+        "gradient_low": phi(least),
+        "gradient_high": phi(most),
+        "noise": finite(density(sigma)),
+        "noise_share": finite(noise / float(mean @ mean)) if bool(mean.any()) else None,
+        "norm": math.sqrt(square) if known else None,
+        "sigma": float(sigma.norm()),
+        "batches": whole.n,
+    }
+
+
+# ---- verdicts ------------------------------------------------------------------------------------
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)
+
+
+def judge(rows: Sequence[Row]) -> list[Row]:
+    """Return the verdicts, from the rows of all snapshots."""
+    runs = [
+        [row for row in rows if row["seed"] == seed]
+        for seed in dict.fromkeys(row["seed"] for row in rows)
+    ]
+
+    def each(of: Callable[[Sequence[Row]], float]) -> list[float]:
+        return [of(run) for run in runs]
+
+    def least(field: str) -> list[float]:
+        return each(lambda run: _extreme(min, [_number(row[field]) for row in run]))
+
+    low, high = least("gradient_low"), least("gradient_high")
+    factors = [
+        each(lambda run, end=end: _extreme(max, [_factors(row)[end] for row in run]))  # type: ignore[misc]
+        for end in range(3)
+    ]
+    ends = [
+        each(lambda run, field=field: _correlation(run, field))  # type: ignore[misc]
+        for field in ("gradient_low", "gradient", "gradient_high")
+    ]
+    coupled = [tuple(map(_fisher, one)) for one in zip(*ends, strict=True)]
+    found = verdicts.bracket(
+        [_extreme(min, one) for one in coupled],
+        [one[1] for one in coupled],
+        [_extreme(max, one) for one in coupled],
+    )
+    middle, least_of_all, most = (math.tanh(end) for end in (found.mean, found.low, found.high))
+    found = found._replace(mean=middle, low=least_of_all, high=most)
+    return [
+        verdicts.row(NOISE, verdicts.over_seeds(least("noise"))),
+        verdicts.row(GRADIENT, verdicts.bracket(low, least("gradient"), high)),
+        verdicts.row(ORDER, verdicts.bracket(*factors)),
+        verdicts.row(COUPLED, found),
+    ]
+
+
+def _extreme(of: Callable[[Sequence[float]], float], values: Sequence[float]) -> float:
+    """Return the least or largest value; NaN if any is."""
+    return math.nan if any(map(math.isnan, values)) else of(values)
+
+
+def _factors(row: Mapping[str, Any]) -> tuple[float, float, float]:
+    """Return the factor between both densities, 1 or more: least, at phi of the mean, largest."""
+    noise = _number(row["noise"])
+    low, at, high = (_number(row[f]) for f in ("gradient_low", "gradient", "gradient_high"))
+    if not (noise > 0 and at > 0 and high > 0):
+        return math.nan, math.nan, math.nan
+
+    def factor(value: float) -> float:
+        return max(value / noise, noise / value) if value > 0 else math.inf
+
+    inside = 1.0 if low <= noise <= high else min(factor(low), factor(high))
+    return inside, factor(at), max(factor(low), factor(high))
+
+
+def _fisher(correlation: float) -> float:
+    """Return atanh of a correlation, in which its limits are taken (Fisher 1921); finite at 1."""
+    if math.isnan(correlation):
+        return correlation
+    return math.atanh(max(-1 + 1e-12, min(1 - 1e-12, correlation)))
+
+
+def _correlation(run: Sequence[Row], field: str) -> float:
+    """Return Pearson's correlation of the logarithms over a run's snapshots; NaN if undefined."""
+    both = [(_number(row[field]), _number(row["noise"])) for row in run]
+    if len(both) < 3 or not all(value > 0 for pair in both for value in pair):
+        return math.nan
+    one, other = ([math.log(value) for value in values] for values in zip(*both, strict=True))
+    if len({*one}) < 2 or len({*other}) < 2:
+        return math.nan
+    return statistics.correlation(one, other)
+
+
+# ---- table and picture ---------------------------------------------------------------------------
+
+
+def _named(task: str, network: str) -> str:
+    return f"{task}, {network}" if network else task
+
+
+def _table(rows: Sequence[Row], settings: Settings) -> Table:
+    config = settings.config(settings.seed[0])
+    return Table(
+        name="snapshots",
+        title="Densities phi(v) = ||v||_1^2 / (d ||v||_2^2) of the gradient and of its noise",
+        which=2,
+        shown=[
+            Shown(field="seed", heading="seed"),
+            Shown(field="step", heading="step"),
+            Shown(field="gradient_low", heading="phi(g)\nat least"),
+            Shown(field="gradient", heading="of the\nmean"),
+            Shown(field="gradient_high", heading="\nat most"),
+            Shown(field="noise", heading="phi(sigma)"),
+            Shown(field="noise_share", heading="noise in\n||g||^2, %", scale=100),
+            Shown(field="norm", heading="||g||_2"),
+            Shown(field="sigma", heading="||sigma||_2"),
+            Shown(field="batches", heading="batches"),
+        ],
+        notes=[
+            f"{_named(settings.task, settings.network)}, uncompressed, noise of batches of "
+            f"{config.batch // config.workers}. Of the mean: phi of the mean of all batches drawn, "
+            "with the noise that is left in it; its share of the squared length stands beside it. "
+            "At least, at most: limits for phi(g) from independent halves of the batches."
+        ],
+        rows=[*rows],
+    )
+
+
+def draw(analysis: Analysis, path: Path) -> None:
+    """Draw both densities over the steps, a line a seed, the bracket of phi(g) shaded.
+
+    Raises:
+        UsageError: an ending that is no picture's.
+        GcbenchError: `path` cannot be written.
+    """
+    path = figures.check(path)
+    rows = analysis.table("snapshots").rows
+    seeds = list(dict.fromkeys(row["seed"] for row in rows))
+    look = figures.styles(["gradient", "noise"])
+    with figures.canvas(9, 5.4) as figure:
+        axes = figure.subplots()
+        for seed in seeds:
+            run = [row for row in rows if row["seed"] == seed]
+            at = [_number(row["step"]) for row in run]
+            first = seed == seeds[0]
+            for field, what in (("gradient", "gradient $g$"), ("noise", "noise $\\sigma$")):
+                label = f"{what}, a line a seed" if first else None
+                values = [_number(row[field]) for row in run]
+                axes.plot(at, values, **look[field], lw=1.6, ms=5, label=label)
+            low = [_number(row["gradient_low"]) for row in run]
+            high = [_number(row["gradient_high"]) for row in run]
+            label = "limits of $\\varphi(g)$" if first else None
+            colour = look["gradient"]["color"]
+            axes.fill_between(at, low, high, color=colour, alpha=0.15, lw=0, label=label)
+        axes.axhline(NORMAL, color="0.5", lw=1, ls=(0, (2, 2)))
+        axes.annotate(
+            "normal values, $2 / \\pi$",
+            (1, NORMAL),
+            (-4, 4),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            ha="right",
+            fontsize="small",
+            color="0.35",
+        )
+        axes.set_ylim(0, 1)
+        axes.set_xlabel("step of training")
+        axes.set_ylabel(r"density $\varphi(v) = \|v\|_1^2 \,/\, (d\,\|v\|_2^2)$")
+        named = _named(analysis.settings["task"], analysis.settings["network"])
+        axes.set_title(f"Gradient and noise of one batch, {named}, {len(seeds)} seeds")
+        axes.legend(frameon=False, fontsize="small", loc="best")
+        figures.save(figure, path)

@@ -1,0 +1,342 @@
+"""Number formats of equal bits on gradients: range float, uniform, IEEE-like (FFT, figures 7, 9).
+
+Each format has at most 2^N values for one group of numbers, and each number goes to the nearest:
+
+range float  of Wang et al. (`gcbench.ops.rangefloat`, packed and unpacked), in the group's range,
+             `--mantissa` of N bits the mantissa.
+best range   the same with the mantissa of least error, found by trying all: a sender could.
+uniform      2^N evenly spaced values from the least to the largest number.
+ieee         a sign, 5 bits of exponent (4 where N = 8 or less) and the rest mantissa, as in IEEE
+             754 with denormals; numbers beyond the largest finite value become it.
+ieee scaled  that of the numbers times the power of two that brings the largest to the top.
+
+The groups are of a worker's whole gradient: all its elements; the share `--kept` that is largest;
+and the real and imaginary parts of as large a share of the bins of its spectrum, which is what FFT
+sparsification sends. The error is ||x - x'|| / ||x|| of the numbers of a group.
+Source: Wang et al., HPDC 2020, arXiv:1811.08596, figures 7 and 9.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated
+
+import torch
+from pydantic import Field, ValidationInfo, field_validator
+from torch import Tensor
+
+from gcbench import ops
+from gcbench.core.compressor import Segments
+from gcbench.reporting import figures
+from gcbench.reporting.analysis import (
+    Analysis,
+    Ledger,
+    Row,
+    Shown,
+    Table,
+    Value,
+    provenance,
+)
+from gcbench.studies import verdicts
+from gcbench.studies.histogram.reconstruction import Gradients
+from gcbench.studies.trained import Trained, gradients
+from gcbench.studies.verdicts import Claim
+from gcbench.training.progress import Observer
+
+KIND = "number-formats"
+SOURCE = "Wang et al. 2020, figures 7 and 9"
+RANGE, BEST = "range float", "best range"
+JUDGED = ("all elements", "largest bins")
+"""The numbers that have verdicts: what the paper's figures show, and what the method sends."""
+RIVALS = ("uniform", "ieee scaled")
+"""What verdicts are against: without a scale, the IEEE-like float loses small numbers."""
+
+
+class Settings(Trained):
+    """What decides the result."""
+
+    bits: list[Annotated[int, Field(ge=6, le=16)]] = Field(
+        default=[8, 10, 12], min_length=1, description="N, bits of a number."
+    )
+    mantissa: list[Annotated[int, Field(ge=0)]] = Field(
+        default=[3, 5, 7],
+        min_length=1,
+        description="Bits of the range float's mantissa, for each N.",
+    )
+    kept: float = Field(default=0.15, gt=0, lt=1, description="Share of elements and bins kept.")
+
+    @field_validator("mantissa")
+    @classmethod
+    def _pairs(cls, given: list[int], info: ValidationInfo) -> list[int]:
+        widths = info.data.get("bits", [])
+        if len(given) != len(widths) or len({*widths}) < len(widths):
+            raise ValueError(f"{given} for bits {widths}: different bits, a mantissa for each")
+        for bits, mantissa in zip(widths, given, strict=True):
+            ops.rangefloat.check(bits, mantissa)
+        return given
+
+
+# ---- formats -------------------------------------------------------------------------------------
+
+
+def range_float(x: Tensor, bits: int, mantissa: int) -> Tensor:
+    """Return what arrives of `x`, float32, (n,), by the range float in its own range."""
+    words, grids = ops.rangefloat.pack(x, [(1, len(x))], bits, mantissa)
+    return ops.rangefloat.unpack(words, grids, [(1, len(x))], bits, mantissa, RANGE)
+
+
+def best_range(x: Tensor, bits: int, mantissa: int = 0) -> Tensor:
+    """Return the same by the mantissa, of all that exist, whose error is least."""
+    allowed = range(min(bits, ops.rangefloat.WIRE - bits + 1))
+    return min((range_float(x, bits, m) for m in allowed), key=lambda arrived: error(x, arrived))
+
+
+def uniform(x: Tensor, bits: int, mantissa: int = 0) -> Tensor:
+    """Return the nearest of 2^bits evenly spaced values from min x to max x, float64."""
+    low, high = x.amin().double(), x.amax().double()
+    step = (high - low) / ((1 << bits) - 1)
+    if not bool(step):
+        return x.double()
+    return ((x.double() - low) / step).round_().mul_(step).add_(low)
+
+
+def _ieee(x: Tensor, bits: int) -> Tensor:
+    exponent = 4 if bits <= 8 else 5
+    fraction = bits - 1 - exponent
+    bias = 2 ** (exponent - 1) - 1
+    top = 2.0 ** (2**exponent - 2 - bias) * (2 - 2.0**-fraction)
+    _, power = torch.frexp(x.abs())  # x = m 2^power, 1/2 <= m < 1
+    step = torch.exp2((power - 1).clamp(min=1 - bias).double() - fraction)
+    return ((x / step).round() * step).clamp(-top, top)
+
+
+def ieee(x: Tensor, bits: int, mantissa: int = 0) -> Tensor:
+    """Return the nearest values of an IEEE-like float of so many bits, float64, saturating."""
+    return _ieee(x.double(), bits)
+
+
+def ieee_scaled(x: Tensor, bits: int, mantissa: int = 0) -> Tensor:
+    """Return the same with a power of two as the scale of all: the largest is in the top octave."""
+    exponent = 4 if bits <= 8 else 5
+    peak = float(x.abs().amax())
+    if not peak:
+        return x.double()
+    octave = 2**exponent - 2 - (2 ** (exponent - 1) - 1)
+    scale = math.ldexp(1.0, octave - math.floor(math.log2(peak)))
+    return _ieee(x.double() * scale, bits) / scale
+
+
+FORMATS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
+    RANGE: range_float,
+    BEST: best_range,
+    "uniform": uniform,
+    "ieee": ieee,
+    "ieee scaled": ieee_scaled,
+}
+
+
+def groups(bucket: Tensor, kept: float) -> dict[str, Tensor]:
+    """Return the numbers of a gradient, float32, (n,), that are coded, by what they are."""
+    k = max(1, math.ceil(kept * len(bucket)))
+    segments = Segments.of([(len(bucket),)], "model")
+    runs = ops.spectrum.runs_of(segments, 1 - kept)
+    bins, energy = ops.spectrum.forward(bucket, segments, half=False)
+    spectrum = bins.view(-1, 2)[ops.spectrum.largest(energy, runs)]
+    return {
+        "all elements": bucket,
+        "largest elements": bucket[bucket.abs().topk(k).indices],
+        "largest bins": spectrum.reshape(-1).contiguous(),
+    }
+
+
+def error(x: Tensor, arrived: Tensor) -> float:
+    """Return ||x - x'|| / ||x||; NaN for zeros, and infinity where x' is not finite."""
+    if not bool(arrived.isfinite().all()):
+        return math.inf
+    whole = float(x.double().norm())
+    return float((x.double() - arrived.double()).norm()) / whole if whole else math.nan
+
+
+def measure(found: Gradients, settings: Settings) -> list[Row]:
+    """Return the errors at one step, means over the workers, by numbers, bits and format."""
+    per_worker = [groups(bucket, settings.kept) for bucket in found.buckets]
+    rows: list[Row] = []
+    for values in per_worker[0]:
+        for bits, mantissa in zip(settings.bits, settings.mantissa, strict=True):
+            for name, coded in FORMATS.items():
+                errors = [
+                    error(one[values], coded(one[values], bits, mantissa)) for one in per_worker
+                ]
+                rows.append(
+                    {"values": values, "bits": bits, "format": name, "error": fmean(errors)}
+                )
+    return rows
+
+
+# ---- the analysis --------------------------------------------------------------------------------
+
+
+def run(
+    settings: Settings,
+    command: str,
+    observer: Observer,
+    ledger: Ledger,
+    data_dir: Path | None = None,
+) -> Analysis:
+    """Measure every format on every captured gradient.
+
+    Raises:
+        UsageError, GcbenchError: see `trained.gradients`.
+    """
+    rows: list[Row] = []
+    for found in gradients(settings, ledger, data_dir):
+        observer.step(0, f"seed {found.seed}, step {found.step}")
+        rows += [
+            {"seed": found.seed, "step": found.step, **one} for one in measure(found, settings)
+        ]
+    observer.step(1, "done")
+    judged = judge(rows)
+    return Analysis(
+        kind=KIND,
+        settings=settings.model_dump(mode="json"),
+        command=command,
+        provenance=provenance(),
+        conclusions=conclude(judged),
+        tables=[
+            verdicts.table(
+                judged,
+                of="values",
+                notes=["Measured: the geometric mean of the ratio of errors, a value a seed."],
+            ),
+            _summary(rows, settings),
+            Table(name="steps", title="Errors by step and seed", rows=rows),
+        ],
+    )
+
+
+def judge(rows: Sequence[Row]) -> list[Row]:
+    """Return the verdicts: the range float's error over a rival's, below 1 where it holds."""
+    errors = {
+        (row["seed"], row["step"], row["values"], row["bits"], row["format"]): row["error"]
+        for row in rows
+    }
+    places = [(row["seed"], row["step"]) for row in rows]
+    runs = {seed: list(dict.fromkeys(s for r, s in places if r == seed)) for seed, _ in places}
+    judged: list[Row] = []
+    for values, bits, rival, ours in product(
+        JUDGED, dict.fromkeys(row["bits"] for row in rows), RIVALS, (RANGE, BEST)
+    ):
+        said = f"{bits} bits: error of {ours} / {rival}"
+        logs = [
+            fmean(
+                _log_ratio(
+                    errors[seed, step, values, bits, ours], errors[seed, step, values, bits, rival]
+                )
+                for step in steps
+            )
+            for seed, steps in runs.items()
+        ]
+        found = verdicts.over_seeds(logs)
+        found = found.exponential() if math.isfinite(found.mean) else found
+        judged.append(
+            verdicts.row(Claim(said, SOURCE, 1.0, above=False), found, values=values, rival=rival)
+        )
+    return judged
+
+
+def conclude(judged: Sequence[Row]) -> list[str]:
+    """Return a sentence for each kind of numbers and rival: how often which verdict came."""
+    said = []
+    for values, rival in product(JUDGED, RIVALS):
+        own = [row for row in judged if (row["values"], row["rival"]) == (values, rival)]
+        counts = [
+            f"{verdict} in {sum(row['verdict'] == verdict for row in own)}"
+            for verdict in verdicts.VERDICTS
+        ]
+        said.append(
+            f"Range floats have less error than {rival}, {values}: {', '.join(counts)} of "
+            f"{len(own)} comparisons (bits, and the mantissa given or best)."
+        )
+    return said
+
+
+def _log_ratio(ours: Value, theirs: Value) -> float:
+    a, b = (math.nan if one is None else float(one) for one in (ours, theirs))
+    return math.log(a / b) if 0 < a < math.inf and 0 < b < math.inf else math.nan
+
+
+def _summary(rows: Sequence[Row], settings: Settings) -> Table:
+    made: list[Row] = []
+    fields = ("values", "bits", "format")
+    for key in dict.fromkeys(tuple(row[field] for field in fields) for row in rows):
+        alike = [row for row in rows if tuple(row[field] for field in fields) == key]
+        errors = [float(row["error"]) for row in alike if isinstance(row["error"], float)]
+        made.append(
+            {
+                **dict(zip(fields, key, strict=True)),
+                "error": fmean(errors) if errors else None,
+                "low": min(errors, default=None),
+                "high": max(errors, default=None),
+                "n": len(errors),
+            }
+        )
+    used = ", ".join(f"{m} of {n}" for n, m in zip(settings.bits, settings.mantissa, strict=True))
+    return Table(
+        name="errors",
+        title="Error ||x - x'|| / ||x|| by format",
+        by="values",
+        which=2,
+        shown=[
+            Shown(field="bits", heading="bits"),
+            Shown(field="format", heading="format"),
+            Shown(field="error", heading="error %\nmean", scale=100),
+            Shown(field="low", heading="\nleast", scale=100),
+            Shown(field="high", heading="\nlargest", scale=100),
+            Shown(field="n", heading="n"),
+        ],
+        notes=[
+            f"{settings.named()}, {settings.workers} workers, {settings.steps} steps; n: steps x "
+            "seeds, each the mean of its workers. Largest: "
+            f"{100 * settings.kept:g} % of a worker's whole gradient, or of its spectrum's bins. "
+            f"Mantissa of the range float: {used} bits; of the best range: what errs least."
+        ],
+        rows=made,
+    )
+
+
+def draw(analysis: Analysis, path: Path) -> None:
+    """Draw the errors over the bits, a panel for each kind of numbers.
+
+    Raises:
+        UsageError: an ending that is no picture's.
+        GcbenchError: `path` cannot be written.
+    """
+    path = figures.check(path)
+    rows = analysis.table("errors").rows
+    kinds = list(dict.fromkeys(str(row["values"]) for row in rows))
+    look = figures.styles(FORMATS)
+    with figures.canvas(4.4 * len(kinds), 5) as figure:
+        grid = figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0]
+        for axes, kind in zip(grid, kinds, strict=True):
+            for name in FORMATS:
+                own = [r for r in rows if (r["values"], r["format"]) == (kind, name)]
+                own = sorted((r for r in own if r["error"]), key=lambda r: float(r["bits"] or 0))
+                at = [float(r["bits"] or 0) for r in own]
+                middle = [100 * float(r["error"] or 0) for r in own]
+                axes.plot(at, middle, **look[name], lw=1.6, ms=6, label=name)
+            axes.set_yscale("log")
+            axes.set_xticks(sorted({float(r["bits"] or 0) for r in rows}))
+            axes.set_title(kind, fontsize="medium")
+            axes.set_xlabel("bits of a number")
+        grid[0].set_ylabel("error $\\|x - x'\\| / \\|x\\|$, %")
+        grid[-1].legend(frameon=False, fontsize="small")
+        task, network = (analysis.settings[field] for field in ("task", "network"))
+        seeds = len(analysis.settings["seed"])
+        figure.suptitle(
+            f"Number formats on gradients of {task} {network}, {seeds} seeds", fontsize="medium"
+        )
+        figures.save(figure, path)

@@ -1,0 +1,251 @@
+"""The noise that ternary codes add to gradients, as TernGrad's analysis has it (equation 20).
+
+With noise of mean 0 added to a gradient, the bound that SGD's convergence needs is one of
+E||g||^2 + sigma_b^2, whatever the shape of the noise: for Gaussian noise of total variance
+sigma_b^2 it reads E||g||^2 <= A + B ||w - w*||^2 - sigma_b^2. Ternary codes t of g with the scale
+s = max |g| have E||t||^2 = s ||g||_1, so they are such noise with sigma_b^2 = s ||g||_1 - ||g||^2.
+
+Three questions, on real gradients, codes of each worker by itself: is the noise that the codec adds
+of that size; is it uncorrelated with the gradient; and (ours) is its variance at most that of the
+gradient's own noise, one worker's batch about the workers' mean?
+The scales are those of the method: a tensor, or `granularity=model` for the theorem's single one.
+Source: Wen et al., NeurIPS 2017, arXiv:1705.07878, section 3.2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated
+
+from pydantic import Field
+from torch import Tensor
+
+from gcbench import ops
+from gcbench.core import purposes
+from gcbench.core.compressor import Compressor, Key, Segments
+from gcbench.core.errors import UsageError
+from gcbench.reporting import figures
+from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table, finite, provenance
+from gcbench.studies import methods, verdicts
+from gcbench.studies.bounds.alone import agreed, energy
+from gcbench.studies.histogram.reconstruction import Gradients
+from gcbench.studies.trained import Trained, gradients
+from gcbench.studies.verdicts import Claim
+from gcbench.training.progress import Observer
+
+KIND = "ternary-noise"
+SOURCE = "Wen et al. 2017, equation (20)"
+TOLERANCE = 0.01
+"""Relative deviation that counts as none, of a sum over all elements and draws."""
+
+SIZE = Claim("E||x' - x||^2 / (s ||x||_1 - ||x||^2), distance from 1", SOURCE, TOLERANCE, False)
+UNBIASED = Claim("E<x', x> / ||x||^2, distance from 1", SOURCE, TOLERANCE, False)
+NO_MORE = Claim("noise of the codes / noise of one worker's batch, in variance", SOURCE, 1.0, False)
+
+
+class Settings(Trained):
+    """What decides the result."""
+
+    method: list[str] = Field(
+        default=["terngrad:clip=0", "terngrad:clip=2.5"],
+        min_length=1,
+        description="Forms of TernGrad, as terngrad:clip=2.5:granularity=model.",
+    )
+    draws: Annotated[int, Field(ge=1)] = Field(
+        default=16, description="Codes that are drawn of each worker's gradient."
+    )
+
+    def chosen(self) -> dict[str, Compressor]:
+        """Return the methods by their words.
+
+        Raises:
+            UsageError: see `methods.all_of`, or a method whose codes are not ternary.
+        """
+        found = methods.all_of(",".join(self.method))
+        for word, method in found.items():
+            if not hasattr(method, "clip"):
+                raise UsageError(f"--method {word}: a form of terngrad expected")
+        return found
+
+
+def measure(method: Compressor, found: Gradients, draws: int) -> Row:
+    """Return the energies of one step, means over workers and draws, and sums over all elements.
+
+    `signal` = ||x||^2 of what is coded (clipped, where the method clips), `expected` = sum of s
+    ||x||_1 - ||x||^2 over the segments, `added` = ||x' - x||^2, `inner` = <x', x>, `own` = the
+    variance of one worker's gradient about the workers' mean, over N - 1; None for one worker.
+    """
+    segments = found.segments(method)
+    key = Key(found.seed, found.step, 0, 0, purposes.ENCODE)
+    rows = []
+    for rank, bucket in enumerate(found.buckets):
+        shared = agreed(method, bucket, segments, key)
+        x = method.claims.target(bucket, segments, shared).double()
+        expected = _expected(x, segments)
+        added = inner = 0.0
+        for draw in range(draws):
+            own = key._replace(rank=rank + len(found.buckets) * draw)
+            arrived = method.decode(method.encode(bucket, segments, shared, own), segments, shared)
+            added += energy(arrived.double() - x) / draws
+            inner += float(arrived.double() @ x) / draws
+        rows.append((energy(x), expected, added, inner))
+    signal, expected, added, inner = (fmean(values) for values in zip(*rows, strict=True))
+    workers = len(found.buckets)
+    mean = found.mean
+    spread = sum(energy(bucket.double() - mean) for bucket in found.buckets)
+    return {
+        "signal": finite(signal),
+        "expected": finite(expected),
+        "added": finite(added),
+        "inner": finite(inner),
+        "own": finite(spread / (workers - 1)) if workers > 1 else None,
+    }
+
+
+def _expected(x: Tensor, segments: Segments) -> float:
+    """Return the sum over segments of ||x||_inf ||x||_1 - ||x||^2, of x in float64."""
+    peaks = ops.statistics.absmax(x.float(), segments).double()
+    total = 0.0
+    for which, rows in segments.views(x):
+        total += float((peaks[which] * rows.abs().sum(1)).sum() - rows.square().sum())
+    return total
+
+
+def run(
+    settings: Settings,
+    command: str,
+    observer: Observer,
+    ledger: Ledger,
+    data_dir: Path | None = None,
+) -> Analysis:
+    """Measure the noise of every form on every captured gradient.
+
+    Raises:
+        UsageError, GcbenchError: see `Settings.chosen` and `trained.gradients`.
+    """
+    chosen = settings.chosen()
+    rows: list[Row] = []
+    for found in gradients(settings, ledger, data_dir):
+        observer.step(0, f"seed {found.seed}, step {found.step}")
+        for word, method in chosen.items():
+            one = measure(method, found, settings.draws)
+            rows.append({"method": word, "seed": found.seed, "step": found.step, **one})
+    observer.step(1, "done")
+    judged = judge(rows)
+    return Analysis(
+        kind=KIND,
+        settings=settings.model_dump(mode="json"),
+        command=command,
+        provenance=provenance(),
+        conclusions=verdicts.told(judged),
+        tables=[
+            verdicts.table(judged, of="method", notes=["A value a seed: the mean over its steps."]),
+            _summary(rows, settings),
+        ],
+    )
+
+
+def _ratio(rows: Sequence[Row], above: str, below: str) -> float:
+    """Return the mean over the rows of a ratio; NaN where one of them has none.
+
+    Each step weighs alike: energies fall by an order of magnitude after the first steps.
+    """
+    ratios = []
+    for row in rows:
+        top, bottom = row[above], row[below]
+        known = top is not None and bottom is not None and float(bottom) > 0
+        ratios.append(float(top or 0) / float(bottom or 1) if known else math.nan)
+    return fmean(ratios) if ratios else math.nan
+
+
+def judge(rows: Sequence[Row]) -> list[Row]:
+    """Return the verdicts for each method."""
+    judged = []
+    for word in dict.fromkeys(str(row["method"]) for row in rows):
+        own = [row for row in rows if row["method"] == word]
+        runs = [
+            [row for row in own if row["seed"] == seed]
+            for seed in dict.fromkeys(row["seed"] for row in own)
+        ]
+        size = verdicts.over_seeds([_ratio(run, "added", "expected") for run in runs])
+        inner = verdicts.over_seeds([_ratio(run, "inner", "signal") for run in runs])
+        noise = verdicts.over_seeds([_ratio(run, "added", "own") for run in runs])
+        judged += [
+            verdicts.row(SIZE, size.distance(1.0), method=word),
+            verdicts.row(UNBIASED, inner.distance(1.0), method=word),
+            verdicts.row(NO_MORE, noise, method=word),
+        ]
+    return judged
+
+
+def _summary(rows: Sequence[Row], settings: Settings) -> Table:
+    for row in rows:
+        row["blow_up"] = finite(_ratio([row], "added", "signal"))
+        row["against_own"] = finite(_ratio([row], "added", "own"))
+        row["as_expected"] = finite(_ratio([row], "added", "expected"))
+    return Table(
+        name="steps",
+        title="Noise of ternary codes, in units of energy summed over all elements",
+        by="method",
+        which=2,
+        shown=[
+            Shown(field="seed", heading="seed"),
+            Shown(field="step", heading="step"),
+            Shown(field="signal", heading="||x||^2"),
+            Shown(field="expected", heading="s ||x||_1\n- ||x||^2"),
+            Shown(field="added", heading="noise of\nthe codes"),
+            Shown(field="as_expected", heading="/ that"),
+            Shown(field="blow_up", heading="/ ||x||^2"),
+            Shown(field="own", heading="noise of\na batch"),
+            Shown(field="against_own", heading="codes\n/ batch"),
+        ],
+        notes=[
+            f"{settings.named()}, {settings.workers} workers, {settings.steps} steps, "
+            f"{settings.draws} draws. x: a worker's gradient, clipped where the method clips. "
+            "Noise of a batch: the variance of one worker's gradient about the workers' mean."
+        ],
+        rows=[*rows],
+    )
+
+
+def draw(analysis: Analysis, path: Path) -> None:
+    """Draw the noise of the codes over that of a batch, by step: points are seeds.
+
+    Raises:
+        UsageError: an ending that is no picture's.
+        GcbenchError: `path` cannot be written.
+    """
+    path = figures.check(path)
+    rows = analysis.table("steps").rows
+    words = list(dict.fromkeys(str(row["method"]) for row in rows))
+    look = figures.styles(words)
+    with figures.canvas(8.5, 5) as figure:
+        axes = figure.subplots()
+        for word in words:
+            own = [r for r in rows if r["method"] == word and r["against_own"] is not None]
+            steps = sorted({float(r["step"] or 0) for r in own})
+            means = [
+                fmean(float(r["against_own"] or 0) for r in own if r["step"] == s) for s in steps
+            ]
+            axes.plot(steps, means, **{**look[word], "marker": ""}, lw=1.6, label=word)
+            at = [float(r["step"] or 0) for r in own]
+            axes.plot(
+                at,
+                [float(r["against_own"] or 0) for r in own],
+                ls="",
+                marker=look[word]["marker"],
+                color=look[word]["color"],
+                ms=6,
+                alpha=0.7,
+            )
+        axes.axhline(1, color="0.5", lw=1, ls=(0, (2, 2)))
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("step of training")
+        axes.set_ylabel("variance of the codes / of one batch")
+        task, network = (analysis.settings[field] for field in ("task", "network"))
+        axes.set_title(f"Noise of ternary codes against the gradient's own, {task} {network}")
+        axes.legend(frameon=False, fontsize="small")
+        figures.save(figure, path)

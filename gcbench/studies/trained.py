@@ -1,0 +1,70 @@
+"""Gradients of a short training without compression: what several analyses look at.
+
+They are captured as `gcbench run --capture` does, in runs below `<results>/runs` that serve every
+analysis and `gcbench histogram` again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.reporting.analysis import Ledger
+from gcbench.studies import histogram
+from gcbench.studies.histogram.reconstruction import Gradients
+
+
+class Trained(BaseModel):
+    """Which gradients: settings that analyses of captured gradients share."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    task: str = Field(default="digits", description="Task that is trained, without compression.")
+    network: str = Field(default="", description="Its network; empty: the task's.")
+    steps: int = Field(default=200, ge=2, description="Training steps.")
+    capture: list[Annotated[int, Field(ge=0)]] = Field(
+        default=[], description="Steps, from 0, whose gradients are taken; empty: 5, evenly spread."
+    )
+    workers: int = Field(default=4, ge=1, description="Workers.")
+    seed: list[Annotated[int, Field(ge=0, lt=2**63)]] = Field(
+        default=[0, 1, 2], min_length=1, description="Seeds, a training each."
+    )
+
+    def named(self) -> str:
+        """Return task and network as a reader sees them."""
+        return f"{self.task}, {self.network}" if self.network else self.task
+
+
+def gradients(
+    settings: Trained, ledger: Ledger, data_dir: Path | None, also: tuple[int, ...] = ()
+) -> Iterator[Gradients]:
+    """Yield what the workers computed at each captured step, seed by seed, steps in order.
+
+    `also`: steps that are needed whatever the settings say.
+
+    Raises:
+        UsageError: a seed comes twice, or the config is not possible, or has no such steps.
+        GcbenchError: the training fails, or a gradient is not finite.
+    """
+    if len({*settings.seed}) < len(settings.seed):
+        raise UsageError(f"--seed {settings.seed}: each seed once expected")
+    given: dict[str, Any] = {
+        "task": settings.task,
+        "workers": settings.workers,
+        "steps": settings.steps,
+    }
+    if settings.network:
+        given["task_options"] = {"network": settings.network}
+    last, count = settings.steps - 1, histogram.SNAPSHOTS
+    chosen = settings.capture or [round(i * last / (count - 1)) for i in range(count)]
+    wanted = sorted({*chosen, *also})
+    results = ledger.path.parent.parent
+    for one in histogram.train(given, settings.seed, wanted, results, data_dir, "plain"):
+        found = Gradients(one.layers, one.buckets(settings.workers), one.step, one.seed)
+        if problem := found.problem():
+            raise GcbenchError(f"step {one.step}, seed {one.seed}: {problem}")
+        yield found

@@ -1,0 +1,138 @@
+"""Densities of gradients and noise: brackets against truth, verdicts that say no, the command."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from commands import invoke
+
+from gcbench.core.errors import UsageError
+from gcbench.studies import densities
+from gcbench.studies.bounds.observe import density
+
+
+def drawn(g: torch.Tensor, sigma: torch.Tensor, batches: int, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(batches):
+        yield g + sigma * torch.randn(len(g), generator=generator)
+
+
+def normal(n: int, seed: int) -> torch.Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("noise", [0.1, 1.0, 5.0])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_the_bracket_holds_the_truth(noise, sparse):
+    """64 batches: where phi of their mean is mostly noise's, the bracket still has phi(g)."""
+    n = 100_000
+    g = normal(n, 1)
+    if sparse:
+        g[n // 50 :] = 0
+    true = density(g)
+    row = densities.look(drawn(g, torch.full((n,), noise), 64), 64)
+    assert row["gradient_low"] <= true * 1.03
+    assert row["gradient_high"] >= true * 0.97
+    assert row["noise"] == pytest.approx(1, abs=0.02)  # equal everywhere, but for its estimate
+    assert row["norm"] == pytest.approx(float(g.norm()), rel=0.15)
+    if noise == 0.1 and not sparse:
+        assert row["gradient_high"] / row["gradient_low"] < 1.2
+    if sparse and noise == 5.0:  # the mean alone would say that g is dense
+        assert row["gradient"] > 0.5
+        assert row["noise_share"] > 0.9
+        assert row["gradient_low"] < 0.1
+
+
+def test_a_density_of_nothing_is_none():
+    row = densities.look(drawn(torch.zeros(100), torch.zeros(100), 8), 8)
+    assert row["gradient"] is None
+    assert row["gradient_low"] is None
+    assert row["noise"] is None
+
+
+def test_too_few_batches_are_an_error():
+    with pytest.raises(UsageError, match="7 batches came, 8 were expected"):
+        densities.look(drawn(torch.ones(10), torch.ones(10), 7), 8)
+
+
+def rows(gradient, noise, spread=1.1):
+    """Six snapshots of three seeds; `gradient` and `noise` give the densities of (seed, step)."""
+    made = []
+    for seed in range(3):
+        for step in range(6):
+            at = gradient(seed, step)
+            ends = {"gradient_low": at / spread, "gradient_high": min(1.0, at * spread)}
+            made.append(
+                {"seed": seed, "step": step, "gradient": at, "noise": noise(seed, step), **ends}
+            )
+    return made
+
+
+def wave(seed: int, step: int) -> float:
+    return 0.3 * (1 + 0.2 * step + 0.01 * seed)
+
+
+def verdict(of) -> list[str]:
+    return [str(row["verdict"]) for row in densities.judge(of)]
+
+
+def test_dense_alike_and_coupled():
+    assert verdict(rows(wave, lambda s, t: 1.2 * wave(s, t))) == ["holds"] * 4
+
+
+@pytest.mark.parametrize(
+    ("which", "gradient", "noise"),
+    [
+        (0, wave, lambda s, t: 0.05 * wave(s, t)),
+        (1, lambda s, t: 0.05 * wave(s, t), wave),
+        (2, lambda s, t: 0.01 * wave(s, t), wave),
+        (3, wave, lambda s, t: 0.2 / wave(s, t)),
+    ],
+    ids=["noise sparse", "gradient sparse", "of other orders", "opposed"],
+)
+def test_what_is_not_so_does_not_hold(which, gradient, noise):
+    assert verdict(rows(gradient, noise))[which] == "does not hold"
+
+
+def test_a_wide_bracket_tells_nothing():
+    found = verdict(rows(wave, lambda s, t: 1.2 * wave(s, t), spread=20.0))
+    assert found[:3] == ["holds", "cannot tell", "cannot tell"]
+    broken = rows(wave, wave)
+    broken[3]["gradient_low"] = None
+    assert verdict(broken)[1:] == ["cannot tell"] * 3
+
+
+def test_one_seed_tells_nothing():
+    one = [row for row in rows(wave, wave) if row["seed"] == 0]
+    assert verdict(one) == ["cannot tell"] * 4
+
+
+def test_the_command(tmp_path):
+    words = ("densities", "--steps", 7, "--snapshots", 3, "--batches", 8, "--seed", "0,1")
+    done = invoke(*words, "--results", tmp_path, "--json")
+    made = done.json
+    assert made["kind"] == "densities"
+    (claims, snapshots) = made["tables"]
+    assert [(row["seed"], row["step"]) for row in snapshots["rows"]] == [
+        (seed, step) for seed in (0, 1) for step in (0, 3, 6)
+    ]
+    assert all(0 < row["noise"] <= 1 for row in snapshots["rows"])
+    assert all(row["n"] == 2 for row in claims["rows"])
+    (folder,) = tmp_path.glob("densities-*")
+    assert (folder / "densities.png").stat().st_size > 10_000
+    again = invoke(*words, "--results", tmp_path, "--json").json
+    assert again["tables"] == made["tables"]
+    bad = invoke("densities", "--seed", "0,0", "--results", tmp_path)
+    assert bad.code == 2
+    assert "each seed once" in bad.err
+    odd = invoke("densities", "--batches", 9, "--results", tmp_path)
+    assert odd.code == 2
+    assert "--batches" in odd.err or "--batche" in odd.err
+
+
+def test_fisher_is_finite_for_perfect_lines():
+    assert math.isfinite(densities._fisher(1.0))
+    assert math.tanh(densities._fisher(0.5)) == pytest.approx(0.5)
+    assert math.isnan(densities._fisher(math.nan))
