@@ -62,6 +62,7 @@ def test_torch_has_hooks_of_its_own(tmp_path):
     assert (plain["payload_bytes_up"], half["payload_bytes_up"]) == (size, size / 2)
     assert half["wire_bytes"]["per_worker"] == size / 2
     assert half["params_sha256"] != plain["params_sha256"]
+    assert half["collective"] == "allreduce"
     assert half["overlap"]["hidden_share"] is None
     assert half["phase_seconds"]["encode"] is None
     assert half["config"]["hook"] == "torch"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -61,9 +62,13 @@ class DdpTrainer(Trainer):
         """Wrap the replica, and register the hook with what it carried at the checkpoint."""
         config = self.config
         self._decay_in_loss()
-        self.wrapped = DistributedDataParallel(
-            self.replicas[0], broadcast_buffers=False, bucket_cap_mb=config.bucket_mb
-        )
+        with warnings.catch_warnings():
+            # Buffers are each worker's own, after a resume, too. What newer torch wants in the
+            # place of this argument sends worker 0's to all at the beginning.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            self.wrapped = DistributedDataParallel(
+                self.replicas[0], broadcast_buffers=False, bucket_cap_mb=config.bucket_mb
+            )
         if config.hook == "torch":
             self.theirs = CountedHook(config, self.world)
             self.wrapped.register_comm_hook(None, self.theirs.hook())
@@ -159,6 +164,7 @@ class DdpTrainer(Trainer):
         summary = super()._summary(evaluation)
         busy: list[float] | None = None
         if self.hook is None:
+            summary["collective"] = "allreduce"  # whatever ours would have taken
             for phase in EXCHANGED:
                 summary["phase_seconds"][phase] = None  # torch's hooks are not timed inside
         else:
