@@ -236,6 +236,11 @@ class Row:
         return _median(run.summary.step_seconds for run in self.runs)
 
     @property
+    def disowned(self) -> str:
+        """Why whoever made these runs says that their times are not to be quoted; "" if not."""
+        return next(filter(None, (run.summary.provenance.get("times") for run in self.runs)), "")
+
+    @property
     def skipped_steps(self) -> int:
         """Steps that were skipped for a non-finite gradient, all seeds together."""
         return sum(run.summary.skipped_steps for run in self.runs)
@@ -284,6 +289,7 @@ class Row:
             **{f"{phase}_seconds": seconds for phase, seconds in self.phases.items()},
             "communicate_modelled_seconds": self.modelled.seconds if self.modelled else None,
             "step_seconds": self.step_seconds,
+            "times_disowned": self.disowned or None,
             "skipped_steps": self.skipped_steps,
             **self._published(),
         }

@@ -22,6 +22,8 @@ class Column(NamedTuple):
 
     heading: str
     cells: list[str]
+    best: str = ""
+    """"high" or "low": which end a reader looks for first; "" where neither is better."""
 
 
 def number(value: float | None, scale: float = 1.0) -> str:

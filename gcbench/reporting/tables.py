@@ -25,9 +25,14 @@ from gcbench.training.configuration import canonical, text
 
 FORMATS = ("table", "markdown", "csv", "json", "latex")
 MB = 1e6
+PAYLOAD = "payload\nMB/step"
+METRICS = ("accuracy %", "test loss", "accuracy %\nor loss")
+ALWAYS = (*METRICS, "vs none", PAYLOAD)
+"""Columns that stay where all rows are equal in them: they are the question."""
 
 
-def _quality(row: Row, mixed: bool) -> str:
+def quality(row: Row, mixed: bool) -> str:
+    """Return a row's metric, mean ± sd; `mixed` marks losses among accuracies."""
     if row.mean is None:
         return "failed"
     prefix = "loss " if mixed and row.metric == "test_loss" else ""
@@ -114,11 +119,11 @@ def _tiers(rows: Sequence[Row]) -> list[Column]:
     """Return what a suite of gcbench's own says; nothing for other rows."""
     columns = []
     if any(row.rank is not None for row in rows):
-        columns.append(Column("rank", [row.rank or "" for row in rows]))
+        columns.append(Column("rank", [row.rank or "" for row in rows], "low"))
     if any(row.rate is not None for row in rows):
         columns.append(Column("rate", [row.rate or "" for row in rows]))
     if any(row.tier is not None for row in rows):
-        columns.append(Column("bits\nup", [number(row.bits_up) for row in rows]))
+        columns.append(Column("bits\nup", [number(row.bits_up) for row in rows], "low"))
     return columns
 
 
@@ -165,8 +170,8 @@ def _communicate(row: Row) -> str:
 def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
     """Return the groups of columns: which row it is, quality, traffic and times."""
     metrics = {row.metric for row in rows}
-    heading = {"accuracy": "accuracy %", "test_loss": "test loss"}
-    quality = heading[rows[0].metric] if len(metrics) == 1 else "accuracy %\nor loss"
+    heading = METRICS[2 if len(metrics) > 1 else rows[0].metric == "test_loss"]
+    better = "" if len(metrics) > 1 else "high" if rows[0].metric == "accuracy" else "low"
     counts = [
         str(len(row.values)) + (f" ({len(row.failed)} failed)" if row.failed else "")
         for row in rows
@@ -178,10 +183,10 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
             *(Column(key, [text(row.own[key]) for row in rows]) for key in rows[0].own),
         ],
         "quality": [
-            Column(quality, [_quality(row, len(metrics) > 1) for row in rows]),
-            Column("n", counts),
+            Column(heading, [quality(row, len(metrics) > 1) for row in rows], better),
+            Column("n", counts, "high"),
             *_published(rows),
-            Column("vs none", [versus(row) for row in rows]),
+            Column("vs none", [versus(row) for row in rows], better),
             Column("in band", [row.in_band for row in rows]),
             Column("front", ["yes" if row.on_front else "" for row in rows]),
             *_tiers(rows),
@@ -190,38 +195,88 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
         "traffic": [
             Column("collective", [row.first.collective for row in rows]),
             *(
-                Column(f"ratio\n{name}", [number(row.average(field)) for row in rows])
+                Column(f"ratio\n{name}", [number(row.average(field)) for row in rows], "high")
                 for name, field in [
                     ("nominal", "nominal_ratio"),
                     ("up", "payload_ratio_up"),
                     ("down", "payload_ratio_down"),
                 ]
             ),
-            Column("payload\nMB/step", [number(row.payload_bytes_step, 1 / MB) for row in rows]),
-            Column("wire\nMB/step", [number(row.wire_bytes_step, 1 / MB) for row in rows]),
+            Column(PAYLOAD, [number(row.payload_bytes_step, 1 / MB) for row in rows], "low"),
+            Column("wire\nMB/step", [number(row.wire_bytes_step, 1 / MB) for row in rows], "low"),
         ],
         "times": [
             Column(
                 f"{'fwd+bwd' if phase == 'forward_backward' else phase}\nms",
                 [
-                    _communicate(row)
+                    "-"
+                    if row.disowned
+                    else _communicate(row)
                     if phase == "communicate"
                     else number(row.phases.get(phase), 1e3)
                     for row in rows
                 ],
+                "low",
             )
             for phase in dict.fromkeys(phase for row in rows for phase in row.phases)
         ]
-        + [Column("step\nms", [number(row.step_seconds, 1e3) for row in rows])],
+        + [
+            Column(
+                "step\nms",
+                ["-" if row.disowned else number(row.step_seconds, 1e3) for row in rows],
+                "low",
+            )
+        ],
     }
+    if _withheld(rows):
+        groups["times"] = []
     if any(row.skipped_steps for row in rows):
         groups["quality"].append(Column("skipped\nsteps", [str(row.skipped_steps) for row in rows]))
     return groups
 
 
+def _withheld(rows: Sequence[Row]) -> str:
+    """Return why no times are shown: they were taken on several machines, or by several versions.
+
+    Of a version the commit counts, and the release where the commit is not known.
+    """
+    for field, what in (("machine", "machines"), ("commit", "commits")):
+        places = set()
+        for run in (run for row in rows if not row.disowned for run in row.runs):
+            found = run.summary.provenance
+            places.add(canonical(found.get(field) or found.get("versions")))
+        if len(places) > 1:
+            return f"Times are left out: the runs come from {len(places)} {what}."
+    return ""
+
+
+def _differing(columns: Sequence[Column]) -> tuple[list[Column], list[str]]:
+    """Return the columns in which rows differ, and words for the others.
+
+    Those of nothing but "-" go without a word; `ALWAYS` stay.
+    """
+    kept, told = [], []
+    for column in columns:
+        several = len(column.cells) < 2 or len(set(column.cells)) > 1
+        if several or column.heading in ALWAYS:
+            kept.append(column)
+        elif column.cells[0] not in ("-", ""):
+            told.append(" ".join([*column.heading.split(), column.cells[0]]))
+    return kept, told
+
+
+def alike(rows: Sequence[Row]) -> str:
+    """Return a sentence on the columns that are left out because all rows are equal in them."""
+    found = _columns(rows)
+    columns = [*found["quality"], *found["target"], *found["traffic"]]
+    told = _differing(columns)[1]
+    return f"Equal in all {len(rows)} rows: {'; '.join(told)}." if told else ""
+
+
 def notes(rows: Sequence[Row]) -> list[str]:
     """Return the sentences that a reader needs beside the numbers."""
-    made = [
+    made = [alike(rows)] if alike(rows) else []
+    made += [
         "Mean ± sample sd over n seeds. vs none: difference from the uncompressed runs of equal "
         "budget (accuracy in points), over common seeds, with its 95 % confidence interval "
         "(Student's t) where two are common. in band: whether the mean lies between the lowest and "
@@ -247,43 +302,52 @@ def notes(rows: Sequence[Row]) -> list[str]:
         )
     if any(row.failed for row in rows):
         made.append("failed: the run diverged; such seeds are in no mean.")
-    if any(row.step_seconds is not None or any(row.phases.values()) for row in rows):
+    if withheld := _withheld(rows):
+        made.append(withheld)
+    elif any(row.step_seconds is not None or any(row.phases.values()) for row in rows):
         made.append(
             "Times: of one worker, median over steps and then over seeds; step: wall clock of all "
             "of it (in the engine simulate, of all workers in one process)."
         )
     links = sorted({(m.link_gbit, m.link_latency_us) for row in rows if (m := row.modelled)})
-    if links:
+    if links and not withheld:
         link = " or ".join(f"{gbit:g} Gbit/s and {latency:g} µs" for gbit, latency in links)
         made.append(f"~: modelled from a link of {link}, not measured and not part of step.")
-    for field, what in (("machine", "machines: their times do not compare"), ("commit", "commits")):
-        places = {canonical(run.summary.provenance.get(field)) for row in rows for run in row.runs}
-        if len(places) > 1:
-            made.append(f"The runs come from {len(places)} {what}.")
+    reasons = {row.disowned: None for row in rows if row.disowned}
+    if reasons:
+        count = sum(bool(row.disowned) for row in rows)
+        which = "all" if count == len(rows) else f"{count} of {len(rows)}"
+        made.append(f"Times of {which} rows are left out, as whoever made them says: "
+                    f"{'; '.join(reasons)}.")
     return made
 
 
 def sheets(rows: Sequence[Row]) -> list[list[Column]]:
     """Return the columns of the results table and, where times are known, of the times table."""
-    groups = _columns(rows)
-    tables = [groups["which"] + groups["quality"] + groups["target"] + groups["traffic"]]
-    if _timed(groups["times"]):
-        tables.append(groups["which"] + groups["times"])
+    found = groups(rows)
+    tables = [found["which"] + found["quality"] + found["target"] + found["traffic"]]
+    if found["times"]:
+        tables.append(found["which"] + found["times"])
     return tables
 
 
-def _timed(columns: list[Column]) -> bool:
-    return any(cell != "-" for column in columns for cell in column.cells)
+def groups(rows: Sequence[Row]) -> dict[str, list[Column]]:
+    """Return the groups of columns without those in which all rows are equal; see `alike`."""
+    found = _columns(rows)
+    for name in ("quality", "target", "traffic"):
+        found[name] = _differing(found[name])[0]
+    found["times"] = [
+        column for column in found["times"] if any(cell != "-" for cell in column.cells)
+    ]
+    return found
 
 
 def _table(rows: Sequence[Row], width: int) -> str:
     """Return as few tables as fit into `width` columns, and the notes."""
-    groups = _columns(rows)
-    which = groups.pop("which")
-    if not _timed(groups["times"]):
-        del groups["times"]
+    found = groups(rows)
+    which = found.pop("which")
     told = [textwrap.fill(note, width, break_long_words=False) for note in notes(rows)]
-    return terminal(which, list(filter(None, groups.values())), width) + "\n\n" + "\n".join(told)
+    return terminal(which, list(filter(None, found.values())), width) + "\n\n" + "\n".join(told)
 
 
 def _markdown(rows: Sequence[Row]) -> str:
@@ -315,9 +379,9 @@ def render(
         raise unknown("format", format, FORMATS)
     if not rows:
         raise UsageError("no rows to show; load at least one finished run")
-    groups = {"": list(rows)} if by is None else compare.by(rows, by)
+    tabled = {"": list(rows)} if by is None else compare.by(rows, by)
     if format in ("csv", "json"):
-        records = [row.record() for group in groups.values() for row in group]
+        records = [row.record() for group in tabled.values() for row in group]
         return csv_text(records) if format == "csv" else json_text(records)
     width = width or shutil.get_terminal_size((200, 24)).columns
     made = {
@@ -327,7 +391,7 @@ def render(
     }[format]
     titles = {"table": "{}", "markdown": "**{}**", "latex": "% {}"}
     blocks = []
-    for value, group in groups.items():
+    for value, group in tabled.items():
         title, told = constants(group)
         if by is not None:
             title = ", ".join(filter(None, [f"{by}={value}", title]))
