@@ -13,7 +13,7 @@ from gcbench.training.configuration import canonical, text
 
 PAYS = ("advice", "bandwidth", "scale", "scale-link")
 """Kinds of analyses whose conclusions say where compression pays."""
-SENTENCES = 3
+SENTENCES = 2
 """Conclusions of an analysis that the summary shows, the first ones."""
 
 
@@ -92,16 +92,24 @@ def _budgets(rows: Sequence[Row]) -> Iterator[list[Row]]:
     yield from groups.values()
 
 
+def front(rows: Sequence[Row]) -> list[Row]:
+    """Return the front of the budget that has most rows, then most steps; most bytes first.
+
+    Of rows with equal results, such as those of two engines, the first stands for all.
+    """
+    groups = list(_budgets(rows))
+    largest = max(groups, key=lambda alike: (len(alike), alike[0].first.steps))
+    kept: dict[tuple[object, ...], Row] = {}
+    for row in largest if len(largest) > 1 else ():
+        if row.on_front:
+            result = (row.first.compressor_name, row.mean, row.payload_bytes_step)
+            kept.setdefault(result, row)
+    return sorted(kept.values(), key=lambda row: -row.payload_bytes_step)
+
+
 def _front(chosen: Sequence[Compared], accuracy: Mapping[int, Section]) -> Section | None:
     """Return the rows that nothing beats in both, the uncompressed ones first in each budget."""
-    shown = [
-        (one, row)
-        for one in chosen
-        for alike in _budgets(one.rows)
-        if len(alike) > 1
-        for row in sorted(alike, key=lambda row: -row.payload_bytes_step)
-        if row.on_front
-    ]
+    shown = [(one, row) for one in chosen for row in front(one.rows)]
     if not shown:
         return None
     rows = [row for _, row in shown]
@@ -128,15 +136,17 @@ def _front(chosen: Sequence[Compared], accuracy: Mapping[int, Section]) -> Secti
         columns,
         1,
         notes=[
-            "Of each budget, the rows that no other row beats in both, mean and payload bytes up "
-            "and down. One seed (n = 1) tells no differences of a few points apart. vs none: "
+            "The rows that no other row of equal budget beats in both, mean and payload bytes up "
+            "and down; of several budgets the one with most rows, the others are marked in the "
+            "tables below. One seed (n = 1) tells no differences of a few points apart. vs none: "
             "difference from the uncompressed runs with its 95 % interval."
         ],
         methods=[row.first.compressor_name for row in rows],
         tiers=[row.tier or "" for row in rows],
         tasks=[one.task for one, _ in shown],
-        places=settings,
+        places=[f"{one.task} {told}" for (one, _), told in zip(shown, settings, strict=True)],
         links=[accuracy[id(one)] for one, _ in shown],
+        folds=False,
     )
     return Section("The front", "summary", sheets=[sheet])
 
@@ -163,8 +173,8 @@ def findings(one: Compared) -> list[str]:
     few = f" ({least} seeds: wide intervals)" if least < LEAST_SEEDS else ""
     worse = [row for row in known if _worse(row)]
     told.append(
-        f"{one.title}: of {len(known)} rows with an interval, {len(worse)} are worse than `none` "
-        f"by it and {sum(row.above_baseline for row in known)} better{few}."
+        f"{one.title}: rows with an interval: {len(known)}; worse than `none` by it: "
+        f"{len(worse)}; better: {sum(row.above_baseline for row in known)}{few}."
     )
     alike = [row for row in known if not _worse(row) and not row.failed]
     if alike:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -22,7 +22,7 @@ from gcbench.reporting.analysis import HEAD, Analysis
 from gcbench.reporting.kernel_timings import Timings
 from gcbench.reporting.published import Beside
 from gcbench.reporting.reader import Run
-from gcbench.reporting.sections import Compared, Draw, Section
+from gcbench.reporting.sections import Draw, Section
 from gcbench.training.store import write_atomically
 
 TEMPLATE = "report.html.j2"
@@ -59,7 +59,8 @@ class Found:
 def collect(places: Sequence[Path]) -> Found:
     """Return what there is in folders, at any depth, and in JSON files, each of which is named.
 
-    A file holds runs, an analysis, or kernel timings.
+    Files of rows (.parquet) are found in folders, too. A JSON file holds runs,
+    an analysis, or kernel timings.
 
     Raises:
         UsageError: a path is missing, or something else, or there is nothing in any of them.
@@ -75,7 +76,7 @@ def collect(places: Sequence[Path]) -> Found:
             continue
         for folder in _analyses(place):
             found.add(measuring.load(folder))
-        if any(reader.run_folders(place)):
+        if any(reader.run_folders(place)) or reader.row_files(place):
             holding.append(place)
     found.runs = reader.load(holding) if holding else []
     if not (found.runs or found.analyses or found.timings):
@@ -89,6 +90,8 @@ def collect(places: Sequence[Path]) -> Found:
 
 def _file(path: Path, found: Found) -> list[Path]:
     """Add what a file holds; a file of runs is returned, to be read together with all others."""
+    if path.suffix == ".parquet":
+        return [path]
     try:
         data = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:

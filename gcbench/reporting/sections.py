@@ -18,7 +18,7 @@ from gcbench.reporting.analysis import Analysis, MissingTableError
 from gcbench.reporting.compare import Row
 from gcbench.reporting.kernel_timings import Timings
 from gcbench.reporting.published import Beside
-from gcbench.reporting.reader import Run, without_trials
+from gcbench.reporting.reader import Run
 from gcbench.reporting.rendering import Column
 from gcbench.training import configuration, suites
 
@@ -31,7 +31,9 @@ SHORT = 20
 
 # ---- sorting -------------------------------------------------------------------------------------
 
-_NUMBER = re.compile(r"[~<>≤≥\[(]*\s*([+-]?(?:\d[\d,]*\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s?([kKMGTµmn]?)", re.I)
+_NUMBER = re.compile(
+    r"[~<>≤≥\[(]*\s*([+-]?(?:\d[\d,]*\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s?([kKMGTµmn]?)", re.I
+)
 _UNITS = {"": 1.0, "k": 2.0**10, "m": 2.0**20, "g": 2.0**30, "t": 2.0**40}
 _LOW = re.compile(
     r"\b(errors?|loss|lost|ms|us|µs|s|seconds?|time|bytes|mb|kb|bits|angle|wrong|slower|rank|left)\b"
@@ -95,6 +97,8 @@ class Sheet:
     """Per row, the section to which its first cell leads."""
     tasks: Sequence[str] = ()
     """Per row, for the filter, where the section is of several tasks."""
+    folds: bool = True
+    """Whether it is folded where it is long."""
 
     @property
     def heads(self) -> list[dict[str, Any]]:
@@ -122,7 +126,7 @@ class Sheet:
     @property
     def long(self) -> bool:
         """Whether the table is folded."""
-        return len(self.columns[0].cells) > LONG
+        return self.folds and len(self.columns[0].cells) > LONG
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -222,7 +226,9 @@ class Compared:
 def _task(run: Run) -> str:
     """Return the task and its options in words."""
     options = run.config.get("task_options") or {}
-    return " ".join([run.summary.task, *(f"{k}={configuration.text(v)}" for k, v in options.items())])
+    return " ".join(
+        [run.summary.task, *(f"{k}={configuration.text(v)}" for k, v in options.items())]
+    )
 
 
 def _is_short(run: Run) -> bool:
@@ -246,7 +252,7 @@ def compared(
 ) -> Iterator[Compared]:
     """Yield what has a section: suites that are asked for or named by rows, then the tasks.
 
-    Trials, which chose learning rates, are left out where there are other runs.
+    Trials, which chose learning rates and never saw the test split, are left out.
     """
     groups = published.by_suite(runs)
     rest = groups.pop("", [])
@@ -260,7 +266,7 @@ def compared(
         made = beside.rows(compare.rows(beside.runs, target, beside.suite.choices))
         title = f"{beside.suite.name}: {beside.suite.title}"
         yield Compared(title, _task(beside.runs[0]), beside.runs, made, beside)
-    for task, alike in _by_task(without_trials(rest)).items():
+    for task, alike in _by_task(run for run in rest if not run.is_trial).items():
         whole = [run for run in alike if not _is_short(run)]
         if whole:
             yield Compared(task, task, whole, compare.rows(whole, target))

@@ -317,8 +317,9 @@ def notes(rows: Sequence[Row]) -> list[str]:
     if reasons:
         count = sum(bool(row.disowned) for row in rows)
         which = "all" if count == len(rows) else f"{count} of {len(rows)}"
-        made.append(f"Times of {which} rows are left out, as whoever made them says: "
-                    f"{'; '.join(reasons)}.")
+        made.append(
+            f"Times of {which} rows are left out, as whoever made them says: {'; '.join(reasons)}."
+        )
     return made
 
 
