@@ -37,7 +37,8 @@ def sections(
         found.append(front)
     ordered = sorted(analyses.items())
     studies = made[len(chosen) : len(chosen) + len(analyses)]
-    pays, others = [], []
+    pays: list[tuple[str, Section | None]] = []
+    others: list[tuple[str, Section | None]] = []
     for (name, analysis), section in zip(ordered, studies, strict=True):
         mine = pays if analysis.kind in PAYS else others
         told = analysis.conclusions[:SENTENCES]

@@ -35,9 +35,7 @@ _NUMBER = re.compile(
     r"[~<>≤≥\[(]*\s*([+-]?(?:\d[\d,]*\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s?([kKMGTµmn]?)", re.I
 )
 _UNITS = {"": 1.0, "k": 2.0**10, "m": 2.0**20, "g": 2.0**30, "t": 2.0**40}
-_LOW = re.compile(
-    r"\b(errors?|loss|lost|ms|us|µs|s|seconds?|time|bytes|mb|kb|bits|angle|wrong|slower|rank|left)\b"
-)
+_LOSSES = re.compile(r"\b(errors?|loss|lost|wrong|slower)\b")
 _HIGH = re.compile(r"\b(\w*bw|gb/s|speedup|gain|accuracy|ratio|faster|x \w+|of floor|images/s)\b")
 
 
@@ -71,7 +69,7 @@ def best(column: Column) -> str:
     heading = column.heading.lower()
     if column.heading == "front":
         return "high"  # "yes" before ""
-    return "high" if _HIGH.search(heading) and not _LOW.search(heading) else "low"
+    return "high" if _HIGH.search(heading) and not _LOSSES.search(heading) else "low"
 
 
 # ---- what a page is made of ----------------------------------------------------------------------
@@ -393,9 +391,12 @@ def analysed(draw: Draw, label: str, analysis: Analysis) -> Section:
     )
     for table, title, rows in measuring.parts(analysis):
         last = rows[-1] is table.rows[-1]
-        columns = measuring.columns(table, rows)
-        notes = table.notes if last else ()
-        sheet = Sheet(title, columns, table.which, (), notes, _methods(columns))
+        named = measuring.columns(table, rows)
+        kept, told = tables.differing(named[table.which :])
+        columns = [*named[: table.which], *kept]
+        notes = [f"Equal in all {len(rows)} rows: {'; '.join(told)}."] if told else []
+        notes += table.notes if last else ()
+        sheet = Sheet(title, columns, table.which, (), notes, _methods(named))
         section.sheets.append(sheet)
     try:
         section.picture = _picture(lambda path: draw(analysis, path))

@@ -250,7 +250,7 @@ def _withheld(rows: Sequence[Row]) -> str:
     return ""
 
 
-def _differing(columns: Sequence[Column]) -> tuple[list[Column], list[str]]:
+def differing(columns: Sequence[Column]) -> tuple[list[Column], list[str]]:
     """Return the columns in which rows differ, and words for the others.
 
     Those of nothing but "-" go without a word; `ALWAYS` stay.
@@ -269,7 +269,7 @@ def alike(rows: Sequence[Row]) -> str:
     """Return a sentence on the columns that are left out because all rows are equal in them."""
     found = _columns(rows)
     columns = [*found["quality"], *found["target"], *found["traffic"]]
-    told = _differing(columns)[1]
+    told = differing(columns)[1]
     return f"Equal in all {len(rows)} rows: {'; '.join(told)}." if told else ""
 
 
@@ -336,7 +336,7 @@ def groups(rows: Sequence[Row]) -> dict[str, list[Column]]:
     """Return the groups of columns without those in which all rows are equal; see `alike`."""
     found = _columns(rows)
     for name in ("quality", "target", "traffic"):
-        found[name] = _differing(found[name])[0]
+        found[name] = differing(found[name])[0]
     found["times"] = [
         column for column in found["times"] if any(cell != "-" for cell in column.cells)
     ]
