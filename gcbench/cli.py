@@ -55,6 +55,7 @@ class Kind(StrEnum):
     compressors = "compressors"
     tasks = "tasks"
     suites = "suites"
+    words = "words"
     backends = "backends"
     analyses = "analyses"
 
@@ -65,6 +66,13 @@ class KernelFormat(StrEnum):
     table = "table"
     markdown = "markdown"
     json = "json"
+
+
+class Width(StrEnum):
+    """Widths of a paper's pictures."""
+
+    single = "single"
+    double = "double"
 
 
 S = str | None
@@ -293,13 +301,30 @@ def compare(
         S, typer.Option(help=SUITE + " Only its runs, beside the published numbers.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw accuracy against bytes (.png, .svg, .pdf).")
+        Path | None,
+        typer.Option(
+            help="Draw accuracy against bytes, or a suite beside its paper (.png, .svg, .pdf)."
+        ),
+    ] = None,
+    sort: Annotated[
+        str,
+        typer.Option(
+            help="Sort rows, the best first (-payload: the worst first): accuracy, loss, "
+            "difference, payload, wire, bits, ratio, step, target or method.",
+            show_default=False,
+        ),
+    ] = "",
+    columns: Annotated[
+        S, typer.Option(help="Only these columns, by how headings begin: accuracy,vs none,payload.")
+    ] = None,
+    width: Annotated[
+        Width | None, typer.Option(help="For a paper: picture and LaTeX as wide as its column.")
     ] = None,
     json: Json = False,
 ) -> None:
     """Compare finished runs: accuracy over seeds, bytes, time by phase."""
     from gcbench.reporting import compare as comparing
-    from gcbench.reporting import published, reader
+    from gcbench.reporting import figures, published, reader
     from gcbench.training import suites
 
     conditions = {}
@@ -308,7 +333,17 @@ def compare(
         if not (key and equals and values) or key in conditions:
             raise UsageError(f"--where {word!r}: SETTING=VALUE[,VALUE] expected, each setting once")
         conditions[key] = values.split(",")
-    asked = comparing.Asked(conditions, target, by, "json" if json else format_.value)
+    if plot is not None:
+        figures.check(plot)
+    asked = comparing.Asked(
+        conditions,
+        target,
+        by,
+        "json" if json else format_.value,
+        sort,
+        tuple(filter(None, (word.strip() for word in (columns or "").split(",")))),
+        width.value if width is not None else "",
+    )
     groups = published.by_suite(reader.load(folders or [RUNS]))
     if suite is not None:
         runs = [run for group in groups.values() for run in group]
@@ -336,10 +371,15 @@ def compare(
             say("\n  ".join(beside.unmade()))
         shown += rows
     if plot is not None:
-        from gcbench.reporting import run_plots, tier_plot
+        from gcbench.reporting import paper_plot, run_plots, tier_plot
 
-        if any(row.tier is not None for row in shown):
-            tier_plot.draw(shown, suites.load(next(iter(groups))).title, plot)
+        name = next(iter(groups))
+        if name and paper_plot.has_published(shown):
+            paper_plot.draw_suite(shown, suites.load(name).title, plot, asked.width)
+        elif width is not None:
+            paper_plot.draw(shown, plot, asked.width)
+        elif any(row.tier is not None for row in shown):
+            tier_plot.draw(shown, suites.load(name).title, plot)
         else:
             run_plots.draw([run for row in shown for run in row.runs], plot)
         say(f"wrote {plot}")
@@ -385,7 +425,7 @@ def list_(
     kind: Annotated[Kind, typer.Argument(help="What to list.")] = Kind.compressors,
     json: Json = False,
 ) -> None:
-    """List compressors, tasks, suites, backends or analyses."""
+    """List compressors, tasks, suites, backends, analyses, or the words of the tables."""
     from gcbench.reporting import catalog
 
     listed = studies.listed if kind is Kind.analyses else catalog.ROWS[kind.value]

@@ -8,6 +8,7 @@ from typing import Any
 from gcbench import ops
 from gcbench.core import registry
 from gcbench.core.errors import GcbenchError
+from gcbench.reporting import glossary
 from gcbench.training import configuration
 
 Row = dict[str, Any]
@@ -140,6 +141,7 @@ ROWS: Mapping[str, Callable[[], list[Row]]] = {
     "tasks": tasks,
     "suites": suites,
     "backends": backends,
+    "words": glossary.rows,
 }
 
 

@@ -309,6 +309,16 @@ class Row:
         }
 
 
+def half_interval(row: Row) -> float:
+    """Return half the 95 % confidence interval of a row's mean (Student's t); 0 for one seed."""
+    if row.sd is None:
+        return 0.0
+    from scipy import stats
+
+    n = len(row.values)
+    return float(stats.t.ppf(0.975, n - 1)) * row.sd / math.sqrt(n)
+
+
 def finite(value: float | None) -> float | None:
     """Return the value, None for one that strict JSON cannot hold."""
     return value if value is not None and math.isfinite(value) else None
@@ -629,6 +639,9 @@ class Asked(NamedTuple):
     target: str | None
     by: str | None
     format: str
+    sort: str = ""
+    columns: Sequence[str] = ()
+    width: str = ""
 
 
 def chosen(runs: Sequence[Run], asked: Asked, own: frozenset[str] = frozenset()) -> list[Row]:
@@ -650,7 +663,8 @@ def told(rows: Sequence[Row], asked: Asked) -> str:
     from gcbench.reporting import tables
 
     tiers = asked.by is None and any(row.tier is not None for row in rows)
-    return tables.render(rows, asked.format, by="tier" if tiers else asked.by)
+    layout = tables.Layout(asked.sort, asked.columns, asked.width)
+    return tables.render(rows, asked.format, by="tier" if tiers else asked.by, layout=layout)
 
 
 # ---- filters and groups --------------------------------------------------------------------------

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import shutil
 import textwrap
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from gcbench.core.errors import UsageError, unknown
 from gcbench.reporting import compare
@@ -343,29 +344,181 @@ def groups(rows: Sequence[Row]) -> dict[str, list[Column]]:
     return found
 
 
-def _table(rows: Sequence[Row], width: int) -> str:
+def _table(rows: Sequence[Row], width: int, asked: Layout) -> str:
     """Return as few tables as fit into `width` columns, and the notes."""
-    found = groups(rows)
+    found = _laid_out(rows, asked)
     which = found.pop("which")
     told = [textwrap.fill(note, width, break_long_words=False) for note in notes(rows)]
     return terminal(which, list(filter(None, found.values())), width) + "\n\n" + "\n".join(told)
 
 
-def _markdown(rows: Sequence[Row]) -> str:
+def _markdown(rows: Sequence[Row], asked: Layout) -> str:
     names = len(rows[0].context) + 1 + len(rows[0].own)
-    return "\n\n".join([*(markdown(columns, names) for columns in sheets(rows)), *notes(rows)])
+    return "\n\n".join(
+        [*(markdown(columns, names) for columns in _chosen_sheets(rows, asked)), *notes(rows)]
+    )
 
 
-def _latex(rows: Sequence[Row]) -> str:
-    """Return a tabular for each table (needs the package booktabs), and the notes below."""
+def best_rows(rows: Sequence[Row]) -> list[int]:
+    """Return the places of the best mean of the compressed rows, and of those not told from it.
+
+    Those are the rows whose mean lies in the 95 % interval of the best one's (Student's t); of a
+    single seed there is no interval, and the best stands alone. Each budget has its own best.
+    """
+    found: list[int] = []
+    budgets = dict.fromkeys((canonical(row.context), row.metric) for row in rows)
+    for budget in budgets:
+        alike = [
+            (i, row)
+            for i, row in enumerate(rows)
+            if (canonical(row.context), row.metric) == budget and row.mean is not None
+            if not row.is_baseline and not row.failed
+        ]
+        if not alike:
+            continue
+        sign = 1 if budget[1] == "accuracy" else -1
+        _, top = max(alike, key=lambda one: sign * (one[1].mean or 0.0))
+        half = compare.half_interval(top)
+        found += [
+            i for i, row in alike if sign * ((top.mean or 0.0) - (row.mean or 0.0)) <= half + 1e-12
+        ]
+    return sorted(found)
+
+
+def _caption(rows: Sequence[Row], shared: str) -> str:
+    """Return what a reader of a paper must know of the table, in a caption's sentences."""
+    first = rows[0].first
+    tasks = " and ".join(dict.fromkeys(row.first.task for row in rows))
+    counts = sorted({len(row.values) for row in rows})
+    seeds = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    what = "test accuracy (%)" if rows[0].metric == "accuracy" else "test loss"
+    sizes = {(row.first.workers, row.first.steps, row.first.batch) for row in rows}
+    same = []
+    if len(sizes) == 1:
+        same = [f"{first.workers} workers", f"{first.steps} steps of batch {first.batch}"]
+    for key in ("optimizer", "lr"):
+        values = {text(row.runs[0].config.get(key)) for row in rows}
+        if len(values) == 1 and first.config.get(key) is not None:
+            same.append(f"{key} {values.pop()}")
+    of = f"mean ± standard deviation over n = {seeds} seeds" if counts[-1] > 1 else "one seed"
+    under = f" ({', '.join(same)})" if same else ""
+    more = f" {shared}." if shared else ""
+    return (
+        f"{tasks}: {what}, {of}{under}.{more} Bold: the best compressed row of its budget, "
+        "and those whose mean lies in its 95 % interval. vs none: paired difference with its "
+        "95 % interval. MB = 10^6 bytes of a worker and step."
+    )
+
+
+def _latex(rows: Sequence[Row], asked: Layout, shared: str) -> str:
+    """Return a floating table (needs the package booktabs), one for the times, and the notes."""
     names = len(rows[0].context) + 1 + len(rows[0].own)
+    environment = "table*" if asked.width == "double" else "table"
     told = " ".join(map(latex_text, notes(rows)))
-    small = rf"\par\smallskip{{\footnotesize {told}\par}}"
-    return "\n\n".join([*(latex(columns, names) for columns in sheets(rows)), small])
+    made = []
+    for place, columns in enumerate(_chosen_sheets(rows, asked)):
+        which = sum(column in sheets(rows)[place][:names] for column in columns)
+        quality = [i for i, column in enumerate(columns) if column.heading in METRICS]
+        bold = {i: best_rows(rows) for i in quality}
+        caption = "Times by phase, in ms." if place else _caption(rows, shared)
+        made.append(latex(columns, which, caption, bold, environment))
+    return "\n\n".join([*made, rf"\par\smallskip{{\footnotesize {told}\par}}"])
+
+
+# ---- what is shown, in which order ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a table is laid out."""
+
+    sort: str = ""
+    """What rows are sorted by, one of `SORTS`, the best first; "-" before it: the worst first."""
+    columns: Sequence[str] = ()
+    """Beginnings of headings; none: all in which rows differ."""
+    width: str = ""
+    """"single" or "double": the column of a paper."""
+
+
+SORTS: dict[str, tuple[str, Callable[[Row], Any]]] = {
+    "accuracy": ("high", lambda row: row.mean if row.metric == "accuracy" else None),
+    "loss": ("low", lambda row: row.mean if row.metric == "test_loss" else None),
+    "difference": (
+        "high",
+        lambda row: (
+            row.difference
+            if row.difference is None or row.metric == "accuracy"
+            else -row.difference
+        ),
+    ),
+    "payload": ("low", lambda row: row.payload_bytes_step),
+    "wire": ("low", lambda row: row.wire_bytes_step),
+    "bits": ("low", lambda row: row.bits_up),
+    "ratio": ("high", lambda row: row.average("payload_ratio_up")),
+    "step": ("low", lambda row: None if row.disowned else row.step_seconds),
+    "method": ("low", lambda row: row.method),
+    "target": ("low", lambda row: row.to_target("step")),
+}
+"""What `compare --sort` takes -> which end is the best, and the value of a row."""
+
+
+def in_order(rows: Sequence[Row], sort: str) -> list[Row]:
+    """Return the rows sorted, those without a value last; `sort` as in `Layout`.
+
+    Raises:
+        UsageError: nothing to sort by has that name.
+    """
+    if not sort:
+        return list(rows)
+    name = sort.removeprefix("-")
+    if name not in SORTS:
+        raise unknown("--sort", name, SORTS)
+    end, value = SORTS[name]
+    known = [row for row in rows if value(row) is not None]
+    falling = (end == "high") != sort.startswith("-")
+    rest = [row for row in rows if value(row) is None]
+    return sorted(known, key=value, reverse=falling) + rest
+
+
+def _matches(column: Column, word: str) -> bool:
+    """Whether a heading begins with the word, however either is cased and broken."""
+    return " ".join(column.heading.lower().split()).startswith(" ".join(word.lower().split()))
+
+
+def _chosen(groups: Mapping[str, list[Column]], words: Sequence[str]) -> dict[str, list[Column]]:
+    """Return the columns that name a row, and those that were asked for, in that order.
+
+    Raises:
+        UsageError: no heading begins with a word.
+    """
+    every = [column for columns in groups.values() for column in columns]
+    for word in words:
+        if not any(_matches(column, word) for column in every):
+            raise unknown("--columns", word, [" ".join(c.heading.split()) for c in every])
+    picked = [column for word in words for column in every if _matches(column, word)]
+    names = [id(column) for column in groups["which"]]
+    unique = {id(column): column for column in picked if id(column) not in names}
+    return {"which": groups["which"], "chosen": list(unique.values())}
+
+
+def _laid_out(rows: Sequence[Row], asked: Layout) -> dict[str, list[Column]]:
+    """Return the groups of columns that are shown."""
+    return _chosen(_columns(rows), asked.columns) if asked.columns else groups(rows)
+
+
+def _chosen_sheets(rows: Sequence[Row], asked: Layout) -> list[list[Column]]:
+    if not asked.columns:
+        return sheets(rows)
+    found = _chosen(_columns(rows), asked.columns)
+    return [[column for columns in found.values() for column in columns]]
 
 
 def render(
-    rows: Sequence[Row], format: str = "table", width: int | None = None, by: str | None = None
+    rows: Sequence[Row],
+    format: str = "table",
+    width: int | None = None,
+    by: str | None = None,
+    layout: Layout | None = None,
 ) -> str:
     """Return the rows as text in one of `FORMATS`, without a final line break.
 
@@ -374,22 +527,21 @@ def render(
     values have a table each; CSV and JSON, which have one row a row, sort by it.
 
     Raises:
-        UsageError: an unknown format, or setting, or no rows.
+        UsageError: an unknown format, setting, column or order, columns of CSV or JSON, or no rows.
     """
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)
     if not rows:
         raise UsageError("no rows to show; load at least one finished run")
+    asked = layout or Layout()
+    rows = in_order(rows, asked.sort)
     tabled = {"": list(rows)} if by is None else compare.by(rows, by)
     if format in ("csv", "json"):
+        if asked.columns:
+            raise UsageError(f"--columns: {format} has every field of a row; choose among them")
         records = [row.record() for group in tabled.values() for row in group]
         return csv_text(records) if format == "csv" else json_text(records)
     width = width or shutil.get_terminal_size((200, 24)).columns
-    made = {
-        "table": lambda group: _table(group, width),
-        "markdown": _markdown,
-        "latex": _latex,
-    }[format]
     titles = {"table": "{}", "markdown": "**{}**", "latex": "% {}"}
     blocks = []
     for value, group in tabled.items():
@@ -398,7 +550,12 @@ def render(
             title = ", ".join(filter(None, [f"{by}={value}", title]))
         if title:
             blocks.append(titles[format].format(title))
-        blocks.append(made(told))
+        if format == "latex":
+            blocks.append(_latex(told, asked, title))
+        else:
+            blocks.append(
+                _table(told, width, asked) if format == "table" else _markdown(told, asked)
+            )
     return "\n\n".join(blocks)
 
 
