@@ -96,8 +96,7 @@ def deliver(
     folder = measuring.save(analysis, results)
     print(measuring.render(analysis, "json" if as_json else chosen.value))
     for path in filter(None, (folder / f"{analysis.kind}.png", plot)):
-        studies.draw(analysis, path)
-        say(f"wrote {path}")
+        say(f"wrote {', '.join(map(str, studies.draw(analysis, path)))}")
 
 
 def command_line() -> str:

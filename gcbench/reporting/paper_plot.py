@@ -145,8 +145,7 @@ def draw_suite(rows: Sequence[Row], title: str, path: Path, width: str = "") -> 
         )
         handles, labels = grid[-1].get_legend_handles_labels()
         columns = 2 if width == "single" else 4
-        where = "outside lower center"
-        figure.legend(handles, labels, loc=where, ncols=columns, frameon=False)
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
         figures.save(figure, path)
 
 

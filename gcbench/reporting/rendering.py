@@ -181,19 +181,25 @@ def latex(
     """
     import pandas as pd
 
-    headings, *rows = ([_latex_cell(cell) for cell in line] for line in _lines(columns))
+    lines = [[_latex_cell(cell) for cell in line] for line in _lines(columns)]
+    headings, rows = lines[0], lines[1:]
     style = pd.DataFrame(rows, columns=range(len(columns))).style.hide(axis="index")
-    style = style.format_index(lambda place: headings[place], axis="columns")
+    style = style.format_index(lambda place: headings[int(str(place))], axis="columns")
     for place, chosen in (bold or {}).items():
         props = ["textbf:--rwrap;" if row in chosen else "" for row in range(len(rows))]
         style = style.apply(lambda column, props=props: props, subset=[place])
-    layout = {"column_format": "l" * which + "r" * (len(columns) - which), "hrules": True}
+    aligned = "l" * which + "r" * (len(columns) - which)
     if not caption:
-        return str(style.to_latex(**layout)).rstrip("\n")
-    told = {"caption": latex_text(caption), "environment": environment or "table"}
-    return str(style.to_latex(**layout, **told, position="t", position_float="centering")).rstrip(
-        "\n"
+        return str(style.to_latex(column_format=aligned, hrules=True)).rstrip("\n")
+    text = style.to_latex(
+        column_format=aligned,
+        hrules=True,
+        caption=latex_text(caption),
+        environment=environment or "table",
+        position="t",
+        position_float="centering",
     )
+    return str(text).rstrip("\n")
 
 
 # ---- a whole answer ------------------------------------------------------------------------------

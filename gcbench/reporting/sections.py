@@ -162,8 +162,8 @@ class Section:
     kind: str = "analysis"
     """One of `KINDS`."""
     lead: Sequence[str] = ()
-    picture: str | None = None
-    """The address of the SVG, which holds it."""
+    pictures: Sequence[str] = ()
+    """The addresses of the SVGs, which hold them."""
     sheets: list[Sheet] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
     where: Sequence[str] = ()
@@ -193,12 +193,16 @@ def anchored(made: Iterable[Section]) -> None:
         taken.add(section.anchor)
 
 
-def _picture(draw: Callable[[Path], None]) -> str:
-    """Return what `draw` draws as an address that holds the SVG."""
+def _pictures(draw: Callable[[Path], object]) -> list[str]:
+    """Return what `draw` draws, in the order of its files, as addresses that hold the SVGs."""
     with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "picture.svg"
-        draw(path)
-        return "data:image/svg+xml;base64," + base64.b64encode(path.read_bytes()).decode()
+        first = Path(scratch) / "picture.svg"
+        found = draw(first)
+        paths = found if isinstance(found, list) else [first]
+        return [
+            "data:image/svg+xml;base64," + base64.b64encode(path.read_bytes()).decode()
+            for path in paths
+        ]
 
 
 def _machine(provenance: Mapping[str, Any]) -> str:
@@ -339,9 +343,9 @@ def accuracy(one: Compared) -> Section:
     sheet.notes = tables.notes(told)
     section.sheets.append(sheet)
     if any(row.tier is not None and row.mean is not None for row in one.rows):
-        section.picture = _picture(lambda path: tier_plot.draw(one.rows, one.title, path))
+        section.pictures = _pictures(lambda path: tier_plot.draw(one.rows, one.title, path))
     else:
-        section.picture = _picture(lambda path: run_plots.draw(one.runs, path))
+        section.pictures = _pictures(lambda path: run_plots.draw(one.runs, path))
     section.where = sorted({_machine(run.summary.provenance) for run in one.runs} - {""})
     return section
 
@@ -372,8 +376,8 @@ def times(one: Compared) -> Section:
 # ---- analyses and kernels ------------------------------------------------------------------------
 
 
-Draw = Callable[[Analysis, Path], None]
-"""Draws the picture of an analysis to a file: `gcbench.studies.draw`."""
+Draw = Callable[[Analysis, Path], object]
+"""Draws the pictures of an analysis and returns their files: `gcbench.studies.draw`."""
 
 
 def _methods(columns: Sequence[Column]) -> list[str]:
@@ -394,17 +398,17 @@ def analysed(draw: Draw, label: str, analysis: Analysis) -> Section:
         named = measuring.columns(table, rows)
         kept, told = tables.differing(named[table.which :])
         columns = [*named[: table.which], *kept]
-        notes = [f"Equal in all {len(rows)} rows: {'; '.join(told)}."] if told else []
-        notes += table.notes if last else ()
-        sheet = Sheet(title, columns, table.which, (), notes, _methods(named))
+        said = [f"Equal in all {len(rows)} rows: {'; '.join(told)}."] if told else []
+        said += table.notes if last else ()
+        sheet = Sheet(title, columns, table.which, (), said, _methods(named))
         section.sheets.append(sheet)
     try:
-        section.picture = _picture(lambda path: draw(analysis, path))
+        section.pictures = _pictures(lambda path: draw(analysis, path))
     except UsageError:
         section.lead = [*section.lead, "This gcbench does not know how to draw it."]
     except MissingTableError:
-        told = "No picture: its file leaves out what it is drawn from; the command makes it again."
-        section.lead = [*section.lead, told]
+        why = "No picture: its file leaves out what it is drawn from; the command makes it again."
+        section.lead = [*section.lead, why]
     return section
 
 
