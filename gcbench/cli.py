@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Compare gradient compressors honestly: bytes really packed, accuracy trained.",
 )
@@ -84,15 +84,53 @@ WHERE = "Where it runs"
 KEEP = "Gradients for `gcbench histogram`, before memory and compression; results stay the same"
 
 
-def _opt(text: str, panel: str) -> Any:
-    return typer.Option(help=text, rich_help_panel=panel, show_default=False)
+def _names(kind: str) -> list[str]:
+    """Return what a shell may complete: the names of compressors, tasks or suites."""
+    from gcbench.core import registry
+
+    if kind == "suites":
+        from gcbench.training import suites
+
+        return suites.names()
+    return list(registry.tasks() if kind == "tasks" else registry.compressors())
+
+
+def _completed(kind: str) -> Callable[[str], list[str]]:
+    """Return the completion of the last name of a list with commas."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in _names(kind) if name.startswith(last)]
+
+    return complete
+
+
+def _opt(text: str, panel: str, complete: str = "") -> Any:
+    return typer.Option(
+        help=text,
+        rich_help_panel=panel,
+        show_default=False,
+        autocompletion=_completed(complete) if complete else None,
+    )
 
 
 @app.command()
 def run(
-    suite: Annotated[S, _opt(SUITE + " Flags choose among its runs.", RUN)] = None,
-    task: Annotated[S, _opt("Task; default digits. See `gcbench list tasks`.", RUN)] = None,
-    compressor: Annotated[S, _opt("Compressor(s); default terngrad.", RUN)] = None,
+    suite: Annotated[
+        S, _opt(SUITE + " Flags choose among its runs.", RUN, complete="suites")
+    ] = None,
+    task: Annotated[
+        S, _opt("Task; default digits. See `gcbench list tasks`.", RUN, complete="tasks")
+    ] = None,
+    compressor: Annotated[
+        S,
+        _opt(
+            "Compressor(s), with fields after colons, or files: topk:ratio=0.05,./mine.py; "
+            "default terngrad.",
+            RUN,
+            complete="compressors",
+        ),
+    ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -252,7 +290,9 @@ def run(
                 f"suite {chosen.name!r} chooses rates by trials, which only the process of worker "
                 "0 knows: run it without torchrun (--engine spawn has real processes)"
             )
-        made.work(chosen.runs(given), len(chosen.points(given)), json=json, tuned=True)
+        points = chosen.points(given)
+        made.after = sum(point.config.steps for point in points)
+        made.work(chosen.runs(given), len(points), json=json, tuned=True)
     if suite is not None and membership.leads():
         say(f"beside the published numbers: gcbench compare {results} --suite {suite}")
 
@@ -387,7 +427,13 @@ def compare(
 
 @app.command()
 def verify(
-    name: Annotated[str, typer.Argument(help="A compressor; see `gcbench list compressors`.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A compressor, see `gcbench list compressors`, or a file: ./mine.py.",
+            autocompletion=_completed("compressors"),
+        ),
+    ],
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", help="A field, e.g. clip=2.0; without, all declared variants."),
@@ -398,6 +444,7 @@ def verify(
     json: Json = False,
 ) -> None:
     """Check a compressor against its declarations; exit code 1 if one does not hold."""
+    from gcbench.core import registry
     from gcbench.reporting import catalog
     from gcbench.studies import conformance as verifying
     from gcbench.training import grid
@@ -406,6 +453,7 @@ def verify(
     for field, value in options.items():
         if isinstance(value, list | dict):
             raise UsageError(f"--set {field}: one value expected; verify takes no grid")
+    name = registry.add_file(name)
     rows: list[dict[str, Any]] = []
     for table in verifying.verify(name, options, processes=processes):
         rows += table
