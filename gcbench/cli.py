@@ -27,6 +27,7 @@ from gcbench.commands import (
 from gcbench.commands.advise import advise
 from gcbench.commands.bandwidth import bandwidth
 from gcbench.commands.bounds import bounds
+from gcbench.commands.helptext import make_plain
 from gcbench.commands.histogram import histogram
 from gcbench.commands.report import report
 from gcbench.commands.scale import app as scale_app
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"max_content_width": 100},
     help="Compare gradient compressors honestly: bytes really packed, accuracy trained.",
 )
 data_app = typer.Typer(no_args_is_help=True, help="Fetch data sets, or say where they are.")
@@ -570,6 +573,9 @@ def _root(
 ) -> None:
     if debug:
         os.environ["GCBENCH_DEBUG"] = "1"
+
+
+make_plain(app)
 
 
 def _leave() -> None:
