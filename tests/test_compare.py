@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import invoke
+from commands import ROOT, invoke
 
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.reporting import figures, run_plots
@@ -679,6 +679,28 @@ def test_latex_has_a_caption_and_the_best_within_its_interval_is_bold(tmp_path: 
     single = table(tmp_path / "one", BASE[0], summary("a", 0, 0.8), summary("b", 0, 0.79))
     assert [single[i].method for i in best_rows(single)] == ["a"]
     assert r"\begin{table}" in render(single, "latex")
+
+
+def test_a_suites_picture_has_the_published_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Panels by the paper's rates, numbers of workers across, ours filled, theirs hollow."""
+    kept = drawing(monkeypatch)
+    words = [ROOT / "results/mnist-figure3.json", "--suite", "terngrad-figure3"]
+    done = invoke("compare", *words, "--plot", tmp_path / "x.png", "--width", "double")
+    assert done.code == 0, done.err
+    (figure,) = kept
+    assert len(figure.axes) == 2
+    rows = invoke("compare", *words, "--json").json
+    for axes, momentum in zip(figure.axes, (0.9, 0), strict=True):
+        own = [row for row in rows if row["momentum"] == momentum]
+        drawn = {"D": set(), "o": set()}
+        for line in axes.lines:
+            if line.get_marker() in drawn and len(line.get_ydata()):
+                drawn[line.get_marker()] |= {round(float(y), 6) for y in line.get_ydata()}
+        assert drawn["D"] == {round(100 * row["published"], 6) for row in own}
+        assert drawn["o"] == {round(100 * row["mean"], 6) for row in own}
+        assert [tick.get_text() for tick in axes.get_xticklabels()] == ["2", "4", "8", "16"]
 
 
 # --- choices, groups, targets, fronts
