@@ -91,3 +91,10 @@ def test_the_glossary_is_one() -> None:
     assert {row["name"]: row["what"] for row in rows} == glossary.WORDS
     for word in ("bucket", "payload", "wire", "two-shot", "error feedback"):
         assert glossary.WORDS[word].endswith(".")
+
+
+def test_a_long_table_points_to_the_glossary(tmp_path: Path) -> None:
+    write(tmp_path, *(summary(f"m{i}", 0, 0.9) for i in range(glossary.LONG + 1)))
+    assert glossary.POINTER in invoke("compare", tmp_path).out
+    write(tmp_path / "few", *BASE)
+    assert glossary.POINTER not in invoke("compare", tmp_path / "few").out

@@ -340,7 +340,7 @@ def accuracy(one: Compared) -> Section:
     columns += [column for column in quality[1:] if column.heading != "vs none"]
     columns += [*found["target"], *traffic[1:]]
     sheet = _sheet(section, "Accuracy and bytes", told, columns, 1)
-    sheet.notes = tables.notes(told)
+    sheet.notes = [note for note in tables.notes(told) if not note.startswith(_OF_TIMES)]
     section.sheets.append(sheet)
     if any(row.tier is not None and row.mean is not None for row in one.rows):
         section.pictures = _pictures(lambda path: tier_plot.draw(one.rows, one.title, path))
@@ -348,6 +348,10 @@ def accuracy(one: Compared) -> Section:
         section.pictures = _pictures(lambda path: run_plots.draw(one.runs, path))
     section.where = sorted({_machine(run.summary.provenance) for run in one.runs} - {""})
     return section
+
+
+_OF_TIMES = ("Times: ", "~: ")
+"""How the notes begin that stand with the times."""
 
 
 def timed(one: Compared) -> bool:
@@ -367,7 +371,7 @@ def times(one: Compared) -> Section:
     which = found["which"]
     columns = [which[method], *which[:method], *which[method + 1 :], *found["times"]]
     sheet = _sheet(section, "Time by phase", told, columns, len(which))
-    sheet.notes = [note for note in tables.notes(told) if note.startswith(("Times", "~"))]
+    sheet.notes = [note for note in tables.notes(told) if note.startswith(_OF_TIMES)]
     section.sheets.append(sheet)
     section.where = sorted({_machine(run.summary.provenance) for run in one.runs} - {""})
     return section

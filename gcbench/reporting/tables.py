@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gcbench.core.errors import UsageError, unknown
-from gcbench.reporting import compare
+from gcbench.reporting import compare, glossary
 from gcbench.reporting.compare import Row
 from gcbench.reporting.rendering import (
     Column,
@@ -348,7 +348,8 @@ def _table(rows: Sequence[Row], width: int, asked: Layout) -> str:
     """Return as few tables as fit into `width` columns, and the notes."""
     found = _laid_out(rows, asked)
     which = found.pop("which")
-    told = [textwrap.fill(note, width, break_long_words=False) for note in notes(rows)]
+    said = [*notes(rows), *([glossary.POINTER] if len(rows) > glossary.LONG else [])]
+    told = [textwrap.fill(note, width, break_long_words=False) for note in said]
     return terminal(which, list(filter(None, found.values())), width) + "\n\n" + "\n".join(told)
 
 
