@@ -104,7 +104,8 @@ def deliver(
     folder = measuring.save(analysis, results)
     print(measuring.render(analysis, "json" if as_json else chosen.value))
     for path in filter(None, (folder / f"{analysis.kind}.png", plot)):
-        say(f"wrote {', '.join(map(str, studies.draw(analysis, path)))}")
+        drawn = studies.draw(analysis, path) or [path]
+        say(f"wrote {', '.join(map(str, drawn))}")
 
 
 def command_line() -> str:
