@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +27,7 @@ from gcbench.commands import (
 from gcbench.commands.advise import advise
 from gcbench.commands.bandwidth import bandwidth
 from gcbench.commands.bounds import bounds
+from gcbench.commands.helptext import make_plain
 from gcbench.commands.histogram import histogram
 from gcbench.commands.report import report
 from gcbench.commands.scale import app as scale_app
@@ -37,8 +39,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"max_content_width": 100},
     help="Compare gradient compressors honestly: bytes really packed, accuracy trained.",
 )
 data_app = typer.Typer(no_args_is_help=True, help="Fetch data sets, or say where they are.")
@@ -55,6 +58,7 @@ class Kind(StrEnum):
     compressors = "compressors"
     tasks = "tasks"
     suites = "suites"
+    words = "words"
     backends = "backends"
     analyses = "analyses"
 
@@ -67,6 +71,13 @@ class KernelFormat(StrEnum):
     json = "json"
 
 
+class Width(StrEnum):
+    """Widths of a paper's pictures."""
+
+    single = "single"
+    double = "double"
+
+
 S = str | None
 DataName = Annotated[str, typer.Argument(help="A data set: the name of a task that needs one.")]
 SUITE = "A paper's table or figure: see `gcbench list suites`; or a YAML file."
@@ -76,15 +87,53 @@ WHERE = "Where it runs"
 KEEP = "Gradients for `gcbench histogram`, before memory and compression; results stay the same"
 
 
-def _opt(text: str, panel: str) -> Any:
-    return typer.Option(help=text, rich_help_panel=panel, show_default=False)
+def _names(kind: str) -> list[str]:
+    """Return what a shell may complete: the names of compressors, tasks or suites."""
+    from gcbench.core import registry
+
+    if kind == "suites":
+        from gcbench.training import suites
+
+        return suites.names()
+    return list(registry.tasks() if kind == "tasks" else registry.compressors())
+
+
+def _completed(kind: str) -> Callable[[str], list[str]]:
+    """Return the completion of the last name of a list with commas."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in _names(kind) if name.startswith(last)]
+
+    return complete
+
+
+def _opt(text: str, panel: str, complete: str = "") -> Any:
+    return typer.Option(
+        help=text,
+        rich_help_panel=panel,
+        show_default=False,
+        autocompletion=_completed(complete) if complete else None,
+    )
 
 
 @app.command()
 def run(
-    suite: Annotated[S, _opt(SUITE + " Flags choose among its runs.", RUN)] = None,
-    task: Annotated[S, _opt("Task; default digits. See `gcbench list tasks`.", RUN)] = None,
-    compressor: Annotated[S, _opt("Compressor(s); default terngrad.", RUN)] = None,
+    suite: Annotated[
+        S, _opt(SUITE + " Flags choose among its runs.", RUN, complete="suites")
+    ] = None,
+    task: Annotated[
+        S, _opt("Task; default digits. See `gcbench list tasks`.", RUN, complete="tasks")
+    ] = None,
+    compressor: Annotated[
+        S,
+        _opt(
+            "Compressor(s), with fields after colons, or files: topk:ratio=0.05,./mine.py; "
+            "default terngrad.",
+            RUN,
+            complete="compressors",
+        ),
+    ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -269,7 +318,9 @@ def run(
                 f"suite {chosen.name!r} chooses rates by trials, which only the process of worker "
                 "0 knows: run it without torchrun (--engine spawn has real processes)"
             )
-        made.work(chosen.runs(given), len(chosen.points(given)), json=json, tuned=True)
+        points = chosen.points(given)
+        made.after = sum(point.config.steps for point in points)
+        made.work(chosen.runs(given), len(points), json=json, tuned=True)
     if suite is not None and membership.leads():
         say(f"beside the published numbers: gcbench compare {results} --suite {suite}")
 
@@ -318,13 +369,30 @@ def compare(
         S, typer.Option(help=SUITE + " Only its runs, beside the published numbers.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw accuracy against bytes (.png, .svg, .pdf).")
+        Path | None,
+        typer.Option(
+            help="Draw accuracy against bytes, or a suite beside its paper (.png, .svg, .pdf)."
+        ),
+    ] = None,
+    sort: Annotated[
+        str,
+        typer.Option(
+            help="Sort rows, the best first (-payload: the worst first): accuracy, loss, "
+            "difference, payload, wire, bits, ratio, step, target or method.",
+            show_default=False,
+        ),
+    ] = "",
+    columns: Annotated[
+        S, typer.Option(help="Only these columns, by how headings begin: accuracy,vs none,payload.")
+    ] = None,
+    width: Annotated[
+        Width | None, typer.Option(help="For a paper: picture and LaTeX as wide as its column.")
     ] = None,
     json: Json = False,
 ) -> None:
     """Compare finished runs: accuracy over seeds, bytes, time by phase."""
     from gcbench.reporting import compare as comparing
-    from gcbench.reporting import published, reader
+    from gcbench.reporting import figures, published, reader
     from gcbench.training import suites
 
     conditions = {}
@@ -333,7 +401,17 @@ def compare(
         if not (key and equals and values) or key in conditions:
             raise UsageError(f"--where {word!r}: SETTING=VALUE[,VALUE] expected, each setting once")
         conditions[key] = values.split(",")
-    asked = comparing.Asked(conditions, target, by, "json" if json else format_.value)
+    if plot is not None:
+        figures.check(plot)
+    asked = comparing.Asked(
+        conditions,
+        target,
+        by,
+        "json" if json else format_.value,
+        sort,
+        tuple(filter(None, (word.strip() for word in (columns or "").split(",")))),
+        width.value if width is not None else "",
+    )
     groups = published.by_suite(reader.load(folders or [RUNS]))
     if suite is not None:
         runs = [run for group in groups.values() for run in group]
@@ -361,10 +439,15 @@ def compare(
             say("\n  ".join(beside.unmade()))
         shown += rows
     if plot is not None:
-        from gcbench.reporting import run_plots, tier_plot
+        from gcbench.reporting import paper_plot, run_plots, tier_plot
 
-        if any(row.tier is not None for row in shown):
-            tier_plot.draw(shown, suites.load(next(iter(groups))).title, plot)
+        name = next(iter(groups))
+        if name and paper_plot.has_published(shown):
+            paper_plot.draw_suite(shown, suites.load(name).title, plot, asked.width)
+        elif width is not None:
+            paper_plot.draw(shown, plot, asked.width)
+        elif any(row.tier is not None for row in shown):
+            tier_plot.draw(shown, suites.load(name).title, plot)
         else:
             run_plots.draw([run for row in shown for run in row.runs], plot)
         say(f"wrote {plot}")
@@ -372,7 +455,13 @@ def compare(
 
 @app.command()
 def verify(
-    name: Annotated[str, typer.Argument(help="A compressor; see `gcbench list compressors`.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A compressor, see `gcbench list compressors`, or a file: ./mine.py.",
+            autocompletion=_completed("compressors"),
+        ),
+    ],
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", help="A field, e.g. clip=2.0; without, all declared variants."),
@@ -383,6 +472,7 @@ def verify(
     json: Json = False,
 ) -> None:
     """Check a compressor against its declarations; exit code 1 if one does not hold."""
+    from gcbench.core import registry
     from gcbench.reporting import catalog
     from gcbench.studies import conformance as verifying
     from gcbench.training import grid
@@ -391,6 +481,7 @@ def verify(
     for field, value in options.items():
         if isinstance(value, list | dict):
             raise UsageError(f"--set {field}: one value expected; verify takes no grid")
+    name = registry.add_file(name)
     rows: list[dict[str, Any]] = []
     for table in verifying.verify(name, options, processes=processes):
         rows += table
@@ -410,7 +501,7 @@ def list_(
     kind: Annotated[Kind, typer.Argument(help="What to list.")] = Kind.compressors,
     json: Json = False,
 ) -> None:
-    """List compressors, tasks, suites, backends or analyses."""
+    """List compressors, tasks, suites, backends, analyses, or the words of the tables."""
     from gcbench.reporting import catalog
 
     listed = studies.listed if kind is Kind.analyses else catalog.ROWS[kind.value]
@@ -509,6 +600,9 @@ def _root(
 ) -> None:
     if debug:
         os.environ["GCBENCH_DEBUG"] = "1"
+
+
+make_plain(app)
 
 
 def _leave() -> None:

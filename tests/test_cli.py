@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import resource
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from commands import gcbench, invoke
+from commands import ROOT, gcbench, invoke
 
 from gcbench.core import registry
 from gcbench.core.compressor import Compressor
@@ -455,3 +458,200 @@ def test_the_list_says_what_is_really_sent():
     for row in rows.values():
         assert set(row["measured_bits"]) == {"up", "down"}
         assert 0 < row["measured_bits"]["up"] <= 32
+
+
+# -- words, files, completion, the time of a grid --------------------------------------------------
+
+COMMANDS = [
+    *([], ["run"], ["compare"], ["verify"], ["list"], ["info"], ["kernels"], ["histogram"]),
+    *(["bounds"], ["bandwidth"], ["scale"], ["scale", "predict"], ["scale", "figure5"]),
+    *(["scale", "fft"], ["scale", "validate"], ["advise"], ["report"], ["data"], ["data", "get"]),
+]
+
+
+def broken_words(command, width, monkeypatch):
+    """Return the words of a command's help that a width breaks or cuts."""
+
+    def words(columns):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setenv("TERMINAL_WIDTH", str(columns))
+        done = invoke(*command, "--help")
+        assert done.code == 0
+        return set(done.out.split())
+
+    return words(width) - words(1000)
+
+
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda words: "-".join(words) or "gcbench")
+def test_help_breaks_no_word(command, width, monkeypatch):
+    assert broken_words(command, width, monkeypatch) == set()
+
+
+def test_a_broken_word_is_found(monkeypatch):
+    from gcbench.commands import helptext
+
+    def by_letters(text, width, indent=""):
+        return "\n".join(text[at : at + 20] for at in range(0, len(text), 20))
+
+    wrapped = helptext.wrapped
+    monkeypatch.setattr(
+        helptext, "wrapped", lambda t, w, i="": by_letters(t, w) if w < 100 else wrapped(t, w, i)
+    )
+    assert broken_words(["run"], 60, monkeypatch)
+
+
+MINE = """
+from dataclasses import dataclass
+
+import torch
+
+import gcbench
+
+
+@dataclass(frozen=True)
+class Halves(gcbench.Compressor):
+    most: float = 65504.0
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        return gcbench.Payload((x.clamp(-self.most, self.most).half(),))
+
+    def decode(self, payload, segments, shared, *, out=None):
+        self.check(payload, segments)
+        return self.check_finite(payload.parts[0].float())
+
+    def layout(self, segments, count=1):
+        return ((torch.float16, segments.numel),)
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    monkeypatch.setenv(registry.FILES, "")
+    registry.compressors.cache_clear()
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    yield path
+    sys.modules.pop("gcbench_file_mine", None)
+    monkeypatch.undo()
+    registry.compressors.cache_clear()
+
+
+def test_a_compressor_may_be_a_file(mine, tmp_path):
+    """In the grid, with a field, in real processes; its row names the file that makes it again."""
+    words = ["--steps", 3, "--workers", 2, "--progress", "none", "--results", tmp_path / "r"]
+    rows = invoke("run", "--compressor", f"none,{mine}:most=2.0", *words, "--json").json
+    assert [row["compressor_name"] for row in rows] == ["none", "mine"]
+    assert rows[1]["compressor"] == "Halves(most=2.0)"
+    assert rows[1]["payload_ratio_up"] == 2
+    assert str(mine) in rows[1]["provenance"]["command"]
+    real = invoke("run", "--compressor", mine, "--engine", "spawn", *words, "--json")
+    assert real.json["payload_ratio_up"] == 2
+    done = invoke("verify", mine, "--no-processes")
+    assert done.err.startswith("mine: ") or "mine: " in done.err
+    from gcbench.studies import methods
+
+    assert repr(methods.parse(f"{mine}:most=1.0")) == "Halves(most=1.0)"
+
+
+def test_files_that_are_no_compressor(mine, tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text("1 / 0")
+    two = tmp_path / "two.py"
+    two.write_text(MINE + MINE.replace("Halves", "Others").replace("import", "import", 1))
+    taken = tmp_path / "topk.py"
+    taken.write_text(MINE)
+    strange = tmp_path / "a b.py"
+    strange.write_text(MINE)
+    for path, code, said in [
+        (tmp_path / "gone.py", 2, "no such file"),
+        (taken, 2, "the name 'topk' is taken by built-in; rename the file"),
+        (strange, 2, "letters, digits, _ and - are allowed"),
+        (two, 1, "defines 2 Compressor classes"),
+        (broken, 1, "does not load: ZeroDivisionError"),
+    ]:
+        refused(invoke("run", "--compressor", path, "--steps", 1), code, said)
+
+
+def test_a_compressor_brings_its_fields(tmp_path):
+    from gcbench.training import grid
+
+    found = grid.expand(
+        {
+            **{"options": {}, "task_options": {}, "memory_options": {}},
+            "compressor": ["topk:ratio=0.05", "topk:ratio=0:0.25/100:0.01", "none"],
+        },
+        None,
+    )
+    assert [config.options for config in found] == [
+        {"ratio": 0.05},
+        {"ratio": {0: 0.25, 100: 0.01}},
+        {},
+    ]
+    refused(
+        invoke("run", "--compressor", "topk:ratio=0.1", "--set", "ratio=0.2"), 2, "give it once"
+    )
+    refused(invoke("run", "--compressor", "topk:rat=0.1"), 2, "Did you mean 'ratio'?")
+    refused(invoke("run", "--compressor", "topk:0.1"), 2, "NAME=VALUE expected")
+
+
+def test_the_shell_completes_names(monkeypatch):
+    shown = invoke("--show-completion", "bash")
+    assert "complete" in shown.out + shown.err or shown.code == 0
+    from gcbench import cli
+
+    assert "terngrad" in cli._completed("compressors")("ter")
+    assert cli._completed("compressors")("none,ter") == ["none,terngrad"]
+    assert cli._completed("tasks")("dig") == ["digits"]
+    assert "main" in cli._completed("suites")("ma")
+    done = gcbench_completes("gcbench run --task dig", 3)
+    assert done.split() == ["digits"]
+    assert gcbench_completes("gcbench run --task nosuch", 3).split() == []
+
+
+def gcbench_completes(line, place):
+    script = "from gcbench.cli import app; app(prog_name='gcbench')"
+    environment = {"_GCBENCH_COMPLETE": "complete_bash", "COMP_WORDS": line}
+    environment |= {"COMP_CWORD": str(place), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | environment, capture_output=True, text=True
+    )
+    return done.stdout
+
+
+def test_the_time_of_a_grid_is_announced(monkeypatch, capsys, run):
+    """Once, some seconds after the first step; by hand: 2 s a step, 8 and 18 steps left."""
+    from gcbench.training import progress
+
+    seconds = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: seconds[0])
+    shown = progress.observer("plain", "a-run", 12, after=10)
+    for step in range(1, 13):
+        shown.step(step)
+        seconds[0] += 2.0
+    told = [line for line in capsys.readouterr().err.splitlines() if "of the grid" in line]
+    assert len(told) == 1
+    assert "about 0:00:16 left of this run, 0:00:36 of the grid (10 steps after it)" in told[0]
+    assert isinstance(progress.observer("plain", "alone", 12), progress.Plain)
+    monkeypatch.undo()
+    done = run("--compressor", "none,terngrad", "--steps", 7)
+    assert "2 runs to make, 14 steps in all" in done.err
+    assert "runs to make" not in run("--compressor", "none,terngrad", "--steps", 7).err
+
+
+def test_progress_ends_at_its_end(monkeypatch, capsys):
+    from gcbench.training import progress
+
+    monkeypatch.setattr(progress, "PLAIN_SECONDS", 0.0)
+    plain = progress.Plain("x", 10)
+    plain.step(3, "a")
+    plain.step(12, "b")
+    plain.record({"kind": "train", "step": 13, "train_loss": 1.0})
+    said = capsys.readouterr().err
+    assert "3/10" in said
+    assert said.count("10/10") == 2
+    assert "-1 day" not in said
+    bar = progress.Bar("x", 10)
+    bar.step(12)
+    assert bar.bar.tasks[0].completed == 10
+    bar.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import invoke
+from commands import ROOT, invoke
 
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.reporting import figures, run_plots
@@ -231,7 +231,8 @@ def test_bytes_ratios_and_times(tmp_path: Path) -> None:
     assert results["payload MB/step"] == "0.600"
     assert (results["ratio nominal"], results["ratio up"]) == ("16.0", "15.5")
     times = dict(zip(lines[4].split(" | "), lines[6].split(" | "), strict=True))
-    assert (times["fwd+bwd ms"], times["statistic ms"]) == ("20.0", "-")
+    assert times["fwd+bwd ms"] == "20.0"
+    assert "statistic ms" not in times  # nobody has it
 
 
 def test_modelled_communication_is_never_measured(tmp_path: Path) -> None:
@@ -530,8 +531,8 @@ def test_labels_lie_over_no_mark_and_no_label(tmp_path: Path) -> None:
                 assert not box.contains(*axes.transData.transform((mark.x, height)))
 
 
-def test_many_points_carry_the_numbers_of_the_legend(tmp_path: Path) -> None:
-    """Best first; up to eight rows the labels are the names."""
+def test_many_points_can_carry_the_numbers_of_the_legend(tmp_path: Path) -> None:
+    """Best first; every label is the name, and beyond eight rows a number where no name fits."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -549,12 +550,157 @@ def test_many_points_carry_the_numbers_of_the_legend(tmp_path: Path) -> None:
         marks = run_plots._quality(axes, ranked, styles)
         run_plots._curves(axes, ranked, styles)
         names = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert [mark.text for mark in marks] == [row.method for row in ranked]
         if many > run_plots.MANY:
-            assert [mark.text for mark in marks] == [str(i + 1) for i in range(many)]
+            assert [mark.short for mark in marks] == [str(i + 1) for i in range(many)]
             assert names == [f"{i}  {row.method}" for i, row in enumerate(ranked, 1)]
         else:
-            assert [mark.text for mark in marks] == [row.method for row in ranked]
+            assert {mark.short for mark in marks} == {""}
             assert names == [row.method for row in ranked]
+
+
+def drawing(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list that is filled with the figures that are saved."""
+    kept: list[Any] = []
+    save = figures.save
+
+    def keep(figure: Any, path: Path) -> None:
+        kept.append(figure)
+        save(figure, path)
+
+    monkeypatch.setattr(figures, "save", keep)
+    return kept
+
+
+def test_colours_never_repeat() -> None:
+    for count in (1, 10, 11, 40):
+        looks = figures.styles(f"m{i}" for i in range(count))
+        assert len({tuple(look["color"]) for look in looks.values()}) == count
+    assert figures.colours(3) == figures.colours(10)[:3]
+
+
+def test_a_label_without_room_is_its_number(tmp_path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    for size, expected in ((12, 0), (1.6, 30)):
+        figure = Figure(figsize=(size, size))
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        axes.set(xlim=(0, 10), ylim=(0, 10))
+        marks = [
+            figures.Mark(1 + i % 6, 1 + i // 6, 0, f"a long name {i}", "C0", str(i))
+            for i in range(30)
+        ]
+        figures.write_labels(axes, marks)
+        short = sum(label.get_text().isdigit() for label in axes.texts)
+        assert (short > 0) is (expected > 0)
+    crowded = [figures.Mark(5, 5, 0, f"a very long name indeed {i}", "C0") for i in range(90)]
+    assert figures.write_labels(axes, crowded) > 0  # and says so where nothing fits
+
+
+def test_a_picture_for_a_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As wide as the column, TrueType fonts, names, 95 % intervals, the band of `none`."""
+    kept = drawing(monkeypatch)
+    write(tmp_path / "runs", *BASE, *(summary("x", s, v) for s, v in enumerate((0.9, 0.91, 0.95))))
+    for width, inches in figures.WIDTHS.items():
+        path = tmp_path / f"{width}.pdf"
+        done = invoke("compare", tmp_path / "runs", "--plot", path, "--width", width)
+        assert done.code == 0, done.err
+        (figure,) = kept
+        kept.clear()
+        assert figure.get_size_inches()[0] == pytest.approx(inches)
+        content = path.read_bytes()
+        assert b"/Type3" not in content
+        assert b"/CIDFontType2" in content or b"/TrueType" in content
+        (axes,) = figure.axes
+        assert sorted(label.get_text() for label in axes.texts) == ["none", "x"]
+        bars = [
+            bar.get_segments()[0][:, 1] for bar in axes.collections if hasattr(bar, "get_segments")
+        ]
+        half = 100 * 4.302653 * 0.02645751 / math.sqrt(3)
+        assert bars[1] == pytest.approx([92 - half, 92 + half], abs=1e-3)
+        (band,) = axes.patches
+        assert (band.get_y(), band.get_y() + band.get_height()) == pytest.approx((90, 94))
+    write(tmp_path / "two", *BASE, summary("x", steps=7))
+    refused = invoke("compare", tmp_path / "two", "--plot", tmp_path / "y.pdf", "--width", "single")
+    assert (refused.code, "no one picture; choose by --where" in refused.err) == (2, True)
+    assert not (tmp_path / "y.pdf").exists()
+
+
+def test_rows_are_sorted_the_best_first_and_columns_chosen(tmp_path: Path) -> None:
+    write(tmp_path, *BASE, summary("x", 0, 0.95, payload_bytes_up=1e6), summary("y", 0, 0.5))
+    write(tmp_path / "more", summary("z", 0, None, test_loss=None))
+
+    def order(*words: str) -> list[str]:
+        rows = invoke("compare", tmp_path, *words, "--json").json
+        return [row["method"] for row in rows]
+
+    assert order("--sort", "accuracy") == ["x", "none", "y", "z"]
+    assert order("--sort=-accuracy") == ["y", "none", "x", "z"]  # what has none stays last
+    assert order("--sort", "payload")[0] == "x"
+    text = invoke(
+        "compare", tmp_path, "--columns", "payload,accuracy,ratio u", "--format", "markdown"
+    )
+    head = text.out.splitlines()[0].strip("| ").split(" | ")
+    assert head == ["method", "payload MB/step", "accuracy %", "ratio up"]
+    for words, said in (
+        (["--sort", "acuracy"], "unknown --sort 'acuracy'. Did you mean 'accuracy'?"),
+        (["--columns", "speed"], "unknown --columns 'speed'"),
+        (["--columns", "n", "--json"], "json has every field of a row"),
+    ):
+        refused = invoke("compare", tmp_path, *words)
+        assert (refused.code, said in refused.err) == (2, True), refused.err
+
+
+def test_columns_in_which_rows_do_not_differ_are_told_once(tmp_path: Path) -> None:
+    text = render(table(tmp_path, *BASE, *(summary("x", s, 0.9) for s in range(3))), "markdown")
+    assert "collective" not in text.splitlines()[0]
+    assert "Equal in all 2 rows: n 3; " in text
+    assert "collective allreduce" in text
+    other = render(table(tmp_path / "b", *BASE, summary("x", collective="twoshot")), "markdown")
+    assert {"n", "collective"} <= set(other.splitlines()[0].strip("| ").split(" | "))
+
+
+def test_latex_has_a_caption_and_the_best_within_its_interval_is_bold(tmp_path: Path) -> None:
+    from gcbench.reporting.tables import Layout, best_rows
+
+    values = {"best": (0.90, 0.92, 0.94), "near": (0.90, 0.90, 0.90), "far": (0.5, 0.5, 0.5)}
+    rows = [summary(name, s, v) for name, own in values.items() for s, v in enumerate(own)]
+    better = [summary("none", seed, 0.99) for seed in range(3)]
+    made = table(tmp_path, *better, *rows)
+    assert [made[i].method for i in best_rows(made)] == ["best", "near"]
+    text = render(made, "latex", layout=Layout(width="double"))
+    assert text.count(r"\textbf{") == 2
+    assert r"best & \textbf{92.00 $\pm$ 2.00}" in text
+    assert r"near & \textbf{90.00 $\pm$ 0.00}" in text
+    for word in (r"\begin{table*}[t]", r"\caption{digits: test accuracy (\%)", r"\toprule"):
+        assert word in text
+    single = table(tmp_path / "one", BASE[0], summary("a", 0, 0.8), summary("b", 0, 0.79))
+    assert [single[i].method for i in best_rows(single)] == ["a"]
+    assert r"\begin{table}" in render(single, "latex")
+
+
+def test_a_suites_picture_has_the_published_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Panels by the paper's rates, numbers of workers across, ours filled, theirs hollow."""
+    kept = drawing(monkeypatch)
+    words = [ROOT / "results/mnist-figure3.json", "--suite", "terngrad-figure3"]
+    done = invoke("compare", *words, "--plot", tmp_path / "x.png", "--width", "double")
+    assert done.code == 0, done.err
+    (figure,) = kept
+    assert len(figure.axes) == 2
+    rows = invoke("compare", *words, "--json").json
+    for axes, momentum in zip(figure.axes, (0.9, 0), strict=True):
+        own = [row for row in rows if row["momentum"] == momentum]
+        drawn = {"D": set(), "o": set()}
+        for line in axes.lines:
+            if line.get_marker() in drawn and len(line.get_ydata()):
+                drawn[line.get_marker()] |= {round(float(y), 6) for y in line.get_ydata()}
+        assert drawn["D"] == {round(100 * row["published"], 6) for row in own}
+        assert drawn["o"] == {round(100 * row["mean"], 6) for row in own}
+        assert [tick.get_text() for tick in axes.get_xticklabels()] == ["2", "4", "8", "16"]
 
 
 # --- choices, groups, targets, fronts

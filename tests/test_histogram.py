@@ -8,7 +8,7 @@ import re
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -593,8 +593,10 @@ def test_the_command_end_to_end(tmp_path: Path, third: None) -> None:
     assert sum(row["count"] for row in counted if row["layer"] == "1.weight") == 2 * 64 * 128
     assert "<svg" in plot.read_text()
     (folder,) = tmp_path.glob("histogram-*")
-    with Image.open(folder / "histogram.png") as picture:
-        assert picture.width > 1500
+    for name in ("histogram", "histogram-errors", "histogram-claims"):
+        with Image.open(folder / f"{name}.png") as picture:
+            assert 1200 < picture.width < 1400  # legible at the 830 pixels of a README
+        assert f"{name}.png" in first.err
     kept = list(tmp_path.glob("runs/*/captures/*.safetensors"))
     assert len(kept) == 2
     # The same gradients by name are the same analysis, without a training.
@@ -725,8 +727,39 @@ def test_the_picture_needs_the_saved_rows_alone(tmp_path: Path) -> None:
     assert (tmp_path / "again.png").read_bytes() == (folder / "histogram.png").read_bytes()
     svg = tmp_path / "again.svg"
     studies.draw(back, svg)
-    for text in ("terngrad", "a.weight", "averaged over the workers", "FFT keeps more"):
-        assert text in svg.read_text() or text.split()[0] in svg.read_text()
+    drawn = [svg, *(svg.with_stem(f"again-{part}") for part in ("errors", "claims"))]
+    for one, text in zip(drawn, ("terngrad", "Zeros", "FFT keeps more"), strict=True):
+        assert text in one.read_text()
+
+
+def test_a_panel_without_values_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gcbench.reporting import figures
+
+    capture(tmp_path / "in", normal(2))
+    words = ["histogram", tmp_path / "in", "--results", tmp_path, "--progress", "none"]
+    assert invoke(*words, "--compressor", "terngrad,topk").code == 0
+    analysis = measuring.load(next(tmp_path.glob("histogram-*")))
+    said: list[str] = []
+
+    def texts(figure: Any, path: Path) -> None:
+        said.extend(text.get_text() for axes in figure.axes for text in axes.texts)
+
+    monkeypatch.setattr(figures, "save", texts)
+    studies.draw(analysis, tmp_path / "x.png")
+    assert not [text for text in said if "no " in text or text.startswith("not ")]
+    whole = {table.name: table.rows for table in analysis.tables}
+    for name, expected in (
+        ("spectra_layers", "not compared:\nno tensor for both"),
+        ("clipping_layers", "no layer was clipped here"),
+        ("distributions", "no error was recorded"),
+        ("steps", "no such value was recorded"),
+        ("bins", "no histogram: no layer was chosen"),
+    ):
+        said.clear()
+        analysis.table(name).rows = []
+        studies.draw(analysis, tmp_path / "x.png")
+        assert expected in said, name
+        analysis.table(name).rows = whole[name]
 
 
 def test_help_is_light() -> None:

@@ -14,15 +14,36 @@ from commands import ROOT, invoke
 from test_compare import BASE, summary, write
 
 from gcbench.reporting import analysis as measuring
+from gcbench.reporting import overview, sections
 from gcbench.reporting.analysis import Analysis, Shown, Table
+from gcbench.reporting.rendering import Column
+from gcbench.reporting.tables import PAYLOAD
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+
+
+def browse(page: Path, *words: str, width: int = 1280) -> str:
+    """Open a page in a headless browser and return what it prints."""
+    quiet = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run")
+    quiet += ("--disable-background-networking", "--disable-component-update", "--disable-sync")
+    own = (f"--user-data-dir={page.parent / 'profile'}", f"--window-size={width},900")
+    command = [str(BROWSER), *quiet, *own, *words, page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout
+
+
+def with_script(page: Path, script: str, width: int = 1280) -> Page:
+    """Return the page as it stands after a script of ours ran at its end."""
+    probe = page.with_name("probed.html")
+    probe.write_text(page.read_text().replace("</body>", f"<script>{script}</script></body>"))
+    return Page(browse(probe, "--dump-dom", width=width))
 
 
 class Page(HTMLParser):
     """Tables as lists of rows of cells, ids, links, addresses; elements must nest."""
 
-    VOID = ("meta", "img", "link", "br")
+    VOID = ("meta", "img", "link", "br", "input")
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -31,6 +52,8 @@ class Page(HTMLParser):
         self.links: list[str] = []
         self.sources: list[str] = []
         self.items: list[str] = []
+        self.title = ""
+        self.headings: list[str] = []
         self.open: list[str] = []
         self.feed(text)
         assert self.open == []
@@ -50,6 +73,8 @@ class Page(HTMLParser):
             self.tables[-1][-1].append("")
         elif tag == "li":
             self.items.append("")
+        elif tag in ("h2", "h3", "h4"):
+            self.headings.append("")
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
@@ -59,6 +84,16 @@ class Page(HTMLParser):
             self.tables[-1][-1][-1] += data
         elif "li" in self.open:
             self.items[-1] += data
+        elif {"h2", "h3", "h4"} & set(self.open):
+            self.headings[-1] += data
+        elif "title" in self.open:
+            self.title += data
+
+    def accuracy(self, place: int = 0) -> list[list[str]]:
+        """Return a table of accuracies that follows the summary."""
+        return [table for table in self.tables if "method" in table[0] and PAYLOAD in table[0]][
+            place
+        ]
 
 
 def analysed() -> Analysis:
@@ -110,7 +145,8 @@ def test_the_page_shows_runs_analyses_and_their_commands(folder: Path) -> None:
     assert told == {"page": str(path), "bytes": len(text.encode()), **counts}
     page = Page(text)
     assert "<title>A &amp; B</title>" in text
-    digits = page.tables[0]
+    digits = page.accuracy()
+    assert digits[0][:4] == ["method", "accuracy %", "vs none", PAYLOAD]
     where = {name: digits[0].index(name) for name in ("method", "n", "command")}
     rows = {row[where["method"]]: row for row in digits[1:]}
     assert list(rows) == ["none", "bad", "good"]
@@ -120,7 +156,7 @@ def test_the_page_shows_runs_analyses_and_their_commands(folder: Path) -> None:
     assert rows["none"][where["command"]].split() == ["[1]", "[2]"]
     commands = [item for item in page.items if item.startswith("gcbench run")]
     assert commands[:2] == [f"gcbench run --compressor none --seed {seed}" for seed in (0, 1)]
-    analysis = page.tables[-1]
+    analysis = next(table for table in page.tables if table[0][0] == "name")
     assert analysis == [["name", "ms"], ["a<b", "500"], ["failed", "-"]]
     assert "gcbench test --a 1" in page.items
     assert "Nothing was found &amp; all is &lt;well&gt;." in text
@@ -170,25 +206,202 @@ def test_what_cannot_be_reported(folder: Path) -> None:
     assert not (folder / "x.html").exists()
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+@needs_browser
 def test_headings_sort_their_table(folder: Path) -> None:
-    """Numbers by value, first up then down; what is no number last, both times."""
+    """Numbers by value, the best first, then the worst; what is no number last, both times."""
     path = folder / "page.html"
     invoke("report", folder, "--output", path)
     page = path.read_text()
-    place = Page(page).tables[0][0].index("accuracy %")
-    for clicks, order in [(1, ["none", "good", "bad"]), (2, ["good", "none", "bad"])]:
-        press = f"document.querySelectorAll('thead')[0].rows[0].cells[{place}].firstChild.click();"
-        script = f"<script>{press * clicks}</script></body>"
-        path.write_text(page.replace("91.00 ±", "9.00 ±").replace("</body>", script))
-        words = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", path.as_uri()]
-        profile = f"--user-data-dir={folder / 'profile'}"
-        done = subprocess.run(
-            [str(BROWSER), profile, *words], capture_output=True, text=True, timeout=60, check=True
-        )
-        table = Page(done.stdout).tables[0]
+    path.write_text(page.replace('data-key="91.0">91.00 ±', 'data-key="9.0">9.00 ±'))
+    place = Page(path.read_text()).accuracy()[0].index("accuracy %")
+    find = "[...document.querySelectorAll('#digits table')][0].tHead.rows[0]"
+    for clicks, order in [(1, ["good", "none", "bad"]), (2, ["none", "good", "bad"])]:
+        press = f"{find}.cells[{place}].firstChild.click();"
+        table = with_script(path, press * clicks).accuracy()
         method = table[0].index("method")
         assert [row[method] for row in table[1:]] == order
+
+
+def test_what_a_column_sorts_by() -> None:
+    """Sizes are bytes, signs and marks are no obstacle, and names with digits are text."""
+    texts = ["16M", "64K", "1G", "+1.25 [0, 2]", "~3", "1,000 / 30", "0 (1 failed)", "≤ 2", "5 min"]
+    found = [sections.sort_key(text) for text in texts]
+    assert found == [2**24, 2**16, 2**30, 1.25, 3, 1000, 0, 2, 5]
+    assert sections.sort_key("-") is None
+    assert sections.keys(Column("size", ["16M", "-", "failed"])) == [2**24, None, None]
+    assert sections.keys(Column("method", ["topk ratio=0.1", "none"])) is None
+    assert sections.keys(Column("layer", ["1", "conv2"])) is None
+    ends = {"accuracy %": "high", "median ms": "low", "busbw GB/s": "high", "method": "low"}
+    assert {heading: sections.best(Column(heading, [])) for heading in ends} == ends
+    assert sections.best(Column("ratio", [], "low")) == "low"
+
+
+def measured(page: Path, width: int) -> list[int]:
+    """Return the page's inner width, its scrolling width, and where the accuracies end, in px.
+
+    A window has a least width, a frame in it has none; all that is folded is open.
+    """
+    frame = page.with_name("frame.html")
+    script = """
+        const view = document.querySelector("iframe").contentWindow, page = view.document;
+        for (const one of page.querySelectorAll("details")) one.open = true;
+        const heading = [...page.querySelectorAll("#digits th")].find(
+          cell => cell.textContent.startsWith("accuracy"));
+        document.title = [view.innerWidth, page.documentElement.scrollWidth,
+          Math.ceil(heading.getBoundingClientRect().right)].join(" ");"""
+    frame.write_text(
+        f"<title></title><iframe src='{page.name}' style='width: {width}px; height: 900px; "
+        f"border: 0' onload='{{ {script} }}'></iframe>"
+    )
+    dom = browse(frame, "--allow-file-access-from-files", "--dump-dom", width=1400)
+    return [int(word) for word in Page(dom).title.split()]
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_overflows_and_the_accuracy_is_in_view(folder: Path, width: int) -> None:
+    """Long names, many columns, a picture: the page is as wide as the window."""
+    long = "a-method-of-somebody-with-a-very-long-name-that-nobody-wants-to-read-in-full"
+    write(
+        folder / "more", *(recorded(long, seed, 0.9, workers=w) for seed in (0, 1) for w in (2, 4))
+    )
+    names = ("figure5", "bandwidth", "kernels", "mnist-figure3")
+    files = [ROOT / "results" / f"{name}.json" for name in names]
+    path = folder / "page.html"
+    assert invoke("report", folder, *files, "--output", path).code == 0
+    inner, scrolls, right = measured(path, width)
+    assert inner == width
+    assert scrolls <= width
+    assert right <= width
+    broken = path.read_text().replace("<main>", "<main><p style='min-width: 2000px'>x</p>")
+    path.write_text(broken)  # the check can fail
+    assert measured(path, width)[1] > width
+
+
+@needs_browser
+def test_the_page_becomes_a_pdf_whose_timings_stay_folded(folder: Path) -> None:
+    """What is folded is not printed: a long table costs no pages."""
+    analysis = analysed()
+    pages = []
+    for count in (sections.LONG, 2000):
+        analysis.tables[0].rows = [{"name": str(i), "s": 1.0} for i in range(count)]
+        (folder / "a.json").write_text(json.dumps(measuring.document(analysis)))
+        reported(folder / "x", folder / "runs", folder / "a.json")
+        pdf = folder / f"{count}.pdf"
+        browse(folder / "page.html", f"--print-to-pdf={pdf}")
+        content = pdf.read_bytes()
+        assert content.startswith(b"%PDF-")
+        pages.append(len(re.findall(rb"/Type\s*/Page[^s]", content)))
+    assert pages[1] <= pages[0]
+    assert pages[0] >= 2
+
+
+@needs_browser
+def test_filters_hide_rows_of_other_methods_and_tasks(folder: Path) -> None:
+    path = folder / "page.html"
+    invoke("report", folder, "--output", path)
+    act = """
+        form.elements.method.value = "goo, non"; form.elements.task.value = "digits";
+        form.dispatchEvent(new Event("input", {bubbles: true}));
+        const seen = [...document.querySelectorAll("#part-accuracy tr[data-method]")].filter(
+          row => row.offsetParent !== null).map(row => row.cells[0].textContent.trim());
+        document.title = seen.join(" ") + "; " + form.querySelector("output").textContent;"""
+    shown, _, told = with_script(path, act).title.partition("; ")
+    assert shown.split() == ["none", "good"]
+    assert re.fullmatch(r"\d+ of \d+ rows of methods", told)
+
+
+@needs_browser
+def test_nothing_of_a_third_party_runs(folder: Path) -> None:
+    """Markup and scripts in every text that a row brings: names, settings, commands, machines."""
+    evil = "\"'></script><img src=x onerror=\"document.title='ran'\"><script>document.title='ran'"
+    row = recorded("evil", 0, 0.5, compressor=f"E(a={evil!r})", options={"a": evil})
+    row["compressor_name"] = row["task"] = row["config"]["task"] = evil
+    row["config"]["optimizer"] = evil
+    row["provenance"] |= {"command": evil, "machine": {"cpu": evil}, "times": evil}
+    (folder / "theirs.json").write_text(json.dumps([row, recorded("none", 0, 0.7)]))
+    analysis = analysed()
+    analysis.kind = analysis.command = evil
+    analysis.conclusions = [evil]
+    analysis.tables[0].title = analysis.tables[0].rows[0]["name"] = evil
+    (folder / "a.json").write_text(json.dumps(measuring.document(analysis)))
+    done = invoke(
+        "report", folder / "theirs.json", folder / "a.json", "--output", folder / "p.html"
+    )
+    assert done.code == 0, done.err
+    page = with_script(folder / "p.html", "")
+    assert page.title == "gcbench report"
+    assert with_script(folder / "p.html", "document.title = 'ran'").title == "ran"
+
+
+def test_the_summary_stands_first_and_timings_last(folder: Path) -> None:
+    write(folder / "short", recorded("none", 3, 0.1, steps=2))
+    timings = ROOT / "results/kernels.json"
+    _, page = reported(folder / "x", folder, timings)
+    order = ["Summary", "What was run", "The front", "Findings", "Accuracy", "digits", "Analyses"]
+    order += ["Timings", "Times: digits", "Times: digits, short runs", "Words"]
+    assert [heading for heading in page.headings if heading in order] == order
+    what = page.tables[0]
+    assert [row[0] for row in what[1:]] == ["digits", "mnist"]
+    front = page.tables[1]
+    assert [row[:3] for row in front[1:]] == [
+        ["none", "91.00 ± 1.41", "-"],
+        ["good", "91.00", "+1.00"],
+    ]
+    text = (folder / "page.html").read_text()
+    assert "1 short runs are shown for their times alone" in text
+    assert "digits: runs diverged of bad." in text
+    assert "so that no difference has an interval" in text
+    assert "10.00" not in {row[1] for row in page.accuracy()}  # of two steps
+
+
+def test_findings_call_nothing_worse_without_an_interval(tmp_path: Path) -> None:
+    from gcbench.reporting import compare, reader
+
+    def told(name: str, *rows: object) -> list[str]:
+        runs = reader.load([write(tmp_path / name, *rows)])
+        return overview.findings(sections.Compared("t", "t", runs, compare.rows(runs)))
+
+    single = told("a", *BASE, summary("x", 0, 0.1))
+    assert "no difference has an interval" in single[0]
+    worse = [summary("x", seed, value) for seed, value in enumerate((0.80, 0.82, 0.84))]
+    near = [summary("y", seed, value) for seed, value in enumerate((0.90, 0.93, 0.93))]
+    found = told("b", *BASE, *worse, *near)
+    assert found[0] == (
+        "t: rows with an interval: 2; worse than `none` by it: 1; better: 0 (3 seeds: wide "
+        "intervals)."
+    )
+    assert "fewest bytes among the rows that are not worse by their interval: y" in found[1]
+
+
+def test_times_that_are_disowned_or_of_two_machines_are_not_shown(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    write(tmp_path / "a", recorded("none", 0, 0.9), recorded("x", 0, 0.9))
+    disowned = recorded("x", 0, 0.9)
+    disowned["provenance"]["times"] = "other work ran beside"
+    for rows, shown, reason in (
+        ([recorded("x", 0, 0.9)], True, ""),
+        ([disowned], True, "of 1 of 2 rows are left out, as whoever made them says: other work"),
+        ([recorded("x", 0, 0.9) | {"provenance": {"machine": {"cpu": "b"}}}], False, "2 machines"),
+    ):
+        folder = tmp_path / str(len(reason))
+        write(folder, recorded("none", 0, 0.9), *rows)
+        invoke("report", folder, "--output", page)
+        text = page.read_text()
+        assert ("Times: digits" in text) is shown
+        assert reason in text
+        if shown and reason:
+            times = next(table for table in Page(text).tables if "step\nms" in table[0])
+            cells = {row[0]: row[times[0].index("step\nms")] for row in times[1:]}
+            assert cells == {"none": "50.0", "x": "-"}
+
+
+def test_rows_of_a_parquet_file_are_reported_with_their_suite(tmp_path: Path) -> None:
+    _, page = reported(tmp_path / "x", ROOT / "results/reference")
+    assert any(heading.startswith("main: ") for heading in page.headings)
+    assert "rank" in page.accuracy()[0] or "bits\nup" in page.accuracy()[0]
+    _, direct = reported(tmp_path / "x", ROOT / "results/reference/main.parquet")
+    assert direct.accuracy() == page.accuracy()
 
 
 def test_json_of_a_summary_is_as_good_as_a_folder(tmp_path: Path) -> None:
@@ -219,13 +432,14 @@ def test_committed_files_are_shown(tmp_path: Path) -> None:
     said, page = reported(tmp_path / "x", *(ROOT / "results" / f"{name}.json" for name in names))
     timings = committed("kernels.json")["rows"]
     assert f"4 runs, 2 analyses, {len(timings)} kernel timings" in said
-    assert {link[1:].rpartition("-")[0] for link in page.links} >= {
+    assert {name.rpartition("-")[0] for name in page.ids} >= {
         "figure5",
         "histogram-cifarnet",
         "kernels",
     }
     assert len(set(page.ids)) == len(page.ids)
     assert len(page.sources) == 2  # of the runs and of Fig. 5
+    assert page.headings.index("Timings") > max(map(page.headings.index, ["mnist", "Analyses"]))
     text = (tmp_path / "page.html").read_text()
     assert text.count("No picture: its file leaves out what it is drawn from") == 1
     assert "make bench" in page.items
@@ -254,7 +468,7 @@ def test_a_file_is_as_good_as_the_folder_and_counts_once(folder: Path) -> None:
         (folder / f"{name}.json").write_text(json.dumps(content))
     for places in (["whole.json"], ["part.json", "analyses"], ["analyses", "part.json"]):
         said, page = reported(folder / "x", *(folder / place for place in places))
-        assert page.tables == [[["name", "ms"], ["a<b", "500"], ["failed", "-"]]]
+        assert page.tables == [[["name", "ms"], ["a<b", "500"], ["failed", "-"]]], places
         assert ": 1 analyses" in said
         assert "twice" not in said
     whole["provenance"]["started"] = "2001-01-01"

@@ -52,8 +52,16 @@ DataDir = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
-Formatted = Annotated[Format, typer.Option("--format", help="How to print.")]
-Shown = Annotated[Progress, typer.Option("--progress", help="How to show progress.")]
+Formatted = Annotated[
+    Format,
+    typer.Option("--format", metavar="FORMAT", help="table, markdown, csv, json or latex."),
+]
+Shown = Annotated[
+    Progress,
+    typer.Option(
+        "--progress", metavar="HOW", help="How to show progress: auto, bar, plain or none."
+    ),
+]
 Results = Annotated[
     Path, typer.Option("--results", help="Folder below which the analysis has its own.")
 ]
@@ -96,8 +104,8 @@ def deliver(
     folder = measuring.save(analysis, results)
     print(measuring.render(analysis, "json" if as_json else chosen.value))
     for path in filter(None, (folder / f"{analysis.kind}.png", plot)):
-        studies.draw(analysis, path)
-        say(f"wrote {path}")
+        drawn = studies.draw(analysis, path) or [path]
+        say(f"wrote {', '.join(map(str, drawn))}")
 
 
 def command_line() -> str:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib
+import importlib.util
 import inspect
+import os
 import pkgutil
 import re
 import sys
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from gcbench.core.errors import GcbenchError, UsageError, unknown
@@ -46,6 +49,11 @@ class Entry:
 
 def _builtin(package: str, base: type, name: str) -> type[Any]:
     module = importlib.import_module(f"{package}.{name}")
+    return _only(module, base, f"{package}/{name}.py")
+
+
+def _only(module: ModuleType, base: type, file: str) -> type[Any]:
+    """Return the class of a kind that a module defines; GcbenchError if it is not exactly one."""
     found = [
         value
         for value in vars(module).values()
@@ -56,7 +64,7 @@ def _builtin(package: str, base: type, name: str) -> type[Any]:
     ]
     if len(found) != 1:
         raise GcbenchError(
-            f"{package}/{name}.py defines {len(found)} {base.__name__} classes: exactly one is "
+            f"{file} defines {len(found)} {base.__name__} classes: exactly one is "
             "allowed (files that define none start with an underscore)"
         )
     return found[0]
@@ -122,7 +130,69 @@ def compressors() -> dict[str, Entry]:
     from gcbench.core.compressor import Compressor
 
     group = "gcbench.compressors"
-    return with_third_parties(group, Compressor, _files(group, Compressor))
+    found = with_third_parties(group, Compressor, _files(group, Compressor))
+    for name, path in _named_files().items():
+        found[name] = Entry(name, f"file {path}", partial(_from_file, name, path))
+    return found
+
+
+FILES = "GCBENCH_FILES"
+"""Environment variable: the files that `add_file` registered, for the processes that we start."""
+
+
+def _named_files() -> dict[str, str]:
+    paths = filter(None, os.environ.get(FILES, "").split(os.pathsep))
+    return {Path(path).stem: path for path in paths}
+
+
+def _from_file(name: str, path: str) -> type[Any]:
+    """Return the compressor that a file of somebody's defines, imported once."""
+    from gcbench.core.compressor import Compressor
+
+    module_name = f"gcbench_file_{name}"
+    module = sys.modules.get(module_name)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        if spec is None or spec.loader is None:
+            raise GcbenchError(f"{path} cannot be imported as Python")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[module_name]
+            raise GcbenchError(f"{path} does not load: {error!r}") from error
+    return _only(module, Compressor, path)
+
+
+def add_file(word: str) -> str:
+    """Register the compressor of a Python file under the file's name, and return that name.
+
+    A word that does not end in .py is a name already, and is returned as it is.
+
+    Raises:
+        UsageError: no such file, a name that is taken, or one that fits no folder.
+    """
+    if not word.endswith(".py"):
+        return word
+    path = Path(word).absolute()
+    if not path.is_file():
+        raise UsageError(f"{word}: no such file; name the file of a compressor, e.g. ./mine.py")
+    name, known = path.stem, _named_files()
+    taken = compressors().get(name)
+    if known.get(name, "") != str(path) and taken is not None:
+        raise UsageError(f"{word}: the name {name!r} is taken by {taken.source}; rename the file")
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        raise UsageError(f"{word}: letters, digits, _ and - are allowed in the file's name")
+    if name not in known:
+        os.environ[FILES] = os.pathsep.join([*known.values(), str(path)])
+        compressors.cache_clear()
+    return name
+
+
+def word(name: str) -> str:
+    """Return what the command line calls a compressor: its file, or its name."""
+    return _named_files().get(name, name)
 
 
 @cache

@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gcbench.core.errors import GcbenchError, UsageError, unknown
-from gcbench.reporting import foreign
+from gcbench.reporting import foreign, glossary
 from gcbench.reporting.rendering import Column, block, csv_text, number, sentence
 from gcbench.training import configuration
 from gcbench.training.store import explained, open_own, write_atomically
@@ -365,4 +365,6 @@ def render(analysis: Analysis, format: str = "table", width: int | None = None) 
         if rows[-1] is table.rows[-1]:
             blocks += [sentence(note, format, width) for note in table.notes]
     ends = [*analysis.conclusions, where(analysis.provenance) + "."]
+    if format == "table" and any(len(rows) > glossary.LONG for _, _, rows in parts(analysis)):
+        ends.append(glossary.POINTER)
     return "\n\n".join([*blocks, *(sentence(end, format, width) for end in ends)])

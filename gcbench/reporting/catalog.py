@@ -8,6 +8,7 @@ from typing import Any
 from gcbench import ops
 from gcbench.core import registry
 from gcbench.core.errors import GcbenchError
+from gcbench.reporting import glossary
 from gcbench.training import configuration
 
 Row = dict[str, Any]
@@ -150,6 +151,7 @@ ROWS: Mapping[str, Callable[[], list[Row]]] = {
     "tasks": tasks,
     "suites": suites,
     "backends": backends,
+    "words": glossary.rows,
 }
 
 
@@ -224,11 +226,21 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     width = shutil.get_terminal_size((100, 24)).columns
     for row in rows:
         rest = {k: v for k, v in row.items() if k not in ("name", "what", "defaults")}
-        print(textwrap.fill(f"{row['name']}: {row.get('what', '')}".removesuffix(": "), width))
+        told = f"{row['name']}: {row.get('what', '')}".removesuffix(": ")
+        print(textwrap.fill(told, width, break_long_words=False, break_on_hyphens=False))
         for key, value in rest.items():
             line = f"{key.replace('_', ' ')}: {_cell(value)}"
             indent = "    "
-            print(textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent * 2))
+            print(
+                textwrap.fill(
+                    line,
+                    width,
+                    initial_indent=indent,
+                    subsequent_indent=indent * 2,
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+            )
 
 
 def show_table(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -238,6 +238,11 @@ class Row:
         return _median(run.summary.step_seconds for run in self.runs)
 
     @property
+    def disowned(self) -> str:
+        """Why whoever made these runs says that their times are not to be quoted; "" if not."""
+        return next(filter(None, (run.summary.provenance.get("times") for run in self.runs)), "")
+
+    @property
     def skipped_steps(self) -> int:
         """Steps that were skipped for a non-finite gradient, all seeds together."""
         return sum(run.summary.skipped_steps for run in self.runs)
@@ -286,6 +291,7 @@ class Row:
             **{f"{phase}_seconds": seconds for phase, seconds in self.phases.items()},
             "communicate_modelled_seconds": self.modelled.seconds if self.modelled else None,
             "step_seconds": self.step_seconds,
+            "times_disowned": self.disowned or None,
             "skipped_steps": self.skipped_steps,
             **self._published(),
         }
@@ -303,6 +309,16 @@ class Row:
             "published_steps": self.published.steps,
             "published_source": self.published.source,
         }
+
+
+def half_interval(row: Row) -> float:
+    """Return half the 95 % confidence interval of a row's mean (Student's t); 0 for one seed."""
+    if row.sd is None:
+        return 0.0
+    from scipy import stats
+
+    n = len(row.values)
+    return float(stats.t.ppf(0.975, n - 1)) * row.sd / math.sqrt(n)
 
 
 def finite(value: float | None) -> float | None:
@@ -625,6 +641,9 @@ class Asked(NamedTuple):
     target: str | None
     by: str | None
     format: str
+    sort: str = ""
+    columns: Sequence[str] = ()
+    width: str = ""
 
 
 def chosen(runs: Sequence[Run], asked: Asked, own: frozenset[str] = frozenset()) -> list[Row]:
@@ -646,7 +665,8 @@ def told(rows: Sequence[Row], asked: Asked) -> str:
     from gcbench.reporting import tables
 
     tiers = asked.by is None and any(row.tier is not None for row in rows)
-    return tables.render(rows, asked.format, by="tier" if tiers else asked.by)
+    layout = tables.Layout(asked.sort, asked.columns, asked.width)
+    return tables.render(rows, asked.format, by="tier" if tiers else asked.by, layout=layout)
 
 
 # ---- filters and groups --------------------------------------------------------------------------

@@ -48,19 +48,62 @@ def check(path: Path) -> Path:
     return path
 
 
-def styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return a colour (colour-blind safe), marker and line style for each label, in order."""
+def colours(count: int) -> list[Any]:
+    """Return that many colours, no two the same: colour-blind safe ones as far as they reach.
+
+    Beyond ten, hues around the circle, dark and light in turn; a marker tells neighbours apart.
+    """
     import seaborn
 
-    palette = seaborn.color_palette("colorblind")
+    safe = list(seaborn.color_palette("colorblind"))
+    if count <= len(safe):
+        return safe[:count]
+    turns = [seaborn.husl_palette(count, s=0.9, l=light) for light in (0.45, 0.68)]
+    return [turns[place % 2][place] for place in range(count)]
+
+
+def styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return a colour of its own, a marker and a line style for each label, in order."""
+    names = list(dict.fromkeys(labels))
     return {
         label: {
-            "color": palette[place % len(palette)],
+            "color": colour,
             "marker": MARKERS[place % len(MARKERS)],
             "linestyle": LINES[place % len(LINES)],
         }
-        for place, label in enumerate(dict.fromkeys(labels))
+        for place, (label, colour) in enumerate(zip(names, colours(len(names)), strict=True))
     }
+
+
+WIDTHS = {"single": 3.5, "double": 7.16}
+"""Inches of a column of a paper, and of a page of two (IEEE's; others differ by a few percent)."""
+_EMBEDDED = {"pdf.fonttype": 42, "ps.fonttype": 42}
+"""Fonts as TrueType, with their outlines: publishers refuse matplotlib's usual Type 3."""
+
+
+@contextmanager
+def print_canvas(width: str, aspect: float = 0.75) -> Iterator[Figure]:
+    """Yield an empty figure of a paper's width, one of `WIDTHS`, in type of 8 points."""
+    import matplotlib as mpl
+    import seaborn
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    look = {
+        **seaborn.axes_style("ticks", {"axes.grid": True, "grid.color": "0.9"}),
+        **seaborn.plotting_context("paper"),
+        **dict.fromkeys(("font.size", "axes.labelsize", "axes.titlesize"), 8),
+        **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 7),
+        **{"grid.linewidth": 0.5, "lines.linewidth": 1.0, "lines.markersize": 4.5},
+        **_EMBEDDED,
+        "svg.hashsalt": "gcbench",
+    }
+    inches = WIDTHS[width]
+    tall = inches * (aspect if width == "single" else aspect * 0.72)
+    with mpl.rc_context(look):
+        figure = Figure(figsize=(inches, tall), dpi=300, layout="constrained")
+        FigureCanvasAgg(figure)
+        yield figure
 
 
 @contextmanager
@@ -74,6 +117,7 @@ def canvas(width: float, height: float) -> Iterator[Figure]:
     look = {
         **seaborn.axes_style("ticks", {"axes.grid": True, "grid.color": "0.9"}),
         **seaborn.plotting_context("notebook", font_scale=1.2),
+        **_EMBEDDED,
         "svg.hashsalt": "gcbench",  # equal runs, equal file
     }
     with mpl.rc_context(look):
@@ -104,13 +148,17 @@ def save(figure: Figure, path: Path) -> None:
 
 
 class Mark(NamedTuple):
-    """A point that wants a label: where, half its error bar (data coordinates), text, colour."""
+    """A point that wants a label: where, half its error bar (data coordinates), text, colour.
+
+    `short` stands where there is no room for the text: a number, say, that a legend explains.
+    """
 
     x: float
     y: float
     spread: float
     text: str
     colour: Any
+    short: str = ""
 
 
 def _spots() -> list[tuple[int, int]]:
@@ -120,48 +168,77 @@ def _spots() -> list[tuple[int, int]]:
     return sorted(((x, y) for x, y in product(across, along) if x or y), key=lambda at: hypot(*at))
 
 
-def write_labels(axes: Axes, marks: Sequence[Mark]) -> None:
-    """Write a label near each mark: no label lies over a mark, an error bar or another label."""
-    from matplotlib.text import Text
+def write_labels(axes: Axes, marks: Sequence[Mark]) -> int:
+    """Write a label near each mark: no label lies over a mark, an error bar or another label.
+
+    Where there is no room for a mark's text its `short` is tried; the place with fewest overlaps
+    is taken where there is none for that either. Returns how many labels overlap something.
+    """
     from matplotlib.transforms import Bbox
 
     figure: Any = axes.figure
-    renderer = figure.canvas.get_renderer()
     points = figure.dpi / 72
     taken = []
-    for x, y, spread, _, _ in marks:
-        (left, low), (right, high) = axes.transData.transform([(x, y - spread), (x, y + spread)])
-        taken.append(
-            Bbox([[left - 7 * points, low - 7 * points], [right + 7 * points, high + 7 * points]])
-        )
-    frame = axes.get_window_extent(renderer)
     for mark in marks:
-        best = None
-        for across, along in _spots():
-            far = hypot(across, along) > 24
-            label = axes.annotate(
-                foreign.label(mark.text),
-                (mark.x, mark.y),
-                (across, along),
-                textcoords="offset points",
-                ha="center" if not across else "left" if across > 0 else "right",
-                va="center" if across else "bottom" if along > 0 else "top",
-                color="0.15",
-                fontsize="small",
-                arrowprops={"arrowstyle": "-", "color": mark.colour, "shrinkB": 4} if far else None,
-            )
-            label.update_positions(renderer)
-            box = Text.get_window_extent(label, renderer)  # without the line to the mark
-            hits = sum(box.overlaps(other) for other in taken)
-            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1
-            hits += 10 * (not (inside and frame.y0 <= box.y0 and box.y1 <= frame.y1))
-            if best is not None and hits >= best[0]:
-                label.remove()
-                continue
-            if best is not None:
-                best[1].remove()
-            best = (hits, label, box)
-            if not hits:
-                break
-        assert best is not None
-        taken.append(best[2])
+        sides = [(mark.x, mark.y - mark.spread), (mark.x, mark.y + mark.spread)]
+        (left, low), (right, high) = axes.transData.transform(sides)
+        around = 4 * points if len(marks) > 20 else 5.5 * points
+        taken.append(Bbox([[left - around, low - around], [right + around, high + around]]))
+    collisions = 0
+    for mark in marks:
+        hits, label, box = _place(axes, mark, mark.text, taken)
+        if hits and mark.short:
+            label.remove()
+            hits, label, box = _place(axes, mark, mark.short, taken)
+        collisions += bool(hits)
+        taken.append(box)
+    return collisions
+
+
+def _place(axes: Axes, mark: Mark, text: str, taken: Sequence[Any]) -> tuple[int, Any, Any]:
+    """Write a label at the nearest free spot; return what it overlaps, the label and its box."""
+    from matplotlib.text import Text
+
+    figure: Any = axes.figure
+    renderer = figure.canvas.get_renderer()
+    frame = axes.get_window_extent(renderer)
+    best: tuple[int, Any, Any] | None = None
+    for across, along in _spots():
+        far = hypot(across, along) > 24
+        label = axes.annotate(
+            foreign.label(text),
+            (mark.x, mark.y),
+            (across, along),
+            textcoords="offset points",
+            ha="center" if not across else "left" if across > 0 else "right",
+            va="center" if across else "bottom" if along > 0 else "top",
+            color="0.15",
+            fontsize="small",
+            arrowprops={
+                "arrowstyle": "-",
+                "color": mark.colour,
+                "shrinkA": 0,
+                "shrinkB": 4,
+                "relpos": (
+                    0.0 if across > 0 else 1.0 if across else 0.5,
+                    0.5 if across else float(along < 0),
+                ),
+            }
+            if far
+            else None,
+        )
+        label.update_positions(renderer)
+        box = Text.get_window_extent(label, renderer)  # without the line to the mark
+        hits = sum(box.overlaps(other) for other in taken)
+        inside = frame.x0 <= box.x0 and box.x1 <= frame.x1
+        hits += 10 * (not (inside and frame.y0 <= box.y0 and box.y1 <= frame.y1))
+        if best is not None and hits >= best[0]:
+            label.remove()
+            continue
+        if best is not None:
+            best[1].remove()
+        best = (hits, label, box)
+        if not hits:
+            break
+    assert best is not None
+    return best

@@ -84,7 +84,9 @@ def csv_cell(value: Any) -> Any:
 SCALARS = (str, int, float, bool, type(None))
 CONFIG = {name: dict for name in ("options", "task_options", "memory_options")}
 PROVENANCE: Mapping[str, type] = {
-    **dict.fromkeys(("started", "finished", "command", "commit", "backend", "python"), str),
+    **dict.fromkeys(
+        ("started", "finished", "command", "commit", "backend", "python", "times"), str
+    ),
     **dict.fromkeys(("versions", "machine", "objects"), dict),
 }
 

@@ -22,6 +22,8 @@ class Column(NamedTuple):
 
     heading: str
     cells: list[str]
+    best: str = ""
+    """"high" or "low": which end a reader looks for first; "" where neither is better."""
 
 
 def number(value: float | None, scale: float = 1.0) -> str:
@@ -165,20 +167,39 @@ def _latex_cell(cell: str) -> str:
     return re.sub(r"(?<![^ \[])[+-](?=[0-9])", r"$\g<0>$", latex_text(cell))
 
 
-def latex(columns: Sequence[Column], which: int) -> str:
-    """Return a tabular, which needs the package booktabs."""
-    headings, *rows = (" & ".join(map(_latex_cell, line)) + r" \\" for line in _lines(columns))
-    return "\n".join(
-        [
-            rf"\begin{{tabular}}{{{'l' * which}{'r' * (len(columns) - which)}}}",
-            r"\toprule",
-            headings,
-            r"\midrule",
-            *rows,
-            r"\bottomrule",
-            r"\end{tabular}",
-        ]
+def latex(
+    columns: Sequence[Column],
+    which: int,
+    caption: str = "",
+    bold: Mapping[int, Sequence[int]] | None = None,
+    environment: str = "",
+) -> str:
+    """Return a tabular, which needs the package booktabs; with a caption, a floating table.
+
+    `bold`: place of a column -> the rows that are bold in it. `environment`: of the float, "table",
+    or "table*" for the width of two columns.
+    """
+    import pandas as pd
+
+    lines = [[_latex_cell(cell) for cell in line] for line in _lines(columns)]
+    headings, rows = lines[0], lines[1:]
+    style = pd.DataFrame(rows, columns=range(len(columns))).style.hide(axis="index")
+    style = style.format_index(lambda place: headings[int(str(place))], axis="columns")
+    for place, chosen in (bold or {}).items():
+        props = ["textbf:--rwrap;" if row in chosen else "" for row in range(len(rows))]
+        style = style.apply(lambda column, props=props: props, subset=[place])
+    aligned = "l" * which + "r" * (len(columns) - which)
+    if not caption:
+        return str(style.to_latex(column_format=aligned, hrules=True)).rstrip("\n")
+    text = style.to_latex(
+        column_format=aligned,
+        hrules=True,
+        caption=latex_text(caption),
+        environment=environment or "table",
+        position="t",
+        position_float="centering",
     )
+    return str(text).rstrip("\n")
 
 
 # ---- a whole answer ------------------------------------------------------------------------------

@@ -1,91 +1,31 @@
-"""One page of HTML: runs compared, analyses, kernel timings, pictures, and the commands.
+"""One page of HTML: a summary, accuracy, analyses, timings, pictures, and the commands.
 
 The page needs no network and no other file. Each number stands in a row that names the commands
-which make it again.
+which make it again. `gcbench.reporting.sections` makes its parts, `overview` the summary.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import os
-import re
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-from markupsafe import Markup
 
 from gcbench import __version__
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.reporting import analysis as measuring
-from gcbench.reporting import compare, kernel_timings, reader, run_plots, tables
-from gcbench.reporting.analysis import HEAD, Analysis, MissingTableError
-from gcbench.reporting.compare import Row
+from gcbench.reporting import glossary, kernel_timings, overview, reader, sections
+from gcbench.reporting.analysis import HEAD, Analysis
 from gcbench.reporting.kernel_timings import Timings
 from gcbench.reporting.published import Beside
 from gcbench.reporting.reader import Run
-from gcbench.reporting.rendering import Column
-from gcbench.training import configuration
+from gcbench.reporting.sections import Draw, Section
 from gcbench.training.store import write_atomically
 
 TEMPLATE = "report.html.j2"
-LONG = 40
-"""Rows above which a table scrolls below its headings; printed, it is whole."""
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """A table of the page: headings, cells, and for each row the numbers of its commands."""
-
-    title: str
-    columns: Sequence[Column]
-    which: int
-    """The first columns, which say what a row is."""
-    commands: Sequence[Sequence[int]] = ()
-    """Per row; empty: the section's commands make all rows."""
-    notes: Sequence[str] = ()
-
-    def kind(self, place: int) -> Markup:
-        """Return the class attribute of the column at `place`, from 1; the key stays in view."""
-        if place > self.which:
-            return Markup("")
-        return Markup(' class="name key"' if place == self.which else ' class="name"')
-
-    @property
-    def rows(self) -> list[tuple[tuple[str, ...], Sequence[int]]]:
-        """Cells and numbers of commands of each row."""
-        cells = list(zip(*(column.cells for column in self.columns), strict=True))
-        return list(zip(cells, self.commands or [()] * len(cells), strict=True))
-
-
-@dataclass
-class Section:
-    """A part of the page: what it is about, its picture, its tables, its commands."""
-
-    title: str
-    lead: Sequence[str] = ()
-    picture: str | None = None
-    """The address of the SVG, which holds it."""
-    sheets: list[Sheet] = field(default_factory=list)
-    commands: list[str] = field(default_factory=list)
-    where: Sequence[str] = ()
-    """On what the numbers were made."""
-
-    @property
-    def anchor(self) -> str:
-        """The section's name in a link."""
-        return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
-
-    def number(self, command: str) -> int:
-        """Return the place of a command in the section's list, from 1; new ones are added."""
-        if command not in self.commands:
-            self.commands.append(command)
-        return self.commands.index(command) + 1
 
 
 # ---- what there is -------------------------------------------------------------------------------
@@ -119,7 +59,8 @@ class Found:
 def collect(places: Sequence[Path]) -> Found:
     """Return what there is in folders, at any depth, and in JSON files, each of which is named.
 
-    A file holds runs, an analysis, or kernel timings.
+    Files of rows (.parquet) are found in folders, too. A JSON file holds runs,
+    an analysis, or kernel timings.
 
     Raises:
         UsageError: a path is missing, or something else, or there is nothing in any of them.
@@ -135,7 +76,7 @@ def collect(places: Sequence[Path]) -> Found:
             continue
         for folder in _analyses(place):
             found.add(measuring.load(folder))
-        if any(reader.run_folders(place)):
+        if any(reader.run_folders(place)) or reader.row_files(place):
             holding.append(place)
     found.runs = reader.load(holding) if holding else []
     if not (found.runs or found.analyses or found.timings):
@@ -149,6 +90,8 @@ def collect(places: Sequence[Path]) -> Found:
 
 def _file(path: Path, found: Found) -> list[Path]:
     """Add what a file holds; a file of runs is returned, to be read together with all others."""
+    if path.suffix == ".parquet":
+        return [path]
     try:
         data = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -184,93 +127,7 @@ def _analyses(folder: Path) -> Iterator[Path]:
             yield Path(place)
 
 
-# ---- sections ------------------------------------------------------------------------------------
-
-
-def _picture(draw: Callable[[Path], None]) -> str:
-    """Return what `draw` draws as an address that holds the SVG."""
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "picture.svg"
-        draw(path)
-        return "data:image/svg+xml;base64," + base64.b64encode(path.read_bytes()).decode()
-
-
-def _machine(provenance: Mapping[str, Any]) -> str:
-    """Return a run's machine, versions and commit in one line."""
-    backend = provenance.get("backend")
-    return measuring.where(provenance) + (f", backend {backend}" if backend else "")
-
-
-def _compared(
-    title: str, runs: Sequence[Run], target: float | None, beside: Beside | None = None
-) -> Section:
-    """Return the section of the runs of one task, or of those that are a suite's."""
-    rows = compare.rows(runs, target)
-    if beside is not None:
-        rows = beside.rows(rows)
-    constants, told = tables.constants(rows)
-    missing = "; ".join(beside.unmade()) if beside is not None else ""
-    section = Section(title, lead=[*filter(None, [constants, missing])])
-    numbers = [list(_commands(section, row)) for row in told]
-    names = len(told[0].context) + 1
-    notes = tables.notes(told)
-    for place, columns in enumerate(tables.sheets(told)):
-        heading = ("Accuracy and bytes", "Time by phase")[place]
-        section.sheets.append(Sheet(heading, columns, names, numbers, () if place else notes))
-    section.picture = _picture(lambda path: run_plots.draw(runs, path))
-    section.where = sorted({_machine(run.summary.provenance) for run in runs} - {""})
-    return section
-
-
-def _commands(section: Section, row: Row) -> Iterator[int]:
-    for run in row.runs:
-        known = run.summary.provenance.get("command")
-        yield section.number(str(known) if known else f"not recorded: {run.source}")
-
-
-Draw = Callable[[Analysis, Path], None]
-"""Draws the picture of an analysis to a file: `gcbench.studies.draw`."""
-
-
-def _analysed(draw: Draw, label: str, analysis: Analysis) -> Section:
-    """Return the section of one analysis."""
-    section = Section(
-        f"{label} {measuring.digest(analysis.settings)}",
-        lead=analysis.conclusions,
-        commands=[analysis.command],
-        where=[measuring.where(analysis.provenance)],
-    )
-    for table, title, rows in measuring.parts(analysis):
-        last = rows[-1] is table.rows[-1]
-        columns = measuring.columns(table, rows)
-        section.sheets.append(Sheet(title, columns, table.which, (), table.notes if last else ()))
-    try:
-        section.picture = _picture(lambda path: draw(analysis, path))
-    except UsageError:
-        section.lead = [*section.lead, "This gcbench does not know how to draw it."]
-    except MissingTableError:
-        told = "No picture: its file leaves out what it is drawn from; the command makes it again."
-        section.lead = [*section.lead, told]
-    return section
-
-
-def _timed(title: str, timings: Timings) -> Section:
-    """Return the section of kernel timings."""
-    machine, meaning = kernel_timings.notes(timings)
-    section = Section(title, [meaning], commands=["make bench"], where=[machine])
-    for heading, columns in kernel_timings.tables(timings, timings.rows):
-        section.sheets.append(Sheet(heading, columns, len(kernel_timings.NAMES)))
-    return section
-
-
-def _by_task(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """Return the runs by task and its options."""
-    tasks: dict[str, list[Run]] = {}
-    for run in runs:
-        options = run.config.get("task_options") or {}
-        words = [run.summary.task, *(f"{k}={configuration.text(v)}" for k, v in options.items())]
-        tasks.setdefault(" ".join(words), []).append(run)
-    return dict(sorted(tasks.items()))
+# ---- the page ------------------------------------------------------------------------------------
 
 
 def page(
@@ -284,25 +141,29 @@ def page(
 ) -> str:
     """Return the page of what was found.
 
-    `target` is that of `compare.rows`; `suites` have a section each, too; `said` is called as
-    (sections done, of, next one).
+    `target` is that of `compare.rows`; `suites` have a section each, too, as have those for which
+    rows say that they were made. `said` is called as (sections done, of, next one).
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
+    chosen = list(sections.compared(found.runs, target, suites))
+    short = sections.too_short(found.runs)
     parts: dict[str, Callable[[], Section]] = {}
-    for beside in suites:
-        name = f"{beside.suite.name}: {beside.suite.title}"
-        parts[name] = partial(_compared, name, beside.runs, target, beside)
-    for name, alike in _by_task(found.runs).items():
-        parts[name] = partial(_compared, name, alike, target)
+    for one in chosen:
+        parts[one.title] = partial(sections.accuracy, one)
     for name, analysis in sorted(found.analyses.items()):
-        parts[name] = partial(_analysed, draw, found.labels[name], analysis)
+        parts[name] = partial(sections.analysed, draw, found.labels[name], analysis)
+    for one in [*chosen, *short]:
+        if sections.timed(one):
+            parts[f"Times: {one.title}"] = partial(sections.times, one)
     for name, timings in found.timings.items():
-        parts[name] = partial(_timed, name, timings)
-    sections = []
+        parts[name] = partial(sections.kernels, name, timings)
+    made = []
     for done, (name, make) in enumerate(parts.items()):
         said(done, len(parts), name)
-        sections.append(make())
+        made.append(make())
+    made = overview.sections(chosen, short, made, found.analyses, found.labels) + made
+    sections.anchored(made)
     environment = Environment(
         loader=PackageLoader("gcbench.reporting", "templates"),
         autoescape=True,
@@ -310,13 +171,17 @@ def page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    tiers = {row.tier: None for one in chosen for row in one.rows if row.tier is not None}
     return environment.get_template(TEMPLATE).render(
         title=title,
-        sections=sections,
+        parts={kind: [one for one in made if one.kind == kind] for kind in sections.KINDS},
+        tasks=sorted({one.task for one in chosen}),
+        tiers=list(tiers),
+        methods=sorted({row.first.compressor_name for one in chosen for row in one.rows}),
         runs=len(found.runs),
         analyses=len(found.analyses),
         timings=sum(len(timings.rows) for timings in found.timings.values()),
-        long=LONG,
+        words=glossary.WORDS,
         version=__version__,
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )

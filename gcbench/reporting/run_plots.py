@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MANY = 8
-"""Rows of a panel from which points carry the number of their line in the legend, best first."""
+"""Rows of a panel from which lines of the legend are numbered, best first: a point without room for
+its name carries the number."""
 LEAST_POINTS = 1.0
 """Percentage points that the axis of accuracies spans at least."""
 _MB = 1e6
@@ -76,7 +77,7 @@ def _quality(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]]
     if band:
         axes.axhspan(percent * band[0], percent * band[1], color="0.5", alpha=0.2, lw=0)
     marks = []
-    texts = [str(i) if len(panel) > MANY else _shown(row) for i, row in enumerate(panel, 1)]
+    texts = [(_shown(row), str(i) if len(panel) > MANY else "") for i, row in enumerate(panel, 1)]
     for row, size, text in zip(panel, sizes, texts, strict=True):
         if row.mean is None:
             continue
@@ -95,7 +96,7 @@ def _quality(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]]
             mec="white",
             mew=0.7,
         )
-        marks.append(Mark(size, percent * row.mean, spread, text, style["color"]))
+        marks.append(Mark(size, percent * row.mean, spread, text[0], style["color"], text[1]))
     fronts: dict[str, list[tuple[float, float]]] = {}
     for row, size in zip(panel, sizes, strict=True):
         if row.on_front and row.mean is not None:
@@ -112,7 +113,7 @@ def _quality(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]]
         if row.mean is None:
             style = styles[_label(row)]
             axes.plot(size, floor, marker="x", color=style["color"], ms=9, mew=2, ls="")
-            marks.append(Mark(size, floor, 0.0, text, style["color"]))
+            marks.append(Mark(size, floor, 0.0, text[0], style["color"], text[1]))
     axes.set_ylim(floor - room if any(row.mean is None for row in panel) else floor, high + room)
     if min(sizes) > 0:
         axes.set_xscale("log")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import shutil
 import textwrap
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from gcbench.core.errors import UsageError, unknown
-from gcbench.reporting import compare
+from gcbench.reporting import compare, glossary
 from gcbench.reporting.compare import Row
 from gcbench.reporting.rendering import (
     Column,
@@ -25,9 +26,14 @@ from gcbench.training.configuration import canonical, text
 
 FORMATS = ("table", "markdown", "csv", "json", "latex")
 MB = 1e6
+PAYLOAD = "payload\nMB/step"
+METRICS = ("accuracy %", "test loss", "accuracy %\nor loss")
+ALWAYS = (*METRICS, "vs none", PAYLOAD)
+"""Columns that stay where all rows are equal in them: they are the question."""
 
 
-def _quality(row: Row, mixed: bool) -> str:
+def quality(row: Row, mixed: bool) -> str:
+    """Return a row's metric, mean ± sd; `mixed` marks losses among accuracies."""
     if row.mean is None:
         return "failed"
     prefix = "loss " if mixed and row.metric == "test_loss" else ""
@@ -114,11 +120,11 @@ def _tiers(rows: Sequence[Row]) -> list[Column]:
     """Return what a suite of gcbench's own says; nothing for other rows."""
     columns = []
     if any(row.rank is not None for row in rows):
-        columns.append(Column("rank", [row.rank or "" for row in rows]))
+        columns.append(Column("rank", [row.rank or "" for row in rows], "low"))
     if any(row.rate is not None for row in rows):
         columns.append(Column("rate", [row.rate or "" for row in rows]))
     if any(row.tier is not None for row in rows):
-        columns.append(Column("bits\nup", [number(row.bits_up) for row in rows]))
+        columns.append(Column("bits\nup", [number(row.bits_up) for row in rows], "low"))
     return columns
 
 
@@ -165,8 +171,8 @@ def _communicate(row: Row) -> str:
 def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
     """Return the groups of columns: which row it is, quality, traffic and times."""
     metrics = {row.metric for row in rows}
-    heading = {"accuracy": "accuracy %", "test_loss": "test loss"}
-    quality = heading[rows[0].metric] if len(metrics) == 1 else "accuracy %\nor loss"
+    heading = METRICS[2 if len(metrics) > 1 else rows[0].metric == "test_loss"]
+    better = "" if len(metrics) > 1 else "high" if rows[0].metric == "accuracy" else "low"
     counts = [
         str(len(row.values)) + (f" ({len(row.failed)} failed)" if row.failed else "")
         for row in rows
@@ -178,10 +184,10 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
             *(Column(key, [text(row.own[key]) for row in rows]) for key in rows[0].own),
         ],
         "quality": [
-            Column(quality, [_quality(row, len(metrics) > 1) for row in rows]),
-            Column("n", counts),
+            Column(heading, [quality(row, len(metrics) > 1) for row in rows], better),
+            Column("n", counts, "high"),
             *_published(rows),
-            Column("vs none", [versus(row) for row in rows]),
+            Column("vs none", [versus(row) for row in rows], better),
             Column("in band", [row.in_band for row in rows]),
             Column("front", ["yes" if row.on_front else "" for row in rows]),
             *_tiers(rows),
@@ -190,38 +196,88 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
         "traffic": [
             Column("collective", [row.first.collective for row in rows]),
             *(
-                Column(f"ratio\n{name}", [number(row.average(field)) for row in rows])
+                Column(f"ratio\n{name}", [number(row.average(field)) for row in rows], "high")
                 for name, field in [
                     ("nominal", "nominal_ratio"),
                     ("up", "payload_ratio_up"),
                     ("down", "payload_ratio_down"),
                 ]
             ),
-            Column("payload\nMB/step", [number(row.payload_bytes_step, 1 / MB) for row in rows]),
-            Column("wire\nMB/step", [number(row.wire_bytes_step, 1 / MB) for row in rows]),
+            Column(PAYLOAD, [number(row.payload_bytes_step, 1 / MB) for row in rows], "low"),
+            Column("wire\nMB/step", [number(row.wire_bytes_step, 1 / MB) for row in rows], "low"),
         ],
         "times": [
             Column(
                 f"{'fwd+bwd' if phase == 'forward_backward' else phase}\nms",
                 [
-                    _communicate(row)
+                    "-"
+                    if row.disowned
+                    else _communicate(row)
                     if phase == "communicate"
                     else number(row.phases.get(phase), 1e3)
                     for row in rows
                 ],
+                "low",
             )
             for phase in dict.fromkeys(phase for row in rows for phase in row.phases)
         ]
-        + [Column("step\nms", [number(row.step_seconds, 1e3) for row in rows])],
+        + [
+            Column(
+                "step\nms",
+                ["-" if row.disowned else number(row.step_seconds, 1e3) for row in rows],
+                "low",
+            )
+        ],
     }
+    if _withheld(rows):
+        groups["times"] = []
     if any(row.skipped_steps for row in rows):
         groups["quality"].append(Column("skipped\nsteps", [str(row.skipped_steps) for row in rows]))
     return groups
 
 
+def _withheld(rows: Sequence[Row]) -> str:
+    """Return why no times are shown: they were taken on several machines, or by several versions.
+
+    Of a version the commit counts, and the release where the commit is not known.
+    """
+    for field, what in (("machine", "machines"), ("commit", "commits")):
+        places = set()
+        for run in (run for row in rows if not row.disowned for run in row.runs):
+            found = run.summary.provenance
+            places.add(canonical(found.get(field) or found.get("versions")))
+        if len(places) > 1:
+            return f"Times are left out: the runs come from {len(places)} {what}."
+    return ""
+
+
+def differing(columns: Sequence[Column]) -> tuple[list[Column], list[str]]:
+    """Return the columns in which rows differ, and words for the others.
+
+    Those of nothing but "-" go without a word; `ALWAYS` stay.
+    """
+    kept, told = [], []
+    for column in columns:
+        several = len(column.cells) < 2 or len(set(column.cells)) > 1
+        if several or column.heading in ALWAYS:
+            kept.append(column)
+        elif column.cells[0] not in ("-", ""):
+            told.append(" ".join([*column.heading.split(), column.cells[0]]))
+    return kept, told
+
+
+def alike(rows: Sequence[Row]) -> str:
+    """Return a sentence on the columns that are left out because all rows are equal in them."""
+    found = _columns(rows)
+    columns = [*found["quality"], *found["target"], *found["traffic"]]
+    told = differing(columns)[1]
+    return f"Equal in all {len(rows)} rows: {'; '.join(told)}." if told else ""
+
+
 def notes(rows: Sequence[Row]) -> list[str]:
     """Return the sentences that a reader needs beside the numbers."""
-    made = [
+    made = [alike(rows)] if alike(rows) else []
+    made += [
         "Mean ± sample sd over n seeds. vs none: difference from the uncompressed runs of equal "
         "budget (accuracy in points), over common seeds, with its 95 % confidence interval "
         "(Student's t) where two are common. in band: whether the mean lies between the lowest and "
@@ -247,60 +303,223 @@ def notes(rows: Sequence[Row]) -> list[str]:
         )
     if any(row.failed for row in rows):
         made.append("failed: the run diverged; such seeds are in no mean.")
-    if any(row.step_seconds is not None or any(row.phases.values()) for row in rows):
+    if withheld := _withheld(rows):
+        made.append(withheld)
+    elif any(row.step_seconds is not None or any(row.phases.values()) for row in rows):
         made.append(
             "Times: of one worker, median over steps and then over seeds; step: wall clock of all "
             "of it (in the engine simulate, of all workers in one process)."
         )
     links = sorted({(m.link_gbit, m.link_latency_us) for row in rows if (m := row.modelled)})
-    if links:
+    if links and not withheld:
         link = " or ".join(f"{gbit:g} Gbit/s and {latency:g} µs" for gbit, latency in links)
         made.append(f"~: modelled from a link of {link}, not measured and not part of step.")
-    for field, what in (("machine", "machines: their times do not compare"), ("commit", "commits")):
-        places = {canonical(run.summary.provenance.get(field)) for row in rows for run in row.runs}
-        if len(places) > 1:
-            made.append(f"The runs come from {len(places)} {what}.")
+    reasons = {row.disowned: None for row in rows if row.disowned}
+    if reasons:
+        count = sum(bool(row.disowned) for row in rows)
+        which = "all" if count == len(rows) else f"{count} of {len(rows)}"
+        made.append(
+            f"Times of {which} rows are left out, as whoever made them says: {'; '.join(reasons)}."
+        )
     return made
 
 
 def sheets(rows: Sequence[Row]) -> list[list[Column]]:
     """Return the columns of the results table and, where times are known, of the times table."""
-    groups = _columns(rows)
-    tables = [groups["which"] + groups["quality"] + groups["target"] + groups["traffic"]]
-    if _timed(groups["times"]):
-        tables.append(groups["which"] + groups["times"])
+    found = groups(rows)
+    tables = [found["which"] + found["quality"] + found["target"] + found["traffic"]]
+    if found["times"]:
+        tables.append(found["which"] + found["times"])
     return tables
 
 
-def _timed(columns: list[Column]) -> bool:
-    return any(cell != "-" for column in columns for cell in column.cells)
+def groups(rows: Sequence[Row]) -> dict[str, list[Column]]:
+    """Return the groups of columns without those in which all rows are equal; see `alike`."""
+    found = _columns(rows)
+    for name in ("quality", "target", "traffic"):
+        found[name] = differing(found[name])[0]
+    found["times"] = [
+        column for column in found["times"] if any(cell != "-" for cell in column.cells)
+    ]
+    return found
 
 
-def _table(rows: Sequence[Row], width: int) -> str:
+def _table(rows: Sequence[Row], width: int, asked: Layout) -> str:
     """Return as few tables as fit into `width` columns, and the notes."""
-    groups = _columns(rows)
-    which = groups.pop("which")
-    if not _timed(groups["times"]):
-        del groups["times"]
-    told = [textwrap.fill(note, width, break_long_words=False) for note in notes(rows)]
-    return terminal(which, list(filter(None, groups.values())), width) + "\n\n" + "\n".join(told)
+    found = _laid_out(rows, asked)
+    which = found.pop("which")
+    said = [*notes(rows), *([glossary.POINTER] if len(rows) > glossary.LONG else [])]
+    told = [textwrap.fill(note, width, break_long_words=False) for note in said]
+    return terminal(which, list(filter(None, found.values())), width) + "\n\n" + "\n".join(told)
 
 
-def _markdown(rows: Sequence[Row]) -> str:
+def _markdown(rows: Sequence[Row], asked: Layout) -> str:
     names = len(rows[0].context) + 1 + len(rows[0].own)
-    return "\n\n".join([*(markdown(columns, names) for columns in sheets(rows)), *notes(rows)])
+    return "\n\n".join(
+        [*(markdown(columns, names) for columns in _chosen_sheets(rows, asked)), *notes(rows)]
+    )
 
 
-def _latex(rows: Sequence[Row]) -> str:
-    """Return a tabular for each table (needs the package booktabs), and the notes below."""
+def best_rows(rows: Sequence[Row]) -> list[int]:
+    """Return the places of the best mean of the compressed rows, and of those not told from it.
+
+    Those are the rows whose mean lies in the 95 % interval of the best one's (Student's t); of a
+    single seed there is no interval, and the best stands alone. Each budget has its own best.
+    """
+    found: list[int] = []
+    budgets = dict.fromkeys((canonical(row.context), row.metric) for row in rows)
+    for budget in budgets:
+        alike = [
+            (i, row)
+            for i, row in enumerate(rows)
+            if (canonical(row.context), row.metric) == budget and row.mean is not None
+            if not row.is_baseline and not row.failed
+        ]
+        if not alike:
+            continue
+        sign = 1 if budget[1] == "accuracy" else -1
+        _, top = max(alike, key=lambda one: sign * (one[1].mean or 0.0))
+        half = compare.half_interval(top)
+        found += [
+            i for i, row in alike if sign * ((top.mean or 0.0) - (row.mean or 0.0)) <= half + 1e-12
+        ]
+    return sorted(found)
+
+
+def _caption(rows: Sequence[Row], shared: str) -> str:
+    """Return what a reader of a paper must know of the table, in a caption's sentences."""
+    first = rows[0].first
+    tasks = " and ".join(dict.fromkeys(row.first.task for row in rows))
+    counts = sorted({len(row.values) for row in rows})
+    seeds = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    what = "test accuracy (%)" if rows[0].metric == "accuracy" else "test loss"
+    sizes = {(row.first.workers, row.first.steps, row.first.batch) for row in rows}
+    same = []
+    if len(sizes) == 1:
+        same = [f"{first.workers} workers", f"{first.steps} steps of batch {first.batch}"]
+    for key in ("optimizer", "lr"):
+        values = {text(row.runs[0].config.get(key)) for row in rows}
+        if len(values) == 1 and first.config.get(key) is not None:
+            same.append(f"{key} {values.pop()}")
+    of = f"mean ± standard deviation over n = {seeds} seeds" if counts[-1] > 1 else "one seed"
+    under = f" ({', '.join(same)})" if same else ""
+    more = f" {shared}." if shared else ""
+    return (
+        f"{tasks}: {what}, {of}{under}.{more} Bold: the best compressed row of its budget, "
+        "and those whose mean lies in its 95 % interval. vs none: paired difference with its "
+        "95 % interval. MB = 10^6 bytes of a worker and step."
+    )
+
+
+def _latex(rows: Sequence[Row], asked: Layout, shared: str) -> str:
+    """Return a floating table (needs the package booktabs), one for the times, and the notes."""
     names = len(rows[0].context) + 1 + len(rows[0].own)
+    environment = "table*" if asked.width == "double" else "table"
     told = " ".join(map(latex_text, notes(rows)))
-    small = rf"\par\smallskip{{\footnotesize {told}\par}}"
-    return "\n\n".join([*(latex(columns, names) for columns in sheets(rows)), small])
+    made = []
+    for place, columns in enumerate(_chosen_sheets(rows, asked)):
+        which = sum(column in sheets(rows)[place][:names] for column in columns)
+        quality = [i for i, column in enumerate(columns) if column.heading in METRICS]
+        bold = {i: best_rows(rows) for i in quality}
+        caption = "Times by phase, in ms." if place else _caption(rows, shared)
+        made.append(latex(columns, which, caption, bold, environment))
+    return "\n\n".join([*made, rf"\par\smallskip{{\footnotesize {told}\par}}"])
+
+
+# ---- what is shown, in which order ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a table is laid out."""
+
+    sort: str = ""
+    """What rows are sorted by, one of `SORTS`, the best first; "-" before it: the worst first."""
+    columns: Sequence[str] = ()
+    """Beginnings of headings; none: all in which rows differ."""
+    width: str = ""
+    """"single" or "double": the column of a paper."""
+
+
+SORTS: dict[str, tuple[str, Callable[[Row], Any]]] = {
+    "accuracy": ("high", lambda row: row.mean if row.metric == "accuracy" else None),
+    "loss": ("low", lambda row: row.mean if row.metric == "test_loss" else None),
+    "difference": (
+        "high",
+        lambda row: (
+            row.difference
+            if row.difference is None or row.metric == "accuracy"
+            else -row.difference
+        ),
+    ),
+    "payload": ("low", lambda row: row.payload_bytes_step),
+    "wire": ("low", lambda row: row.wire_bytes_step),
+    "bits": ("low", lambda row: row.bits_up),
+    "ratio": ("high", lambda row: row.average("payload_ratio_up")),
+    "step": ("low", lambda row: None if row.disowned else row.step_seconds),
+    "method": ("low", lambda row: row.method),
+    "target": ("low", lambda row: row.to_target("step")),
+}
+"""What `compare --sort` takes -> which end is the best, and the value of a row."""
+
+
+def in_order(rows: Sequence[Row], sort: str) -> list[Row]:
+    """Return the rows sorted, those without a value last; `sort` as in `Layout`.
+
+    Raises:
+        UsageError: nothing to sort by has that name.
+    """
+    if not sort:
+        return list(rows)
+    name = sort.removeprefix("-")
+    if name not in SORTS:
+        raise unknown("--sort", name, SORTS)
+    end, value = SORTS[name]
+    known = [row for row in rows if value(row) is not None]
+    falling = (end == "high") != sort.startswith("-")
+    rest = [row for row in rows if value(row) is None]
+    return sorted(known, key=value, reverse=falling) + rest
+
+
+def _matches(column: Column, word: str) -> bool:
+    """Whether a heading begins with the word, however either is cased and broken."""
+    return " ".join(column.heading.lower().split()).startswith(" ".join(word.lower().split()))
+
+
+def _chosen(groups: Mapping[str, list[Column]], words: Sequence[str]) -> dict[str, list[Column]]:
+    """Return the columns that name a row, and those that were asked for, in that order.
+
+    Raises:
+        UsageError: no heading begins with a word.
+    """
+    every = [column for columns in groups.values() for column in columns]
+    for word in words:
+        if not any(_matches(column, word) for column in every):
+            raise unknown("--columns", word, [" ".join(c.heading.split()) for c in every])
+    picked = [column for word in words for column in every if _matches(column, word)]
+    names = [id(column) for column in groups["which"]]
+    unique = {id(column): column for column in picked if id(column) not in names}
+    return {"which": groups["which"], "chosen": list(unique.values())}
+
+
+def _laid_out(rows: Sequence[Row], asked: Layout) -> dict[str, list[Column]]:
+    """Return the groups of columns that are shown."""
+    return _chosen(_columns(rows), asked.columns) if asked.columns else groups(rows)
+
+
+def _chosen_sheets(rows: Sequence[Row], asked: Layout) -> list[list[Column]]:
+    if not asked.columns:
+        return sheets(rows)
+    found = _chosen(_columns(rows), asked.columns)
+    return [[column for columns in found.values() for column in columns]]
 
 
 def render(
-    rows: Sequence[Row], format: str = "table", width: int | None = None, by: str | None = None
+    rows: Sequence[Row],
+    format: str = "table",
+    width: int | None = None,
+    by: str | None = None,
+    layout: Layout | None = None,
 ) -> str:
     """Return the rows as text in one of `FORMATS`, without a final line break.
 
@@ -309,31 +528,35 @@ def render(
     values have a table each; CSV and JSON, which have one row a row, sort by it.
 
     Raises:
-        UsageError: an unknown format, or setting, or no rows.
+        UsageError: an unknown format, setting, column or order, columns of CSV or JSON, or no rows.
     """
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)
     if not rows:
         raise UsageError("no rows to show; load at least one finished run")
-    groups = {"": list(rows)} if by is None else compare.by(rows, by)
+    asked = layout or Layout()
+    rows = in_order(rows, asked.sort)
+    tabled = {"": list(rows)} if by is None else compare.by(rows, by)
     if format in ("csv", "json"):
-        records = [row.record() for group in groups.values() for row in group]
+        if asked.columns:
+            raise UsageError(f"--columns: {format} has every field of a row; choose among them")
+        records = [row.record() for group in tabled.values() for row in group]
         return csv_text(records) if format == "csv" else json_text(records)
     width = width or shutil.get_terminal_size((200, 24)).columns
-    made = {
-        "table": lambda group: _table(group, width),
-        "markdown": _markdown,
-        "latex": _latex,
-    }[format]
     titles = {"table": "{}", "markdown": "**{}**", "latex": "% {}"}
     blocks = []
-    for value, group in groups.items():
+    for value, group in tabled.items():
         title, told = constants(group)
         if by is not None:
             title = ", ".join(filter(None, [f"{by}={value}", title]))
         if title:
             blocks.append(titles[format].format(title))
-        blocks.append(made(told))
+        if format == "latex":
+            blocks.append(_latex(told, asked, title))
+        else:
+            blocks.append(
+                _table(told, width, asked) if format == "table" else _markdown(told, asked)
+            )
     return "\n\n".join(blocks)
 
 

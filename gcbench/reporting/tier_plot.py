@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gcbench.core.errors import UsageError
 from gcbench.reporting import figures, foreign
-from gcbench.reporting.compare import BASELINE, Row
+from gcbench.reporting.compare import BASELINE, Row, half_interval
 from gcbench.reporting.figures import Mark
 
 if TYPE_CHECKING:
@@ -18,16 +17,6 @@ if TYPE_CHECKING:
 FADED = 0.35
 """Opacity of points that another one dominates: better in the mean, for fewer bytes."""
 _MB = 1e6
-
-
-def half_interval(row: Row) -> float:
-    """Return half the 95 % confidence interval of a row's mean (Student's t); 0 for one seed."""
-    if row.sd is None:
-        return 0.0
-    from scipy import stats
-
-    n = len(row.values)
-    return float(stats.t.ppf(0.975, n - 1)) * row.sd / math.sqrt(n)
 
 
 def best(rows: Sequence[Row]) -> Row:

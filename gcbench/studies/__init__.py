@@ -73,8 +73,11 @@ def listed() -> list[dict[str, str]]:
     return rows
 
 
-def draw(analysis: Analysis, path: Path) -> None:
-    """Draw the picture of an analysis: PNG, SVG or PDF by the ending of `path`.
+def draw(analysis: Analysis, path: Path) -> list[Path]:
+    """Draw the pictures of an analysis and return their files: PNG, SVG or PDF by the ending.
+
+    The first is `path`; an analysis whose `draw` returns more files than one has written the others
+    beside it.
 
     Raises:
         UsageError: another ending, or a kind of analysis that this gcbench does not know.
@@ -86,4 +89,5 @@ def draw(analysis: Analysis, path: Path) -> None:
     modules = known()
     if analysis.kind not in modules:
         raise unknown("kind of analysis", analysis.kind, modules)
-    importlib.import_module(modules[analysis.kind]).draw(analysis, figures.check(path))
+    module = importlib.import_module(modules[analysis.kind])
+    return list(module.draw(analysis, figures.check(path)) or [path])

@@ -1,4 +1,7 @@
-"""Methods by a word each: `topk`, `topk:ratio=0.001`, `fft:theta=0.9:granularity=tensor`."""
+"""Methods by a word each: `topk`, `topk:ratio=0.001`, `fft:theta=0.9:granularity=tensor`.
+
+A word may be the file of a compressor, too: `./mine.py`, `./mine.py:levels=4`.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,7 @@ def parse(spec: str) -> Compressor:
     Raises:
         UsageError: an unknown name, field or value, or several values for a field.
     """
-    name, *words = spec.split(":")
-    options = grid.pairs(f"{name}:", words)
+    name, options = grid.method(spec)
     for field, value in options.items():
         if isinstance(value, list | dict | tuple):
             raise UsageError(f"{spec}: {field} takes one value here; name the method twice instead")

@@ -577,7 +577,8 @@ def command(config: Config) -> str:
         "memory": method.memory,
         "memory_options": method.memory_options if config.memory == method.memory else {},
     }
-    words = ["gcbench", "run", "--task", config.task, "--compressor", config.compressor]
+    method_word = registry.word(config.compressor)
+    words = ["gcbench", "run", "--task", config.task, "--compressor", method_word]
     if config.engine == "torchrun":
         words[:1] = ["torchrun", "--nproc-per-node", str(config.workers), "-m", "gcbench"]
         usual["engine"] = "torchrun"

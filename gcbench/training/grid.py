@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -155,8 +155,28 @@ def _memory(point: Mapping[str, Any]) -> str:
     return str(name)
 
 
+def method(word: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the fields in a word such as topk:ratio=0.05 or ./mine.py:levels=4.
+
+    A file is registered under its name; a field may be a schedule: topk:ratio=0:0.25/100:0.01.
+
+    Raises:
+        UsageError: no such file, or a field without a value.
+    """
+    start, *rest = word.split(":")
+    words: list[str] = []
+    for piece in rest:  # the colons of a schedule belong to the field before
+        if "=" in piece or not words:
+            words.append(piece)
+        else:
+            words[-1] += f":{piece}"
+    return registry.add_file(start.strip()), pairs(f"{start}:", words)
+
+
 def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
     """Return the configs of the grid, in the order of the lists, equal ones once.
+
+    A compressor may bring its own fields, `topk:ratio=0.05`, and may be a file, `./mine.py`.
 
     A compressor's field (`options`) goes to the compressors of the grid that have it, a task's
     field to the tasks that have it, a memory's to the memories.
@@ -176,8 +196,28 @@ def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
         "task_options": ("task", "digits", registry.task_class),
     }
     nested = {key: given.pop(key) for key in fields}
+    methods: dict[str, tuple[str, dict[str, Any]]] = {}
+    if "compressor" in given:
+        words = [str(one) for one in choices("compressor", given["compressor"])]
+        methods = {one: method(one) for one in words}
+        given["compressor"] = words
+        for one, (_, own) in methods.items():
+            if twice := sorted(own.keys() & nested["options"].keys()):
+                raise UsageError(f"{one}: the field {twice[0]} came by --set, too; give it once")
+
+    def points() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Yield the points of the grid, and the fields that each one's compressor brings."""
+        for point in _product(given):
+            if not methods:
+                yield point, {}
+                continue
+            name, own = methods[point["compressor"]]
+            yield {**point, "compressor": name}, own
+
     for key, (owner, default, load) in fields.items():
         names = choices(owner, given.get(owner, default))
+        if owner == "compressor":
+            names = [methods[name][0] if name in methods else name for name in names]
         known = {str(name): registry.fields(load(str(name))) for name in names}
         for field in nested[key]:
             if not any(field in own for own in known.values()):
@@ -187,7 +227,7 @@ def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
     unused = set(carried)
     configs: dict[str, Config] = {}
     limits.check_grid(_size(given, carried, *nested.values()))
-    for point in _product(given):
+    for point, brought in points():
         inner = []
         for key, (owner, default, load) in fields.items():
             own = registry.fields(load(str(point.get(owner, default))))
@@ -196,12 +236,12 @@ def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
         unused -= own.keys()
         inner.append(_product({k: v for k, v in carried.items() if k in own}))
         for options, task_options, memory_options in itertools.product(*inner):
-            choice = {"options": options, "task_options": task_options}
+            choice = {"options": {**options, **brought}, "task_options": task_options}
             made = Config.make({**point, **choice, "memory_options": memory_options})
             configs.setdefault(made.hash, made)
     if unused:
         field = min(unused)
-        here = ", ".join(sorted({_memory(point) for point in _product(given)}))
+        here = ", ".join(sorted({_memory(point) for point, _ in points()}))
         every_field = {
             name: registry.fields(registry.memory_class(name)) for name in registry.memories()
         }

@@ -11,6 +11,8 @@ from typing import Any, Literal, Protocol
 Mode = Literal["auto", "bar", "plain", "none"]
 WIDE = 90
 """Columns from which the bar has room for the latest numbers."""
+ANNOUNCE_SECONDS = 5.0
+"""Seconds of stepping from which the time that a grid takes is told."""
 PLAIN_SECONDS = 10.0
 """Seconds between lines in a pipe; evaluations always get one."""
 
@@ -22,6 +24,8 @@ class Observer(Protocol):
 
     def record(self, record: Mapping[str, Any]) -> None: ...  # noqa: D102
 
+    def say(self, text: str) -> None: ...  # noqa: D102
+
     def close(self) -> None: ...  # noqa: D102
 
 
@@ -32,6 +36,9 @@ class Silent:
         pass
 
     def record(self, record: Mapping[str, Any]) -> None:  # noqa: D102
+        pass
+
+    def say(self, text: str) -> None:  # noqa: D102
         pass
 
     def close(self) -> None:  # noqa: D102
@@ -68,13 +75,19 @@ class Plain:
             self.first = step, now
         done = step - self.first[0]
         if said and now - self.last >= PLAIN_SECONDS:
+            step = min(step, self.steps)
             left = (now - self.first[1]) / done * (self.steps - step) if done else None
             time_left = "" if left is None else f"  {timedelta(seconds=round(left))} left"
             self._print(f"{step}/{self.steps}  {said}{time_left}")
 
     def record(self, record: Mapping[str, Any]) -> None:  # noqa: D102
         if record["kind"] == "eval" or time.monotonic() - self.last >= PLAIN_SECONDS:
-            self._print(f"step {record['step']}/{self.steps}  {_words(record)}")
+            step = min(record["step"], self.steps)
+            self._print(f"step {step}/{self.steps}  {_words(record)}")
+
+    def say(self, text: str) -> None:
+        """Print a line at once."""
+        self._print(text)
 
     def _print(self, line: str) -> None:
         self.last = time.monotonic()
@@ -98,7 +111,7 @@ class Bar:
         )
         from rich.progress import TimeRemainingColumn as Remaining
 
-        self.name, self.said = name, {"train": "", "eval": ""}
+        self.name, self.steps, self.said = name, steps, {"train": "", "eval": ""}
         console = Console(stderr=True)
         columns: list[ProgressColumn] = [TextColumn("{task.description}"), BarColumn(16)]
         columns += [MofNCompleteColumn(), Remaining(compact=True)]
@@ -110,22 +123,75 @@ class Bar:
         self.bar.start()
 
     def step(self, step: int, said: str = "") -> None:  # noqa: D102
+        done = min(step, self.steps)
         if said:
-            self.bar.update(self.task, completed=step, said=said)
+            self.bar.update(self.task, completed=done, said=said)
         else:
-            self.bar.update(self.task, completed=step)
+            self.bar.update(self.task, completed=done)
 
     def record(self, record: Mapping[str, Any]) -> None:  # noqa: D102
         self.said[record["kind"]] = _words(record, short=True)
         said = "  ".join(filter(None, self.said.values()))
         self.bar.update(self.task, said=said)
 
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        self.bar.console.print(text, highlight=False, markup=False)
+
     def close(self) -> None:  # noqa: D102
         self.bar.stop()
 
 
-def observer(mode: Mode, name: str, steps: int) -> Observer:
-    """Return the observer for `mode`; "auto" is a bar where stderr is a terminal."""
+class Announcing:
+    """Says once, some seconds after the first step, how long this run and the grid will take.
+
+    By the pace of this run: other methods and tasks of the grid may be slower or faster.
+    """
+
+    def __init__(self, inner: Observer, steps: int, after: int) -> None:
+        self.inner, self.steps, self.after = inner, steps, after
+        self.first: tuple[int, float] | None = None
+        self.said = False
+
+    def step(self, step: int, said: str = "") -> None:  # noqa: D102
+        self.inner.step(step, said)
+        now = time.monotonic()
+        if self.first is None:
+            self.first = step, now
+        seconds, done = now - self.first[1], step - self.first[0]
+        if self.said or seconds < ANNOUNCE_SECONDS or not done:
+            return
+        self.said = True
+        pace = seconds / done
+        own, whole = (
+            timedelta(seconds=round(pace * left))
+            for left in (self.steps - step, self.steps - step + self.after)
+        )
+        self.inner.say(
+            f"about {own} left of this run, {whole} of the grid ({self.after:,} steps after it) "
+            "by this run's pace; Ctrl-C keeps what is done"
+        )
+
+    def record(self, record: Mapping[str, Any]) -> None:  # noqa: D102
+        self.inner.record(record)
+
+    def say(self, text: str) -> None:  # noqa: D102
+        self.inner.say(text)
+
+    def close(self) -> None:  # noqa: D102
+        self.inner.close()
+
+
+def observer(mode: Mode, name: str, steps: int, after: int = 0) -> Observer:
+    """Return the observer for `mode`; "auto" is a bar where stderr is a terminal.
+
+    `after`: steps of the runs that follow; if there are some, the time of all is announced.
+    """
+    shown = _observer(mode, name, steps)
+    return Announcing(shown, steps, after) if after else shown
+
+
+def _observer(mode: Mode, name: str, steps: int) -> Observer:
     if mode == "auto":
         mode = "bar" if sys.stderr.isatty() else "plain"
     if mode == "none":

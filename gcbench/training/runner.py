@@ -65,13 +65,23 @@ class Runner:
         self.checkpoint_seconds, self.progress = checkpoint_seconds, progress
         self.capture, self.told = capture, told
         self.kept, self.suite, self.show = kept, suite, show
+        self.after = 0
+        """Steps of the runs that are still to be made."""
 
     def all(self, configs: Sequence[Config], *, json: bool) -> None:
         """Do all runs of a grid, see `work`; what they need is checked before the first."""
         configs = [self._in_environment(config) for config in configs]
         for config in configs:
             self._check(config)
+        pending = [config for config in configs if self._pending(config)]
+        self.after = sum(config.steps for config in pending)
+        if len(pending) > 1 and membership.leads():
+            _say(f"{len(pending)} runs to make, {self.after:,} steps in all")
         self.work(each(configs), len(configs), json=json)
+
+    def _pending(self, config: Config) -> bool:
+        """Whether a run is still to be made, or to be finished."""
+        return self.force or Run(self.results / config.run_name).summary is None
 
     def _check(self, config: Config) -> None:
         configuration.require_device(config.device)
@@ -214,10 +224,12 @@ class Runner:
             rows.add(self.kept, rows.row(summary, curve, self.suite))
 
     def _engine(self, config: Config, run: Run, threads: int | None = None) -> None:
+        self.after = max(0, self.after - config.steps)
         options = Options(
             self.data_dir,
             self.checkpoint_seconds,
             self.progress,
+            after=self.after,
             capture=self.capture,
             sinks=self.told,
             threads=threads,

@@ -67,6 +67,8 @@ class Options:
     capture: captures.Plan | None = None
     sinks: tuple[str, ...] = ()
     """Names of the sinks that hear of the records."""
+    after: int = 0
+    """Steps of the runs that follow this one, to tell how long all of them take."""
     threads: int | None = None
     """Threads of a worker with which the run began, where it is resumed; None: the config's."""
 
@@ -644,7 +646,9 @@ class Trainer:
             given = config.model_dump(mode="json"), self.run.read_provenance()
             self.sinks = sinks.Sinks(self.options.sinks, self.run, *given)
         if self.leads:
-            self.observer = progress.observer(self.options.progress, config.run_name, config.steps)
+            self.observer = progress.observer(
+                self.options.progress, config.run_name, config.steps, self.options.after
+            )
         try:
             return self._summary(self._train(stop))
         finally:

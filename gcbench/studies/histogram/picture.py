@@ -1,4 +1,4 @@
-"""The picture of `gcbench histogram`: distributions, errors, and the claims, from saved rows."""
+"""The pictures of `gcbench histogram`: distributions, errors, and the claims, from saved rows."""
 
 from __future__ import annotations
 
@@ -23,8 +23,19 @@ CURVES = 10
 """Methods whose curves are drawn; more could not be told apart."""
 
 
-def draw(analysis: Analysis, path: Path) -> None:
-    """Draw histograms, errors over their distribution and over training, and the claims.
+WIDTH = 11.0
+"""Inches: type of 12 points and more stays legible where the picture is shown 830 pixels wide."""
+PARTS = ("errors", "claims")
+"""What the names of the second and third picture end in."""
+
+
+def paths(path: Path) -> list[Path]:
+    """Return the files of the three pictures: `path`, and those beside it."""
+    return [path, *(path.with_stem(f"{path.stem}-{part}") for part in PARTS)]
+
+
+def draw(analysis: Analysis, path: Path) -> list[Path]:
+    """Draw three pictures and return their files: histograms to `path`, errors and claims beside.
 
     Raises:
         UsageError: an ending that is no picture's.
@@ -42,33 +53,54 @@ def draw(analysis: Analysis, path: Path) -> None:
     binned = list(dict.fromkeys(str(row["layer"]) for row in bins))
     layers = binned[:LINES]
     last = max((int(row["step"] or 0) for row in bins), default=0)
-    tall = 2.5 * len(layers)
-    with figures.canvas(17, tall + 12.2) as figure:
-        parts: Any = figure.subfigures(3, 1, height_ratios=[tall + 1.6, 5.2, 5.4], hspace=0.02)
-        found = analysis.settings["captures"]
-        steps = sorted({one["step"] for one in found})
-        seeds = len({one["seed"] for one in found})
-        said = (
-            f"{found[0]['task']}, {analysis.settings['workers']} workers, {len(steps)} steps "
-            f"from {steps[0]} to {steps[-1]}, {seeds} seed{'s' * (seeds > 1)}"
-        )
-        if failed:
-            said += f"; failed: {', '.join(sorted(failed))}"
-        left_out = [
-            f"the first {shown} of {have} {what}"
-            for shown, have, what in (
-                (LINES, len(binned), "layers"),
-                (COLUMNS, len(able), "methods"),
-            )
-            if have > shown
-        ]
-        told = f"{said}\nstep {last}: share of values in a bin of {2 * EDGE / BINS:.2g} rms"
-        if left_out:
-            told += f", {' and '.join(left_out)}"
-        _histograms(parts[0], bins, layers, able[:COLUMNS], last, told)
-        _curves(parts[1], analysis, able[:CURVES], len(able) - len(able[:CURVES]))
-        _claims(parts[2], analysis)
-        figures.save(figure, path)
+    found = analysis.settings["captures"]
+    steps = sorted({one["step"] for one in found})
+    seeds = len({one["seed"] for one in found})
+    where = f"{found[0]['task']}, {analysis.settings['workers']} workers"
+    said = (
+        f"{where}, {len(steps)} step{'s' * (len(steps) > 1)} from {steps[0]} to {steps[-1]}, "
+        f"{seeds} seed{'s' * (seeds > 1)}"
+    )
+    if failed:
+        said += f"; failed: {', '.join(sorted(failed))}"
+    left_out = [
+        f"the first {shown} of {have} {what}"
+        for shown, have, what in ((LINES, len(binned), "layers"), (COLUMNS, len(able), "methods"))
+        if have > shown
+    ]
+    told = f"{said}\nstep {last}: share of values in a bin of {2 * EDGE / BINS:.2g} rms"
+    if left_out:
+        told += f", {' and '.join(left_out)}"
+    histograms, errors, claims = paths(path)
+    with figures.canvas(WIDTH, 2.0 * max(1, len(layers)) + 1.9) as figure:
+        part: Any = figure.subfigures(1, 1)
+        _histograms(part, bins, layers, able[:COLUMNS], last, told)
+        figures.save(figure, histograms)
+    with figures.canvas(WIDTH, 5.4) as figure:
+        part = figure.subfigures(1, 1)
+        part.suptitle(f"Errors: {said}", fontsize="medium")
+        _curves(part, analysis, able[:CURVES], len(able) - len(able[:CURVES]))
+        figures.save(figure, errors)
+    with figures.canvas(WIDTH, 5.6) as figure:
+        part = figure.subfigures(1, 1)
+        part.suptitle(f"The papers' claims: {said}", fontsize="medium")
+        _claims(part, analysis)
+        figures.save(figure, claims)
+    return [histograms, errors, claims]
+
+
+def _empty(axes: Axes, why: str) -> None:
+    """Write into a panel why it shows nothing; without it a reader looks for an error."""
+    axes.text(
+        0.5,
+        0.5,
+        why,
+        ha="center",
+        va="center",
+        color="0.35",
+        transform=axes.transAxes,
+        fontsize="small",
+    )
 
 
 # ---- histograms ----------------------------------------------------------------------------------
@@ -96,6 +128,11 @@ def _histograms(
     """Draw a row of panels a layer, a column a method, of the last step."""
     part.suptitle(f"Gradients as they arrive: {said}", fontsize="medium")
     if not layers or not methods:
+        axes = part.subplots()
+        axes.set_axis_off()
+        _empty(
+            axes, "no histogram: " + ("no layer was chosen" if methods else "all methods failed")
+        )
         return
     import seaborn
 
@@ -114,6 +151,7 @@ def _histograms(
     here = [row for row in rows if row["step"] == step]
     for line, layer in zip(grid, layers, strict=True):
         for axes, method in zip(line, methods, strict=True):
+            drawn = 0
             for values, look in named.items():
                 whose = GRADIENT if values == "gradient" else method
                 found = [
@@ -122,8 +160,11 @@ def _histograms(
                     if (row["layer"], row["method"], row["values"]) == (layer, whose, values)
                 ]
                 if found:
+                    drawn += 1
                     edges, shares = _steps(found)
                     axes.stairs(shares, edges, **look, baseline=1e-9)
+            if not drawn:
+                _empty(axes, "no values of this layer\nat this step")
             axes.set_yscale("log")
             axes.set_ylim(3e-6, 2)
             axes.set_yticks([1e-5, 1e-3, 1e-1])
@@ -132,7 +173,7 @@ def _histograms(
     for axes, method in zip(grid[0], methods, strict=True):
         axes.set_title(method, fontsize="medium")
     for axes in grid[-1]:
-        axes.set_xlabel("value / rms of the layer; ±6: and beyond", fontsize="small")
+        axes.set_xlabel("value / rms of the layer\n±6: and beyond", fontsize="small")
     handles = dict[str, Any]()
     for axes in grid.flat:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -166,26 +207,28 @@ def _curves(part: SubFigure, analysis: Analysis, methods: Sequence[str], hidden:
     left.set_ylim(0, 1.02)
     left.set_xlabel("|error| / rms of the layer, alone")
     left.set_ylabel("share of elements with at most it")
-    left.set_title("Distribution of the error", loc="left", fontsize="medium")
+    if not rows:
+        _empty(left, "no error was recorded")
+    left.set_title("Distribution\nof the error", loc="left", fontsize="medium")
     steps = [row for row in analysis.table("steps").rows if row["group"] == ALL]
     _training(middle, steps, methods, looks, "relative_error_averaged", 1)
     middle.set_ylabel("‖error‖ / ‖mean gradient‖")
-    middle.set_title("Averaged over the workers", loc="left", fontsize="medium")
+    middle.set_title("Error of the average\nover the workers", loc="left", fontsize="medium")
     _training(right, steps, [GRADIENT, *methods], looks, "zeros_alone", 100)
     right.set_ylim(-4, 104)
     right.set_ylabel("zeros (%)")
-    right.set_title("Zeros in what one worker sends", loc="left", fontsize="medium")
+    right.set_title("Zeros in what\none worker sends", loc="left", fontsize="medium")
     handles, labels = left.get_legend_handles_labels()
     extra, named = right.get_legend_handles_labels()
     handles += [h for h, label in zip(extra, named, strict=True) if label not in labels]
     labels += [label for label in named if label not in labels]
-    if hidden:
+    if hidden and labels:
         labels[-1] += f" ({hidden} more methods in the tables)"
     part.legend(
         handles,
         labels,
         loc="outside lower center",
-        ncols=min(6, len(labels)),
+        ncols=min(4, max(1, len(labels))),
         frameon=False,
         fontsize="small",
         handlelength=3,
@@ -225,6 +268,8 @@ def _training(
             ]
             low, high = [*map(min, sides)], [*map(max, sides)]
             axes.fill_between(at, low, high, color=style["color"], alpha=0.18, lw=0)
+    if not drawn:
+        _empty(axes, "no such value was recorded")
     positive = [value for value in drawn if value > 0]
     if scale == 1 and positive and max(positive) > 20 * min(positive):
         axes.set_yscale("log")
@@ -259,11 +304,15 @@ def _claims(part: SubFigure, analysis: Analysis) -> None:
         axes.set_xlim(0, 102)
         axes.set_ylim(0, 102)
         won = sum(float(r["energy_fft"] or 0) > float(r["energy_topk"] or 0) for r in rows)
-        axes.text(3, 97, "FFT keeps more", va="top", color="0.3", fontsize="small")
+        axes.text(3, 101, "FFT keeps more", va="top", color="0.3", fontsize="small")
         axes.set_xlabel("energy that top-k keeps (%)")
         axes.set_ylabel("energy that FFT keeps (%)")
-        share = f"{100 * float(kept or 0):g} % kept, {rival}"
-        axes.set_title(f"{share}: FFT in {won} of {len(rows)}", loc="left", fontsize="medium")
+        if rows:
+            share = f"{100 * float(kept or 0):g} % kept, {rival}:\nFFT in {won} of {len(rows)}"
+        else:
+            share = f"FFT against top-k,\n{rival}"
+            _empty(axes, "not compared:\nno tensor for both")
+        axes.set_title(share, loc="left", fontsize="medium")
     axes = grid[-1]
     rows = [row for row in analysis.table("clipping_layers").rows if row["clip"] == CLIP]
     for kind in kinds:
@@ -274,6 +323,8 @@ def _claims(part: SubFigure, analysis: Analysis) -> None:
         ]
         xs = [-100 * float(row["length_change"] or 0) for row in mine]
         _dots(axes, xs, [float(row["angle"] or 0) for row in mine], kind, looks)
+    if not rows:
+        _empty(axes, "no layer was clipped here")
     normal = gaussian_clipping(CLIP)
     axes.plot(
         -100 * normal.length_change,
@@ -297,13 +348,13 @@ def _claims(part: SubFigure, analysis: Analysis) -> None:
     )
     axes.set_xlabel("length lost (%)")
     axes.set_ylabel("angle (degrees)")
-    axes.set_title(f"Clipping at {CLIP} sigma", loc="left", fontsize="medium")
+    axes.set_title(f"Clipping\nat {CLIP} sigma", loc="left", fontsize="medium")
     handles, labels = axes.get_legend_handles_labels()
     part.legend(
         handles,
         labels,
         loc="outside lower center",
-        ncols=min(7, len(labels)),
+        ncols=min(4, len(labels)),
         frameon=False,
         fontsize="small",
         title="a point: one layer at one step, each tensor by itself, mean of its workers",

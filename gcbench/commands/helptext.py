@@ -1,0 +1,99 @@
+"""Help in plain text: options by group, no word broken or cut at any width.
+
+Rich's panels cut names to an ellipsis and break words where the terminal is narrow.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+NARROW = 72
+"""Columns below which a description stands under its option instead of beside it."""
+BESIDE = 28
+"""Columns of the options where descriptions stand beside them."""
+
+
+def wrapped(text: str, width: int, indent: str = "") -> str:
+    """Return text in lines of at most `width` columns, broken between words alone."""
+    return textwrap.fill(
+        " ".join(text.split()),
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _rows(records: list[tuple[str, str]], width: int) -> str:
+    lines = []
+    for name, told in records:
+        if width < NARROW or len(name) > BESIDE - 2:
+            lines.append(f"  {name}")
+            if told and width < NARROW:
+                lines.append(wrapped(told, width, " " * 6))
+            elif told:
+                lines.append(wrapped(told, width, " " * (BESIDE + 2)))
+        else:
+            text = wrapped(told, width, " " * (BESIDE + 2))
+            lines.append(f"  {name:<{BESIDE}}{text[BESIDE + 2 :]}".rstrip())
+    return "\n".join(lines)
+
+
+def _sections(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]:
+    """Return the records of a command's parameters by their group, arguments first."""
+    found: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+    for parameter in command.get_params(ctx):
+        record = parameter.get_help_record(ctx)
+        if record is None:
+            continue
+        usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
+        panel = getattr(parameter, "rich_help_panel", None) or usual
+        found.setdefault(panel, []).append(record)
+    last = found.pop("Options", [])  # what every command has stands below its own
+    return {title: records for title, records in {**found, "Options": last}.items() if records}
+
+
+class _Plain:
+    """Writes the help of a command or a group of commands."""
+
+    def format_help(self: Any, ctx: Any, formatter: Any) -> None:
+        """Write usage, the docstring, options by group, and commands."""
+        self.format_usage(ctx, formatter)
+        width = formatter.width
+        for paragraph in (self.help or "").split("\n\n"):
+            formatter.write("\n" + wrapped(paragraph, width, "  ") + "\n")
+        for title, records in _sections(self, ctx).items():
+            formatter.write(f"\n{title}:\n{_rows(records, width)}\n")
+        names = self.list_commands(ctx) if hasattr(self, "list_commands") else []
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for name in names:
+            command = self.get_command(ctx, name)
+            told = (command.help or "").partition("\n\n")[0]
+            panel = getattr(command, "rich_help_panel", None) or "Commands"
+            panels.setdefault(str(panel), []).append((name, " ".join(told.split())))
+        for title, records in panels.items():
+            formatter.write(f"\n{title}:\n{_rows(records, width)}\n")
+
+
+class PlainCommand(_Plain, TyperCommand):
+    """A command with plain help."""
+
+
+class PlainGroup(_Plain, TyperGroup):
+    """A group of commands with plain help."""
+
+
+def make_plain(app: typer.Typer) -> None:
+    """Give an app, its commands and its groups plain help."""
+    app.info.cls = PlainGroup
+    for command in app.registered_commands:
+        command.cls = PlainCommand
+    for group in app.registered_groups:
+        group.cls = PlainGroup
+        if group.typer_instance is not None:
+            make_plain(group.typer_instance)
