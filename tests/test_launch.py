@@ -147,7 +147,7 @@ def test_only_what_can_be_imported_is_handed_on():
 def test_every_option_reaches_the_workers():
     """One that is added and not handed on would count in a simulation alone."""
     plan = captures.Plan((1, 2), "fc*")
-    options = Options(Path("data"), 1.5, "plain", crew.tell, plan, ("tensorboard",), 3)
+    options = Options(Path("data"), 1.5, "plain", crew.tell, plan, ("tensorboard",), 3, 5)
     told = json.loads(json.dumps(engines._options_to_json(options)))
     assert engines._options_from_json(told) == options
     for field in dataclasses.fields(Options):

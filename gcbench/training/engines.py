@@ -223,7 +223,7 @@ def _be_worker(member: Membership, config: Config, run: Run, options: Options) -
 def _options_to_json(options: Options) -> dict[str, Any]:
     given = {
         name: getattr(options, name)
-        for name in ("checkpoint_seconds", "progress", "sinks", "threads")
+        for name in ("checkpoint_seconds", "progress", "sinks", "threads", "after")
     }
     look, plan, data = options.on_bucket, options.capture, options.data_dir
     return given | {
@@ -243,6 +243,7 @@ def _options_from_json(told: dict[str, Any]) -> Options:
         capture=None if plan is None else captures.Plan(tuple(plan["steps"]), plan["layers"]),
         sinks=tuple(told["sinks"]),
         threads=told["threads"],
+        after=told["after"],
     )
 
 

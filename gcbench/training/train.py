@@ -67,10 +67,10 @@ class Options:
     capture: captures.Plan | None = None
     sinks: tuple[str, ...] = ()
     """Names of the sinks that hear of the records."""
-    after: int = 0
-    """Steps of the runs that follow this one, to tell how long all of them take."""
     threads: int | None = None
     """Threads of a worker with which the run began, where it is resumed; None: the config's."""
+    after: int = 0
+    """Steps of the runs that follow this one, to tell how long all of them take."""
 
 
 def _share_parameters(replica: nn.Module, model: nn.Module) -> nn.Module:
