@@ -85,6 +85,8 @@ class Analysis(BaseModel):
     command: str
     """The command line that makes it again."""
     provenance: dict[str, Any]
+    answer: list[str] = []
+    """Sentences that stand before all tables: what the user asked."""
     conclusions: list[str] = []
     """Sentences that the numbers of this very analysis bear out."""
     tables: list[Table]
@@ -359,7 +361,7 @@ def render(analysis: Analysis, format: str = "table", width: int | None = None) 
         return csv_text(analysis.tables[0].rows)
     width = width or shutil.get_terminal_size((100, 24)).columns
 
-    blocks = []
+    blocks = [sentence(said, format, width) for said in analysis.answer]
     for table, title, rows in parts(analysis):
         blocks.append(block(title, columns(table, rows), table.which, format, width))
         if rows[-1] is table.rows[-1]:

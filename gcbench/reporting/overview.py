@@ -41,7 +41,7 @@ def sections(
     others: list[tuple[str, Section | None]] = []
     for (name, analysis), section in zip(ordered, studies, strict=True):
         mine = pays if analysis.kind in PAYS else others
-        told = analysis.conclusions[:SENTENCES]
+        told = [*analysis.answer, *analysis.conclusions][:SENTENCES]
         mine += [(f"{labels[name]}: {sentence}", section) for sentence in told]
     if pays:
         found.append(Section("What pays", "summary", items=pays))

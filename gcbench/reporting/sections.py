@@ -393,7 +393,7 @@ def analysed(draw: Draw, label: str, analysis: Analysis) -> Section:
     """Return the section of one analysis."""
     section = Section(
         f"{label} {measuring.digest(analysis.settings)}",
-        lead=analysis.conclusions,
+        lead=[*analysis.answer, *analysis.conclusions],
         commands=[analysis.command],
         where=[measuring.where(analysis.provenance)],
     )

@@ -177,10 +177,8 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         settings=settings.model_dump(mode="json"),
         command=command,
         provenance=provenance(),
-        conclusions=[
-            *_known(settings, found, gathered, seen),
-            *_advice(settings, found, rows, known),
-        ],
+        answer=_advice(settings, found, rows, known),
+        conclusions=[*_known(settings, found, gathered, seen), *_unknown(settings, rows)],
         tables=[
             Table(name="methods", title=title, shown=_SHOWN, notes=notes, rows=rows),
             Table(
@@ -387,7 +385,7 @@ def _advice(settings: Settings, found: Prepared, rows: Sequence[Row], known: Kno
     """Return what to do, what would change it, and the most that any method could gain."""
     workers, cluster = settings.workers[0], settings.cluster
     by = {advice: [row for row in rows if row["advice"] == advice] for advice in ORDER}
-    used, untested, unclear = by[USE], by[UNTESTED], by[UNCLEAR]
+    used, unclear = by[USE], by[UNCLEAR]
     free = found.free.seconds(workers, cluster)
     fp32, bf16 = (one.seconds(workers, cluster) for one in found.baselines)
     most, margin = min(fp32, bf16) / free, settings.margin
@@ -405,7 +403,7 @@ def _advice(settings: Settings, found: Prepared, rows: Sequence[Row], known: Kno
         said.append(
             f"Do not compress yet: {_told(best)}, but {best['accuracy']} ({_seen_at(best)}). {why}"
         )
-    elif untested:
+    elif by[UNTESTED]:
         said.append("Do not compress yet: of the methods that gain, no run shows the accuracy.")
     elif by[LOSES]:
         said.append(f"Do not compress: what gains loses more than {_allowed(settings)}.")
@@ -419,12 +417,6 @@ def _advice(settings: Settings, found: Prepared, rows: Sequence[Row], known: Kno
             f"Reduce in bf16 ({BF16[settings.sharded]}): predicted {fp32 / bf16:.3g} times as fast "
             f"as in fp32. Accuracy of values rounded so, by our exchange: {seen}{where}."
         )
-    least = float(used[0]["gain"] or 0) if used else 0.0
-    faster = [row for row in untested if float(row["gain"] or 0) > least]
-    if faster:
-        names = ", ".join(str(row["method"]) for row in faster)
-        said.append(f"Untested: predicted faster, no stored run shows their accuracy: {names}.")
-        said.append(_to_learn(settings, faster))
 
     def answer(there: Cluster, longer: float) -> tuple[str, float]:
         """Return what to do there, and its gain over reducing in fp32."""
@@ -444,6 +436,21 @@ def _advice(settings: Settings, found: Prepared, rows: Sequence[Row], known: Kno
         f"{fp32 / free:.3g} times as fast as reducing in fp32, {bf16 / free:.3g} as in bf16."
     )
     return said
+
+
+def _unknown(settings: Settings, rows: Sequence[Row]) -> list[str]:
+    """Return which methods may gain more, had their accuracy been seen, and how to see it."""
+    used = [row for row in rows if row["advice"] == USE]
+    least = float(used[0]["gain"] or 0) if used else 0.0
+    untested = [row for row in rows if row["advice"] == UNTESTED]
+    faster = [row for row in untested if float(row["gain"] or 0) > least]
+    if not faster:
+        return []
+    names = ", ".join(str(row["method"]) for row in faster)
+    return [
+        f"Untested: predicted faster, no stored run shows their accuracy: {names}.",
+        _to_learn(settings, faster),
+    ]
 
 
 def _bf16() -> Compressor:

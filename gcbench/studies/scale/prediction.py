@@ -792,13 +792,15 @@ def sensitivity(
         if what == now:
             same.append(f"{name} ({gain:.3g}x)")
         else:
-            other.append(f"{name}: {what} ({gain:.3g}x)")
+            other.append(f"{name}: {_word(what)} ({gain:.3g}x)")
     changes = "; ".join(other) or "nothing of what was tried"
-    said = (
-        f"The answer is {now}, {least:.3g} times as fast as reducing in fp32. What would change "
-        f"it: {changes}."
-    )
+    gained = "" if now == "none" else f", {least:.3g} times as fast as reducing in fp32"
+    said = f"The answer is {_word(now)}{gained}. What would change it: {changes}."
     return said + (f" The same with {', '.join(same)}." if same else "")
+
+
+def _word(answer: str) -> str:
+    return "not to compress" if answer == "none" else answer
 
 
 def _sensitivity(found: Prepared, workers: int, cluster: Cluster) -> list[str]:
