@@ -233,9 +233,9 @@ def draw(analysis: Analysis, path: Path) -> None:
         left.legend(frameon=False, fontsize="small")
         for axes in (left, right):
             axes.set_xlabel("step of training")
-        task, network = (analysis.settings[field] for field in ("task", "network"))
+        named = " ".join(filter(None, (analysis.settings[f] for f in ("task", "network"))))
         figure.suptitle(
-            f"FFT's range from the first {analysis.settings['first']} steps, {task} {network}, "
+            f"FFT's range from the first {analysis.settings['first']} steps, {named}, "
             f"{len(seeds)} seeds",
             fontsize="medium",
         )
