@@ -235,7 +235,7 @@ def draw(analysis: Analysis, path: Path) -> None:
             axes.set_xlabel("step of training")
         named = " ".join(filter(None, (analysis.settings[f] for f in ("task", "network"))))
         figure.suptitle(
-            f"FFT's range from the first {analysis.settings['first']} steps, {named}, "
+            f"FFT's range of steps 0 to {analysis.settings['first'] - 1}, {named}, "
             f"{len(seeds)} seeds",
             fontsize="medium",
         )
