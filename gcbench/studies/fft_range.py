@@ -213,14 +213,14 @@ def draw(analysis: Analysis, path: Path) -> None:
     path = figures.check(path)
     rows = analysis.table("steps").rows
     seeds = list(dict.fromkeys(row["seed"] for row in rows))
-    named = {"error_own": "each message's own range", "error_given": "range of the first steps"}
-    look = figures.styles(named)
+    lines = {"error_own": "each message's own range", "error_given": "range of the first steps"}
+    look = figures.styles(lines)
     with figures.canvas(11, 4.6) as figure:
         left, right = figure.subplots(1, 2)
         for seed in seeds:
             own = [row for row in rows if row["seed"] == seed]
             at = [float(row["step"] or 0) for row in own]
-            for field, label in named.items():
+            for field, label in lines.items():
                 values = [
                     math.nan if row[field] is None else 100 * float(row[field] or 0) for row in own
                 ]
