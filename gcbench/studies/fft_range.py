@@ -213,14 +213,14 @@ def draw(analysis: Analysis, path: Path) -> None:
     path = figures.check(path)
     rows = analysis.table("steps").rows
     seeds = list(dict.fromkeys(row["seed"] for row in rows))
-    named = {"error_own": "each message's own range", "error_given": "range of the first steps"}
-    look = figures.styles(named)
+    lines = {"error_own": "each message's own range", "error_given": "range of the first steps"}
+    look = figures.styles(lines)
     with figures.canvas(11, 4.6) as figure:
         left, right = figure.subplots(1, 2)
         for seed in seeds:
             own = [row for row in rows if row["seed"] == seed]
             at = [float(row["step"] or 0) for row in own]
-            for field, label in named.items():
+            for field, label in lines.items():
                 values = [
                     math.nan if row[field] is None else 100 * float(row[field] or 0) for row in own
                 ]
@@ -233,9 +233,9 @@ def draw(analysis: Analysis, path: Path) -> None:
         left.legend(frameon=False, fontsize="small")
         for axes in (left, right):
             axes.set_xlabel("step of training")
-        task, network = (analysis.settings[field] for field in ("task", "network"))
+        named = " ".join(filter(None, (analysis.settings[f] for f in ("task", "network"))))
         figure.suptitle(
-            f"FFT's range from the first {analysis.settings['first']} steps, {task} {network}, "
+            f"FFT's range of steps 0 to {analysis.settings['first'] - 1}, {named}, "
             f"{len(seeds)} seeds",
             fontsize="medium",
         )

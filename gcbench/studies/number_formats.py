@@ -334,9 +334,7 @@ def draw(analysis: Analysis, path: Path) -> None:
             axes.set_xlabel("bits of a number")
         grid[0].set_ylabel("error $\\|x - x'\\| / \\|x\\|$, %")
         grid[-1].legend(frameon=False, fontsize="small")
-        task, network = (analysis.settings[field] for field in ("task", "network"))
+        named = " ".join(filter(None, (analysis.settings[f] for f in ("task", "network"))))
         seeds = len(analysis.settings["seed"])
-        figure.suptitle(
-            f"Number formats on gradients of {task} {network}, {seeds} seeds", fontsize="medium"
-        )
+        figure.suptitle(f"Number formats on gradients of {named}, {seeds} seeds", fontsize="medium")
         figures.save(figure, path)
