@@ -699,10 +699,10 @@ def test_what_would_change_the_answer_does(tmp_path) -> None:
 
     said = told()
     assert "The answer is int8, 2.17 times" in said
-    assert "links of 100 Gbit/s: none (1x)" in said
-    assert "batch 56: none (1x)" in said
-    assert "The answer is none" in told("--cluster-set", "inter.gbit=100")
-    assert "The answer is none" in told("--batch", "56")
+    assert "links of 100 Gbit/s: not to compress (1x)" in said
+    assert "batch 56: not to compress (1x)" in said
+    assert "The answer is not to compress" in told("--cluster-set", "inter.gbit=100")
+    assert "The answer is not to compress" in told("--batch", "56")
     assert "no overlap: powersgd" in said
     assert "The answer is powersgd" in told("--overlap", "0")
 

@@ -509,7 +509,7 @@ def check_objects(config: Config, made: Mapping[str, Any], folder: Path) -> None
     here = objects(config)
     if there is None:
         there = {"compressor": [made.get("compressor", "unknown fields")]}
-        here = {"compressor": [repr(config.make_compressor(config.steps - 1))]}
+        here = {"compressor": [registry.call(config.make_compressor(config.steps - 1))]}
     for kind, now in here.items():
         then = there[kind]
         if then != now:
@@ -628,7 +628,7 @@ def failed(config: Config, run: Run, error: DivergedError) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         **{key: getattr(config, key) for key in shown},
-        "compressor": repr(config.make_compressor(config.steps - 1)),
+        "compressor": registry.call(config.make_compressor(config.steps - 1)),
         "compressor_name": config.compressor,
         "test_accuracy": None,
         "test_loss": None,

@@ -839,7 +839,7 @@ class Trainer:
         return {
             "schema": SCHEMA,
             "task": config.task,
-            "compressor": repr(self.compressor),
+            "compressor": registry.call(self.compressor),
             "compressor_name": config.compressor,
             "workers": config.workers,
             "collective": config.collective,

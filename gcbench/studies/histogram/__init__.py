@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from gcbench.core import registry
 from gcbench.core.compressor import TILE, Compressor
 from gcbench.core.errors import Interrupted, UsageError
 from gcbench.reporting import analysis as measuring
@@ -295,7 +296,7 @@ def measure(
             for one in found
         ],
         workers=workers,
-        methods={word: repr(method) for word, method in all_of.items()},
+        methods={word: registry.call(method) for word, method in all_of.items()},
         layers=layers,
         clips=list(clips),
         kept=list(kept),

@@ -22,6 +22,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from gcbench.core import registry
 from gcbench.core.compressor import Compressor, Segments
 from gcbench.core.errors import UsageError
 from gcbench.reporting import figures, reader
@@ -104,7 +105,7 @@ def costs_of(settings: Settings, step: Step, known: Sequence[Evidence]) -> list[
 
     def counts(one: Evidence) -> bool:
         run = one.row.runs[0]
-        if run.summary.compressor != repr(method) or reader.schedules(run.summary):
+        if run.summary.compressor != registry.call(method) or reader.schedules(run.summary):
             return False
         if any(run.config.get(key, value) != value for key, value in asked.items()):
             return False
@@ -281,7 +282,7 @@ def _judged(
     method, workers = step.method, settings.workers[0]
     segments = Segments.of(found.network.shapes, method.granularity)
     bits = 8 * traffic.payload_bytes(method, segments)[0] / found.network.numel
-    row: Row = {"method": "", "compressor": repr(method), "collective": step.collective}
+    row: Row = {"method": "", "compressor": registry.call(method), "collective": step.collective}
     gathers = "allgather" in method.legal_collectives() and not settings.sharded
     row |= {"bits": bits, "gather_limit": math.ceil(64 / bits) - 1 if gathers and bits else None}
     row |= {"results": len(own), "accuracy": "untested"}
@@ -410,7 +411,7 @@ def _advice(settings: Settings, found: Prepared, rows: Sequence[Row], known: Kno
     else:
         said.append(f"Do not compress: no method gains {100 * margin:g} %.")
     if not used and fp32 / bf16 >= 1 + margin:
-        cast = next((row for row in rows if row["compressor"] == repr(_bf16())), None)
+        cast = next((row for row in rows if row["compressor"] == registry.call(_bf16())), None)
         seen = cast["accuracy"] if cast is not None else "untested"
         where = f" ({_seen_at(cast)})" if cast is not None and cast["results"] else ""
         said.append(
@@ -473,13 +474,13 @@ def _seen_at(row: Row) -> str:
 def _entries() -> set[tuple[str, str]]:
     """Return the methods of the suite, with what they carry."""
     configs = [point.config for point in suites.load(SUITE).points()]
-    return {(repr(config.make_compressor()), config.memory) for config in configs}
+    return {(registry.call(config.make_compressor()), config.memory) for config in configs}
 
 
 def _to_learn(settings: Settings, untested: Sequence[Row]) -> str:
     """Return how to learn the accuracy of these methods, by the suite that compares them."""
     made = {str(row["method"]): methods.parse(str(row["method"])) for row in untested}
-    there = [m.name for m in made.values() if (repr(m), m.memory) in _entries()]
+    there = [m.name for m in made.values() if (registry.call(m), m.memory) in _entries()]
     if there and not settings.dense_last and not settings.dense_below:
         names = ",".join(dict.fromkeys(["none", *there]))
         words = ["gcbench", "run", "--suite", SUITE, "--compressor", names]

@@ -27,6 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gcbench.core import registry
 from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
 from gcbench.reporting import analysis
@@ -191,7 +192,7 @@ class Measured:
 
         A method with other fields than those measured takes what its own default takes.
         """
-        own = self.found.get(repr(method))
+        own = self.found.get(registry.call(method))
         if own is None and method.name in self.usual:
             own = self.found[self.usual[method.name]]
         if own is None:
@@ -218,10 +219,10 @@ def of_analysis(made: analysis.Analysis) -> Measured:
         except UsageError:
             continue  # a plug-in that is not installed here
         if row["method"] == method.name:
-            usual[method.name] = repr(method)
+            usual[method.name] = registry.call(method)
         n, collective = int(row["size"] or 0) / FLOAT, str(row["collective"])
         seconds = {part: float(row[part] or 0) for part in ("statistic", "encode", "decode")}
-        found.setdefault(repr(method), {}).setdefault(
+        found.setdefault(registry.call(method), {}).setdefault(
             n,
             Codec(
                 (seconds["statistic"] + seconds["encode"]) / n,

@@ -28,6 +28,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from gcbench.core import registry
 from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import check_legal
@@ -360,7 +361,7 @@ def _measured(
     timings = None if settings.kernels == TIMED else kernel_timings.load(path)
     found: dict[str, work.Rates] = {}
     for place, (word, method) in enumerate(chosen.items()):
-        key = repr(method)
+        key = registry.call(method)
         if timings and (rates := work.of_file(method, timings, n, settings.threads)):
             found[word] = rates
         elif key in ledger:
@@ -688,7 +689,7 @@ def _rows(
             "workers": workers,
             "nodes": cluster.nodes_of(workers),
             "method": word,
-            "compressor": repr(step.method),
+            "compressor": registry.call(step.method),
             "collective": "reducescatter" if step.sharded else step.collective,
             "kernels": "measured" if found.by_measured else "assumed",
         }

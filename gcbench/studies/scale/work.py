@@ -104,7 +104,7 @@ def of_file(
     Only the default configuration is timed in files. A method that hands the gradient on, and so
     has no rows, costs what `copy_` costs of the same bytes.
     """
-    if repr(method) != repr(registry.compressor(method.name)):
+    if registry.call(method) != registry.call(registry.compressor(method.name)):
         return None
     rows = [row for row in timings.rows if row.threads == threads and row.backend not in UNTIMED]
 
