@@ -21,7 +21,7 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 HOURS = {
     "gcbench run --suite terngrad-figure3": "trains LeNet 36 times, 5,000 steps each",
     "gcbench run --compressor none,terngrad --task cifar10 --workers 4": "3,000 steps, twice",
-    "gcbench histogram --task cifar10 --network resnet20 --steps 400 --seed 0,1,2": "trains a network",
+    "gcbench histogram --task cifar10 --network resnet20 --steps 400 --seed 0,1,2": "a training",
 }
 MODULE = """
 from torch import nn
