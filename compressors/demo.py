@@ -47,6 +47,7 @@ class DeMo(Compressor):
 
     memory: ClassVar[str] = "residual"
     memory_options: ClassVar[Mapping[str, Any]] = {"decay": 0.999}
+    scratch = True
     variants = ({}, {"sign": False}, {"chunk": 16, "topk": 8})
 
     @property

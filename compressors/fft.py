@@ -68,6 +68,7 @@ class FFT(Compressor):
     low: float | None = None  # the range of the codes, below 0, in the unit of the gradient;
     high: float | None = None  # and above 0; neither: each message's own
 
+    scratch = True
     added: ClassVar[Mapping[str, Any]] = {"low": None, "high": None}
     variants = (
         {},

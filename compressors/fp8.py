@@ -42,6 +42,7 @@ class Fp8(Compressor):
     granularity: str | int = 256  # elements of a block; or "tensor", "model", "column"
 
     collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather")
+    scratch = True
     variants = ({}, {"granularity": "tensor"})
 
     def encode(

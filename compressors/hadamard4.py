@@ -73,6 +73,7 @@ class Hadamard4(Compressor):
     granularity: str | int = 128  # elements of a block; or "tensor", "model", "column"
 
     collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather")
+    scratch = True
     variants = ({}, {"granularity": 100})
 
     def encode(

@@ -45,6 +45,7 @@ class PowerSGD(MultiRoundCompressor):
     warm_start: bool = True  # False draws Q anew at every step
 
     memory: ClassVar[str] = "residual"
+    scratch = True
     variants = ({}, {"rank": 1}, {"rank": 4}, {"warm_start": False})
 
     def __post_init__(self) -> None:

@@ -552,8 +552,6 @@ app.command()(bandwidth)
 app.add_typer(scale_app, name="scale")
 app.command()(advise)
 app.command()(report)
-for _kind, _module in studies.DERIVED.items():
-    app.command(name=_kind)(derived.command(_kind, _module))
 for _kind, _module in studies.third_parties().items():
     app.command(name=_kind, rich_help_panel="Analyses of other packages")(
         derived.command(_kind, _module)
@@ -603,6 +601,7 @@ def _root(
 
 
 make_plain(app)
+app.info.cls = derived.Commands
 
 
 def _leave() -> None:

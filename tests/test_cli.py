@@ -596,8 +596,6 @@ def test_a_compressor_brings_its_fields(tmp_path):
 
 
 def test_the_shell_completes_names(monkeypatch):
-    shown = invoke("--show-completion", "bash")
-    assert "complete" in shown.out + shown.err or shown.code == 0
     from gcbench import cli
 
     assert "terngrad" in cli._completed("compressors")("ter")

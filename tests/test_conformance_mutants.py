@@ -14,7 +14,7 @@ from wrong_methods import BF16, FFT, INT8, QSGD, RANDOMK, SIGN, TERN, TOPK
 
 from compressors.hadamard4 import rotate
 from gcbench.core import registry
-from gcbench.core.compressor import Compressor, Payload
+from gcbench.core.compressor import Compressor, Key, Payload, Segments
 from gcbench.studies import conformance
 
 NONE = type(registry.compressor("none"))
@@ -289,3 +289,15 @@ def test_a_method_by_its_definition_has_the_mean_of_the_contract():
     expected = torch.stack(xs).sum(0) / 3
     torch.testing.assert_close(right, expected)
     assert not torch.allclose(wrong, expected, atol=0.1)
+
+
+@pytest.mark.parametrize("name", registry.compressors())
+def test_every_method_has_a_definition_that_ends(name):
+    """Also one that decodes by its own mean."""
+    method = conformance.by_definition(registry.compressor(name))
+    segments = Segments.of([(64, 16)], method.granularity)
+    x = conformance.normal(segments.numel)
+    payload, shared = conformance._encode(method, x, segments, Key(0, 0, 0))
+    if "allgather" in method.legal_collectives() and method.claims.aggregate == "mean":
+        mean = method.mean([payload, payload], segments, shared)
+        torch.testing.assert_close(mean, method.decode(payload, segments, shared))

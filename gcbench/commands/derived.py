@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
+from gcbench import studies
 from gcbench.commands import (
     ANALYSES,
     DataDir,
@@ -25,6 +29,7 @@ from gcbench.commands import (
     long_work,
     make,
 )
+from gcbench.commands.helptext import PlainCommand, PlainGroup
 from gcbench.core.errors import GcbenchError
 
 PLAIN = (str, int, float, bool)
@@ -118,3 +123,40 @@ def command(kind: str, module: str) -> Callable[..., None]:
     call.__signature__ = inspect.Signature(flags)  # type: ignore[attr-defined]
     call.__annotations__ = {flag.name: flag.annotation for flag in flags}
     return call
+
+
+def _docstring(module: str) -> str:
+    """Return the docstring of a module of this package, which is not imported for that."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return ""
+    return ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
+
+
+class Commands(PlainGroup):
+    """The commands by hand, and those of `studies.DERIVED`.
+
+    The module of such an analysis is imported when its command is called, so that `--help` and the
+    other commands do not wait for it.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands."""
+        return [*super().list_commands(ctx), *studies.DERIVED]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command; of an analysis one with a name and a text, for lists of commands."""
+        if cmd_name in studies.DERIVED:
+            return PlainCommand(name=cmd_name, help=_docstring(studies.DERIVED[cmd_name]))
+        return super().get_command(ctx, cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the name, the command and its arguments: here the module is imported."""
+        name = args[0] if args else ""
+        if name not in studies.DERIVED:
+            return super().resolve_command(ctx, args)
+        app = typer.Typer(
+            add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+        )
+        app.command(name=name, cls=PlainCommand)(command(name, studies.DERIVED[name]))
+        return name, typer.main.get_command(app), args[1:]

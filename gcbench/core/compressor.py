@@ -400,6 +400,10 @@ class Compressor(ABC):
     granularity: str | int = "tensor"
     """Where scales live, see `Segments.of`; a field where a method lets the user choose."""
 
+    scratch: ClassVar[bool] = False
+    """Whether encoding or decoding makes tensors of the size of x besides those that are handed
+    in: transforms, and methods in plain torch. An exchange itself makes none."""
+
     # What the method can do. Plain attributes in a subclass, or properties where fields decide.
 
     @property

@@ -212,13 +212,15 @@ def by_definition(method: Compressor) -> Compressor:
     """Return the method with what it does in one pass done in the steps that stand for it.
 
     Its mean is that of the contract, and so are the operations on which an exchange calls in its
-    place. Where the aggregate is no mean, that is the method's own, and the method is returned.
+    place. Where the aggregate is no mean, that is the method's own, and the method is returned. It
+    decodes as the method does, which may do so by its own mean.
     """
     if method.claims.aggregate != "mean" or isinstance(method, MultiRoundCompressor):
         return method
     steps = {name: vars(Compressor)[name] for name in ("mean", "decode_onto", "encode_feedback")}
     made = copy.copy(method)
-    kind = type(type(method).__name__, (type(method),), {**steps, "fused_feedback": False})
+    steps |= {"fused_feedback": False, "decode": staticmethod(method.decode)}
+    kind = type(type(method).__name__, (type(method),), steps)
     object.__setattr__(made, "__class__", kind)  # the dataclass is frozen
     return made
 
