@@ -31,8 +31,8 @@ bench: $(VENV)/installed-dev
 sanitize: $(VENV)/installed-dev
 	$(BIN)/python hatch_build.py -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
-	  ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest tests/test_kernels.py tests/test_means.py tests/test_dispatch.py tests/test_bitstream.py \
-	  tests/test_contract.py \
+	  ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest tests/ops/test_kernels.py tests/ops/test_means.py tests/ops/test_dispatch.py tests/ops/test_bitstream.py \
+	  tests/core/test_contract.py \
 	  -k "definition or buffer or corrupt or every_backend or means or dispatch or bitstream or large_outputs"; \
 	status=$$?; $(BIN)/python hatch_build.py && exit $$status
 

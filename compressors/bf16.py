@@ -15,7 +15,7 @@ bit at every worker, which no residual sees.
 Source: Kalamkar et al. 2019, arXiv:1905.12322: the upper half of a float32; stochastic rounding
 as in Gupta et al., ICML 2015, arXiv:1502.02551, section 3.
 A plain cast sends infinity above 3.396e38; here nothing infinite is ever sent
-(tests/test_half.py::test_nothing_infinite_is_sent).
+(test_half.py::test_nothing_infinite_is_sent).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Wire: topk indices of ceil(log2 size) bits (at least 1) and topk float32 a chunk
 for 64 x 64 elements, 0.344 an element. Indices come first, in increasing order within a chunk,
 packed by width, narrow ones first.
 Source: Peng, Quesnelle and Kingma 2024, arXiv:2411.19870, algorithm 1; defaults of their code.
-That code sends 64-bit indices, 0.75 bits an element (tests/test_demo.py::test_bytes_of_a_chunk),
+That code sends 64-bit indices, 0.75 bits an element (test_demo.py::test_bytes_of_a_chunk),
 fails on tensors of four dimensions (test_four_dimensions_are_a_matrix), and averages in an order
 that a GPU does not fix; here workers are added in the order of ranks.
 """

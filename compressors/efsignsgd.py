@@ -13,7 +13,7 @@ Source: Karimireddy et al., ICML 2019, arXiv:1901.09847, algorithm 1 (EF-SIGNSGD
 theorem II.
 The residual is kept in units of the gradient and follows the learning rate, which multiplies what
 arrives: the updates are the paper's p = lr g + e, the first one included
-(tests/test_signsgd.py::test_ef_first_step_has_the_learning_rate_of_all). The theory is that of one
+(test_signsgd.py::test_ef_first_step_has_the_learning_rate_of_all). The theory is that of one
 worker. The authors' code takes one scale a tensor, the default here; finer ones raise phi.
 """
 

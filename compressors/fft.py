@@ -11,7 +11,7 @@ Bias and bound: biased. P the projection on the kept bins, q their rounding, h =
 2^-(m+1) of a value, or that value below eps; zeros change no norm, and a cut only takes some of the
 error away. Of a long normal x, 1 - rho (1 + ln(1 / rho)), rho = 1 - theta, is lost: .5654 at .85,
 where `topk` loses .4425. Spectra win only where x is smooth along its index
-(tests/test_fft.py::test_a_smooth_signal_*).
+(test_fft.py::test_a_smooth_signal_*).
 m = 5 spans 16 octaves, 6 spans 8. On whole gradients of LeNet and CifarNet 5 lost 4e-5 of the kept
 energy each time, 6 from 1e-5 to 4e-4, 7 up to .45; in groups of 4096, 6 always lost 1e-5.
 Range: each message's own by default, so nothing saturates. The paper estimates it in the first

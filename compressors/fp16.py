@@ -10,7 +10,7 @@ the mean once more on the way down. There is no all-reduce: halves that are adde
 bit at every worker, which no residual sees.
 Source: IEEE 754-2008 binary16, section 3.6; no loss scaling and no clipping of gradients is added.
 A plain cast sends infinity above 65520; here nothing infinite is ever sent
-(tests/test_half.py::test_nothing_infinite_is_sent).
+(test_half.py::test_nothing_infinite_is_sent).
 """
 
 from __future__ import annotations

@@ -8,13 +8,13 @@ e4m3 has 4 bits of exponent and 3 of fraction; 448 is its largest value, 2^-6 it
 length below 2^37. Beside `int8` of the same size: an element's relative error is the same over 14
 binades, where int8's grows as the element shrinks. So normal input in blocks of 256 loses 6.8e-4 of
 its energy, 14 times as much, and fifth powers of it 2.8e-4, less than int8's 3.1e-4, with half of
-their elements within 3 %, where int8 sends most as 0 (tests/test_fp8.py::test_beside_int8).
+their elements within 3 %, where int8 sends most as 0 (test_fp8.py::test_beside_int8).
 Wire: 8 bits an element and one float32 (a) a block: 8.125 bits at 256, up and down; the owner adds
 in float32 and encodes the mean again. NaN's two codes are never sent.
 Source: Micikevicius et al. 2022, arXiv:2209.05433, table 1: the format (e4m3 without infinities);
 blocks with a scale as in `int8`.
 Sends a, and no a / 448: the block's largest element is exact
-(tests/test_fp8.py::test_block_maxima_are_exact).
+(test_fp8.py::test_block_maxima_are_exact).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ Source: Jia et al., NeurIPS 2024, arXiv:2410.15526 (SDP4Bit): the Hadamard trans
 in groups of 128. Theirs has two levels, 8 bits between the GPUs of a node and these 4 between
 nodes. Here the exchange knows no nodes, so it is 4 bits everywhere.
 Ours adds and subtracts in butterflies of a fixed order, so that no matrix product decides the last
-bits (tests/test_hadamard4.py::test_the_rotation_is_the_matrix).
+bits (test_hadamard4.py::test_the_rotation_is_the_matrix).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ error, at 4096 they cost nothing and the error is 56 % larger. Code -128 is neve
 Source: Dettmers, ICLR 2016, arXiv:1511.04561: the linear 8-bit quantization compared there, with
 blocks as in Dettmers et al., ICLR 2022, arXiv:2110.02861, section 2.1.
 Differs from code that sends the scale a / 127: sending a makes the block's largest element exact,
-and blocks near the largest float32 finite (tests/test_int8.py::test_block_maxima_are_exact).
+and blocks near the largest float32 finite (test_int8.py::test_block_maxima_are_exact).
 """
 
 from __future__ import annotations

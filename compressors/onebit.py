@@ -12,7 +12,7 @@ Source: Seide et al., Interspeech 2014: quantization with error feedback, the me
 exchange in stripes. Its double buffering is `--delay 1` with half the batch, and its cold start
 `--start-step k`.
 It differs from the paper and CNTK: the residual is V - V^, as in CNTK; the paper prints G - V^,
-which loses what was carried (tests/test_onebit.py::test_the_printed_residual_loses_mass). Workers
+which loses what was carried (test_onebit.py::test_the_printed_residual_loses_mass). Workers
 are averaged where the paper sums. CNTK stores weights column-major as outputs x inputs, so its
 column is one input's outgoing weights; here a column is one output's incoming weights, the stretch
 that is contiguous in torch, and a vector is one column (test_a_column_is_one_output_unit).

@@ -15,7 +15,7 @@ Source: Vogels et al., NeurIPS 2019, arXiv:1905.13727, algorithms 1 and 2; error
 the residual from the global reconstruction, as in algorithm 2.
 The authors' code divides each column of P by its norm plus an epsilon, and a gradient of zeros
 ends its warm start for good: Q stays 0. Here a collapsed column is replaced, so P^ is orthonormal
-in every case (tests/test_powersgd.py::test_warm_start_survives_zeros), and Q is orthonormalized
+in every case (test_powersgd.py::test_warm_start_survives_zeros), and Q is orthonormalized
 between steps, which leaves its span as it is and P in the range of the gradient.
 """
 

@@ -13,8 +13,8 @@ nonzero one Elias(distance), a sign, Elias(zeta). One float32 norm a segment, a 
 Source: Alistarh et al., NeurIPS 2017, arXiv:1610.02132: quantizer and both codes section 3.1,
 bounds Theorem 3.2 and Corollary 3.3; buckets and norm="max", as in all experiments, section 4.
 Differs from the paper: the positions of "omega-sparse" run on across segments, behind the number
-of nonzeros; 2.8 bits at s = sqrt(d) are not reached (tests/test_qsgd.py::test_claimed_*). The
-2-norm of a whole tensor drowns it in noise (tests/test_qsgd.py::test_whole_tensor_*).
+of nonzeros; 2.8 bits at s = sqrt(d) are not reached (test_qsgd.py::test_claimed_*). The
+2-norm of a whole tensor drowns it in noise (test_qsgd.py::test_whole_tensor_*).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ be added, so an all-reduce takes them as they are; the sum is divided and scaled
 Source: Stich et al., NeurIPS 2018, arXiv:1809.07599, definition 2.2 and lemma A.1 (rand_k,
 unscaled, with memory); scaled, from a seed: the subsampling of Konecny et al. 2016,
 arXiv:1610.05492. Theirs differ from worker to worker; here all share them, as in the comparison of
-Vogels et al., NeurIPS 2019 (tests/test_randomk.py::test_positions_are_shared_and_fresh).
+Vogels et al., NeurIPS 2019 (test_randomk.py::test_positions_are_shared_and_fresh).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ Wire: 1 bit an element, up and down. With `abstain` 2 bits both ways, with `quor
 Source: Bernstein et al., ICML 2018, arXiv:1802.04434, algorithms 1 (signSGD), 2 (Signum) and 3
 (vote), theorems 1 and 2. Signum is `--memory momentum`: each worker sends the sign of its own.
 sign(0) = +1 and a tied vote is +1, as in the authors' bit-packed vote (arXiv:1810.05291); their
-first code sent 0 (tests/test_signsgd.py::test_zeros_and_ties_count_as_plus). So weights that get no
+first code sent 0 (test_signsgd.py::test_zeros_and_ties_count_as_plus). So weights that get no
 gradient drift by the learning rate at every step, unless a tiny `abstain` stops them. Abstention
 is theirs without a rule; here a worker sends 0 where |g| < abstain * rms of its tensor, or g = 0,
 and the vote is 0, as in a tie, where it is won by fewer than min(quorum, M) votes.

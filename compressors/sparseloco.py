@@ -8,7 +8,7 @@ segment sends, the mean of those from t on, and the mean of those below.
 Biased; x' is the projection of x on four classes, so ||x - x'||^2 = ||x||^2 - ||x'||^2, and
 ||x'||^2 >= S^2 / K, S the sum of the K kept magnitudes of a segment (Cauchy and Schwarz). Of 64 of
 4096 normal values the two means keep 99.5 % of the kept energy
-(tests/test_sparseloco.py::test_two_magnitudes_keep_most).
+(test_sparseloco.py::test_two_magnitudes_keep_most).
 Memory: p = g + 0.95 e; e = p - what was sent: the residual decays and stands for the momentum of
 the outer optimizer (algorithm 1); with `--local-steps` g is the difference of parameters.
 Wire: an index of ceil(log2 chunk) bits and 2 bits of value for each kept element,

@@ -9,7 +9,7 @@ sigma = 0 and is clipped to zeros: keep such tensors dense, or set clip=0.
 Wire: up 2 bits an element (nominal: log2 3 = 1.585), down the sum of N codes in ceil(log2(2N + 1))
 (two-shot), or the next power of two both ways (all-reduce); a float32 a segment to agree on s.
 Source: Wen et al., NeurIPS 2017, arXiv:1705.07878: eq. (3)-(5), clipping eq. (12), section 3.3.
-The authors' code: `scale="c-sigma"`, c max_i sigma_i (tests/test_terngrad.py::test_c_sigma_*).
+The authors' code: `scale="c-sigma"`, c max_i sigma_i (test_terngrad.py::test_c_sigma_*).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ mean again. All-gather sends no second round: the mean has between k and min(d, 
 Source: Aji & Heafield, EMNLP 2017, arXiv:1704.05021, section 3; Alistarh et al., NeurIPS 2018,
 arXiv:1809.10505, algorithm 1; the bound: Stich et al., NeurIPS 2018, arXiv:1809.07599, lemma A.1.
 Aji & Heafield estimate one threshold of the model from a sample, so their count varies; here it is
-exact (tests/test_topk.py::test_exactly_k_by_magnitude_then_index), and `granularity="model"` is
+exact (test_topk.py::test_exactly_k_by_magnitude_then_index), and `granularity="model"` is
 their global choice. Wang et al. 2020 compare without error feedback: `--memory none`.
 """
 

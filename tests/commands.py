@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -106,3 +107,14 @@ def members(session: int) -> list[int]:
             if int(sid) == session and state != "Z":
                 found.append(int(path.parent.name))
     return found
+
+
+@contextlib.contextmanager
+def files_of_at_most(nbytes: int):
+    """Let the system refuse to write more than that into a file, as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

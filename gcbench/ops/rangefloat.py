@@ -18,7 +18,7 @@ eps, where x goes to the nearer of 0 and eps (to 0 if its sign has no codes). Va
 [min, max], rounded, saturate; so do those that would round up to infinity.
 On the wire: codes of N bits and, a group, one int32, base * 2^N + P.
 Source: Wang et al., HPDC 2020, doi:10.1145/3369583.3392681. The paper searches eps by iteration,
-from .002; the closed form is where that ends (tests/test_rangefloat.py::test_iteration).
+from .002; the closed form is where that ends (tests/ops/test_rangefloat.py::test_iteration).
 """
 
 from __future__ import annotations

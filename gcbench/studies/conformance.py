@@ -1,7 +1,7 @@
 """The contract, checked: what every compressor promises, measured on the compressor itself.
 
 Each check is driven by what the method declares and never by its name, so it holds a third party's
-plug-in to the same. `gcbench verify NAME` prints the table; tests/test_contract.py runs it over
+plug-in to the same. `gcbench verify NAME` prints the table; test_contract.py runs it over
 everything that is registered.
 
 Statistical checks have fixed seeds. "unbiased" and "variance" have a bound of Z standard

@@ -15,9 +15,9 @@ To add a family:
    module ends with its `KERNELS`.
 3. Name the module in `FAMILIES` below.
 4. Write its inputs in `tests/kernel_cases/<family>.py`, if the CPU kernels have not done so.
-   `tests/test_kernels.py` then makes every call of an operation in `KERNELS` on the CPU shim of
+   `tests/ops/test_kernels.py` then makes every call of an operation in `KERNELS` on the CPU shim of
    `tests/cusim` (on a GPU too, where there is one) and compares with plain torch;
-   `tests/test_cuda.py` compiles the file for all architectures.
+   `tests/ops/test_cuda.py` compiles the file for all architectures.
 
 The modules import torch alone; cuda-core is imported when the first kernel is launched.
 """

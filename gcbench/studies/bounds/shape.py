@@ -9,7 +9,7 @@ least favourable unimodal distribution as n grows, by simulation.
 Symmetry about an unknown centre: the triples test, of right-skewed against left-skewed triples
 (Randles, Fligner, Policello & Wolfe 1980, JASA 75:168), asymptotically normal whatever the
 symmetric distribution is; for samples of 100 and more of normal, uniform, Laplace and t3 values it
-rejects with about the nominal probability (tests/test_bounds.py).
+rejects with about the nominal probability (tests/studies/test_bounds.py).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_compare import BASE, summary, write
+from builders import BASE, summary, write
 
 from gcbench.reporting import figures, run_plots
 from gcbench.reporting.reader import Run, load

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from commands import invoke
-from test_cli import files_of_at_most
+from commands import files_of_at_most, invoke
 
 from gcbench import studies
 from gcbench.core.errors import GcbenchError, UsageError

@@ -23,7 +23,7 @@ from gcbench.integrations import chosen, fsdp
 from gcbench.integrations.fsdp import Layout, Parameter
 from gcbench.training import launch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 COLLECTIVES = {n: gcbench.get_compressor(n).legal_collectives() for n in registry.compressors()}
 METHODS = [name for name, legal in COLLECTIVES.items() if "twoshot" in legal]
 JOBS = {2: [name for name in fsdp_jobs.JOBS if name != "hybrid"], 4: ["plain", "hybrid"]}

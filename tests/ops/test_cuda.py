@@ -1,6 +1,6 @@
 """CUDA kernels without a GPU: they compile, their cache holds, their host code checks.
 
-Their bytes are compared in `tests/test_kernels.py`.
+Their bytes are compared in `tests/ops/test_kernels.py`.
 """
 
 from __future__ import annotations

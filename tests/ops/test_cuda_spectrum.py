@@ -1,4 +1,4 @@
-"""Spectra on a GPU where `tests/test_kernels.py` does not reach: buffers, launches, refusals."""
+"""Spectra on a GPU where `test_kernels.py` does not reach: buffers, launches, refusals."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ import io
 import json
 
 import pytest
+from builders import summary, write
 from commands import invoke
-from test_compare import summary, write
 
 from gcbench.reporting import foreign
 from gcbench.reporting.compare import rows

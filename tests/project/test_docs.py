@@ -18,7 +18,7 @@ from gcbench.core.exchange import Exchange, Lane
 from gcbench.reporting import catalog, kernel_timings
 from gcbench.studies import conformance
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()

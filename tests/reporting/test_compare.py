@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import BASE, summary, write
 from commands import ROOT, invoke
 
 from gcbench.core.errors import GcbenchError, UsageError
@@ -21,80 +22,8 @@ from gcbench.reporting.tables import render
 NAN = math.nan
 
 
-def summary(name: str = "none", seed: int = 0, accuracy: float | None = 0.5, **over: Any) -> Any:
-    """Return a finished run's summary; `over` replaces fields, and keys of the config."""
-    config = {
-        "task": "digits",
-        "task_options": {},
-        "compressor": name,
-        "options": {},
-        "workers": 2,
-        "engine": "simulate",
-        "collective": "allreduce",
-        "gradients": "loop",
-        "seed": seed,
-        "steps": 100,
-        "batch": 32,
-        "lr": 0.1,
-        "dense_last": False,
-        "log_every": 10,
-    }
-    config |= {key: value for key, value in over.items() if key in config}
-    fields = {
-        "schema": 1,
-        "compressor": f"{name.title()}()",
-        "compressor_name": name,
-        "test_accuracy": accuracy,
-        "test_loss": 0.25,
-        "train_loss": 0.2,
-        "params": 1000,
-        "payload_bytes_up": 40_000_000,
-        "payload_bytes_down": 10_000_000,
-        "wire_bytes": {"per_worker": 75_000_000, "total": 150_000_000},
-        "nominal_ratio": 16.0,
-        "payload_ratio_up": 15.5,
-        "payload_ratio_down": 8.0,
-        "phase_seconds": {
-            "forward_backward": 0.02,
-            "statistic": None,
-            "encode": 0.003,
-            "communicate": None,
-            "decode": 0.001,
-            "update": 0.0005,
-        },
-        "communicate_modelled": {"seconds": 0.00125, "link_gbit": 10.0, "link_latency_us": 50.0},
-        "step_seconds": 0.05,
-        "config_hash": f"{name}{seed}",
-        "skipped_steps": 0,
-        "provenance": {"commit": "abc", "machine": {"cpu": "some"}},
-    }
-    kept = ("task", "workers", "collective", "engine", "gradients", "seed", "steps", "batch")
-    fields |= {key: config[key] for key in kept}
-    return (
-        fields | {key: value for key, value in over.items() if key in fields} | {"config": config}
-    )
-
-
-def write(folder: Path, *summaries: Any) -> Path:
-    """Write each summary as a finished run below `folder`."""
-    for place, one in enumerate(summaries):
-        run = folder / f"{one['task']}-{one['compressor_name']}-{place}"
-        run.mkdir(parents=True)
-        (run / "config.json").write_text(json.dumps(one["config"]))
-        (run / "summary.json").write_text(json.dumps(one))
-        evaluations = [
-            {"kind": "eval", "step": s, "test_accuracy": 0.9 - 1 / s, "test_loss": 1 / s}
-            for s in range(10, 101, 10)
-        ]
-        (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, evaluations)))
-    return folder
-
-
 def table(folder: Path, *summaries: Any) -> list[Any]:
     return rows(load([write(folder, *summaries)]))
-
-
-BASE = [summary("none", seed, value) for seed, value in enumerate((0.90, 0.92, 0.94))]
 
 
 # --- values

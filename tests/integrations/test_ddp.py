@@ -30,7 +30,7 @@ from gcbench.integrations.plan import Placed, Plan
 from gcbench.integrations.worker import Worker
 from gcbench.training import launch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 JOBS = {
     2: [*ddp_jobs.JOBS],
     3: ["plain", "rebuilt", "unused", "two_models", "differences"],

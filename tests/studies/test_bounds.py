@@ -689,7 +689,7 @@ def test_conclusions_count_undecided_and_loose_rows() -> None:
 
 def test_older_files_are_drawn(tmp_path) -> None:
     """The committed analyses have all rows in one table, and settings that are gone."""
-    path = Path(__file__).parents[1] / "results" / "bounds-cifarnet.json"
+    path = Path(__file__).parents[2] / "results" / "bounds-cifarnet.json"
     analysis = measuring.parse(json.loads(path.read_text()), path)
     studies.draw(analysis, tmp_path / "p.svg")
     assert "terngrad/layer-wise" in (tmp_path / "p.svg").read_text()

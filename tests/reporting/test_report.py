@@ -10,8 +10,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from builders import BASE, summary, write
 from commands import ROOT, invoke
-from test_compare import BASE, summary, write
 
 from gcbench.reporting import analysis as measuring
 from gcbench.reporting import overview, sections

@@ -37,7 +37,7 @@ from gcbench.studies.scale import (
     work,
 )
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 # ---- networks ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Selection on a GPU where `tests/test_cuda.py` does not reach: many long segments, few blocks."""
+"""Selection on a GPU where `test_cuda.py` does not reach: many long segments, few blocks."""
 
 from __future__ import annotations
 

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import summary
+from builders import write as write_runs
 from commands import invoke
-from test_compare import summary
-from test_compare import write as write_runs
 
 from gcbench.core import registry
 from gcbench.reporting.analysis import load
 from gcbench.studies.scale import codec, evidence
 from gcbench.training import rows, suites
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 METHODS = "terngrad,qsgd,topk,int8"
 ALONE = ("--compressor", "terngrad")
 SLOW = ("--cluster-set", "inter.gbit=1", "--workers", "32")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import resource
 import shlex
 import subprocess
 import sys
@@ -15,7 +13,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from commands import ROOT, gcbench, invoke
+from commands import ROOT, files_of_at_most, gcbench, invoke
 
 from gcbench.core import registry
 from gcbench.core.compressor import Compressor
@@ -291,17 +289,6 @@ def test_a_results_folder_that_cannot_be_made(tmp_path, below):
     done = invoke("run", *QUICK, "--results", tmp_path / below)
     refused(done, 1, "cannot write", "choose another folder with --results")
     assert (tmp_path / "file").read_text() == "mine"
-
-
-@contextlib.contextmanager
-def files_of_at_most(nbytes: int):
-    """Let the system refuse to write more than that into a file, as a full disk does."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The contract, over every registered compressor and configuration, third parties' too.
 
 Nothing here knows a method by name: gcbench/studies/conformance.py is driven by what is declared.
-Golden records are tests/golden/<name>.json; `pytest tests/test_contract.py --update-golden` writes
+Golden records are tests/golden/<name>.json; `pytest tests/core --update-golden` writes
 what is missing or has changed: a changed wire format needs a line in CHANGELOG.md.
 """
 
@@ -24,7 +24,7 @@ from gcbench.core.errors import PayloadError
 from gcbench.ops import native
 from gcbench.studies import conformance
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 ALL = [
     (name, number)
     for name in registry.compressors()

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import BASE, summary, write
 from commands import ROOT, invoke
-from test_compare import BASE, summary, write
 
 from gcbench import studies
 from gcbench.reporting import glossary

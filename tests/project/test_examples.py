@@ -12,7 +12,7 @@ import pytest
 import gcbench
 from gcbench.core.errors import UsageError
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def examples() -> list[str]:
