@@ -39,7 +39,7 @@ def run(name: str, seed: int, accuracy: float | None, config: Any = None, **over
     """Return a finished run's summary, of a method as its source has it, with a holdout."""
     method = registry.compressor(name)
     made = summary(name, seed, accuracy, **{"collective": method.legal_collectives()[0], **over})
-    made["compressor"] = repr(method)
+    made["compressor"] = registry.call(method)
     made["config"] |= {"memory": method.memory, "holdout": 500, **(config or {})}
     return made
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from commands import invoke
 
+from gcbench.core import registry
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.core.world import SimulatedWorld
 from gcbench.reporting import compare, published
@@ -267,7 +268,7 @@ def table(tmp_path: Path, **accuracies: list[float]) -> dict[str, compare.Row]:
                     "schema": 1,
                     **{key: getattr(config, key) for key in shown},
                     "seed": seed,
-                    "compressor": repr(config.make_compressor()),
+                    "compressor": registry.call(config.make_compressor()),
                     "compressor_name": name,
                     "test_accuracy": value,
                     "test_loss": 1.0,
