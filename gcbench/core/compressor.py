@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+import operator
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -248,7 +249,7 @@ class Segments:
     def __post_init__(self) -> None:
         if not self.offsets or self.offsets[0] != 0:
             raise ValueError(f"offsets must start at 0, not {self.offsets[:1]}")
-        if any(a > b for a, b in zip(self.offsets, self.offsets[1:], strict=False)):
+        if any(map(operator.gt, self.offsets, self.offsets[1:])):  # there may be millions
             raise ValueError("offsets must not decrease")
         if self.shapes and sum(map(math.prod, self.shapes)) != self.offsets[-1]:
             raise ValueError(f"tensors of shapes {self.shapes} for {self.offsets[-1]} elements")
@@ -288,10 +289,7 @@ class Segments:
                     lengths.append(size % width)
             else:
                 lengths.append(0)
-        offsets = [0]
-        for length in lengths:
-            offsets.append(offsets[-1] + length)
-        return cls(tuple(offsets), kept)
+        return cls(tuple(itertools.accumulate(lengths, initial=0)), kept)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -365,8 +363,8 @@ class Segments:
         which = range(first, bisect_left(self.offsets, stop, hi=len(self)))
         if not which:
             return Segments((0,)), range(0)
-        edges = [min(max(self.offsets[i], start), stop) - start for i in which]
-        return Segments((*edges, stop - start)), which
+        inner = [offset - start for offset in self.offsets[first + 1 : which.stop]]
+        return Segments((0, *inner, stop - start)), which
 
 
 class Compressor(ABC):

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from gcbench.core import registry
-from gcbench.core.compressor import Compressor, Segments
+from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
 from gcbench.reporting import figures, reader
 from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table, provenance
@@ -280,8 +280,7 @@ def _judged(
 ) -> Row:
     """Return what a method by a collective gains and loses, and the advice."""
     method, workers = step.method, settings.workers[0]
-    segments = Segments.of(found.network.shapes, method.granularity)
-    bits = 8 * traffic.payload_bytes(method, segments)[0] / found.network.numel
+    bits = 8 * traffic.gradient_bytes(method, found.network.shapes) / found.network.numel
     row: Row = {"method": "", "compressor": registry.call(method), "collective": step.collective}
     gathers = "allgather" in method.legal_collectives() and not settings.sharded
     row |= {"bits": bits, "gather_limit": math.ceil(64 / bits) - 1 if gathers and bits else None}

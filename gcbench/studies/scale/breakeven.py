@@ -187,8 +187,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     if registry.call(method) in known.found and (own := known.of(method, n)):
         readings[WHOLE] = (own.encode + own.each) / codec.FLOAT
 
-    payload = traffic.payload_bytes(method, Segments.of(shapes, method.granularity))[0]
-    ratio = nbytes / payload
+    ratio = nbytes / traffic.gradient_bytes(method, shapes)
     nominal = 32 / (method.claims.nominal_bits() or 32)
     return Analysis(
         kind=KIND,

@@ -237,9 +237,15 @@ def _messages(
     return messages
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)  # a large model has millions of blocks
 def _segments(shapes: Shapes, granularity: str | int) -> Segments:
     return Segments.of(shapes, granularity)
+
+
+@lru_cache(maxsize=4096)
+def gradient_bytes(method: Compressor, shapes: Shapes, count: int = 1) -> float:
+    """Return the bytes of a payload of tensors of these shapes, merged from `count` workers."""
+    return payload_bytes(method, _segments(shapes, method.granularity), count)[0]
 
 
 def exchange(

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -75,22 +75,12 @@ def in_one_pass(method: Compressor, carried: memory.Memory) -> bool:
     return plain and alone and not statistic(method).numel()
 
 
-@lru_cache(maxsize=64)
-def _payloads(method: Compressor, shapes: tuple[tuple[int, ...], ...]) -> tuple[float, float]:
-    """Return the bytes an element of one worker's payload, and of one merged from `MERGED`.
-
-    Kept, as a large model has millions of blocks, and every collective asks for the same.
-    """
-    segments = Segments.of(shapes, method.granularity)
-    sent = merged = traffic.payload_bytes(method, segments)[0] / max(1, segments.numel)
-    if "twoshot" in method.legal_collectives():
-        merged = traffic.payload_bytes(method, segments, MERGED)[0] / max(1, segments.numel)
-    return sent, merged
-
-
 def assumed(method: Compressor, device: Device, shapes: Shapes) -> Rates:
     """Return the floors that the device's memory sets."""
-    sent, merged = _payloads(method, tuple(tuple(shape) for shape in shapes))
+    numel = max(1, sum(map(math.prod, shapes)))
+    sent = merged = traffic.gradient_bytes(method, shapes) / numel
+    if "twoshot" in method.legal_collectives():
+        merged = traffic.gradient_bytes(method, shapes, MERGED) / numel
     agrees = statistic(method).numel() > 0
     moved = {
         "statistic": FLOAT * agrees,
