@@ -6,7 +6,6 @@ One start of the processes does many jobs, each of which returns what a test loo
 from __future__ import annotations
 
 import dataclasses
-import faulthandler
 import io
 import time
 import warnings
@@ -27,7 +26,6 @@ from gcbench.core.compressor import Compressor, Payload
 from gcbench.core.errors import GcbenchError
 from gcbench.core.exchange import Exchange
 from gcbench.core.world import Link, SimulatedWorld
-from gcbench.training import engines
 
 STEPS = 5
 BATCH = 8
@@ -672,20 +670,4 @@ def checks(rank: int, size: int) -> dict[str, Any]:
             "checked": hook.checked.payload_up,
             "up": hook.traffic.payload_up,
         }
-    return found
-
-
-def main(member: Any, methods: list[str], jobs: list[str]) -> dict[str, Any]:
-    """Do jobs in one process group of gloo."""
-    faulthandler.dump_traceback_later(120, exit=True)  # a hang ends, and shows where
-    engines.join(member, "cpu", 1)
-    warnings.simplefilter("error")
-    rank, size = member.rank, member.size
-    found: dict[str, Any] = {}
-    for name in methods:
-        found[name] = method(rank, size, name)
-    for name in jobs:
-        began = time.perf_counter()
-        found[name] = JOBS[name](rank, size)
-        found[name]["seconds"] = time.perf_counter() - began
     return found

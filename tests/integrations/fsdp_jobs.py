@@ -6,11 +6,8 @@ One start of the processes does many jobs, each of which returns what a test loo
 from __future__ import annotations
 
 import dataclasses
-import faulthandler
 import hashlib
 import io
-import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +25,6 @@ from gcbench.core.clock import Clock
 from gcbench.core.exchange import Exchange
 from gcbench.core.world import Link, SimulatedWorld
 from gcbench.integrations import fsdp, handshake
-from gcbench.training import engines
 
 STEPS = 4
 DENSE = {"dense_below": 50}
@@ -431,20 +427,4 @@ def differences(rank: int, size: int) -> dict[str, Any]:
     x, _ = batch(0, rank)
     found["nan"] = refused(lambda: (net(x).sum() * float("nan")).backward())
     found["after"] = refused(lambda: one._modules[0](x, x, None, None))
-    return found
-
-
-def main(member: Any, methods: list[str], jobs: list[str]) -> dict[str, Any]:
-    """Do jobs in one process group of gloo."""
-    faulthandler.dump_traceback_later(120, exit=True)  # a hang ends, and shows where
-    engines.join(member, "cpu", 1)
-    warnings.simplefilter("error")
-    rank, size = member.rank, member.size
-    found: dict[str, Any] = {}
-    for name in methods:
-        found[name] = method(rank, size, name)
-    for name in jobs:
-        began = time.perf_counter()
-        found[name] = JOBS[name](rank, size)
-        found[name]["seconds"] = time.perf_counter() - began
     return found

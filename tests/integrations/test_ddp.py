@@ -11,9 +11,9 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import ddp_jobs
+import jobs
 import pytest
 import torch
 
@@ -21,38 +21,21 @@ import gcbench
 from gcbench.core import memory, registry
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import Segments
-from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.core.errors import UsageError
 from gcbench.core.exchange import Exchange, Lane, shard_bounds
 from gcbench.integrations import check
 from gcbench.integrations import plan as plans
 from gcbench.integrations.ddp import _strided
 from gcbench.integrations.plan import Placed, Plan
 from gcbench.integrations.worker import Worker
-from gcbench.training import launch
 
 ROOT = Path(__file__).parents[2]
-JOBS = {
-    2: [*ddp_jobs.JOBS],
-    3: ["plain", "rebuilt", "unused", "two_models", "differences"],
-}
-_done: dict[int, Any] = {}
-
-
-def ranks(size: int) -> list[dict]:
-    """Return what each rank found in all jobs of this many processes."""
-    if size not in _done:
-        words = [list(registry.compressors()), JOBS[size]]
-        try:
-            _done[size] = launch.in_processes(size, 1, ddp_jobs.main, words)
-        except GcbenchError as error:
-            _done[size] = error
-    if isinstance(_done[size], GcbenchError):
-        raise _done[size]
-    return _done[size]
-
-
-def of(job: str, size: int = 2) -> list[dict]:
-    return [each[job] for each in ranks(size)]
+JOBS = jobs.Jobs(
+    "ddp_jobs",
+    registry.compressors(),
+    {2: [*ddp_jobs.JOBS], 3: ["plain", "rebuilt", "unused", "two_models", "differences"]},
+)
+of = JOBS.of
 
 
 # ---- equal to the exchange -----------------------------------------------------------------------

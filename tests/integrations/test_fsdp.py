@@ -10,40 +10,28 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import fsdp_jobs
+import jobs
 import pytest
 import torch
 
 import gcbench
 from gcbench.core import memory, registry
-from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.core.errors import UsageError
 from gcbench.integrations import chosen, fsdp
 from gcbench.integrations.fsdp import Layout, Parameter
-from gcbench.training import launch
 
 ROOT = Path(__file__).parents[2]
 COLLECTIVES = {n: gcbench.get_compressor(n).legal_collectives() for n in registry.compressors()}
 METHODS = [name for name, legal in COLLECTIVES.items() if "twoshot" in legal]
-JOBS = {2: [name for name in fsdp_jobs.JOBS if name != "hybrid"], 4: ["plain", "hybrid"]}
-_done: dict[int, Any] = {}
-
-
-def ranks(size: int) -> list[dict]:
-    """Return what each rank found in all jobs of this many processes."""
-    if size not in _done:
-        try:
-            _done[size] = launch.in_processes(size, 1, fsdp_jobs.main, [METHODS, JOBS[size]])
-        except GcbenchError as error:
-            _done[size] = error
-    if isinstance(_done[size], GcbenchError):
-        raise _done[size]
-    return _done[size]
-
-
-def of(job: str, size: int = 2) -> list[dict]:
-    return [each[job] for each in ranks(size)]
+JOBS = jobs.Jobs(
+    "fsdp_jobs",
+    METHODS,
+    {2: [name for name in fsdp_jobs.JOBS if name != "hybrid"], 4: ["plain", "hybrid"]},
+)
+of = JOBS.of
 
 
 # ---- equal to the exchange -----------------------------------------------------------------------

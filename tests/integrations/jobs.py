@@ -1,0 +1,61 @@
+"""Jobs of several real processes: done once a number of processes, asked for by many tests."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gcbench.core.errors import GcbenchError
+from gcbench.training import engines, launch
+
+
+def work(member: Any, module: str, methods: list[str], jobs: list[str]) -> dict[str, Any]:
+    """Do what a module of jobs has in one process group of gloo, and return what it found.
+
+    The module has `method(rank, size, name)` and `JOBS`, functions of rank and size.
+    """
+    faulthandler.dump_traceback_later(120, exit=True)  # a hang ends, and shows where
+    engines.join(member, "cpu", 1)
+    warnings.simplefilter("error")
+    told, rank, size = importlib.import_module(module), member.rank, member.size
+    found: dict[str, Any] = {}
+    for name in methods:
+        found[name] = told.method(rank, size, name)
+    for name in jobs:
+        began = time.perf_counter()
+        found[name] = told.JOBS[name](rank, size)
+        found[name]["seconds"] = time.perf_counter() - began
+    return found
+
+
+class Jobs:
+    """The jobs of a module; `names` are those that so many processes do."""
+
+    def __init__(self, module: str, methods: Sequence[str], names: Mapping[int, list[str]]) -> None:
+        self.module, self.methods, self.names = module, [*methods], names
+        self._done: dict[int, Any] = {}
+
+    def ranks(self, size: int) -> list[dict[str, Any]]:
+        """Return what each rank found in all jobs of this many processes.
+
+        Raises:
+            GcbenchError: they failed, now or when another test asked.
+        """
+        if size not in self._done:
+            words = [self.module, self.methods, self.names[size]]
+            try:
+                self._done[size] = launch.in_processes(size, 1, work, words)
+            except GcbenchError as error:
+                self._done[size] = error
+        if isinstance(self._done[size], GcbenchError):
+            raise self._done[size]
+        found: list[dict[str, Any]] = self._done[size]
+        return found
+
+    def of(self, job: str, size: int = 2) -> list[Any]:
+        """Return what each rank found in one job, or of one method."""
+        return [each[job] for each in self.ranks(size)]
