@@ -140,9 +140,10 @@ class Commands(PlainGroup):
     other commands do not wait for it.
     """
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of all commands."""
-        return [*super().list_commands(ctx), *studies.DERIVED]
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        for name in studies.DERIVED:  # names are listed, completed and suggested
+            self.commands[name] = PlainCommand(name=name)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command; of an analysis one with a name and a text, for lists of commands."""

@@ -7,6 +7,8 @@ import json
 import pytest
 from commands import invoke
 
+from gcbench import studies
+
 MODULE = '''"""How many zeros there are: a question of somebody else's.
 
 Counts the zeros of numbers.
@@ -106,3 +108,11 @@ def test_every_analysis_is_listed():
     rows = json.loads(invoke("list", "analyses", "--json").out)
     assert len(rows) >= 8
     assert all(row["what"].endswith((".", ":")) or row["what"] for row in rows)
+
+
+def test_our_own_analyses_are_commands_that_are_imported_when_called():
+    listed = invoke("--help").out
+    for kind in studies.DERIVED:
+        assert f"  {kind} " in listed or f"  {kind}\n" in listed
+        assert "--progress" in invoke(kind, "--help").out
+    assert "Did you mean 'positions'?" in invoke("positons").err
