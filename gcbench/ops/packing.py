@@ -44,16 +44,33 @@ def split_words(words: Tensor, bits: int, bounds: Sequence[int]) -> list[Tensor]
     return [words[start:stop] for start, stop in itertools.pairwise(edges)]
 
 
+def _places(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return of each row's codes the word, shape (32,), and the bit where they begin, (32, 1)."""
+    first = torch.arange(32, dtype=torch.int32, device=device) * bits
+    return first // 32, (first % 32).unsqueeze(1)
+
+
+def _next_places(word: Tensor, shift: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return where codes of a width that does not divide 32 go on.
+
+    The next word; by how many bits they are shifted there, 31 if they end before; and whether they
+    do go on, as a mask of all bits or none.
+    """
+    beyond = (shift + bits > 32).int().neg_()
+    return (word + 1).clamp_(max=bits - 1), (32 - shift).clamp_(max=31), beyond
+
+
 def _pack_rows(rows: Tensor, bits: int) -> Tensor:
     """Pack (tiles, 32 rows, lanes) codes into (tiles, bits, lanes) int32 words."""
     tiles, _, lanes = rows.shape
     words = torch.zeros((tiles, bits, lanes), dtype=torch.int32, device=rows.device)
-    for j in range(32):
-        k, shift = divmod(j * bits, 32)
-        code = rows[:, j].int()
-        words[:, k] |= code << shift
-        if shift + bits > 32:
-            words[:, k + 1] |= code >> (32 - shift)
+    word, shift = _places(bits, rows.device)
+    codes = rows.int()
+    # No two codes have a bit in common, so that a sum is what `or` is.
+    words.index_add_(1, word, codes << shift)
+    if 32 % bits:
+        following, back, beyond = _next_places(word, shift, bits)
+        words.index_add_(1, following, (codes >> back) & beyond)
     return words
 
 
@@ -89,16 +106,14 @@ def pack(codes: Tensor, bits: int, *, out: Tensor | None = None) -> Tensor:
 
 def _unpack_rows(words: Tensor, bits: int) -> Tensor:
     """Unpack (..., bits, lanes) int32 words into (..., 32 rows, lanes) int32 codes."""
-    rows = words.new_empty((*words.shape[:-2], 32, words.shape[-1]))
-    mask = (1 << bits) - 1
-    for j in range(32):
-        k, shift = divmod(j * bits, 32)
-        # The shift of a signed word smears its sign; masks cut that off.
-        code = words[..., k, :] >> shift
-        if shift + bits > 32:
-            code = (code & ((1 << (32 - shift)) - 1)) | (words[..., k + 1, :] << (32 - shift))
-        torch.bitwise_and(code, mask, out=rows[..., j, :])
-    return rows
+    word, shift = _places(bits, words.device)
+    codes = words.index_select(-2, word) >> shift
+    # The shift of a signed word smears its sign; masks cut that off.
+    if 32 % bits:
+        following, ahead, beyond = _next_places(word, shift, bits)
+        codes &= ~beyond | ((1 << ahead) - 1)
+        codes |= (words.index_select(-2, following) << ahead) & beyond
+    return codes.bitwise_and_((1 << bits) - 1)
 
 
 @operation()
