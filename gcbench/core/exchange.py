@@ -1,4 +1,4 @@
-"""How payloads meet: from every worker's gradient to the one mean that all replicas apply.
+"""The exchange: from every worker's gradient to the mean that all replicas apply.
 
 A bucket is one flat gradient. Its tensors are laid out in lanes: the compressed ones first, then
 those that a policy keeps dense. Each lane has its compressor and collective:
@@ -8,13 +8,13 @@ allgather: every worker gets every payload and takes the mean of all.
 twoshot: shards go to their owners (all-to-all), the owner merges its shard and all-gathers it: the
     sharded parameter server.
 
-The memory of a lane (`gcbench.core.memory`) stands between gradient and encoder. It learns what was
-sent by decoding the worker's own payload, here and nowhere else; an owner that encodes the mean
-again keeps what that loses.
+The memory of a lane (`gcbench.core.memory`) stands between gradient and encoder. What it is told of
+the sent values is the decoding of the worker's own payload, computed here and nowhere else. An
+owner that encodes the mean again keeps the error of that encoding.
 
-An exchange owns its buffers for the life of a run: after the first steps no large one is made. What
-a worker sends lies in one buffer of which the parts of its payloads are views, so nothing is put
-together to be sent, nor cut apart when it has come.
+An exchange keeps its buffers for the life of a run: after the first steps it allocates no large
+one. The payloads of a worker are views of one send buffer, so nothing is concatenated before it is
+sent, nor copied after it has been received.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Lane:
 
     @property
     def fused(self) -> bool:
-        """Whether adding the residual and keeping what is lost is one operation of the method."""
+        """Whether the method encodes and updates the residual in one operation."""
         plain = isinstance(self.memory, Residual) and self.memory.decay == 1
         return plain and self.compressor.fused_feedback
 
@@ -153,14 +153,14 @@ class Piece(NamedTuple):
 
 
 class Buffers:
-    """Memory that is made once for each name, and grows where more is asked for."""
+    """Buffers by name, allocated once and again when a larger one is asked for."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._kept: dict[Hashable, Tensor] = {}
 
     def bytes(self, name: Hashable, count: int) -> Tensor:
-        """Return uint8, shape (count,), with whatever was written there before."""
+        """Return uint8, shape (count,), with the content that was last written to it."""
         kept = self._kept.get(name)
         if kept is None or kept.numel() < count:
             kept = self._kept[name] = torch.empty(count, dtype=torch.uint8, device=self.device)
@@ -175,12 +175,12 @@ class Buffers:
         return torch.split(self.bytes(name, sum(sizes)), list(sizes))
 
     def fill(self, byte: int) -> None:
-        """Write over all of it: for the proof that nothing that lasts lies here."""
+        """Overwrite all buffers with a byte; the check that no result is kept in one uses it."""
         for kept in self._kept.values():
             kept.fill_(byte)
 
     def clear(self) -> None:
-        """Forget all of it."""
+        """Free all buffers."""
         self._kept.clear()
 
 
@@ -231,8 +231,8 @@ class Exchange:
         that the mean will be applied with, which residuals follow.
 
         Raises:
-            PayloadError: a payload is corrupt. On a GPU that is known when all has been launched,
-                and the states may have taken over what a corrupt payload stood for.
+            PayloadError: a payload is corrupt. On a GPU this is known only after all kernels have
+                been launched, so the states may already hold values of the corrupt payload.
         """
         self.follow(lr)
         with faults.together():
@@ -253,9 +253,10 @@ class Exchange:
     def lane_mean(self, number: int, buckets: Sequence[Tensor], step: int) -> Tensor:
         """Return the mean of lane `number` alone, float32, shape (n of the lane,).
 
-        For gradients that come lane by lane, after `follow`: of the buckets only the lane's stretch
-        is read. All workers go through the lanes in the same order, whichever it is: the means are
-        the same bits. The result is the exchange's own buffer and holds until the lane's next call.
+        For gradients that become ready lane by lane; call `follow` before. Only the lane's part of
+        the buckets is read. Lanes may be exchanged in any order, which must be the same on all
+        workers; it does not change the means. The result is a buffer of the exchange, valid until
+        the lane's next call.
         """
         out = self._means()[1][number]
         with faults.together():
@@ -265,12 +266,12 @@ class Exchange:
     def lane_shards(self, number: int, gradients: Sequence[Tensor], step: int) -> list[Tensor]:
         """Return for each local worker the mean of the shard that it owns, float32, 1-D.
 
-        The first half of a two-shot exchange, for those who keep a shard each: the mean is not
-        encoded again, so nothing more is lost, and no owner has a residual. The lane's memory must
-        take the mean as it is (`Memory.joint` is empty).
+        The first half of a two-shot exchange, for workers that need only their shard (FSDP): the
+        mean is not encoded again, so there is no second error, and no owner has a residual. The
+        lane's memory must not change the mean (`Memory.joint` is empty).
 
-        `gradients`: each local worker's of this lane alone, float32, shape (n of the lane,). Call
-        `follow` before. A shard holds until the next call for the lane.
+        `gradients`: each local worker's gradient of this lane, float32, shape (n of the lane,).
+        Call `follow` before. A shard is valid until the next call for the lane.
         """
         lane, ranks = self.lanes[number], self.world.ranks
         with faults.together():
@@ -290,7 +291,7 @@ class Exchange:
         return [bucket[lane.start : lane.start + lane.segments.numel] for bucket in buckets]
 
     def _offered(self, number: int, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return what the local workers' memories make of their gradients of one lane."""
+        """Return what the local workers' memories offer for their gradients of one lane."""
         lane, states = self.lanes[number], [worker[number] for worker in self.workers]
         if isinstance(lane.memory, NoMemory) or lane.fused:
             return list(gradients)
@@ -304,7 +305,7 @@ class Exchange:
         return mean, torch.split(mean, sizes)
 
     def _workers(self, phase: str, call: Callable[[int], T]) -> list[T]:
-        """Run `call(i)` for each local worker i, booked under `phase`."""
+        """Run `call(i)` for each local worker i; the clock adds its time to `phase`."""
         first = self.world.ranks[0]
         timed = self.clock.timed(lambda rank: call(rank - first))
         return self.clock.workers(phase, self.world.map(timed))
@@ -334,9 +335,9 @@ class Exchange:
             written(lane.memory.apply(out, self.joint[number]), out)
 
     def _agree(self, lane: Lane, xs: Sequence[Tensor], key: Key) -> tuple[Tensor, list[Any]]:
-        """Return what all workers share, and what each of them keeps for its encoder.
+        """Return `shared`, and what each local worker's `prepare` keeps for its encoder.
 
-        Shared is what all draw alike, or the maximum of their statistics, or nothing.
+        `shared` is drawn from the shared seed, or the maximum of the workers' statistics, or empty.
         """
         with self.clock.phase("statistic"):
             drawn = lane.compressor.draw_shared(lane.segments, key)
@@ -395,12 +396,14 @@ class Exchange:
         residual: Tensor | None = None,
         settle: bool = True,
     ) -> list[Payload]:
-        """Return the payloads of pieces of x, or of x + residual, which then is what they lose.
+        """Return the payloads of the pieces of x, or of x + residual if there is a residual.
 
-        `settle`: their bytes lie in the buffer of this name, one after the other.
+        `residual` is then replaced by the error of the payloads. `settle`: the bytes of the
+        payloads are moved to the buffer of this name, one after the other.
 
         Raises:
-            PayloadError: one has not the layout that the method declares.
+            GcbenchError: `encode` returned something else than a payload.
+            PayloadError: a payload does not have the layout that the method declares.
         """
         method = lane.compressor
         layouts = [method.layout(piece.segments) for piece in pieces]
@@ -410,7 +413,7 @@ class Exchange:
             arguments = piece.segments, piece.shared, key._replace(offset=key.offset + piece.start)
             part = x[piece.place]
             if slot is not None and not slot.nbytes:
-                payload = slot  # of nothing: where workers outnumber tiles, most are
+                payload = slot  # empty, as most shards are if there are more workers than tiles
             elif residual is None:
                 payload = method.encode(part, *arguments, prepared=kept, out=slot)
             else:
@@ -431,8 +434,8 @@ class Exchange:
     def _slots(self, name: Hashable, layouts: Sequence[Layout | None]) -> list[Payload | None]:
         """Return where payloads of these layouts belong in a buffer, one after the other.
 
-        None where a size that is not known yet decides about the place, or a part would not be
-        aligned.
+        None for all of them if one has no declared layout, as the places then depend on the data;
+        None for one whose parts would not be aligned.
         """
         known = [layout for layout in layouts if layout is not None]
         if len(known) < len(layouts):
@@ -458,7 +461,10 @@ class Exchange:
         return settled
 
     def _decoded(self, lane: Lane, payloads: Sequence[Payload], pieces: Sequence[Piece]) -> Tensor:
-        """Return what others decode of a worker's payloads: this thread's, until its next call."""
+        """Return the decoding of a worker's payloads, in a buffer of this thread.
+
+        The buffer is overwritten by the thread's next call.
+        """
         sizes = [piece.segments.numel for piece in pieces]
         decoded = self.buffers.floats(("decoded", threading.get_ident()), sum(sizes))
         for out, payload, piece in zip(torch.split(decoded, sizes), payloads, pieces, strict=True):
@@ -574,7 +580,7 @@ class Exchange:
             return sent[0]._replace(count=world.size)
         if "owner" not in state:
             state["owner"] = torch.zeros_like(mean)
-        left = state["owner"]  # what it lost at earlier steps
+        left = state["owner"]  # the owner's residual
         if method.fused_feedback:
             sent = self._payloads(lane, name, mean, [alone], key, residual=left)
         else:
@@ -592,7 +598,7 @@ class Exchange:
         key: Key,
         out: Tensor,
     ) -> None:
-        """Exchange by all-reduce in rounds; what was sent is the common approximation."""
+        """Exchange by all-reduce in rounds; memories are told that the approximation was sent."""
         world, lane, joint = self.world, self.lanes[number], self.joint[number]
         if "state" not in joint:
             joint["state"] = method.initial_state(lane.segments, key).to(world.device)
@@ -708,11 +714,11 @@ def _decoded_right(method: Compressor, what: str, result: Any, out: Tensor) -> T
 
 
 def _header(payload: Payload, device: torch.device) -> Tensor:
-    """Return the sizes that travel ahead of a payload of undeclared layout, int64, one a part."""
+    """Return the header of a payload without declared layout: the size of each part, int64."""
     return torch.tensor([numel for _, numel in payload.layout], device=device)
 
 
 def _layout(own: Payload, header: Tensor) -> Layout:
-    """Return another worker's layout: this method's dtypes with the sizes that it sent."""
+    """Return another worker's layout: the dtypes of our own, with the sizes in its header."""
     sizes = header.tolist()
     return tuple((dtype, size) for (dtype, _), size in zip(own.layout, sizes, strict=True))
