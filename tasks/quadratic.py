@@ -93,7 +93,7 @@ class Quadratic(Task):
         }
 
     def load(self, data_dir: Path | None) -> tuple[Split, Split]:
-        """Return the indices of 1024 training examples and of one test example, in place of data."""
+        """Return the indices of 1024 training examples and of one test example: no data."""
         train = torch.arange(EXAMPLES)
         return Split(train, train), Split(train[:1], train[:1])
 
