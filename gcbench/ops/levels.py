@@ -42,7 +42,7 @@ def bits(levels: int) -> int:
 @operation()
 def _norms(x: Tensor, segments: Segments, two: bool, levels: int, out: Tensor) -> None:
     if two:
-        # Every rounding here keeps the order, so the root is never below the largest element.
+        # Rounding is monotone, so the root is never below the largest element.
         roots = statistics.moments(x, segments)[1].sqrt_()
         found = torch.where(roots.isinf(), roots, roots.clamp(max=FLOAT_MAX)).float()
     else:
