@@ -201,6 +201,32 @@ def encode(
     return out
 
 
+@operation()
+def _encode_max(
+    x: Tensor, levels: int, bits: int, segments: Segments, key: Key, norms: Tensor, out: Tensor
+) -> None:
+    device = x.device
+    _norms(device, x=x, segments=segments, two=False, levels=levels, out=norms)
+    code = {"levels": levels, "bits": bits, "segments": segments, "key": key}
+    _encode(device, x=x, norms=norms, **code, out=out)
+
+
+def encode_max(
+    x: Tensor, levels: int, segments: Segments, key: Key, *, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the words of the fixed coding and the norms, which are the largest magnitudes.
+
+    `norms`, then `encode`; kernels may read x once for both. `out`: where to write the words.
+    """
+    n, width = segments.numel, bits(levels)
+    x = vector(x, torch.float32, n)
+    out = output(out, torch.int32, packed_words(n, width), x.device)
+    found = output(None, torch.float32, len(segments), x.device)
+    code = {"levels": levels, "bits": width, "segments": segments, "key": key}
+    _encode_max(x.device, x=x, **code, norms=found, out=out)
+    return out, found
+
+
 # ---- decoding ------------------------------------------------------------------------------------
 
 

@@ -44,6 +44,7 @@ ROWS = {
         "gc_level_decode words bits norms exact levels n table m onto count out threads"
     ),
     "levels.encode": "gc_level_encode x n table m norms levels bits key out threads",
+    "levels.encode_max": "gc_level_encode_max x n table m levels bits key norms out threads",
     "levels.mean": (
         "gc_level_mean words norms counts #words workers bits exact levels n table m out threads"
     ),
