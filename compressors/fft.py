@@ -138,10 +138,10 @@ class FFT(Compressor):
         first = [
             run.start + run.length * row for run in runs if run.length for row in range(run.rows)
         ]
-        means = torch.tensor(first, device=kept.device)  # bins are in increasing order
-        at = torch.searchsorted(kept, means).clamp_(max=max(0, len(kept) - 1))
-        if len(kept) and bool(values[at[kept[at] == means], 1].any()):
-            raise PayloadError(f"{self.name}: the sum of a segment's values is not real")
+        zeroth = torch.tensor(first, device=kept.device)  # X_0 of each segment; `kept` increases
+        at = torch.searchsorted(kept, zeroth).clamp_(max=max(0, len(kept) - 1))
+        if len(kept) and bool(values[at[kept[at] == zeroth], 1].any()):
+            raise PayloadError(f"{self.name}: the first bin of a segment is not real")
         return kept, values
 
     def decode(

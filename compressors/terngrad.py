@@ -109,7 +109,7 @@ class TernGrad(Compressor):
         if bool((found & ~told).any()):
             raise PayloadError(f"{self.name}: codes in a segment whose scale is 0")
         if self.scale != "c-sigma" and bool((told & ~found).any()):
-            raise PayloadError(f"{self.name}: a scale of {self.scale!r}, and no code that has it")
+            raise PayloadError(f"{self.name}: a scale of {self.scale!r} that no code reaches")
 
     def mean(
         self,

@@ -775,4 +775,6 @@ class MultiRoundCompressor(Compressor):
                 rounds.send(part)
         except StopIteration:
             return out
-        raise PayloadError(f"{self.name}: {len(payload.parts)} rounds, and the method wants more")
+        raise PayloadError(
+            f"{self.name}: payload of {len(payload.parts)} parts; the method has more rounds"
+        )

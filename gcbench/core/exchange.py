@@ -71,7 +71,7 @@ class Lane:
 
     def __post_init__(self) -> None:
         if not {*self.edges} <= {*self.segments.offsets}:
-            raise ValueError(f"edges {self.edges} between segments expected, which have others")
+            raise ValueError(f"edges {self.edges}: expected where segments begin, and the end")
 
     def bounds(self, workers: int) -> Sequence[int]:
         """Return where the owners' shards of this lane begin, and its length."""

@@ -320,7 +320,7 @@ def make(what: str, cls: type[T], options: dict[str, Any]) -> T:
     for option in options:
         if option not in known:
             if not known:
-                raise UsageError(f"{what} has no fields to set; {option!r} came")
+                raise UsageError(f"{what} has no fields to set; {option!r} was given")
             raise unknown(f"field of {what}:", option, known)
     typed = _typed(what, cls, options)
     try:

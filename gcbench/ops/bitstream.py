@@ -218,7 +218,7 @@ def _read(words: Tensor, positions: Tensor, top: int) -> tuple[Tensor, Tensor]:
     pieces = [_scan(_windows(padded, block)) for block in torch.split(positions, BLOCK)]
     values, lengths = (torch.cat(column) for column in zip(*pieces, strict=True))
     if len(values) and int(values.amax()) > top:
-        raise PayloadError(f"bit stream: a code stands for more than {top}, or for nothing")
+        raise PayloadError(f"bit stream: a code stands for no number up to {top}")
     return values, positions + lengths
 
 
@@ -349,7 +349,7 @@ def _fault(found: int, given: Mapping[str, Any]) -> PayloadError:
     bits = 32 * given["words"].numel()
     reason = {
         1: f"of {bits} bits ends {where} of {count} codes early",
-        2: f": a code stands for more than {where}, or for nothing",
+        2: f": a code stands for no number up to {where}",
         3: f"of {bits} bits: its codes end at bit {where}",
         4: f": bits after its end at {where} of {bits} are not zero",
         5: f": index {where} of {given['n']} codes",

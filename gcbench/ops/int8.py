@@ -22,7 +22,7 @@ ROUNDINGS = ("nearest", "stochastic")
 
 FAULTS = {
     1: "a block's scale is 0, or finite and at least 2^-100",
-    2: "code -128 stands for nothing",
+    2: "code -128, which is not used",
 }
 
 

@@ -152,7 +152,7 @@ class Function(NamedTuple):
         found: int = self.call(*given)
         if found == NO_MEMORY:
             raise MemoryError(
-                f"{self.name} finds no memory for what it keeps meanwhile: free some, or pass "
+                f"{self.name} cannot allocate its intermediate results: free memory, or pass "
                 "smaller tensors"
             )
         return found

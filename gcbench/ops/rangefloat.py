@@ -146,7 +146,7 @@ def _spread(grids: Tensor, groups: Groups) -> Tensor:
 
 def _fault(found: int, given: Mapping[str, Any]) -> PayloadError:
     reason = {
-        1: "a range that no values have",
+        1: "a grid that no encoder sends",
         2: f"a bit is set after the last of {given['n']} codes",
         3: "a payload's values are not finite",
     }[found]
@@ -202,7 +202,7 @@ def pack(
     if given is not None:
         grids.copy_(vector(given, torch.int32, m, "grids"))
         if not valid(grids, bits, mantissa).all():
-            raise ValueError("a given grid is none that `grid_of` makes of a range")
+            raise ValueError("`given` has a grid that `grid_of` never returns")
         packing.pack(encode(values, _spread(grids, groups), bits, mantissa), bits, out=words)
         return words, grids
     _pack(

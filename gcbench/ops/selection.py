@@ -428,7 +428,7 @@ def _no_positions(found: int, given: Mapping[str, Any]) -> PayloadError:
         1: f"a bit is set after the last of {given.get('held', n)} codes",
         2: f"a bitmap with {found >> 3} bits set: {total} expected",
         3: "positions must increase",
-        4: "a segment has more or fewer positions than its own",
+        4: "a segment has too many or too few positions",
         5: f"a bit is set after the last of {total} codes",
     }[found & 7]
     return PayloadError(f"{given['name']}: {reason}")
@@ -452,7 +452,7 @@ def _set_bits(words: Tensor, n: int, total: int, name: str) -> Tensor:
 
 
 def _check_positions(positions: Tensor, runs: Sequence[KeptRun], name: str) -> None:
-    """Raise PayloadError unless positions increase and each segment has its own k of them."""
+    """Raise PayloadError unless positions increase and each segment has exactly k of them."""
     device = positions.device
     alive = [run for run in runs if run.keep]
     if not alive:
@@ -468,7 +468,7 @@ def _check_positions(positions: Tensor, runs: Sequence[KeptRun], name: str) -> N
     end = keep.repeat_interleave(rows).cumsum(0)
     begin = end - keep.repeat_interleave(rows)
     if (positions[begin] < start).any() or (positions[end - 1] >= start + length).any():
-        raise PayloadError(f"{name}: a segment has more or fewer positions than its own")
+        raise PayloadError(f"{name}: a segment has too many or too few positions")
 
 
 @operation(_no_positions)

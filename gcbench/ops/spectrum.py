@@ -566,6 +566,6 @@ def unpack(
     if width == 2:
         pairs, kept = kept, kept[::2] // 2
         if not torch.equal(pairs, _pairs(kept)):
-            raise PayloadError(f"{name}: a bitmap that keeps half a bin")
+            raise PayloadError(f"{name}: a bitmap with one of the two bits of a bin")
     values = rangefloat.unpack(words, grids, groups, bits, mantissa, name)
     return kept, values.view(-1, 2)
