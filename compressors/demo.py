@@ -218,7 +218,7 @@ def dct_matrix(n: int) -> Tensor:
 
     C[k, i] = sqrt((2 - [k = 0]) / n) cos(pi (2 i + 1) k / (2 n)): Ahmed, Natarajan and Rao 1974.
     """
-    # The angle is reduced in integers, so that large multiples of pi lose nothing.
+    # The angle is reduced in integers: a large float angle would lose precision.
     angle = [[math.pi * ((2 * i + 1) * k % (4 * n)) / (2 * n) for i in range(n)] for k in range(n)]
     matrix = torch.tensor(angle, dtype=torch.float64).cos() * math.sqrt(2 / n)
     matrix[0] = math.sqrt(1 / n)

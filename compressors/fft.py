@@ -93,7 +93,7 @@ class FFT(Compressor):
             raise ValueError(
                 f"low={self.low}, high={self.high}: finite numbers below and above 0 allowed"
             )
-        Segments.of([(1,)], self.granularity)  # refuses what it does not know
+        Segments.of([(1,)], self.granularity)  # raises UsageError if it is unknown
 
     def _runs(self, segments: Segments) -> tuple[ops.selection.KeptRun, ...]:
         """Return the runs of the segments' bins."""
@@ -194,10 +194,10 @@ class FFTClaims(Claims[FFT]):
         if self.codec.low is not None:
             return None
         kept = (1 - self.codec.theta) * (1 - math.log(1 - self.codec.theta))
-        rounded = kept * 4.0**-self.codec.mantissa / 24  # steps of 2^-m; 24 as measured
+        rounded = kept * 4.0**-self.codec.mantissa / 24  # as test_rounding_of_kept_bins measures
         narrow = (
             2**self.codec.code_bits < 12 << self.codec.mantissa
-        )  # below 6 octaves a sign eps matters too
+        )  # under 6 octaves a sign, eps matters, too
         return None if narrow or rounded > (1 - kept) / 50 else 1 - kept + rounded
 
     def error_bound(self, x: Tensor, segments: Segments) -> float:

@@ -46,7 +46,7 @@ class OneBit(Compressor):
     variants = ({}, {"granularity": "tensor"}, {"granularity": 512})
 
     def __post_init__(self) -> None:
-        Segments.of([(1,)], self.granularity)  # refuses what it does not know
+        Segments.of([(1,)], self.granularity)  # raises UsageError if it is unknown
 
     def encode(
         self,

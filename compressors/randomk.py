@@ -49,7 +49,7 @@ class RandomK(Compressor):
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
             raise ValueError(f"ratio={self.ratio}: above 0 and at most 1 allowed")
-        Segments.of([(1,)], self.granularity)  # refuses what it does not know
+        Segments.of([(1,)], self.granularity)  # raises UsageError if it is unknown
 
     def draw_shared(self, segments: Segments, key: Key) -> Tensor:
         """Return the positions that are kept, int64, shape (K,), increasing."""

@@ -62,7 +62,7 @@ class SignSGD(Compressor):
             raise ValueError("ties='coin': with abstain or quorum a tied vote is 0")
 
     def legal_collectives(self) -> tuple[str, ...]:
-        return self.collectives[:1] if self.ties == "coin" else self.collectives  # owners toss it
+        return self.collectives[:1] if self.ties == "coin" else self.collectives  # owners toss
 
     def _bits(self, count: int) -> int:
         """Return the bits of a code for `count` workers; the signs of one need no quorum."""

@@ -47,7 +47,7 @@ class SparseLoCo(Compressor):
 
     chunk: int = 4096  # elements
     topk: int = 64  # elements sent of a whole chunk
-    granularity: str | int = "tensor"  # where the two magnitudes live, see `Segments.of`
+    granularity: str | int = "tensor"  # what has two magnitudes of its own: see `Segments.of`
 
     collectives: ClassVar[tuple[str, ...]] = ("allgather",)
     memory: ClassVar[str] = "residual"

@@ -17,7 +17,7 @@ PUBLIC = {
     "comm_hook": "integrations.ddp",
     "shard_hook": "integrations.fsdp",
 }
-"""What a plug-in derives from or a training job calls, and the module of each; imported late."""
+"""Public names that are imported at their first use, and the module of each."""
 __all__ = [
     "Batch",
     "Claims",

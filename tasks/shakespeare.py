@@ -37,7 +37,7 @@ from gcbench.core.compressor import Key
 from gcbench.core.task import Batch, Split, Task
 
 CHARACTERS = "\n !$&',-.3:;?" + string.ascii_uppercase + string.ascii_lowercase
-"""The characters of the text in the order of their codes; a token is a place in this order."""
+"""The characters of the text in the order of their codes; a token is an index into it."""
 
 
 def tokens(text: Tensor) -> Tensor:

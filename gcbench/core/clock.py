@@ -1,4 +1,4 @@
-"""Where the time of a step goes: seconds by phase, of one worker."""
+"""Timing of the phases of a step: seconds by phase, of one worker."""
 
 from __future__ import annotations
 

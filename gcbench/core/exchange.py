@@ -64,9 +64,9 @@ class Lane:
     segments: Segments
     memory: Memory = field(default_factory=NoMemory)
     edges: tuple[int, ...] = ()
-    """Where the owners' shards begin, and the lane's length, always between segments.
+    """Where the owners' shards begin, and the lane's length; all of them between segments.
 
-    () for whole tiles, dealt evenly.
+    Empty: the tiles of the lane are distributed evenly (`shard_bounds`).
     """
 
     def __post_init__(self) -> None:
@@ -85,10 +85,11 @@ class Lane:
 
 
 def check_legal(compressor: Compressor, collective: str | None = None) -> str:
-    """Return the collective to use (the method's first by default).
+    """Return the collective to use, by default the method's first.
 
     Raises:
-        UsageError: the method's mean is wrong under this collective, with the legal ones.
+        UsageError: the collective is unknown, or the method's mean would be wrong with it; the
+            message names the legal ones.
     """
     legal = compressor.legal_collectives()
     check_collectives(f"{compressor!r}.legal_collectives", legal)
@@ -105,7 +106,10 @@ def check_legal(compressor: Compressor, collective: str | None = None) -> str:
 
 
 def shard_bounds(n: int, workers: int) -> list[int]:
-    """Return where the owners' shards of n elements begin, and n: whole tiles, dealt evenly."""
+    """Return where the owners' shards of n elements begin, and n.
+
+    Shards consist of whole tiles, and their numbers of tiles differ by at most 1.
+    """
     tiles = -(-n // TILE)
     share, extra = divmod(tiles, workers)
     edges = [(share * k + min(k, extra)) * TILE for k in range(workers + 1)]
@@ -115,14 +119,14 @@ def shard_bounds(n: int, workers: int) -> list[int]:
 def dense_tensors(
     names: Sequence[str], shapes: Sequence[Sequence[int]], below: int, last: Sequence[str]
 ) -> list[bool]:
-    """Return which tensors stay dense: those below `below` elements, and those named in `last`."""
+    """Return for each tensor whether it stays dense: below `below` elements, or named in `last`."""
     return [
         math.prod(shape) < below or name in last for name, shape in zip(names, shapes, strict=True)
     ]
 
 
 def classifier(model: nn.Module) -> list[str]:
-    """Return the parameter names of the last layer: the last module with its own parameters."""
+    """Return the parameter names of the last module that has parameters of its own."""
     names: list[str] = []
     for prefix, module in model.named_modules():
         own = [name for name, _ in module.named_parameters(recurse=False)]
@@ -167,7 +171,7 @@ class Buffers:
         return kept[:count]
 
     def floats(self, name: Hashable, count: int) -> Tensor:
-        """Return float32, shape (count,), likewise."""
+        """Return float32, shape (count,), with the content that was last written to it."""
         return self.bytes(name, 4 * count).view(torch.float32)
 
     def row(self, name: Hashable, sizes: Sequence[int]) -> tuple[Tensor, ...]:
@@ -202,7 +206,11 @@ class Exchange:
         self.change(lanes)
 
     def change(self, lanes: Sequence[Lane]) -> None:
-        """Exchange by other compressors and memories from here on; what is carried stays."""
+        """Replace the lanes' compressors and memories; the states of workers are kept.
+
+        Raises:
+            ValueError: a lane has another place in the bucket than before.
+        """
         if self.lanes and [(a.start, a.segments.numel) for a in self.lanes] != [
             (b.start, b.segments.numel) for b in lanes
         ]:
@@ -299,7 +307,7 @@ class Exchange:
         return self._workers("encode", lambda i: offer(gradients[i], states[i], size))
 
     def _means(self) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return where the means of all lanes lie, and each lane's part of it."""
+        """Return the buffer for the means of all lanes, and each lane's part of it."""
         sizes = [lane.segments.numel for lane in self.lanes]
         mean = self.buffers.floats("mean", sum(sizes))
         return mean, torch.split(mean, sizes)
@@ -375,7 +383,7 @@ class Exchange:
             if lane.fused:
                 residual = states[i]["residual"]
                 return self._payloads(lane, name, xs[i], pieces, place, residual=residual)
-            # What a memory offers may be its own buffer; a payload of it must not change with it.
+            # `offer` may return a buffer that `keep` changes: the payload must not be a view of it.
             apart = settle or lane.memory.feedback
             sent = self._payloads(lane, name, xs[i], pieces, place, kept=kept[i], settle=apart)
             if lane.memory.feedback:
@@ -541,7 +549,7 @@ class Exchange:
         lane, states = self.lanes[number], [worker[number] for worker in self.workers]
         method, bounds = lane.compressor, lane.bounds(self.world.size)
         shards = [whole.shard(*edges) for edges in pairwise(bounds)]
-        if method.cuttable and not lane.edges:  # a cut is between whole tiles
+        if method.cuttable and not lane.edges:  # `cut` needs edges between tiles
             encoded = self._encode(number, xs, states, [whole], kept, key)
             sent = [method.cut(payload, bounds) for (payload,) in encoded]
         else:
@@ -608,7 +616,7 @@ class Exchange:
         rounds = [method.in_rounds(x, lane.segments, joint["state"], later, out) for x in xs]
 
         def received(turn: int) -> Tensor:
-            """Return the mean of what all workers add in this turn."""
+            """Return the mean over all workers of the summands of round `turn`."""
             begun = turn > 0
             summands = self._workers(
                 "encode", lambda i: rounds[i].send(means[-1]) if begun else next(rounds[i])
@@ -663,7 +671,7 @@ class Exchange:
         return [*map(Payload.over, received, layouts, counts)]
 
     def _room(self, name: Hashable, size: int) -> Tensor | None:
-        """Return where a collective between processes puts what comes; a simulation needs none."""
+        """Return the receive buffer of a collective between processes; None in a simulation."""
         return self.buffers.bytes(name, size) if len(self.world.ranks) < self.world.size else None
 
     def _scatter(

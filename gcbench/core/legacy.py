@@ -45,7 +45,7 @@ def adapt(cls: Any) -> None:
     if gone:
         raise TypeError(
             f"{cls.__name__} overrides {gone[0]}, which is no longer called: declare `cuttable` "
-            "and define `cut`, which cuts one payload where shards begin"
+            "and define `cut`, which cuts one payload into shards"
         )
     found = [
         *_claims(cls, own),

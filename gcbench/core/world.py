@@ -380,7 +380,7 @@ class DistributedWorld(World):
     def close(self) -> None:  # noqa: D102
         if self.group is None:
             dist.destroy_process_group()
-        else:  # it belongs to whoever made it
+        else:  # whoever made the group destroys it
             self.group = None
 
     def _broadcast(self, tensor: Tensor) -> Tensor:

@@ -276,12 +276,12 @@ def _write(form: Operation, codes: Tensor, levels: int, longest: int) -> Tensor:
     n, codes = codes.numel(), codes.int().contiguous()
     if n >= OMEGA_MAX:
         raise ValueError(f"{n} codes: fewer than {OMEGA_MAX} allowed")
-    room = (_HEADER + longest * n + 31) // 32 + 1  # a word is written before it is full
+    room = (_HEADER + longest * n + 31) // 32 + 1  # kernels write a word before it is full
     out = output(None, torch.int32, room, codes.device)
     used: int = form(codes.device, codes=codes, n=n, levels=levels, out=out)
     if used < 0:
         check_codes(codes, levels)
-    return out.narrow_copy(0, 0, used)  # in half the time of slicing and cloning
+    return out.narrow_copy(0, 0, used)  # faster than slicing and cloning
 
 
 def _filled(out: Tensor, stream: Tensor) -> int:

@@ -76,14 +76,14 @@ def _codes(
     x: Tensor, norms: Tensor, levels: int, segments: Segments, key: Key, out: Tensor
 ) -> None:
     divisor = x.new_tensor(float(levels))
-    safe = torch.where(norms == 0, 1.0, norms)  # next to 1 such values are never rounded up
+    safe = torch.where(norms == 0, 1.0, norms)  # with 1 for the norm, such small values have code 0
     finite = bool(norms.isfinite().all())
     for start in range(0, x.numel(), BLOCK):
         stop = min(start + BLOCK, x.numel())
         part, which = segments.shard(start, stop)
         norm = scale_(x.new_ones(stop - start), safe[which.start : which.stop], part)
         size = x[start:stop].abs()
-        # Rounding errors stay far below the 2^-20 that is taken off: one level too low at most.
+        # The 2^-20 exceeds all rounding errors, so the code is never too high, and at most 1 low.
         code = (size / norm).mul_(levels * (1 - 2.0**-20)).floor_()
         code += _levels(code + 1, divisor, norm) <= size
         below = _levels(code, divisor, norm)

@@ -202,7 +202,7 @@ def random_words(key: Key, n: int, device: torch.device | str = "cpu") -> Tensor
         words = philox(
             (
                 block & WORD,
-                (block >> 32 << 8) | 2,  # draws24 has 0 and 1 here
+                (block >> 32 << 8) | 2,  # draws24 uses 0 and 1 here
                 torch.full_like(block, step),
                 torch.full_like(block, who),
             ),
