@@ -81,7 +81,8 @@ def draws24(
         ValueError: step, rank or stream of the key out of range.
     """
     key.words()
-    where = torch.empty(0, device=device).device if out is None else out.device  # "cuda" becomes "cuda:0"
+    # The tensor gives the device its index: "cuda" becomes "cuda:0".
+    where = torch.empty(0, device=device).device if out is None else out.device
     out = output(out, torch.int32, n, where)
     if n:
         _draws24(where, key=key, n=n, out=out)
