@@ -477,7 +477,7 @@ class Exchange:
         decoded = self.buffers.floats(("decoded", threading.get_ident()), sum(sizes))
         for out, payload, piece in zip(torch.split(decoded, sizes), payloads, pieces, strict=True):
             arrived = lane.compressor.decode(payload, piece.segments, piece.shared, out=out)
-            written(_decoded_right(lane.compressor, "decode", arrived, out), out)
+            written(_checked_decoding(lane.compressor, "decode", arrived, out), out)
         return decoded
 
     # -- collectives -------------------------------------------------------------------------------
@@ -500,7 +500,7 @@ class Exchange:
         with self.clock.phase("decode"):
             total = total._replace(count=world.size)
             mean = method.decode_sum(total, whole.segments, whole.shared, out=out)
-            written(_decoded_right(method, "decode_sum", mean, out), out)
+            written(_checked_decoding(method, "decode_sum", mean, out), out)
 
     def _allgather(
         self, number: int, whole: Piece, payloads: Sequence[Payload], out: Tensor
@@ -511,7 +511,7 @@ class Exchange:
             gathered = self._gather(number, "sent", payloads, layouts, [1] * world.size)
         with self.clock.phase("decode"):
             mean = method.mean(gathered, whole.segments, whole.shared, out=out)
-            written(_decoded_right(method, "mean", mean, out), out)
+            written(_checked_decoding(method, "mean", mean, out), out)
 
     def _twoshot(
         self,
@@ -540,7 +540,7 @@ class Exchange:
             for payload, shard in zip(gathered, shards, strict=True):
                 place = out[shard.place]
                 mean = method.decode(payload, shard.segments, shard.shared, out=place)
-                written(_decoded_right(method, "decode", mean, place), place)
+                written(_checked_decoding(method, "decode", mean, place), place)
 
     def _to_owners(
         self, number: int, whole: Piece, xs: Sequence[Tensor], kept: Sequence[Any], key: Key
@@ -563,7 +563,7 @@ class Exchange:
         method = self.lanes[number].compressor
         out = self.buffers.floats((number, "owned", i), shard.segments.numel)
         mean = method.mean(payloads, shard.segments, shard.shared, out=out)
-        return written(_decoded_right(method, "mean", mean, out), out)
+        return written(_checked_decoding(method, "mean", mean, out), out)
 
     def _merge(
         self,
@@ -705,7 +705,7 @@ class Exchange:
         ]
 
 
-def _decoded_right(method: Compressor, what: str, result: Any, out: Tensor) -> Tensor:
+def _checked_decoding(method: Compressor, what: str, result: Any, out: Tensor) -> Tensor:
     """Return what a method decoded; GcbenchError if it is no float32 tensor of the shape of `out`.
 
     A copy to `out` would convert another dtype and repeat a shorter tensor.

@@ -342,7 +342,7 @@ def check_legal(name: str, method: Compressor) -> None:
         )
 
 
-def _arrived(method: Compressor) -> tuple[Tensor, Tensor]:
+def _round_trip(method: Compressor) -> tuple[Tensor, Tensor]:
     """Return a matrix of irregular values, magnitudes from 1 to 2, and its decoding."""
     count = torch.arange(40 * 51, dtype=torch.float64).view(40, 51)
     signs = torch.where((count * math.sqrt(2)).frac() < 0.5, 1.0, -1.0)
@@ -350,9 +350,9 @@ def _arrived(method: Compressor) -> tuple[Tensor, Tensor]:
     return probe, method.decompress(method.compress(probe))
 
 
-def beside(made: Memory, method: Compressor) -> Memory:
+def for_method(made: Memory, method: Compressor) -> Memory:
     """Return the memory to use with this method: without a mask if the method is exact."""
-    return made.dense() if made.masks and torch.equal(*_arrived(method)) else made
+    return made.dense() if made.masks and torch.equal(*_round_trip(method)) else made
 
 
 def check_masking(name: str, made: Memory, method: Compressor) -> None:
@@ -363,7 +363,7 @@ def check_masking(name: str, made: Memory, method: Compressor) -> None:
     """
     if not made.masks:
         return
-    probe, arrived = _arrived(method)
+    probe, arrived = _round_trip(method)
     if bool((arrived != 0).all()) and not torch.equal(probe, arrived):
         raise UsageError(
             f"memory {name!r} clears its momentum where something was sent, and {method!r} sends "

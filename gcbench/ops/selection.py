@@ -151,7 +151,7 @@ def largest(scores: Tensor, runs: Sequence[KeptRun]) -> Tensor:
     return torch.cat(found)
 
 
-def _beyond(found: int, given: Mapping[str, Any]) -> IndexError:
+def _invalid_positions(found: int, given: Mapping[str, Any]) -> IndexError:
     return IndexError(f"positions do not increase, or one is not in [0, {given['n']})")
 
 
@@ -255,7 +255,7 @@ def gather(x: Tensor, positions: Tensor) -> Tensor:
     return out
 
 
-@operation(_beyond)
+@operation(_invalid_positions)
 def _scatter(values: Tensor, positions: Tensor, total: int, n: int, out: Tensor) -> None:
     out.zero_()
     out[positions] = values
@@ -277,7 +277,7 @@ def scatter(values: Tensor, positions: Tensor, n: int, *, out: Tensor | None = N
     return out
 
 
-@operation(_beyond)
+@operation(_invalid_positions)
 def _scatter_mean(
     values: Sequence[Tensor],
     positions: Sequence[Tensor],
@@ -379,12 +379,12 @@ def _bitmap(places: Tensor, n: int) -> Tensor:
     return packing.pack(flags, 1)
 
 
-@operation(_beyond)
+@operation(_invalid_positions)
 def _pack_bitmap(positions: Tensor, total: int, n: int, words: Tensor) -> None:
     words.copy_(_bitmap(positions, n))
 
 
-@operation(_beyond)
+@operation(_invalid_positions)
 def _pack_gaps(
     positions: Tensor, total: int, n: int, low: int, codes: Tensor, words: Tensor
 ) -> None:

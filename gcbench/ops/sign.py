@@ -280,7 +280,7 @@ def _encode(
         low.copy_(means[0])
         high.copy_(means[1])
     if lost is not None:
-        torch.sub(offered, _stood_for(words, low, high, segments, name), out=lost)
+        torch.sub(offered, _reconstruction(words, low, high, segments, name), out=lost)
 
 
 Slots = Sequence[Tensor]
@@ -386,7 +386,7 @@ def class_feedback(
 # ---- signs with values: decoding -----------------------------------------------------------------
 
 
-def _stood_for(
+def _reconstruction(
     words: Tensor, low: Tensor | None, high: Tensor, segments: Segments, name: str
 ) -> Tensor:
     """Return the decoding of sign bits, float32, shape (n,): +-high, or `low` and `high`."""
@@ -421,7 +421,7 @@ def _values(
     count: float,
     out: Tensor,
 ) -> None:
-    values = _stood_for(words, low, high, segments, name)
+    values = _reconstruction(words, low, high, segments, name)
     # With a total there are two roundings: that of the product and that of the sum.
     out.copy_(values if total is None else total + (values * count if count > 1 else values))
 

@@ -383,11 +383,11 @@ def inverse(bins: Tensor, segments: Segments, *, pad: bool = True) -> Tensor:
     return restored(x, unit, segments, rows=plan.rows, out=out)
 
 
-def _beyond(found: int, given: Mapping[str, Any]) -> IndexError:
+def _invalid_bins(found: int, given: Mapping[str, Any]) -> IndexError:
     return IndexError(f"bins do not increase, or one is not in [0, {given['bins']})")
 
 
-@operation(_beyond)
+@operation(_invalid_bins)
 def _mean(
     values: Sequence[Tensor],
     kept: Sequence[Tensor],
