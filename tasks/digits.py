@@ -6,8 +6,8 @@ test examples, the other 1,437 are trained on. No augmentation.
 Networks: `mlp`, 64-hidden-10 (9,610 parameters with 128 hidden units); `conv`, two 3x3
 convolutions of 16 and 32 channels, each pooled, then 128-hidden-10 (22,602 parameters). torch's own
 initialization.
-Recipe, ours: batch 64, 400 steps of SGD with momentum 0.9, lr 0.05, decaying to 0 as the square
-root of what is left.
+Recipe, ours: batch 64, 400 steps of SGD with momentum 0.9, lr 0.05 times the square root of the
+share of steps left.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Integer codes of 1 to 16 bits, packed into 32-bit words.
 
 Packing layout. A tile is 1024 consecutive codes; code i of a tile belongs to lane i % 32, row
-i // 32. A lane packs its 32 rows into `bits` 32-bit words, row j at bit j * bits, and word k of
-lane l is word k * 32 + l of the tile. A last, shorter tile of r codes has ceil(r / 32) lanes
-instead of 32 and its unused codes are zero, so n codes take bits * (32 * (n // 1024) +
-ceil((n % 1024) / 32)) words. Both a warp and a vector unit read and write such a tile in order.
+i // 32. The 32 rows of a lane are packed into `bits` 32-bit words, row j from bit j * bits on, and
+word k of lane l is word k * 32 + l of the tile. The last tile may be shorter: with r codes it has
+L = ceil(r / 32) lanes, code i belongs to lane i % L, row i // L, and unused codes are zero. So n
+codes take bits * (32 * (n // 1024) + ceil((n % 1024) / 32)) words. A warp and a vector unit can
+both read and write such a tile in the order of addresses.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from gcbench.ops.dispatch import operation, output
 LANES = 32
 MAX_BITS = 16
 BLOCK = 1024 * TILE
-"""Elements worked on at once: bounds the memory of intermediate results. Much smaller blocks cost
-more in calls, and in threads that wait for the interpreter, than they gain in the cache."""
+"""Elements that a definition works on at a time, which bounds the memory of intermediate results;
+with much smaller blocks the overhead of calls outweighs the gain from caches."""
 
 
 def packed_words(n: int, bits: int) -> int:
@@ -33,13 +34,13 @@ def packed_words(n: int, bits: int) -> int:
 
 
 def check_bits(bits: int) -> None:
-    """Raise ValueError for a width that `pack` does not take."""
+    """Raise ValueError unless `pack` accepts this number of bits."""
     if not 1 <= bits <= MAX_BITS:
         raise ValueError(f"{bits} bits a code: 1 to {MAX_BITS} allowed")
 
 
 def split_words(words: Tensor, bits: int, bounds: Sequence[int]) -> list[Tensor]:
-    """Cut packed codes at element indices that are multiples of 1024, or the end."""
+    """Return packed codes cut at element indices `bounds`, multiples of 1024 or the end."""
     edges = [packed_words(bound, bits) for bound in bounds]
     return [words[start:stop] for start, stop in itertools.pairwise(edges)]
 
@@ -93,7 +94,7 @@ def pack(codes: Tensor, bits: int, *, out: Tensor | None = None) -> Tensor:
     to write.
 
     Raises:
-        ValueError: another width, or codes that are no integers.
+        ValueError: bits outside 1 to 16, or codes that are no integers.
     """
     check_bits(bits)
     if codes.is_floating_point() or codes.is_complex():
@@ -108,7 +109,7 @@ def _unpack_rows(words: Tensor, bits: int) -> Tensor:
     """Unpack (..., bits, lanes) int32 words into (..., 32 rows, lanes) int32 codes."""
     word, shift = _places(bits, words.device)
     codes = words.index_select(-2, word) >> shift
-    # The shift of a signed word smears its sign; masks cut that off.
+    # The right shift of a signed word fills in its sign, which the masks remove.
     if 32 % bits:
         following, ahead, beyond = _next_places(word, shift, bits)
         codes &= ~beyond | ((1 << ahead) - 1)
@@ -129,13 +130,13 @@ def _unpack(words: Tensor, rows: int, n: int, bits: int, out: Tensor) -> None:
 
 
 def unpack(words: Tensor, bits: int, n: int, *, out: Tensor | None = None) -> Tensor:
-    """Return the codes of `bits` bits in int32 `words`, shape (..., words), int32, shape (..., n).
+    """Return the codes of `bits` bits in `words`, int32, shape (..., n).
 
-    `out`: where to write.
+    `words`: int32, shape (..., packed_words(n, bits)). `out`: where to write.
 
     Raises:
-        PayloadError: `words` is not int32 or its last axis is not `packed_words(n, bits)` long.
-        ValueError: another width.
+        PayloadError: `words` has another dtype or last axis.
+        ValueError: bits outside 1 to 16.
     """
     check_bits(bits)
     size = packed_words(n, bits)

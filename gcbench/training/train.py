@@ -267,7 +267,7 @@ class Trainer:
             else:
                 method = config.make_compressor(step)
                 segments = Segments.of(compressed, method.granularity)
-                kept = memory.beside(carried, method)
+                kept = memory.for_method(carried, method)
                 lanes.append(Lane(method, config.collective, 0, segments, kept))
         if dense:
             start = lanes[0].segments.numel if lanes else 0
