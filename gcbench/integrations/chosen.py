@@ -14,7 +14,7 @@ from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
 from gcbench.core.memory import Memory
 
-FREE = ("gcbench", "code", "check_every", "step")
+FREE = ("gcbench", "code", "between code", "check_every", "step")
 """What may differ between the job that saved a state and the one that loads it."""
 
 

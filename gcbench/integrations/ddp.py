@@ -596,7 +596,7 @@ class CommHook:
         with plans.set_aside(self._exchange, self._plan_made, idle):
             every = self.settings.check_every
             plain = self._plain_mean(number, own) if every and self.step % every == 0 else None
-            mean = self._exchange.lane_mean(number, [self._flat], self.step)
+            mean = self._exchange.lane_mean(number, [own], self.step)
         own.copy_(mean)
         if plain is not None:
             handed = self._world.traffic[0].payload_up - before.payload_up

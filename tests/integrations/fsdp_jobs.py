@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 
 import gcbench
 from gcbench.core.clock import Clock
-from gcbench.core.exchange import Exchange
+from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.world import Link, SimulatedWorld
 from gcbench.integrations import fsdp, handshake
 
@@ -75,54 +75,92 @@ def alone(
     Each parameter is cut into its ranks' chunks here, by `torch.chunk`, and put together again.
     """
     net, settings = model(), hook.settings
-    named, device = dict(net.named_parameters()), torch.device("cpu")
-    world = SimulatedWorld(size, device, Link(10.0, 50.0), 1, 1)
-    exchanges = [
-        [
-            Exchange(
-                world,
-                fsdp.lanes(settings, module.layout, module.start, 0),
-                settings.seed + (replica << 32),
-                Clock(device),
-            )
-            for module in hook._modules
-        ]
-        for replica in range(replicas)
-    ]
+    named = dict(net.named_parameters())
+    modules = [_Alone(settings, each.layout, each.start, size, replicas) for each in hook._modules]
     optimizer = sgd(net)
     for step in range(steps):
         means = {name: torch.zeros_like(parameter) for name, parameter in named.items()}
-        for replica in range(replicas):
-            own = [of(net, step, replica * size + rank) for rank in range(size)]
-            for module, exchange in zip(hook._modules, exchanges[replica], strict=True):
-                if step == settings.start_step and step:
-                    exchange.change(fsdp.lanes(settings, module.layout, module.start, step))
-                exchange.follow(lrs(step))
-                for number, lane in enumerate(module.layout.lanes()):
-                    rows = [
-                        [
-                            own[sender][p.name].chunk(size)[keeper].reshape(-1)
-                            for keeper in range(size)
-                            for p in lane
-                            if keeper < len(own[sender][p.name].chunk(size))
-                        ]
-                        for sender in range(size)
-                    ]
-                    xs = [torch.cat(row).float() for row in rows]
-                    shards = exchange.lane_shards(number, xs, step)
-                    for keeper, shard in enumerate(shards):
-                        start = 0
-                        for p in lane:
-                            chunks = means[p.name].chunk(size)
-                            if keeper < len(chunks):
-                                chunk, end = chunks[keeper], start + chunks[keeper].numel()
-                                chunk += shard[start:end].view(chunk.shape) / replicas
-                                start = end
+        own = [of(net, step, rank) for rank in range(replicas * size)]
+        for module in modules:
+            module.exchange(own, means, step, lrs(step))
         for name, parameter in named.items():
             parameter.grad = means[name]
         optimizer.step()
-    world.close()
     return flat(net)
+
+
+class _Alone:
+    """All ranks' exchanges of one module: of each replica, and then of each shard's replicas."""
+
+    def __init__(self, settings: Any, layout: Any, start: int, size: int, replicas: int) -> None:
+        self.settings, self.layout, self.start = settings, layout, start
+        self.size, self.replicas = size, replicas
+        self.inside = [self.made(size, r, *self.plans(0)[:1]) for r in range(replicas)]
+        between = self.plans(0)[1:]
+        self.between = [
+            self.made(replicas, replicas + keeper, plan) for keeper, plan in enumerate(between)
+        ]
+
+    def made(self, size: int, number: int, plan: list[Lane]) -> Exchange:
+        device = torch.device("cpu")
+        world = SimulatedWorld(size, device, Link(10.0, 50.0), 1, 1)
+        return Exchange(world, plan, self.settings.seed + (number << 32), Clock(device))
+
+    def plans(self, step: int) -> list[list[Lane]]:
+        """Return the lanes inside a replica, and of the replicas of each shard."""
+        inside = fsdp.lanes(self.settings, self.layout, self.start, step)
+        words = self.settings, self.layout
+        return [
+            inside,
+            *(fsdp.replica_lanes(*words, k, self.start, step) for k in range(self.size)),
+        ]
+
+    def exchange(
+        self, own: list[dict[str, Tensor]], means: dict[str, Tensor], step: int, lr: float
+    ) -> None:
+        if step == self.settings.start_step and step:
+            plan, *plans = self.plans(step)
+            for exchange in self.inside:
+                exchange.change(plan)
+            for exchange, plan in zip(self.between, plans, strict=True):
+                exchange.change(plan)
+        for exchange in (*self.inside, *self.between):
+            exchange.follow(lr)
+        for number, lane in enumerate(self.layout.lanes()):
+            shards = [
+                [
+                    shard.clone()
+                    for shard in exchange.lane_shards(
+                        number,
+                        [self.cut(each, lane) for each in own[r * self.size :][: self.size]],
+                        step,
+                    )
+                ]
+                for r, exchange in enumerate(self.inside)
+            ]
+            for keeper in range(self.size):
+                each = [row[keeper] for row in shards]
+                if self.settings.between is None:
+                    mean = torch.stack(each).sum(0) / self.replicas
+                elif each[0].numel():
+                    mean = self.between[keeper].lane_mean(number, each, step)
+                self.put(mean, keeper, lane, means)
+
+    def cut(self, own: dict[str, Tensor], lane: list[Any]) -> Tensor:
+        """Return what a worker has of a lane: the first keeper's chunks, the second's, ..."""
+        cut = [own[p.name].chunk(self.size) for p in lane]
+        rows = [[each[k] for each in cut if k < len(each)] for k in range(self.size)]
+        return torch.cat([chunk.reshape(-1) for row in rows for chunk in row]).float()
+
+    def put(self, mean: Tensor, keeper: int, lane: list[Any], means: dict[str, Tensor]) -> None:
+        """Write the mean of a keeper's chunks to its place in the gradients."""
+        start = 0
+        for p in lane:
+            chunks = means[p.name].chunk(self.size)
+            if keeper < len(chunks):
+                chunk, end = chunks[keeper], start + chunks[keeper].numel()
+                chunk.copy_(mean[start:end].view(chunk.shape))
+                start = end
 
 
 def hooked(rank: int, hook: Any, steps: int = STEPS, **options: Any) -> Tensor:

@@ -6,6 +6,7 @@ Jobs of real processes are in fsdp_jobs.py; they are started once for each numbe
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import subprocess
 import sys
@@ -21,15 +22,17 @@ import gcbench
 from gcbench.core import memory, registry
 from gcbench.core.errors import UsageError
 from gcbench.integrations import chosen, fsdp
-from gcbench.integrations.fsdp import Layout, Parameter
+from gcbench.integrations.layout import Layout, Parameter
 
 ROOT = Path(__file__).parents[2]
 COLLECTIVES = {n: gcbench.get_compressor(n).legal_collectives() for n in registry.compressors()}
 METHODS = [name for name, legal in COLLECTIVES.items() if "twoshot" in legal]
+GRID = ["hybrid", "two_levels", "two_levels_refused"]
+"""Jobs of two replicas of two shards."""
 JOBS = jobs.Jobs(
     "fsdp_jobs",
     METHODS,
-    {2: [name for name in fsdp_jobs.JOBS if name != "hybrid"], 4: ["plain", "hybrid"]},
+    {2: [name for name in fsdp_jobs.JOBS if name not in GRID], 4: ["plain", *GRID]},
 )
 of = JOBS.of
 
@@ -234,10 +237,15 @@ def test_chunks_are_found_where_fsdp_puts_them(size):
     for rank in range(size):
         back = torch.zeros(made.row)
         for lane, x in zip(made.lanes(), taken, strict=True):
-            pieces = [piece for _, piece in made.pieces(lane, x)]
+            pieces = [piece for _, piece in made.pieces(lane, x, range(size))]
             own = torch.cat(pieces[rank * len(lane) : (rank + 1) * len(lane)])
             made.give(lane, own, back, rank)
         assert torch.equal(back, given[rank])
+        for x, lane in zip(made.own(given[rank], rank), made.lanes(), strict=True):
+            assert x.numel() == sum(math.prod(p.chunks[rank]) for p in lane), "without padding"
+            own = torch.zeros(made.row)
+            made.give(lane, x, own, rank)
+            assert torch.equal(own[own != 0], given[rank][own != 0])
 
 
 def test_no_segment_reaches_over_a_chunks_end():
