@@ -21,7 +21,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import cross_entropy
 
 import gcbench
+from gcbench.core import registry
 from gcbench.core.clock import Clock
+from gcbench.core.compressor import Key, MultiRoundCompressor, Segments
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.world import Link, SimulatedWorld
 from gcbench.integrations import fsdp, handshake
@@ -95,11 +97,9 @@ class _Alone:
     def __init__(self, settings: Any, layout: Any, start: int, size: int, replicas: int) -> None:
         self.settings, self.layout, self.start = settings, layout, start
         self.size, self.replicas = size, replicas
-        self.inside = [self.made(size, r, *self.plans(0)[:1]) for r in range(replicas)]
-        between = self.plans(0)[1:]
-        self.between = [
-            self.made(replicas, replicas + keeper, plan) for keeper, plan in enumerate(between)
-        ]
+        plan, *plans = self.plans(0)
+        self.inside = [self.made(size, number, plan) for number in range(replicas)]
+        self.between = [self.made(replicas, replicas + k, plan) for k, plan in enumerate(plans)]
 
     def made(self, size: int, number: int, plan: list[Lane]) -> Exchange:
         device = torch.device("cpu")
@@ -107,13 +107,10 @@ class _Alone:
         return Exchange(world, plan, self.settings.seed + (number << 32), Clock(device))
 
     def plans(self, step: int) -> list[list[Lane]]:
-        """Return the lanes inside a replica, and of the replicas of each shard."""
-        inside = fsdp.lanes(self.settings, self.layout, self.start, step)
-        words = self.settings, self.layout
-        return [
-            inside,
-            *(fsdp.replica_lanes(*words, k, self.start, step) for k in range(self.size)),
-        ]
+        """Return the lanes inside a replica, and of the replicas of each keeper's shard."""
+        words, shards = (self.settings, self.layout), range(self.size)
+        plan = fsdp.lanes(*words, self.start, step)
+        return [plan, *(fsdp.replica_lanes(*words, k, self.start, step) for k in shards)]
 
     def exchange(
         self, own: list[dict[str, Tensor]], means: dict[str, Tensor], step: int, lr: float
@@ -127,17 +124,11 @@ class _Alone:
         for exchange in (*self.inside, *self.between):
             exchange.follow(lr)
         for number, lane in enumerate(self.layout.lanes()):
-            shards = [
-                [
-                    shard.clone()
-                    for shard in exchange.lane_shards(
-                        number,
-                        [self.cut(each, lane) for each in own[r * self.size :][: self.size]],
-                        step,
-                    )
-                ]
-                for r, exchange in enumerate(self.inside)
-            ]
+            cut, shards = [self.cut(each, lane) for each in own], []
+            for r, exchange in enumerate(self.inside):
+                xs = cut[r * self.size : (r + 1) * self.size]
+                found = exchange.lane_shards(number, xs, step)
+                shards.append([shard.clone() for shard in found])
             for keeper in range(self.size):
                 each = [row[keeper] for row in shards]
                 if self.settings.between is None:
@@ -179,7 +170,7 @@ def method(rank: int, size: int, name: str) -> dict[str, Any]:
     end = hooked(rank, hook)
     own = end if rank else alone(hook, size)
     return {
-        "end": hashlib.sha256(end.numpy().tobytes()).hexdigest(),
+        "end": digest(end),
         "equal": torch.equal(end, own),
         "far": float((end - own).abs().max()),
         "up": hook.traffic.payload_up / hook.plain_bytes,
@@ -188,21 +179,27 @@ def method(rank: int, size: int, name: str) -> dict[str, Any]:
     }
 
 
-def resumed(rank: int, name: str) -> Tensor:
+def resumed(
+    rank: int,
+    name: str,
+    mesh: Any = None,
+    replicas: Any = None,
+    **options: Any,
+) -> Tensor:
     """Return the parameters of a job that ended after step 2 and went on as a new one."""
-    net = sharded()
-    hook = gcbench.shard_hook(name, **DENSE).register(net)
+    net = sharded(mesh=mesh)
+    hook = gcbench.shard_hook(name, **DENSE, **options).register(net, replicas=replicas)
     optimizer = train(net, range(2), rank)
     file = io.BytesIO()
     torch.save(hook.state_dict(), file)
     file.seek(0)
-    again = sharded()
+    again = sharded(mesh=mesh)
     with torch.no_grad():
         for new, old in zip(again.parameters(), net.parameters(), strict=True):
             new.to_local().copy_(old.to_local())
-    hook = gcbench.shard_hook(name, **DENSE)
+    hook = gcbench.shard_hook(name, **DENSE, **options)
     hook.load_state_dict(torch.load(file, weights_only=True))
-    hook.register(again)
+    hook.register(again, replicas=replicas)
     later = sgd(again)
     later.load_state_dict(optimizer.state_dict())
     for step in range(2, STEPS):
@@ -281,6 +278,170 @@ def hybrid(rank: int, size: int) -> dict[str, Any]:
     found["odd"] = refused(
         lambda: odd.register(sharded(mesh=mesh["shard"]), replicas=mesh["replicate"])
     )
+    return found
+
+
+def kinds() -> list[str]:
+    """Return one method for each way to be exchanged: of all, the first that declares it."""
+    found: dict[Any, str] = {}
+    for name in registry.compressors():
+        method = registry.compressor(name)
+        segments = Segments.of([(64,)])
+        key = Key(0, 0, 0)
+        declared = (
+            method.legal_collectives()[0],
+            isinstance(method, MultiRoundCompressor),
+            method.memory,
+            method.draw_shared(segments, key) is not None,
+            bool(method.prepare(torch.ones(64), segments).statistic.numel()),
+        )
+        found.setdefault(declared, name)
+    return [*found.values()]
+
+
+def digest(end: Tensor) -> str:
+    return hashlib.sha256(end.numpy().tobytes()).hexdigest()
+
+
+def grid(size: int) -> tuple[Any, Any]:
+    """Return the meshes of shards and of replicas: two replicas."""
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    return mesh["shard"], mesh["replicate"]
+
+
+def two(rank: int, hook: Any, shards: Any, replicas: Any) -> Tensor:
+    net = sharded(mesh=shards)
+    hook.register(net, replicas=replicas)
+    train(net, range(STEPS), rank)
+    return ended(net)
+
+
+@job
+def two_levels(rank: int, size: int) -> dict[str, Any]:
+    """Another exchange between replicas, against gcbench's own exchanges one after the other."""
+    shards, replicas = grid(size)
+    found: dict[str, Any] = {}
+    plain = two(rank, gcbench.shard_hook("qsgd", **DENSE), shards, replicas)
+    none = gcbench.shard_hook("qsgd", between="none", **DENSE)
+    found["none"] = torch.equal(two(rank, none, shards, replicas), plain)
+    found["none bytes"] = none.traffic_between.payload_up
+    own = sum(p.to_local().numel() for p in sharded(mesh=shards).parameters())
+    found["own bytes"] = 4 * own * STEPS
+    found["methods"] = {}
+    for name in kinds():
+        hook = gcbench.shard_hook("int8", between=name, **DENSE)
+        end = two(rank, hook, shards, replicas)
+        again = resumed(rank, "int8", shards, replicas, between=name)
+        found["methods"][name] = {
+            "end": digest(end),
+            "equal": bool(rank) or torch.equal(end, alone(hook, size // 2, replicas=2)),
+            "differs": not torch.equal(end, plain),
+            "resumed": torch.equal(end, again),
+        }
+    return found
+
+
+@job
+def two_levels_options(rank: int, size: int) -> dict[str, Any]:
+    """SDP4Bit's two levels with their bytes, and what else the hook takes."""
+    shards, replicas = grid(size)
+    found: dict[str, Any] = {"ends": {}, "equal": {}}
+    for name, fields in (
+        ("sdp4bit", {}),
+        ("start", {"start_step": 2}),
+        ("field", {"between_options": {"granularity": 64}}),
+        ("memory", {"between_memory": "residual"}),
+        ("joint", {"between_memory": "ef21"}),
+        ("decay", {"between_memory": "residual", "between_memory_options": {"decay": 0.5}}),
+        ("momentum", {"between_memory": "momentum"}),
+    ):
+        hook = gcbench.shard_hook("int8", between="hadamard4", **DENSE, **fields)
+        end = two(rank, hook, shards, replicas)
+        found["ends"][name] = digest(end)
+        found["equal"][name] = bool(rank) or torch.equal(end, alone(hook, size // 2, replicas=2))
+        if name == "sdp4bit":
+            found["chunks"] = {
+                module.name: [parameter.chunks for parameter in module.layout.parameters]
+                for module in hook._modules
+            }
+            found["up"] = hook.traffic.payload_up, hook.traffic_between.payload_up
+            found["phases"] = hook.seconds
+            found["shard"] = shards.get_local_rank()
+    net = sharded(mesh=shards)
+    hook = gcbench.shard_hook("int8", between="onebit", **DENSE).register(net, replicas=replicas)
+    optimizer = sgd(net)
+    for step in range(STEPS):
+        hook.lr = 1.0 if step < 2 else 0.25
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        cross_entropy(net(x), y).backward()
+        optimizer.step()
+    own = alone(hook, size // 2, replicas=2, lrs=lambda step: 1.0 if step < 2 else 0.25)
+    found["equal"]["learning rate"] = torch.equal(ended(net), own)
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
+    one = gcbench.shard_hook("none", between="qsgd", **DENSE)
+    end = two(rank, one, mesh["shard"], mesh["replicate"])
+    found["equal"]["shards of one rank"] = torch.equal(end, alone(one, 1, replicas=size))
+    found["plain of one"] = one.plain_bytes == 4 * STEPS * end.numel()
+    return found
+
+
+@job
+def two_levels_broken(rank: int, size: int) -> dict[str, Any]:
+    """What must be seen: replicas that draw otherwise, and a shard of the replica beside."""
+    shards, replicas = grid(size)
+    found: dict[str, Any] = {}
+    for name in ("right", "seeds"):
+        hook = gcbench.shard_hook("none", between="randomk", between_options={"ratio": 0.5})
+        net = sharded(mesh=shards)
+        hook.register(net, replicas=replicas)
+        for module in hook._modules:
+            module.between.exchange.seed += rank if name == "seeds" else 0
+        train(net, range(STEPS), rank)
+        found[name] = digest(ended(net))
+    hook = gcbench.shard_hook("none", between="qsgd")
+    net = sharded(mesh=shards)
+    hook.register(net, replicas=replicas)
+    for module in hook._modules:
+        module.between.exchange.seed = module.inside.exchange.seed
+    train(net, range(STEPS), rank)
+    found["shared draws"] = torch.equal(ended(net), alone(hook, size // 2, replicas=2))
+    return found
+
+
+@job
+def two_levels_refused(rank: int, size: int) -> dict[str, Any]:
+    hook, found, odd = gcbench.shard_hook, {}, rank == size - 1
+    shards, replicas = grid(size)
+
+    def register(made: Any, others: Any = replicas) -> Any:
+        return made.register(sharded(mesh=shards), replicas=others)
+
+    found["no replicas"] = refused(lambda: register(hook("int8", between="qsgd"), None))
+    found["wrong replicas"] = refused(lambda: register(hook("int8"), shards))
+    found["method"] = refused(
+        lambda: register(hook("int8", between="qsgd" if odd else "hadamard4"))
+    )
+    found["absent"] = refused(lambda: register(hook("int8", between=None if odd else "hadamard4")))
+    found["field"] = refused(
+        lambda: register(hook("int8", between="qsgd", between_options={"levels": 3 + odd}))
+    )
+    memory = {"between_memory": "none" if odd else "residual"}
+    found["memory"] = refused(lambda: register(hook("int8", between="hadamard4", **memory)))
+    state = register(hook("int8", between="hadamard4")).state_dict()
+
+    def loaded(between: str | None) -> Any:
+        made = hook("int8", between=between)
+        made.load_state_dict(state)
+        return register(made)
+
+    found["state without"] = refused(lambda: loaded(None))
+    found["state of another"] = refused(lambda: loaded("int8"))
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
+    net = sharded(mesh=mesh["shard"])
+    hook("int8", between="hadamard4").register(net, replicas=mesh["replicate"])
+    x, _ = batch(0, rank)
+    found["nan"] = refused(lambda: (net(x).sum() * float("nan")).backward())
     return found
 
 

@@ -20,6 +20,7 @@ import torch
 
 import gcbench
 from gcbench.core import memory, registry
+from gcbench.core.compressor import MultiRoundCompressor, Segments, layout_bytes
 from gcbench.core.errors import UsageError
 from gcbench.integrations import chosen, fsdp
 from gcbench.integrations.layout import Layout, Parameter
@@ -27,7 +28,7 @@ from gcbench.integrations.layout import Layout, Parameter
 ROOT = Path(__file__).parents[2]
 COLLECTIVES = {n: gcbench.get_compressor(n).legal_collectives() for n in registry.compressors()}
 METHODS = [name for name, legal in COLLECTIVES.items() if "twoshot" in legal]
-GRID = ["hybrid", "two_levels", "two_levels_refused"]
+GRID = ["hybrid", *(name for name in fsdp_jobs.JOBS if name.startswith("two_levels"))]
 """Jobs of two replicas of two shards."""
 JOBS = jobs.Jobs(
     "fsdp_jobs",
@@ -81,6 +82,107 @@ def test_replicas_of_shards_end_as_by_torchs_own_hybrid_sharding():
         assert "a mesh of 2 dimensions" in found["replicas of two dimensions"]["text"]
         assert "seed: rank 0 0, rank 1 1" in found["odd"]["text"]
         assert found["odd"]["seconds"] < 5
+
+
+def test_fp32_between_replicas_is_the_mean_that_is_taken_without_it():
+    for found in of("two_levels", 4):
+        assert found["none"], "bit for bit"
+        assert found["none bytes"] == found["own bytes"], "padding is not sent"
+
+
+@pytest.mark.parametrize("name", fsdp_jobs.kinds())
+def test_two_levels_end_as_by_our_own_exchanges_one_after_the_other(name):
+    """One method of each kind between replicas; the job of another method is the same."""
+    every = [found["methods"][name] for found in of("two_levels", 4)]
+    assert len({found["end"] for found in every}) == 1, "replicas are the same"
+    for found in every:
+        assert found["equal"]
+        assert found["differs"]
+        assert found["resumed"], "a job that went on from a saved state"
+
+
+def test_methods_between_replicas_are_of_all_kinds():
+    methods = [gcbench.get_compressor(name) for name in fsdp_jobs.kinds()]
+    assert {method.legal_collectives()[0] for method in methods} == {
+        "allreduce",
+        "allgather",
+        "twoshot",
+    }
+    assert {method.memory for method in methods} == {"none", "residual"}
+    assert any(isinstance(method, MultiRoundCompressor) for method in methods)
+
+
+def test_what_the_hook_takes_for_replicas_ends_as_by_our_own_exchanges():
+    every = of("two_levels_options", 4)
+    for found in every:
+        assert {name for name, equal in found["equal"].items() if not equal} == set()
+        assert len(found["equal"]) == 9
+        assert found["ends"] == every[0]["ends"], "replicas are the same"
+        assert found["plain of one"]
+    assert len({*every[0]["ends"].values()}) == 7, "each option matters"
+
+
+def declared(method: str, shapes: list[tuple[int, ...]]) -> int:
+    """Return the bytes of a payload of tensors of these shapes."""
+    codec = gcbench.get_compressor(method)
+    layout = codec.layout(Segments.of(shapes, codec.granularity))
+    assert layout is not None
+    return layout_bytes(layout)
+
+
+def test_two_levels_send_eight_bits_inside_and_four_between():
+    """As layouts declare for the chunks of each module's large parameters, and fp32 of others."""
+    for found in of("two_levels_options", 4):
+        inside = between = elements = own_elements = small = own_small = 0
+        for chunks in found["chunks"].values():  # of a module: of each parameter, of each rank
+            large = [each for each in chunks if sum(map(math.prod, each)) >= 50]
+            others = [each for each in chunks if each not in large]
+            for rank in (0, 1):
+                inside += declared("int8", [each[rank] for each in large])
+                elements += sum(math.prod(each[rank]) for each in large)
+                small += sum(math.prod(each[rank]) for each in others)
+            between += declared("hadamard4", [each[found["shard"]] for each in large])
+            own_elements += sum(math.prod(each[found["shard"]]) for each in large)
+            own_small += sum(math.prod(each[found["shard"]]) for each in others)
+        up, up_between = found["up"]
+        assert up_between == fsdp_jobs.STEPS * (between + 4 * own_small)
+        assert up - up_between == fsdp_jobs.STEPS * (inside + 4 * small)
+        assert 8 < 8 * inside / elements < 8.3
+        assert 4 < 8 * between / own_elements < 4.6
+        assert {"statistic", "encode", "communicate", "decode"} <= {*found["phases"]}
+
+
+def test_two_levels_that_are_broken_are_seen():
+    every = of("two_levels_broken", 4)
+    assert len({found["right"] for found in every}) == 1
+    assert len({found["seeds"] for found in every}) > 1, "replicas that drew other positions"
+    assert not any(found["shared draws"] for found in every)
+
+
+TWO_LEVELS_REFUSED = {
+    "no replicas": "between=QSGD.* came without replicas.*leave between out",
+    "wrong replicas": "shard of each module, which replicas have in common: rank 0 .0, 0, 0., rank",
+    "method": "between compressor: rank 0 .*Hadamard4.*rank 1 .*QSGD",
+    "absent": "between compressor: rank 0 .*Hadamard4.*rank 1 None",
+    "field": "between compressor: rank 0 .*levels=3.*rank 1 .*levels=4",
+    "memory": "between memory: rank 0 .*Residual.*rank 1 .*NoMemory",
+    "state without": "between compressor: '.*Hadamard4.*' then, None now",
+    "state of another": "between compressor: '.*Hadamard4.*' then, '.*Int8.*' now",
+}
+
+
+@pytest.mark.parametrize("name", TWO_LEVELS_REFUSED)
+def test_two_levels_that_cannot_be_are_refused_on_every_rank(name):
+    for found in of("two_levels_refused", 4):
+        assert found[name]["kind"] == "UsageError"
+        assert re.search(TWO_LEVELS_REFUSED[name], found[name]["text"])
+        assert found[name]["seconds"] < 5
+
+
+def test_a_gradient_that_is_not_finite_is_found_where_a_module_has_one_shard():
+    for rank, found in enumerate(of("two_levels_refused", 4)):
+        assert found["nan"]["kind"] == "DivergedError"
+        assert f"rank {rank}: the gradient of branch.weight is not" in found["nan"]["text"]
 
 
 @pytest.mark.parametrize("name", ["start", "seed", "field", "model", "memory", "decay"])
@@ -171,6 +273,17 @@ def test_methods_that_need_every_element_everywhere_are_refused(name):
         (["terngrad"], {"memory": "residual"}, "does not contract"),
         (["none"], {"dense_below": -1}, "dense_below=-1: at least 0"),
         (["none"], {"start_step": -1}, "start_step=-1: at least 0"),
+        (["none"], {"between": "hadamrd4"}, "Did you mean 'hadamard4'"),
+        (["none"], {"between": "qsgd", "between_options": {"bits": 2}}, "unknown field.*'bits'"),
+        (["none"], {"between_options": {"levels": 2}}, "between_options=.* without between"),
+        (["none"], {"between_memory": "none"}, "between_memory='none' without between"),
+        (["none"], {"between_memory_options": {}}, "between_memory_options={} without between"),
+        (["none"], {"between": "qsgd", "between_memory": "residual"}, "does not contract"),
+        (
+            ["none"],
+            {"memory": "momentum", "between": "none", "between_memory": "dgc"},
+            "would both apply momentum",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(words, options, said):
