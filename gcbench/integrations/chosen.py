@@ -1,4 +1,4 @@
-"""What the user of a hook chose: compressor and memory by name, and how ranks tell each other."""
+"""The compressor and memory that the user of a hook chose, as objects, and as words to compare."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gcbench.core.errors import UsageError
 from gcbench.core.memory import Memory
 
 FREE = ("gcbench", "code", "between code", "check_every", "step")
-"""What may differ between the job that saved a state and the one that loads it."""
+"""Names of what may differ between the job that saved a state and the one that loads it."""
 
 
 def compressor(name: str | Compressor, options: Mapping[str, Any]) -> Compressor:
@@ -28,14 +28,14 @@ def compressor(name: str | Compressor, options: Mapping[str, Any]) -> Compressor
         return registry.compressor(name, **options)
     if options:
         raise UsageError(
-            f"fields {', '.join(options)} beside {name!r}, which has its own: "
-            "set them there, or give the compressor's name"
+            f"fields {', '.join(options)} came beside {name!r}, whose fields are set already. "
+            "Set them there, or give the compressor by its name"
         )
     return name
 
 
 def memory(name: str | None, options: Mapping[str, Any] | None, method: Compressor) -> Memory:
-    """Return the memory of this name with these fields; None: what the method published.
+    """Return the memory of this name with these fields; for None the one that `method` names.
 
     Raises:
         UsageError: an unknown name or field, or error feedback around a code that may diverge.
@@ -48,7 +48,7 @@ def memory(name: str | None, options: Mapping[str, Any] | None, method: Compress
 
 
 def told(method: Compressor, collective: str, carried: Memory) -> dict[str, Any]:
-    """Return what says which code is exchanged how, by names for people, JSON."""
+    """Return what all ranks must have in common about an exchange: words by their names, JSON."""
     return {
         "gcbench": gcbench.__version__,
         "compressor": f"{type(method).__module__}.{registry.call(method)}",

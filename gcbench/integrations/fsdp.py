@@ -38,11 +38,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from gcbench.core import registry
 from gcbench.core.clock import Totals
 from gcbench.core.compressor import Compressor, Segments
-from gcbench.core.errors import DivergedError, GcbenchError, UsageError
+from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.core.exchange import Buffers, Exchange, Lane, check_legal
 from gcbench.core.memory import Memory
 from gcbench.core.world import DistributedWorld, Traffic
-from gcbench.integrations import chosen, handshake, sharded
+from gcbench.integrations import check, chosen, handshake, sharded
 from gcbench.integrations.layout import Layout
 from gcbench.integrations.sharded import Sharded
 
@@ -647,12 +647,7 @@ class _Module:
             for parameter, piece in self.layout.pieces(lane, x, ranks)
             if not piece.isfinite().all()
         )
-        raise DivergedError(
-            f"rank {dist.get_rank()}: the gradient of {name} is not finite at step {self.step}. "
-            "Lower the learning rate. A GradScaler looks for its scale by gradients that "
-            "overflow, which are not compressed: use bfloat16 without one",
-            self.step,
-        )
+        raise check.diverged(dist.get_rank(), name, self.step)
 
 
 def _total(levels: Sequence[_Level]) -> Traffic:

@@ -16,13 +16,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gcbench.core.errors import UsageError
-from gcbench.integrations.ddp import BACKENDS
+from gcbench.integrations import handshake
 from gcbench.integrations.layout import Layout, Parameter
 
 TRIED = "2.13"
 """Versions of torch whose internals are known here."""
 DTYPES = (torch.float32, torch.bfloat16)
-"""In which FSDP may reduce; gradients are exchanged in float32, which holds both exactly."""
+"""The types in which FSDP may reduce: the exchange works in float32, which holds both exactly."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,22 @@ class Sharded:
     parameters: tuple[Parameter, ...]
     """Those that require a gradient."""
     dtypes: tuple[torch.dtype, ...]
-    """In which they would be reduced."""
+    """In which FSDP would reduce the gradient of each."""
     group: dist.ProcessGroup
-    """The ranks that hold a shard each."""
+    """The ranks of which each holds one shard."""
     device: torch.device
     tensor_parallel: bool
 
     def layout(self, dense_below: int) -> Layout:
-        """Return where the parameters' gradients lie; those below so many elements stay dense."""
+        """Return where the gradients lie. Parameters of fewer elements than that stay in fp32."""
         dense = tuple(parameter.numel < dense_below for parameter in self.parameters)
         return Layout(self.parameters, dense, self.group.size())
 
     def examine(self, between: dist.ProcessGroup | None) -> None:
-        """Raise UsageError for what cannot be carried."""
+        """Raise UsageError if the module's gradients cannot be compressed.
+
+        `between`: the replicas of its shards, if there are any.
+        """
         if hasattr(self.known.mesh_info, "replicate_process_group"):
             raise UsageError(
                 f"{self.name} is sharded over a mesh of two dimensions, where FSDP takes the mean "
@@ -81,7 +84,7 @@ class Sharded:
                 "out replicas"
             )
         for group in (self.group, *([] if between is None else [between])):
-            _check_backend(group, self.device)
+            handshake.check_backend("a", group, self.device)
 
 
 REDUCE = (
@@ -162,20 +165,6 @@ def _read(name: str, module: Any, state: Any, prefixes: Mapping[int, str]) -> Sh
     return Sharded(
         name, module, known, tuple(parameters), tuple(dtypes), group, known.device, parallel
     )
-
-
-def _check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise UsageError for a process group that cannot serve."""
-    needed = BACKENDS.get(device.type)
-    try:
-        backend = group._get_backend(device).name()
-    except RuntimeError:
-        backend = "none"
-    if backend != needed:
-        raise UsageError(
-            f"a process group has the backend {backend!r} for {device.type} tensors; tried are "
-            f"{', '.join(map(repr, BACKENDS.values()))}: torch.distributed.init_process_group"
-        )
 
 
 def group_of(given: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:

@@ -34,7 +34,7 @@ DENSE = {"dense_below": 50}
 
 
 def sharded(net: nn.Module | None = None, mesh: Any = None, **options: Any) -> Any:
-    """Shard two layers by themselves, and what is left with the root."""
+    """Call `fully_shard` on two layers, and on the whole, to which the other layers belong."""
     net = model() if net is None else net
     mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if mesh is None else mesh
     for module in (net.hidden, net.branch, net):
@@ -165,7 +165,7 @@ def hooked(rank: int, hook: Any, steps: int = STEPS, **options: Any) -> Tensor:
 
 
 def method(rank: int, size: int, name: str) -> dict[str, Any]:
-    """One method against gcbench's own exchange, by rank 0; and, with two ranks, resumed."""
+    """Compare a method with gcbench's own exchange, on rank 0; with two ranks also a resumed job."""
     hook = gcbench.shard_hook(name, **DENSE)
     end = hooked(rank, hook)
     own = end if rank else alone(hook, size)
@@ -220,7 +220,7 @@ def job(function: Callable[[int, int], dict[str, Any]]) -> Callable[[int, int], 
 
 @job
 def plain(rank: int, size: int) -> dict[str, Any]:
-    """`none` beside FSDP without a hook; in bfloat16, and as a sum that FSDP divides, too."""
+    """Train with the method `none` and without a hook: the largest difference, by kind of FSDP."""
     found = {}
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     kinds = {"float32": {}, "bfloat16": {"mp_policy": policy}, "sum": {}, "grouped": {}}
@@ -318,7 +318,7 @@ def two(rank: int, hook: Any, shards: Any, replicas: Any) -> Tensor:
 
 @job
 def two_levels(rank: int, size: int) -> dict[str, Any]:
-    """Another exchange between replicas, against gcbench's own exchanges one after the other."""
+    """Train with each kind of method between replicas, and by gcbench's own exchanges in turn."""
     shards, replicas = grid(size)
     found: dict[str, Any] = {}
     plain = two(rank, gcbench.shard_hook("qsgd", **DENSE), shards, replicas)
@@ -343,7 +343,7 @@ def two_levels(rank: int, size: int) -> dict[str, Any]:
 
 @job
 def two_levels_options(rank: int, size: int) -> dict[str, Any]:
-    """SDP4Bit's two levels with their bytes, and what else the hook takes."""
+    """Train with SDP4Bit's two levels and further options; record bytes."""
     shards, replicas = grid(size)
     found: dict[str, Any] = {"ends": {}, "equal": {}}
     for name, fields in (
@@ -388,7 +388,7 @@ def two_levels_options(rank: int, size: int) -> dict[str, Any]:
 
 @job
 def two_levels_broken(rank: int, size: int) -> dict[str, Any]:
-    """What must be seen: replicas that draw otherwise, and a shard of the replica beside."""
+    """Break the exchange of replicas: other positions on each rank, draws shared with the first."""
     shards, replicas = grid(size)
     found: dict[str, Any] = {}
     for name in ("right", "seeds"):
@@ -447,7 +447,7 @@ def two_levels_refused(rank: int, size: int) -> dict[str, Any]:
 
 @job
 def options(rank: int, size: int) -> dict[str, Any]:
-    """What the hook takes beside a name, each against gcbench's own exchange."""
+    """Train with each option of the hook, and by gcbench's own exchange."""
     found = {}
     for name, fields in (
         ("start", {"compressor": "onebit", "start_step": 2}),
@@ -464,7 +464,7 @@ def options(rank: int, size: int) -> dict[str, Any]:
 
 @job
 def broken(rank: int, size: int) -> dict[str, Any]:
-    """What must not be equal: other random numbers, or a shard in a wrong place."""
+    """Train with other random numbers, and with shards in a wrong place: neither may be equal."""
     hook = gcbench.shard_hook("qsgd")
     end = hooked(rank, hook)
     hook.settings = dataclasses.replace(hook.settings, seed=1)
@@ -520,7 +520,7 @@ def accumulation(rank: int, size: int) -> dict[str, Any]:
 
 @job
 def unused(rank: int, size: int) -> dict[str, Any]:
-    """A parameter without a gradient: FSDP leaves it out, unless it is told not to."""
+    """Train with a parameter that has no gradient: FSDP leaves it out, unless told not to."""
     found: dict[str, Any] = {}
 
     def leave_out(net: nn.Module, step: int, rank: int) -> dict[str, Tensor]:
@@ -550,7 +550,7 @@ def unused(rank: int, size: int) -> dict[str, Any]:
 
 @job
 def placement(rank: int, size: int) -> dict[str, Any]:
-    """A weight that is cut along its second axis; with `none` as FSDP without a hook."""
+    """Train with a weight that is cut along its second axis: without a hook, and by two methods."""
     ends = []
     for hook in (None, gcbench.shard_hook("none"), gcbench.shard_hook("int8")):
         net = sharded(shard_placement_fn=lambda p: Shard(1) if p.shape == (40, 128) else None)
