@@ -18,7 +18,7 @@ class Parameter:
     chunks: tuple[tuple[int, ...], ...]
     """Shape of each rank's chunk, without padding."""
     padded: int
-    """Elements of a chunk in FSDP's input: those of the first one."""
+    """Elements that each rank's chunk has in FSDP's input, padded to the length of the first."""
 
     @classmethod
     def of(cls, name: str, shape: Sequence[int], dim: int, ranks: int) -> Parameter:
@@ -39,7 +39,8 @@ class Layout:
     """Where the gradients of a module's parameters lie in the input of its reduce-scatter.
 
     The input has a row for each rank; a row has a padded chunk of each parameter, in their order.
-    Compressed, and dense, are each one lane: the chunks of rank 0 without padding, of rank 1, ...
+    The compressed parameters are one lane and the dense ones another. A lane has the chunks that
+    rank 0 keeps, without padding, then those of rank 1, and so on.
     """
 
     parameters: tuple[Parameter, ...]
@@ -71,13 +72,13 @@ class Layout:
         }
 
     def take(self, given: Tensor) -> list[Tensor]:
-        """Return the gradients of each lane, float32, 1-D, of the input, shape (ranks * row,)."""
+        """Return each lane's gradients, float32, 1-D, copied from the input, shape (ranks * row,)."""
         rows = [self.chunks(row, rank) for rank, row in enumerate(torch.split(given, self.row))]
         lanes = self.lanes()
         return [torch.cat([row[p.name] for row in rows for p in lane]).float() for lane in lanes]
 
     def own(self, row: Tensor, rank: int) -> list[Tensor]:
-        """Return a rank's chunks of each lane, float32, 1-D, of its row, shape (row,)."""
+        """Return each lane's chunks of a rank, float32, 1-D, copied from its row, shape (row,)."""
         chunks = self.chunks(row, rank)
         return [torch.cat([chunks[p.name] for p in lane]).float() for lane in self.lanes()]
 

@@ -165,7 +165,7 @@ def hooked(rank: int, hook: Any, steps: int = STEPS, **options: Any) -> Tensor:
 
 
 def method(rank: int, size: int, name: str) -> dict[str, Any]:
-    """Compare a method with gcbench's own exchange, on rank 0; with two ranks also a resumed job."""
+    """Compare a method with gcbench's own exchange, on rank 0; with two ranks, a resumed job."""
     hook = gcbench.shard_hook(name, **DENSE)
     end = hooked(rank, hook)
     own = end if rank else alone(hook, size)

@@ -1,4 +1,4 @@
-"""Jobs of several real processes, run once for each number of processes; tests share the results."""
+"""Jobs of several real processes: run once for each number of processes, shared by many tests."""
 
 from __future__ import annotations
 
