@@ -72,7 +72,7 @@ class Layout:
         }
 
     def take(self, given: Tensor) -> list[Tensor]:
-        """Return each lane's gradients, float32, 1-D, copied from the input, shape (ranks * row,)."""
+        """Return each lane's gradients, float32, 1-D: copies of the input, shape (ranks * row,)."""
         rows = [self.chunks(row, rank) for rank, row in enumerate(torch.split(given, self.row))]
         lanes = self.lanes()
         return [torch.cat([row[p.name] for row in rows for p in lane]).float() for lane in lanes]
