@@ -14,7 +14,7 @@ from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
 from gcbench.core.memory import Memory
 
-FREE = ("gcbench", "code", "between code", "check_every", "step")
+FREE = ("gcbench", "code of compressor", "between code of compressor", "check_every", "step")
 """Names of what may differ between the job that saved a state and the one that loads it."""
 
 
@@ -52,7 +52,7 @@ def told(method: Compressor, collective: str, carried: Memory) -> dict[str, Any]
     return {
         "gcbench": gcbench.__version__,
         "compressor": f"{type(method).__module__}.{registry.call(method)}",
-        "code": _code(type(method)),
+        "code of compressor": _code(type(method)),
         "collective": collective,
         "memory": f"{type(carried).__module__}.{registry.call(carried)}",
     }
@@ -65,7 +65,7 @@ def check_state(state: Mapping[str, Any], rank: int, size: int, now: Mapping[str
         raise UsageError(
             f"the state is that of rank {place[0]} of {place[1]}, and this is rank "
             f"{rank} of {size}: every rank saves and loads its own. To go on "
-            "with another number of ranks, register a hook without a state: residuals are lost"
+            "with another number of ranks, register a hook without a state; residuals are then lost"
         )
     different = [
         f"{name}: {state['told'].get(name)!r} then, {value!r} now"
@@ -75,12 +75,12 @@ def check_state(state: Mapping[str, Any], rank: int, size: int, now: Mapping[str
     if different:
         raise UsageError(
             f"the state was saved by a hook with other settings. {'; '.join(different)}. Use "
-            "those, or register a hook without a state: residuals are lost"
+            "those, or register a hook without a state; residuals are then lost"
         )
 
 
 def _code(cls: type[Any]) -> str:
-    """Return a digest of the source of the method's module; "" where there is none."""
+    """Return a digest of the source of the method's module; "" where the source is not found."""
     try:
         source = inspect.getsource(inspect.getmodule(cls) or cls)
     except (OSError, TypeError):

@@ -376,7 +376,7 @@ class ShardHook:
             **chosen.told(settings.compressor, "twoshot", settings.memory),
             **{
                 f"between {name}": second.get(name)
-                for name in ("compressor", "code", "collective", "memory")
+                for name in ("compressor", "code of compressor", "collective", "memory")
             },
             "dense_below": settings.dense_below,
             "start_step": settings.start_step,
@@ -662,8 +662,15 @@ def _total(levels: Sequence[_Level]) -> Traffic:
 
 
 def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """Return how long a process group waits for its ranks."""
-    limit: timedelta = group._get_backend(device).options._timeout
+    """Return how long a process group waits for its ranks.
+
+    Some backends do not tell it, and a group may have none for the device. Such a group is refused,
+    which its ranks tell each other first.
+    """
+    try:
+        limit: timedelta = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return timedelta(seconds=handshake.PATIENCE)
     return limit
 
 

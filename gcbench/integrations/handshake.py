@@ -100,7 +100,7 @@ def _await(store: Store, keys: list[str], rank: int, seconds: float) -> None:
             missing = [i for i, each in enumerate(keys) if not store.check([each])]
             said = (
                 f"rank {', '.join(map(str, missing))} did not register a hook within "
-                f"{seconds:.0f} s. Every rank calls register; look for the error of those"
+                f"{seconds:.0f} s. Every rank calls register: look for the errors of those"
             )
             with suppress(RuntimeError):  # who comes later hears of it
                 store.set(keys[rank], json.dumps({"refused": said, "told": {}}))

@@ -75,8 +75,8 @@ class Sharded:
         factor = self.known.gradient_divide_factor
         if factor is not None and factor != self.group.size():
             raise UsageError(
-                f"{self.name}: set_gradient_divide_factor({factor}) asks for a scaled sum, and a "
-                "mean is compressed here. Leave it out and scale the loss"
+                f"{self.name}: set_gradient_divide_factor({factor}) asks for a scaled sum, and "
+                "the exchange here takes the mean. Leave it out and scale the loss"
             )
         if between is not None and self.known._all_reduce_hook is not None:
             raise UsageError(
@@ -141,8 +141,8 @@ def _read(name: str, module: Any, state: Any, prefixes: Mapping[int, str]) -> Sh
     groups = state._fsdp_param_groups
     if len(groups) > 1:
         raise UsageError(
-            f"{name} has parameters on several meshes, of which torch takes no reduce-scatter from "
-            "outside. Call fully_shard by module, each with one mesh"
+            f"{name} has parameters on several meshes, and torch takes a custom reduce-scatter only "
+            "of modules that have one. Call fully_shard on parts of the module, each with one mesh"
         )
     trained = [p for group in groups for p in group.fsdp_params if p.sharded_param.requires_grad]
     if not trained:

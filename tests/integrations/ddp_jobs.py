@@ -26,6 +26,7 @@ from gcbench.core.compressor import Compressor, Payload
 from gcbench.core.errors import GcbenchError
 from gcbench.core.exchange import Exchange
 from gcbench.core.world import Link, SimulatedWorld
+from gcbench.integrations import chosen
 
 STEPS = 5
 BATCH = 8
@@ -520,6 +521,9 @@ def differences(rank: int, size: int) -> dict[str, Any]:
     gcbench.__version__ = "9.9" if odd else version
     found["version"] = refused(lambda: register(hook("none")))
     gcbench.__version__ = version
+    digest, chosen._code = chosen._code, lambda cls: "changed" if odd else "as it was"
+    found["code"] = refused(lambda: register(hook("none")))
+    chosen._code = digest
     ddp = wrapped(model())
     if odd:
         ddp.requires_grad_(False)
@@ -578,6 +582,14 @@ def in_training(rank: int, size: int) -> dict[str, Any]:
     late.branch.requires_grad_(True)
     one = hook("none").register(ddp)
     found["thawed"] = refused(ddp(x).sum().backward)
+    one.close()
+
+    net = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
+    ddp = wrapped(net)
+    net[0].sparse = False  # what the hook sees when it is registered
+    one = hook("none").register(ddp)
+    net[0].sparse = True
+    found["sparse later"] = refused(ddp(torch.arange(3)).sum().backward)
     one.close()
 
     ddp = wrapped(model())  # without find_unused_parameters

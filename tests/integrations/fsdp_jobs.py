@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from ddp_jobs import batch, flat, model, of_loss, refused, sgd
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 
 import gcbench
@@ -394,7 +395,7 @@ def two_levels_broken(rank: int, size: int) -> dict[str, Any]:
     for name in ("right", "seeds"):
         hook = gcbench.shard_hook("none", between="randomk", between_options={"ratio": 0.5})
         net = sharded(mesh=shards)
-        hook.register(net, replicas=replicas)
+        hook.register(net, replicas=replicas.get_group())
         for module in hook._modules:
             module.between.exchange.seed += rank if name == "seeds" else 0
         train(net, range(STEPS), rank)
@@ -603,6 +604,48 @@ def refusals(rank: int, size: int) -> dict[str, Any]:
     hook("none").register(factor)
     factor.set_gradient_divide_factor(3.0)
     found["factor later"] = refused(lambda: train(factor, range(1), rank))
+    part = dist.new_group([rank], use_local_synchronization=True)
+    net = sharded()
+    one = hook("none").register(net)
+    row = torch.zeros(one._modules[0].layout.row)
+    words = row.repeat(size), part, dist.ReduceOp.AVG
+    found["another group"] = refused(lambda: one._modules[0](row, *words))
+    return found
+
+
+@job
+def refused_kinds(rank: int, size: int) -> dict[str, Any]:
+    """Models that FSDP2 takes and the hook does not."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers "fake"
+
+    hook, found = gcbench.shard_hook, {}
+    found["replicated"] = refused(lambda: hook("none").register(replicate(model())))
+    both = init_device_mesh("cpu", (1, size), mesh_dim_names=("data", "tensor"))
+    parallel = model()
+    parallelize_module(parallel.hidden, both["tensor"], ColwiseParallel())
+    net = sharded(parallel, both["data"])
+    found["tensor parallel"] = refused(lambda: hook("none").register(net))
+    hooked_already = sharded()
+    hooked_already.hidden.set_all_reduce_hook(lambda shard: None)
+    alone = init_device_mesh("cpu", (size, 1), mesh_dim_names=("all", "one"))["one"]
+    found["all-reduce hook"] = refused(
+        lambda: hook("none").register(hooked_already, replicas=alone)
+    )
+    fake = DeviceMesh.from_group(dist.new_group(list(range(size)), backend="fake"), "cpu")
+    found["backend"] = refused(lambda: hook("none").register(sharded(mesh=fake)))
+    found["backend of replicas"] = refused(
+        lambda: hook("none").register(sharded(mesh=alone), replicas=fake)
+    )
+    other = FSDPMeshInfo(mesh=alone, shard_mesh_dim=0)
+    net = model()
+    fully_shard(
+        net,
+        mesh=init_device_mesh("cpu", (size,)),
+        shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), other) if p.ndim > 3 else None,
+    )
+    found["several meshes"] = refused(lambda: hook("none").register(net))
     return found
 
 

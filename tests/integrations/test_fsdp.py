@@ -235,6 +235,15 @@ REFUSED = {
     "state of another rank alone": "that of rank 2 of 2, and this is rank 1 of 2",
     "factor": "hidden: set_gradient_divide_factor.3.0. asks for a scaled sum.*scale the loss",
     "factor later": "neither a mean nor a sum.*scale the loss",
+    "another group": "a process group of 1 ranks came, 2 expected",
+}
+KINDS_REFUSED = {
+    "replicated": "is replicated and not sharded.*take gcbench.comm_hook",
+    "tensor parallel": "hidden is tensor parallel.*Shard the model by FSDP alone",
+    "all-reduce hook": "hidden has an all-reduce hook.*leave out replicas",
+    "backend": "a process group has the backend 'fake' for cpu tensors.*needs 'gloo'",
+    "backend of replicas": "a process group has the backend 'fake' for cpu tensors.*needs 'gloo'",
+    "several meshes": "has parameters on several meshes.*each with one mesh",
 }
 
 
@@ -243,6 +252,14 @@ def test_what_cannot_be_carried_is_refused_on_every_rank(name):
     for found in of("refusals"):
         assert found[name]["kind"] == "UsageError"
         assert re.search(REFUSED[name], found[name]["text"])
+        assert found[name]["seconds"] < 5
+
+
+@pytest.mark.parametrize("name", KINDS_REFUSED)
+def test_models_that_cannot_be_carried_are_refused_on_every_rank(name):
+    for found in of("refused_kinds"):
+        assert found[name]["kind"] == "UsageError"
+        assert re.search(KINDS_REFUSED[name], found[name]["text"])
         assert found[name]["seconds"] < 5
 
 
