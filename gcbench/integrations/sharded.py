@@ -141,8 +141,8 @@ def _read(name: str, module: Any, state: Any, prefixes: Mapping[int, str]) -> Sh
     groups = state._fsdp_param_groups
     if len(groups) > 1:
         raise UsageError(
-            f"{name} has parameters on several meshes, and torch takes a custom reduce-scatter only "
-            "of modules that have one. Call fully_shard on parts of the module, each with one mesh"
+            f"{name} has parameters on several meshes, and torch takes a custom reduce-scatter "
+            "only of modules with one mesh. Call fully_shard on parts of it, each with one mesh"
         )
     trained = [p for group in groups for p in group.fsdp_params if p.sharded_param.requires_grad]
     if not trained:

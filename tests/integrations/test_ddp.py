@@ -246,7 +246,7 @@ def test_wrong_arguments_are_refused_at_once(words, options, said):
 def test_a_compressor_has_its_fields_already():
     codec = gcbench.get_compressor("terngrad", clip=2.0)
     assert gcbench.comm_hook(codec).settings.compressor is codec
-    with pytest.raises(UsageError, match="fields clip beside TernGrad"):
+    with pytest.raises(UsageError, match="fields clip came beside TernGrad"):
         gcbench.comm_hook(codec, clip=2.5)
 
 
