@@ -48,6 +48,8 @@ from gcbench.integrations.sharded import Sharded
 
 FORMAT = 1
 """Version of what `ShardHook.state_dict` returns."""
+SHARDS = "shard of each module, which replicas have in common"
+"""By what name replicas tell each other which shards they hold."""
 
 
 @dataclass(frozen=True)
@@ -259,19 +261,19 @@ class ShardHook:
         """
         if self._registered:
             raise UsageError("this hook is registered already: make one for each model")
-        found, between = sharded.modules(model), sharded.group_of(replicas)
+        found, group = sharded.modules(model), sharded.group_of(replicas)
         layouts, refused = [each.layout(self.settings.dense_below) for each in found], ""
         try:
-            self._examine(found, between)
-            self._told = self._tell(found, layouts, between)
+            self._examine(found, group)
+            self._told = self._tell(found, layouts, group)
             if self._loaded is not None:
                 place = dist.get_rank(), dist.get_world_size()
                 chosen.check_state(self._loaded, *place, self._told)
         except UsageError as error:
             refused, self._told = str(error), {}
-        stores = self._meet(found, between, refused)
+        stores = self._meet(found, group, refused)
         self._registered = True
-        self._begin(found, layouts, between, stores)
+        self._begin(found, layouts, group, stores)
         if self._loaded is not None:
             for module in self._modules:
                 module.load(self._loaded["modules"][module.name])
@@ -344,22 +346,22 @@ class ShardHook:
 
     # -- registration ------------------------------------------------------------------------------
 
-    def _examine(self, found: Sequence[Sharded], between: dist.ProcessGroup | None) -> None:
+    def _examine(self, found: Sequence[Sharded], replicas: dist.ProcessGroup | None) -> None:
         """Raise UsageError for what cannot be carried."""
-        if self.settings.between is not None and between is None:
+        if self.settings.between is not None and replicas is None:
             raise UsageError(
-                f"between={self.settings.between.compressor!r} came without replicas, and says how "
-                "those exchange their shards: hook.register(model, "
+                f"between={self.settings.between.compressor!r} says how replicas exchange their "
+                "shards, and no replicas came: hook.register(model, "
                 'replicas=mesh["replicate"]), or leave between out'
             )
         for each in found:
-            each.examine(between)
+            each.examine(replicas)
 
     def _tell(
         self,
         found: Sequence[Sharded],
         layouts: Sequence[Layout],
-        between: dist.ProcessGroup | None,
+        replicas: dist.ProcessGroup | None,
     ) -> dict[str, Any]:
         """Return what must be the same on all ranks, by a name for people."""
         settings = self.settings
@@ -381,13 +383,13 @@ class ShardHook:
             "dense_below": settings.dense_below,
             "start_step": settings.start_step,
             "seed": settings.seed,
-            "replicas": 1 if between is None else between.size(),
+            "replicas": 1 if replicas is None else replicas.size(),
             "parameters": f"{count} with {numel} elements, layout {digest}",
             "step": max((each["step"] for each in loaded.values()), default=0),
         }
 
     def _meet(
-        self, found: Sequence[Sharded], between: dist.ProcessGroup | None, refused: str
+        self, found: Sequence[Sharded], replicas: dist.ProcessGroup | None, refused: str
     ) -> dict[str, Store]:
         """Compare what all ranks tell, in every process group; return a store for each group.
 
@@ -395,9 +397,9 @@ class ShardHook:
         """
         groups = {each.group.group_name: each.group for each in found}
         meetings = [(group, self._told) for group in groups.values()]
-        if between is not None:
+        if replicas is not None:
             shards = [each.group.rank() for each in found]
-            meetings.append((between, {**self._told, SHARDS: shards}))
+            meetings.append((replicas, {**self._told, SHARDS: shards}))
         stores: dict[str, Store] = {}
         first: GcbenchError | None = None
         for group, told in meetings:
@@ -414,7 +416,7 @@ class ShardHook:
         self,
         found: Sequence[Sharded],
         layouts: Sequence[Layout],
-        between: dist.ProcessGroup | None,
+        replicas: dist.ProcessGroup | None,
         stores: Mapping[str, Store],
     ) -> None:
         """Make the exchanges of each module, and give them to FSDP.
@@ -423,7 +425,7 @@ class ShardHook:
         one shard's replicas to those of the next.
         """
         settings, start = self.settings, 0
-        number, replicas = (0, 1) if between is None else (between.rank(), between.size())
+        number, count = (0, 1) if replicas is None else (replicas.rank(), replicas.size())
         # Exchanges of one kind come one after the other; on a GPU the two kinds have two streams.
         buffers = Buffers(found[0].device), Buffers(found[0].device)
         for each, layout in zip(found, layouts, strict=True):
@@ -434,10 +436,10 @@ class ShardHook:
                 seed = settings.seed + (number << 32)
                 module.inside = _Level(world, plan, seed, module.clock, buffers[0])
                 each.module.set_custom_reduce_scatter(module)
-            if between is not None and replicas > 1:
+            if replicas is not None and count > 1:
                 plan = partial(replica_lanes, settings, layout, rank, start)
-                world = _world(between, stores, each.device)
-                seed = settings.seed + (replicas + rank << 32)
+                world = _world(replicas, stores, each.device)
+                seed = settings.seed + (count + rank << 32)
                 module.between = _Level(world, plan, seed, module.clock, buffers[1])
                 each.module.set_all_reduce_hook(module.over_replicas)
             if module.levels:
@@ -459,10 +461,6 @@ class ShardHook:
         except BaseException as error:
             self._failed = error
             raise
-
-
-SHARDS = "shard of each module, which replicas have in common"
-"""By what name replicas tell each other which shards they hold."""
 
 
 class _Level:

@@ -48,10 +48,10 @@ class Sharded:
         dense = tuple(parameter.numel < dense_below for parameter in self.parameters)
         return Layout(self.parameters, dense, self.group.size())
 
-    def examine(self, between: dist.ProcessGroup | None) -> None:
+    def examine(self, replicas: dist.ProcessGroup | None) -> None:
         """Raise UsageError if the module's gradients cannot be compressed.
 
-        `between`: the replicas of its shards, if there are any.
+        `replicas`: the ranks that hold the same shards, if there are any.
         """
         if hasattr(self.known.mesh_info, "replicate_process_group"):
             raise UsageError(
@@ -78,12 +78,12 @@ class Sharded:
                 f"{self.name}: set_gradient_divide_factor({factor}) asks for a scaled sum, and "
                 "the exchange here takes the mean. Leave it out and scale the loss"
             )
-        if between is not None and self.known._all_reduce_hook is not None:
+        if replicas is not None and self.known._all_reduce_hook is not None:
             raise UsageError(
                 f"{self.name} has an all-reduce hook, and FSDP takes one. Leave it out, or leave "
                 "out replicas"
             )
-        for group in (self.group, *([] if between is None else [between])):
+        for group in (self.group, *([] if replicas is None else [replicas])):
             handshake.check_backend("a", group, self.device)
 
 
