@@ -37,9 +37,9 @@ def _table() -> np.ndarray:
     Where a version keeps it elsewhere, scikit-learn is asked.
     """
     found = find_spec("sklearn")
-    (folder,) = found.submodule_search_locations if found else ()
-    file = Path(folder) / "datasets" / "data" / "digits.csv.gz"
-    if file.exists():
+    folders = (found and found.submodule_search_locations) or []
+    files = [Path(folder) / "datasets" / "data" / "digits.csv.gz" for folder in folders]
+    for file in filter(Path.exists, files):
         return np.loadtxt(file, delimiter=",", dtype=np.uint8)
     from sklearn.datasets import load_digits
 

@@ -244,8 +244,9 @@ class Exchange:
         """
         self.follow(lr)
         with faults.together():
-            for number in range(len(self.lanes)):
-                self.lane_mean(number, buckets, step)
+            for number, lane in enumerate(self.lanes):
+                place = slice(lane.start, lane.start + lane.segments.numel)
+                self.lane_mean(number, [bucket[place] for bucket in buckets], step)
         return self._means()[0]
 
     def follow(self, lr: float) -> None:
@@ -258,17 +259,18 @@ class Exchange:
                         state["owner"].mul_(self.lr / lr)
         self.lr = lr
 
-    def lane_mean(self, number: int, buckets: Sequence[Tensor], step: int) -> Tensor:
+    def lane_mean(self, number: int, gradients: Sequence[Tensor], step: int) -> Tensor:
         """Return the mean of lane `number` alone, float32, shape (n of the lane,).
 
-        For gradients that become ready lane by lane; call `follow` before. Only the lane's part of
-        the buckets is read. Lanes may be exchanged in any order, which must be the same on all
-        workers; it does not change the means. The result is a buffer of the exchange, valid until
-        the lane's next call.
+        For gradients that become ready lane by lane; call `follow` before. Lanes may be exchanged
+        in any order, which must be the same on all workers; it does not change the means. The
+        result is a buffer of the exchange, valid until the lane's next call.
+
+        `gradients`: each local worker's of this lane alone, float32, shape (n of the lane,).
         """
         out = self._means()[1][number]
         with faults.together():
-            self._lane(number, self._stretches(number, buckets), step, out)
+            self._lane(number, gradients, step, out)
         return out
 
     def lane_shards(self, number: int, gradients: Sequence[Tensor], step: int) -> list[Tensor]:
@@ -292,11 +294,6 @@ class Exchange:
             return self._workers(
                 "decode", lambda i: self._owned(number, i, received[i], shards[ranks[i]])
             )
-
-    def _stretches(self, number: int, buckets: Sequence[Tensor]) -> list[Tensor]:
-        """Return the part of each bucket that a lane exchanges."""
-        lane = self.lanes[number]
-        return [bucket[lane.start : lane.start + lane.segments.numel] for bucket in buckets]
 
     def _offered(self, number: int, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return what the local workers' memories offer for their gradients of one lane."""
