@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from gcbench.reporting import tables
 from gcbench.reporting.analysis import Analysis
-from gcbench.reporting.compare import LEAST_SEEDS, Row
+from gcbench.reporting.compare import Row
 from gcbench.reporting.rendering import Column, number
+from gcbench.reporting.seeds import LEAST_SEEDS
 from gcbench.reporting.sections import Compared, Section, Sheet
 from gcbench.training.configuration import canonical, text
 
@@ -116,7 +117,7 @@ def _front(chosen: Sequence[Compared], accuracy: Mapping[int, Section]) -> Secti
     rows = [row for _, row in shown]
 
     def fewer(row: Row) -> str:
-        bits = row.average("payload_ratio_up"), row.average("payload_ratio_down")
+        bits = row.payload_ratio_up, row.payload_ratio_down
         both = [32 / ratio for ratio in bits if ratio]
         return f"{64 / sum(both):.3g}x" if len(both) == 2 else "-"
 
@@ -172,12 +173,12 @@ def findings(one: Compared) -> list[str]:
         return told
     least = min(row.pairs for row in known)
     few = f" ({least} seeds: wide intervals)" if least < LEAST_SEEDS else ""
-    worse = [row for row in known if _worse(row)]
+    worse = [row for row in known if row.below_baseline]
     told.append(
         f"{one.title}: rows with an interval: {len(known)}; worse than `none` by it: "
         f"{len(worse)}; better: {sum(row.above_baseline for row in known)}{few}."
     )
-    alike = [row for row in known if not _worse(row) and not row.failed]
+    alike = [row for row in known if not row.below_baseline and not row.failed]
     if alike:
         fewest = min(alike, key=lambda row: row.payload_bytes_step)
         size = number(fewest.payload_bytes_step, 1 / tables.MB)
@@ -188,10 +189,3 @@ def findings(one: Compared) -> list[str]:
             f"{tables.versus(fewest)}. Not shown to be worse is not shown to be equal."
         )
     return told
-
-
-def _worse(row: Row) -> bool:
-    """Whether the interval of the difference to `none` lies on the worse side of zero."""
-    if row.interval is None:
-        return False
-    return row.interval[1] < 0 if row.metric == "accuracy" else row.interval[0] > 0

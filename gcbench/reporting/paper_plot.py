@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gcbench.core.errors import UsageError
 from gcbench.reporting import figures, foreign
-from gcbench.reporting.compare import Row, half_interval
+from gcbench.reporting.compare import Row
 from gcbench.reporting.figures import Mark
 from gcbench.training.configuration import canonical, text
 from gcbench.training.suites.tuning import TUNED_KEYS
@@ -52,7 +52,7 @@ def draw(rows: Sequence[Row], path: Path, width: str) -> None:
         marks = []
         for number, row in enumerate(drawn, 1):
             x, y = row.payload_bytes_step / _MB, scale * (row.mean or 0.0)
-            spread, look = scale * half_interval(row), looks[row.method]
+            spread, look = scale * row.half_interval, looks[row.method]
             bar = spread or None
             axes.errorbar(x, y, bar, ls="", capsize=2, marker=look["marker"], color=look["color"])
             marks.append(Mark(x, y, spread, row.method, look["color"], str(number)))
@@ -159,7 +159,7 @@ def _beside(axes: Axes, rows: Sequence[Row], across: str, looks: dict[str, dict[
         x, colour = ticks.index(canonical(value)) + shift, looks[row.method]["color"]
         ours = None if row.mean is None else 100 * row.mean
         if ours is not None:
-            half = 100 * half_interval(row) or None
+            half = 100 * row.half_interval or None
             axes.errorbar(x, ours, half, marker="o", capsize=2, ls="", zorder=3, color=colour)
         if row.published is not None and row.published.accuracy is not None:
             theirs = 100 * row.published.accuracy

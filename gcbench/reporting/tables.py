@@ -64,9 +64,7 @@ def _target(rows: Sequence[Row]) -> list[Column]:
     name = f"{100 * target:g} %" if rows[0].metric == "accuracy" else f"loss {target:g}"
 
     def met(row: Row) -> str:
-        if not row.reached:
-            return "no curve"
-        return f"{sum(map(bool, row.reached.values()))} of {len(row.reached)}"
+        return f"{row.target_reached} of {row.target_runs}" if row.target_runs else "no curve"
 
     fields = [
         ("step", "steps", 1.0),
@@ -77,7 +75,7 @@ def _target(rows: Sequence[Row]) -> list[Column]:
     ]
 
     def spent(row: Row, field: str, scale: float) -> str:
-        value = row.to_target(field)
+        value = getattr(row, f"target_{field}")
         return "never" if value == math.inf else number(value, scale)
 
     return [
@@ -105,7 +103,7 @@ def _published(rows: Sequence[Row]) -> list[Column]:
     top5 = []
     if any(one.top5 is not None for _, one in known):
         top5 = [
-            Column("top-5\n%", percent(row.average("test_top5") for row, _ in known)),
+            Column("top-5\n%", percent(row.test_top5 for row, _ in known)),
             Column("published\ntop-5 %", percent(one.top5 for _, one in known)),
         ]
     return [
@@ -163,8 +161,8 @@ def _published_notes(rows: Sequence[Row]) -> list[str]:
 
 
 def _communicate(row: Row) -> str:
-    if row.modelled:
-        return f"~{number(row.modelled.seconds, 1e3)}"
+    if row.communicate_modelled_seconds is not None:
+        return f"~{number(row.communicate_modelled_seconds, 1e3)}"
     return number(row.phases.get("communicate"), 1e3)
 
 
@@ -196,7 +194,7 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
         "traffic": [
             Column("collective", [row.first.collective for row in rows]),
             *(
-                Column(f"ratio\n{name}", [number(row.average(field)) for row in rows], "high")
+                Column(f"ratio\n{name}", [number(getattr(row, field)) for row in rows], "high")
                 for name, field in [
                     ("nominal", "nominal_ratio"),
                     ("up", "payload_ratio_up"),
@@ -310,7 +308,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
             "Times: of one worker, median over steps and then over seeds; step: wall clock of all "
             "of it (in the engine simulate, of all workers in one process)."
         )
-    links = sorted({(m.link_gbit, m.link_latency_us) for row in rows if (m := row.modelled)})
+    links = sorted({(m.link_gbit, m.link_latency_us) for row in rows if (m := row.link)})
     if links and not withheld:
         link = " or ".join(f"{gbit:g} Gbit/s and {latency:g} µs" for gbit, latency in links)
         made.append(f"~: modelled from a link of {link}, not measured and not part of step.")
@@ -379,7 +377,7 @@ def best_rows(rows: Sequence[Row]) -> list[int]:
             continue
         sign = 1 if budget[1] == "accuracy" else -1
         _, top = max(alike, key=lambda one: sign * (one[1].mean or 0.0))
-        half = compare.half_interval(top)
+        half = top.half_interval
         found += [
             i for i, row in alike if sign * ((top.mean or 0.0) - (row.mean or 0.0)) <= half + 1e-12
         ]
@@ -455,10 +453,10 @@ SORTS: dict[str, tuple[str, Callable[[Row], Any]]] = {
     "payload": ("low", lambda row: row.payload_bytes_step),
     "wire": ("low", lambda row: row.wire_bytes_step),
     "bits": ("low", lambda row: row.bits_up),
-    "ratio": ("high", lambda row: row.average("payload_ratio_up")),
+    "ratio": ("high", lambda row: row.payload_ratio_up),
     "step": ("low", lambda row: None if row.disowned else row.step_seconds),
     "method": ("low", lambda row: row.method),
-    "target": ("low", lambda row: row.to_target("step")),
+    "target": ("low", lambda row: row.target_step),
 }
 """What `compare --sort` takes -> which end is the best, and the value of a row."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from gcbench.core.errors import UsageError
 from gcbench.reporting import figures, foreign
-from gcbench.reporting.compare import BASELINE, Row, half_interval
+from gcbench.reporting.compare import Row
 from gcbench.reporting.figures import Mark
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     with figures.canvas(11, 6.6) as figure:
         axes = figure.subplots()
         for row in drawn:
-            if row.first.compressor_name == BASELINE:
-                middle, half = row.mean or 0.0, half_interval(row)
+            if row.is_baseline:
+                middle, half = row.mean or 0.0, row.half_interval
                 axes.axhspan(
                     scale * (middle - half), scale * (middle + half), color="0.5", alpha=0.2, lw=0
                 )
@@ -62,7 +62,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
         for row in drawn:
             style = styles[str(row.tier)]
             opacity = 1.0 if row.on_front else FADED
-            x, y, spread = _bytes(row), scale * (row.mean or 0.0), scale * half_interval(row)
+            x, y, spread = _bytes(row), scale * (row.mean or 0.0), scale * row.half_interval
             axes.errorbar(
                 x,
                 y,
