@@ -369,6 +369,8 @@ def rows(
         UsageError: a target that no accuracy can meet.
         GcbenchError: with a target, metrics that cannot be read.
     """
+    import pandas as pd
+
     if not runs:
         return []
     groups: dict[str, list[Run]] = {}
@@ -395,11 +397,13 @@ def rows(
 
     columns = [column for column in Row.__dataclass_fields__ if column in table]
     made = []
-    for first, label, own_context, (_, tuned) in zip(
-        firsts, _labels(firsts, own), contexts, baselines, strict=True
+    for first, label, own_context, (_, tuned), line in zip(
+        firsts, _labels(firsts, own), contexts, baselines, table.to_dict("records"), strict=True
     ):
-        group, line = groups[first.method], table.loc[first.method].to_dict()
-        line = {name: None if value != value else value for name, value in line.items()}
+        group, finished = groups[first.method], values[first.method]
+        known: dict[str, Any] = {
+            name: None if pd.isna(value) else value for name, value in line.items()
+        }
         phases = dict.fromkeys([*PHASES, *(p for run in group for p in run.summary.phase_seconds)])
         made.append(
             Row(
@@ -408,16 +412,12 @@ def rows(
                 own={key: first.config.get(key) for key in chosen},
                 runs=tuple(group),
                 metric=metrics[first.summary.task],
-                values=values[first.method],
-                failed=tuple(
-                    run.summary.seed
-                    for run in group
-                    if run.summary.seed not in values[first.method]
-                ),
-                phases={phase: line[f"phase {phase}"] for phase in phases},
+                values=finished,
+                failed=tuple(s for s in (r.summary.seed for r in group) if s not in finished),
+                phases={phase: known[f"phase {phase}"] for phase in phases},
                 tuned=tuned,
                 target=target,
-                **{name: line[name] for name in columns},
+                **{column: known[column] for column in columns},
             )
         )
     return sorted(

@@ -8,8 +8,8 @@ from gcbench.reporting import tables
 from gcbench.reporting.analysis import Analysis
 from gcbench.reporting.compare import Row
 from gcbench.reporting.rendering import Column, number
-from gcbench.reporting.seeds import LEAST_SEEDS
 from gcbench.reporting.sections import Compared, Section, Sheet
+from gcbench.reporting.seeds import LEAST_SEEDS
 from gcbench.training.configuration import canonical, text
 
 PAYS = ("advice", "bandwidth", "scale", "scale-link")

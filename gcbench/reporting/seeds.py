@@ -55,8 +55,8 @@ def _final(run: Run, metric: str) -> float | None:
     value = getattr(summary, f"{split}_accuracy") if metric == "accuracy" else loss
     if summary.failed or value is None or not math.isfinite(value):
         return None
-    # A model whose parameters are NaN has the accuracy of guessing. Its loss tells: it is NaN, which
-    # a summary writes as null; a summary that has no such field did not measure the loss.
+    # A model whose parameters are NaN has the accuracy of guessing. Its loss is NaN, too, which a
+    # summary writes as null; a summary without that field did not measure the loss.
     measured = f"{split}_loss" in summary.model_fields_set
     diverged = measured if loss is None else not math.isfinite(loss)
     return None if diverged else value
@@ -147,10 +147,10 @@ def values(runs: DataFrame) -> dict[str, dict[int, float]]:
 def by_configuration(runs: DataFrame) -> DataFrame:
     """Return a line a configuration: what `by_run` has of its seeds, taken together.
 
-    The index is the configuration. `diverged` counts the seeds without a value; `mean`, `sd` (sample
-    standard deviation, NaN below two), `half_interval` (half the 95 % interval of the mean, 0 below
-    two), `low`, `high` and `n` are of the others. Bytes are of one step; seconds are medians, those
-    of modelled communication NaN where it was measured.
+    The index is the configuration. `diverged` counts the seeds without a value. Of the others are
+    `mean`, `sd` (sample standard deviation, NaN below two seeds), `half_interval` (half the 95 %
+    interval of the mean, 0 below two seeds), `low`, `high` and `n`. Bytes are of one step. Seconds
+    are medians; those of modelled communication are NaN where communication was measured.
     """
     groups = runs.groupby("configuration", sort=False)
     made = groups[["uncompressed", "sign"]].first()
