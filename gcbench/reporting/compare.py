@@ -16,6 +16,7 @@ from gcbench.core.errors import UsageError, unknown
 from gcbench.core.schema import PHASES
 from gcbench.reporting import seeds
 from gcbench.reporting.reader import Modelled, Run, Summary, fields
+from gcbench.reporting.rendering import records
 from gcbench.reporting.seeds import BASELINE
 from gcbench.training.configuration import canonical, text
 from gcbench.training.suites.tuning import TUNED_KEYS
@@ -369,8 +370,6 @@ def rows(
         UsageError: a target that no accuracy can meet.
         GcbenchError: with a target, metrics that cannot be read.
     """
-    import pandas as pd
-
     if not runs:
         return []
     groups: dict[str, list[Run]] = {}
@@ -397,13 +396,10 @@ def rows(
 
     columns = [column for column in Row.__dataclass_fields__ if column in table]
     made = []
-    for first, label, own_context, (_, tuned), line in zip(
-        firsts, _labels(firsts, own), contexts, baselines, table.to_dict("records"), strict=True
+    for first, label, own_context, (_, tuned), known in zip(
+        firsts, _labels(firsts, own), contexts, baselines, records(table), strict=True
     ):
         group, finished = groups[first.method], values[first.method]
-        known: dict[str, Any] = {
-            name: None if pd.isna(value) else value for name, value in line.items()
-        }
         phases = dict.fromkeys([*PHASES, *(p for run in group for p in run.summary.phase_seconds)])
         made.append(
             Row(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gcbench.reporting import foreign
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
     from rich.table import Table
 
 
@@ -220,6 +221,12 @@ def block(title: str, columns: Sequence[Column], which: int, format: str, width:
     if format == "markdown":
         return f"**{title}**\n\n{markdown(columns, which)}"
     return f"{latex(columns, which)}\n{sentence(title, format, width)}"
+
+
+def records(frame: DataFrame) -> list[dict[str, Any]]:
+    """Return the lines of a frame as records, None for NaN; the index is left out."""
+    plain = frame.astype(object).where(frame.notna(), None)
+    return [{str(name): value for name, value in one.items()} for one in plain.to_dict("records")]
 
 
 def _plain(value: Any) -> Any:

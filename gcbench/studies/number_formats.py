@@ -41,6 +41,7 @@ from gcbench.reporting.analysis import (
     Value,
     provenance,
 )
+from gcbench.reporting.rendering import records
 from gcbench.studies import verdicts
 from gcbench.studies.histogram.reconstruction import Gradients
 from gcbench.studies.trained import Trained, gradients
@@ -270,20 +271,11 @@ def _log_ratio(ours: Value, theirs: Value) -> float:
 
 
 def _summary(rows: Sequence[Row], settings: Settings) -> Table:
-    made: list[Row] = []
-    fields = ("values", "bits", "format")
-    for key in dict.fromkeys(tuple(row[field] for field in fields) for row in rows):
-        alike = [row for row in rows if tuple(row[field] for field in fields) == key]
-        errors = [float(row["error"]) for row in alike if isinstance(row["error"], float)]
-        made.append(
-            {
-                **dict(zip(fields, key, strict=True)),
-                "error": fmean(errors) if errors else None,
-                "low": min(errors, default=None),
-                "high": max(errors, default=None),
-                "n": len(errors),
-            }
-        )
+    import pandas as pd
+
+    found = pd.DataFrame([*rows]).astype({"error": float})
+    errors = found.groupby(["values", "bits", "format"], sort=False)["error"]
+    made = errors.agg(error="mean", low="min", high="max", n="count").reset_index()
     used = ", ".join(f"{m} of {n}" for n, m in zip(settings.bits, settings.mantissa, strict=True))
     return Table(
         name="errors",
@@ -304,7 +296,7 @@ def _summary(rows: Sequence[Row], settings: Settings) -> Table:
             f"{100 * settings.kept:g} % of a worker's whole gradient, or of its spectrum's bins. "
             f"Mantissa of the range float: {used} bits; of the best range: what errs least."
         ],
-        rows=made,
+        rows=records(made),
     )
 
 
