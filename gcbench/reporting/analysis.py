@@ -93,6 +93,30 @@ class Analysis(BaseModel):
     failed: bool = False
     """Whether a claim that was checked does not hold."""
 
+    @classmethod
+    def of(
+        cls,
+        kind: str,
+        settings: BaseModel,
+        command: str,
+        *,
+        tables: Sequence[Table],
+        conclusions: Sequence[str] = (),
+        answer: Sequence[str] = (),
+        failed: bool = False,
+    ) -> Analysis:
+        """Return an analysis made with these settings, here and now."""
+        return cls(
+            kind=kind,
+            settings=settings.model_dump(mode="json"),
+            command=command,
+            provenance=provenance(),
+            answer=[*answer],
+            conclusions=[*conclusions],
+            tables=[*tables],
+            failed=failed,
+        )
+
     @property
     def name(self) -> str:
         """The folder's name."""

@@ -39,12 +39,11 @@ from gcbench.reporting.analysis import (
     Shown,
     Table,
     Value,
-    provenance,
 )
 from gcbench.reporting.rendering import records
 from gcbench.studies import verdicts
 from gcbench.studies.histogram.reconstruction import Gradients
-from gcbench.studies.trained import Trained, gradients
+from gcbench.studies.trained import Trained, gradients, title
 from gcbench.studies.verdicts import Claim
 from gcbench.training.progress import Observer
 
@@ -201,11 +200,10 @@ def run(
         ]
     observer.step(1, "done")
     judged = judge(rows)
-    return Analysis(
-        kind=KIND,
-        settings=settings.model_dump(mode="json"),
-        command=command,
-        provenance=provenance(),
+    return Analysis.of(
+        KIND,
+        settings,
+        command,
         conclusions=conclude(judged),
         tables=[
             verdicts.table(
@@ -241,11 +239,8 @@ def judge(rows: Sequence[Row]) -> list[Row]:
             )
             for seed, steps in runs.items()
         ]
-        found = verdicts.over_seeds(logs)
-        found = found.exponential() if math.isfinite(found.mean) else found
-        judged.append(
-            verdicts.row(Claim(said, SOURCE, 1.0, above=False), found, values=values, rival=rival)
-        )
+        claim = Claim(said, SOURCE, 1.0, above=False)
+        judged.append(verdicts.row(claim, verdicts.geometric(logs), values=values, rival=rival))
     return judged
 
 
@@ -326,7 +321,7 @@ def draw(analysis: Analysis, path: Path) -> None:
             axes.set_xlabel("bits of a number")
         grid[0].set_ylabel("error $\\|x - x'\\| / \\|x\\|$, %")
         grid[-1].legend(frameon=False, fontsize="small")
-        named = " ".join(filter(None, (analysis.settings[f] for f in ("task", "network"))))
         seeds = len(analysis.settings["seed"])
-        figure.suptitle(f"Number formats on gradients of {named}, {seeds} seeds", fontsize="medium")
+        told = f"Number formats on gradients of {title(analysis)}, {seeds} seeds"
+        figure.suptitle(told, fontsize="medium")
         figures.save(figure, path)
