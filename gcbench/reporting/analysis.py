@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import io
 import json
-import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -151,11 +150,6 @@ def provenance() -> dict[str, Any]:
         "versions": configuration.versions(),
         "machine": configuration.machine(),
     }
-
-
-def finite(value: float) -> float | None:
-    """Return the value, or None in place of what is no number."""
-    return value if math.isfinite(value) else None
 
 
 # ---- disk ----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from gcbench.reporting import seeds
 from gcbench.reporting.reader import Modelled, Run, Summary, fields
 from gcbench.reporting.rendering import records
 from gcbench.reporting.seeds import BASELINE
-from gcbench.training.configuration import canonical, text
+from gcbench.training.configuration import canonical, finite, text
 from gcbench.training.suites.tuning import TUNED_KEYS
 
 if TYPE_CHECKING:
@@ -126,6 +126,11 @@ class Row:
         return self.runs[0].summary
 
     @property
+    def place(self) -> str:
+        """The context in words, "" without one."""
+        return " ".join(f"{key}={text(value)}" for key, value in self.context.items())
+
+    @property
     def is_baseline(self) -> bool:
         """Whether this is an uncompressed row."""
         return self.first.compressor_name == BASELINE
@@ -221,11 +226,6 @@ _MEASURED = (
 """Fields of a record, in its order."""
 
 
-def finite(value: float | None) -> float | None:
-    """Return the value, None for one that strict JSON cannot hold."""
-    return value if value is not None and math.isfinite(value) else None
-
-
 def _varying(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     keys = dict.fromkeys(key for config in configs for key in config)
     return [key for key in keys if len({canonical(config.get(key)) for config in configs}) > 1]
@@ -312,7 +312,8 @@ def _baseline(
     return best.method, keys
 
 
-def _order(value: Any) -> tuple[int, float, str]:
+def order(value: Any) -> tuple[int, float, str]:
+    """Return what sorts the values of a setting: numbers by size, then all else as text."""
     if isinstance(value, (int, float)):
         return 0, float(value), ""
     return 1, 0.0, canonical(value)
@@ -419,7 +420,7 @@ def rows(
     return sorted(
         made,
         key=lambda row: (
-            [_order(value) for value in row.context.values()],
+            [order(value) for value in row.context.values()],
             not row.is_baseline,
             row.method,
         ),

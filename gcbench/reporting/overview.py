@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from gcbench.reporting import tables
 from gcbench.reporting.analysis import Analysis
 from gcbench.reporting.compare import Row
-from gcbench.reporting.rendering import Column, number
+from gcbench.reporting.rendering import MB, Column, ends, number
 from gcbench.reporting.sections import Compared, Section, Sheet
 from gcbench.reporting.seeds import LEAST_SEEDS
 from gcbench.training.configuration import canonical, text
@@ -61,8 +61,7 @@ def _what(
         return ", ".join(dict.fromkeys(text(run.config.get(key)) for run in one.runs))
 
     def seeds(one: Compared) -> str:
-        counts = sorted({len(row.runs) for row in one.rows})
-        return " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+        return ends(len(row.runs) for row in one.rows)
 
     columns = [
         Column("what", [one.title for one in chosen]),
@@ -86,21 +85,15 @@ def _names(one: Compared) -> set[str]:
     return {row.first.compressor_name for row in one.rows}
 
 
-def _budgets(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Yield the rows of each budget."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(canonical(row.context), []).append(row)
-    yield from groups.values()
-
-
 def front(rows: Sequence[Row]) -> list[Row]:
     """Return the front of the budget that has most rows, then most steps; most bytes first.
 
     Of rows with equal results, such as those of two engines, the first stands for all.
     """
-    groups = list(_budgets(rows))
-    largest = max(groups, key=lambda alike: (len(alike), alike[0].first.steps))
+    budgets: dict[str, list[Row]] = {}
+    for row in rows:
+        budgets.setdefault(canonical(row.context), []).append(row)
+    largest = max(budgets.values(), key=lambda alike: (len(alike), alike[0].first.steps))
     kept: dict[tuple[object, ...], Row] = {}
     for row in largest if len(largest) > 1 else ():
         if row.on_front:
@@ -121,7 +114,7 @@ def _front(chosen: Sequence[Compared], accuracy: Mapping[int, Section]) -> Secti
         both = [32 / ratio for ratio in bits if ratio]
         return f"{64 / sum(both):.3g}x" if len(both) == 2 else "-"
 
-    settings = [" ".join(f"{k}={text(v)}" for k, v in row.context.items()) for row in rows]
+    settings = [row.place for row in rows]
     columns = [
         Column("method", [row.method for row in rows]),
         Column("accuracy %\nor loss", [tables.quality(row, mixed=True) for row in rows]),
@@ -181,11 +174,10 @@ def findings(one: Compared) -> list[str]:
     alike = [row for row in known if not row.below_baseline and not row.failed]
     if alike:
         fewest = min(alike, key=lambda row: row.payload_bytes_step)
-        size = number(fewest.payload_bytes_step, 1 / tables.MB)
-        place = " ".join(f"{key}={text(value)}" for key, value in fewest.context.items())
+        size = number(fewest.payload_bytes_step, 1 / MB)
         told.append(
             f"{one.title}: fewest bytes among the rows that are not worse by their interval: "
-            f"{fewest.method}{f' ({place})' if place else ''}, {size} MB a step, "
+            f"{fewest.method}{f' ({fewest.place})' if fewest.place else ''}, {size} MB a step, "
             f"{tables.versus(fewest)}. Not shown to be worse is not shown to be equal."
         )
     return told

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from gcbench.core.errors import UsageError
 from gcbench.reporting import figures, foreign
-from gcbench.reporting.compare import Row
+from gcbench.reporting.compare import Row, order
 from gcbench.reporting.figures import Mark
+from gcbench.reporting.rendering import MB, ends
 from gcbench.training.configuration import canonical, text
 from gcbench.training.suites.tuning import TUNED_KEYS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-_MB = 1e6
 
 
 def draw(rows: Sequence[Row], path: Path, width: str) -> None:
@@ -51,7 +50,7 @@ def draw(rows: Sequence[Row], path: Path, width: str) -> None:
             axes.axhspan(low, high, color="0.5", alpha=0.22, lw=0)
         marks = []
         for number, row in enumerate(drawn, 1):
-            x, y = row.payload_bytes_step / _MB, scale * (row.mean or 0.0)
+            x, y = row.payload_bytes_step / MB, scale * (row.mean or 0.0)
             spread, look = scale * row.half_interval, looks[row.method]
             bar = spread or None
             axes.errorbar(x, y, bar, ls="", capsize=2, marker=look["marker"], color=look["color"])
@@ -137,10 +136,10 @@ def draw_suite(rows: Sequence[Row], title: str, path: Path, width: str = "") -> 
             grid[-1].plot([], [], marker="s", ls="", color=colour, label=foreign.label(method))
         grid[-1].plot([], [], marker="o", ls="", color="0.3", label="ours, 95 % interval")
         grid[-1].plot([], [], marker="D", mfc="none", ls="", color="0.3", label="published")
-        steps = sorted({row.first.steps for row in rows})
-        theirs = sorted({row.published.steps for row in rows if row.published is not None})
+        steps = [row.first.steps for row in rows]
+        theirs = [row.published.steps for row in rows if row.published is not None]
         figure.suptitle(
-            f"{foreign.label(title)}\nsteps: ours {_ends(steps)}, published {_ends(theirs)}",
+            f"{foreign.label(title)}\nsteps: ours {ends(steps)}, published {ends(theirs)}",
             fontsize="medium",
         )
         handles, labels = grid[-1].get_legend_handles_labels()
@@ -152,7 +151,7 @@ def draw_suite(rows: Sequence[Row], title: str, path: Path, width: str = "") -> 
 def _beside(axes: Axes, rows: Sequence[Row], across: str, looks: dict[str, dict[str, Any]]) -> None:
     """Draw the rows of a panel, methods side by side at each value of the setting `across`."""
     values = [{**row.context, **row.own}.get(across) for row in rows]
-    places = {canonical(value): None for value in sorted(values, key=_order)}
+    places = {canonical(value): None for value in sorted(values, key=order)}
     ticks = list(places)
     for value, row in zip(values, rows, strict=True):
         shift = 0.5 * ((list(looks).index(row.method) + 0.5) / len(looks) - 0.5)
@@ -166,14 +165,9 @@ def _beside(axes: Axes, rows: Sequence[Row], across: str, looks: dict[str, dict[
             axes.plot(x, theirs, marker="D", mfc="none", ls="", zorder=3, color=colour)
             if ours is not None:
                 axes.plot([x, x], [ours, theirs], ls=":", lw=0.8, color=colour)
-    axes.set_xticks(range(len(ticks)), [text(value) for value in sorted(set(values), key=_order)])
+    axes.set_xticks(range(len(ticks)), [text(value) for value in sorted(set(values), key=order)])
     axes.set_xlim(-0.6, len(ticks) - 0.4)
     axes.set_xlabel(foreign.label(across.replace("_", " ")))
-
-
-def _order(value: Any) -> tuple[int, float, str]:
-    number = isinstance(value, int | float)
-    return (0, float(value), "") if number else (1, 0.0, canonical(value))
 
 
 def _tells(rows: Sequence[Row], key: str) -> bool:
@@ -182,7 +176,3 @@ def _tells(rows: Sequence[Row], key: str) -> bool:
     for row in rows:
         values.setdefault(row.method, set()).add(text({**row.context, **row.own}.get(key)))
     return any(len(found) > 1 for found in values.values())
-
-
-def _ends(values: Sequence[int]) -> str:
-    return " to ".join(f"{value:,}" for value in dict.fromkeys((values[0], values[-1])))

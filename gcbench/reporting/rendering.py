@@ -8,7 +8,7 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gcbench.reporting import foreign
@@ -25,6 +25,16 @@ class Column(NamedTuple):
     cells: list[str]
     best: str = ""
     """"high" or "low": which end a reader looks for first; "" where neither is better."""
+
+
+MB = 1e6
+"""Bytes of the unit in which tables and pictures show them."""
+
+
+def ends(values: Iterable[int]) -> str:
+    """Return the least and the largest of some counts in words: "3 to 5", or "3" if all are."""
+    found = sorted(values)
+    return " to ".join(f"{value:,}" for value in dict.fromkeys((found[0], found[-1])))
 
 
 def number(value: float | None, scale: float = 1.0) -> str:

@@ -19,7 +19,7 @@ from gcbench.reporting.compare import Row
 from gcbench.reporting.kernel_timings import Timings
 from gcbench.reporting.published import Beside
 from gcbench.reporting.reader import Run
-from gcbench.reporting.rendering import Column
+from gcbench.reporting.rendering import Column, ends
 from gcbench.training import configuration, suites
 
 KINDS = ("summary", "accuracy", "analysis", "timing")
@@ -294,13 +294,8 @@ def budget(one: Compared) -> str:
         if values != ["null"] and values != ["None"]:
             shown = values if len(values) <= 4 else [*values[:3], f"... ({len(values)} values)"]
             words.append(f"{key} {', '.join(shown)}")
-    seeds = sorted({len(row.runs) for row in one.rows})
-    count = " to ".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))
-    return f"{'; '.join(words)}; {count} seed{'s' * (seeds[-1] > 1)} a row."
-
-
-def _in_words(row: Row) -> str:
-    return " ".join(f"{key}={configuration.text(value)}" for key, value in row.context.items())
+    counts = [len(row.runs) for row in one.rows]
+    return f"{'; '.join(words)}; {ends(counts)} seed{'s' * (max(counts) > 1)} a row."
 
 
 def _commands(section: Section, row: Row) -> Iterator[int]:
@@ -319,7 +314,7 @@ def _sheet(
         [list(_commands(section, row)) for row in told],
         methods=[row.first.compressor_name for row in told],
         tiers=[row.tier or "" for row in told],
-        places=[_in_words(row) for row in told],
+        places=[row.place for row in told],
     )
 
 

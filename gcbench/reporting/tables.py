@@ -13,8 +13,10 @@ from gcbench.core.errors import UsageError, unknown
 from gcbench.reporting import compare, glossary
 from gcbench.reporting.compare import Row
 from gcbench.reporting.rendering import (
+    MB,
     Column,
     csv_text,
+    ends,
     json_text,
     latex,
     latex_text,
@@ -25,7 +27,6 @@ from gcbench.reporting.rendering import (
 from gcbench.training.configuration import canonical, text
 
 FORMATS = ("table", "markdown", "csv", "json", "latex")
-MB = 1e6
 PAYLOAD = "payload\nMB/step"
 METRICS = ("accuracy %", "test loss", "accuracy %\nor loss")
 ALWAYS = (*METRICS, "vs none", PAYLOAD)
@@ -388,8 +389,7 @@ def _caption(rows: Sequence[Row], shared: str) -> str:
     """Return what a reader of a paper must know of the table, in a caption's sentences."""
     first = rows[0].first
     tasks = " and ".join(dict.fromkeys(row.first.task for row in rows))
-    counts = sorted({len(row.values) for row in rows})
-    seeds = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    counts = [len(row.values) for row in rows]
     what = "test accuracy (%)" if rows[0].metric == "accuracy" else "test loss"
     sizes = {(row.first.workers, row.first.steps, row.first.batch) for row in rows}
     same = []
@@ -399,7 +399,11 @@ def _caption(rows: Sequence[Row], shared: str) -> str:
         values = {text(row.runs[0].config.get(key)) for row in rows}
         if len(values) == 1 and first.config.get(key) is not None:
             same.append(f"{key} {values.pop()}")
-    of = f"mean ± standard deviation over n = {seeds} seeds" if counts[-1] > 1 else "one seed"
+    of = (
+        f"mean ± standard deviation over n = {ends(counts)} seeds"
+        if max(counts) > 1
+        else "one seed"
+    )
     under = f" ({', '.join(same)})" if same else ""
     more = f" {shared}." if shared else ""
     return (
@@ -416,11 +420,10 @@ def _latex(rows: Sequence[Row], asked: Layout, shared: str) -> str:
     told = " ".join(map(latex_text, notes(rows)))
     made = []
     for place, columns in enumerate(_chosen_sheets(rows, asked)):
-        which = sum(column in sheets(rows)[place][:names] for column in columns)
         quality = [i for i, column in enumerate(columns) if column.heading in METRICS]
         bold = {i: best_rows(rows) for i in quality}
         caption = "Times by phase, in ms." if place else _caption(rows, shared)
-        made.append(latex(columns, which, caption, bold, environment))
+        made.append(latex(columns, names, caption, bold, environment))
     return "\n\n".join([*made, rf"\par\smallskip{{\footnotesize {told}\par}}"])
 
 

@@ -10,13 +10,13 @@ from gcbench.core.errors import UsageError
 from gcbench.reporting import figures, foreign
 from gcbench.reporting.compare import Row
 from gcbench.reporting.figures import Mark
+from gcbench.reporting.rendering import MB, ends
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FADED = 0.35
 """Opacity of points that another one dominates: better in the mean, for fewer bytes."""
-_MB = 1e6
 
 
 def best(rows: Sequence[Row]) -> Row:
@@ -92,8 +92,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
             )
         axes.plot([], [], color="0.4", lw=1.2, label="best of each tier")
         _frame(axes, drawn, accuracy=accuracy)
-        counts = sorted({len(row.values) for row in drawn})
-        seeds = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+        seeds = ends(len(row.values) for row in drawn)
         axes.set_title(
             foreign.label(str(title)) + f": mean and 95 % interval, n = {seeds}", loc="left"
         )
@@ -108,7 +107,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
 
 
 def _bytes(row: Row) -> float:
-    return row.payload_bytes_step / _MB
+    return row.payload_bytes_step / MB
 
 
 def _frame(axes: Axes, drawn: Sequence[Row], *, accuracy: bool) -> None:

@@ -24,13 +24,14 @@ from gcbench.core import registry
 from gcbench.core.compressor import Compressor, Key, Segments
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table, finite
+from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.studies import verdicts
 from gcbench.studies.bounds.alone import passed
 from gcbench.studies.histogram.reconstruction import Gradients
 from gcbench.studies.number_formats import error
 from gcbench.studies.trained import Trained, gradients, title
 from gcbench.studies.verdicts import Claim
+from gcbench.training.configuration import finite
 from gcbench.training.progress import Observer
 
 KIND = "fft-range"

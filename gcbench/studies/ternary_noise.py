@@ -28,12 +28,13 @@ from gcbench.core import purposes
 from gcbench.core.compressor import Compressor, Key, Segments
 from gcbench.core.errors import UsageError
 from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table, finite
+from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.studies import methods, verdicts
 from gcbench.studies.bounds.alone import agreed, energy
 from gcbench.studies.histogram.reconstruction import Gradients
 from gcbench.studies.trained import Trained, gradients, title
 from gcbench.studies.verdicts import Claim
+from gcbench.training.configuration import finite
 from gcbench.training.progress import Observer
 
 KIND = "ternary-noise"
