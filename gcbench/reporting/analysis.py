@@ -37,11 +37,11 @@ Row = dict[str, Value]
 
 
 class MissingTableError(GcbenchError):
-    """A table is asked for that the file of an analysis leaves out."""
+    """The file of an analysis leaves out a table that is needed."""
 
 
 class Shown(BaseModel):
-    """How a field of the rows is shown: heading, and the factor from its plain unit."""
+    """How a column shows a field of the rows: its heading, and the factor on its values."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -55,7 +55,7 @@ class Shown(BaseModel):
 class Table(BaseModel):
     """Tidy rows, and how a reader sees them.
 
-    A number that is not finite is None in the rows; what failed says so in a text field.
+    Numbers in the rows are finite, or None; what failed says so in a text field of its row.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -63,7 +63,7 @@ class Table(BaseModel):
     name: str = Field(pattern=r"^[a-z0-9_]+$")
     title: str
     shown: list[Shown] = []
-    """Columns in order; none: the table is for the picture and for other programs alone."""
+    """Columns in order. Without any, the table is not printed: pictures and programs read it."""
     which: int = 1
     """The first columns, which say what a row is; they are aligned to the left."""
     by: str | None = None
@@ -87,7 +87,7 @@ class Analysis(BaseModel):
     answer: list[str] = []
     """Sentences that stand before all tables: what the user asked."""
     conclusions: list[str] = []
-    """Sentences that the numbers of this very analysis bear out."""
+    """Sentences that the numbers of this analysis support."""
     tables: list[Table]
     failed: bool = False
     """Whether a claim that was checked does not hold."""
@@ -137,7 +137,7 @@ class Analysis(BaseModel):
 
 
 def digest(settings: Mapping[str, Any]) -> str:
-    """Return ten hex digits that name these settings: of their canonical JSON."""
+    """Return the first ten hex digits of the SHA-256 of these settings as sorted JSON."""
     text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
@@ -158,8 +158,8 @@ def provenance() -> dict[str, Any]:
 class Ledger:
     """Results of long work as they come: what an interrupted command has made is not made again.
 
-    A record is a JSON object under a key; the file grows by a line each and is `fsync`ed by nobody:
-    a crash of the machine loses seconds, one of the process nothing.
+    A record is a JSON object under a key, and a line of the file. If the process crashes, no record
+    is lost; if the machine does, those of the last seconds may be, as the file is not synced.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -311,7 +311,7 @@ def cell(value: Value, scale: float = 1.0) -> str:
 
 
 def columns(table: Table, rows: Sequence[Row]) -> list[Column]:
-    """Return what is shown of `rows`, which are of `table`; columns without a value are left out.
+    """Return the columns that show these rows of a table; those without a value are left out.
 
     The first `table.which` columns always stay.
     """
@@ -340,7 +340,7 @@ def parts(analysis: Analysis) -> Iterator[tuple[Table, str, list[Row]]]:
 
 
 def where(found: Mapping[str, Any]) -> str:
-    """Return in one line on what an analysis, or a run, of that provenance was made."""
+    """Return the machine and the versions of an analysis' or a run's provenance in one line."""
     machine, known = found.get("machine", {}), found.get("versions", {})
     commit = found.get("commit")
     cpu = machine.get("cpu")

@@ -232,7 +232,7 @@ def _varying(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _labels(runs: Sequence[Run], own: frozenset[str]) -> list[str]:
-    """Return a short label for each, one run a row, equal labels only for equal methods."""
+    """Return a short label for each row, of which a run is given; no two alike in a budget."""
     varying = _varying([run.config for run in runs])
     labels = []
     for run in runs:
@@ -270,7 +270,7 @@ def _labels(runs: Sequence[Run], own: frozenset[str]) -> list[str]:
 
 
 def _budget(run: Run, own: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Return the settings that a row shares with its baseline; `own` are the method's choice."""
+    """Return the settings that a row shares with its baseline; `own` as for `rows`."""
     return {key: value for key, value in run.config.items() if key not in METHOD_KEYS | own}
 
 
@@ -361,11 +361,12 @@ def level(target: str | None, runs: Sequence[Run]) -> float | None:
 def rows(
     runs: Sequence[Run], target: float | None = None, own: frozenset[str] = frozenset()
 ) -> list[Row]:
-    """Return one row of each configuration without its seed, the baseline first in each budget.
+    """Return a row for each configuration: all settings but the seed.
 
-    `target`: an accuracy (a fraction) or, for tasks without one, a loss, to say what it took. It is
-    met on validation examples where the runs held some out, else on the test split.
-    `own`: keys of the config that each method chooses for itself; the others make equal budgets.
+    Rows are sorted by budget, the uncompressed ones first. `target`: an accuracy (a fraction), or a
+    loss for tasks without one; rows then say what a worker had spent when it was met: on validation
+    examples where the runs held some out, else on the test split. `own`: keys of the config that
+    each method chooses for itself; they are no part of the budget.
 
     Raises:
         UsageError: a target that no accuracy can meet.
@@ -523,8 +524,9 @@ def where(
 ) -> tuple[list[Run], Callable[[Row], bool]]:
     """Return the runs to make rows of, and whether a row is to be shown.
 
-    `conditions`: setting -> the values allowed, as the command line writes them. Seeds are chosen
-    before means are taken; all else afterwards, so that a row keeps its baseline.
+    `conditions`: setting -> the values allowed, as the command line writes them. A condition on the
+    seed selects runs, before means are taken. Every other one selects rows, once they are made: the
+    baseline of a row may be one that is not shown.
 
     Raises:
         UsageError: a setting that no run has, or values that none has.

@@ -49,7 +49,7 @@ class Row(BaseModel):
 
     @property
     def where(self) -> tuple[str, str, int]:
-        """What rows share that are in one table."""
+        """The fields that all rows of one table share."""
         return self.size, self.device, self.threads
 
     @property
@@ -193,7 +193,7 @@ def tables(timings: Timings, rows: Sequence[Row]) -> list[tuple[str, list[Column
 
 
 def notes(timings: Timings) -> list[str]:
-    """Return on what they were measured, and what the columns mean."""
+    """Return two sentences: machine and versions, and what the columns mean."""
     machine = timings.machine
     facts = [
         machine.get("gpu"),

@@ -147,7 +147,7 @@ def _front(chosen: Sequence[Compared], accuracy: Mapping[int, Section]) -> Secti
 
 
 def findings(one: Compared) -> list[str]:
-    """Return what the rows of a task or suite bear out, in sentences.
+    """Return in sentences what the rows of a task or suite show.
 
     Nothing is called worse without an interval of paired differences.
     """

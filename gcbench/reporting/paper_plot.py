@@ -104,8 +104,9 @@ def has_published(rows: Sequence[Row]) -> bool:
 def draw_suite(rows: Sequence[Row], title: str, path: Path, width: str = "") -> None:
     """Write the table or figure that a suite reproduces: ours filled, the published ones hollow.
 
-    Across is the setting with most values, such as the number of workers; the other settings in
-    which the entries of a method differ have a panel each; a colour is a method. Ours has its 95 %
+    The x axis has the setting with most values, such as the number of workers. There is a panel for
+    each combination of the other settings in which the entries of a method differ, and a colour for
+    each method. Ours has its 95 %
     interval. The steps of both stand below.
 
     Raises:

@@ -26,7 +26,7 @@ class Beside:
     points: Mapping[str, Point]
     """By `Run.method`."""
     missing: list[Point]
-    """The runs of the suite that nobody has made, with whatever budget."""
+    """The entries of the suite that have no run, of whatever budget."""
     choices: Mapping[str, Choice]
     """What the trials that were read say of each point's rate, by `Point.identity`."""
 
@@ -178,7 +178,10 @@ def _defaults(cls: type[Any]) -> dict[str, Any]:
 
 
 def _same(suite: Suite, wanted: Mapping[str, Any], told: Mapping[str, Any]) -> bool:
-    """Return whether a run has the settings of an entry; one it does not tell must not be set."""
+    """Return whether a run has the settings of an entry.
+
+    A setting that the run does not record must be one that the suite does not set.
+    """
     for key, value in wanted.items():
         if key in grid.NESTED:
             own = told[key]

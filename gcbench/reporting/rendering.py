@@ -38,7 +38,7 @@ def ends(values: Iterable[int]) -> str:
 
 
 def number(value: float | None, scale: float = 1.0) -> str:
-    """Return about three significant digits, without an exponent where that stays readable."""
+    """Return a number in about three digits, without an exponent where that stays readable."""
     if value is None:
         return "-"
     scaled = value * scale
@@ -123,14 +123,14 @@ def terminal(which: Sequence[Column], groups: Sequence[Sequence[Column]], width:
 
 
 def _lines(columns: Sequence[Column]) -> list[list[str]]:
-    """Return headings and rows of cells."""
+    """Return the headings, then the cells of each row."""
     headings = [column.heading.replace("\n", " ") for column in columns]
     rows = zip(*(column.cells for column in columns), strict=True)
     return [[foreign.cut(cell, foreign.CELL) for cell in line] for line in (headings, *rows)]
 
 
 def _markdown_cell(cell: str) -> str:
-    """Return text with neither tags nor links."""
+    """Return a cell in which Markdown finds neither tags nor links."""
     escaped = cell.replace("<", "&lt;").replace(">", "&gt;")
     return escaped.replace("|", "\\|").replace("](", "]\\(")
 

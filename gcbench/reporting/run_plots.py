@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MANY = 8
-"""Rows of a panel from which lines of the legend are numbered, best first: a point without room for
-its name carries the number."""
+"""With more rows than this the legend of a panel is numbered, best first, and a point without room
+for its name shows the number."""
 LEAST_POINTS = 1.0
-"""Percentage points that the axis of accuracies spans at least."""
+"""The least range of the accuracy axis, in percentage points."""
 
 
 def _place(run: Run) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _quality(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]]
     for front in fronts.values():
         axes.plot(*zip(*sorted(front), strict=True), color="0.75", lw=1, ls=(0, (4, 2)), zorder=1)
     low, high = axes.get_ylim()
-    if percent == 100 and high - low < LEAST_POINTS:  # do not blow up what is noise
+    if percent == 100 and high - low < LEAST_POINTS:  # do not magnify noise
         middle = (low + high) / 2
         low, high = middle - LEAST_POINTS / 2, middle + LEAST_POINTS / 2
     room = 0.12 * (high - low)

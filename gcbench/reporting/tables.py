@@ -30,7 +30,7 @@ FORMATS = ("table", "markdown", "csv", "json", "latex")
 PAYLOAD = "payload\nMB/step"
 METRICS = ("accuracy %", "test loss", "accuracy %\nor loss")
 ALWAYS = (*METRICS, "vs none", PAYLOAD)
-"""Columns that stay where all rows are equal in them: they are the question."""
+"""Columns that are shown even where all rows are equal: they are what a table is asked for."""
 
 
 def quality(row: Row, mixed: bool) -> str:
@@ -58,7 +58,7 @@ def versus(row: Row) -> str:
 
 
 def _target(rows: Sequence[Row]) -> list[Column]:
-    """Return what it took to meet the target; nothing where none was asked for."""
+    """Return columns of what it took to meet the target; none where there is no target."""
     target = rows[0].target
     if target is None:
         return []
@@ -89,7 +89,7 @@ def _target(rows: Sequence[Row]) -> list[Column]:
 
 
 def _published(rows: Sequence[Row]) -> list[Column]:
-    """Return what a paper says of these runs; nothing where they are of no suite."""
+    """Return columns of what a paper says of these runs; none where they are of no suite."""
     known = [(row, row.published) for row in rows if row.published is not None]
     if not known:
         return []
@@ -116,7 +116,7 @@ def _published(rows: Sequence[Row]) -> list[Column]:
 
 
 def _tiers(rows: Sequence[Row]) -> list[Column]:
-    """Return what a suite of gcbench's own says; nothing for other rows."""
+    """Return the columns of a suite with tiers; none for other rows."""
     columns = []
     if any(row.rank is not None for row in rows):
         columns.append(Column("rank", [row.rank or "" for row in rows], "low"))
@@ -148,7 +148,7 @@ def _tier_notes(rows: Sequence[Row]) -> list[str]:
 
 
 def _published_notes(rows: Sequence[Row]) -> list[str]:
-    """Return what is to be known of the published numbers, other budgets first."""
+    """Return sentences on the published numbers, those on other budgets first."""
     known = [(row, row.published) for row in rows if row.published is not None]
     made = []
     shares = [row.first.steps / one.steps for row, one in known if row.other_budget]
@@ -236,9 +236,9 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
 
 
 def _withheld(rows: Sequence[Row]) -> str:
-    """Return why no times are shown: they were taken on several machines, or by several versions.
+    """Return why no times are shown: they are of several machines or versions; "" if they are not.
 
-    Of a version the commit counts, and the release where the commit is not known.
+    Versions are told apart by their commit, or by the release where the commit is not known.
     """
     for field, what in (("machine", "machines"), ("commit", "commits")):
         places = set()
@@ -253,7 +253,7 @@ def _withheld(rows: Sequence[Row]) -> str:
 def differing(columns: Sequence[Column]) -> tuple[list[Column], list[str]]:
     """Return the columns in which rows differ, and words for the others.
 
-    Those of nothing but "-" go without a word; `ALWAYS` stay.
+    Columns of nothing but "-" are left out without words; those of `ALWAYS` are kept.
     """
     kept, told = [], []
     for column in columns:
@@ -360,10 +360,10 @@ def _markdown(rows: Sequence[Row], asked: Layout) -> str:
 
 
 def best_rows(rows: Sequence[Row]) -> list[int]:
-    """Return the places of the best mean of the compressed rows, and of those not told from it.
+    """Return the places of the compressed rows with the best mean, and of those as good.
 
-    Those are the rows whose mean lies in the 95 % interval of the best one's (Student's t); of a
-    single seed there is no interval, and the best stands alone. Each budget has its own best.
+    As good are rows whose mean lies in the 95 % interval of the best mean (Student's t). With a
+    single seed there is no interval, and none is as good. Each budget has its own best.
     """
     found: list[int] = []
     budgets = dict.fromkeys((canonical(row.context), row.metric) for row in rows)
@@ -564,7 +564,7 @@ def render(
 def constants(rows: Sequence[Row]) -> tuple[str, list[Row]]:
     """Return in words the context that all rows share, and the rows without it.
 
-    The rows of a choice or a group share settings in which those of the whole differ.
+    Rows that were selected or grouped may share settings in which all rows of the table differ.
     """
     shared = [key for key in rows[0].context if len({canonical(r.context[key]) for r in rows}) == 1]
     words = ", ".join(f"{key}={text(rows[0].context[key])}" for key in shared)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FADED = 0.35
-"""Opacity of points that another one dominates: better in the mean, for fewer bytes."""
+"""Opacity of points that are not on the front: another has a better mean for fewer bytes."""
 
 
 def best(rows: Sequence[Row]) -> Row:
@@ -32,9 +32,10 @@ def best(rows: Sequence[Row]) -> Row:
 def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     """Write the picture to `path`: PNG, SVG or PDF by its ending.
 
-    Across: encoded bytes of a worker and step, up and down; along: the metric after the last step,
-    mean over seeds with its 95 % interval. A colour a tier; a line joins the best of each. Grey is
-    the interval of the uncompressed runs. Rows without a finished seed are named below.
+    The x axis has the encoded bytes of a worker and step, up and down together; the y axis the
+    metric after the last step, mean over seeds with its 95 % interval. Each tier has a colour; a
+    line joins the best row of each. Grey is the interval of the uncompressed runs. Rows without a
+    finished seed are named below.
 
     Raises:
         UsageError: another ending, no row of a tier, or rows of more than one budget or metric.
@@ -111,7 +112,7 @@ def _bytes(row: Row) -> float:
 
 
 def _frame(axes: Axes, drawn: Sequence[Row], *, accuracy: bool) -> None:
-    """Set the scales: bytes by factors, and room for names on both sides."""
+    """Set the axes: bytes on a logarithmic scale, with room for names on both sides."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     sizes = [_bytes(row) for row in drawn]
