@@ -17,7 +17,7 @@ AXES = (
     *("rebroadcast_every", "local_steps", "outer_lr", "outer_momentum", "workers", "engine"),
     *("gradients", "batch", "lr"),
 )
-"""Settings with a column in the table at the end of `gcbench run`, where its runs differ in them."""
+"""Settings that the table at the end of `gcbench run` shows if its runs differ in them."""
 
 
 def _card(cls: type[Any]) -> str:

@@ -232,7 +232,7 @@ def _varying(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _labels(runs: Sequence[Run], own: frozenset[str]) -> list[str]:
-    """Return a short label for each row, of which a run is given; no two alike in a budget."""
+    """Return a short label for each row, of which a run is given; equal only for equal methods."""
     varying = _varying([run.config for run in runs])
     labels = []
     for run in runs:
