@@ -161,10 +161,26 @@ def _published_notes(rows: Sequence[Row]) -> list[str]:
     return [*made, *dict.fromkeys(f"published: {one.paper}. {one.differs}" for _, one in known)]
 
 
-def _communicate(row: Row) -> str:
-    if row.communicate_modelled_seconds is not None:
-        return f"~{number(row.communicate_modelled_seconds, 1e3)}"
-    return number(row.phases.get("communicate"), 1e3)
+def _times(rows: Sequence[Row]) -> list[Column]:
+    """Return the columns of the phases and of the step, in ms; "-" where they are disowned."""
+
+    def shown(row: Row, phase: str) -> str:
+        modelled = row.communicate_modelled_seconds
+        if phase == "communicate" and modelled is not None:
+            return f"~{number(modelled, 1e3)}"
+        return number(row.phases.get(phase), 1e3)
+
+    phases = dict.fromkeys(phase for row in rows for phase in row.phases)
+    made = [
+        Column(
+            f"{'fwd+bwd' if phase == 'forward_backward' else phase}\nms",
+            ["-" if row.disowned else shown(row, phase) for row in rows],
+            "low",
+        )
+        for phase in phases
+    ]
+    steps = ["-" if row.disowned else number(row.step_seconds, 1e3) for row in rows]
+    return [*made, Column("step\nms", steps, "low")]
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
@@ -205,31 +221,8 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
             Column(PAYLOAD, [number(row.payload_bytes_step, 1 / MB) for row in rows], "low"),
             Column("wire\nMB/step", [number(row.wire_bytes_step, 1 / MB) for row in rows], "low"),
         ],
-        "times": [
-            Column(
-                f"{'fwd+bwd' if phase == 'forward_backward' else phase}\nms",
-                [
-                    "-"
-                    if row.disowned
-                    else _communicate(row)
-                    if phase == "communicate"
-                    else number(row.phases.get(phase), 1e3)
-                    for row in rows
-                ],
-                "low",
-            )
-            for phase in dict.fromkeys(phase for row in rows for phase in row.phases)
-        ]
-        + [
-            Column(
-                "step\nms",
-                ["-" if row.disowned else number(row.step_seconds, 1e3) for row in rows],
-                "low",
-            )
-        ],
+        "times": [] if _withheld(rows) else _times(rows),
     }
-    if _withheld(rows):
-        groups["times"] = []
     if any(row.skipped_steps for row in rows):
         groups["quality"].append(Column("skipped\nsteps", [str(row.skipped_steps) for row in rows]))
     return groups

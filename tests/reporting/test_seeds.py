@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from gcbench.reporting import seeds
+from gcbench.reporting.rendering import ends, records
 
 
 def frame(**values: dict[int, float]) -> pd.DataFrame:
@@ -123,3 +124,17 @@ def test_no_rank_from_few_seeds_or_of_one_row() -> None:
     few = values(a=[1.0, 1.0, 1.0, 1.0, math.nan], b=[0.0, 0.1, 0.0, 0.1, 0.0])
     assert seeds.ranks(few, 1) == ["-", "-"]
     assert seeds.ranks(values(a=[1.0] * 6), 1) == ["-"]
+
+
+# --- what the frames are read with
+
+
+def test_records_have_none_for_nan_and_plain_numbers() -> None:
+    made = records(pd.DataFrame({"n": [1, 2], "x": [0.5, math.nan], "t": ["a", None]}))
+    assert made == [{"n": 1, "x": 0.5, "t": "a"}, {"n": 2, "x": None, "t": None}]
+    assert [type(value) for value in made[0].values()] == [int, float, str]
+    assert records(pd.DataFrame({"x": [math.inf]})) == [{"x": math.inf}]
+
+
+def test_counts_in_words() -> None:
+    assert (ends([3, 5, 4]), ends([3, 3]), ends([2000])) == ("3 to 5", "3", "2,000")
