@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gcbench.core.errors import GcbenchError, UsageError, unknown
 from gcbench.reporting import foreign, glossary
-from gcbench.reporting.rendering import Column, block, csv_text, number, sentence
+from gcbench.reporting.rendering import Column, block, csv_text, number, sentence, where
 from gcbench.training import configuration
 from gcbench.training.store import explained, open_own, write_atomically
 
@@ -337,21 +337,6 @@ def parts(analysis: Analysis) -> Iterator[tuple[Table, str, list[Row]]]:
         for value in dict.fromkeys(row.get(table.by) for row in table.rows):
             alike = [row for row in table.rows if row.get(table.by) == value]
             yield table, f"{table.title}: {cell(value)}", alike
-
-
-def where(found: Mapping[str, Any]) -> str:
-    """Return the machine and the versions of an analysis' or a run's provenance in one line."""
-    machine, known = found.get("machine", {}), found.get("versions", {})
-    commit = found.get("commit")
-    cpu = machine.get("cpu")
-    facts = [
-        machine.get("gpu"),
-        cpu and f"{cpu} ({machine.get('isa')}), {machine.get('cores')} cores",
-        *(f"{name} {known[name]}" for name in ("torch", "gcbench", "python") if name in known),
-        commit and f"commit {commit[:10]}{'+' * commit.endswith('+')}",
-        str(found.get("started", ""))[:10],
-    ]
-    return ", ".join(fact for fact in facts if fact)
 
 
 def document(analysis: Analysis) -> dict[str, Any]:

@@ -216,6 +216,21 @@ def latex(
 # ---- a whole answer ------------------------------------------------------------------------------
 
 
+def where(found: Mapping[str, Any]) -> str:
+    """Return the machine and the versions of an analysis' or a run's provenance in one line."""
+    machine, known = found.get("machine", {}), found.get("versions", {})
+    commit = found.get("commit")
+    cpu = machine.get("cpu")
+    facts = [
+        machine.get("gpu"),
+        cpu and f"{cpu} ({machine.get('isa')}), {machine.get('cores')} cores",
+        *(f"{name} {known[name]}" for name in ("torch", "gcbench", "python") if name in known),
+        commit and f"commit {commit[:10]}{'+' * commit.endswith('+')}",
+        str(found.get("started", ""))[:10],
+    ]
+    return ", ".join(fact for fact in facts if fact)
+
+
 def sentence(text: str, format: str, width: int) -> str:
     """Return a sentence beside tables: wrapped in the terminal, as it is in a document."""
     if format == "table":

@@ -19,7 +19,7 @@ from gcbench.reporting.compare import Row
 from gcbench.reporting.kernel_timings import Timings
 from gcbench.reporting.published import Beside
 from gcbench.reporting.reader import Run
-from gcbench.reporting.rendering import Column, ends
+from gcbench.reporting.rendering import Column, ends, where
 from gcbench.training import configuration, suites
 
 KINDS = ("summary", "accuracy", "analysis", "timing")
@@ -208,7 +208,7 @@ def _pictures(draw: Callable[[Path], object]) -> list[str]:
 def _machine(provenance: Mapping[str, Any]) -> str:
     """Return a run's machine, versions and commit in one line."""
     backend = provenance.get("backend")
-    return measuring.where(provenance) + (f", backend {backend}" if backend else "")
+    return where(provenance) + (f", backend {backend}" if backend else "")
 
 
 # ---- accuracy ------------------------------------------------------------------------------------
@@ -390,7 +390,7 @@ def analysed(draw: Draw, label: str, analysis: Analysis) -> Section:
         f"{label} {measuring.digest(analysis.settings)}",
         lead=[*analysis.answer, *analysis.conclusions],
         commands=[analysis.command],
-        where=[measuring.where(analysis.provenance)],
+        where=[where(analysis.provenance)],
     )
     for table, title, rows in measuring.parts(analysis):
         last = rows[-1] is table.rows[-1]
