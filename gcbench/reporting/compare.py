@@ -391,33 +391,22 @@ def rows(
     values = seeds.values(by_run)
     table = seeds.by_configuration(by_run)
     baselines = [_baseline(run, firsts, table, values, own) for run in firsts]
-    table["baseline"] = [baseline for baseline, _ in baselines]
-    table["budget"] = [contexts.index(own_context) for own_context in contexts]
+    columns: dict[str, Any] = {
+        "method": _labels(firsts, own),
+        "metric": [metrics[run.summary.task] for run in firsts],
+        "context": contexts,
+        "own": [{key: run.config.get(key) for key in chosen} for run in firsts],
+        "budget": [contexts.index(one) for one in contexts],
+        "baseline": [baseline for baseline, _ in baselines],
+        "tuned": [keys for _, keys in baselines],
+    }
+    table = table.assign(**columns)
     table["on_front"] = seeds.on_front(table)
     table = seeds.against_baselines(by_run, table)
-
-    columns = [column for column in Row.__dataclass_fields__ if column in table]
-    made = []
-    for first, label, own_context, (_, tuned), known in zip(
-        firsts, _labels(firsts, own), contexts, baselines, records(table), strict=True
-    ):
-        group, finished = groups[first.method], values[first.method]
-        phases = dict.fromkeys([*PHASES, *(p for run in group for p in run.summary.phase_seconds)])
-        made.append(
-            Row(
-                method=label,
-                context=own_context,
-                own={key: first.config.get(key) for key in chosen},
-                runs=tuple(group),
-                metric=metrics[first.summary.task],
-                values=finished,
-                failed=tuple(s for s in (r.summary.seed for r in group) if s not in finished),
-                phases={phase: known[f"phase {phase}"] for phase in phases},
-                tuned=tuned,
-                target=target,
-                **{column: known[column] for column in columns},
-            )
-        )
+    made = [
+        _row(groups[name], values[name], target, known)
+        for name, known in zip(groups, records(table), strict=True)
+    ]
     return sorted(
         made,
         key=lambda row: (
@@ -425,6 +414,24 @@ def rows(
             not row.is_baseline,
             row.method,
         ),
+    )
+
+
+def _row(
+    runs: Sequence[Run],
+    values: Mapping[int, float],
+    target: float | None,
+    known: Mapping[str, Any],
+) -> Row:
+    """Return the row of these runs; `known` are the columns of its configuration."""
+    phases = dict.fromkeys([*PHASES, *(name for run in runs for name in run.summary.phase_seconds)])
+    return Row(
+        runs=tuple(runs),
+        values=values,
+        failed=tuple(run.summary.seed for run in runs if run.summary.seed not in values),
+        phases={name: known[f"phase {name}"] for name in phases},
+        target=target,
+        **{field: known[field] for field in Row.__dataclass_fields__ if field in known},
     )
 
 
