@@ -15,7 +15,7 @@ from gcbench.training.configuration import canonical, text
 PAYS = ("advice", "bandwidth", "scale", "scale-link")
 """Kinds of analyses whose conclusions say where compression pays."""
 SENTENCES = 2
-"""Conclusions of an analysis that the summary shows, the first ones."""
+"""How many conclusions of an analysis the summary shows: the first ones."""
 
 
 def sections(
@@ -103,7 +103,7 @@ def front(rows: Sequence[Row]) -> list[Row]:
 
 
 def _front(chosen: Sequence[Compared], accuracy: Mapping[int, Section]) -> Section | None:
-    """Return the rows that nothing beats in both, the uncompressed ones first in each budget."""
+    """Return the section of the fronts, a front for each of `chosen`; None without any row."""
     shown = [(one, row) for one in chosen for row in front(one.rows)]
     if not shown:
         return None

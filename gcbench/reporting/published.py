@@ -1,4 +1,4 @@
-"""Finished runs beside the numbers of a suite: which run is which entry, and what is missing."""
+"""Finished runs beside a suite: the entry to which each run belongs, and the entries without runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Beside:
     missing: list[Point]
     """The entries of the suite that have no run, of whatever budget."""
     choices: Mapping[str, Choice]
-    """What the trials that were read say of each point's rate, by `Point.identity`."""
+    """The learning rate that trials choose for each point, by `Point.identity`."""
 
     def rows(self, rows: Sequence[Row]) -> list[Row]:
         """Return the rows of these runs with the published numbers."""
@@ -56,7 +56,7 @@ class Beside:
         return "edge" if choice.at_edge else "tuned"
 
     def unmade(self) -> list[str]:
-        """Return lines on the runs that are missing and the command for them; none if none is."""
+        """Return lines on the runs that are missing, and the command that makes them; [] if none is."""
         if not self.missing:
             return []
         every = len(self.missing) + len({p.identity for p in self.points.values()})
