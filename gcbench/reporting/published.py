@@ -1,4 +1,4 @@
-"""Finished runs beside a suite: the entry to which each run belongs, and the entries without runs."""
+"""Finished runs beside a suite: the entry of each run, and the entries without runs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Beside:
         return "edge" if choice.at_edge else "tuned"
 
     def unmade(self) -> list[str]:
-        """Return lines on the runs that are missing, and the command that makes them; [] if none is."""
+        """Return lines on the runs that are missing and the command that makes them."""
         if not self.missing:
             return []
         every = len(self.missing) + len({p.identity for p in self.points.values()})

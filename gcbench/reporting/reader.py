@@ -101,7 +101,7 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config without the seed; what the run resolved stands in place of what was asked for."""
+        """The config without the seed, with what the run resolved in place of what was asked."""
         resolved = ("task", "workers", "collective", "engine", "gradients", "steps", "batch")
         resolutions = {key: getattr(self.summary, key) for key in resolved}
         config = ADDED | self.summary.config | resolutions
