@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import math
 import statistics
 import sys
@@ -152,10 +153,15 @@ def _check_randomness(model: nn.Module, gradients: str) -> None:
 
 
 def step_with(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Let an optimizer step by the gradients that its parameters have."""
+    """Let an optimizer step by the gradients that its parameters have.
+
+    It is torch's step without the wrappers for hooks, of which there are none here, and for
+    torch.compile, which would import torch._dynamo (see `engines.without_compiler`).
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr
-    optimizer.step()
+    with torch.no_grad():
+        inspect.unwrap(type(optimizer).step)(optimizer)
 
 
 class Trainer:
@@ -267,7 +273,7 @@ class Trainer:
             else:
                 method = config.make_compressor(step)
                 segments = Segments.of(compressed, method.granularity)
-                kept = memory.beside(carried, method)
+                kept = memory.for_method(carried, method)
                 lanes.append(Lane(method, config.collective, 0, segments, kept))
         if dense:
             start = lanes[0].segments.numel if lanes else 0

@@ -13,7 +13,7 @@ need half its gradient on both clusters, which nothing in the paper explains: h 
 For other methods r is bytes: those that an exchange among the nodes puts on a link, over those of a
 ring all-reduce of fp32 among as many. Those of our own TernGrad, whose sums need more bits the more
 nodes add to them, are held to its bars, too. Encoding and decoding are not in the bars' model.
-Source: Wen et al., NeurIPS 2017, Fig. 5 and section 6. The bars were read from the vectors of its
+Source: Wen et al., NeurIPS 2017, Fig. 5 and section 5. The bars were read from the vectors of its
 poster: fp32 exact, TernGrad +-1 %, fp32 of VGG-A on 8 and 16 GPUs of the slower cluster +-4 %.
 """
 
