@@ -155,12 +155,8 @@ class SparseLoCo(Compressor):
         out: Tensor | None = None,
     ) -> Tensor:
         """Return the mean over all workers, added in the order of ranks; not sent counts as 0."""
-        sparse = []
-        for payload in payloads:
-            positions, values = self._open(payload, segments)
-            sparse.append((values * payload.count if payload.count > 1 else values, positions))
-        workers = sum(payload.count for payload in payloads)
-        return ops.selection.scatter_mean(sparse, segments.numel, workers, out=out)
+        parts = [(*self._open(payload, segments), payload.count) for payload in payloads]
+        return ops.selection.mean(parts, segments.numel, out=out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         total = self._kept(segments).numel

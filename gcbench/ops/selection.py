@@ -330,6 +330,22 @@ def scatter_mean(
     return out
 
 
+def mean(
+    parts: Sequence[tuple[Tensor, Tensor, int]], n: int, *, out: Tensor | None = None
+) -> Tensor:
+    """Return the mean over workers of sparse tensors of n elements, in their order.
+
+    `parts`: the positions and the values of each as `scatter_mean` takes them, and for how many
+    workers it stands, whose mean it is; an element that is not there is 0. Returns float32, shape
+    (n,). `out`: where to write.
+
+    Raises:
+        ValueError: there is no sparse tensor.
+    """
+    sparse = [(own * count if count > 1 else own, positions) for positions, own, count in parts]
+    return scatter_mean(sparse, n, sum(count for *_, count in parts), out=out)
+
+
 # ---- positions on the wire -----------------------------------------------------------------------
 
 

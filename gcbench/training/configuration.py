@@ -642,9 +642,9 @@ def failed(config: Config, run: Run, error: DivergedError) -> dict[str, Any]:
     }
 
 
-def finite(value: float) -> float | None:
+def finite(value: float | None) -> float | None:
     """Return the value, or None where JSON has no number for it."""
-    return value if math.isfinite(value) else None
+    return value if value is not None and math.isfinite(value) else None
 
 
 def require_device(device: str) -> None:

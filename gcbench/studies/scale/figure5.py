@@ -34,7 +34,7 @@ from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import check_legal
 from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Row, Shown, Table, provenance
+from gcbench.reporting.analysis import Analysis, Row, Shown, Table
 from gcbench.studies import methods
 from gcbench.studies.scale import networks, traffic
 from gcbench.training import progress
@@ -235,11 +235,10 @@ def run(settings: Settings, command: str, observer: progress.Observer) -> Analys
                 bars += _bars(cluster, fitted, name, gpus, chosen, collectives)
                 observer.step(len(bars) // (3 + len(chosen)), f"{name}, {gpus} GPUs")
     panels = list(_panels(bars))
-    return Analysis(
-        kind=KIND,
-        settings=settings.model_dump(mode="json"),
-        command=command,
-        provenance=provenance(),
+    return Analysis.of(
+        KIND,
+        settings,
+        command,
         conclusions=_conclusions(bars, fits),
         tables=[
             Table(
