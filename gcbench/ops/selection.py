@@ -444,7 +444,7 @@ def _no_positions(found: int, given: Mapping[str, Any]) -> PayloadError:
         1: f"a bit is set after the last of {given.get('held', n)} codes",
         2: f"a bitmap with {found >> 3} bits set: {total} expected",
         3: "positions must increase",
-        4: "a segment has too many or too few positions",
+        4: "a position lies outside the segment whose turn it is",
         5: f"a bit is set after the last of {total} codes",
     }[found & 7]
     return PayloadError(f"{given['name']}: {reason}")
@@ -484,7 +484,7 @@ def _check_positions(positions: Tensor, runs: Sequence[KeptRun], name: str) -> N
     end = keep.repeat_interleave(rows).cumsum(0)
     begin = end - keep.repeat_interleave(rows)
     if (positions[begin] < start).any() or (positions[end - 1] >= start + length).any():
-        raise PayloadError(f"{name}: a segment has too many or too few positions")
+        raise PayloadError(f"{name}: a position lies outside the segment whose turn it is")
 
 
 @operation(_no_positions)

@@ -445,11 +445,11 @@ def test_a_gradient_of_zeros(positions, values):
     [
         ("int32", [3, 3, 21], "increase"),
         ("int32", [17, 3, 21], "increase"),
-        ("int32", [-1, 3, 21], "its own"),
-        ("int32", [3, 17, 24], "its own"),
-        ("int32", [3, 17, 2**31 - 1], "its own"),
-        *((coding, [3, 17, 19], "its own") for coding in CODINGS),
-        *((coding, [3, 21, 22], "its own") for coding in CODINGS),
+        ("int32", [-1, 3, 21], "outside the segment"),
+        ("int32", [3, 17, 24], "outside the segment"),
+        ("int32", [3, 17, 2**31 - 1], "outside the segment"),
+        *((coding, [3, 17, 19], "outside the segment") for coding in CODINGS),
+        *((coding, [3, 21, 22], "outside the segment") for coding in CODINGS),
     ],
 )
 def test_positions_that_no_encoder_sends(coding, positions, message):
@@ -469,7 +469,7 @@ def test_gaps_that_no_encoder_sends():
     bits = selection.gaps_low_bits(2000, 4)
     assert ops.packing.unpack(low, bits, 4).tolist() == [q % 2**bits for q in (10, 10, 498, 1996)]
     assert 1996 | 2**bits - 1 > 2000 - 4
-    for place, code, message in ((0, 11, "increase"), (3, 2**bits - 1, "its own")):
+    for place, code, message in ((0, 11, "increase"), (3, 2**bits - 1, "outside the segment")):
         codes = ops.packing.unpack(low, bits, 4)
         codes[place] = code
         payload = Payload((ops.packing.pack(codes, bits), high, torch.ones(4)))
