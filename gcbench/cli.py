@@ -315,7 +315,6 @@ def run(
         given[key] = grid.value(text) if isinstance(text, str) else text
     chosen = None if suite is None else suites.load(suite)
     plan = None if capture is None else captures.Plan(captures.steps(capture), capture_layers)
-    told = () if sink is None else sinks.names(sink)
     made = runner.Runner(
         results,
         data_dir,
@@ -323,8 +322,8 @@ def run(
         progress.value,
         force=force,
         capture=plan,
-        told=told,
-        kept=rows,
+        sink_names=() if sink is None else sinks.names(sink),
+        rows_file=rows,
         suite="" if chosen is None else f"{chosen.name}/{chosen.version}",
         show=catalog.show_runs,
     )
