@@ -290,7 +290,7 @@ def _factors(row: Mapping[str, Any]) -> tuple[float, float, float]:
 
 
 def _fisher(correlation: float) -> float:
-    """Return atanh of a correlation, whose errors are nearly normal (Fisher 1921); finite at +-1."""
+    """Return atanh of a correlation, which is nearly normal (Fisher 1921); finite at +-1."""
     if math.isnan(correlation):
         return correlation
     return math.atanh(max(-1 + 1e-12, min(1 - 1e-12, correlation)))

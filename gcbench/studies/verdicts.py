@@ -81,7 +81,7 @@ def row(claim: Claim, found: Interval, **more: str) -> Row:
 def table(rows: Sequence[Row], of: str = "", notes: Sequence[str] = ()) -> Table:
     """Return the table of verdicts.
 
-    `of`: a field that distinguishes rows of the same claim, e.g. "method"; `notes` follow the table.
+    `of`: a field that distinguishes rows of the same claim, e.g. "method"; `notes` follow it.
     """
     which = [Shown(field=of, heading=of)] if of else []
     return Table(
