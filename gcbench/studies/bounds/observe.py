@@ -207,8 +207,8 @@ class Watch:
         """Yield gradients of newly drawn batches at the present parameters, float32, shape (n,).
 
         Each batch has the size of one worker's, and is drawn with replacement, so that the
-        gradients are independent given the parameters. They are computed in training mode, in copies
-        of the model, so that the model's own batch-norm statistics do not change.
+        gradients are independent given the parameters. They are computed in training mode, on
+        copies of the model, so that the model's own batch-norm statistics do not change.
         """
         trainer = self.trainer
         config, n = trainer.config, len(trainer.train)
