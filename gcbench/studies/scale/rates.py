@@ -2,10 +2,10 @@
 
 If there is no figure for a network on a device, it is assumed to reach the same share of the
 device's peak as networks of its family, the median of them; if there are none either, the share on
-the device that this one is `like`. A share is 6 floating-point operations a MAC
-(`networks.OPERATIONS`) times the examples a second, over the peak in data/clusters.yaml. The
-figures are for large batches. Smaller ones reach less, which is not modelled: then computation
-takes longer than predicted, and compression gains less.
+the device that this one is `like`. A share is the floating-point operations a
+second (6 for each MAC, `networks.OPERATIONS`) over the peak in data/clusters.yaml. The figures are
+for large batches. Smaller ones reach less, which is not modelled: then computation takes longer
+than predicted, and compression gains less.
 """
 
 from __future__ import annotations

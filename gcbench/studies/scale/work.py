@@ -151,7 +151,7 @@ def median(call: Callable[[], object], before: Callable[[], object] | None = Non
 
 
 def measure(method: Compressor, shapes: Shapes, threads: int) -> Rates:
-    """Time the parts on this machine, on a normal gradient of at most `traffic.WEIGHED` elements."""
+    """Time the parts here, on a normal gradient of at most `traffic.WEIGHED` elements."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
