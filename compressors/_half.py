@@ -21,7 +21,7 @@ class HalfPrecision(Compressor):
 
     dtype: ClassVar[torch.dtype]
     unit: ClassVar[float]  # unit roundoff
-    half_step: ClassVar[float]  # half the distance of denormals
+    half_step: ClassVar[float]  # half the distance between neighbouring denormals
 
     collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather")
 
@@ -65,7 +65,7 @@ class HalfPrecision(Compressor):
 
 
 class HalfPrecisionClaims(Claims[HalfPrecision]):
-    """Contracts by the unit roundoff, where nothing is lost to denormals."""
+    """Contracts: an element's error is at most u |x|; for denormals and clipped ones below |x|."""
 
     contractive = True
     exact_for = ("signs", "ternary", "integers", "bytes", "sparse")
@@ -74,11 +74,14 @@ class HalfPrecisionClaims(Claims[HalfPrecision]):
         return 16.0
 
     def gaussian_error(self) -> float:
-        """Return u^2 / 3 times the mean of 4^-f, f uniform on [0, 1): the place in a binade."""
+        """Return u^2 / (8 ln 2): u^2 / 3 times the mean of 4^-f, f uniform on [0, 1).
+
+        f is the fractional part of log2 |x|, which is nearly uniform for normal values.
+        """
         return self.codec.unit**2 / (8 * math.log(2))
 
     def error_bound(self, x: Tensor, segments: Segments) -> float | None:
-        """Return the sum of the squared bounds; what half a denormal step swallows counts full."""
+        """Return the sum over elements of the square of the bound in the method's docstring."""
         size = x.double().abs()
         rounding = torch.maximum(self.codec.unit * size, size.clamp(max=self.codec.half_step))
         return float(
@@ -86,6 +89,6 @@ class HalfPrecisionClaims(Claims[HalfPrecision]):
         )
 
     def delta(self, segments: Segments) -> float | None:
-        """Return 1 - u^2; None for a format that loses what float32 holds as a normal value."""
+        """Return 1 - u^2; None if normal values of float32 are denormal in the format, or 0."""
         wide = torch.finfo(self.codec.dtype).tiny <= torch.finfo(torch.float32).tiny
         return 1 - self.codec.unit**2 if wide else None

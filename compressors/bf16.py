@@ -6,12 +6,12 @@ the 16 bits that are cut off, and down otherwise.
 
 Nearest: biased; per element |x - x'| <= max(u |x|, min(|x|, 2^-134), |x| - L), u = 2^-8: rounding,
 the denormal range, clipping. Normal input of any scale has a relative squared error of u^2 / (8 ln
-2) = 2.75e-6 to within 0.5 %, 64 times float16's. Stochastic: unbiased up to L, the variance of an
-element between two neighbours l < |x| < h is (|x| - l) (h - |x|), at most u^2 x^2 but for
-denormals, which may lose more than themselves: so error feedback around it is refused.
+2) = 2.75e-6 to within 0.5 %, 64 times float16's. Stochastic: unbiased up to L; the variance of an
+element between two neighbours l < |x| < h is (|x| - l) (h - |x|), at most u^2 x^2 except for
+denormals, whose error may exceed them: so error feedback around it is refused.
 Wire: 16 bits an element, up and down. Two-shot and all-gather add in float32, and two-shot rounds
-the mean once more on the way down. There is no all-reduce: halves that are added as halves lose a
-bit at every worker, which no residual sees.
+the mean once more on the way down. All-reduce is not offered: sums in 16 bits would be rounded at
+every addition, and no residual would contain that error.
 Source: Kalamkar et al. 2019, arXiv:1905.12322: the upper half of a float32; stochastic rounding
 as in Gupta et al., ICML 2015, arXiv:1502.02551, section 3.
 A plain cast sends infinity above 3.396e38; here nothing infinite is ever sent
@@ -63,8 +63,8 @@ class BFloat16(HalfPrecision):
             return super().encode(x, segments, shared, key, out=out)
         largest = torch.finfo(self.dtype).max
         bits = x.clamp(-largest, largest).view(torch.int32)
-        # The sum carries into the upper half with the probability of what is cut off; the sign
-        # bit is out of reach, as the largest value has zeros below.
+        # With r the lower half, the sum carries into the upper half with probability r / 2^16. The
+        # carry cannot reach the sign bit: the lower half of the largest value is 0.
         bits = bits + (ops.random.draws24(key, x.numel(), x.device) >> 8)
         return fill(out, (bits >> 16).to(torch.int16).view(self.dtype))
 
@@ -74,13 +74,16 @@ class BFloat16(HalfPrecision):
 
 
 class StochasticClaims(HalfPrecisionClaims):
-    """Unbiased; in the denormal range the error may exceed the input."""
+    """Unbiased; not contractive, as the error of a denormal may exceed it."""
 
     unbiased = True
     contractive = False
 
     def gaussian_error(self) -> float:
-        """Return twice that of rounding to nearest: s^2 p (1 - p) is s^2 / 6 on average."""
+        """Return twice the error of rounding to nearest, whose mean is s^2 / 12 for a step s.
+
+        Stochastic rounding has s^2 p (1 - p), in the mean s^2 / 6 for p uniform on [0, 1).
+        """
         return 2 * super().gaussian_error()
 
     def error_bound(self, x: Tensor, segments: Segments) -> float | None:
@@ -90,7 +93,7 @@ class StochasticClaims(HalfPrecisionClaims):
         return None
 
     def omega(self, segments: Segments) -> float:
-        """Return u^2: a quarter of the squared step, which is at most 2 u |x|; denormals apart."""
+        """Return u^2, as p (1 - p) <= 1/4 and a step is at most 2 u |x|; except for denormals."""
         return self.codec.unit**2
 
     def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:

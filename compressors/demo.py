@@ -1,14 +1,15 @@
-"""DeMo: the largest cosine coefficients of each chunk; the update is the sign of their mean.
+"""DeMo: the largest DCT coefficients of each chunk; the update is the sign of their mean.
 
-Each dimension of a tensor (as shape[0] x rest; a vector is one row) is cut by its largest divisor
-<= chunk. c = orthonormal DCT-II of a chunk, separably in two dimensions; q = inverse DCT of the
-topk largest |c| (ties: lowest index). Coefficient j of the update is the mean over the workers that
-sent j, not over all; then the inverse DCT, then sign, with sign(0) = 0.
+A tensor is taken as a matrix, shape[0] x rest, a vector as one row. Each of the two dimensions is
+cut into pieces of its largest divisor <= chunk, which makes the chunks. c = orthonormal DCT-II of a
+chunk, separable in two dimensions; q = inverse DCT of the topk largest |c| (ties: lowest index).
+Coefficient j of the update is the mean over the workers that sent j, not over all workers; then
+comes the inverse DCT, then the sign, with sign(0) = 0.
 
-Biased; ||x - q||^2 is the dropped energy (Parseval), at most 1 - topk / size of each chunk's.
-Memory: residual <- 0.999 residual + g, less q. The source accumulates lr * g instead: its residual
-is this one times lr, also when lr changes, since the engine then rescales residuals. Neither the
-order of coefficients nor a sign depends on the factor, so the updates are the same.
+Biased; ||x - q||^2 is the dropped energy (Parseval), at most 1 - topk / size of a chunk's energy.
+Memory: residual <- 0.999 residual + g - q. The source accumulates lr * g instead: its residual is
+ours times lr, also when lr changes, since the engine then rescales residuals. Neither the order of
+the coefficients nor a sign depends on that factor, so the updates are the same.
 Wire: topk indices of ceil(log2 size) bits (at least 1) and topk float32 a chunk: 32 (12 + 32) bits
 for 64 x 64 elements, 0.344 an element. Indices come first, in increasing order within a chunk,
 packed by width, narrow ones first.
@@ -39,7 +40,7 @@ from gcbench.ops.selection import KeptRun
 
 @dataclass(frozen=True)
 class DeMo(Compressor):
-    """The largest coefficients of chunks under a cosine transform; one payload a worker."""
+    """The largest DCT coefficients of chunks; parts are their indices and their values."""
 
     chunk: int = 64  # elements, the longest side of a chunk
     topk: int = 32  # coefficients sent of each chunk
@@ -52,7 +53,7 @@ class DeMo(Compressor):
 
     @property
     def recipe(self) -> Mapping[str, Any]:
-        """Return plain steps by the sign; the mean itself is a gradient for any optimizer."""
+        """Return plain SGD for the sign; without the sign the mean suits any optimizer."""
         if not self.sign:
             return {}
         return {"optimizer": "sgd", "lr": 1e-3, "momentum": 0.0, "nesterov": False}
@@ -81,7 +82,7 @@ class DeMo(Compressor):
         return fill(out, pack_places(places, cuts), values)
 
     def _sent(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor]:
-        """Return where a payload's values belong among all coefficients, int64, and the values."""
+        """Check a payload; return the positions of its coefficients, int64, and their values."""
         self.check(payload, segments)
         words, values = payload.parts
         try:
@@ -113,7 +114,7 @@ class DeMo(Compressor):
         senders = torch.zeros_like(total)
         for payload in payloads:
             places, values = self._sent(payload, segments)
-            total[places] += values  # a payload has a place once: the order is that of ranks
+            total[places] += values  # places are distinct, so additions are in the order of ranks
             senders[places] += 1
         update = inverse_dct(total.div_(senders.clamp_(min=1)), self._cuts(segments))
         update = update.sign_() if self.sign else update
@@ -129,7 +130,7 @@ class DeMo(Compressor):
 
 
 class DeMoClaims(Claims[DeMo]):
-    """Contracts by the energy of the dropped coefficients; the update is no mean."""
+    """Contracts: the error is the energy of the dropped coefficients. The update is no mean."""
 
     contractive = True
     aggregate = "other"
@@ -213,11 +214,11 @@ def cut_chunks(segments: Segments, limit: int, keep: int) -> list[Chunks]:
 
 @functools.cache
 def dct_matrix(n: int) -> Tensor:
-    """Return the orthonormal DCT-II, float32 rounded from float64, shape (n, n); not to be changed.
+    """Return the orthonormal DCT-II matrix, float32 rounded from float64, (n, n); do not change it.
 
     C[k, i] = sqrt((2 - [k = 0]) / n) cos(pi (2 i + 1) k / (2 n)): Ahmed, Natarajan and Rao 1974.
     """
-    # The angle is reduced in integers, so that large multiples of pi lose nothing.
+    # The angle is reduced in integers: a large float angle would lose precision.
     angle = [[math.pi * ((2 * i + 1) * k % (4 * n)) / (2 * n) for i in range(n)] for k in range(n)]
     matrix = torch.tensor(angle, dtype=torch.float64).cos() * math.sqrt(2 / n)
     matrix[0] = math.sqrt(1 / n)
@@ -225,9 +226,9 @@ def dct_matrix(n: int) -> Tensor:
 
 
 def dct(x: Tensor, cuts: Sequence[Chunks]) -> Tensor:
-    """Return the coefficients of `x`, float32, shape (n,); beyond float32 they saturate.
+    """Return the DCT coefficients of `x`, float32, shape (n,), chunk after chunk.
 
-    Both dimensions of a chunk are transformed, those of length 1 excepted.
+    Coefficients beyond float32's range saturate.
     """
     out = torch.empty_like(x)
     for cut in cuts:
@@ -242,7 +243,7 @@ def dct(x: Tensor, cuts: Sequence[Chunks]) -> Tensor:
 
 
 def inverse_dct(coefficients: Tensor, cuts: Sequence[Chunks]) -> Tensor:
-    """Return the bucket that has these coefficients, float32, shape (n,): undoes `dct`."""
+    """Return the inverse DCT, float32, shape (n,), of coefficients in the order of `dct`."""
     out = torch.empty_like(coefficients)
     for cut in cuts:
         blocks = coefficients[cut.place].view(cut.down, cut.across, cut.height, cut.width)
@@ -256,12 +257,12 @@ def inverse_dct(coefficients: Tensor, cuts: Sequence[Chunks]) -> Tensor:
 
 
 def kept_runs(cuts: Sequence[Chunks]) -> list[KeptRun]:
-    """Return the chunks as segments of the coefficients, of which `kept` are kept."""
+    """Return the chunks as runs of segments, for the selection of the largest coefficients."""
     return [KeptRun(cut.start, cut.number, cut.size, cut.kept) for cut in cuts]
 
 
 def _widths(cuts: Sequence[Chunks]) -> list[tuple[int, int]]:
-    """Return the widths of indices and how many have each, the narrowest first."""
+    """Return (bits of an index, number of indices of that width), the narrowest first."""
     totals: dict[int, int] = {}
     for cut in cuts:
         totals[cut.bits] = totals.get(cut.bits, 0) + cut.number * cut.kept
@@ -279,7 +280,7 @@ def count_words(cuts: Sequence[Chunks]) -> int:
 
 
 def pack_places(places: Tensor, cuts: Sequence[Chunks]) -> Tensor:
-    """Pack the places of kept coefficients as indices in their chunks, int32 words."""
+    """Pack the positions of kept coefficients, int64, as indices in their chunks, int32 words."""
     alike: dict[int, list[Tensor]] = {bits: [] for bits, _ in _widths(cuts)}
     pieces = torch.split(places, [cut.number * cut.kept for cut in cuts]) if cuts else ()
     for cut, piece in zip(cuts, pieces, strict=True):
@@ -289,7 +290,7 @@ def pack_places(places: Tensor, cuts: Sequence[Chunks]) -> Tensor:
 
 
 def unpack_places(words: Tensor, cuts: Sequence[Chunks]) -> Tensor:
-    """Return the places of kept coefficients, int64, from `count_words(cuts)` packed words.
+    """Return the positions of kept coefficients, int64, from `count_words(cuts)` packed words.
 
     Raises:
         PayloadError: an index is beyond its chunk, or they do not increase.

@@ -7,12 +7,13 @@ Bias and bound: biased; ||C(p) - p||^2 = (1 - phi(p)) ||p||^2 exactly, with the 
 phi(p) = ||p||_1^2 / (d ||p||^2), from 1/d (one nonzero) to 1 (constant magnitude); 2/pi for long
 normal segments. The residual obeys E||e||^2 <= 4 (1 - delta) sigma^2 / delta^2 for gradients of
 E||g||^2 <= sigma^2 and phi >= delta, so the iterates stay close to those of SGD.
-Wire: 1 bit an element and one float32 a segment, up and down. All-gather, every worker decoding
-all, is the paper's exchange; under two-shot the owner encodes the mean again, with its residual.
+Wire: 1 bit an element and one float32 a segment for a payload. All-gather, in which every worker
+decodes the payloads of all, is the paper's exchange; in a two-shot exchange the owner encodes the
+mean again, with a residual of its own, and the way down costs as much as the way up.
 Source: Karimireddy et al., ICML 2019, arXiv:1901.09847, algorithm 1 (EF-SIGNSGD), lemma 3, and
 theorem II.
-The residual is kept in units of the gradient and follows the learning rate, which multiplies what
-arrives: the updates are the paper's p = lr g + e, the first one included
+The residual is kept in units of the gradient and is rescaled when the learning rate changes; the
+learning rate multiplies the mean. So the updates are the paper's, with p = lr g + e, also the first
 (test_signsgd.py::test_ef_first_step_has_the_learning_rate_of_all). The theory is that of one
 worker. The authors' code takes one scale a tensor, the default here; finer ones raise phi.
 """
@@ -44,7 +45,7 @@ class EFSignSGD(Compressor):
     variants = ({}, {"granularity": 512})
 
     def __post_init__(self) -> None:
-        Segments.of([(1,)], self.granularity)  # refuses what it does not know
+        Segments.of([(1,)], self.granularity)  # raises UsageError if it is unknown
 
     def encode(
         self,
@@ -112,7 +113,7 @@ class EFSignSGD(Compressor):
 
 
 class EFSignSGDClaims(Claims[EFSignSGD]):
-    """Contracts by the density of the segment."""
+    """Contracts: the relative squared error is 1 - phi, phi the density of the segment."""
 
     contractive = True
     exact_for = ("signs",)
@@ -124,11 +125,11 @@ class EFSignSGDClaims(Claims[EFSignSGD]):
         return 1 - 2 / math.pi
 
     def error_bound(self, x: Tensor, segments: Segments) -> float:
-        """Return sum (1 - phi) ||x||^2 over the segments: exact, but for float64 rounding."""
+        """Return sum (1 - phi) ||x||^2 over the segments, the error itself up to rounding."""
         total, square = ops.statistics.moments(x.abs(), segments)
         count = torch.tensor(segments.lengths, dtype=torch.float64, device=x.device)
         return ops.sign.mean_error(ops.sign.class_means(count, total), count, total, square)
 
     def delta(self, segments: Segments) -> float:
-        """Return the least density that there is, 1/d of the longest segment, but for rounding."""
+        """Return the least possible density, 1/d of the longest segment, less some rounding."""
         return (1 - 2.0**-18) / max(1, *segments.lengths, 1)

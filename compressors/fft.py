@@ -1,38 +1,38 @@
 """FFT sparsification: the largest bins of the gradient's spectrum, as range-based floats.
 
-X = rfft(x) / sqrt(L) for a segment with zeros after it up to L elements (`pad`, see below); of its
-B = L // 2 + 1 complex bins the K = max(1, round((1 - theta) B)) of largest |X|^2 are kept, of equal
-ones the lowest. Their real and imaginary parts take N-bit codes with m bits of mantissa, in their
-range (`gcbench.ops.rangefloat`). x' = irfft of the kept bins, cut to the segment. The mean adds
-spectra, in the order of ranks, and goes back once.
+X = rfft(x) / sqrt(L) for a segment that is padded with zeros to L elements (`pad`, see below). Of
+its B = L // 2 + 1 complex bins the K = max(1, round((1 - theta) B)) with the largest |X|^2 are
+kept, of equal ones the lowest. Their real and imaginary parts are quantized to N-bit range floats
+with m bits of mantissa (`gcbench.ops.rangefloat`). x' = irfft of the kept bins, without the
+padding. The mean adds the workers' spectra, in the order of ranks, and is transformed back once.
 
-Bias and bound: biased. P the projection on the kept bins, q their rounding, h = 2^-11 for fp16:
-||x - x'||^2 <= ||x||^2 - (||Px|| - h ||x||)^2 + (||q|| + h ||x||)^2, below ||x||^2, as q is at most
-2^-(m+1) of a value, or that value below eps; zeros change no norm, and a cut only takes some of the
-error away. Of a long normal x, 1 - rho (1 + ln(1 / rho)), rho = 1 - theta, is lost: .5654 at .85,
-where `topk` loses .4425. Spectra win only where x is smooth along its index
-(test_fft.py::test_a_smooth_signal_*).
-m = 5 spans 16 octaves, 6 spans 8. On whole gradients of LeNet and CifarNet 5 lost 4e-5 of the kept
-energy each time, 6 from 1e-5 to 4e-4, 7 up to .45; in groups of 4096, 6 always lost 1e-5.
-Range: each message's own by default, so nothing saturates. The paper estimates it in the first
-iterations and keeps it: `--set low=-0.3 --set high=0.3`, in the unit of the gradient, one range for
-all segments and workers; `gcbench fft-range` estimates it and measures what it costs. Of first
-steps with their own range and then that one: low=0:null/10:-0.3, and high likewise. A value outside
-becomes the end of the range, one below eps / 2 is 0: each errs by at most itself. But a residual
-may grow beyond any range, so the method then does not claim to contract. The range still travels,
-in 4 bytes a segment: a payload of another range is refused and not misread.
+Bias and bound: biased. With P the projection on the kept bins, q their quantization error and h =
+2^-11 for the rounding to fp16, ||x - x'||^2 <= ||x||^2 - (||Px|| - h ||x||)^2 + (||q|| + h
+||x||)^2. This is below ||x||^2, as q is at most 2^-(m+1) of a value, or the value itself if that is
+below eps. Padding changes no norm, and removing it can only reduce the error. A long normal x loses
+1 - rho (1 + ln(1 / rho)) of its energy, rho = 1 - theta: .5654 at theta = .85, where `topk` loses
+.4425. Spectra win only where x is smooth along its index (test_fft.py::test_a_smooth_signal_*).
+The codes of N = 10 bits span 16 octaves with m = 5 and 8 with m = 6; quantization loses 4^-m / 24
+of the kept energy of normal input, if the octaves suffice (test_rounding_of_kept_bins).
+Range: each message has its own by default, so nothing saturates. The paper estimates one range in
+the first iterations and keeps it: `--set low=-0.3 --set high=0.3`, in the unit of the gradient, for
+all segments and workers; `gcbench fft-range` estimates it and measures what it costs. To use it
+after ten steps with each message's own: low=0:null/10:-0.3, and high likewise. A value outside is
+clipped to the end of the range, and one below eps / 2 becomes 0: neither error exceeds the value.
+But a residual may grow beyond any range, so the method then does not claim to contract. The range
+is sent all the same, 4 bytes a segment, so that a payload with another range is refused.
 Wire: a bitmap of B bits, 2K codes, one int32 a segment. At theta = .85: .5 + .15 * 10 = 2.0 bits an
-element, 16x; with `bitmap="real"`, the paper's one bit a real, 2.5 and 12.8x. Its 21.33x (1.5 bits,
-the nominal ones) leaves the bitmap out. Rounding of the transform is the library's: not portable.
+element, 16x; with `bitmap="real"`, one bit for each real number as in the paper, 2.5 and 12.8x. The
+paper's 21.33x (1.5 bits, the nominal ones) leaves the bitmap out. Not portable: the last bits of a
+transform depend on the library.
 Source: Wang et al., HPDC 2020, doi:10.1145/3369583.3392681 (arXiv:1811.08596). Its Theorem 3.5 has
 theta fall to 0: --set theta=0:0.85/1000:0.
 No code of the authors is public. Where the paper is silent: segments are scaled by a power of two
 before fp16, which then cannot overflow (test_any_unit_*); bins are chosen by |X|^2, though the
-first (of even L, the last too) counts once in the energy, others twice (test_the_largest_bins_*).
-As there, the model is one segment. Libraries are slow at, and MKL at times off by 2^-15 for, a
-length with a large prime factor: one above 32,768 is padded, by a few tenths of a percent
-(`gcbench.ops.transform.padded_length`), which `--set pad=false` leaves out. Encoding 2.7e5 elements
-takes one thread 1.5 ms, 1.07e6 6.5, 25.6e6 .35 s; in groups of 4096 1.1, 3.5 and 235 ms.
+first (of even L, the last too) counts once in the energy and the others twice
+(test_the_largest_bins_*). As in the paper, the model is one segment. Libraries are slow, and MKL
+sometimes off by 2^-15, at lengths with a large prime factor: a length above 32,768 is padded, by a
+few tenths of a percent (`gcbench.ops.transform.padded_length`), unless `--set pad=false`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, 
 from gcbench.core.errors import PayloadError
 
 WIDTHS = {"complex": 1, "real": 2}
-"""Bits that a bin has in each bitmap."""
+"""Bits of a bin in each kind of bitmap."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class FFT(Compressor):
             raise ValueError(
                 f"low={self.low}, high={self.high}: finite numbers below and above 0 allowed"
             )
-        Segments.of([(1,)], self.granularity)  # refuses what it does not know
+        Segments.of([(1,)], self.granularity)  # raises UsageError if it is unknown
 
     def _runs(self, segments: Segments) -> tuple[ops.selection.KeptRun, ...]:
         """Return the runs of the segments' bins."""
@@ -128,7 +128,7 @@ class FFT(Compressor):
         return fill(out, *ops.spectrum.pack(bins, kept, runs, *form, grids=grids))
 
     def _open(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor]:
-        """Return the kept bins, int64, (K,) in all, and their values, float32, (K, 2)."""
+        """Check a payload; return its kept bins, int64, (K,), and values, float32, (K, 2)."""
         self.check(payload, segments)
         form, runs = (self.code_bits, self.mantissa, WIDTHS[self.bitmap]), self._runs(segments)
         kept, values = ops.spectrum.unpack(payload.parts, runs, *form, self.name)
@@ -138,10 +138,10 @@ class FFT(Compressor):
         first = [
             run.start + run.length * row for run in runs if run.length for row in range(run.rows)
         ]
-        means = torch.tensor(first, device=kept.device)  # bins are in increasing order
-        at = torch.searchsorted(kept, means).clamp_(max=max(0, len(kept) - 1))
-        if len(kept) and bool(values[at[kept[at] == means], 1].any()):
-            raise PayloadError(f"{self.name}: the sum of a segment's values is not real")
+        zeroth = torch.tensor(first, device=kept.device)  # X_0 of each segment; `kept` increases
+        at = torch.searchsorted(kept, zeroth).clamp_(max=max(0, len(kept) - 1))
+        if len(kept) and bool(values[at[kept[at] == zeroth], 1].any()):
+            raise PayloadError(f"{self.name}: the first bin of a segment is not real")
         return kept, values
 
     def decode(
@@ -174,9 +174,9 @@ class FFT(Compressor):
 
 
 class FFTClaims(Claims[FFT]):
-    """Contracts by the energy of the dropped bins and the rounding of the others.
+    """Contracts: the error is the energy of the dropped bins, plus the rounding of the others.
 
-    With a given range, what lies outside loses any share of itself: then it does not contract.
+    With a given range it does not: values outside may lose any share of themselves.
     """
 
     portable = False
@@ -190,18 +190,18 @@ class FFTClaims(Claims[FFT]):
         return (1 - self.codec.theta) * self.codec.code_bits
 
     def gaussian_error(self) -> float | None:
-        """Return what is dropped and rounded; None where the estimate of the latter matters."""
+        """Return the energy dropped and lost by rounding; None if the latter is not negligible."""
         if self.codec.low is not None:
             return None
         kept = (1 - self.codec.theta) * (1 - math.log(1 - self.codec.theta))
-        rounded = kept * 4.0**-self.codec.mantissa / 24  # steps of 2^-m; 24 as measured
+        rounded = kept * 4.0**-self.codec.mantissa / 24  # as test_rounding_of_kept_bins measures
         narrow = (
             2**self.codec.code_bits < 12 << self.codec.mantissa
-        )  # below 6 octaves a sign eps matters too
+        )  # under 6 octaves a sign, eps matters, too
         return None if narrow or rounded > (1 - kept) / 50 else 1 - kept + rounded
 
     def error_bound(self, x: Tensor, segments: Segments) -> float:
-        """Return the bound of the card, for the bins and the rounding that `x` itself has."""
+        """Return the bound in the module's docstring, with the kept bins and the rounding of x."""
         payload = self.codec.encode(x, segments, x, Key(0, 0, 0))
         kept, values = self.codec._open(payload, segments)
         return ops.spectrum.error(
@@ -209,10 +209,11 @@ class FFTClaims(Claims[FFT]):
         )
 
     def delta(self, segments: Segments) -> float | None:
-        """Return the least that is kept of a flat spectrum, less the rounding; None if nothing.
+        """Return the share of energy kept of a flat spectrum, less the rounding; None if below 0.
 
-        Of L elements in B bins K are kept: an energy of at least 1 - 2 (B - K) / L, as a bin counts
-        twice at most. The card's bound with that; codes span (2^(N - 1) - 3) / 2^m octaves or more.
+        A flat spectrum is the worst case: K of B bins keep at least 1 - 2 (B - K) / L of it, as a
+        bin counts at most twice in the energy. That is put into the bound of the module's
+        docstring, where codes span at least (2^(N - 1) - 3) / 2^m octaves.
         """
         if self.codec.low is not None:
             return None
@@ -229,5 +230,5 @@ class FFTClaims(Claims[FFT]):
         return worst if worst > 0 else None
 
     def with_error(self, alpha: float) -> FFT:
-        """Return the method with theta = alpha^2: the share of a flat spectrum that is dropped."""
+        """Return the method with theta = alpha^2: a flat spectrum has a relative error of alpha."""
         return replace(self.codec, theta=alpha**2)

@@ -6,9 +6,9 @@ Biased; per element |x - x'| <= max(u |x|, min(|x|, 2^-25), |x| - 65504), u = 2^
 denormal range (everything up to 2^-25 becomes 0), clipping. Normal input of any scale in between
 has a relative squared error of u^2 / (8 ln 2) = 4.30e-8 to within 0.5 %.
 Wire: 16 bits an element, up and down. Two-shot and all-gather add in float32, and two-shot rounds
-the mean once more on the way down. There is no all-reduce: halves that are added as halves lose a
-bit at every worker, which no residual sees.
-Source: IEEE 754-2008 binary16, section 3.6; no loss scaling and no clipping of gradients is added.
+the mean once more on the way down. All-reduce is not offered: sums in 16 bits would be rounded at
+every addition, and no residual would contain that error.
+Source: IEEE 754-2008 binary16, section 3.6; without loss scaling or gradient clipping.
 A plain cast sends infinity above 65520; here nothing infinite is ever sent
 (test_half.py::test_nothing_infinite_is_sent).
 """

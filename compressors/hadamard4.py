@@ -13,7 +13,10 @@ Wire: 4 bits an element, packed, and one float32 (a) a block: 4.25 bits at 128, 
 owner adds in float32 and encodes the mean again.
 Source: Jia et al., NeurIPS 2024, arXiv:2410.15526 (SDP4Bit): the Hadamard transform before 4 bits
 in groups of 128. Theirs has two levels, 8 bits between the GPUs of a node and these 4 between
-nodes. Here the exchange knows no nodes, so it is 4 bits everywhere.
+nodes. Here the levels are those of hybrid sharding, `gcbench.shard_hook("int8",
+between="hadamard4")`, where the replicas' mean is encoded again
+(test_fsdp.py::test_two_levels_send_eight_bits_inside_and_four_between); as the one compressor of
+a run it is 4 bits everywhere.
 Ours adds and subtracts in butterflies of a fixed order, so that no matrix product decides the last
 bits (test_hadamard4.py::test_the_rotation_is_the_matrix).
 """

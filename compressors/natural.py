@@ -1,12 +1,14 @@
-"""Natural compression: sign and exponent, the mantissa rounded away at random.
+"""Natural compression: stochastic rounding to a power of two, sent as sign and exponent.
 
-|x| = 2^a (1 + f), 0 <= f < 1, goes to 2^(a+1) with probability f and to 2^a otherwise: f is the
-mantissa of the float, so nothing is computed but a comparison. Denormals, below 2^-126, go to 0.
+|x| = 2^a (1 + f), 0 <= f < 1, is rounded to 2^(a+1) with probability f and to 2^a otherwise. f is
+the fraction of the float, so a comparison with a draw is all that is computed. Denormals, below
+2^-126, become 0.
 
 Bias and variance: unbiased; the variance of an element is (|x| - 2^a) (2^(a+1) - |x|), at most
-x^2 / 8, so it contracts, too. Normal input of any scale loses (3/4 - ln 2) / ln 2 = .0820 of its
-squared norm. Above 2^127 nothing is rounded up: the next power is no float32.
-Wire: 9 bits an element, up and down, no scale; two-shot draws again for the mean.
+x^2 / 8, so it also contracts. For normal input of any scale the squared error is (3/4 - ln 2) / ln
+2 = .0820 of the squared norm. Above 2^127 nothing is rounded up, as 2^128 is no float32.
+Wire: 9 bits an element and no scale for a payload. All-gather hands down those of all workers;
+two-shot draws once more for the mean.
 Source: Horvath et al. 2019, arXiv:1905.10988: natural compression, omega = 1/8. 0 has one code,
 and a payload with infinity, NaN or -0 is refused.
 """
@@ -85,7 +87,10 @@ class NaturalClaims(Claims[Natural]):
         return (0.75 - math.log(2)) / math.log(2)
 
     def error_bound(self, x: Tensor, segments: Segments) -> float:
-        """Return ||x||^2 / 8, of the mean over draws; denormals and beyond 2^127 count full."""
+        """Return ||x||^2 / 8, a bound in expectation.
+
+        Denormals and elements beyond 2^127 are counted with their full square.
+        """
         size = x.double().abs()
         share = torch.where((size >= 2.0**-126) & (size <= 2.0**127), 1 / 8, 1.0)
         return float((share * size.square()).sum())

@@ -2,8 +2,8 @@
 
 x' = x; exact.
 Wire: 32 bits an element (float32), up and down.
-Source: none. Payloads are added as they are; a sum over workers is divided once, after the
-reduction, so that no precision is lost before it.
+Source: none. Payloads are summed, and the sum is divided by the number of workers once, after the
+reduction.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class NoCompression(Compressor):
         prepared: Any = None,
         out: Payload | None = None,
     ) -> Payload:
-        return Payload((x.contiguous(),))  # what is sent is there: nothing is written to `out`
+        return Payload((x.contiguous(),))  # x itself is the payload: nothing is copied to `out`
 
     def decode(
         self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
@@ -85,7 +85,7 @@ class NoCompression(Compressor):
 
 
 class NoCompressionClaims(Claims[NoCompression]):
-    """Everything arrives."""
+    """Exact."""
 
     unbiased = True
     contractive = True

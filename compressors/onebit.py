@@ -3,17 +3,18 @@
 V = gradient + residual;  bit = [V >= 0];  m1 = mean{V : V >= 0}, m0 = mean{V : V < 0} of a column
 (0 for an empty class);  V^ = m1 where the bit is 1, m0 elsewhere;  new residual = V - V^.
 
-Bias and bound: biased; the sum of each class survives, and (m0, m1) is the pair of least squared
-error for the threshold 0: ||V - V^||^2 = ||V||^2 - sum_columns (n1 m1^2 + n0 m0^2), at most
-(1 - 1/d) ||V||^2 for columns of d, and (1 - 2/pi) ||V||^2 for long normal ones.
-Wire: 1 bit an element and two float32 a column, up and down; the owner of a shard encodes the mean
-again and keeps what that loses, so there are two residuals. A column of d costs 1 + 64/d bits.
+Bias and bound: biased; the sum of each class is preserved, and (m0, m1) is the pair of least
+squared error for the threshold 0: ||V - V^||^2 = ||V||^2 - sum_columns (n1 m1^2 + n0 m0^2), n0 and
+n1 the sizes of the classes. That is at most (1 - 1/d) ||V||^2 for columns of d elements, and
+(1 - 2/pi) ||V||^2 for long normal ones.
+Wire: 1 bit an element and two float32 a column, up and down: 1 + 64/d bits an element for columns
+of d. The owner of a shard encodes the mean again, with a residual of its own.
 Source: Seide et al., Interspeech 2014: quantization with error feedback, the means of a column, the
 exchange in stripes. Its double buffering is `--delay 1` with half the batch, and its cold start
 `--start-step k`.
-It differs from the paper and CNTK: the residual is V - V^, as in CNTK; the paper prints G - V^,
-which loses what was carried (test_onebit.py::test_the_printed_residual_loses_mass). Workers
-are averaged where the paper sums. CNTK stores weights column-major as outputs x inputs, so its
+Differences: the residual is V - V^, as in CNTK; the paper prints G - V^, which drops the residual
+carried from earlier steps (test_onebit.py::test_the_printed_residual_loses_mass). Workers are
+averaged where the paper sums. CNTK stores weights column-major as outputs x inputs, so its
 column is one input's outgoing weights; here a column is one output's incoming weights, the stretch
 that is contiguous in torch, and a vector is one column (test_a_column_is_one_output_unit).
 """
@@ -45,7 +46,7 @@ class OneBit(Compressor):
     variants = ({}, {"granularity": "tensor"}, {"granularity": 512})
 
     def __post_init__(self) -> None:
-        Segments.of([(1,)], self.granularity)  # refuses what it does not know
+        Segments.of([(1,)], self.granularity)  # raises UsageError if it is unknown
 
     def encode(
         self,
@@ -125,7 +126,7 @@ class OneBitClaims(Claims[OneBit]):
         return 1 - 2 / math.pi
 
     def error_bound(self, x: Tensor, segments: Segments) -> float:
-        """Return ||x||^2 - sum(n1 m1^2 + n0 m0^2): the exact error, but for float64 rounding."""
+        """Return ||x||^2 - sum(n1 m1^2 + n0 m0^2), the error itself up to rounding."""
         count, total, square = ops.sign.class_moments(x, segments)
         return ops.sign.mean_error(ops.sign.class_means(count, total), count, total, square)
 

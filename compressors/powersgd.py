@@ -1,22 +1,24 @@
-"""PowerSGD: each matrix of the gradient as a product of two thin ones, by one power iteration.
+"""PowerSGD: each matrix of the gradient as a product of rank r, by one step of power iteration.
 
-M = a tensor of at least two dimensions as shape[0] x rest, n x m.
+M, n x m, is a tensor of at least two dimensions taken as the matrix shape[0] x rest.
 P = mean_i(M_i Q);  P^ = orthonormalize(P);  Q' = mean_i(M_i^T P^);  M' = P^ Q'^T.
-Q' starts the next step; the first Q is N(0, 1) from the shared seed.
+The next step starts from Q' (warm start); the first Q is N(0, 1) from the shared seed.
 
-Biased, linear: the same for workers {M_i} as for their mean M. P^ has orthonormal columns and
-M' = P^ P^^T M is a projection, so ||M - M'|| <= ||M||, and never below the best rank r
-approximation; exact once r >= rank(M). For a normal Q, E||M - M'||^2 <= (1 - r / min(n, m))
-||M||^2: the share of Q's image along the i-th singular vector rises with sigma_i, by symmetry and
-the convexity of log det in log sigma, and the shares sum to r.
-Wire: two all-reduces of float32, r n and then r m values a matrix: r vectors of n (P), r of m (Q').
-Vectors, scalars and matrices with r (n + m) >= n m travel as they are in the first.
+Biased. Linear: workers with gradients M_i get the same M' as one worker with their mean M. P^ has
+orthonormal columns and M' = P^ P^^T M is a projection, so the error ||M - M'|| is at most ||M||,
+and at least that of the best approximation of rank r; it is 0 if r >= rank(M). For a normal Q,
+E||M - M'||^2 <= (1 - r / min(n, m)) ||M||^2. Proof: let s_i be the expected squared length of the
+projection of the i-th left singular vector on the span of P^. The s_i sum to r, and s_i rises with
+the singular value sigma_i, by symmetry and the convexity of log det in log sigma.
+Wire: two all-reduces of float32 with r n (P) and then r m (Q') values a matrix. Vectors, scalars
+and matrices with r (n + m) >= n m are sent uncompressed in the first.
 Source: Vogels et al., NeurIPS 2019, arXiv:1905.13727, algorithms 1 and 2; error feedback takes
 the residual from the global reconstruction, as in algorithm 2.
-The authors' code divides each column of P by its norm plus an epsilon, and a gradient of zeros
-ends its warm start for good: Q stays 0. Here a collapsed column is replaced, so P^ is orthonormal
-in every case (test_powersgd.py::test_warm_start_survives_zeros), and Q is orthonormalized
-between steps, which leaves its span as it is and P in the range of the gradient.
+The authors' code divides each column of P by its norm plus an epsilon; after a gradient of zeros
+its Q stays 0 for the rest of the run. Here a column of P that depends on the others is replaced by
+a random one, so that P^ is always orthonormal (test_powersgd.py::test_warm_start_survives_zeros).
+And Q is orthonormalized between steps, which keeps its span and bounds the magnitude of P by that
+of the gradient.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class PowerSGD(MultiRoundCompressor):
-    """Low-rank approximation in two rounds. The state is Q of all matrices, r vectors of m each."""
+    """Low-rank approximation in two rounds; the state is Q of all matrices, r rows of m each."""
 
     rank: int = 2  # columns of P and Q; the paper takes 2 for images, 4 for language
     warm_start: bool = True  # False draws Q anew at every step
@@ -53,7 +55,7 @@ class PowerSGD(MultiRoundCompressor):
             raise ValueError(f"rank={self.rank}: a number of columns, at least 1")
 
     def _tensors(self, segments: Segments) -> Iterator[tuple[slice, int, int]]:
-        """Yield each tensor's place in the bucket, and its n and m; (size, 0) if sent as it is."""
+        """Yield each tensor's place in the bucket and n, m; size, 0 if it is not compressed."""
         for start, shape in segments.tensors:
             n, m = shape[0] if shape else 1, math.prod(shape[1:])
             thin = len(shape) > 1 and self.rank * (n + m) < n * m
@@ -71,7 +73,7 @@ class PowerSGD(MultiRoundCompressor):
     def in_rounds(
         self, x: Tensor, segments: Segments, state: Tensor, key: Key, out: Tensor
     ) -> Generator[Tensor, Tensor, Tensor]:
-        """One power iteration a matrix M; P and Q hold their columns as rows, (r, n) and (r, m)."""
+        """Do one power iteration for each matrix; `p` and `q` are P^T, (r, n), and Q^T, (r, m)."""
         tensors = list(self._tensors(segments))
         matrices = [x[place].view(n, m) for place, n, m in tensors if m]
 
@@ -116,7 +118,7 @@ class PowerSGD(MultiRoundCompressor):
 
 
 def _joined(x: Tensor, pieces: Sequence[Tensor]) -> Tensor:
-    """Return all values as one vector; sums beyond float32 saturate, inf less inf is 0."""
+    """Return all values as one vector; infinities become the largest float32, and NaN 0."""
     return torch.cat([x.new_empty(0), *(piece.view(-1) for piece in pieces)]).nan_to_num_()
 
 
@@ -127,7 +129,7 @@ class PowerSGDClaims(Claims[PowerSGD]):
     portable = False
 
     def error_bound(self, x: Tensor, segments: Segments) -> float:
-        """Return the bound on the mean over the draws of Q, with room for float32's rounding."""
+        """Return the bound in expectation over Q, with a margin for float32's rounding."""
         return sum(
             (1 - self.codec.rank / min(n, m) + 2**-18) * float(x[place].double().square().sum())
             for place, n, m in self.codec._tensors(segments)
@@ -135,10 +137,10 @@ class PowerSGDClaims(Claims[PowerSGD]):
         )
 
     def delta(self, segments: Segments) -> float | None:
-        """Return the least r / min(n, m), of the mean over Q; None with a warm start.
+        """Return the least r / min(n, m), in expectation over Q; None with a warm start.
 
-        The share holds for a Q that is drawn afresh; for one that an earlier gradient has turned
-        nothing is proved: the new gradient may be orthogonal to it.
+        The bound holds for a Q that is drawn anew. For a Q from an earlier gradient there is none:
+        the new gradient may be orthogonal to it.
         """
         if self.codec.warm_start:
             return None
@@ -149,8 +151,9 @@ class PowerSGDClaims(Claims[PowerSGD]):
 # ---- orthonormal vectors, the same bits wherever the same bits come in ---------------------------
 
 COLLAPSED = 2.0**-80
-"""What is left of a vector's energy, as a share, when it lies in the span of the earlier ones: the
-vectors come in float32, so anything smaller is the rounding of float64."""
+"""A vector counts as dependent on the earlier ones if at most this share of its squared norm is
+left without its projections on them. The vectors come in float32, so a smaller rest is float64's
+rounding."""
 
 
 def _dots(rows: Tensor, vector: Tensor) -> list[float]:
@@ -178,10 +181,10 @@ def _subtract(vector: Tensor, basis: Tensor, shares: list[float]) -> Tensor:
 def orthonormalize(vectors: Tensor) -> Tensor:
     """Return orthonormal rows, float32, shape (r, n), r <= n, that span the rows of `vectors`.
 
-    Gram and Schmidt in float64, sums in a fixed order, each projection taken out twice: the second
-    pass removes what rounding left in the first, and two are enough. A row that is zero, in the
-    span of the rows before it, or not finite is replaced by normal draws from a fixed stream, made
-    orthogonal to them: the result always has rank r and no NaN.
+    Gram-Schmidt in float64 with sums in a fixed order. Projections are subtracted twice, as the
+    second pass removes what rounding left after the first. A row that is zero, in the span of the
+    rows before it, or not finite is replaced by normal draws with a fixed key, made orthogonal to
+    those rows, so the result always has rank r and no NaN.
 
     Raises:
         ValueError: more rows than elements in a row.

@@ -69,6 +69,10 @@ class QSGD(Compressor):
         prepared: Any = None,
         out: Payload | None = None,
     ) -> Payload:
+        if (self.norm, self.coding) == ("max", "fixed"):
+            return fill(
+                out, *ops.levels.encode_max(x, self.levels, segments, key, out=slot(out, 0))
+            )
         norms = ops.levels.norms(x, segments, self.norm, self.levels)
         code = x, norms, self.levels, self.coding, segments, key
         return fill(out, ops.levels.encode(*code, out=slot(out, 0)), norms)

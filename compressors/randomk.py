@@ -1,20 +1,21 @@
-"""Random-k: k elements of each segment, the same on all workers, scaled so that the mean is right.
+"""Random-k: k random elements of each segment, the same on all workers, scaled to be unbiased.
 
 x'_i = (d/k) x_i for k = max(1, ceil(rho d)) positions drawn uniformly without replacement in a
 segment of d, else 0; with `scaled=False` x'_i = x_i there.
 
 Bias and variance: scaled, E[x'] = x with variance (d/k - 1) x_i^2, so E||x' - x||^2 =
-(d/k - 1) ||x||^2 exactly: 99 times the signal at rho = .01, for the mean of many workers too, as
-all keep the same positions. Unscaled, E||x' - x||^2 = (1 - k/d) ||x||^2: contractive in
-expectation, for error feedback: `--set scaled=false --memory residual`.
-Positions: the k largest of one random 32-bit word an element, of equal ones the lowest, so P(kept)
-is k/d to within 2^-32. They follow from seed, step and element: no index travels.
-Wire: 32 k bits, 32 rho an element, and nothing else, up and down. Values of the same positions can
-be added, so an all-reduce takes them as they are; the sum is divided and scaled once.
+(d/k - 1) ||x||^2 exactly, 99 times the energy of x at rho = .01. Averaging over workers does not
+reduce it, as all keep the same positions. Unscaled, E||x' - x||^2 = (1 - k/d) ||x||^2: contractive
+in expectation, for error feedback: `--set scaled=false --memory residual`.
+Positions: each element draws a random 32-bit word, and the k largest are kept, of equal words those
+at the lowest positions, so P(kept) is k/d to within 2^-32. Positions follow from seed, step and
+element, so no index is sent.
+Wire: 32 k bits, 32 rho an element, up and down. The positions are the same on all workers, so an
+all-reduce can sum the values; the sum is divided and scaled once.
 Source: Stich et al., NeurIPS 2018, arXiv:1809.07599, definition 2.2 and lemma A.1 (rand_k,
 unscaled, with memory); scaled, from a seed: the subsampling of Konecny et al. 2016,
-arXiv:1610.05492. Theirs differ from worker to worker; here all share them, as in the comparison of
-Vogels et al., NeurIPS 2019 (test_randomk.py::test_positions_are_shared_and_fresh).
+arXiv:1610.05492, whose positions differ from worker to worker; here all workers have the same, as
+in Vogels et al., NeurIPS 2019 (test_randomk.py::test_positions_are_shared_and_fresh).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class RandomK(Compressor):
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
             raise ValueError(f"ratio={self.ratio}: above 0 and at most 1 allowed")
-        Segments.of([(1,)], self.granularity)  # refuses what it does not know
+        Segments.of([(1,)], self.granularity)  # raises UsageError if it is unknown
 
     def draw_shared(self, segments: Segments, key: Key) -> Tensor:
         """Return the positions that are kept, int64, shape (K,), increasing."""
@@ -74,7 +75,7 @@ class RandomK(Compressor):
         if self.scaled:
             runs = ops.selection.kept_runs(segments, self.ratio)
             factor = ops.selection.kept_values([run.inverse for run in runs], runs)
-            # A value that scaling would take beyond float32 saturates.
+            # A scaled value that would exceed float32 saturates.
             values.mul_(factor.to(values.device)).clamp_(-FLOAT_MAX, FLOAT_MAX)
         return ops.selection.scatter(values, shared, segments.numel, out=out)
 
@@ -87,7 +88,7 @@ class RandomK(Compressor):
         *,
         out: Payload | None = None,
     ) -> Payload:
-        """Return the sum of the payloads, in the order of ranks: nothing more is lost."""
+        """Return the sum of the payloads, added in the order of ranks; it has no further error."""
         for payload in payloads:
             self.check(payload, segments)
         total = fill(out, payloads[0].parts[0] if out else payloads[0].parts[0].clone())
@@ -103,7 +104,7 @@ class RandomK(Compressor):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return the decoding of the sum: the bits of an all-reduce in the order of ranks."""
+        """Return the decoding of the sum, in the bits of an all-reduce in the order of ranks."""
         merged = self.merge(payloads, segments, shared, Key(0, 0, 0))
         return self.decode(merged, segments, shared, out=out)
 
@@ -121,7 +122,7 @@ class RandomK(Compressor):
 
 
 class RandomKClaims(Claims[RandomK]):
-    """Scaled it is unbiased, unscaled it contracts in expectation."""
+    """Unbiased if scaled; otherwise it contracts in expectation."""
 
     @property
     def unbiased(self) -> bool:
@@ -149,14 +150,14 @@ class RandomKClaims(Claims[RandomK]):
         return None if self.codec.scaled else mean_error
 
     def delta(self, segments: Segments) -> float | None:
-        """Return the least k/d, in expectation, of the unscaled method."""
+        """Return the least k/d of a segment, in expectation; None for the scaled method."""
         runs = [run for run in ops.selection.kept_runs(segments, self.codec.ratio) if run.length]
         return (
             None if self.codec.scaled else min((run.keep / run.length for run in runs), default=1.0)
         )
 
     def omega(self, segments: Segments) -> float | None:
-        """Return the largest d/k - 1, of the scaled method."""
+        """Return the largest d/k - 1 of a segment; None for the unscaled method."""
         runs = ops.selection.kept_runs(segments, self.codec.ratio)
         return max((run.inverse for run in runs), default=1.0) - 1 if self.codec.scaled else None
 

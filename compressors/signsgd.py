@@ -1,14 +1,14 @@
 """signSGD with majority vote: one bit an element up, one bit down, no scale.
 
-Worker i sends sign(g_i), the owner answers V = sign(sum_i sign(g_i)): every worker steps by the
-learning rate times V, in each element, so learning rates are those of Adam (1e-4 to 1e-3).
+Worker i sends sign(g_i), the owner of a shard answers V = sign(sum_i sign(g_i)), and every worker
+applies x <- x - lr V. Each element moves by lr, so learning rates are those of Adam (1e-4 to 1e-3).
 
 Bias and bound: biased, and magnitudes are lost, so not contractive. With unimodal symmetric noise
 of standard deviation sigma, the vote of M workers is wrong with probability at most sigma /
-(sqrt(M) |g|); with skewed noise it can be wrong almost surely, the more so with more workers.
+(sqrt(M) |g|). With skewed noise it can be wrong with a probability that tends to 1 as M grows.
 Wire: 1 bit an element, up and down. With `abstain` 2 bits both ways, with `quorum` 2 bits down.
 Source: Bernstein et al., ICML 2018, arXiv:1802.04434, algorithms 1 (signSGD), 2 (Signum) and 3
-(vote), theorems 1 and 2. Signum is `--memory momentum`: each worker sends the sign of its own.
+(vote), theorems 1 and 2. Signum is `--memory momentum`: a worker sends its momentum's sign.
 sign(0) = +1 and a tied vote is +1, as in the authors' bit-packed vote (arXiv:1810.05291); their
 first code sent 0 (test_signsgd.py::test_zeros_and_ties_count_as_plus). So weights that get no
 gradient drift by the learning rate at every step, unless a tiny `abstain` stops them. Abstention
@@ -62,10 +62,10 @@ class SignSGD(Compressor):
             raise ValueError("ties='coin': with abstain or quorum a tied vote is 0")
 
     def legal_collectives(self) -> tuple[str, ...]:
-        return self.collectives[:1] if self.ties == "coin" else self.collectives  # owners toss it
+        return self.collectives[:1] if self.ties == "coin" else self.collectives  # owners toss
 
     def _bits(self, count: int) -> int:
-        """Return the bits of a code; one worker alone always reaches the quorum."""
+        """Return the bits of a code for `count` workers; the signs of one need no quorum."""
         return 2 if self.abstain or (self.quorum > 1 and count > 1) else 1
 
     def encode(
@@ -123,7 +123,7 @@ class SignSGD(Compressor):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return the vote, as `merge` does; UsageError if it may take a coin, having no key."""
+        """Return the vote, as `merge` does; UsageError if ties need a coin, for want of a key."""
         return self.decode(self._vote(payloads, segments, None), segments, shared, out=out)
 
     def merge(
@@ -147,7 +147,7 @@ class SignSGD(Compressor):
 
 
 class SignSGDClaims(Claims[SignSGD]):
-    """Signs, and their majority."""
+    """Signs and their majority vote: neither unbiased nor contractive."""
 
     @property
     def aggregate(self) -> str:
@@ -159,7 +159,7 @@ class SignSGDClaims(Claims[SignSGD]):
 
     @property
     def exact_for(self) -> tuple[str, ...]:
-        # The magnitude of signs, 1 = rms, must not be an abstention; zeros need one.
+        # All magnitudes are 1 = rms, at which a worker must not abstain; zeros need abstention.
         return (
             ()
             if self.codec.abstain > 1

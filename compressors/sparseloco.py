@@ -1,19 +1,19 @@
 """SparseLoCo: the largest elements of chunks of 4096, their values in 2 bits.
 
-Each segment is cut into chunks of `chunk` elements, the last one short. Of a chunk of d elements
-the k = min(d, max(1, ceil(topk d / chunk))) of largest |x_i| are sent (of equal ones the lowest
-indices), as a sign and one of two magnitudes of the segment: with t the mean |x_i| of all that the
-segment sends, the mean of those from t on, and the mean of those below.
+Each segment is cut into chunks of `chunk` elements, the last of which may be shorter. Of a chunk of
+d elements the k = min(d, max(1, ceil(topk d / chunk))) of largest |x_i| are kept, of equal ones the
+lowest indices. Each is sent as a sign and one of two magnitudes of its segment: with t the mean of
+the kept |x_i|, these are the mean of those that are at least t, and the mean of those below t.
 
-Biased; x' is the projection of x on four classes, so ||x - x'||^2 = ||x||^2 - ||x'||^2, and
-||x'||^2 >= S^2 / K, S the sum of the K kept magnitudes of a segment (Cauchy and Schwarz). Of 64 of
-4096 normal values the two means keep 99.5 % of the kept energy
-(test_sparseloco.py::test_two_magnitudes_keep_most).
-Memory: p = g + 0.95 e; e = p - what was sent: the residual decays and stands for the momentum of
-the outer optimizer (algorithm 1); with `--local-steps` g is the difference of parameters.
+Biased; x' is the orthogonal projection of x onto two vectors, the signs of the larger and those of
+the smaller kept elements. So ||x - x'||^2 = ||x||^2 - ||x'||^2, and ||x'||^2 >= S^2 / K, S the sum
+of the K kept magnitudes of a segment (Cauchy-Schwarz). If 64 of 4096 normal values are kept, the
+two means retain 99.5 % of their energy (test_sparseloco.py::test_two_magnitudes_keep_most).
+Memory: p = g + 0.95 e; e = p - x'(p): the decaying residual replaces the momentum of the outer
+optimizer (algorithm 1); with `--local-steps` g is the difference of parameters.
 Wire: an index of ceil(log2 chunk) bits and 2 bits of value for each kept element,
-64 (12 + 2) / 4096 = 0.219 bits an element, and 2 float32 a segment. All-gather alone: a second
-round would choose again.
+64 (12 + 2) / 4096 = 0.219 bits an element, and 2 float32 a segment. Only all-gather is offered: in
+a two-shot exchange the owners would select and quantize once more.
 Source: Sarfi, Therien, Lidin and Belilovsky 2025, arXiv:2508.15706: 1-3 % density, chunks of 4096,
 error feedback with decay 0.95, 2 bits.
 Their code cuts a matrix into blocks of 64 x 64 where we take 4096 neighbours, and its quantizer
@@ -38,7 +38,7 @@ from gcbench.ops.selection import KeptRun
 
 VALUE_BITS = 2
 NEGATIVE, LARGE = 1, 2
-"""The bits of a value's code."""
+"""The two bits of a value's code: it is negative; it has the larger magnitude."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class SparseLoCo(Compressor):
 
     chunk: int = 4096  # elements
     topk: int = 64  # elements sent of a whole chunk
-    granularity: str | int = "tensor"  # where the two magnitudes live, see `Segments.of`
+    granularity: str | int = "tensor"  # what has two magnitudes of its own: see `Segments.of`
 
     collectives: ClassVar[tuple[str, ...]] = ("allgather",)
     memory: ClassVar[str] = "residual"
@@ -66,7 +66,7 @@ class SparseLoCo(Compressor):
         return max(1, (self.chunk - 1).bit_length())
 
     def _runs(self, segments: Segments) -> list[KeptRun]:
-        """Return the chunks of each segment: the whole ones, and a short one."""
+        """Return the chunks as runs: for each segment the whole chunks, and a shorter last one."""
         runs = []
         for start, length in zip(segments.offsets, segments.lengths, strict=False):
             whole, rest = divmod(length, self.chunk)
@@ -78,7 +78,7 @@ class SparseLoCo(Compressor):
         return runs
 
     def _kept(self, segments: Segments) -> Segments:
-        """Return the segments as they lie among the kept elements."""
+        """Return the segments of the concatenated kept elements, one for each of `segments`."""
         offsets = [0]
         for length in segments.lengths:
             whole, rest = divmod(length, self.chunk)
@@ -119,7 +119,7 @@ class SparseLoCo(Compressor):
         )
 
     def _open(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor]:
-        """Return where a payload's values belong, int64, and the values, float32, shape (K,)."""
+        """Check a payload; return positions, int64, and values, float32, shape (K,) each."""
         self.check(payload, segments)
         indices, codes, magnitudes = payload.parts
         runs, kept = self._runs(segments), self._kept(segments)
@@ -154,13 +154,9 @@ class SparseLoCo(Compressor):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return the mean over all workers, 0 for what one did not send, in the order of ranks."""
-        sparse = []
-        for payload in payloads:
-            positions, values = self._open(payload, segments)
-            sparse.append((values * payload.count if payload.count > 1 else values, positions))
-        workers = sum(payload.count for payload in payloads)
-        return ops.selection.scatter_mean(sparse, segments.numel, workers, out=out)
+        """Return the mean over all workers, added in the order of ranks; not sent counts as 0."""
+        parts = [(*self._open(payload, segments), payload.count) for payload in payloads]
+        return ops.selection.mean(parts, segments.numel, out=out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         total = self._kept(segments).numel
@@ -191,7 +187,7 @@ def _starts(runs: Sequence[KeptRun], device: torch.device) -> Tensor:
 
 
 class SparseLoCoClaims(Claims[SparseLoCo]):
-    """Contracts by what the four classes keep of the selected elements."""
+    """Contracts: the decoding is an orthogonal projection of x."""
 
     contractive = True
     exact_for = ("sparse",)
@@ -217,10 +213,10 @@ class SparseLoCoClaims(Claims[SparseLoCo]):
         return min(lost, float(size.square().sum()))
 
     def delta(self, segments: Segments) -> float:
-        """Return the least share that is kept of a chunk, over the most elements of a segment.
+        """Return the least k/d of a chunk, divided by the largest K of a segment.
 
-        k/d of a chunk's energy is selected at least; of that 1 / K remains at least, when one
-        element has all of the magnitude that the others lack.
+        The selection keeps at least k/d of a chunk's energy, and the two means at least 1/K of the
+        energy of a segment's K kept elements, as S^2 >= the sum of their squares.
         """
         runs = self.codec._runs(segments)
         share = min((run.keep / run.length for run in runs), default=1.0)

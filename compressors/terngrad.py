@@ -4,12 +4,15 @@ f(g) = max(-c sigma, min(c sigma, g)), sigma the standard deviation of the segme
 P(b_k = 1) = |f_k| / s, s the largest |f| of all workers;  all apply s * sum_i t_i / N.
 
 Bias and variance: unbiased for f(g), hence for g without clipping; E||s t||^2 = s ||f||_1 exactly,
-so the variance is s ||f||_1 - ||f||^2. Not contractive. A segment of equal values, or of one, has
-sigma = 0 and is clipped to zeros: keep such tensors dense, or set clip=0.
+so the variance is s ||f||_1 - ||f||^2. Not contractive. A segment of equal values, or of a single
+element, has sigma = 0 and is clipped to zeros: keep such tensors dense, or set clip=0.
 Wire: up 2 bits an element (nominal: log2 3 = 1.585), down the sum of N codes in ceil(log2(2N + 1))
-(two-shot), or the next power of two both ways (all-reduce); a float32 a segment to agree on s.
-Source: Wen et al., NeurIPS 2017, arXiv:1705.07878: eq. (3)-(5), clipping eq. (12), section 3.3.
-The authors' code: `scale="c-sigma"`, c max_i sigma_i (test_terngrad.py::test_c_sigma_*).
+bits (two-shot). All-reduce needs that width rounded up to a power of two, both ways. To agree on s
+takes one float32 a segment.
+Source: Wen et al., NeurIPS 2017, arXiv:1705.07878: eq. (1)-(4); clipping, eq. (21), and the shared
+scale, section 3.3.
+The authors' code takes the scale c max_i sigma_i: `scale="c-sigma"`
+(test_terngrad.py::test_c_sigma_*).
 """
 
 from __future__ import annotations
@@ -50,10 +53,10 @@ class TernGrad(Compressor):
             raise ValueError("scale='c-sigma' is clip * sigma: it needs clip > 0")
 
     def legal_collectives(self) -> tuple[str, ...]:
-        return self.collectives if self.share else ("allgather",)  # one scale, or no integer sum
+        return self.collectives if self.share else ("allgather",)  # codes add up under one scale
 
     def _own(self, x: Tensor, segments: Segments) -> tuple[Tensor | None, Tensor]:
-        """Return where x is clipped first (None: nowhere), and the own scale of each segment."""
+        """Return clipping thresholds (None: no clipping) and this worker's scales, (m,) each."""
         return ops.ternary.scales(x, segments, self.clip, at_limit=self.scale == "c-sigma")
 
     @property
@@ -100,13 +103,13 @@ class TernGrad(Compressor):
     def _check_scales(
         self, words: list[tuple[Tensor, int]], scale: Tensor, segments: Segments
     ) -> None:
-        """Raise PayloadError for codes without a scale, or a largest magnitude that no code has."""
+        """Raise PayloadError for codes beside a scale of 0, or a scale that no code reaches."""
         codes = ops.ternary.mean(words, torch.ones_like(scale), segments)
         found, told = ops.statistics.absmax(codes, segments) > 0, scale >= ops.statistics.TINY
         if bool((found & ~told).any()):
             raise PayloadError(f"{self.name}: codes in a segment whose scale is 0")
         if self.scale != "c-sigma" and bool((told & ~found).any()):
-            raise PayloadError(f"{self.name}: a scale of {self.scale!r}, and no code that has it")
+            raise PayloadError(f"{self.name}: a scale of {self.scale!r} that no code reaches")
 
     def mean(
         self,
@@ -166,14 +169,14 @@ class TernGradClaims(Claims[TernGrad]):
     def target(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
         limit, own = self.codec._own(x, segments)
         if self.codec.scale == "c-sigma":
-            limit = shared if self.codec.share else own  # what exceeds the scale is cut by it
+            limit = shared if self.codec.share else own  # the scale is the clipping threshold
         return x if limit is None else ops.statistics.clamp_(x.clone(), limit, segments)
 
     def omega(self, segments: Segments) -> float | None:
-        """Return (sqrt(d) - 1) / 2 of the longest segment; None with clipping.
+        """Return (sqrt(d) - 1) / 2 for the longest segment of d elements; None with clipping.
 
-        ||g||_inf ||g||_1 <= (1 + sqrt d) / 2 ||g||^2, attained by one large element and d - 1 of
-        1 / (1 + sqrt d) of it.
+        ||g||_inf ||g||_1 <= (1 + sqrt d) / 2 ||g||^2, with equality if d - 1 elements are 1 / (1 +
+        sqrt d) of the largest.
         """
         return None if self.codec.clip else (math.sqrt(max(1, *segments.lengths, 1)) - 1) / 2
 

@@ -1,20 +1,21 @@
-"""Top-k: the k largest elements of each segment, and where they are.
+"""Top-k: the k largest elements of each segment, and their positions.
 
 x'_i = x_i for the k = max(1, ceil(rho d)) elements of largest |x_i| in a segment of d, else 0; of
-equal magnitudes the lowest indices. Exactly k are sent, zeros too: the layout is static.
+equal magnitudes the lowest indices are kept. Exactly k elements are sent, even if some are zero, so
+the layout is static.
 
-Bias and bound: biased; ||x - x'||^2 <= (1 - k/d) ||x||^2, an equality for equal magnitudes, and no
-k-sparse vector is closer. Of a long normal x, 1 - rho - 2 tau phi(tau), tau = Q^-1(rho/2), is lost:
-0.91551 at rho = .01. `values="fp16"` rounds by 2^-11 |x_i|, or 2^-25 if that is more, and saturates
-at 65504; "range" by 2^-7 |x_i|, over 8 octaves. The error never exceeds ||x||^2, and a residual
-subtracts what was sent.
-Wire: 32 k bits of values (fp16: 16 k, range: 10 k and 32 a segment) and the positions: 32 k
-("int32"), d ("bitmap"), or about (2 + log2(d/k)) k ("gaps", Elias and Fano, both codings in
-`gcbench.ops.selection`); "smallest" takes the fewest bytes, which the sizes decide. At rho = .01
-0.64, 1.32 and 0.41 bits an element, 50x, 24x and 79x: the positions cost 32, 100 and 8.55 bits a
-kept element, their entropy being 8.08.
-The same down, under two-shot: each shard is a bucket with its own k, and the owner sparsifies the
-mean again. All-gather sends no second round: the mean has between k and min(d, N k) nonzeros.
+Bias and bound: biased; ||x - x'||^2 <= (1 - k/d) ||x||^2, with equality for equal magnitudes, and
+no k-sparse vector is closer to x. A long normal x loses 1 - rho - 2 tau phi(tau) of its energy, tau
+= Q^-1(rho/2): 0.91551 at rho = .01. `values="fp16"` rounds a value by at most 2^-11 |x_i|, or 2^-25
+if that is more, and saturates at 65504; "range" rounds by at most 2^-7 |x_i|, over 8 octaves. The
+error never exceeds ||x||^2, and a residual contains the rounding, too.
+Wire: 32 k bits of values (fp16: 16 k, range: 10 k and 32 a segment) and the positions: 32 k bits
+("int32"), d ("bitmap"), or about (2 + log2(d/k)) k ("gaps": Elias-Fano coding; codings are in
+`gcbench.ops.selection`); "smallest" takes the one with the fewest bytes, which depends on the sizes
+alone. At rho = .01 that is 0.64, 1.32 and 0.41 bits an element, 50x, 24x and 79x less than fp32:
+positions take 32, 100 and 8.55 bits a kept element; their entropy is 8.08.
+Two-shot sends as much down as up: each shard is a bucket with its own k, and the owner sparsifies
+the mean again. All-gather has no second round: the mean has between k and min(d, N k) nonzeros.
 Source: Aji & Heafield, EMNLP 2017, arXiv:1704.05021, section 3; Alistarh et al., NeurIPS 2018,
 arXiv:1809.10505, algorithm 1; the bound: Stich et al., NeurIPS 2018, arXiv:1809.07599, lemma A.1.
 Aji & Heafield estimate one threshold of the model from a sample, so their count varies; here it is
@@ -67,7 +68,7 @@ class TopK(Compressor):
         ):
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field}={getattr(self, field)!r}: {', '.join(allowed)} allowed")
-        Segments.of([(1,)], self.granularity)  # refuses what it does not know
+        Segments.of([(1,)], self.granularity)  # raises UsageError if it is unknown
 
     def encode(
         self,
@@ -96,11 +97,11 @@ class TopK(Compressor):
         residual += x
         payload = self.encode(residual, segments, shared, key, out=out)
         positions, values = self._open(payload, segments)
-        residual.index_add_(0, positions, values, alpha=-1)  # of all else 0 was sent
+        residual.index_add_(0, positions, values, alpha=-1)  # elsewhere 0 was sent
         return payload
 
     def _open(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor]:
-        """Return the positions, int64, and the values, float32, shape (K,) each, once checked."""
+        """Check a payload; return its positions, int64, and values, float32, shape (K,) each."""
         self.check(payload, segments)
         runs, n = ops.selection.kept_runs(segments, self.ratio), segments.numel
         return ops.selection.sparse_unpack(
@@ -121,13 +122,9 @@ class TopK(Compressor):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return the mean over all workers, 0 for what one did not send, in the order of ranks."""
-        sparse = []
-        for payload in payloads:
-            positions, values = self._open(payload, segments)
-            sparse.append((values * payload.count if payload.count > 1 else values, positions))
-        workers = sum(payload.count for payload in payloads)
-        return ops.selection.scatter_mean(sparse, segments.numel, workers, out=out)
+        """Return the mean over all workers, added in the order of ranks; not sent counts as 0."""
+        parts = [(*self._open(payload, segments), payload.count) for payload in payloads]
+        return ops.selection.mean(parts, segments.numel, out=out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         runs = ops.selection.kept_runs(segments, self.ratio)
@@ -139,7 +136,7 @@ class TopK(Compressor):
 
 
 class TopKClaims(Claims[TopK]):
-    """Contracts: the energy of what is dropped bounds the error."""
+    """Contracts: the error is the energy of the dropped elements, plus the values' rounding."""
 
     contractive = True
 
@@ -152,7 +149,7 @@ class TopKClaims(Claims[TopK]):
         return 64 * self.codec.ratio
 
     def gaussian_error(self) -> float | None:
-        """Return what is dropped; None where the rounding of values would be seen beside it."""
+        """Return the share of energy dropped; None if the rounding of values is not negligible."""
         normal = NormalDist()
         tau = -normal.inv_cdf(self.codec.ratio / 2)
         dropped = max(0.0, 1 - self.codec.ratio - 2 * tau * normal.pdf(tau))
@@ -166,9 +163,9 @@ class TopKClaims(Claims[TopK]):
         return min(ops.selection.dropped_energy(x, segments, runs) + rounding, square)
 
     def delta(self, segments: Segments) -> float | None:
-        """Return the least k/d; None where values are rounded, by more than a share of small ones.
+        """Return the least k/d of a segment, attained where all magnitudes are equal.
 
-        The selection's rule leaves no other room: a tie of all magnitudes attains it.
+        None if values are rounded: small ones may lose more than a fixed share of themselves.
         """
         runs = [run for run in ops.selection.kept_runs(segments, self.codec.ratio) if run.length]
         if self.codec.values != "fp32":

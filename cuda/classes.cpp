@@ -11,9 +11,9 @@ using namespace gc;
 
 namespace {
 
-constexpr int64_t MANY = 1 << 15;  // elements of a segment that are not read again from a cache
-constexpr int64_t LEAD = 384;      // elements from what is summed to what is asked for; more leave the cache
-constexpr int64_t PIECES = 8;      // segments in a tile that are worth to be encoded row by row
+constexpr int64_t MANY = 1 << 15;  // elements of a segment that is too long to be read again from a cache
+constexpr int64_t LEAD = 384;      // distance of the prefetch from the sums, in elements; with more, lines are evicted
+constexpr int64_t PIECES = 8;      // up to so many segments, a tile is encoded row by row
 
 // ---- class sums ------------------------------------------------------------------------------------------------
 
@@ -43,9 +43,9 @@ inline Doubles greater(Doubles a, Doubles b) { return a > b ? a : b; }
 typedef int64_t Longs __attribute__((vector_size(sizeof(Doubles))));
 inline Doubles magnitudes(Doubles v) { return (Doubles)((Longs)v & INT64_MAX); }
 
-// The sums of W elements, a power of two, asking for LINES lines from `next` on for each 64. `eighth(k)`: where the
-// k-th eighth of them lies. The compiler makes two instructions of below_zero and above_zero; there is one, which
-// like them has the second argument where that is a NaN.
+// The sums of W elements, a power of two, prefetching LINES lines from `next` on for each 64. `eighth(k)`: where the
+// k-th eighth of them lies. `lesser` and `greater` are below_zero and above_zero in one instruction, of which the
+// compiler would make two; like those they return the second argument if it is a NaN.
 template <int K, int W, int LINES, class Eighth, class Load>
 inline Sums<K> row_sums(Eighth eighth, Load next) {
   constexpr int PART = W / 8, STEP = 8, WIDTH = sizeof(Doubles) / sizeof(double);
@@ -80,8 +80,8 @@ inline Sums<K> row_sums(Eighth eighth, Load next) {
   }
 }
 
-// The sums of `count` elements: with zeros up to W, which change no more than the sign of a zero sum, and means have
-// none. Only the eighth that they end in is copied.
+// The sums of `count` elements, padded with zeros to W. Zeros change at most the sign of a zero sum, which a mean
+// drops. Only the eighth in which the elements end is copied.
 template <int K, int W, int LINES, class Load>
 inline Sums<K> padded_sums(const float* x, int count, Load next) {
   constexpr int PART = W / 8;
@@ -142,8 +142,8 @@ int64_t ones_of(const float* x, int count) {
 
 // ---- encoding --------------------------------------------------------------------------------------------------
 
-// Encode x. Bits need no values, so sums are taken of what is in the cache anyway: each tile of a segment by the thread
-// that packs its first element. Returns NOT_FINITE where a mean is not.
+// Encode x. The bits do not depend on the values, so each tile of a segment is summed while it is in the cache for
+// packing, by the thread that packs its first element. Returns NOT_FINITE if a mean is not finite.
 template <int K>
 int64_t encode_alone(const float* x, const Segments& segments, uint32_t* words, Values<K> values, int threads) {
   const int64_t n = segments.offsets[segments.count], parts = segments.tiles[segments.count];
@@ -155,7 +155,7 @@ int64_t encode_alone(const float* x, const Segments& segments, uint32_t* words, 
   parallel(tiles_of(n), threads, [=, &segments, &values](int64_t first, int64_t last) {
     const int64_t *offsets = segments.offsets, *tiles = segments.tiles;
     int64_t s = segments.holding(first * TILE), part = tiles[s] + tiles_of(first * TILE - offsets[s]);
-    int64_t ahead = first * TILE;  // the first element that has not been asked for: sums and packing ask for a half each
+    int64_t ahead = first * TILE;  // the first element not yet prefetched; sums and packing prefetch a half each
     for (int64_t t = first; t < last; ++t) {
       const int count = count_of(t, n);
       const float* here = x + t * TILE;
@@ -191,10 +191,10 @@ int64_t encode_alone(const float* x, const Segments& segments, uint32_t* words, 
   return values.bad ? NOT_FINITE : NOTHING;
 }
 
-// Encode x + residual, leaving what is lost in `left`. What sums x + residual writes it there, so that encoding reads one
-// array.
+// Encode x + residual, and write the error, x + residual minus its decoding, to `left`. The pass that sums x + residual
+// stores it in `left`, so that the encoding pass reads one array.
 //
-// A segment inside the range of one thread is summed when the thread comes to its first tile, and encoded from the
+// A segment inside the range of one thread is summed when the thread reaches its first tile, and encoded from the
 // cache; long ones, and those that cross ranges, are summed before.
 template <int K>
 class FeedbackEncoder {
@@ -232,7 +232,7 @@ class FeedbackEncoder {
   int64_t length(int64_t s) const { return segments_.offsets[s + 1] - segments_.offsets[s]; }
   int64_t edge(int64_t range) const { return std::min(tiles_of(n_) * range / ranges_ * TILE, n_); }
 
-  // Write to `left` what is offered of [start, start + count), and count the bits that are 1 (K = 2).
+  // Write x + residual of [start, start + count) to `left`, and return the number of bits that are 1 (K = 2).
   int32_t offer(int64_t start, int count) const {
     const float *x = x_ + start, *residual = residual_ + start;
     float* left = left_ + start;
@@ -367,7 +367,7 @@ class FeedbackEncoder {
     }
   }
 
-  // Pack a whole tile of many segments, with the values laid out.
+  // Pack a whole tile of many segments, with the segments' values repeated for each element.
   template <int LINES, class Load>
   void pack_many(int64_t start, int64_t& s, uint32_t* out, Load next) {
     GC_ALIGNED float below[TILE + LANES], above[TILE + LANES];
@@ -390,7 +390,8 @@ class FeedbackEncoder {
     pack_asking<LINES>(code, TILE, out, next);
   }
 
-  // Pack a whole tile of several segments: rows inside one of them as such, others with the values laid out.
+  // Pack a whole tile of several segments: rows inside one segment with its values, other rows with the values repeated
+  // for each element.
   template <int LINES, class Code, class Load>
   void pack_parts(int64_t start, int64_t& s, Code code_in, uint32_t* out, Load next) {
     GC_ALIGNED uint32_t words[LANES] = {};
@@ -434,9 +435,9 @@ class FeedbackEncoder {
 
 }  // namespace
 
-// Bits of x, (n,), or of x + residual leaving in `left`, which may be `residual`, what is lost; and the mean `low` of
-// the negative and `high` of the other elements of each segment (`low` null: `high` the mean magnitude). Returns a
-// `Wrong` where these are not finite.
+// Bits of x, (n,), and of each segment the mean `low` of the negative and `high` of the other elements (`low` null:
+// `high` is the mean magnitude). With `residual` the same of x + residual, and its error, x + residual minus the
+// decoding, in `left`, which may be `residual`. Returns a `Wrong` if a mean is not finite.
 GC_API int64_t gc_sign_encode(const float* x, const float* residual, const int64_t* table, int64_t m, uint32_t* words,
                               float* low, float* high, float* left, int threads) try {
   const Segments segments(table, m);

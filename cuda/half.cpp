@@ -20,7 +20,8 @@ typedef uint16_t Codes __attribute__((vector_size(2 * WIDTH)));
 typedef uint16_t Codes2 __attribute__((vector_size(4 * WIDTH)));
 #endif
 
-// `values_at` is half_value of WIDTH codes, `rounded` the float16 codes of what is clipped.
+// `values_at` is half_value of WIDTH codes; `rounded` gives the float16 codes of clipped floats. The minimum and
+// maximum instructions in `clipped_to` return their second operand if one is a NaN.
 #if defined(__AVX512F__)
 template <bool BRAIN>
 inline VecF values_at(const uint16_t* codes) {
@@ -28,7 +29,7 @@ inline VecF values_at(const uint16_t* codes) {
   return BRAIN ? (VecF)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16) : (VecF)_mm512_cvtph_ps(h);
 }
 
-inline VecF clipped_to(VecF x, float largest) {  // of two, these give the second where one is a NaN
+inline VecF clipped_to(VecF x, float largest) {
   return (VecF)_mm512_min_ps(_mm512_set1_ps(largest), _mm512_max_ps(_mm512_set1_ps(-largest), (__m512)x));
 }
 
@@ -42,7 +43,7 @@ inline VecF values_at(const uint16_t* codes) {
   return BRAIN ? (VecF)_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16) : (VecF)_mm256_cvtph_ps(h);
 }
 
-inline VecF clipped_to(VecF x, float largest) {  // of two, these give the second where one is a NaN
+inline VecF clipped_to(VecF x, float largest) {
   return (VecF)_mm256_min_ps(_mm256_set1_ps(largest), _mm256_max_ps(_mm256_set1_ps(-largest), (__m256)x));
 }
 
@@ -146,8 +147,8 @@ void encode(const float* x, int64_t n, uint16_t* out, int threads) {
   });
 }
 
-constexpr int LINE = 32;          // codes that memory hands over at once
-constexpr int AHEAD = 2 * TILE;  // codes from what is read to what is asked for
+constexpr int LINE = 32;         // codes of a cache line
+constexpr int AHEAD = 2 * TILE;  // distance of the prefetch, in codes
 
 struct Payloads {
   const uint16_t* const* codes;

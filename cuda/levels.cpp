@@ -93,10 +93,11 @@ bool table_codes(const LevelTable& table, const float* x, const uint32_t* draw, 
 }
 
 // Codes of one whole tile after the other by tables, where segments begin at multiples of WIDTH.
+template <class Norm>
 class ByTable {
  public:
-  ByTable(const Segments& segments, const float* norms, int levels, int64_t first_element)
-      : segments_(segments), norms_(norms), levels_(levels), at_(segments.holding(first_element)), table_(levels) {}
+  ByTable(const Segments& segments, Norm& norm, int levels, int64_t first_element)
+      : segments_(segments), norm_(norm), levels_(levels), at_(segments.holding(first_element)), table_(levels) {}
 
   // Whether `codes` holds the codes now; if not, they are to be found in another way.
   bool tile(const float* x, int64_t start, const uint32_t* draw, int32_t* codes) {
@@ -109,7 +110,7 @@ class ByTable {
       const int stop = (int)(end < TILE ? end : TILE);
       if (stop % WIDTH) return false;
       if (stop == done) continue;
-      if (s != set_) usable_ = table_.set(level_divisor(norms_[s]));
+      if (s != set_) usable_ = table_.set(level_divisor(norm_(s)));
       set_ = s;
       if (!usable_ || table_codes(table_, x + done, draw + done, stop - done, codes + done)) return false;
       done = stop;
@@ -119,30 +120,65 @@ class ByTable {
 
  private:
   const Segments& segments_;
-  const float* norms_;
+  Norm& norm_;
   int levels_;
   int64_t at_, set_ = -1;
   bool usable_ = false;
   LevelTable table_;
 };
 #else
+template <class Norm>
 struct ByTable {
-  ByTable(const Segments&, const float*, int, int64_t) {}
+  ByTable(const Segments&, Norm&, int, int64_t) {}
   bool tile(const float*, int64_t, const uint32_t*, int32_t*) { return false; }
 };
 #endif
 
-// Call put(tile, codes of the tile, count) for the codes of x, in any order and from any thread.
-template <class Put>
-void for_codes(const float* x, int64_t n, const Segments& segments, const float* norms, int levels, const Key& key,
+uint32_t largest(const float* values, int64_t count) {
+  uint32_t top = 0;
+#pragma omp simd reduction(max : top)
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t u = bits_of(values[i]) & 0x7fffffffu;
+    top = u > top ? u : top;
+  }
+  return top;
+}
+
+// The norms of segments, where they are known.
+struct Known {
+  const float* norms;
+  float operator()(int64_t s) const { return norms[s]; }
+};
+
+// The largest magnitudes of segments, found when they are asked for, which is right before their elements are read
+// for the codes, and kept in `norms`. A segment that begins in another thread's tiles is kept by that one.
+struct Found {
+  const float* x;
+  const Segments& segments;
+  float least;
+  int64_t first_element;
+  float* norms;
+  float operator()(int64_t s) const {
+    const int64_t start = segments.offsets[s];
+    const float top = float_of(largest(x + start, segments.offsets[s + 1] - start)), norm = top < least ? 0.0f : top;
+    if (start >= first_element) norms[s] = norm;
+    return norm;
+  }
+};
+
+// Call put(tile, codes of the tile, count) for the codes of x, in any order and from any thread. `norm_from(i)`: what
+// gives the norms of segments, asked in their order from the one that holds element i.
+template <class NormFrom, class Put>
+void for_codes(const float* x, int64_t n, const Segments& segments, NormFrom norm_from, int levels, const Key& key,
                int threads, Put put) {
   const float top = (float)levels, reciprocal = 1.0f / top;
   parallel(tiles_of(n), threads, [=, &segments, &key](int64_t first, int64_t last) {
+    auto norm = norm_from(first * TILE);
     auto spread = spread_values<2>(segments, first * TILE, [=](int64_t s, float* values) {
-      values[0] = level_divisor(norms[s]);
+      values[0] = level_divisor(norm(s));
       values[1] = level_guess(values[0], top);
     });
-    ByTable tables(segments, norms, levels, first * TILE);
+    ByTable tables(segments, norm, levels, first * TILE);
     Draws draws(key, first);
     GC_ALIGNED int32_t codes[TILE];
     for (int64_t t = first; t < last; ++t) {
@@ -180,26 +216,63 @@ GC_API int64_t gc_level_codes(const float* x, int64_t n, const int64_t* table, i
                               int levels, uint64_t seed, uint64_t offset, uint32_t step, uint32_t who, int32_t* out,
                               int threads) {
   const bool stream = n >= STREAM_FROM;
-  for_codes(x, n, Segments(table, m), norms, levels, Key{seed, offset, step, who}, threads,
-            [=](int64_t t, const int32_t* codes, int count) { write_tile(out + t * TILE, codes, count, stream); });
+  for_codes(x, n, Segments(table, m), [=](int64_t) { return Known{norms}; }, levels, Key{seed, offset, step, who},
+            threads, [=](int64_t t, const int32_t* codes, int count) {
+              write_tile(out + t * TILE, codes, count, stream);
+            });
   return 0;
 }
 GC_CALLED(gc_level_codes)
+
+namespace {
+
+template <class NormFrom>
+void encode(const float* x, int64_t n, const Segments& segments, NormFrom norm_from, int levels, int bits,
+            const Key& key, uint32_t* out, int threads) {
+  for_codes(x, n, segments, norm_from, levels, key, threads, [=](int64_t t, const int32_t* codes, int count) {
+    with_bits(bits, [=](auto b) {
+      constexpr int B = decltype(b)::value;
+      pack_tile<B>([=](int i) { return (uint32_t)(codes[i] + levels); }, count, out + t * B * LANES);
+    });
+  });
+}
+
+}  // namespace
 
 // Code + levels in `bits` bits each.
 GC_API int64_t gc_level_encode(const float* x, int64_t n, const int64_t* table, int64_t m, const float* norms,
                                int levels, int bits, uint64_t seed, uint64_t offset, uint32_t step, uint32_t who,
                                uint32_t* out, int threads) {
-  for_codes(x, n, Segments(table, m), norms, levels, Key{seed, offset, step, who}, threads,
-            [=](int64_t t, const int32_t* codes, int count) {
-              with_bits(bits, [=](auto b) {
-                constexpr int B = decltype(b)::value;
-                pack_tile<B>([=](int i) { return (uint32_t)(codes[i] + levels); }, count, out + t * B * LANES);
-              });
-            });
+  encode(x, n, Segments(table, m), [=](int64_t) { return Known{norms}; }, levels, bits, Key{seed, offset, step, who},
+         out, threads);
   return 0;
 }
 GC_CALLED(gc_level_encode)
+
+// The same by the largest magnitudes, which are written to `norms`, (m,). Short segments are read from memory once.
+GC_API int64_t gc_level_encode_max(const float* x, int64_t n, const int64_t* table, int64_t m, int levels, int bits,
+                                   uint64_t seed, uint64_t offset, uint32_t step, uint32_t who, float* norms,
+                                   uint32_t* out, int threads) {
+  constexpr int64_t SHORT = 8 * TILE;
+  int64_t longest = 0;
+  for (int64_t s = 0; s < m; ++s) {
+    const int64_t length = table[s + 1] - table[s];
+    longest = length > longest ? length : longest;
+    norms[s] = 0;  // of an empty segment nobody asks
+  }
+  const Segments segments(table, m);
+  const Key key{seed, offset, step, who};
+  const float least = TINY * (float)levels;
+  if (longest <= SHORT) {
+    const auto found = [=, &segments](int64_t first) { return Found{x, segments, least, first, norms}; };
+    encode(x, n, segments, found, levels, bits, key, out, threads);
+  } else {
+    gc_level_norms(x, table, m, 0, levels, norms, threads);
+    encode(x, n, segments, [=](int64_t) { return Known{norms}; }, levels, bits, key, out, threads);
+  }
+  return 0;
+}
+GC_CALLED(gc_level_encode_max)
 
 namespace {
 
@@ -238,16 +311,6 @@ struct Judge {
     return fine;
   }
 };
-
-uint32_t largest(const float* values, int count) {
-  uint32_t top = 0;
-#pragma omp simd reduction(max : top)
-  for (int i = 0; i < count; ++i) {
-    const uint32_t u = bits_of(values[i]) & 0x7fffffffu;
-    top = u > top ? u : top;
-  }
-  return top;
-}
 
 // One thread's walk over the segments of its tiles.
 class Walk {

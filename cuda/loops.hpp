@@ -35,8 +35,8 @@
 
 namespace gc {
 
-// What a function returns that finds no memory for what it keeps meanwhile; Python raises MemoryError. `new` that may
-// throw is called outside of `parallel`, as what a thread throws it must catch itself.
+// What a function returns if it cannot allocate its intermediate results; Python raises MemoryError. A `new` that may
+// throw is called outside of `parallel`, as a thread must catch its own exceptions.
 constexpr int64_t NO_MEMORY = INT64_MIN;
 
 constexpr int64_t GRAIN = 16;  // tiles that are worth a thread
@@ -152,9 +152,9 @@ Spread<K, F> spread_values(const Segments& segments, int64_t first_element, F va
 
 // ---- reading ahead ---------------------------------------------------------------------------------------------
 
-// A tile is a page of memory, beyond which no hardware fetches ahead. These ask for the tile after the next of what
-// is read, so many lines (of 16 floats) at a time as work lies between: a processor follows few requests at once.
-// What is beyond the end of a tensor is not read by that.
+// Software prefetch: a tile is a page of memory, and hardware prefetchers stop at the end of a page. These functions
+// prefetch the tile after the next one, some lines (of 16 floats) at a time, spread over the work on the current tile,
+// as a processor handles few outstanding requests. A prefetch beyond the end of a tensor reads nothing.
 template <int LINES>
 static inline void ask_lines(const float* tile, int first) {
   GC_UNROLL
@@ -163,10 +163,10 @@ static inline void ask_lines(const float* tile, int first) {
 
 static inline void ask_ahead(const float* tile) { ask_lines<TILE / 16>(tile, 0); }
 
-constexpr int64_t APART = 1 << 16;  // elements from which on it pays to read in several places
+constexpr int64_t APART = 1 << 16;  // elements from which on it pays to read at several places in turn
 
-// Call f(i) for multiples i of STEP, from four places in turn, as memory is read faster so than from one; in an order that
-// must not matter. Returns how many of the first of `n` elements, of which there are many, are done.
+// Call f(i) for multiples i of STEP, at four places of the array in turn, as memory is read faster so than at one. The
+// order must not matter to f. Returns how many of the first of the `n` elements, of which there are many, are done.
 template <int STEP, class F>
 static inline int64_t from_four(int64_t n, F f) {
   const int64_t part = n / (4 * STEP) * STEP;
@@ -226,7 +226,7 @@ static inline void philox_blocks(const Key& key, Blocks (&x)[AT_ONCE], Blocks (&
 #endif
 
 // out[(4 q + i) * 32 + l] = word i of block q of drawing lane l of the tile `tile`, q = 0 and 1. `reading` is the
-// tile that the caller reads next, or null: half of the one after the next is asked for meanwhile.
+// tile that the caller reads next, or null: half of the tile after the next is prefetched meanwhile.
 static inline void philox_tile(const Key& key, uint64_t tile, uint32_t* out, const float* reading) {
   const uint64_t lane = tile * LANES;
   const uint32_t low = (uint32_t)lane, high = (uint32_t)(lane >> 32 << 8);
@@ -310,8 +310,9 @@ class Draws {
     if (skew_) draw_tile(key_, next_++, buffer_ + TILE);
   }
 
-  // The 1024 draws of the next tile. `reading` is what they are for, if that comes from memory: see ask_lines. Unless
-  // `both`, the caller asks for the second half of it: work that lasts shall not go by without requests.
+  // The 1024 draws of the next tile. `reading` is the tile of the input that they are for, or null; the tile after the
+  // next is prefetched (see ask_lines), of which only the first half unless `both`: the caller then prefetches the
+  // second half while its own loop runs.
   const uint32_t* tile(const float* reading = nullptr, bool both = true) {
     if (skew_) memcpy(buffer_, buffer_ + TILE, sizeof buffer_ / 2);
     draw_tile(key_, next_++, skew_ ? buffer_ + TILE : buffer_, reading, both);
@@ -331,8 +332,8 @@ class Draws {
 void pack_codes(int bits, const uint32_t* codes, int lanes, uint32_t* out);
 void unpack_codes(int bits, const uint32_t* words, int lanes, uint32_t* codes);
 
-// Pack the codes code(0) ... code(1023), below 2^B, of a whole tile. Where B divides 32, the second half of `reading`
-// (see philox_tile) is asked for unless it is null, a line with each row.
+// Pack the codes code(0) ... code(1023), below 2^B, of a whole tile. If B divides 32, the second half for `reading`
+// (see philox_tile) is prefetched unless it is null, a line with each row.
 template <int B, class F>
 static inline void pack_whole(F code, uint32_t* out, const float* reading = nullptr) {
   if constexpr (32 % B == 0) {
@@ -485,12 +486,13 @@ static inline V load_vector(const T* from) {
   return v;
 }
 
-constexpr int64_t STREAM_FROM = 1 << 22;  // elements of an output that no cache would keep for its reader
+constexpr int64_t STREAM_FROM = 1 << 22;  // elements from which on an output is too large to stay in a cache
 
-// Whether an output of n elements is written past the caches, which saves reading it first.
+// Whether an output of n elements is written by non-temporal stores, which bypass the caches and need not read the
+// lines first.
 //
-// Other stores wait behind streamed ones, and there is room for about a hundred: a loop that streams keeps its sums
-// in registers, writes each vector where it belongs, and lines in the order of their addresses.
+// Other stores wait in the store buffer behind non-temporal ones. So a loop that uses them keeps its sums in registers,
+// and writes vectors straight to the output, lines in the order of their addresses.
 static inline bool streams(const float* out, int64_t n) { return n >= STREAM_FROM && ((uintptr_t)out & 63) == 0; }
 
 static inline void put_vector(float* out, VecF v, bool stream) {
@@ -538,7 +540,7 @@ static inline void divide_tile(float* tile, int count, float divisor) {
   }
 }
 
-// Write `number` lines of 64 bytes past the caches, to and from addresses that are multiples of 64.
+// Write `number` lines of 64 bytes by non-temporal stores, to and from addresses that are multiples of 64.
 static inline void stream_lines(uint32_t* out, const uint32_t* from, int number) {
 #if defined(__SSE2__)
   for (int i = 0; i < 16 * number; i += 16) {
@@ -555,7 +557,7 @@ static inline void stream_lines(uint32_t* out, const uint32_t* from, int number)
 #endif
 }
 
-// What streamed stores need before another thread reads.
+// The fence that non-temporal stores need before another thread reads.
 static inline void end_stream() {
 #if defined(__SSE2__)
   _mm_sfence();

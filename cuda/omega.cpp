@@ -91,15 +91,15 @@ struct Stream {
   }
 };
 
-constexpr uint64_t NOTHING = (uint64_t)1 << 32;  // what is no code stands for: above all numbers that are coded
+constexpr uint64_t NOTHING = (uint64_t)1 << 32;  // the value of bits that are no code: above all coded numbers
 
 struct Found {
   uint64_t value;
   int length;
 };
 
-// What codes begin with: each 12 bits tell where the last group of digits is. Only a number below 32 is the width, less
-// one, of another group, and such numbers end by bit 10.
+// For each value of a code's first 12 bits, where its last group of digits is. A group that is followed by another is
+// the width, less one, of that other group, hence below 32; such groups end by bit 10.
 class Prefixes {
  public:
   Prefixes() {

@@ -1,11 +1,11 @@
-// Random numbers as tensors of their own: `draws24` and `random_words` of gcbench.ops.
+// Random numbers as tensors: `ops.random.draws24` and `ops.selection.random_words`.
 //
 // draws24:      out[i] = 24 bits of Philox4x32-10 for element key.offset + i. A block of 16 bytes serves 16 rows of a
 //               lane: row j takes the bits from byte j % 16 on. Writes 4 bytes per element, one
 //               block per 16 elements.
 // random_words: out[i] = word e % 4 of block e / 4, e = key.offset + i, less 2^31. Writes 4 bytes per element, one
 //               block per 4 elements.
-// Codecs that use their draws at once call common.cuh instead and write none of them.
+// Encoders do not use these kernels: they compute their draws in registers, by common.cuh.
 #include "common.cuh"
 
 // A thread has one half (16 rows) of one lane of one tile; `first` is the tile of element key.offset. Beside one

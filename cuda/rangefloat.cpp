@@ -7,8 +7,8 @@ using namespace gc;
 namespace {
 
 constexpr int RANGE_BITS = 16;  // of the widest code
-constexpr int LEAD = 512;       // values between what is asked for and what is packed
-constexpr int FAR = 2 * LEAD;   // and what is looked at, which takes less time
+constexpr int LEAD = 512;       // distance of the prefetch from the packing, in values
+constexpr int FAR = 2 * LEAD;   // and from the search for the range, which is faster
 
 struct GroupRun {  // neighbouring groups of one length
   int64_t rows, length;
@@ -46,14 +46,14 @@ class Groups {
   int64_t row_, end_, index_ = 0;
 };
 
-// Ask for N values from `from` on.
+// Prefetch N values from `from` on.
 template <int N>
 inline void ask(const uint32_t* from) {
   GC_UNROLL
   for (int k = 0; k < N; k += 16) __builtin_prefetch(from + k);
 }
 
-// Pack the codes of a whole tile, made of `values`, row by row: what is asked for is spread over all of the work.
+// Encode and pack the whole tile `values`, row by row, so that the prefetch is spread over all of the work.
 template <class F>
 inline void pack_whole_tile(F code, const uint32_t* values, int bits, uint32_t* out, bool stream) {
   GC_ALIGNED uint32_t buffer[RANGE_BITS * LANES], row[LANES] = {};
@@ -202,7 +202,7 @@ GC_API int64_t gc_range_pack(const float* values, int64_t n, const int64_t* runs
 }
 GC_CALLED(gc_range_pack)
 
-// The values of packed codes, (n,). Returns 1 if a grid is none that groups have, 2 for a code after the last, 3 if a
+// The values of packed codes, (n,). Returns 1 for a grid that no encoder sends, 2 for a code after the last, 3 if a
 // value is not finite.
 GC_API int64_t gc_range_unpack(const uint32_t* words, const int32_t* grids, int64_t groups, int64_t n,
                                const int64_t* runs, int bits, int mantissa, float* out, int threads) {

@@ -1,10 +1,11 @@
-// Selection of the largest elements of segments, exact, of equal ones the first.
+// Exact selection of the largest elements of segments; of equal ones the first are taken.
 //
-// A long segment is read once: a sample gives a threshold that a few more than k elements reach, and these are
-// collected. The k-th largest is found by counting how many of them reach a key, for ever nearer keys on both sides of it.
-// Where the sample misleads, as it does if most elements are equal, it is found by histograms of ever finer bins over the
-// segment itself: a fixed number of passes, whatever the values. A short segment's keys lie in first-level cache, and are
-// counted at once.
+// A long segment is read once: a sample gives a threshold that somewhat more than k elements reach, and these
+// candidates are collected. The k-th largest is found among them by bisection: lower and upper bounds move together,
+// and for each new bound the candidates that reach it are counted. If the threshold is wrong, as it is if most elements
+// are equal, the k-th largest is found by histograms with finer and finer bins over the segment itself, in a number of
+// passes that does not depend on the values. The keys of a short segment fit in first-level cache, where the bisection
+// counts them.
 #include <algorithm>
 #include <type_traits>
 
@@ -16,11 +17,11 @@ using namespace gc;
 namespace {
 
 constexpr int CHUNK = 4096;       // elements that are looked at in one go
-constexpr int SHORT = CHUNK;      // elements of a segment whose threshold is found by counting
+constexpr int SHORT = CHUNK;      // elements of a segment, at most, whose k-th largest is found by bisection alone
 constexpr int GROUP = 4;          // indices that are written at once
 constexpr int SAMPLE = 32768;     // elements of a sample, at most
-constexpr int REST = 256;         // candidates that are left when the last is looked for among them
-constexpr int NEAR = 8;           // elements of a sample by which a rank in it may be missed
+constexpr int REST = 256;         // candidates between the bounds at which these are copied and searched by themselves
+constexpr int NEAR = 8;           // elements of a sample that may be left between the bounds of a rank in it
 constexpr int BINS = 2048;
 constexpr int32_t LEAST = -0x7fffffff - 1, MOST = 0x7fffffff;  // of keys
 constexpr int64_t PART = 1ll << 31;  // elements whose indices have 32 bits
@@ -246,8 +247,8 @@ int reach(const uint32_t* raw, int n, int32_t limit) {
   return found;
 }
 
-// Keys between which the k-th largest lies: `at_low` keys, at least k, reach `low`; `beyond` go beyond `high`, fewer,
-// or just k where both are the key below it.
+// Bounds of the k-th largest key: `at_low` keys, at least k, are at least `low`; `beyond`, fewer than k, are above
+// `high`. Or `beyond` is k; `low` and `high` are then equal, and the k keys above them are the k largest.
 struct Bounds {
   int32_t low, high;
   int64_t at_low, beyond;
@@ -255,8 +256,8 @@ struct Bounds {
   int64_t between() const { return at_low - beyond; }
 };
 
-// Move bounds together, from near `guess`, until no more than `enough` keys are between them or they are equal.
-// `reaching(key)` counts the keys that reach one.
+// Narrow bounds, starting near `guess`, until at most `enough` keys are between them or they are equal.
+// `reaching(key)` returns how many keys are at least `key`.
 template <class F>
 Bounds narrowed(Bounds b, int64_t k, int32_t guess, int64_t enough, F reaching) {
   uint32_t step = 1u << 18;
@@ -266,7 +267,7 @@ Bounds narrowed(Bounds b, int64_t k, int32_t guess, int64_t enough, F reaching) 
     const int64_t before = b.between();
     int32_t middle = (int32_t)((uint32_t)b.low + width / 2 + 1);
     if (over && under) {
-      if (!halve) {  // as if keys were spread evenly; a little off, for the farther bound to come near, too
+      if (!halve) {  // interpolate, as if keys were uniform, a little to the side on which the bound is farther away
         const int64_t below = b.at_low - k, margin = below > k - b.beyond ? -enough / 4 : enough / 4;
         const double share = (double)std::max<int64_t>(below + margin, 0) / (double)(before + 1);
         middle = (int32_t)((uint32_t)b.low + 1 + (uint32_t)(width * share));
@@ -288,7 +289,7 @@ Bounds narrowed(Bounds b, int64_t k, int32_t guess, int64_t enough, F reaching) 
       guess = step < (uint32_t)b.high - (uint32_t)b.low ? (int32_t)((uint32_t)b.high - step) : b.low;
     }
     step = step < 1u << 28 ? 4 * step : 0xffffffffu;
-    halve = !halve && 2 * b.between() > before;  // which ends whatever the keys are
+    halve = !halve && 2 * b.between() > before;  // bisect after a poor interpolation: this ends for all keys
   }
   return b;
 }
@@ -313,10 +314,11 @@ Limit kth_of_few(const uint32_t* raw, int n, int64_t k, int32_t guess) {
   return Limit{found.low, k - found.beyond};
 }
 
-// How to find a key that somewhat more than k of n elements reach, probably: `key`, or that of number `rank` in a
-// sample of `size` elements, one of each `stride`. The k-th largest is near `guess`, or near number `middle`.
+// How to find a key that probably somewhat more than k of n elements reach. Without a sample (size 0) it is `key`, and
+// the k-th largest is near `guess`. Otherwise it is the key of rank `rank` in a sample of `size` elements, one of each
+// `stride`, and the k-th largest is near the one of rank `middle`. `room`: candidates for which memory is allocated.
 struct Plan {
-  int64_t size, stride, rank, middle, room;  // no sample: size 0; `room`: for how many elements there is to be some
+  int64_t size, stride, rank, middle, room;
   int32_t key, guess;
 };
 

@@ -27,7 +27,7 @@ constexpr int WARPS = 8;        // of a block, and so the tiles of a short segme
 constexpr int MEAN_WARPS = 16;  // of a block that sums the tiles of a long one
 constexpr int MOST = 64;        // ballots of one launch
 
-// What is wrong with a payload: the numbers of `gcbench.ops.sign.WRONG`, the one to report first being the least.
+// The faults of a payload, by the numbers of `gcbench.ops.sign.WRONG`; of several the least is reported.
 enum Wrong : int32_t { AFTER_LAST = 1, CODE_3, NOT_FINITE, WRONG_SIDE, OF_NOTHING };
 
 // The last of `count` entries of `edges` that is at most `value`, by a warp: 32 places at once.
@@ -88,7 +88,7 @@ __device__ __forceinline__ void pack_lane(const float* __restrict__ part, const 
 
 // ---- encoding --------------------------------------------------------------------------------------------------
 
-// What the values of the classes lose of x.
+// The error of reconstructing x from the values of the two classes.
 __device__ __forceinline__ float lost(float x, float below, float above) { return x - (x >= 0.0f ? above : below); }
 
 // At most 1024 elements of one segment, from `start` on: row j of this lane is element start + first + 32 j, whose
@@ -280,8 +280,9 @@ __device__ __forceinline__ void sum_long(const float* x, const float* residual, 
   }
 }
 
-// A block a long segment: `segments`, (2, longs), has which one, and the number of its first tile. Sums of tiles by
-// halving, again and again; they are in the first `number` places of each row of `sums`, and then there is room.
+// A block a long segment: `segments`, (2, longs), has the segment's index and the number of its first tile. The sums of
+// its tiles are added by halving until one is left; they are the first `number` entries of each row of `sums`, and the
+// others are scratch.
 template <bool CLASSES>
 __device__ __forceinline__ void mean_long(const int64_t* __restrict__ offsets, const int64_t* __restrict__ segments,
                                           double* sums, int64_t number, int64_t stride, float* low, float* high,
@@ -720,8 +721,8 @@ extern "C" __global__ void __launch_bounds__(256)
 GC_SIGN_ENCODER(scaled, false)
 GC_SIGN_ENCODER(class, true)
 
-// What is lost of x + residual in long segments, once their means are known; `low` may be null. The tiles in falling
-// order: the last ones that were summed may still be in the cache.
+// The error of encoding x + residual in long segments, whose means are known by now; `low` may be null. Tiles go in
+// falling order, as the last ones that were summed may still be in the cache.
 extern "C" __global__ void __launch_bounds__(256)
     sign_lost(const float* x, const float* residual, const int64_t* __restrict__ offsets,
               const int64_t* __restrict__ tiles, const int64_t number, const float* __restrict__ low,

@@ -1,14 +1,14 @@
-// What the families of signs share: what is wrong with a payload, and packing that asks for memory ahead.
+// Shared by the families of signs: the faults of a payload, and packing with prefetch.
 #pragma once
 #include "called.hpp"
 #include "sign.cuh"
 
 namespace gc {
 
-// What is wrong with a payload: the numbers of `gcbench.ops.sign.WRONG`, the one to report first being the least.
+// The faults of a payload, by the numbers of `gcbench.ops.sign.WRONG`; of several the least is reported.
 enum Wrong : int64_t { NOTHING, AFTER_LAST, CODE_3, NOT_FINITE, WRONG_SIDE, OF_NOTHING };
 
-constexpr int LINE = 16;  // floats that memory hands over at once
+constexpr int LINE = 16;  // floats of a cache line
 
 inline int count_of(int64_t tile, int64_t n) { return (int)(n - tile * TILE < TILE ? n - tile * TILE : TILE); }
 
@@ -35,8 +35,8 @@ inline uint32_t any_code_3(const uint32_t* words, int64_t number) {
   return both;
 }
 
-// Add the bits code(first) ... code(last - 1), whole rows, to the words of a tile, above those that are there. With
-// each row LINES lines are asked for.
+// Shift the bits code(first) ... code(last - 1), whole rows, into the words of a tile, above the bits that are there.
+// With each row LINES lines are prefetched.
 template <int LINES, class F, class Load>
 inline void pack_rows(F code, int first, int last, uint32_t* words, Load next) {
   GC_ROLLED for (int i = first; i < last; i += LANES) {
@@ -46,7 +46,7 @@ inline void pack_rows(F code, int first, int last, uint32_t* words, Load next) {
   }
 }
 
-// As pack_tile<1>, asking for LINES lines from `next` on with each row of 32 elements.
+// As pack_tile<1>, prefetching LINES lines from `next` on with each row of 32 elements.
 template <int LINES, class F, class Load>
 inline void pack_asking(F code, int count, uint32_t* out, Load next) {
   if (count < TILE) return pack_rest<1>(code, count, out);
@@ -55,7 +55,7 @@ inline void pack_asking(F code, int count, uint32_t* out, Load next) {
   memcpy(out, words, sizeof words);
 }
 
-// What to ask for of one array.
+// Prefetches one array.
 struct Ahead {
   const float* x;
   void ask(int64_t i) const { __builtin_prefetch(x + i); }

@@ -1,5 +1,5 @@
-// What the kernels share that add up sparse tensors: where a block's positions begin, and whether they are in order.
-// Included by *.cu only.
+// Shared by the kernels that add sparse tensors: the search for a block's first position, and the check of the order of
+// positions. Included by *.cu only.
 #pragma once
 #include "common.cuh"
 
@@ -22,7 +22,7 @@ __device__ __forceinline__ int64_t warp_first_from(int64_t count, int64_t value,
   return low;
 }
 
-// Trap unless positions increase, from 0 on and below n; each block looks at its share.
+// Trap unless positions increase and are in [0, n); each block checks its share.
 __device__ __forceinline__ void check_order(const int64_t* __restrict__ positions, int64_t total, int64_t n) {
   for (int64_t j = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; j < total; j += (int64_t)gridDim.x * blockDim.x) {
     if (positions[j] < 0 || positions[j] >= n || (j > 0 && positions[j] <= positions[j - 1])) __trap();

@@ -16,8 +16,9 @@ namespace {
 
 constexpr int64_t PIECE = TILE / 2;  // complex numbers of one tile
 
-// Round to the nearest fp16, ties to even, and back. What is added has the exponent at which float32 rounds to fp16's
-// digits: 11 of them, or multiples of 2^-24. Of what is scaled nothing overflows fp16; infinities and NaN stay.
+// Round to the nearest fp16, ties to even, and back. The float that is added and subtracted has the exponent at which
+// float32 rounds to fp16's precision: to 11 digits, or to multiples of 2^-24. Scaled values do not overflow fp16;
+// infinities and NaN stay.
 inline float to_half(float x) {
   const uint32_t u = bits_of(x), sign = u & 0x80000000u, exponent = u & 0x7f800000u, least = (127 - 14) << 23;
   const float shift = float_of((exponent > least ? exponent : least) + (13 << 23)), size = float_of(u ^ sign);

@@ -106,8 +106,9 @@ extern "C" __global__ void __launch_bounds__(256)
   }
 }
 
-// What the segments' tiles add up to; each output, (m,), may be null. `sums` and `squares`, (2, tiles), are overwritten.
-// `limit` and `scale` are those of `ops.ternary_scales`: with clip 0 the scale alone; at_limit: the limit as scale.
+// The statistics of segments from those of their tiles; each output, (m,), may be null. `sums` and `squares` are
+// overwritten. `limit` and `scale` are those of `ops.ternary.scales`: with clip 0 the scale alone; at_limit: the limit
+// as scale.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     segment_statistics(const int64_t* __restrict__ table, const int64_t m, const uint32_t* __restrict__ tops,
                        double* sums, double* squares, float* __restrict__ absmax, double* __restrict__ sum,

@@ -17,7 +17,7 @@ PUBLIC = {
     "comm_hook": "integrations.ddp",
     "shard_hook": "integrations.fsdp",
 }
-"""What a plug-in derives from or a training job calls, and the module of each; imported late."""
+"""Public names that are imported at their first use, and the module of each."""
 __all__ = [
     "Batch",
     "Claims",
@@ -97,12 +97,15 @@ def run(
     force: bool = False,
     **settings: Any,
 ) -> DataFrame:
-    """Do a grid of runs, as `gcbench run` does, and return them as `load_results` does.
+    """Train a grid of runs, as `gcbench run` does, and return them as `load_results` does.
 
     `settings` are the flags of `gcbench run` by their names (task, compressor, workers, steps, lr,
     ...); a list is an axis of the grid. Fields of the compressor, the task and the memory are the
-    mappings `options`, `task_options` and `memory_options`. Finished runs in the folder `results`
-    are not made again unless `force` says so, and one that broke off goes on.
+    mappings `options`, `task_options` and `memory_options`.
+
+    `results`: the folder of the runs. A run that is finished there is not repeated unless `force`
+    is true; one that was interrupted is resumed. `data_dir`: the folder of the data sets; None: the
+    download cache. `progress`: how progress is shown on stderr.
 
     >>> import gcbench, tempfile
     >>> folder = tempfile.mkdtemp()
@@ -112,7 +115,7 @@ def run(
 
     Raises:
         gcbench.core.errors.UsageError: an unknown setting or value; the message lists those known.
-        gcbench.core.errors.GcbenchError: a run failed; the others are done.
+        gcbench.core.errors.GcbenchError: a run failed; the other runs of the grid are finished.
     """
     from gcbench.core.errors import unknown
     from gcbench.reporting import reader
@@ -132,11 +135,11 @@ def run(
 
 
 def load_results(*places: str | Path) -> DataFrame:
-    """Return finished runs, one a row: all those in folders, .json and .parquet files.
+    """Return the finished runs in these folders, .json and .parquet files, one run a row.
 
-    Columns are what a run's summary.json holds (results/README.md describes it), nested names
-    joined by dots: `test_accuracy`, `config.lr`, `phase_seconds.encode`, `provenance.machine.cpu`.
-    Without places those of results/runs are read.
+    The columns are the entries of a run's summary.json (results/README.md describes them), nested
+    names joined by dots: `test_accuracy`, `config.lr`, `phase_seconds.encode`,
+    `provenance.machine.cpu`. Without an argument the folder results/runs is read.
 
     Raises:
         gcbench.core.errors.GcbenchError: a place holds no finished run, or cannot be read.

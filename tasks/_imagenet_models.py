@@ -1,7 +1,7 @@
 """The networks of the task imagenet: float32 (b, 3, side, side) -> logits (b, classes).
 
-AlexNet and GoogLeNet are those of TernGrad's code: SAME padding as in TensorFlow, and batch
-normalization that has an offset and no gain behind every convolution, in the place of its bias.
+AlexNet and GoogLeNet are those of TernGrad's code, with TensorFlow's SAME padding. Every
+convolution is followed by batch normalization with an offset and without a gain, and has no bias.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ._models import LocalResponseNorm, truncated
 STATISTICS_MOMENTUM = 0.01
 """Weight of a new batch in the running statistics of `alexnet` and `googlenet`.
 
-TernGrad's code has 0.0003, with which statistics need ten thousand steps to arrive.
+TernGrad's code has 0.0003, with which the statistics need about ten thousand steps to converge.
 """
 
 
 def _same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
-    """Pad (..., h, w) so that a window gives ceil(h / stride) rows; an odd pixel goes to the end.
+    """Pad (..., h, w) by TensorFlow's SAME, so that a window gives ceil(h / stride) rows.
 
-    TensorFlow's SAME.
+    If the padding is odd, the end gets one pixel more.
     """
     pads = []
     for side in (x.shape[-1], x.shape[-2]):
@@ -123,8 +123,8 @@ class AlexNet(nn.Module):
 class _Inception(nn.Module):
     """Four branches side by side: 1x1; 1x1 and 3x3; 1x1 and 3x3; pooling and 1x1.
 
-    `widths` are the channels of the seven layers in the order of Szegedy et al. 2015, table 1. The
-    third branch has 3x3 where the paper has 5x5.
+    `widths` are the channels of the six convolutions in the order of Szegedy et al. 2015, table 1.
+    The third branch has 3x3 where the paper has 5x5.
     """
 
     def __init__(self, inputs: int, widths: tuple[int, ...]) -> None:
@@ -153,7 +153,7 @@ _BLOCKS = (
     ),
     ((256, 160, 320, 32, 128, 128), (384, 192, 384, 48, 128, 128)),
 )
-"""Widths of the inception blocks, by stage; a pooling lies before each stage."""
+"""Widths of the inception blocks, by stage; each stage begins with a pooling."""
 
 
 class GoogLeNet(nn.Module):
@@ -212,9 +212,9 @@ class _Bottleneck(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """ResNet-50 of He et al., table 1; where a stage halves the side, its first 3x3 does it.
+    """ResNet-50 of He et al., table 1, with the stride of a stage in its first 3x3 convolution.
 
-    25,557,032 parameters at 1,000 classes, for any side. The paper's first 1x1 halves the side.
+    25,557,032 parameters at 1,000 classes, for any side. The paper has the stride in the first 1x1.
     """
 
     def __init__(self, classes: int, side: int, dropout: float) -> None:

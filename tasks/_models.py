@@ -1,4 +1,4 @@
-"""The networks of the built-in tasks. All are made of plain modules and keep no random state."""
+"""The networks of the built-in tasks, of plain torch modules without random state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def check_network(name: str, known: Iterable[str]) -> None:
 
 
 def truncated(layer: nn.Conv2d | nn.Linear, std: float, bias: float = 0.0) -> None:
-    """Initialize as TensorFlow's truncated normal does: N(0, std^2) drawn again beyond 2 std."""
+    """Initialize weights by TensorFlow's truncated normal, and biases by a constant.
+
+    The truncated normal is N(0, std^2), with values beyond 2 std drawn again.
+    """
     nn.init.trunc_normal_(layer.weight, std=std, a=-2 * std, b=2 * std)
     if layer.bias is not None:
         nn.init.constant_(layer.bias, bias)
@@ -57,7 +60,8 @@ def _pool(x: Tensor) -> Tensor:
 class CifarNet(nn.Module):
     """TernGrad's CifarNet (`cifar10_alexnet` in its code): float32 (b, 3, 24, 24) -> (b, 10).
 
-    1,068,298 parameters. A ReLU behind its pooling equals one before it, at a quarter of the work.
+    1,068,298 parameters. ReLU is applied after pooling, which gives the same values as before it
+    and has a quarter of the elements.
     """
 
     def __init__(self) -> None:
@@ -147,7 +151,7 @@ class _Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
         if self.stride > 1:
-            # New channels start at zero, half of them on either side.
+            # The shortcut is padded with channels of zeros, half of them on either side.
             new = (out.shape[1] - x.shape[1]) // 2
             x = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, new, new))
         return F.relu(out + x)

@@ -8,8 +8,8 @@ deviation 0.05 (conv), 0.04 (fc), 1/192 (last); biases 0.1, and 0 in the first a
 x (1 + 0.001/9 sum of x^2 over 4 channels on either side)^(-3/4).
 Training images, on a scale of [0, 1]: random crop to 24x24, random flip, brightness
 +-63/255, contrast 0.2..1.8 about each channel's mean, no clamping, then (x - mean) / max(std,
-1 / sqrt(1728)) over the image. Test images: centre crop and the same standardization. (As nothing
-is clamped, the standardization takes the brightness out again.)
+1 / sqrt(1728)) over the image. Test images: centre crop and the same standardization. (Without
+clamping, the standardization undoes the change of brightness.)
 Recipe: batch 128 over all workers, Adam, lr 0.0002 throughout, 300,000 steps; weight decay 0.004 on
 the weights of the two hidden fc layers only, in the loss; evaluated on moving averages of decay
 0.9999 with TensorFlow's warm-up min(0.9999, (1 + t) / (10 + t)).
@@ -48,15 +48,16 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 }
 SIDE, SMALL, PAD = 32, 24, 4
 MEAN = (0.4914, 0.4822, 0.4465)
-"""Of the training set's red, green and blue, on a scale of [0, 1]."""
+"""Means of the training set's red, green and blue, on a scale of [0, 1]."""
 STD = (0.2470, 0.2435, 0.2616)
+"""Their standard deviations."""
 
 
 def crop(images: Tensor, side: int, top: Tensor, left: Tensor, flip: Tensor) -> Tensor:
-    """Cut a square of `side` pixels out of each image, and mirror it left to right where told.
+    """Cut a square of `side` pixels out of each image, and mirror it left to right where `flip`.
 
     `images` has shape (b, c, h, w); `top` and `left`, integers, and `flip`, booleans, (b,). The
-    result, (b, c, side, side), lies in channels-last memory.
+    result, (b, c, side, side), has channels-last memory format.
     """
     line = torch.arange(side, device=images.device)
     rows = top[:, None] + line
@@ -83,7 +84,7 @@ def standardize(images: Tensor) -> Tensor:
 
 
 def normalize(images: Tensor) -> Tensor:
-    """Return uint8 images (b, 3, h, w) with the training set's mean and deviation taken out."""
+    """Return uint8 images (b, 3, h, w) as float32, minus `MEAN` and divided by `STD`."""
     mean, std = (images.new_tensor(v, dtype=torch.float32).view(3, 1, 1) for v in (MEAN, STD))
     return (images.float() / 255 - mean) / std
 
@@ -144,7 +145,7 @@ class Cifar10(Task):
     def batch(self, split: Split, indices: Tensor, key: Key | None) -> Batch:
         """Return float32 images: (b, 3, 24, 24) for `cifarnet`, (b, 3, 32, 32) for the others.
 
-        They lie in channels-last memory, in which a step on a CPU takes two thirds of the time.
+        They are in channels-last memory format, which is faster on a CPU.
         """
         images, targets = split.inputs[indices], split.targets[indices]
         prepare = self._small if self.network == "cifarnet" else self._padded

@@ -6,27 +6,27 @@ that end in .jpeg, .jpg or .png count. Classes are numbered in the order of thei
 ImageNet has 1,281,167 + 50,000 photographs in 1,000 classes. They are decoded when a batch is made,
 which counts as forward_backward; grayscale and CMYK become RGB, EXIF's orientation is ignored.
 
-Preparing: a box is cut out of the photograph and resized to `side` x `side` pixels (224), bilinear
-with antialiasing, which TernGrad's code does not have. Training, besides a flip with probability
-1/2: `alexnet` resizes the whole photograph to 256 x 256 and takes a random crop of 224; `googlenet`
-and `resnet50` take a box with a random share of the area (uniform from 5 % and from 8 % on) and a
-random aspect ratio (3/4 to 4/3, uniform on a log scale). A box that does not fit is cut to the
-photograph; TernGrad's code draws again. Its random brightness, saturation, hue and contrast for
-GoogLeNet are left out. Evaluation takes the middle 7/8 of width and of height, for `resnet50` of
-the shorter side. Values: `alexnet` 0..255 minus (123.68, 116.78, 103.94); `googlenet` -1..1;
-`resnet50` 0..1, minus the mean of each channel and divided by its deviation.
+Preprocessing: a box is cut out of the photograph and resized to `side` x `side` pixels (224),
+bilinear with antialiasing, which TernGrad's code does not have. Training, besides a flip with
+probability 1/2: `alexnet` resizes the whole photograph to 256 x 256 and crops 224 at random;
+`googlenet` and `resnet50` take a box with a random share of the area (uniform, at least 5 % and
+8 %) and a random aspect ratio (3/4 to 4/3, uniform on a log scale). A box that does not fit is cut
+to the photograph; TernGrad's code draws again. Its random brightness, saturation, hue and contrast
+for GoogLeNet are left out. Evaluation takes the middle 7/8 of width and of height, for `resnet50`
+of the shorter side. Values: `alexnet` 0..255 minus (123.68, 116.78, 103.94); `googlenet` -1..1;
+`resnet50` 0..1, minus the mean of each channel and divided by its standard deviation.
 
 `alexnet`, 60,965,224 parameters: two towers, batch normalization. Recipe: batch 256, SGD with
 momentum 0.9, lr 0.01, divided by 10 every 20 of 74 epochs (370,000 steps), weight decay 0.0005,
 dropout 0.5.
 `googlenet`, 6,617,624 parameters: 3x3 for 5x5, batch normalization, no auxiliary classifiers.
-Recipe: batch 128, SGD with momentum 0.9, lr 0.04, decaying to 0 as the square root of what is left
-of 600,000 steps, weight decay 0.00004, dropout 0.2.
+Recipe: batch 128, SGD with momentum 0.9, lr 0.04 times the square root of the share left of 600,000
+steps, weight decay 0.00004, dropout 0.2.
 In both, only weights decay, in the loss; the gradient of the last layer stays dense; evaluated on
-moving averages of decay 0.9999. Runs with ternary gradients had less dropout in the paper, 0.2 and
-0.08: the suites terngrad-table2 and terngrad-table3 have all of it.
-Source: Wen et al. 2017, tables 2 and 3; what the paper leaves out from the authors' code (which has
-an unused class more).
+moving averages of decay 0.9999. In the paper, runs with ternary gradients had less dropout, 0.2 and
+0.08: the suites terngrad-table2 and terngrad-table3 set these values.
+Source: Wen et al. 2017, tables 2 and 3; what the paper leaves out is from the authors' code, which
+has one more class, not used.
 
 `resnet50`, 25,557,032 parameters. Recipe: batch 256, SGD with momentum 0.9, lr 0.1, divided by 10
 at a third and two thirds of the steps (in the paper when the error stops falling), weight decay
@@ -63,7 +63,7 @@ SCALES = {
     "googlenet": ((127.5, 127.5, 127.5), (127.5, 127.5, 127.5)),
     "resnet50": ((123.675, 116.28, 103.53), (58.395, 57.12, 57.375)),
 }
-"""What is taken from each channel, on a scale of 0..255, and what the rest is divided by."""
+"""What is subtracted from each channel, on a scale of 0..255, and what it is then divided by."""
 LEAST_AREA = {"googlenet": 0.05, "resnet50": 0.08}
 """The smallest share of a photograph that a training example shows."""
 ASPECT = 4 / 3
@@ -77,7 +77,7 @@ Box = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class Photos(Split):
-    """Photographs on disk: `inputs`, int64 (n,), are places in `files`."""
+    """Photographs on disk: `inputs`, int64 (n,), are indices into `files`."""
 
     root: Path
     files: tuple[str, ...]
@@ -144,11 +144,11 @@ class ImageNet(Task):
         }
 
     def load(self, data_dir: Path | None) -> tuple[Photos, Photos]:
-        """Return the splits: files that are there and not empty, none of them decoded yet.
+        """Return the splits, the lists of files; that none is empty is checked, nothing is decoded.
 
         Raises:
-            GcbenchError: folders or photographs are missing or empty, or train and val have other
-                classes.
+            GcbenchError: folders or photographs are missing or empty, or train and val have
+                different classes.
         """
         if data_dir is None:
             raise GcbenchError(f"imagenet: {_layout(Path('DATA') / self.folder)}")
@@ -222,10 +222,10 @@ class ImageNet(Task):
         return pixels.view(self.side, self.side, 3)
 
     def _box(self, width: int, height: int, draws: list[float] | None) -> Box:
-        """Return what is cut out of a photograph of `width` x `height` pixels.
+        """Return the box that is cut out of a photograph of `width` x `height` pixels.
 
-        Draws, each in [0, 1): place from left to right, place from top to bottom, flip (not used
-        here), share of the area, aspect ratio.
+        The five draws, each in [0, 1), determine: the horizontal place, the vertical place, the
+        flip (not used here), the share of the area, and the aspect ratio. None: evaluation.
         """
         if draws is None:
             whole = (width, height)
@@ -261,13 +261,16 @@ class ImageNet(Task):
 
 
 def _placed(width: int, height: int, w: float, h: float, left: float, top: float) -> Box:
-    """Return the box of w x h pixels with a share `left` and `top` of the free room before it."""
+    """Return the box of w x h pixels that has a share `left` of the free width to its left.
+
+    `top`: the share of the free height above it.
+    """
     x, y = left * (width - w), top * (height - h)
     return x, y, min(x + w, width), min(y + h, height)
 
 
 def _layout(root: Path) -> str:
-    """Return what is expected below `root`, and how to name another folder."""
+    """Return the sentences on the files expected below `root`, and how to name another folder."""
     return (
         f"expected are {root}/train/CLASS/*.JPEG and {root}/val/CLASS/*.JPEG with the same class "
         "folders in both; nothing is downloaded (image-net.org has the photographs). Name the "

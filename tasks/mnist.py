@@ -6,12 +6,13 @@ by ReLU and 2x2 pooling, then 500 and 10 units; 1,256,080 parameters; weights fr
 normal with standard deviation 0.05, 0.05, 0.048 and 0.0767, biases zero. `lenet-caffe`, the model
 that it is named after: VALID padding, a ReLU behind the 500 units only, uniform weights; 431,080
 parameters. Both train with TernGrad's recipe.
-Recipe: batch 64 over all workers, 10,000 steps, SGD with momentum 0.9, lr 0.01 that falls to 0 as
-the square root of what is left, weight decay 0.0005 in the loss, on weights and not on biases;
+Recipe: batch 64 over all workers, 10,000 steps, SGD with momentum 0.9, lr 0.01 times the square
+root of the share of steps left, weight decay 0.0005 in the loss, on weights and not on biases;
 evaluated on moving averages of decay 0.9999 with TensorFlow's warm-up, min(0.9999,
 (1 + t) / (10 + t)). The second curve of the figure is plain SGD: momentum 0 and lr 0.1.
-Source: Wen et al. 2017, section 5.1 and figure 3; initialization, scaling, averages and what decays
-from the authors' code. Theirs draws examples from a shuffling queue, we from permutations.
+Source: Wen et al. 2017, section 4.1 and figure 3; initialization, scaling, moving averages and
+which parameters decay are from the authors' code. It draws examples from a shuffling queue, we from
+permutations.
 """
 
 from __future__ import annotations
@@ -71,9 +72,9 @@ class Mnist(Task):
         return NETWORKS[self.network]()
 
     def batch(self, split: Split, indices: Tensor, key: Key | None) -> Batch:
-        """Return images scaled to [-1, 1], float32 (b, 1, 28, 28), in channels-last memory.
+        """Return images scaled to [-1, 1], float32 (b, 1, 28, 28).
 
-        A step on a CPU takes two thirds of the time with it.
+        They are in channels-last memory format, which is faster on a CPU.
         """
         inputs = split.inputs[indices].float() / 127.5 - 1
         return Batch(inputs.to(memory_format=torch.channels_last), split.targets[indices])

@@ -1,4 +1,4 @@
-"""A noisy quadratic: the minimum is known, nothing is downloaded, a run takes seconds.
+"""A quadratic with noisy gradients and a known minimum; a run needs no data and takes seconds.
 
 Formula: f(x) = 1/2 sum_i L_i (x_i - x*_i)^2, with curvatures L_i that fall in equal ratios from 1
 to 1 / condition, and x*_i = sin(i + 1). An example's gradient is L (x - x*) + noise, with
@@ -6,9 +6,9 @@ independent noise of N(0, noise^2) in every coordinate, so the mean over a batch
 the variance noise^2 / b. The evaluation has no noise: since f(x*) = 0, the test loss is the gap.
 Start: x* plus or minus 1 in every coordinate, the signs drawn, so that the first gap is
 1/2 sum_i L_i for every seed.
-What it is for: with step size a, plain SGD ends near the gap
-a noise^2 / (2 b) sum_i 1 / (2 - a L_i); a compressor's variance raises that plateau, its bias
-shows as well.
+What it is for: with step size a, plain SGD converges to a mean gap of
+a noise^2 / (2 b) sum_i 1 / (2 - a L_i). A compressor's variance raises that plateau, and its bias
+may move it, too.
 Source: the strongly convex case of the theorems (TernGrad's theorem 1, signSGD's theorem 1).
 """
 
@@ -93,7 +93,7 @@ class Quadratic(Task):
         }
 
     def load(self, data_dir: Path | None) -> tuple[Split, Split]:
-        """Return the numbers of 1024 examples to train on and of one to test on; no data."""
+        """Return the indices of 1024 training examples and of one test example: no data."""
         train = torch.arange(EXAMPLES)
         return Split(train, train), Split(train[:1], train[:1])
 
@@ -112,7 +112,7 @@ class Quadratic(Task):
         return Batch(draws.view(shape) * self.noise, targets)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean of the examples' losses; without noise, the gap to the minimum."""
+        """Return the mean of the examples' losses; without noise it is the gap to the minimum."""
         return outputs.mean()
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor | None:

@@ -1,9 +1,9 @@
-"""Shakespeare by characters, with a small transformer: the language model among the tasks.
+"""Character-level language modelling of Shakespeare, with a small transformer.
 
 Data: tinyshakespeare, 1,115,394 characters, 65 different ones, which are the tokens. The last tenth
-of the text is the test split, the rest is trained on. An example is a block of `context` characters
-and, as targets, their successors. Blocks are fixed and do not overlap, so that any choice of rows
-is a split again; what is left over at the end of a split, less than a block, is not used.
+of the text is the test split, the rest the training split. An example is a block of `context`
+characters, with their successors as targets. Blocks are fixed and do not overlap, so any subset of
+examples is a split again; an incomplete block at the end of a split is not used.
 Network: a decoder-only transformer as GPT-2, pre-norm: learned positions; in each layer causal
 attention and then a perceptron of 4 width units with GELU (its tanh form), each behind a layer norm
 and added to its input; a last layer norm; an output matrix of its own, not tied to the embedding,
@@ -37,11 +37,11 @@ from gcbench.core.compressor import Key
 from gcbench.core.task import Batch, Split, Task
 
 CHARACTERS = "\n !$&',-.3:;?" + string.ascii_uppercase + string.ascii_lowercase
-"""The characters of the text in the order of their codes; a token is a place in this order."""
+"""The characters of the text in the order of their codes; a token is an index into it."""
 
 
 def tokens(text: Tensor) -> Tensor:
-    """Return the tokens, uint8 (n,), of a text in bytes, uint8 (n,).
+    """Return the tokens, uint8 (n,), of a text given as bytes, uint8 (n,).
 
     Raises:
         ValueError: the text has a character that is not one of `CHARACTERS`.
@@ -174,5 +174,5 @@ class Shakespeare(Task):
         return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
-        """Return None: the loss is what language models are compared by."""
+        """Return None: language models are compared by their loss."""
         return None

@@ -62,6 +62,10 @@ PlaceSet = Annotated[
         "--cluster-set", help="A setting of the cluster, e.g. price=2.5 or inter.gbit=10."
     ),
 ]
+Methods = Annotated[
+    str | None,
+    typer.Option(help="Methods, e.g. terngrad,topk:ratio=0.001; default all."),
+]
 Batch = Annotated[
     int | None,
     typer.Option(
@@ -130,10 +134,7 @@ def predict(
     module: Module = None,
     cluster: Place = "v100x8-25g",
     cluster_set: PlaceSet = None,
-    compressor: Annotated[
-        str | None,
-        typer.Option(help="Methods, e.g. terngrad,topk:ratio=0.001; default all."),
-    ] = None,
+    compressor: Methods = None,
     collective: Annotated[
         str | None, typer.Option(help="allreduce, allgather or twoshot; default the method's.")
     ] = None,

@@ -1,8 +1,8 @@
 """What a method claims of itself: its bias, its error, its mean, its size.
 
 A claim is a statement that an experiment can refute. `gcbench verify` and `gcbench bounds` hold a
-method to what it claims, whoever wrote it; no engine computes anything from a claim. A method
-without claims trains all the same; it has less that can be checked.
+method to its claims, whoever wrote it; no engine computes anything from a claim. A method without
+claims can be trained all the same, but less of it can be checked.
 """
 
 from __future__ import annotations
@@ -36,11 +36,17 @@ class Claims(Generic[C]):
 
     @property
     def contractive(self) -> bool:
-        """Whether the error stays below the input, see `error_bound`: error feedback converges."""
+        """Whether ||x - decode(encode(x))|| < ||x|| unless x = 0; see `error_bound` and `delta`.
+
+        Error feedback converges for such methods, and is refused around others.
+        """
         return False
 
     def target(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
-        """Return what an unbiased method is unbiased for, shape (n,); `x` itself by default."""
+        """Return the expectation of what is decoded, shape (n,); by default `x` itself.
+
+        TernGrad with clipping is unbiased for the clipped x.
+        """
         return x
 
     def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor | None:
@@ -51,43 +57,44 @@ class Claims(Generic[C]):
         return None
 
     def variance_bound(self, x: Tensor, segments: Segments, shared: Tensor) -> float | None:
-        """Return the source's bound on the sum of `variance`, if it has one."""
+        """Return the published bound on the sum of `variance`; None: the source has none."""
         return None
 
     def omega(self, segments: Segments) -> float | None:
-        """Return the relative variance that holds whatever x is, of a method unbiased for x.
+        """Return a bound omega on the relative variance of a method that is unbiased for x.
 
-        E||decode(encode(x)) - x||^2 <= omega ||x||^2 for every x of these segments, of a worker
-        that is alone. None: no such constant, or the method is unbiased for another target.
+        E||decode(encode(x)) - x||^2 <= omega ||x||^2 for every x of these segments, for a single
+        worker. None: there is no such constant, or the method is unbiased for another target.
         """
         return None
 
     def error_bound(self, x: Tensor, segments: Segments) -> float | None:
         """Return a proven bound on ||x - decode(encode(x))||^2 of a contractive method.
 
-        It is below ||x||^2 unless x = 0. A bound that holds in expectation is tested on a mean.
+        It is below ||x||^2 unless x = 0. Where it holds in expectation over the random draws, it is
+        tested on the mean of several encodings.
         """
         return None
 
     def delta(self, segments: Segments) -> float | None:
-        """Return the contraction delta, above 0, that holds whatever x is.
+        """Return the contraction constant delta in (0, 1].
 
-        ||x - decode(encode(x))||^2 <= (1 - delta) ||x||^2 for every x of these segments, or its
-        expectation over the draws; values that are denormal in float32 or near its largest are
-        excepted. None: the method contracts by no such constant.
+        ||x - decode(encode(x))||^2 <= (1 - delta) ||x||^2 for every x of these segments, or in
+        expectation over the draws; except where x has values that are denormal in float32 or near
+        its largest. None: there is no such constant.
         """
         return None
 
     def with_error(self, alpha: float) -> Compressor | None:
-        """Return the method set to a relative error of about `alpha`, in (0, 1).
+        """Return the method configured for a relative error of about `alpha`, in (0, 1).
 
-        For theorems in which the error falls to 0 with the steps; the `delta` of what is returned
-        says what the error is at most. None: no field sets it.
+        Used for theorems in which the error falls to 0 with the steps; the `delta` of the returned
+        method bounds its error. None: no field controls the error.
         """
         return None
 
     def gaussian_error(self) -> float | None:
-        """Return ||x - decode||^2 / ||x||^2 for long segments of independent normal values.
+        """Return E||x - decode(encode(x))||^2 / ||x||^2 for long segments of independent N(0, 1).
 
         None: not known in closed form.
         """
@@ -95,7 +102,7 @@ class Claims(Generic[C]):
 
     @property
     def exact_for(self) -> tuple[str, ...]:
-        """Families of inputs that arrive exactly, by their names in `gcbench verify`."""
+        """Families of inputs that are decoded without error, by their names in `gcbench verify`."""
         return ()
 
     # The mean of several workers.
@@ -107,9 +114,9 @@ class Claims(Generic[C]):
 
     @property
     def signs(self) -> bool:
-        """Whether a worker sends exactly sign(x), with +1 or -1 for 0, and `mean` is the majority.
+        """Whether a worker sends sign(x), with +1 or -1 for 0, and `mean` is the majority vote.
 
-        The theorems of signSGD are then about this method. It implies `aggregate` "vote".
+        The theorems of signSGD then apply to the method, and `aggregate` is "vote".
         """
         return False
 
@@ -119,10 +126,10 @@ class Claims(Generic[C]):
     def portable(self) -> bool:
         """Whether the same input gives the same bytes on every machine.
 
-        False where a library's Fourier transform or matrix product decides the last bits.
+        False where the last bits depend on a library's Fourier transform or matrix product.
         """
         return True
 
     def nominal_bits(self) -> float | None:
-        """Return the bits an element that the source quotes for the way up (None: it has none)."""
+        """Return the bits an element that the source quotes for what a worker sends; None: none."""
         return None

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: seconds by phase, of one worker."""
+"""Timing of the phases of a step: seconds by phase, of one worker."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class Clock:
-    """Adds up each phase's seconds over a step, and keeps every step's.
+    """Adds up the seconds of each phase within a step, and keeps those of every step.
 
-    A phase that several simulated workers pass counts with their mean: the time that one worker
-    spends. On a GPU the device is synchronized at the edges of every phase.
+    Where several simulated workers run a phase, their mean counts: the time of one worker. On a GPU
+    the device is synchronized at the beginning and the end of every phase.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,14 +29,14 @@ class Clock:
         self._began = time.perf_counter()
 
     def read(self) -> float:
-        """Return seconds on a monotonic clock, after the device has caught up."""
+        """Return seconds on a monotonic clock, after all work queued on the device is done."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a block that this process runs once for all of its workers."""
+        """Time a with statement that this process runs once for all of its workers."""
         start = self.read()
         yield
         self._now[name] += self.read() - start
@@ -52,12 +52,15 @@ class Clock:
         return run
 
     def workers(self, name: str, results: Sequence[tuple[T, float]]) -> list[T]:
-        """Book a phase that each local worker passed, and return the workers' values."""
+        """Add the mean of the local workers' seconds to phase `name`, and return their values.
+
+        `results`: what the functions wrapped by `timed` returned.
+        """
         self._now[name] += statistics.fmean(seconds for _, seconds in results)
         return [value for value, _ in results]
 
     def add(self, name: str, seconds: float) -> None:
-        """Book seconds of one worker measured elsewhere."""
+        """Add seconds of one worker, measured elsewhere, to phase `name`."""
         self._now[name] += seconds
 
     def start_step(self) -> None:
@@ -70,10 +73,11 @@ class Clock:
         self.steps.append([*self._now.values(), self.read() - self._began])
 
     def medians(self, together: int = 1) -> dict[str, float]:
-        """Return the median seconds of each phase, and of the whole `step`.
+        """Return the median seconds of each phase and of the whole step (key "step").
 
-        `together`: so many steps in a row count as one, their mean, where not every step has every
-        phase; a shorter rest is left out unless there is nothing else.
+        `together`: the number of consecutive steps that are averaged before the median is taken,
+        for runs in which not every step has every phase (local steps). A shorter group at the end
+        is left out unless it is the only one.
         """
         names = (*PHASES, "step")
         if not self.steps:
@@ -86,7 +90,7 @@ class Clock:
 
 
 class Totals(Clock):
-    """Adds up phases over all steps, without waiting for the device: for somebody else's job."""
+    """Adds up phases over all steps, and never waits for the device: used in a user's own job."""
 
     def read(self) -> float:
         """Return seconds on a monotonic clock."""

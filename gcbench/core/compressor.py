@@ -1,12 +1,12 @@
-"""The contract of a gradient compressor, and the types that it speaks in.
+"""The contract of a gradient compressor, and the types of its arguments and results.
 
 A compressor is a pure codec over one flat float32 tensor. It never communicates, never asks for a
 device, keeps no state and touches no global random generator; workers, residuals and collectives
 belong to the engine. Its hyper-parameters are the fields of a frozen dataclass.
 
-Large results are written where the caller says (`out`), because fresh memory costs more than most
-codecs: an exchange owns its buffers for the life of a run. What a method claims about its errors
-stands in an object of its own (`gcbench.core.claims`), which checks read and no engine needs.
+Large results are written to buffers of the caller (`out`), because allocating memory takes longer
+than most codecs; an exchange keeps its buffers for the life of a run. What a method claims about
+its errors is in a separate object (`gcbench.core.claims`), which checks read and no engine needs.
 """
 
 from __future__ import annotations
@@ -32,32 +32,35 @@ from gcbench.core.errors import GcbenchError, PayloadError, UsageError
 T = TypeVar("T")
 COLLECTIVES = ("allreduce", "allgather", "twoshot")
 TILE = 1024
-"""Elements of one packing and drawing tile; shards of a bucket start at multiples of it."""
+"""Elements of a tile, the unit in which codes are packed and random numbers drawn; shards of a
+bucket start at multiples of it."""
 
 Layout = tuple[tuple[torch.dtype, int], ...]
 """The wire format of one payload: dtype and element count of each part, in order."""
 
 
 class Key(NamedTuple):
-    """The address of one stream of random numbers (counter-based, nothing is stored).
+    """The address of random numbers in a counter-based generator, which keeps no state.
 
-    The draw of an element depends on these five numbers and its index alone, so bucketing,
-    sharding, the backend and the number of processes change no bit.
+    A draw is a function of seed, step, rank, stream and the element's index in the bucket. So the
+    way a bucket is cut into shards, the backend and the number of processes change no bit.
     """
 
     seed: int
     step: int
     rank: int
     offset: int = 0
-    """Index in the bucket of the first element of the tensor at hand."""
+    """Index in the bucket of the first element of the tensor that is drawn for."""
     stream: int = 0
-    """What the numbers are for: one of the constants of `gcbench.core.purposes`."""
+    """The purpose of the numbers: one of the constants of `gcbench.core.purposes`."""
 
     def words(self) -> tuple[tuple[int, int], int, int]:
-        """Return Philox's two 32-bit key words, and the counter's two that are the same for all.
+        """Return Philox's two 32-bit key words, and the two counter words that no index enters.
+
+        The latter are the step, and the stream in 8 bits above the rank in 24.
 
         Raises:
-            ValueError: step, rank or stream do not fit.
+            ValueError: step, rank or stream is out of range.
         """
         if not (0 <= self.step < 2**32 and 0 <= self.rank < 2**24 and 0 <= self.stream < 2**8):
             raise ValueError(
@@ -72,11 +75,11 @@ class Payload(NamedTuple):
 
     parts: tuple[Tensor, ...]
     count: int = 1  # type: ignore[assignment]  # the field hides tuple.count, which nobody needs
-    """How many workers' gradients are merged into it."""
+    """The number of workers whose gradients are merged into it."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts: the number that is counted as sent."""
+        """Bytes of all parts; this number is counted as sent."""
         return sum(part.numel() * part.element_size() for part in self.parts)
 
     @property
@@ -101,7 +104,7 @@ class Payload(NamedTuple):
             raise PayloadError(
                 f"payload of {data.numel()} {data.dtype} elements: {sum(sizes)} bytes expected"
             )
-        # Parts may lie at any byte; a copy aligns the ones that a dtype view would refuse.
+        # A part may begin at any byte; a copy aligns it, as `view` refuses an unaligned one.
         parts = tuple(
             (piece.clone() if dtype.itemsize > 1 else piece).view(dtype)
             for piece, (dtype, _) in zip(torch.split(data, sizes), layout, strict=True)
@@ -110,13 +113,13 @@ class Payload(NamedTuple):
 
     @classmethod
     def over(cls, buffer: Tensor, layout: Layout, count: int = 1) -> Payload:
-        """Return the payload that lies in `buffer`, uint8, as long as the layout: parts are views.
+        """Return the payload whose bytes are `buffer`, uint8, 1-D; its parts are views of it.
 
-        Parts of wide elements lie first, so that all are aligned if the buffer's first byte is. A
-        part that is not is a copy: see `aligned`.
+        Parts with the widest elements come first, so that all parts are aligned if the buffer is
+        (see `aligned`); a part that is not aligned is a copy.
 
         Raises:
-            PayloadError: the buffer is longer or shorter than the layout.
+            PayloadError: the buffer is longer or shorter than the layout, or not uint8.
         """
         if buffer.dtype != torch.uint8 or buffer.numel() != layout_bytes(layout):
             raise PayloadError(
@@ -132,13 +135,13 @@ class Payload(NamedTuple):
         return cls(tuple(parts), count)
 
     def write(self, buffer: Tensor) -> None:
-        """Copy the parts to where `over` finds them; uint8, shape (nbytes,)."""
+        """Copy the parts to `buffer`, uint8, shape (nbytes,), in the order that `over` reads."""
         for i, start, stop in _places(self.layout):
             buffer[start:stop].copy_(self.parts[i].contiguous().view(torch.uint8))
 
 
 def _places(layout: Layout) -> Iterator[tuple[int, int, int]]:
-    """Yield each part's number, first byte and last byte in a buffer, in the order of the bytes."""
+    """Yield each part's index, first byte and end in a buffer, in the order of the bytes."""
     start = 0
     for i in sorted(range(len(layout)), key=lambda i: -layout[i][0].itemsize):
         dtype, numel = layout[i]
@@ -153,20 +156,20 @@ def aligned(buffer: Tensor, layout: Layout) -> bool:
 
 
 def slot(out: Payload | None, part: int) -> Tensor | None:
-    """Return where an encoder writes part number `part`, or None for a tensor of its own."""
+    """Return the tensor of `out` to write part number `part` to; None if there is no `out`."""
     return None if out is None else out.parts[part]
 
 
 def slots(out: Payload | None) -> tuple[Tensor, ...] | None:
-    """Return where an encoder writes its parts, or None for tensors of its own."""
+    """Return the tensors of `out` to write the parts to; None if there is no `out`."""
     return None if out is None else out.parts
 
 
 def fill(out: Payload | None, *parts: Tensor, count: int = 1) -> Payload:
-    """Return the payload of these parts, which lie in `out` already or are copied there.
+    """Return the payload of these parts; with `out`, parts that are not its own are copied there.
 
     Raises:
-        ValueError: a part has another length or dtype than the slot.
+        ValueError: a part has another length or dtype than that of `out`.
     """
     if out is None:
         return Payload(parts, count)
@@ -182,7 +185,7 @@ def fill(out: Payload | None, *parts: Tensor, count: int = 1) -> Payload:
 
 
 def written(result: Tensor, out: Tensor) -> Tensor:
-    """Return `out`, with the result in it."""
+    """Copy `result` to `out` unless it is that tensor already, and return `out`."""
     return out if result is out else out.copy_(result)
 
 
@@ -190,7 +193,7 @@ def check_collectives(name: str, declared: object) -> None:
     """Check the collectives that a method declares.
 
     Raises:
-        GcbenchError: they are no tuple, none, or one of them does not exist or comes twice.
+        GcbenchError: they are no tuple, an empty one, or one is unknown or listed twice.
     """
     names = declared if isinstance(declared, tuple) else ()
     if not names or len({*names}) < len(names) or not {*names} <= {*COLLECTIVES}:
@@ -201,7 +204,7 @@ def check_collectives(name: str, declared: object) -> None:
 
 
 def _checked(function: Callable[..., T]) -> Callable[..., T]:
-    """Have a method refuse an x that is not float32, or not as long as its segments."""
+    """Wrap a method so that it refuses an x that is not float32 or not as long as its segments."""
     names = list(inspect.signature(function).parameters)
     place = names.index("segments") if "segments" in names else len(names)
 
@@ -225,22 +228,22 @@ def layout_bytes(layout: Layout) -> int:
 
 
 class Prepared(NamedTuple):
-    """What one look at a worker's gradient gives, before the workers agree."""
+    """What `Compressor.prepare` computes from one worker's gradient."""
 
     statistic: Tensor
-    """What the workers agree on, float32, first axis m, or empty for nothing."""
+    """What the workers agree on by its maximum, float32, first axis m; empty: nothing."""
     kept: Any = None
-    """What the same worker's `encode` would compute again."""
+    """Intermediate results that the same worker's `encode` would otherwise compute again."""
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Where the scales live: consecutive groups of one flat tensor.
+    """How a flat tensor is cut into segments, the consecutive groups that have one scale each.
 
     `offsets` has one entry more than there are segments: segment i is `[offsets[i],
     offsets[i + 1])`, and `offsets[-1]` is the length of the flat tensor. Segments may be empty.
-    `shapes` are those of the tensors that lie one after the other in the flat tensor, whatever the
-    segments are; a shard has none, and then each segment stands for a vector.
+    `shapes` are the shapes of the tensors whose concatenation the flat tensor is; they need not
+    agree with the segments. A shard has no shapes: each of its segments then counts as a vector.
     """
 
     offsets: tuple[int, ...]
@@ -249,19 +252,19 @@ class Segments:
     def __post_init__(self) -> None:
         if not self.offsets or self.offsets[0] != 0:
             raise ValueError(f"offsets must start at 0, not {self.offsets[:1]}")
-        if any(map(operator.gt, self.offsets, self.offsets[1:])):  # there may be millions
+        if any(map(operator.gt, self.offsets, self.offsets[1:])):  # fast: there may be millions
             raise ValueError("offsets must not decrease")
         if self.shapes and sum(map(math.prod, self.shapes)) != self.offsets[-1]:
             raise ValueError(f"tensors of shapes {self.shapes} for {self.offsets[-1]} elements")
 
     @classmethod
     def of(cls, shapes: Sequence[Sequence[int]], granularity: str | int = "tensor") -> Segments:
-        """Lay segments over the concatenation of tensors of the given `shapes`.
+        """Return the segments of the concatenation of tensors of the given `shapes`.
 
-        `granularity` is "tensor"; "model" (one segment); "column": one segment per entry of a
-        tensor's first axis, which is contiguous (the incoming weights of one output unit), vectors
-        and scalars being one column; or a number d: groups of d inside each tensor, the last one
-        short.
+        `granularity`: "tensor", one segment a tensor; "model", one in all; "column", one for each
+        index of a tensor's first axis (the incoming weights of one output unit, which are
+        contiguous), vectors and scalars being one column; or a number d, groups of d elements
+        inside each tensor, the last of which may be shorter.
 
         Raises:
             UsageError: `granularity` is none of these.
@@ -306,7 +309,7 @@ class Segments:
 
     @cached_property
     def runs(self) -> tuple[tuple[slice, int, int], ...]:
-        """Neighbouring segments of one length, as (which segments, first element, length)."""
+        """Runs of neighbouring segments of one length: (their slice, first element, length)."""
         runs: list[tuple[slice, int, int]] = []
         for i, (start, length) in enumerate(zip(self.offsets, self.lengths, strict=False)):
             if runs and runs[-1][2] == length:
@@ -317,10 +320,10 @@ class Segments:
 
     @cached_property
     def table(self) -> Tensor:
-        """Return what kernels walk by, int64, shape (2, m + 1), on the CPU.
+        """The table that kernels find segments by, int64, shape (2, m + 1), on the CPU.
 
-        Row 0 has the offsets; row 1 how many tiles of 1024 elements, each inside one segment, lie
-        before each segment, and in all.
+        Row 0 has the offsets. Row 1 has the number of tiles before each segment, and in all, if
+        every segment is cut into tiles of 1024 elements from its own beginning.
         """
         tiles = itertools.accumulate((-(-n // TILE) for n in self.lengths), initial=0)
         return torch.tensor([self.offsets, tuple(tiles)])
@@ -333,17 +336,17 @@ class Segments:
         return tuple(zip(starts, shapes, strict=False))
 
     def views(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield each run of `x`, shape (n,), as a matrix view: its segments, (segments, length)."""
+        """Yield each run of `x`, shape (n,): slice of segments, and view (segments, length)."""
         for which, start, length in self.runs:
             count = which.stop - which.start
             yield which, x[start : start + count * length].view(count, length)
 
     def shard(self, start: int, stop: int) -> tuple[Segments, range]:
-        """Return the segments of the shard `[start, stop)`, and which of these segments they are.
+        """Return the segments of the shard `[start, stop)`, and their indices among these segments.
 
-        A segment that the shard cuts appears with the part that lies inside; scales of the whole
-        are handed on by indexing with the returned range. The same shard is the same object, so
-        that what is derived from it is computed once.
+        Of a segment that the shard cuts, the part inside is a segment of the shard. The range of
+        indices selects the shard's scales from those of the whole. The same shard gives the same
+        object, so that its cached properties are computed once.
         """
         key = start, stop
         if key not in self._shards:
@@ -370,18 +373,19 @@ class Segments:
 class Compressor(ABC):
     """One method of gradient compression: a pure codec over a flat float32 tensor.
 
-    A method defines `encode`, `decode` and, where sizes do not depend on the data, `layout`; the
-    rest has a definition in these terms, which a method replaces where it can do better: the same
-    bits by a faster operation, or an aggregate of its own.
+    A method defines `encode`, `decode` and, where sizes do not depend on the data, `layout`. All
+    other methods have a default that uses these; a subclass overrides one to compute the same bits
+    faster, or to aggregate in another way than by the mean.
 
     Subclasses are frozen dataclasses; each of their fields is a hyper-parameter and can be set on
     the command line (`--set name=value`). In what follows `x` is a float32 tensor of shape (n,)
-    with finite values, `segments` covers it, and m = len(segments). Another dtype or length is
-    refused by every encoder (UsageError). For finite values the caller answers, as a look at all of
-    them costs as much as some encoders: `compress` and the training loop do look, and of a payload
-    of something else no method decodes a NaN: it raises PayloadError, or returns finite values.
-    `out` is where a result belongs, and never overlaps an argument; a method may return tensors of
-    its own all the same, which cost a copy.
+    with finite values, `segments` covers it, and m = len(segments).
+
+    Every encoder refuses another dtype or length (UsageError). That values are finite is up to the
+    caller, because the check takes as long as some encoders; `compress` and the training loop
+    check. If x was not finite, `decode` raises PayloadError or returns finite values, never NaN.
+    `out` is the buffer for a result and never overlaps an argument. A method may return a new
+    tensor instead, which the caller then copies.
     """
 
     name: ClassVar[str] = ""
@@ -393,56 +397,56 @@ class Compressor(ABC):
     memory_options: ClassVar[Mapping[str, Any]] = {}
     """Fields of that memory where the published method differs from the memory's defaults."""
     added: ClassVar[Mapping[str, Any]] = {}
-    """Fields that earlier versions of the method did not have, with the values that do what those
-    did: stored runs of those versions are this method with these values."""
+    """Fields that were added to the method later, with the values that stand for the behaviour of
+    before: a run stored without such a field was one with this value."""
     granularity: str | int = "tensor"
-    """Where scales live, see `Segments.of`; a field where a method lets the user choose."""
+    """What has a scale of its own, see `Segments.of`; a dataclass field if the user may choose."""
 
     scratch: ClassVar[bool] = False
-    """Whether encoding or decoding makes tensors of the size of x besides those that are handed
-    in: transforms, and methods in plain torch. An exchange itself makes none."""
+    """Whether encoding or decoding allocates tensors of the size of x, as transforms and methods in
+    plain torch do. An exchange itself allocates none."""
 
-    # What the method can do. Plain attributes in a subclass, or properties where fields decide.
+    # Capabilities: plain attributes in a subclass, or properties where they depend on fields.
 
     @property
     def requantizes(self) -> bool:
-        """Whether an owner encodes the mean again (`merge` by default), losing some of it.
+        """Whether `merge` encodes the mean again, with an error of its own, as it does by default.
 
-        A residual memory then keeps on the owner what this loses. A method whose `merge` loses
-        nothing more says False: then all collectives give the same mean.
+        A residual memory then keeps this error on the owner of the shard. A method whose `merge` is
+        exact returns False: all collectives then give the same mean.
         """
         return True
 
     @property
     def cuttable(self) -> bool:
-        """Whether a payload can be cut where shards begin, by `cut`.
+        """Whether `cut` can cut a payload into shards.
 
-        Then a two-shot exchange encodes a bucket once. Otherwise each shard is encoded as a bucket
-        of its own, and a segment that a bound cuts has a scale on each side.
+        A two-shot exchange then encodes a bucket once. Otherwise it encodes each shard as a bucket
+        of its own, and a segment that lies in two shards has a scale in each.
         """
         return False
 
     @property
     def fused_feedback(self) -> bool:
-        """Whether `encode_feedback` is an operation of the method's own."""
+        """Whether the method overrides `encode_feedback`, which then replaces `encode`."""
         return False
 
     @property
     def recipe(self) -> Mapping[str, Any]:
         """Settings of the optimizer that belong to the published method, by their names in a run.
 
-        They are the defaults of a run with this method; a run with other values is marked.
+        They are the defaults of a run with this method; a run with other values is marked as such.
         """
         return {}
 
     @property
     def variants(self) -> tuple[Mapping[str, Any], ...]:
-        """Configurations that the contract test runs and that have golden bytes; {} is default."""
+        """Configurations that the contract test runs and that have golden bytes; {}: default."""
         return ({},)
 
     @property
     def claims(self) -> Claims[Any]:
-        """What the method claims of its errors, its mean and its size: for checks and tables."""
+        """What the method claims about its errors, its mean and its size: for checks and tables."""
         return Claims(self)
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -456,24 +460,27 @@ class Compressor(ABC):
                 setattr(cls, name, _checked(own[name]))
 
     def legal_collectives(self) -> tuple[str, ...]:
-        """Return the collectives of this configuration; fields may narrow the class's list."""
+        """Return the collectives that are correct for this configuration, the default first.
+
+        They are some of `collectives`, as not every field allows all of them.
+        """
         return self.collectives
 
     # One worker's gradient.
 
     def prepare(self, x: Tensor, segments: Segments) -> Prepared:
-        """Return what the workers agree on first, and what `encode` need not compute again.
+        """Return the statistic that the workers agree on, and what `encode` need not compute again.
 
-        The element-wise maximum of the statistic over all workers is handed to the other methods
-        as `shared`; by default there is none, and `shared` is empty.
+        The element-wise maximum of the statistic over all workers is the argument `shared` of the
+        other methods. By default there is no statistic, and `shared` is empty.
         """
         return Prepared(x.new_empty(0))
 
     def draw_shared(self, segments: Segments, key: Key) -> Tensor | None:
-        """Return what all workers draw alike from the shared seed, with no message: as `shared`.
+        """Return `shared` as all workers draw it from the shared seed, without communication.
 
-        `key` is the same on every worker. None (the default): `prepare` decides. A method that
-        draws so needs no statistic and no two-shot exchange.
+        `key` is the same on every worker. None (the default): `shared` comes from `prepare`. A
+        method that draws it has no statistic and does not list "twoshot".
         """
         return None
 
@@ -490,7 +497,9 @@ class Compressor(ABC):
     ) -> Payload:
         """Return the payload of one worker (`count` is 1).
 
-        `prepared`: what `prepare` kept of the same x and segments; None: nothing is at hand.
+        `shared`: what the workers agreed on. `key`: the address of this worker's random numbers.
+        `prepared`: `Prepared.kept` for the same x and segments; None: compute it here. `out`: the
+        payload to write to.
         """
 
     @_checked
@@ -504,9 +513,9 @@ class Compressor(ABC):
         *,
         out: Payload | None = None,
     ) -> Payload:
-        """Encode x + residual, and leave in `residual`, shape (n,), what the payload loses of it.
+        """Encode x + residual, and set `residual`, (n,), to x + residual - decode of the payload.
 
-        Used where `fused_feedback` says so; this definition has the bits that it must have.
+        Called if `fused_feedback` is true. An override returns the same bits as this default.
         """
         offered = residual + x
         payload = self.encode(offered, segments, shared, key, out=out)
@@ -516,8 +525,8 @@ class Compressor(ABC):
     def cut(self, payload: Payload, bounds: Sequence[int]) -> list[Payload]:
         """Return the payload of each shard `[bounds[k], bounds[k + 1])` of the bucket.
 
-        Only of methods that are `cuttable`. Bounds are multiples of `TILE`, or the bucket's end;
-        the shards' bytes, one after the other, are those of the payload.
+        Only for methods that are `cuttable`. Bounds are multiples of `TILE`, or the bucket's end;
+        the bytes of the shards, concatenated, are those of the payload.
         """
         raise NotImplementedError(f"{self.name}: payloads cannot be cut into shards")
 
@@ -526,6 +535,8 @@ class Compressor(ABC):
         self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
     ) -> Tensor:
         """Return the mean over the payload's `count` workers, float32, shape (n,).
+
+        `out`: the tensor to write to.
 
         Raises:
             PayloadError: no encoder of this configuration can have produced `payload`.
@@ -536,7 +547,7 @@ class Compressor(ABC):
     ) -> None:
         """Add the sum over the payload's workers, `decode` times its count, to `total`, (n,).
 
-        A method may override it with an operation that writes no decoded tensor; same bits.
+        A method may override it with an operation of the same bits that needs no decoded tensor.
         """
         decoded = self.decode(payload, segments, shared)
         total += decoded * payload.count if payload.count > 1 else decoded
@@ -551,10 +562,11 @@ class Compressor(ABC):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return the mean of what the payloads of different workers stand for, shape (n,).
+        """Return the mean of the decoded payloads of different workers, float32, shape (n,).
 
-        By default each is decoded and they are added in the order of ranks. A method may override
-        it with an operation that does so in one pass; same bits.
+        By default the payloads are decoded one after the other and added in the order of ranks. A
+        method may override it with an operation of the same bits that does so in one pass, or with
+        an aggregate of its own, such as a vote.
         """
         first = payloads[0]
         total = (
@@ -566,7 +578,7 @@ class Compressor(ABC):
         for payload in payloads[1:]:
             self.decode_onto(payload, segments, shared, total)
         workers = float(sum(payload.count for payload in payloads))
-        return total.div_(total.new_tensor(workers))  # by a number, a GPU takes its reciprocal
+        return total.div_(total.new_tensor(workers))  # a GPU multiplies by a number's reciprocal
 
     def merge(
         self,
@@ -577,19 +589,19 @@ class Compressor(ABC):
         *,
         out: Payload | None = None,
     ) -> Payload:
-        """Return one payload for the mean of several: the parameter server's step.
+        """Return one payload that stands for the mean of several: the parameter server's step.
 
-        Where the method `requantizes`, it is this: the mean is encoded again, as one more worker
-        would encode it.
+        By default the mean is encoded again, as the gradient of a worker is. A method that does not
+        `requantize` overrides it.
         """
         mean = self.mean(payloads, segments, shared)
         merged = self.encode(mean, segments, shared, key, out=out)
         return merged._replace(count=sum(payload.count for payload in payloads))
 
     def summand(self, payload: Payload, workers: int, segments: Segments) -> Payload:
-        """Return the payload in a form whose parts can be added over `workers` element by element.
+        """Return the payload in a form whose parts can be summed over `workers` element by element.
 
-        Only for methods that list "allreduce"; by default the payload is such a form already.
+        Only for methods that list "allreduce"; by default the payload as it is.
         """
         return payload
 
@@ -604,21 +616,21 @@ class Compressor(ABC):
     def layout(self, segments: Segments, count: int = 1) -> Layout | None:
         """Return the declared wire format of a payload merged from `count` workers.
 
-        None (the default) says that sizes depend on the data; the engine then sends them along,
-        and counts them.
+        None (the default): sizes depend on the data; the engine then sends them as a header, which
+        counts as traffic.
         """
         return None
 
     def bits(self, segments: Segments, count: int = 1) -> int | None:
-        """Return the declared size of a payload in bits; tests compare the real one."""
+        """Return the size in bits that the layout declares; None if there is no layout."""
         layout = self.layout(segments, count)
         return None if layout is None else 8 * layout_bytes(layout)
 
     def check(self, payload: Payload, segments: Segments) -> None:
-        """Compare a payload with the declared layout.
+        """Check that a payload has the declared layout.
 
         Raises:
-            PayloadError: another number of parts, another dtype, too long or too short.
+            PayloadError: it has another number of parts, another dtype or length, or no workers.
         """
         if payload.count < 1:
             raise PayloadError(f"{self.name}: payload of {payload.count} workers")
@@ -630,7 +642,7 @@ class Compressor(ABC):
             )
 
     def check_finite(self, values: Tensor) -> Tensor:
-        """Return `values`, decoded or about to be.
+        """Return `values` of a payload, float of any shape, if all are finite.
 
         Raises:
             PayloadError: one is NaN or infinite, which no encoder sends.
@@ -642,9 +654,9 @@ class Compressor(ABC):
     # A tensor of any shape.
 
     def compress(self, x: Tensor, seed: int = 0, step: int = 0) -> Compressed:
-        """Return `x`, a floating-point tensor of any shape, compressed by a worker that is alone.
+        """Compress `x`, a floating-point tensor of any shape, as the only worker.
 
-        The same seed and step give the same bytes.
+        `seed` and `step` address the random numbers: the same ones give the same bytes.
 
         >>> import gcbench, torch
         >>> codec = gcbench.get_compressor("terngrad", clip=0)
@@ -672,7 +684,9 @@ class Compressor(ABC):
         return Compressed(payload, segments, shared, tuple(x.shape), x.dtype)
 
     def decompress(self, compressed: Compressed) -> Tensor:
-        """Return what arrives of a tensor that `compress` of the same configuration took.
+        """Return the decoded tensor, in the shape and dtype of the one that was compressed.
+
+        `compressed`: what `compress` of the same configuration returned.
 
         Raises:
             PayloadError: another configuration compressed it, or its bytes were changed.
@@ -682,22 +696,21 @@ class Compressor(ABC):
 
 
 class Compressed(NamedTuple):
-    """A tensor as `Compressor.compress` leaves it."""
+    """A compressed tensor: what `Compressor.compress` returns."""
 
     payload: Payload
     segments: Segments
     shared: Tensor
-    """What the workers would have agreed on, see `Compressor.prepare`."""
+    """What the single worker agreed on with itself, see `Compressor.prepare`."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class MultiRoundCompressor(Compressor):
-    """A method in rounds of all-reduce: what a worker adds depends on the means of earlier rounds.
+    """A method in rounds of all-reduce, in which a summand depends on the means of earlier rounds.
 
-    Nothing is sent but the summands of the rounds, so all workers end with the same means, the
-    same approximation and the same state, which is carried to the next step. `layout` has one
-    float32 part for each round.
+    All workers receive the same means, so they compute the same approximation and the same state,
+    which is carried to the next step. `layout` has one float32 part for each round.
     """
 
     collectives: ClassVar[tuple[str, ...]] = ("allreduce",)
@@ -708,19 +721,19 @@ class MultiRoundCompressor(Compressor):
 
     @abstractmethod
     def initial_state(self, segments: Segments, key: Key) -> Tensor:
-        """Return the state before the first step; `key` is the same on every worker."""
+        """Return the first step's state, float32, 1-D; `key` is the same on every worker."""
 
     @abstractmethod
     def in_rounds(
         self, x: Tensor, segments: Segments, state: Tensor, key: Key, out: Tensor
     ) -> Generator[Tensor, Tensor, Tensor]:
-        """Go through the rounds of one step.
+        """Run the rounds of one step, as a generator.
 
-        Yields this worker's summand of each round, float32, 1-D, and receives the mean over all
-        workers, which stays as it is until the end. At the end it writes the approximate mean
-        gradient to `out`, float32, shape (n,), from nothing but the means and `state`, and returns
-        the state of the next step, whose shared key `key` is. Where several workers are simulated,
-        one of them goes to the end.
+        It yields this worker's summand of each round, float32, 1-D, and receives the mean over all
+        workers, which is not overwritten before the end of the step. After the last mean it writes
+        the approximate mean gradient to `out`, float32, shape (n,), and returns the state for the
+        next step; both depend on nothing but the means and `state`. `key` is the next step's, and
+        the same on every worker. Of several simulated workers only one runs to the end.
         """
 
     def draw_shared(self, segments: Segments, key: Key) -> Tensor | None:
@@ -737,7 +750,7 @@ class MultiRoundCompressor(Compressor):
         prepared: Any = None,
         out: Payload | None = None,
     ) -> Payload:
-        """Return the summands of a worker that is alone; `shared` is the state, or the first."""
+        """Return the summands of a single worker; `shared`: the state, or empty at first."""
         state = shared if shared.numel() else self.initial_state(segments, key._replace(rank=0))
         rounds = self.in_rounds(x, segments, state, key, x.new_empty(0))
         parts = [next(rounds)]
@@ -749,7 +762,7 @@ class MultiRoundCompressor(Compressor):
     def decode(
         self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
     ) -> Tensor:
-        """Return what the rounds end with, the payload's parts being the means."""
+        """Return the approximation that the rounds end with, given the means as payload parts."""
         self.check(payload, segments)
         if out is None:
             out = payload.parts[0].new_empty(segments.numel)
@@ -762,4 +775,6 @@ class MultiRoundCompressor(Compressor):
                 rounds.send(part)
         except StopIteration:
             return out
-        raise PayloadError(f"{self.name}: {len(payload.parts)} rounds, and the method wants more")
+        raise PayloadError(
+            f"{self.name}: payload of {len(payload.parts)} parts; the method has more rounds"
+        )

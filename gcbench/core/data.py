@@ -47,7 +47,7 @@ class File:
     size: int
     sha256: str
     published: str = ""
-    """Its name at the mirrors, where that says too little to keep it: `input.txt`."""
+    """Its name at the mirrors, if that is another one: `input.txt` is too vague to keep."""
 
     def address(self, mirror: str) -> str:
         """Return where `mirror` has the file."""
@@ -78,7 +78,7 @@ class Source:
     mirrors: tuple[str, ...]
     """Addresses to which a file's published name is appended, tried in turn."""
     archive: File | None = None
-    """The tar archive that holds the folder, where files are not published one by one."""
+    """The tar archive that holds the folder; None: the files are published one by one."""
 
     @property
     def downloads(self) -> tuple[File, ...]:
@@ -161,7 +161,7 @@ def cache() -> Path:
 
 
 def path(name: str, data_dir: Path | None = None) -> Path:
-    """Return the folder that holds the files of `name`, or would: nothing is looked at.
+    """Return the folder in which the files of `name` belong; it need not exist.
 
     Raises:
         UsageError: unknown name.
@@ -170,7 +170,7 @@ def path(name: str, data_dir: Path | None = None) -> Path:
 
 
 def find(name: str, data_dir: Path | None = None) -> list[Path]:
-    """Return the checked files of `name`: those in `data_dir`, or downloaded ones without it.
+    """Return the paths of the files of `name`, checked; without `data_dir` they are downloaded.
 
     Raises:
         UsageError: unknown name.
@@ -194,13 +194,13 @@ def find(name: str, data_dir: Path | None = None) -> list[Path]:
 def get(name: str, data_dir: Path | None = None) -> Path:
     """Download what is missing of `name` into `data_dir` or the cache, and return its folder.
 
-    A download that was cut is continued where it ended. Files in the cache whose content is wrong
-    are fetched again; files in `data_dir` are never written over.
+    A download that broke off is resumed. Files in the cache whose content is wrong are fetched
+    again; files in `data_dir` are never overwritten.
 
     Raises:
         UsageError: unknown name.
-        GcbenchError: no server can be reached, what comes is wrong, the folder cannot be written,
-            or a file in `data_dir` has the wrong content.
+        GcbenchError: no server can be reached, a downloaded file is wrong, the folder cannot be
+            written, or a file in `data_dir` has the wrong content.
     """
     source, root = _source(name), data_dir or cache()
     folder = root / source.folder
@@ -231,7 +231,7 @@ def _source(name: str) -> Source:
 
 
 def _by_hand(source: Source, root: Path) -> str:
-    """Return how to bring the files to `root` without this program."""
+    """Return the sentence that tells how to put the files into `root` by hand."""
     if source.archive:
         urls = " or ".join(source.archive.address(mirror) for mirror in source.mirrors)
         return f"Download {urls} and unpack it in {root}"
@@ -273,17 +273,18 @@ def _reason(error: Exception) -> str:
 
 
 def _fetch(file: File, mirrors: tuple[str, ...], into: Path) -> None:
-    """Bring one file into the folder `into`, from the first mirror that serves it whole.
+    """Download one file into the folder `into`, from the first mirror that serves it whole.
 
     Raises:
-        requests.RequestException: the last mirror cannot be reached or breaks off.
-        ValueError: what the last mirror sends is something else.
+        requests.RequestException: the last mirror cannot be reached, or the connection breaks.
+        ValueError: the last mirror sends another file.
     """
     part = into / f"{file.name}.part"
     failure: Exception | None = None
     for mirror in mirrors:
         try:
-            # A wrong checksum may come from the old part; it is gone then, so try once more.
+            # A wrong checksum may be due to what an earlier download left in `part`, which is
+            # removed then: try once more.
             resumed = part.exists()
             try:
                 _retrieve(file.address(mirror), file, into, part)
@@ -324,9 +325,9 @@ def _quiet() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Resume:
-    """A downloader for pooch that keeps what has come in `part`, and continues it next time.
+    """A downloader for pooch that keeps an unfinished download in `part`, and resumes it.
 
-    `file` says what the whole file must be.
+    `file`: name, size and checksum of the whole file.
     """
 
     part: Path
@@ -336,12 +337,12 @@ class Resume:
         """Download `url` to `output_file`, with a progress bar on a terminal's stderr.
 
         Raises:
-            requests.RequestException: no connection, an error status, or it broke off.
-            ValueError: the server's file is another one; `part` is then removed.
+            requests.RequestException: no connection, an error status, or the connection broke.
+            ValueError: the server has another file; `part` is then removed.
         """
         have = self.part.stat().st_size if self.part.exists() else 0
         if have < self.file.size:
-            # Without `identity`, a server may compress, and ranges mean the compressed bytes.
+            # Without `identity` a server may compress, and a range counts compressed bytes.
             headers = {"Accept-Encoding": "identity"}
             if have:
                 headers["Range"] = f"bytes={have}-"
@@ -379,7 +380,7 @@ class Resume:
 
 
 def _unpack(source: Source, archive: Path, folder: Path) -> None:
-    """Take the files of the data set, and nothing else, out of a checked archive; remove it."""
+    """Extract the files of the data set, and no others, from a checked archive, and delete it."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         with tarfile.open(archive) as tar:
             for file in source.files:
@@ -431,7 +432,7 @@ def cifar_rows(file: Path) -> Examples:
     """Read CIFAR-10's binary format: rows of one label byte and 3x32x32 bytes of an image.
 
     Raises:
-        GcbenchError: the file does not end with a row, or a label is above 9.
+        GcbenchError: the size is no multiple of a row, or a label is above 9.
     """
     flat = np.fromfile(file, np.uint8)
     if not flat.size or flat.size % 3073:
@@ -444,10 +445,10 @@ def cifar_rows(file: Path) -> Examples:
 
 
 def idx(file: Path) -> Tensor:
-    """Read a gzipped idx file of unsigned bytes; uint8, of the shape that its head says.
+    """Read a gzipped idx file of unsigned bytes; return uint8, of the shape in its header.
 
-    The head is two zero bytes, 8 for unsigned bytes, the number of axes, and each axis's length in
-    four bytes, the highest first.
+    The header is two zero bytes, the byte 8 (the type: unsigned bytes), the number of axes, and the
+    length of each axis in four bytes, most significant first.
 
     Raises:
         GcbenchError: not gzip, not idx, or cut short.

@@ -19,7 +19,7 @@ class UsageError(GcbenchError):
 
 
 class DivergedError(GcbenchError):
-    """A run met a gradient that is not finite at `step`: its result is that it failed."""
+    """A run met a gradient that is not finite at `step`; it ends, and is recorded as diverged."""
 
     def __init__(self, message: str, step: int) -> None:
         super().__init__(message)
@@ -33,7 +33,7 @@ class Interrupted(GcbenchError):
 
 
 class PeerLostError(GcbenchError):
-    """Another worker is gone: this one cannot go on, and the cause is elsewhere."""
+    """Another worker has ended, so this one cannot continue; the cause lies with the other."""
 
 
 class PayloadError(GcbenchError, ValueError):

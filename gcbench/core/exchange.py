@@ -1,4 +1,4 @@
-"""How payloads meet: from every worker's gradient to the one mean that all replicas apply.
+"""The exchange: from every worker's gradient to the mean that all replicas apply.
 
 A bucket is one flat gradient. Its tensors are laid out in lanes: the compressed ones first, then
 those that a policy keeps dense. Each lane has its compressor and collective:
@@ -8,13 +8,13 @@ allgather: every worker gets every payload and takes the mean of all.
 twoshot: shards go to their owners (all-to-all), the owner merges its shard and all-gathers it: the
     sharded parameter server.
 
-The memory of a lane (`gcbench.core.memory`) stands between gradient and encoder. It learns what was
-sent by decoding the worker's own payload, here and nowhere else; an owner that encodes the mean
-again keeps what that loses.
+The memory of a lane (`gcbench.core.memory`) stands between gradient and encoder. What it is told of
+the sent values is the decoding of the worker's own payload, computed here and nowhere else. An
+owner that encodes the mean again keeps the error of that encoding.
 
-An exchange owns its buffers for the life of a run: after the first steps no large one is made. What
-a worker sends lies in one buffer of which the parts of its payloads are views, so nothing is put
-together to be sent, nor cut apart when it has come.
+An exchange keeps its buffers for the life of a run: after the first steps it allocates no large
+one. The payloads of a worker are views of one send buffer, so nothing is concatenated before it is
+sent, nor copied after it has been received.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Lane:
     segments: Segments
     memory: Memory = field(default_factory=NoMemory)
     edges: tuple[int, ...] = ()
-    """Where the owners' shards begin, and the lane's length, always between segments.
+    """Where the owners' shards begin, and the lane's length; all of them between segments.
 
-    () for whole tiles, dealt evenly.
+    Empty: the tiles of the lane are distributed evenly (`shard_bounds`).
     """
 
     def __post_init__(self) -> None:
         if not {*self.edges} <= {*self.segments.offsets}:
-            raise ValueError(f"edges {self.edges} between segments expected, which have others")
+            raise ValueError(f"edges {self.edges}: expected where segments begin, and the end")
 
     def bounds(self, workers: int) -> Sequence[int]:
         """Return where the owners' shards of this lane begin, and its length."""
@@ -79,16 +79,17 @@ class Lane:
 
     @property
     def fused(self) -> bool:
-        """Whether adding the residual and keeping what is lost is one operation of the method."""
+        """Whether the method encodes and updates the residual in one operation."""
         plain = isinstance(self.memory, Residual) and self.memory.decay == 1
         return plain and self.compressor.fused_feedback
 
 
 def check_legal(compressor: Compressor, collective: str | None = None) -> str:
-    """Return the collective to use (the method's first by default).
+    """Return the collective to use, by default the method's first.
 
     Raises:
-        UsageError: the method's mean is wrong under this collective, with the legal ones.
+        UsageError: the collective is unknown, or the method's mean would be wrong with it; the
+            message names the legal ones.
     """
     legal = compressor.legal_collectives()
     check_collectives(f"{compressor!r}.legal_collectives", legal)
@@ -105,7 +106,10 @@ def check_legal(compressor: Compressor, collective: str | None = None) -> str:
 
 
 def shard_bounds(n: int, workers: int) -> list[int]:
-    """Return where the owners' shards of n elements begin, and n: whole tiles, dealt evenly."""
+    """Return where the owners' shards of n elements begin, and n.
+
+    Shards consist of whole tiles, and their numbers of tiles differ by at most 1.
+    """
     tiles = -(-n // TILE)
     share, extra = divmod(tiles, workers)
     edges = [(share * k + min(k, extra)) * TILE for k in range(workers + 1)]
@@ -115,14 +119,14 @@ def shard_bounds(n: int, workers: int) -> list[int]:
 def dense_tensors(
     names: Sequence[str], shapes: Sequence[Sequence[int]], below: int, last: Sequence[str]
 ) -> list[bool]:
-    """Return which tensors stay dense: those below `below` elements, and those named in `last`."""
+    """Return for each tensor whether it stays dense: below `below` elements, or named in `last`."""
     return [
         math.prod(shape) < below or name in last for name, shape in zip(names, shapes, strict=True)
     ]
 
 
 def classifier(model: nn.Module) -> list[str]:
-    """Return the parameter names of the last layer: the last module with its own parameters."""
+    """Return the parameter names of the last module that has parameters of its own."""
     names: list[str] = []
     for prefix, module in model.named_modules():
         own = [name for name, _ in module.named_parameters(recurse=False)]
@@ -153,21 +157,21 @@ class Piece(NamedTuple):
 
 
 class Buffers:
-    """Memory that is made once for each name, and grows where more is asked for."""
+    """Buffers by name, allocated once and again when a larger one is asked for."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._kept: dict[Hashable, Tensor] = {}
 
     def bytes(self, name: Hashable, count: int) -> Tensor:
-        """Return uint8, shape (count,), with whatever was written there before."""
+        """Return uint8, shape (count,), with the content that was last written to it."""
         kept = self._kept.get(name)
         if kept is None or kept.numel() < count:
             kept = self._kept[name] = torch.empty(count, dtype=torch.uint8, device=self.device)
         return kept[:count]
 
     def floats(self, name: Hashable, count: int) -> Tensor:
-        """Return float32, shape (count,), likewise."""
+        """Return float32, shape (count,), with the content that was last written to it."""
         return self.bytes(name, 4 * count).view(torch.float32)
 
     def row(self, name: Hashable, sizes: Sequence[int]) -> tuple[Tensor, ...]:
@@ -175,12 +179,12 @@ class Buffers:
         return torch.split(self.bytes(name, sum(sizes)), list(sizes))
 
     def fill(self, byte: int) -> None:
-        """Write over all of it: for the proof that nothing that lasts lies here."""
+        """Overwrite all buffers with a byte; the check that no result is kept in one uses it."""
         for kept in self._kept.values():
             kept.fill_(byte)
 
     def clear(self) -> None:
-        """Forget all of it."""
+        """Free all buffers."""
         self._kept.clear()
 
 
@@ -202,7 +206,11 @@ class Exchange:
         self.change(lanes)
 
     def change(self, lanes: Sequence[Lane]) -> None:
-        """Exchange by other compressors and memories from here on; what is carried stays."""
+        """Replace the lanes' compressors and memories; the states of workers are kept.
+
+        Raises:
+            ValueError: a lane has another place in the bucket than before.
+        """
         if self.lanes and [(a.start, a.segments.numel) for a in self.lanes] != [
             (b.start, b.segments.numel) for b in lanes
         ]:
@@ -231,13 +239,14 @@ class Exchange:
         that the mean will be applied with, which residuals follow.
 
         Raises:
-            PayloadError: a payload is corrupt. On a GPU that is known when all has been launched,
-                and the states may have taken over what a corrupt payload stood for.
+            PayloadError: a payload is corrupt. On a GPU this is known only after all kernels have
+                been launched, so the states may already hold values of the corrupt payload.
         """
         self.follow(lr)
         with faults.together():
-            for number in range(len(self.lanes)):
-                self.lane_mean(number, buckets, step)
+            for number, lane in enumerate(self.lanes):
+                place = slice(lane.start, lane.start + lane.segments.numel)
+                self.lane_mean(number, [bucket[place] for bucket in buckets], step)
         return self._means()[0]
 
     def follow(self, lr: float) -> None:
@@ -250,27 +259,29 @@ class Exchange:
                         state["owner"].mul_(self.lr / lr)
         self.lr = lr
 
-    def lane_mean(self, number: int, buckets: Sequence[Tensor], step: int) -> Tensor:
+    def lane_mean(self, number: int, gradients: Sequence[Tensor], step: int) -> Tensor:
         """Return the mean of lane `number` alone, float32, shape (n of the lane,).
 
-        For gradients that come lane by lane, after `follow`: of the buckets only the lane's stretch
-        is read. All workers go through the lanes in the same order, whichever it is: the means are
-        the same bits. The result is the exchange's own buffer and holds until the lane's next call.
+        For gradients that become ready lane by lane; call `follow` before. Lanes may be exchanged
+        in any order, which must be the same on all workers; it does not change the means. The
+        result is a buffer of the exchange, valid until the lane's next call.
+
+        `gradients`: each local worker's of this lane alone, float32, shape (n of the lane,).
         """
         out = self._means()[1][number]
         with faults.together():
-            self._lane(number, self._stretches(number, buckets), step, out)
+            self._lane(number, gradients, step, out)
         return out
 
     def lane_shards(self, number: int, gradients: Sequence[Tensor], step: int) -> list[Tensor]:
         """Return for each local worker the mean of the shard that it owns, float32, 1-D.
 
-        The first half of a two-shot exchange, for those who keep a shard each: the mean is not
-        encoded again, so nothing more is lost, and no owner has a residual. The lane's memory must
-        take the mean as it is (`Memory.joint` is empty).
+        The first half of a two-shot exchange, for workers that need only their shard (FSDP): the
+        mean is not encoded again, so there is no second error, and no owner has a residual. The
+        lane's memory must not change the mean (`Memory.joint` is empty).
 
-        `gradients`: each local worker's of this lane alone, float32, shape (n of the lane,). Call
-        `follow` before. A shard holds until the next call for the lane.
+        `gradients`: each local worker's gradient of this lane, float32, shape (n of the lane,).
+        Call `follow` before. A shard is valid until the next call for the lane.
         """
         lane, ranks = self.lanes[number], self.world.ranks
         with faults.together():
@@ -284,13 +295,8 @@ class Exchange:
                 "decode", lambda i: self._owned(number, i, received[i], shards[ranks[i]])
             )
 
-    def _stretches(self, number: int, buckets: Sequence[Tensor]) -> list[Tensor]:
-        """Return the part of each bucket that a lane exchanges."""
-        lane = self.lanes[number]
-        return [bucket[lane.start : lane.start + lane.segments.numel] for bucket in buckets]
-
     def _offered(self, number: int, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return what the local workers' memories make of their gradients of one lane."""
+        """Return what the local workers' memories offer for their gradients of one lane."""
         lane, states = self.lanes[number], [worker[number] for worker in self.workers]
         if isinstance(lane.memory, NoMemory) or lane.fused:
             return list(gradients)
@@ -298,13 +304,13 @@ class Exchange:
         return self._workers("encode", lambda i: offer(gradients[i], states[i], size))
 
     def _means(self) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return where the means of all lanes lie, and each lane's part of it."""
+        """Return the buffer for the means of all lanes, and each lane's part of it."""
         sizes = [lane.segments.numel for lane in self.lanes]
         mean = self.buffers.floats("mean", sum(sizes))
         return mean, torch.split(mean, sizes)
 
     def _workers(self, phase: str, call: Callable[[int], T]) -> list[T]:
-        """Run `call(i)` for each local worker i, booked under `phase`."""
+        """Run `call(i)` for each local worker i; the clock adds its time to `phase`."""
         first = self.world.ranks[0]
         timed = self.clock.timed(lambda rank: call(rank - first))
         return self.clock.workers(phase, self.world.map(timed))
@@ -334,9 +340,9 @@ class Exchange:
             written(lane.memory.apply(out, self.joint[number]), out)
 
     def _agree(self, lane: Lane, xs: Sequence[Tensor], key: Key) -> tuple[Tensor, list[Any]]:
-        """Return what all workers share, and what each of them keeps for its encoder.
+        """Return `shared`, and what each local worker's `prepare` keeps for its encoder.
 
-        Shared is what all draw alike, or the maximum of their statistics, or nothing.
+        `shared` is drawn from the shared seed, or the maximum of the workers' statistics, or empty.
         """
         with self.clock.phase("statistic"):
             drawn = lane.compressor.draw_shared(lane.segments, key)
@@ -374,7 +380,7 @@ class Exchange:
             if lane.fused:
                 residual = states[i]["residual"]
                 return self._payloads(lane, name, xs[i], pieces, place, residual=residual)
-            # What a memory offers may be its own buffer; a payload of it must not change with it.
+            # `offer` may return a buffer that `keep` changes: the payload must not be a view of it.
             apart = settle or lane.memory.feedback
             sent = self._payloads(lane, name, xs[i], pieces, place, kept=kept[i], settle=apart)
             if lane.memory.feedback:
@@ -395,12 +401,14 @@ class Exchange:
         residual: Tensor | None = None,
         settle: bool = True,
     ) -> list[Payload]:
-        """Return the payloads of pieces of x, or of x + residual, which then is what they lose.
+        """Return the payloads of the pieces of x, or of x + residual if there is a residual.
 
-        `settle`: their bytes lie in the buffer of this name, one after the other.
+        `residual` is then replaced by the error of the payloads. `settle`: the bytes of the
+        payloads are moved to the buffer of this name, one after the other.
 
         Raises:
-            PayloadError: one has not the layout that the method declares.
+            GcbenchError: `encode` returned something else than a payload.
+            PayloadError: a payload does not have the layout that the method declares.
         """
         method = lane.compressor
         layouts = [method.layout(piece.segments) for piece in pieces]
@@ -410,7 +418,7 @@ class Exchange:
             arguments = piece.segments, piece.shared, key._replace(offset=key.offset + piece.start)
             part = x[piece.place]
             if slot is not None and not slot.nbytes:
-                payload = slot  # of nothing: where workers outnumber tiles, most are
+                payload = slot  # empty, as most shards are if there are more workers than tiles
             elif residual is None:
                 payload = method.encode(part, *arguments, prepared=kept, out=slot)
             else:
@@ -431,8 +439,8 @@ class Exchange:
     def _slots(self, name: Hashable, layouts: Sequence[Layout | None]) -> list[Payload | None]:
         """Return where payloads of these layouts belong in a buffer, one after the other.
 
-        None where a size that is not known yet decides about the place, or a part would not be
-        aligned.
+        None for all of them if one has no declared layout, as the places then depend on the data;
+        None for one whose parts would not be aligned.
         """
         known = [layout for layout in layouts if layout is not None]
         if len(known) < len(layouts):
@@ -458,12 +466,15 @@ class Exchange:
         return settled
 
     def _decoded(self, lane: Lane, payloads: Sequence[Payload], pieces: Sequence[Piece]) -> Tensor:
-        """Return what others decode of a worker's payloads: this thread's, until its next call."""
+        """Return the decoding of a worker's payloads, in a buffer of this thread.
+
+        The buffer is overwritten by the thread's next call.
+        """
         sizes = [piece.segments.numel for piece in pieces]
         decoded = self.buffers.floats(("decoded", threading.get_ident()), sum(sizes))
         for out, payload, piece in zip(torch.split(decoded, sizes), payloads, pieces, strict=True):
             arrived = lane.compressor.decode(payload, piece.segments, piece.shared, out=out)
-            written(_decoded_right(lane.compressor, "decode", arrived, out), out)
+            written(_checked_decoding(lane.compressor, "decode", arrived, out), out)
         return decoded
 
     # -- collectives -------------------------------------------------------------------------------
@@ -486,7 +497,7 @@ class Exchange:
         with self.clock.phase("decode"):
             total = total._replace(count=world.size)
             mean = method.decode_sum(total, whole.segments, whole.shared, out=out)
-            written(_decoded_right(method, "decode_sum", mean, out), out)
+            written(_checked_decoding(method, "decode_sum", mean, out), out)
 
     def _allgather(
         self, number: int, whole: Piece, payloads: Sequence[Payload], out: Tensor
@@ -497,7 +508,7 @@ class Exchange:
             gathered = self._gather(number, "sent", payloads, layouts, [1] * world.size)
         with self.clock.phase("decode"):
             mean = method.mean(gathered, whole.segments, whole.shared, out=out)
-            written(_decoded_right(method, "mean", mean, out), out)
+            written(_checked_decoding(method, "mean", mean, out), out)
 
     def _twoshot(
         self,
@@ -526,7 +537,7 @@ class Exchange:
             for payload, shard in zip(gathered, shards, strict=True):
                 place = out[shard.place]
                 mean = method.decode(payload, shard.segments, shard.shared, out=place)
-                written(_decoded_right(method, "decode", mean, place), place)
+                written(_checked_decoding(method, "decode", mean, place), place)
 
     def _to_owners(
         self, number: int, whole: Piece, xs: Sequence[Tensor], kept: Sequence[Any], key: Key
@@ -535,7 +546,7 @@ class Exchange:
         lane, states = self.lanes[number], [worker[number] for worker in self.workers]
         method, bounds = lane.compressor, lane.bounds(self.world.size)
         shards = [whole.shard(*edges) for edges in pairwise(bounds)]
-        if method.cuttable and not lane.edges:  # a cut is between whole tiles
+        if method.cuttable and not lane.edges:  # `cut` needs edges between tiles
             encoded = self._encode(number, xs, states, [whole], kept, key)
             sent = [method.cut(payload, bounds) for (payload,) in encoded]
         else:
@@ -549,7 +560,7 @@ class Exchange:
         method = self.lanes[number].compressor
         out = self.buffers.floats((number, "owned", i), shard.segments.numel)
         mean = method.mean(payloads, shard.segments, shard.shared, out=out)
-        return written(_decoded_right(method, "mean", mean, out), out)
+        return written(_checked_decoding(method, "mean", mean, out), out)
 
     def _merge(
         self,
@@ -574,7 +585,7 @@ class Exchange:
             return sent[0]._replace(count=world.size)
         if "owner" not in state:
             state["owner"] = torch.zeros_like(mean)
-        left = state["owner"]  # what it lost at earlier steps
+        left = state["owner"]  # the owner's residual
         if method.fused_feedback:
             sent = self._payloads(lane, name, mean, [alone], key, residual=left)
         else:
@@ -592,7 +603,7 @@ class Exchange:
         key: Key,
         out: Tensor,
     ) -> None:
-        """Exchange by all-reduce in rounds; what was sent is the common approximation."""
+        """Exchange by all-reduce in rounds; memories are told that the approximation was sent."""
         world, lane, joint = self.world, self.lanes[number], self.joint[number]
         if "state" not in joint:
             joint["state"] = method.initial_state(lane.segments, key).to(world.device)
@@ -602,7 +613,7 @@ class Exchange:
         rounds = [method.in_rounds(x, lane.segments, joint["state"], later, out) for x in xs]
 
         def received(turn: int) -> Tensor:
-            """Return the mean of what all workers add in this turn."""
+            """Return the mean over all workers of the summands of round `turn`."""
             begun = turn > 0
             summands = self._workers(
                 "encode", lambda i: rounds[i].send(means[-1]) if begun else next(rounds[i])
@@ -657,7 +668,7 @@ class Exchange:
         return [*map(Payload.over, received, layouts, counts)]
 
     def _room(self, name: Hashable, size: int) -> Tensor | None:
-        """Return where a collective between processes puts what comes; a simulation needs none."""
+        """Return the receive buffer of a collective between processes; None in a simulation."""
         return self.buffers.bytes(name, size) if len(self.world.ranks) < self.world.size else None
 
     def _scatter(
@@ -691,7 +702,7 @@ class Exchange:
         ]
 
 
-def _decoded_right(method: Compressor, what: str, result: Any, out: Tensor) -> Tensor:
+def _checked_decoding(method: Compressor, what: str, result: Any, out: Tensor) -> Tensor:
     """Return what a method decoded; GcbenchError if it is no float32 tensor of the shape of `out`.
 
     A copy to `out` would convert another dtype and repeat a shorter tensor.
@@ -708,11 +719,11 @@ def _decoded_right(method: Compressor, what: str, result: Any, out: Tensor) -> T
 
 
 def _header(payload: Payload, device: torch.device) -> Tensor:
-    """Return the sizes that travel ahead of a payload of undeclared layout, int64, one a part."""
+    """Return the header of a payload without declared layout: the size of each part, int64."""
     return torch.tensor([numel for _, numel in payload.layout], device=device)
 
 
 def _layout(own: Payload, header: Tensor) -> Layout:
-    """Return another worker's layout: this method's dtypes with the sizes that it sent."""
+    """Return another worker's layout: the dtypes of our own, with the sizes in its header."""
     sizes = header.tolist()
     return tuple((dtype, size) for (dtype, _), size in zip(own.layout, sizes, strict=True))

@@ -1,4 +1,8 @@
-"""What kernels on a device find wrong is told at once, or together: the host waits to read it."""
+"""When faults that kernels find on a device are read: after each kernel, or once for several.
+
+A kernel on a GPU cannot raise. It records a fault in a flag on the device, and the host has to wait
+for the device to read it. Inside `together` the flags of all kernels are read once, at the end.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +16,17 @@ class _Waiting(threading.local):
 
 
 _waiting = _Waiting()
-"""What this thread looks at when `together` ends; None outside of it."""
+"""The checks that this thread runs when `together` ends; None outside of it."""
 
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Look at what kernels of this thread find wrong at the end of a with statement, not at once.
+    """Check for faults of this thread's kernels at the end of a with statement, not after each.
 
-    So the host waits for a device once. What a kernel with a fault has written is not defined.
+    The host then waits for the device once. The output of a kernel that found a fault is undefined.
 
     Raises:
-        PayloadError: a payload is corrupt; of several the one that was read first.
+        PayloadError: a payload is corrupt; if several are, the one that was read first.
     """
     if _waiting.checks is not None:
         yield
@@ -37,7 +41,7 @@ def together() -> Iterator[None]:
 
 
 def look(check: Callable[[], None]) -> None:
-    """Call `check`, which raises what a kernel found, now or when `together` ends."""
+    """Call `check`, which raises if a kernel found a fault: now, or when `together` ends."""
     if _waiting.checks is None:
         check()
     else:

@@ -1,7 +1,7 @@
-"""The contract as it was until version 0.1, for plug-ins that were written for it.
+"""Support for plug-ins that were written for the contract of version 0.1.
 
-They run for one more release. Each class that defines something old is adapted when Python reads
-it, with a `DeprecationWarning` that says what to write instead.
+They run for one more release. A class that uses the old contract is adapted when it is defined,
+with a `DeprecationWarning` that says what to write instead.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from gcbench.core.claims import Claims
 
 CLAIMS = frozenset(name for name in vars(Claims) if not name.startswith("_"))
-"""What stood in the compressor itself and now stands in `claims`."""
+"""Attributes that a compressor had itself and that are now in its `claims`."""
 WRITES = ("encode", "encode_feedback", "decode", "mean", "merge", "decode_sum")
-"""Methods that take `out` now."""
+"""Methods that now take `out`."""
 
 
 class Forwarded(Claims[Any]):
-    """Claims that a codec makes itself, and those of the class that it is derived from."""
+    """The claims of an old class: its own attributes in `own`, and else its base class's claims."""
 
     def __init__(self, codec: Any, inherited: Claims[Any], own: frozenset[str]) -> None:
         self.codec, self._inherited, self._own = codec, inherited, own
@@ -35,17 +35,17 @@ class Forwarded(Claims[Any]):
 
 
 def adapt(cls: Any) -> None:
-    """Make a compressor class of the old contract one of the present.
+    """Change a compressor class of the old contract, in place, into one of the present contract.
 
     Raises:
-        TypeError: it overrides what the engine no longer asks for.
+        TypeError: it overrides a method that the engine no longer calls.
     """
     own = vars(cls)
     gone = [name for name in ("encode_shards", "feedback_shards") if name in own]
     if gone:
         raise TypeError(
             f"{cls.__name__} overrides {gone[0]}, which is no longer called: declare `cuttable` "
-            "and define `cut`, which cuts one payload where shards begin"
+            "and define `cut`, which cuts one payload into shards"
         )
     found = [
         *_claims(cls, own),

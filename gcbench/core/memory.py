@@ -1,9 +1,9 @@
-"""What is carried from step to step, owned by the engine: error feedback, momentum, DGC.
+"""Memories, what is carried from step to step: error feedback, momentum, DGC, EF21, LoCo.
 
-A memory turns the gradient g of a worker into what is offered to the compressor, and learns what
-was really sent: the decoding of the worker's own payload. It may also turn the mean of what was
-sent into what is applied (a running average, the estimate of EF21). Its buffers are float32 tensors
-of the gradient's shape, in gradient units.
+A memory turns the gradient g of a worker into the tensor that is compressed, and is told what was
+sent: the decoding of the worker's own payload. It may also turn the mean of what was sent into what
+is applied (a running average, the estimate of EF21). Its buffers are float32 tensors of the
+gradient's shape, in gradient units; the engine owns them.
 
 A third party's memory is a frozen dataclass derived from `Memory`, registered under the entry-point
 group `gcbench.memories`.
@@ -28,75 +28,74 @@ State = dict[str, Tensor]
 
 
 class Memory(ABC):
-    """One rule of what is carried; its fields are set by `--memory-set name=value`."""
+    """A rule for what is carried from step to step; `--memory-set name=value` sets its fields."""
 
     buffers: ClassVar[tuple[str, ...]] = ()
+    """Names of the buffers of each worker."""
     residuals: ClassVar[tuple[str, ...]] = ()
-    """The buffers that hold what is still to be applied: they follow the learning rate."""
+    """The buffers that hold updates still to be applied: they follow the learning rate."""
     joint: ClassVar[tuple[str, ...]] = ()
-    """The buffers that `apply` keeps: one set for all workers, which they compute alike."""
+    """Names of the buffers that `apply` keeps: every worker computes the same values for them."""
     contracting: ClassVar[bool] = False
-    """Whether what it adds up converges only if the code contracts, though it has no residuals."""
+    """Whether the memory converges only for a code that contracts, though it has no residuals."""
     has_momentum: ClassVar[bool] = False
     """Whether the memory applies the momentum, so that the optimizer must add none."""
 
     @property
     def feedback(self) -> bool:
-        """Whether the memory wants to know what was sent, by `keep`.
-
-        By default where it has residuals: the error of one step is offered again at the next, for
-        which the code must contract.
-        """
+        """Whether `keep` is called with what was sent; by default if there are residuals."""
         return bool(self.residuals)
 
     @property
     def masks(self) -> bool:
-        """Whether `keep` forgets something wherever `sent` is not 0.
+        """Whether `keep` clears a buffer wherever `sent` is not 0.
 
-        Such a memory needs a code that leaves zeros where nothing was sent, see `check_masking`;
-        while a code loses nothing at all, `dense` takes its place.
+        Such a memory needs a sparse code (see `check_masking`). In steps in which the code is
+        exact, `dense()` is used instead.
         """
         return False
 
     @property
     def owner(self) -> bool:
-        """Whether an owner of a two-shot exchange keeps what encoding the mean again loses."""
+        """Whether the owner of a shard keeps the error of encoding the mean (two-shot exchange)."""
         return self.feedback
 
     def state(self, like: Tensor) -> State:
-        """Return the buffers before the first step: zeros."""
+        """Return the buffers before the first step, by name: zeros with the shape of `like`."""
         return {name: torch.zeros_like(like) for name in self.buffers}
 
     @abstractmethod
     def offer(self, gradient: Tensor, state: State, workers: int) -> Tensor:
-        """Return what is compressed, shape (n,), and update `state`; `gradient` stays as it is.
+        """Return the tensor to compress, float32, shape (n,), and update the buffers in `state`.
 
-        What is returned may be a buffer of `state`: nobody writes to it before `keep`.
+        `gradient`, shape (n,), must not be changed; `workers`: their number. The result may be a
+        buffer of `state`; the engine does not write to it.
         """
 
     def keep(self, offered: Tensor, sent: Tensor, state: State) -> None:  # noqa: B027 - optional
-        """Update `state` after `sent`, the decoding of what this worker sent of `offered`.
+        """Update `state`, given what `offer` returned and `sent`, the decoding of its payload.
 
-        Called where `feedback` is true; `sent` is the engine's and holds until the call ends.
+        Called if `feedback` is true. `sent` is a buffer of the engine, which reuses it after the
+        call.
         """
 
     def apply(self, mean: Tensor, joint: State) -> Tensor:
-        """Return what all workers apply, shape (n,), given the mean of what they sent.
+        """Return the gradient that all workers apply, shape (n,), given the mean of what they sent.
 
-        `joint`: the buffers named by `joint`, zeros before the first step. What is returned may be
-        one of them, or `mean`, written to or not.
+        `joint`: the buffers that the class attribute `joint` names, zeros before the first step.
+        The result may be one of them, or `mean`, which may be changed in place.
         """
         return mean
 
     def dense(self) -> Memory:
-        """Return the memory where nothing is lost: of tensors kept dense, and of dense steps."""
+        """Return the memory for exact communication: of tensors kept dense, and of dense steps."""
         return NoMemory()
 
     def rescale(self, state: State, factor: float) -> None:
         """Multiply the residuals by `factor` = old / new learning rate.
 
-        A residual of e gradient units stands for an update of eta * e (Karimireddy et al. 2019
-        carry that product); when eta changes, e must change for the update to stay.
+        A residual e, in gradient units, stands for the update eta * e, which is what Karimireddy et
+        al. 2019 carry. When eta changes, e is rescaled so that the update stays the same.
         """
         for name in self.residuals:
             state[name].mul_(factor)
@@ -142,17 +141,18 @@ class Residual(Memory):
 
 @dataclass(frozen=True)
 class Loco(Memory):
-    """LoCo: a moving average of the compression errors compensates, kept in 8 bits an element.
+    """LoCo: error feedback by a moving average of the errors, kept in 8 bits an element.
 
-    p = g + e is sent as q;  e = Q8(beta e + (1 - beta) (p - q)). Q8 is `int8`'s rounding to nearest
-    in blocks of `BLOCK` elements of the lane. An owner of a two-shot exchange keeps nothing.
+    p = g + e is compressed, q is its decoding, and e <- Q8(beta e + (1 - beta) (p - q)). Q8 rounds
+    to nearest as `int8` does, in blocks of `BLOCK` elements. The owner of a shard in a two-shot
+    exchange keeps no error.
 
-    Xie, Lin, Toh and Zhou 2024, arXiv:2407.04480; beta = 0.8 is `err_beta` of its port in
-    DeepSpeed. The buffer holds the values that 8 bits hold, as float32: the numbers are LoCo's, its
-    saving of memory is not. Left out is the source's periodic reset of e to zero.
+    Xie, Lin, Toh and Zhou 2024, arXiv:2407.04480; beta = 0.8 is `err_beta` of the port in
+    DeepSpeed. The buffer holds the values of the 8-bit codes as float32: updates are LoCo's, but no
+    memory is saved. The source's periodic reset of e to zero is left out.
     """
 
-    beta: float = 0.8  # weight of the errors of before
+    beta: float = 0.8  # weight of the errors of earlier steps
 
     BLOCK: ClassVar[int] = 256
     buffers: ClassVar[tuple[str, ...]] = ("error",)
@@ -175,9 +175,9 @@ class Loco(Memory):
 
 
 def _to_eight_bits(x: Tensor, block: int) -> None:
-    """Round x, float32, shape (n,), in place to what `int8` carries of it in blocks.
+    """Replace x, float32, shape (n,), in place by its 8-bit quantization in blocks, decoded.
 
-    `ops.int8` in four lines: this room is below the operations.
+    It repeats `ops.int8`, because `gcbench.core` must not import the operations.
     """
     rows = nn.functional.pad(x, (0, -len(x) % block)).view(-1, block)
     top = rows.abs().amax(1, keepdim=True)
@@ -188,13 +188,14 @@ def _to_eight_bits(x: Tensor, block: int) -> None:
 
 @dataclass(frozen=True)
 class Ef21(Memory):
-    """EF21: every worker sends the compressed change of its gradient, added up on both sides.
+    """EF21: every worker sends the compressed difference to its gradient estimate.
 
-    c = C(g - h);  h = h + c on the worker;  H = H + mean of the workers' c, which all apply. H is
-    the mean of the h without ever being sent; under a fixed gradient both converge to it, which no
-    residual does with a biased code. Both begin at 0: the source allows any beginning, and sends
-    the first gradient whole. On owners of a two-shot exchange the error of encoding the mean is
-    added to the next mean, so that H and what owners keep is the mean of the h.
+    c = C(g - h), h <- h + c on each worker, and H <- H + mean of the workers' c, which all apply. H
+    is the mean of the estimates h, though these are never sent. For fixed gradients every h
+    converges to g and H to the mean gradient, which error feedback with a biased code does not
+    achieve. h and H begin at 0; the source allows any beginning, and sends the first gradient
+    uncompressed. The owner of a shard in a two-shot exchange adds the error of encoding the mean to
+    the next mean, so that H plus what the owners keep is the mean of the h.
 
     Richtarik, Sokolov and Fatkhullin, NeurIPS 2021, arXiv:2110.03294, algorithm 2.
     """
@@ -219,7 +220,7 @@ class Ef21(Memory):
 
 @dataclass(frozen=True)
 class Momentum(Memory):
-    """Momentum on every worker: m = beta m + (1 - beta) g, never synchronized, is what is sent.
+    """Momentum on every worker: m <- beta m + (1 - beta) g is compressed; it is not synchronized.
 
     With the sign as compressor this is Signum (Bernstein et al. 2018, algorithm 2).
     """
@@ -244,13 +245,13 @@ class Momentum(Memory):
 class Dgc(Memory):
     """Deep gradient compression (Lin et al. 2018): momentum correction and factor masking.
 
-    u = m u + g; v = v + u (Nesterov: u = m (u + g); v = v + u + g); v is offered; what was sent
-    leaves v, and with masking u is cleared where something was sent. The optimizer adds no further
-    momentum. g is clipped first to a 2-norm of clip / sqrt(N), the compressed and the dense tensors
-    each by themselves.
+    u <- m u + g; v <- v + u (Nesterov: u <- m (u + g); v <- v + u + g). v is compressed, what was
+    sent is subtracted from v, and with masking u is set to 0 where something was sent. The
+    optimizer adds no further momentum. First g is clipped to a 2-norm of clip / sqrt(N), where
+    the compressed tensors count as one vector and the dense ones as another.
 
-    Tensors that stay dense send u (with Nesterov u + g): plain momentum. So do all tensors in steps
-    that lose nothing: before `start_step`, or at a stage that keeps every element.
+    Tensors that stay dense send u (with Nesterov u + g), which is plain momentum. So do all tensors
+    in exact steps: before `start_step`, or while the ratio of a schedule keeps every element.
     """
 
     momentum: float = 0.9
@@ -299,7 +300,7 @@ class Dgc(Memory):
 
 
 FORCED = "forced-residual"
-"""Error feedback around a code that does not contract: what the user must ask for by name."""
+"""The name by which a user asks for error feedback around a code that does not contract."""
 BUILT_IN: Mapping[str, type[Memory]] = {
     "none": NoMemory,
     "residual": Residual,
@@ -317,10 +318,13 @@ def make(name: str, options: Mapping[str, Any]) -> Memory:
 
 
 def check_legal(name: str, method: Compressor) -> None:
-    """Refuse error feedback around a code whose error may exceed its input, and sums of no means.
+    """Refuse combinations of memory `name` and method that do not converge.
+
+    These are error feedback around a code that does not contract, and a memory with joint buffers
+    around a method that aggregates otherwise than by the mean.
 
     Raises:
-        UsageError: with what would happen, and how to ask for it all the same.
+        UsageError: the message says what would happen, and what to use instead.
     """
     if name not in registry.memories() or name == FORCED:
         return
@@ -338,28 +342,28 @@ def check_legal(name: str, method: Compressor) -> None:
         )
 
 
-def _arrived(method: Compressor) -> tuple[Tensor, Tensor]:
-    """Return a matrix of irregular values, magnitudes from 1 to 2, and what arrives of it."""
+def _round_trip(method: Compressor) -> tuple[Tensor, Tensor]:
+    """Return a matrix of irregular values, magnitudes from 1 to 2, and its decoding."""
     count = torch.arange(40 * 51, dtype=torch.float64).view(40, 51)
     signs = torch.where((count * math.sqrt(2)).frac() < 0.5, 1.0, -1.0)
     probe = (signs * (1 + (count * math.sqrt(3)).frac())).float()
     return probe, method.decompress(method.compress(probe))
 
 
-def beside(made: Memory, method: Compressor) -> Memory:
-    """Return the memory for steps with this method: where nothing is lost, a mask is left out."""
-    return made.dense() if made.masks and torch.equal(*_arrived(method)) else made
+def for_method(made: Memory, method: Compressor) -> Memory:
+    """Return the memory to use with this method: without a mask if the method is exact."""
+    return made.dense() if made.masks and torch.equal(*_round_trip(method)) else made
 
 
 def check_masking(name: str, made: Memory, method: Compressor) -> None:
-    """Refuse a memory that masks around a code that sends every element, and not exactly.
+    """Refuse a memory that masks around a code that is neither sparse nor exact.
 
     Raises:
-        UsageError: with what would happen, and what to use instead.
+        UsageError: the message says what would happen, and what to use instead.
     """
     if not made.masks:
         return
-    probe, arrived = _arrived(method)
+    probe, arrived = _round_trip(method)
     if bool((arrived != 0).all()) and not torch.equal(probe, arrived):
         raise UsageError(
             f"memory {name!r} clears its momentum where something was sent, and {method!r} sends "

@@ -1,4 +1,4 @@
-"""Purposes of random numbers: one constant for each, so that no two share a stream."""
+"""Purposes of random numbers, the values of `Key.stream`: no two purposes share a draw."""
 
 ENCODE = 0
 MERGE = 1

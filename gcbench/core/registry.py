@@ -1,8 +1,7 @@
-"""Names to classes: the files of compressors/ and tasks/ first, then installed third parties.
+"""Plug-ins by name: the files of compressors/ and tasks/ first, then those of installed packages.
 
-A third party registers under the entry-point groups `gcbench.compressors`, `gcbench.memories`,
-`gcbench.tasks` and `gcbench.sinks`, each entry naming a class. Nothing is imported until its name
-is asked for.
+A package registers a class under the entry-point group `gcbench.compressors`, `gcbench.memories`,
+`gcbench.tasks` or `gcbench.sinks`. A plug-in is imported when its name is asked for.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Entry:
     """"built-in", or the distribution that registered it."""
     load: Callable[[], type[Any]]
     version: str = ""
-    """Of the distribution; empty for what is built in."""
+    """The distribution's version; empty for what is built in."""
 
 
 def _builtin(package: str, base: type, name: str) -> type[Any]:
@@ -53,7 +52,7 @@ def _builtin(package: str, base: type, name: str) -> type[Any]:
 
 
 def _only(module: ModuleType, base: type, file: str) -> type[Any]:
-    """Return the class of a kind that a module defines; GcbenchError if it is not exactly one."""
+    """Return the one subclass of `base` that a module defines; GcbenchError if there is not one."""
     found = [
         value
         for value in vars(module).values()
@@ -102,8 +101,8 @@ def _files(package: str, base: type) -> dict[str, Entry]:
 def with_third_parties(group: str, base: type, builtin: dict[str, Entry]) -> dict[str, Entry]:
     """Return the built-in entries and those of installed packages, by name.
 
-    `group`: of entry points, each naming a subclass of `base`. One whose name is taken, or fits no
-    folder, is left out with a warning.
+    `group`: the entry-point group, each entry of which names a subclass of `base`. An entry whose
+    name is taken, or cannot be part of a folder's name, is left out with a warning.
     """
     entries = dict(builtin)
     for point in entry_points(group=group):
@@ -137,7 +136,7 @@ def compressors() -> dict[str, Entry]:
 
 
 FILES = "GCBENCH_FILES"
-"""Environment variable: the files that `add_file` registered, for the processes that we start."""
+"""Environment variable with the files that `add_file` registered: processes of a run inherit it."""
 
 
 def _named_files() -> dict[str, str]:
@@ -146,7 +145,7 @@ def _named_files() -> dict[str, str]:
 
 
 def _from_file(name: str, path: str) -> type[Any]:
-    """Return the compressor that a file of somebody's defines, imported once."""
+    """Return the compressor class that the user's file defines, imported once."""
     from gcbench.core.compressor import Compressor
 
     module_name = f"gcbench_file_{name}"
@@ -168,10 +167,11 @@ def _from_file(name: str, path: str) -> type[Any]:
 def add_file(word: str) -> str:
     """Register the compressor of a Python file under the file's name, and return that name.
 
-    A word that does not end in .py is a name already, and is returned as it is.
+    A word that does not end in .py is a name already, and is returned unchanged.
 
     Raises:
-        UsageError: no such file, a name that is taken, or one that fits no folder.
+        UsageError: no such file, or the name is taken or has other characters than letters, digits,
+            _ and -.
     """
     if not word.endswith(".py"):
         return word
@@ -191,7 +191,7 @@ def add_file(word: str) -> str:
 
 
 def word(name: str) -> str:
-    """Return what the command line calls a compressor: its file, or its name."""
+    """Return what a user types for a compressor: the path of its file, or its name."""
     return _named_files().get(name, name)
 
 
@@ -214,10 +214,10 @@ def tasks() -> dict[str, Entry]:
 
 
 def origin(entry: Entry) -> dict[str, str] | None:
-    """Return where a third party's class is from; None for what is built in.
+    """Return where a third party's class comes from; None for what is built in.
 
-    "distribution", "version", and "sha256" of the names and bytes of all its Python files: those of
-    the package that the class is in, or of its module alone. Empty where there is no source.
+    The keys are "distribution", "version", and "sha256", the hash of the names and bytes of the
+    package's Python files, or of a single module's; "" if there is no source file.
     """
     if entry.source == "built-in":
         return None
@@ -237,7 +237,10 @@ def origin(entry: Entry) -> dict[str, str] | None:
 
 
 def named(kind: str, entries: dict[str, Entry], name: str) -> type[Any]:
-    """Return the class that an entry names; UsageError for an unknown name of this `kind`."""
+    """Return the class registered as `name` among `entries`; UsageError for an unknown name.
+
+    `kind`: what the message calls it, such as "compressor".
+    """
     if name not in entries:
         raise unknown(kind, name, entries)
     cls = entries[name].load()
@@ -271,7 +274,13 @@ def fields(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
 
 
 def _typed(what: str, cls: type[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the values in their fields' types: 2 is 2.0, but "no" not False, "abc" no number."""
+    """Return the values converted to their fields' types, strictly: 2 becomes 2.0, "no" is refused.
+
+    `what`: what the message calls the object.
+
+    Raises:
+        UsageError: a value does not fit its field's type.
+    """
     from pydantic import TypeAdapter, ValidationError
     from pydantic.errors import PydanticUserError
 
@@ -286,15 +295,15 @@ def _typed(what: str, cls: type[Any], options: dict[str, Any]) -> dict[str, Any]
             problems = dict.fromkeys(problem["msg"].lower() for problem in error.errors())
             raise UsageError(f"{what}: {name}={value!r}: {', or '.join(problems)}") from None
         except (NameError, PydanticUserError):
-            continue  # a type of a third party that only its own constructor can judge
+            continue  # pydantic does not know this third-party type: its constructor checks it
     return typed
 
 
 def call(made: object) -> str:
-    """Return the call that makes an object of a plug-in, each of its fields told.
+    """Return the expression that makes a plug-in's object, with all its fields.
 
-    Left out are `added` fields with the values of before (`Compressor.added`): what was stored by
-    an earlier version is the same call.
+    Fields that were added later are left out where they have the value of before
+    (`Compressor.added`), so that results stored by an earlier version have the same expression.
     """
     added = getattr(made, "added", {})
     told = [
@@ -311,7 +320,7 @@ def make(what: str, cls: type[T], options: dict[str, Any]) -> T:
     for option in options:
         if option not in known:
             if not known:
-                raise UsageError(f"{what} has no fields to set; {option!r} came")
+                raise UsageError(f"{what} has no fields to set; {option!r} was given")
             raise unknown(f"field of {what}:", option, known)
     typed = _typed(what, cls, options)
     try:

@@ -1,8 +1,8 @@
-"""The schema of results on disk; results/README.md explains it. Light: imports nothing."""
+"""The schema of results on disk, which results/README.md explains. The module imports nothing."""
 
 SCHEMA = 1
 PHASES = ("forward_backward", "statistic", "encode", "communicate", "decode", "update")
-"""The phases of a step that are timed apart, in their order."""
+"""The phases of a step that are timed separately, in their order."""
 METRIC_COLUMNS = (
     "kind",
     "step",
@@ -33,5 +33,7 @@ ADDED: dict[str, object] = {
     "hook": "gcbench",
     "bucket_mb": 25.0,
 }
-"""Config keys that the first results did not have, and what those did: older rows read so, and in
-the hash of a config they count where they say more, so that a config keeps its name."""
+"""Keys that were added to the config later, with the value that stands for the earlier behaviour.
+
+A stored row without the key is read as if it had this value. The hash of a config leaves out a key
+that has this value, so that a config of before keeps its hash and its folder."""

@@ -25,9 +25,9 @@ class Batch(NamedTuple):
 class Split:
     """Examples on one device: inputs (n, ...) as stored and targets (n, ...).
 
-    A class an example is targets (n,), a token at each of t places (n, t). A task whose examples do
-    not fit in memory derives from it: `inputs` then say where each example is, and `Task.batch`
-    reads it.
+    Targets have shape (n,) where an example has one class, (n, t) where it has a token at each of t
+    positions. A task whose examples do not fit in memory derives a class from this one: its
+    `inputs` then say where each example is stored, and `Task.batch` reads it.
     """
 
     inputs: Tensor
@@ -55,21 +55,20 @@ class Task(ABC):
     name: ClassVar[str] = ""
     """The name on the command line; the registry fills it in from the file's name."""
     version: ClassVar[int] = 1
-    """Counts the definitions of data, model, loss and preparation that gave other results.
-
-    It stands in the config of every run, so that results of different definitions never meet.
+    """The version of the task, raised when a change of data, model, loss or preprocessing changes
+    results. The config of every run has it, so results of different versions are never mixed.
     """
     paper_steps: ClassVar[str] = ""
-    """The budget of the source in words, where the default one is shorter."""
+    """The steps and batch of the source, in words, if the default number of steps is smaller."""
     evaluation_batch: ClassVar[int] = 500
-    """Examples of the test split that are evaluated at a time."""
+    """Batch size of the evaluation."""
 
     @abstractmethod
     def defaults(self) -> Mapping[str, Any]:
         """Return hyper-parameters by their names in `gcbench.training.configuration.Config`.
 
-        Of the source where there is one, and for this task's options: batch, steps, optimizer,
-        lr, momentum, weight_decay, schedule, ...
+        They are the source's if there is one, for this task's options: batch, steps, optimizer, lr,
+        momentum, weight_decay, schedule, ...
         """
 
     @abstractmethod
@@ -88,7 +87,7 @@ class Task(ABC):
         """Return a fresh model, initialized from torch's current CPU generator."""
 
     def model_for(self, train: Split) -> nn.Module:
-        """Return a fresh model that fits the data; `model()` where it does not depend on them."""
+        """Return a fresh model for this training split; `model()` if it does not depend on it."""
         return self.model()
 
     @abstractmethod
@@ -103,13 +102,16 @@ class Task(ABC):
         return nn.functional.cross_entropy(outputs, targets)
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
-        """Return a boolean tensor (b,): which examples are right; None where that means nothing."""
+        """Return a boolean tensor (b,): which examples are classified correctly.
+
+        None: the task has no accuracy.
+        """
         return outputs.argmax(1) == targets
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
-        """Return further figures of each example, boolean or float (b,), by name; none by default.
+        """Return further metrics of each example, boolean or float (b,), by name; by default none.
 
-        Their means are recorded as `test_NAME`, or `validation_NAME`.
+        Their means over the split are recorded as `test_NAME`, or `validation_NAME`.
         """
         return {}
 

@@ -1,17 +1,17 @@
 """Workers and their collectives, in this process or over torch.distributed; counts every byte.
 
 A world has `size` workers, of which `ranks` live in this process: all of them in a simulation, one
-under torch.distributed. A collective takes one contribution for each local worker and returns what
-every worker receives, so the code above it is the same in both.
+under torch.distributed. A collective takes one tensor for each local worker and returns what every
+worker receives, so code that uses a world is the same for both.
 
-Bytes, for each worker: `payload_up` is what it hands over to be aggregated, `payload_down` is what
-it gets back to decode; its own part is in both, as a parameter server would count. `wire` is what
-leaves it for other workers: 2 (N - 1) / N of an all-reduced tensor (ring), N - 1 times an
-all-gathered one, the shards of others in an all-to-all, (N - 1) / N of a broadcast one (a pipeline
-through all workers, on average).
+Three counts of bytes are kept for each worker. `payload_up` is what it hands over to be aggregated,
+`payload_down` what it gets back to decode; its own contribution is in both, as a parameter server
+would count. `wire` is what it sends to other workers: 2 (N - 1) / N of the bytes of an all-reduced
+tensor (ring), N - 1 times those of an all-gathered one, in an all-to-all the pieces for others, and
+(N - 1) / N of a broadcast tensor (a pipeline through all workers, averaged over them).
 
-What workers tell each other beside gradients travels as JSON and tensors, never pickled: nothing
-that arrives is executed.
+Other messages between workers travel as JSON and tensors and are never pickled: nothing that
+arrives is executed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from gcbench.core.errors import PeerLostError
 T = TypeVar("T")
 Op = Literal["sum", "max"]
 ROLL_CALL_SECONDS = 2.0
-"""How long a worker whose collective broke off waits for signs of life of the others."""
+"""How long a worker whose collective failed waits for the others to answer a roll call."""
 
 
 def to_bytes(value: Any) -> bytes:
@@ -47,7 +47,7 @@ def to_bytes(value: Any) -> bytes:
     are strings. A tuple comes back as a list.
 
     Raises:
-        TypeError: it is, or holds, something else.
+        TypeError: the value, or a part of it, has another type.
     """
     tensors: dict[str, Tensor] = {}
 
@@ -67,7 +67,7 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """Return the value that `to_bytes` made these bytes of; its tensors are on the CPU."""
+    """Return the value that `to_bytes` turned into these bytes; its tensors are on the CPU."""
     line, _, rest = data.partition(b"\n")
     tensors = safetensors.torch.load(rest) if rest else {}
 
@@ -89,13 +89,13 @@ class Link:
     latency_us: float  # microseconds a message
 
     def seconds(self, rounds: int, nbytes: float) -> float:
-        """Return the time of `rounds` messages one after the other with `nbytes` in all."""
+        """Return the seconds that `rounds` successive messages of `nbytes` in all take."""
         return rounds * self.latency_us * 1e-6 + nbytes * 8 / (self.gbit * 1e9)
 
 
 @dataclass
 class Traffic:
-    """Bytes of one worker since the run began; wire bytes are fractions of a ring's messages."""
+    """Bytes of one worker since the run began; `wire` may be a fraction, as 2 (N - 1) / N is."""
 
     payload_up: float = 0.0
     payload_down: float = 0.0
@@ -107,13 +107,14 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 class World(ABC):
-    """N workers; one `Traffic` for each that lives here."""
+    """N workers; `traffic` has one entry for each worker of this process."""
 
     size: int
     ranks: range
     device: torch.device
     inline: bool = False
-    """Whether a worker's work is too little to be worth handing to threads."""
+    """Whether `map` runs the workers one after the other, as their work is too little to be
+    worth threads."""
 
     def __init__(self, link: Link | None = None) -> None:
         self.traffic = [Traffic() for _ in self.ranks]
@@ -133,8 +134,8 @@ class World(ABC):
     def all_reduce(self, tensors: Sequence[Tensor], op: Op, *, out: Tensor | None = None) -> Tensor:
         """Return the element-wise sum or maximum over all workers; `out`: where to write it.
 
-        Integers and maxima are exact in any order. On the CPU floats are added in the order of
-        ranks, in every engine, so that the sum is the same bits.
+        On the CPU floats are added in the order of ranks in every engine, so all engines get the
+        same bits; sums of integers and maxima do not depend on the order.
         """
         sizes = [_nbytes(tensor) for tensor in tensors]
         wire = [2 * (self.size - 1) / self.size * size for size in sizes]
@@ -153,7 +154,8 @@ class World(ABC):
         """Return every worker's 1-D tensor, by rank; `sizes` are their element counts.
 
         `aggregated`: the tensors are shards of an aggregate on the way down, not contributions.
-        `out`: 1-D, room for all of them; a simulation, where they are at hand, leaves it alone.
+        `out`: a 1-D buffer that is long enough for all of them. A simulation does not use it: it
+        returns the workers' own tensors.
         """
         down = sum(sizes) * tensors[0].element_size()
         own = [_nbytes(tensor) for tensor in tensors]
@@ -170,10 +172,10 @@ class World(ABC):
         *,
         out: Tensor | None = None,
     ) -> list[list[Tensor]]:
-        """Hand piece r of each worker's 1-D tensor to rank r; return what each got, by sender.
+        """Send piece r of each worker's 1-D tensor to rank r; return what each got, by sender.
 
-        `splits[i][r]`: elements of the piece that local worker i hands to rank r; `sizes[i][r]`: of
-        the one that it gets from rank r. `out`: as for `all_gather`.
+        `splits[i][r]`: the number of elements that local worker i sends to rank r; `sizes[i][r]`:
+        the number that it receives from rank r. `out`: as for `all_gather`.
         """
         up = [_nbytes(tensor) for tensor in tensors]
         wire = [
@@ -185,7 +187,7 @@ class World(ABC):
         return self._all_to_all(tensors, splits, sizes, out)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Return worker 0's tensor, on every worker; passed on from each to the next."""
+        """Return worker 0's tensor on every worker; each passes it on to the next."""
         size = _nbytes(tensor)
         up = [size if rank == 0 else 0 for rank in self.ranks]
         wire = [size * (self.size - 1) / self.size] * len(up)
@@ -308,8 +310,9 @@ class DistributedWorld(World):
     ) -> None:
         """`store` and `timeout` are the process group's.
 
-        `watched`: a launcher sees at once which process ends, and names it. `group`: None is the
-        default one; ranks are those in the group. `limit`: where the user sets the timeout.
+        `watched`: whether a launcher notices at once when a process ends, and names it. `group`:
+        None means the default group; ranks are those in the group. `limit`: the name of the setting
+        that errors refer to for the timeout.
         """
         self.group, self.limit = group, limit
         self.size = dist.get_world_size() if group is None else group.size()
@@ -324,13 +327,14 @@ class DistributedWorld(World):
         """Run a collective of torch.distributed.
 
         Raises:
-            PeerLostError: it broke off; the message names the workers that are gone.
+            PeerLostError: the collective failed; the message names the workers that are gone.
         """
         began = time.monotonic()
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            # Where torch's list does not know the group, torch fails to describe the failure.
+            # If torch has no record of the group, it raises a ValueError while it describes the
+            # RuntimeError.
             cause = error.__context__ if isinstance(error, ValueError) else error
             if not isinstance(cause, RuntimeError):
                 raise
@@ -352,7 +356,7 @@ class DistributedWorld(World):
         )
 
     def _silent(self) -> list[int]:
-        """Return the workers that do not answer a roll call; none if the store is gone, too."""
+        """Return the ranks that do not answer a roll call; none if the store is gone, too."""
         others = set(range(self.size)) - set(self.ranks)
         with suppress(RuntimeError):
             self.store.set(f"gcbench/here/{self.ranks[0]}", "")
@@ -376,7 +380,7 @@ class DistributedWorld(World):
     def close(self) -> None:  # noqa: D102
         if self.group is None:
             dist.destroy_process_group()
-        else:  # it belongs to whoever made it
+        else:  # whoever made the group destroys it
             self.group = None
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
@@ -396,9 +400,9 @@ class DistributedWorld(World):
         return total
 
     def _ordered_sum(self, tensor: Tensor, out: Tensor | None) -> Tensor:
-        """Reduce-scatter and all-gather, each owner adding its shard in the order of ranks.
+        """All-reduce as reduce-scatter and all-gather; a shard's owner adds in the order of ranks.
 
-        It moves what a ring all-reduce moves; gloo's own adds in an order that depends on N.
+        It moves as many bytes as a ring all-reduce; gloo's own adds in an order that depends on N.
         """
         flat = tensor.reshape(-1)
         sizes = [shard.numel() for shard in flat.tensor_split(self.size)]
@@ -417,7 +421,7 @@ class DistributedWorld(World):
         tensor = tensors[0].contiguous()
         out = tensor.new_empty(sum(sizes)) if out is None else out[: sum(sizes)]
         pieces = list(torch.split(out, list(sizes)))
-        if len(set(sizes)) > 1:  # shorter tensors are not padded: every byte sent is a real one
+        if len(set(sizes)) > 1:  # shorter tensors are not padded: no byte is sent that is not used
             own = [tensor.numel()] * self.size
             repeated = tensor.repeat(self.size)
             with self.together():

@@ -1,4 +1,4 @@
-"""What a compressed mean is worth beside the plain one, tensor by tensor."""
+"""The compressed mean compared with the plain mean, tensor by tensor; gradients that diverge."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gcbench.core.compressor import Compressor
+from gcbench.core.errors import DivergedError
 
 JUDGED_FROM = 256
-"""Elements from which a tensor is warned about: of a few numbers a rough code may lose all."""
+"""Tensors of fewer elements are not warned about: a coarse code may lose all of a few numbers."""
 CONTRACTED = 1.5
-"""The default bound of the relative error of methods whose error stays below their input.
+"""The default bound of the relative error of methods that contract, whose error is below 1.
 
-Above 1: owners of a two-shot exchange add their own residual, and draws scatter.
+It leaves room for the residuals that owners of a two-shot exchange add, and for random draws.
 """
 
 
@@ -29,13 +30,16 @@ class Comparison:
     """The parameter's name in the model."""
     elements: int
     relative_error: float
-    """||c - m|| / ||m||; 0 where both are zero, infinite where m alone is."""
+    """||c - m|| / ||m||; 0 where both are zero, infinite where only m is zero."""
     cosine: float
     """<c, m> / (||c|| ||m||); 1 where both are zero, 0 where one is."""
     zeros: float
     """Share of the elements of c that are exactly zero."""
     bits: float
-    """Bits handed over an element of the tensor's lane at this step, agreements included."""
+    """Bits an element that this rank handed over for the tensor's lane at this step.
+
+    What ranks send to agree on scales is included.
+    """
 
 
 def compare(step: int, name: str, applied: Tensor, plain: Tensor, bits: float) -> Comparison:
@@ -53,22 +57,23 @@ def compare(step: int, name: str, applied: Tensor, plain: Tensor, bits: float) -
 
 @dataclass(frozen=True)
 class Bounds:
-    """Beyond which a comparison is warned about."""
+    """Limits beyond which a comparison is warned about."""
 
     error: float
-    """The relative error is above it."""
+    """The largest relative error without a warning."""
     cosine: float = 0.0
-    """The cosine is at most it: what arrives does not point where the plain mean does.
+    """A cosine at or below it is warned about: the mean points elsewhere than the plain mean.
 
-    Without a plain mean to point anywhere it is not judged.
+    Where the plain mean is zero there is no direction, and the cosine is not judged.
     """
 
     @classmethod
     def of(cls, method: Compressor, error: float | None) -> Bounds:
-        """Return the bounds, of the error the user's or by what the method claims.
+        """Return the bounds for a method; `error` is the user's bound of the error, None: by claim.
 
-        1.5 if it contracts and its mean is one. A vote has a length of its own, and where workers
-        disagree it may point elsewhere than their mean: it is found if it is turned round.
+        By claim it is 1.5 for a method that contracts and takes means, and infinite for others. A
+        vote of signs is no mean: it has another length, and where workers disagree another
+        direction, so only a vote that points the opposite way is found, by a cosine of -0.5.
         """
         claims = method.claims
         means = claims.aggregate == "mean"
@@ -77,7 +82,7 @@ class Bounds:
         return cls(error, 0.0 if means else -0.5)
 
     def judge(self, found: Comparison) -> str:
-        """Return what is wrong with one tensor; "" for nothing."""
+        """Return what is wrong with one tensor, for people; "" if nothing is."""
         if found.elements < JUDGED_FROM or (found.relative_error, found.cosine) == (0, 1):
             return ""
         wrong = []
@@ -96,8 +101,18 @@ def warn(method: Compressor, bounds: Bounds, found: Sequence[Comparison]) -> Non
     if wrong:
         more = f"; and {len(wrong) - 5} more tensors" if len(wrong) > 5 else ""
         warnings.warn(
-            f"step {found[0].step}: what {method!r} makes of the gradient is far from the plain "
-            f"mean. {'; '.join(wrong[:5])}{more}. If it was not meant to be so rough, look at it "
-            f"by gcbench verify {method.name or type(method).__name__}",
+            f"step {found[0].step}: the mean by {method!r} is far from the plain mean. "
+            f"{'; '.join(wrong[:5])}{more}. If the method is not meant to be so inexact, check it: "
+            f"gcbench verify {method.name or type(method).__name__}",
             stacklevel=2,
         )
+
+
+def diverged(rank: int, name: str, step: int) -> DivergedError:
+    """Return the error for a gradient that is not finite, of the parameter of this name."""
+    return DivergedError(
+        f"rank {rank}: the gradient of {name} is not finite at step {step}. Lower the learning "
+        "rate. If a GradScaler is in use, leave it out and train in bfloat16: it finds its scale "
+        "by letting gradients overflow, and those cannot be compressed",
+        step,
+    )

@@ -1,4 +1,4 @@
-"""What the user of a hook chose: compressor and memory by name, and how ranks tell each other."""
+"""The compressor and memory that the user of a hook chose, as objects, and as words to compare."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
 from gcbench.core.memory import Memory
 
-FREE = ("gcbench", "code", "check_every", "step")
-"""What may differ between the job that saved a state and the one that loads it."""
+FREE = ("gcbench", "code of compressor", "between code of compressor", "check_every", "step")
+"""Names of what may differ between the job that saved a state and the one that loads it."""
 
 
 def compressor(name: str | Compressor, options: Mapping[str, Any]) -> Compressor:
@@ -28,14 +28,14 @@ def compressor(name: str | Compressor, options: Mapping[str, Any]) -> Compressor
         return registry.compressor(name, **options)
     if options:
         raise UsageError(
-            f"fields {', '.join(options)} beside {name!r}, which has its own: "
-            "set them there, or give the compressor's name"
+            f"fields {', '.join(options)} came beside {name!r}, whose fields are set already. "
+            "Set them there, or give the compressor by its name"
         )
     return name
 
 
 def memory(name: str | None, options: Mapping[str, Any] | None, method: Compressor) -> Memory:
-    """Return the memory of this name with these fields; None: what the method published.
+    """Return the memory of this name with these fields; for None the one that `method` names.
 
     Raises:
         UsageError: an unknown name or field, or error feedback around a code that may diverge.
@@ -48,11 +48,11 @@ def memory(name: str | None, options: Mapping[str, Any] | None, method: Compress
 
 
 def told(method: Compressor, collective: str, carried: Memory) -> dict[str, Any]:
-    """Return what says which code is exchanged how, by names for people, JSON."""
+    """Return what all ranks must have in common about an exchange: words by their names, JSON."""
     return {
         "gcbench": gcbench.__version__,
         "compressor": f"{type(method).__module__}.{registry.call(method)}",
-        "code": _code(type(method)),
+        "code of compressor": _code(type(method)),
         "collective": collective,
         "memory": f"{type(carried).__module__}.{registry.call(carried)}",
     }
@@ -65,7 +65,7 @@ def check_state(state: Mapping[str, Any], rank: int, size: int, now: Mapping[str
         raise UsageError(
             f"the state is that of rank {place[0]} of {place[1]}, and this is rank "
             f"{rank} of {size}: every rank saves and loads its own. To go on "
-            "with another number of ranks, register a hook without a state: residuals are lost"
+            "with another number of ranks, register a hook without a state; residuals are then lost"
         )
     different = [
         f"{name}: {state['told'].get(name)!r} then, {value!r} now"
@@ -75,12 +75,12 @@ def check_state(state: Mapping[str, Any], rank: int, size: int, now: Mapping[str
     if different:
         raise UsageError(
             f"the state was saved by a hook with other settings. {'; '.join(different)}. Use "
-            "those, or register a hook without a state: residuals are lost"
+            "those, or register a hook without a state; residuals are then lost"
         )
 
 
 def _code(cls: type[Any]) -> str:
-    """Return a digest of the source of the method's module; "" where there is none."""
+    """Return a digest of the source of the method's module; "" where the source is not found."""
     try:
         source = inspect.getsource(inspect.getmodule(cls) or cls)
     except (OSError, TypeError):

@@ -1,9 +1,9 @@
 """Gradient compression inside DistributedDataParallel: `gcbench.comm_hook(...).register(model)`.
 
-DDP hands its buckets to a hook while backward runs. Here they go to one thread, first in, first
-out, whose process group nothing else uses: a method may need several collectives one after the
-other, which in DDP's own group hang or mix. The thread exchanges a lane (see
-`gcbench.integrations.plan`) as soon as all its gradients have come, by the same
+DDP hands its buckets to a hook while backward runs. Here one thread takes them, first in, first
+out. It has a process group that nothing else uses: a method may need several collectives one after
+the other, and in DDP's own group they would hang or get mixed up. As soon as all gradients of a
+lane have come (see `gcbench.integrations.plan`), the thread exchanges it by the same
 `gcbench.core.exchange.Exchange` as gcbench's own engines. DDP waits for it at the end of backward.
 
 Nothing depends on DDP's buckets, which change after the first steps and after a restart: random
@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gcbench.core import registry
 from gcbench.core.clock import Totals
 from gcbench.core.compressor import Compressor, Segments
-from gcbench.core.errors import DivergedError, UsageError
+from gcbench.core.errors import UsageError
 from gcbench.core.exchange import Exchange, Lane, check_legal, classifier, dense_tensors
 from gcbench.core.memory import Memory
 from gcbench.core.world import DistributedWorld, Traffic
@@ -43,14 +43,17 @@ from gcbench.integrations.check import Bounds, Comparison
 from gcbench.integrations.plan import Placed, Plan
 from gcbench.integrations.worker import Worker
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-"""The backend of the process group for parameters on each type of device."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Those that float32 holds exactly; gradients are exchanged in it."""
+"""Types that parameters may have: the exchange works in float32, which holds all three exactly."""
 CLOSING = 5.0
-"""Seconds that `close` waits for a collective that is under way."""
+"""The most seconds that `close` waits for a collective that is under way."""
 FORMAT = 1
 """Version of what `CommHook.state_dict` returns."""
+CLOSED = (
+    "the hook of this model was closed. Wrap the module in a new DistributedDataParallel, and "
+    "register a new hook, to train on"
+)
+"""Said where a model is trained whose hook was closed."""
 
 
 @dataclass(frozen=True)
@@ -118,15 +121,17 @@ def comm_hook(
         dense_below: tensors of fewer elements stay fp32.
         dense_last: the last layer stays fp32.
         start_step: steps before it are exchanged in fp32.
-        check_every: at every such step the plain mean is taken, too, and compared; 0 for never.
-        check_error: a warning names tensors whose relative error is above it; default 1.5 for
-            methods that contract, none for others. So is a cosine of 0 or less (votes: -0.5).
-        on_check: called with the comparisons of a step, in the thread that exchanges.
+        check_every: at each step that is a multiple of it the plain mean is taken as well, and
+            each tensor's compressed mean is compared with it; 0 for never.
+        check_error: a warning names the tensors whose relative error is larger; default 1.5 for
+            methods that contract, no limit for others. It also names those whose cosine is 0 or
+            less (of votes -0.5 or less).
+        on_check: a function that gets the comparisons of a step, in the thread that exchanges.
         seed: of random numbers; models trained at the same time should have different ones.
         bucket_mb: tensors of together about this many MiB in fp32 are exchanged together.
         timeout: seconds that a rank waits for the others in a collective.
-        process_group: what gradients travel through, used by nothing else; its ranks are those of
-            the model's group, in their order. Default: a new one.
+        process_group: the group in which compressed gradients travel; nothing else may use it,
+            and its ranks are those of the model's group, in the same order. Default: a new one.
         options: fields of the compressor.
 
     Raises:
@@ -144,7 +149,10 @@ def comm_hook(
         if not value >= least:
             raise UsageError(f"{name}={value!r}: at least {least} allowed")
     if math.isinf(timeout):
-        raise UsageError("timeout=inf: a rank that waits for a dead one must end; seconds expected")
+        raise UsageError(
+            "timeout=inf: a finite number of seconds is expected, or else a rank would wait for a "
+            "dead one forever"
+        )
     return CommHook(
         Settings(
             compressor=method,
@@ -189,8 +197,8 @@ class CommHook:
         """Steps that were exchanged: backward passes outside `no_sync`."""
         self.records: list[Comparison] = []
         self.ready = 0.0
-        """When the last gradients of a backward pass had come, by `time.perf_counter`: what the
-        exchange takes longer than that, backward waits for."""
+        """When DDP last handed over a bucket, by `time.perf_counter`. After the last bucket of a
+        backward pass there is nothing left to compute, and backward waits for the exchange."""
         self._registered = self._closed = False
         self._loaded: dict[str, Any] | None = None
         self._failed: BaseException | None = None
@@ -293,8 +301,21 @@ class CommHook:
         """Return the parameters that DDP reduces, by name.
 
         Raises:
-            UsageError: something about the model cannot be carried.
+            UsageError: the model cannot have this hook, or its gradients cannot be compressed.
         """
+        self._check_free(model)
+        ignored = getattr(model, "parameters_to_ignore", ())
+        named = {
+            name: parameter
+            for name, parameter in model.module.named_parameters()
+            if parameter.requires_grad and name not in ignored
+        }
+        _check_parameters(model.module, named)
+        self._check_group(model, next(iter(named.values())).device)
+        return named
+
+    def _check_free(self, model: DistributedDataParallel) -> None:
+        """Raise UsageError if this hook is in use, or the model has no place for a hook."""
         if self._registered:
             raise UsageError("this hook is registered already: make one for each model")
         if self._closed:
@@ -309,54 +330,13 @@ class CommHook:
                 "the model has a communication hook, and DDP takes one. Wrap the module in a new "
                 "DistributedDataParallel to register another"
             )
-        ignored = getattr(model, "parameters_to_ignore", ())
-        named = {
-            name: parameter
-            for name, parameter in model.module.named_parameters()
-            if parameter.requires_grad and name not in ignored
-        }
-        if not named:
-            raise UsageError(
-                "no parameter of the model requires a gradient: there is nothing to exchange. "
-                "Unfreeze it before DistributedDataParallel wraps it, or train without a hook"
-            )
-        for prefix, module in model.module.named_modules():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-                raise UsageError(
-                    f"{prefix or 'the model'} has sparse gradients (sparse=True), which are not "
-                    "compressed here. Make it with sparse=False"
-                )
-        wrong = [f"{k} is {p.dtype}" for k, p in named.items() if p.dtype not in DTYPES]
-        if wrong:
-            raise UsageError(
-                f"{', '.join(wrong[:3])}: gradients are exchanged in float32, which holds "
-                "float32, bfloat16 and float16. Convert the model"
-            )
-        devices = sorted({str(parameter.device) for parameter in named.values()})
-        if len(devices) > 1 or torch.device(devices[0]).type not in BACKENDS:
-            raise UsageError(
-                f"parameters on {', '.join(devices)}: one CPU or one CUDA device a rank expected"
-            )
-        self._check_group(model, torch.device(devices[0]))
-        return named
 
     def _check_group(self, model: DistributedDataParallel, device: torch.device) -> None:
         """Raise UsageError for a process group that cannot serve."""
         theirs, given = model.process_group, self.settings.process_group
-        needed = BACKENDS[device.type]
         for what, group in (("the model's", theirs), ("the given", given)):
-            if group is None:
-                continue
-            try:
-                backend = group._get_backend(device).name()
-            except RuntimeError:
-                backend = "none"
-            if backend != needed:
-                raise UsageError(
-                    f"{what} process group has the backend {backend!r} for {device.type} tensors, "
-                    f"and the hook needs {needed!r}: "
-                    f'torch.distributed.init_process_group("{needed}")'
-                )
+            if group is not None:
+                handshake.check_backend(what, group, device)
         ranks = dist.get_process_group_ranks(theirs)
         if given is not None and (
             dist.get_process_group_ranks(given) != ranks or given.rank() != theirs.rank()
@@ -367,7 +347,7 @@ class CommHook:
             )
         if given is theirs:
             raise UsageError(
-                "the given process group is the model's own, in which DDP works at the same time. "
+                "the given process group is the model's own, which DDP uses at the same time. "
                 "Leave process_group out, or give one that nothing else uses"
             )
 
@@ -479,10 +459,7 @@ class CommHook:
         """
         self.raise_failure()
         if self._closed:
-            raise UsageError(
-                "the hook of this model was closed. Wrap the module in a new "
-                "DistributedDataParallel to train on"
-            )
+            raise UsageError(CLOSED)
         if getattr(getattr(model, "_join_config", None), "enable", False):
             raise UsageError(
                 "DDP's join runs the hook on zeros for ranks without data, which would send their "
@@ -495,7 +472,7 @@ class CommHook:
         buffer, parameters, last = bucket.buffer(), bucket.parameters(), bucket.is_last()
         self.ready = time.perf_counter()
         if self._closed or self._worker is None:
-            raise UsageError("the hook of this model was closed: its gradients go nowhere")
+            raise UsageError(CLOSED)
         devices: list[int | str | torch.device] = []
         if self._stream is not None:
             devices.append(buffer.device)
@@ -585,7 +562,6 @@ class CommHook:
 
     def _exchange_lane(self, number: int) -> None:
         """Put the mean of a lane in the place of its gradients."""
-        lane = self._exchange.lanes[number]
         tensors = self._plan_made.lanes[number]
         own = self._flat[self._plan_made.stretch(number)]
         self._check_finite(own, tensors)
@@ -596,30 +572,28 @@ class CommHook:
         with plans.set_aside(self._exchange, self._plan_made, idle):
             every = self.settings.check_every
             plain = self._plain_mean(number, own) if every and self.step % every == 0 else None
-            mean = self._exchange.lane_mean(number, [self._flat], self.step)
+            mean = self._exchange.lane_mean(number, [own], self.step)
         own.copy_(mean)
         if plain is not None:
             handed = self._world.traffic[0].payload_up - before.payload_up
-            bits = 8 * handed / lane.segments.numel if lane.segments.numel else 0.0
-            for placed in tensors:
-                if placed not in idle:
-                    start = placed.start - lane.start
-                    there = plain[start : start + placed.numel].view(placed.shape)
-                    applied = placed.of(self._flat)
-                    found = check.compare(self.step, placed.name, applied, there, bits)
-                    self._compared.append(found)
+            bits = 8 * handed / own.numel() if own.numel() else 0.0
+            self._compare([placed for placed in tensors if placed not in idle], plain, bits)
+
+    def _compare(self, tensors: Sequence[Placed], plain: Tensor, bits: float) -> None:
+        """Compare the means of a lane's tensors with the lane's plain mean, 1-D."""
+        for placed in tensors:
+            start = placed.start - self._exchange.lanes[placed.lane].start
+            there = plain[start : start + placed.numel].view(placed.shape)
+            applied = placed.of(self._flat)
+            found = check.compare(self.step, placed.name, applied, there, bits)
+            self._compared.append(found)
 
     def _check_finite(self, own: Tensor, tensors: Sequence[Placed]) -> None:
         """Raise DivergedError, with the tensor's name, if a gradient is not finite."""
         if math.isfinite(float(own.sum())) or own.isfinite().all():
             return
         name = next(p.name for p in tensors if not p.of(self._flat).isfinite().all())
-        raise DivergedError(
-            f"rank {self._world.ranks[0]}: the gradient of {name} is not finite at step "
-            f"{self.step}. Lower the learning rate. A GradScaler looks for its scale by "
-            "gradients that overflow, which are not compressed: use bfloat16 without one",
-            self.step,
-        )
+        raise check.diverged(self._world.ranks[0], name, self.step)
 
     def _unused(self, tensors: Sequence[Placed]) -> list[Placed]:
         """Return the tensors whose gradient is zero on every rank: DDP throws their mean away."""
@@ -629,10 +603,10 @@ class CommHook:
         return [placed for placed, flag in zip(tensors, everyone, strict=True) if not flag]
 
     def _plain_mean(self, number: int, own: Tensor) -> Tensor:
-        """Return the plain mean of what the ranks are about to offer to their encoders.
+        """Return the plain mean that the compressed one is compared with; bytes go to `checked`.
 
-        That is the gradient with what a memory adds to it; of a memory that makes the mean into
-        something else (`Memory.apply`), the gradient alone.
+        It is the mean of what the ranks are about to offer to their encoders, residuals included;
+        with a memory that makes the mean into something else (`Memory.apply`) of the gradients.
         """
         world, lane = self._world, self._exchange.lanes[number]
         offered = own
@@ -680,14 +654,43 @@ class CommHook:
                 check.warn(method, Bounds.of(method, self.settings.check_error), found)
 
 
+def _check_parameters(module: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
+    """Raise UsageError for parameters whose gradients cannot be compressed.
+
+    `named`: those of the module that require a gradient.
+    """
+    if not named:
+        raise UsageError(
+            "no parameter of the model requires a gradient: there is nothing to exchange. "
+            "Unfreeze it before DistributedDataParallel wraps it, or train without a hook"
+        )
+    for prefix, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise UsageError(
+                f"{prefix or 'the model'} has sparse gradients (sparse=True), which are not "
+                "compressed here. Make it with sparse=False"
+            )
+    wrong = [f"{k} is {p.dtype}" for k, p in named.items() if p.dtype not in DTYPES]
+    if wrong:
+        raise UsageError(
+            f"{', '.join(wrong[:3])}: gradients are exchanged in float32, in which "
+            "only float32, bfloat16 and float16 fit exactly. Convert the model"
+        )
+    devices = sorted({str(parameter.device) for parameter in named.values()})
+    if len(devices) > 1 or torch.device(devices[0]).type not in handshake.BACKENDS:
+        raise UsageError(
+            f"parameters on {', '.join(devices)}: one CPU or one CUDA device a rank expected"
+        )
+
+
 def _group_of_its_own(
     store: Store, rank: int, size: int, device: torch.device, timeout: timedelta
 ) -> dist.ProcessGroup:
     """Return a new process group that torch's list of groups does not know.
 
-    `torch.distributed.new_group` must be entered by all ranks of the job, whoever is in the group;
-    or else it calls the group by the number of those that there are, so that two groups may meet
-    at one place of the store, or none.
+    `torch.distributed.new_group` will not do: all ranks of the job must call it, also those that
+    are not in the group. If some do not, ranks count groups differently, and as torch names groups
+    by their number, two groups may then share keys of the store, or one group may have two names.
     """
     group = dist.ProcessGroup(store, rank, size)
     backend: dist.ProcessGroupGloo | dist.ProcessGroupNCCL
@@ -705,7 +708,10 @@ def _group_of_its_own(
 
 
 def _result(done: torch.futures.Future[Any]) -> Tensor:
-    """Return what the thread came to, or raise it: DDP knows errors that a callback raises."""
+    """Return a bucket's mean, or raise the error that came in its place.
+
+    DDP reports an error that the callback of a future raises, and no other.
+    """
     result: Tensor | BaseException = done.value()
     if isinstance(result, BaseException):
         raise result

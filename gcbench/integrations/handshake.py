@@ -1,4 +1,7 @@
-"""Ranks compare what they are about to do, before any of them waits in a collective."""
+"""Process groups that can serve; and ranks that compare what they are about to do in them.
+
+That comes before any of them waits in a collective.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
@@ -16,21 +20,46 @@ from gcbench.core.errors import PeerLostError, UsageError
 
 PATIENCE = 60.0
 """Seconds that a rank waits for the others to register, if the timeout is not shorter."""
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+"""The backend that a process group needs for tensors on each type of device."""
 _meetings: dict[str, int] = {}
-"""How many meetings of each process group this process has come to."""
+"""Process group's name -> how many meetings of it this process has come to."""
+
+
+def check_backend(what: str, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise UsageError if a process group cannot carry tensors of a device; `what`: whose it is."""
+    needed = BACKENDS.get(device.type)
+    if needed is None:
+        raise UsageError(
+            f"parameters are on {device}: {' or '.join(BACKENDS)} is expected. Move the model"
+        )
+    try:
+        backend = group._get_backend(device).name()
+    except RuntimeError:
+        backend = "none"
+    if backend != needed:
+        raise UsageError(
+            f"{what} process group has the backend {backend!r} for {device.type} tensors, and the "
+            f'hook needs {needed!r}: torch.distributed.init_process_group("{needed}")'
+        )
 
 
 def meet(group: dist.ProcessGroup, told: Mapping[str, Any], refused: str, timeout: float) -> Store:
-    """Compare what this rank tells, JSON, with what all others of `group` tell.
+    """Compare what this rank tells with what all other ranks of `group` tell.
 
-    Returns a part of the group's store that nobody else writes to, the same for all ranks.
+    The ranks exchange it through the group's store and not by a collective, so that a rank that
+    does not come can be named. Returns a part of that store, the same for all ranks, that nobody
+    else writes to.
 
-    `refused`: why this rank cannot go on; "" if it can. It goes through the group's store and not
-    through collectives, so that a rank that does not come is named in time.
+    Args:
+        group: whose ranks meet.
+        told: what must be the same on all of them, by a name for people; JSON.
+        refused: why this rank cannot go on; "" if it can.
+        timeout: seconds to wait for the others, at most `PATIENCE`.
 
     Raises:
-        UsageError: a rank refused, this one perhaps; or what they told differs, with what it is.
-        PeerLostError: a rank did not come within `timeout` seconds, or `PATIENCE`.
+        UsageError: a rank refused, perhaps this one; or the ranks differ, with what in.
+        PeerLostError: a rank did not come in time.
     """
     store, rank, size = group.get_group_store(), group.rank(), group.size()
     number = _meetings.get(group.group_name, 0)
@@ -71,7 +100,7 @@ def _await(store: Store, keys: list[str], rank: int, seconds: float) -> None:
             missing = [i for i, each in enumerate(keys) if not store.check([each])]
             said = (
                 f"rank {', '.join(map(str, missing))} did not register a hook within "
-                f"{seconds:.0f} s. Every rank calls register; look for the error of those"
+                f"{seconds:.0f} s. Every rank calls register: look for the errors of those"
             )
             with suppress(RuntimeError):  # who comes later hears of it
                 store.set(keys[rank], json.dumps({"refused": said, "told": {}}))

@@ -1,8 +1,8 @@
 """Where each tensor of somebody's model lies in the flat gradient that an exchange works on.
 
-Lanes are made of the model's parameters in their reverse order, which is about the order in which a
-backward pass finishes them, and of nothing else: torch may put gradients into buckets as it likes,
-and change its mind after a step or a restart, without any effect on what is sent.
+Parameters are dealt to lanes in the reverse of the model's order, which is about the order in
+which a backward pass finishes their gradients. DDP's buckets have no part in it: DDP may form
+others after a step or a restart without any effect on what is sent.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ class Plan:
 
 
 def carried(exchange: Exchange, plan: Plan, placed: Placed) -> dict[str, Tensor]:
-    """Return what a process of one worker carries for one tensor: views, 1-D, by their names.
+    """Return what this process, one worker, carries for one tensor: views, 1-D, by their names.
 
-    Those of the worker's memory and, as "owner", of the residual that it keeps as an owner of a
-    shard, of which a tensor may have a part or nothing; as "joint NAME" what all workers keep.
+    The names are those of the memory's buffers; "owner" for the part of the tensor that lies in the
+    shard that this worker owns, if any does; "joint NAME" for a buffer that all workers keep alike.
     """
     world, stretch = exchange.world, plan.stretch(placed.lane)
     start = placed.start - stretch.start
@@ -118,9 +118,10 @@ def carried(exchange: Exchange, plan: Plan, placed: Placed) -> dict[str, Tensor]
 
 @contextmanager
 def set_aside(exchange: Exchange, plan: Plan, idle: Sequence[Placed]) -> Iterator[None]:
-    """Exchange a lane without what is carried for some of its tensors: it is there again after.
+    """Take what is carried for some tensors of a lane away, and put it back after the exchange.
 
-    Their gradients are zeros, so zeros are offered in their place.
+    For tensors without a gradient: zeros are offered, and DDP throws their mean away, so their
+    residuals must wait for the next gradient.
     """
     before = []
     for placed in idle:
@@ -138,9 +139,9 @@ def set_aside(exchange: Exchange, plan: Plan, idle: Sequence[Placed]) -> Iterato
 
 
 def save(exchange: Exchange, plan: Plan) -> dict[str, Any]:
-    """Return copies of all that is carried: "tensors" by name, and "rounds" by lane.
+    """Return copies of all that is carried: "tensors", by name, and "rounds".
 
-    A method in rounds keeps one state for a lane, whose first tensor names it.
+    In "rounds" are the states of a method in rounds, one a lane, by the lane's first tensor.
     """
     tensors = {
         placed.name: {name: view.clone() for name, view in carried(exchange, plan, placed).items()}

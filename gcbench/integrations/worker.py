@@ -16,25 +16,25 @@ Job = tuple[Callable[[], Any], Future[Any]]
 
 
 class Worker:
-    """A daemon thread: a process whose collective hangs can still end."""
+    """It is a daemon thread, so that a process whose collective hangs can still end."""
 
     def __init__(self, name: str) -> None:
-        """The thread takes as many threads inside an operation as the one that makes it."""
+        """Start the thread. Its operations use as many threads as those of the one that calls."""
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         words = self._queue, torch.get_num_threads()
         self._thread = threading.Thread(target=_work, args=words, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Have `call` done after all that was handed over before."""
+        """Have `call` done after all calls that were submitted before; return its future."""
         future: Future[T] = Future()
         self._queue.put((call, future))
         return future
 
     def close(self, seconds: float) -> None:
-        """End the thread after all that was handed over before, and wait so long for its end.
+        """End the thread after all calls that were submitted; wait for it so many seconds at most.
 
-        A thread that ends while the interpreter does would abort the process.
+        Without that it may still run when the interpreter ends, which aborts the process.
         """
         self._queue.put(None)
         self._thread.join(seconds)

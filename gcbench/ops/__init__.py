@@ -1,6 +1,7 @@
-"""The operations behind the contract, by family: `ops.ternary.encode`; a backend serves them.
+"""The operations that compressors are made of, by family: `ops.ternary.encode`.
 
-Same arguments, same bytes: a backend may only be faster than an operation's definition.
+Each has a definition in plain torch, and backends may have faster kernels for it. The same
+arguments give the same bytes on every backend.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Operations by the names that they had until version 0.2, such as `ops.ternary_encode`."""
+"""The names that operations had until version 0.2, such as `ops.ternary_encode`."""
 
 from __future__ import annotations
 

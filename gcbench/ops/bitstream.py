@@ -1,16 +1,16 @@
-"""Streams of variable-length codes: Elias omega, and the two forms of QSGD.
+"""Bit streams of variable-length codes: Elias omega codes, and QSGD's two codings with them.
 
-Bit order. Bit i of a stream is bit 31 - i % 32 of int32 word i // 32, so a word's most significant
-bit comes first, and a code's too. The last word is filled up with zeros; a stream of no bits has no
-words.
+Bit order. Bit i of a stream is bit 31 - i % 32 of int32 word i // 32: words and codes begin with
+their most significant bit. The last word is padded with zeros; an empty stream has no words.
 
-Elias omega code of k >= 1 (Elias 1975, as QSGD uses it): a final "0"; while k > 1, the binary
-digits of k are put in front, and k becomes their number less one. Lengths: 1 bit for 1, 3 for 2
+Elias omega code of k >= 1 (Elias 1975, as QSGD uses it): begin with "0"; while k > 1, put the
+binary digits of k in front, and replace k by their number less one. Lengths: 1 bit for 1, 3 for 2
 and 3, 6 for 4 to 7, 7 for 8 to 15, 11 for 16 to 31.
 
-Reading. Where a code starts is known only once all before it are read. So the length of the code
-that would start at each bit is computed for all bits at once, and then the real starts are found by
-doubling: from the starts of every second code those between follow by one jump each.
+Reading. Where a code starts is known only after all codes before it have been read. The vectorized
+definition first computes, for every bit, the length of the code that would start there, and so the
+start of the next code. Composing this map with itself gives the start 2, 4, 8, ... codes further
+on; with these maps all real starts are found by halving the distance between known ones.
 """
 
 from __future__ import annotations
@@ -27,25 +27,27 @@ from gcbench.ops.dispatch import Operation, operation, output
 from gcbench.ops.packing import BLOCK
 
 OMEGA_MAX = 2**31
-"""The largest number that is coded; its code has 43 bits."""
+"""The largest number with a code here; the code has 43 bits."""
 
 _WORD = 0xFFFFFFFF
 _OMEGA_BITS = 43
 _GROUPS = 4
-"""Groups of binary digits in front of the final zero of OMEGA_MAX's code, the most there are."""
+"""Groups of binary digits before the final zero of OMEGA_MAX's code; no code has more."""
 _CHUNK = 1 << 16
-"""Bits of a stream whose codes' starts are found together: small enough for the cache."""
+"""Bits of a stream in which starts are found together; the maps for them fit in the cache."""
 _AHEAD = 64
-"""Bits beyond a chunk in which lengths are computed too: the second code of a pair starts there."""
+"""Bits after a chunk for which lengths are computed, too: the second code of a pair that starts in
+the chunk may start there."""
 _PREFIX = 11
-"""Bits that tell a code's length. Only a number below 32 is the length of one more group that can
-be read, and such numbers, with the bit that says whether the group follows, end by bit 11."""
+"""The number of first bits that determine a code's length. A group of digits that is followed by
+another is the length less one of that other group, hence below 32; such groups, and the bit that
+says whether another follows, end by bit 11."""
 
 
 def omega_codes(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the Elias omega codes of integers and their lengths in bits, int64 both.
+    """Return the Elias omega codes of integers and their lengths in bits, int64, of their shape.
 
-    `values`: any shape, each in [1, 2^31].
+    `values`: integers of any shape, each in [1, 2^31].
 
     Raises:
         ValueError: a value outside that range.
@@ -55,7 +57,7 @@ def omega_codes(values: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(f"omega codes of [{rest.min()}, {rest.max()}]: 1 to 2^31 allowed")
     codes, lengths = torch.zeros_like(rest), torch.ones_like(rest)
     for _ in range(_GROUPS):
-        # frexp's exponent is the number of binary digits; 1 has ended and adds nothing
+        # frexp's exponent is the number of binary digits; a rest of 1 means that the code is done
         width = torch.where(rest > 1, torch.frexp(rest.double()).exponent.long(), 0)
         codes |= torch.where(rest > 1, rest << lengths, 0)
         lengths += width
@@ -64,16 +66,16 @@ def omega_codes(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def write_codes(codes: Tensor, lengths: Tensor) -> Tensor:
-    """Return the codes one after the other as a stream, int32 words.
+    """Return the concatenated codes as a bit stream, int32 words.
 
-    `codes`, `lengths`: int64, shape (m,); code i is its lowest lengths[i] bits, 0 to 63, all
-    higher ones being zero.
+    `codes`, `lengths`: int64, shape (m,). Code i is the lowest lengths[i] bits of codes[i], 0 to 63
+    of them; all higher bits are zero.
     """
     if not len(codes):
         return torch.empty(0, dtype=torch.int32, device=codes.device)
     ends = lengths.cumsum(0)
     words = torch.zeros((int(ends[-1]) + 31) // 32 + 2, dtype=torch.int64, device=codes.device)
-    # A code begins at any bit of its first word, and so reaches at most two words more.
+    # A code may begin at any bit of its first word, so it reaches into at most two more words.
     reached = (31 + int(lengths.amax()) + 31) // 32
     for code, length, end in zip(
         *(torch.split(t, BLOCK) for t in (codes, lengths, ends)), strict=True
@@ -83,7 +85,7 @@ def write_codes(codes: Tensor, lengths: Tensor) -> Tensor:
         for j in range(reached):
             shift = 32 * (j + 1) - reach
             part = (code >> (-shift).clamp_(min=0)) << shift.clamp_(0, 63)
-            # No two codes share a bit, so adding is setting, in any order.
+            # Codes do not overlap, so adding sets bits, in any order.
             words.scatter_add_(0, first + j, part & _WORD)
     return _signed(words[:-2])
 
@@ -96,7 +98,7 @@ def _signed(words: Tensor) -> Tensor:
 def _windows(words: Tensor, positions: Tensor) -> Tensor:
     """Return the 64 bits from each position on, int64, shape of `positions`.
 
-    `words`: int64 in [0, 2^32), two more than the last position's own.
+    `words`: int64 in [0, 2^32), with two more words after that of the last position.
     """
     index, shift = positions >> 5, positions & 31
     high = words.take(index) << 32 | words.take(index + 1)
@@ -104,13 +106,14 @@ def _windows(words: Tensor, positions: Tensor) -> Tensor:
 
 
 def _scan(windows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return value and length of the omega code that each 64-bit window begins with, int64.
+    """Return value and length of the omega code at the beginning of each 64-bit window, int64.
 
-    What is the beginning of no code of less than 2^32 has the value 2^32 and any length up to 43.
+    Where there is no code of a number below 2^32, the value is 2^32 and the length arbitrary, at
+    most 43.
     """
     values, lengths = torch.ones_like(windows), torch.zeros_like(windows)
     for _ in range(_GROUPS):
-        # A group begins with 1, which makes the window negative; 32 digits are read at most.
+        # A group begins with a 1, so that the window is negative; it has at most 32 digits.
         width = torch.where((windows < 0) & (values < 32), values + 1, 0)
         values = torch.where(width > 0, (windows >> 32 & _WORD) >> (32 - width), values)
         lengths += width
@@ -120,15 +123,15 @@ def _scan(windows: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _prefix_lengths(device: torch.device) -> Tensor:
-    """Return the lengths of the codes that begin with each `_PREFIX` bits, int64, (2^11,)."""
+    """Return the length of the code for each value of its first `_PREFIX` bits, int64, (2^11,)."""
     return _scan(torch.arange(1 << _PREFIX, device=device) << (64 - _PREFIX))[1]
 
 
 def _lengths(words: Tensor) -> Tensor:
     """Return the length of the omega code that would start at each bit of all words but the last.
 
-    `words`: int64 in [0, 2^32), shape (w + 1,). int64, shape (32 w,); some length up to 43 where
-    no code starts: who reads the value there refuses it.
+    `words`: int64 in [0, 2^32), shape (w + 1,). The result is int64, shape (32 w,); where no code
+    starts it is some length up to 43, and `_scan` then returns a value that the reader refuses.
     """
     pairs = (words[:-1] << 32 | words[1:]).unsqueeze(1)
     shifts = torch.arange(64 - _PREFIX, 32 - _PREFIX, -1, device=words.device)
@@ -139,14 +142,14 @@ def _lengths(words: Tensor) -> Tensor:
 def _starts(
     words: Tensor, first: int, count: int, jump: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, int]:
-    """Return where `count` records start, int64, shape (count,), and where the last one ends.
+    """Return the bits where `count` records start, int64, shape (count,), and where the last ends.
 
-    `words`: int64 in [0, 2^32); `first`: the first record's bit. `jump(places, lengths)` returns
-    where a record at each of `places` ends, given the lengths of the omega codes at all places, of
-    which there are 64 more.
+    `words`: int64 in [0, 2^32); `first`: the bit where the first record starts. `jump(places,
+    lengths)` returns where a record that starts at each of `places` ends; `lengths` are those of
+    the omega codes at these places and at 64 more.
 
     Raises:
-        PayloadError: the stream ends before.
+        PayloadError: the stream ends before the last record.
     """
     found: list[Tensor] = []
     missing, bits = count, 32 * len(words)
@@ -159,7 +162,7 @@ def _starts(
         have = words[base // 32 : base // 32 + need]
         lengths = _lengths(torch.nn.functional.pad(have, (0, need - len(have))))
         places = torch.arange(size + 2 * _AHEAD, device=words.device)
-        # Places beyond the chunk lead to themselves: there the next chunk begins.
+        # Places beyond the chunk are mapped to themselves: the next chunk begins there.
         hop = places.int()
         hop[:size] = jump(places[:size], lengths)
         hops = [hop]
@@ -176,7 +179,7 @@ def _starts(
 
 
 def check_stream(words: Tensor) -> None:
-    """Check that the words of a payload may be a stream.
+    """Check dtype and shape of a payload's bit stream.
 
     Raises:
         PayloadError: they are not one-dimensional int32.
@@ -186,7 +189,7 @@ def check_stream(words: Tensor) -> None:
 
 
 def check_codes(codes: Tensor, levels: int) -> None:
-    """Check that codes can be written.
+    """Check that codes are in the range that can be written.
 
     Raises:
         ValueError: one is not in [-levels, levels].
@@ -206,17 +209,21 @@ def _unsigned(words: Tensor) -> Tensor:
 
 
 def _read(words: Tensor, positions: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return the omega codes' values at bit positions, and their ends, int64; see `omega_read`."""
+    """Return the values of the omega codes at bit positions, and where these end, int64.
+
+    Raises:
+        PayloadError: there is no code, or a value is above `top`.
+    """
     padded = torch.nn.functional.pad(words, (0, 6))
     pieces = [_scan(_windows(padded, block)) for block in torch.split(positions, BLOCK)]
     values, lengths = (torch.cat(column) for column in zip(*pieces, strict=True))
     if len(values) and int(values.amax()) > top:
-        raise PayloadError(f"bit stream: a code stands for more than {top}, or for nothing")
+        raise PayloadError(f"bit stream: a code stands for no number up to {top}")
     return values, positions + lengths
 
 
 def _check_end(words: Tensor, end: int) -> None:
-    """Check that a stream ends at bit `end`, in its last word, and that zeros fill this up."""
+    """Raise PayloadError unless bit `end` is in the last word and only zeros follow."""
     bits = 32 * len(words)
     if not end <= bits < end + 32:
         raise PayloadError(f"bit stream of {bits} bits: its codes end at bit {end}")
@@ -225,18 +232,18 @@ def _check_end(words: Tensor, end: int) -> None:
 
 
 def _bit(words: Tensor, positions: Tensor) -> Tensor:
-    """Return the bits at positions, bool; False beyond the end."""
+    """Return the bits at these positions, bool; False beyond the end of the stream."""
     padded = torch.nn.functional.pad(words, (0, 6))
     return (padded.take(positions >> 5) >> (31 - (positions & 31)) & 1).bool()
 
 
 def omega_read(words: Tensor, count: int, top: int) -> Tensor:
-    """Return `count` numbers from a stream of omega codes and nothing else, int64, shape (count,).
+    """Return the `count` numbers of a stream of omega codes, int64, shape (count,).
 
-    `words`: int32, 1-D; `top`: the largest number that is allowed.
+    `words`: int32, 1-D; `top`: the largest number allowed.
 
     Raises:
-        PayloadError: the stream holds fewer or more codes, a larger number, or padding that is not
+        PayloadError: the stream has fewer or more codes, a larger number, or padding that is not
             zero.
     """
     stream = _unsigned(words)
@@ -246,10 +253,10 @@ def omega_read(words: Tensor, count: int, top: int) -> Tensor:
     return values
 
 
-# ---- the two forms of QSGD -----------------------------------------------------------------------
+# ---- QSGD's dense and sparse coding --------------------------------------------------------------
 
 _HEADER = 43
-"""Bits of the longest omega code, with which the sparse form may begin."""
+"""Bits of the longest omega code, the most that the sparse coding's first number takes."""
 
 
 @cache
@@ -263,18 +270,18 @@ def omega_bits(k: int) -> int:
 
 
 def _write(form: Operation, codes: Tensor, levels: int, longest: int) -> Tensor:
-    """Return the words that `form` makes of a header and at most `longest` bits for each code."""
+    """Return the words that the operation `form` writes: at most `longest` bits for each code."""
     if codes.is_floating_point() or codes.is_complex():
         raise ValueError(f"codes of {codes.dtype}: integers expected")
     n, codes = codes.numel(), codes.int().contiguous()
     if n >= OMEGA_MAX:
         raise ValueError(f"{n} codes: fewer than {OMEGA_MAX} allowed")
-    room = (_HEADER + longest * n + 31) // 32 + 1  # a word is written before it is full
+    room = (_HEADER + longest * n + 31) // 32 + 1  # kernels write a word before it is full
     out = output(None, torch.int32, room, codes.device)
     used: int = form(codes.device, codes=codes, n=n, levels=levels, out=out)
     if used < 0:
         check_codes(codes, levels)
-    return out.narrow_copy(0, 0, used)  # in half the time of slicing and cloning
+    return out.narrow_copy(0, 0, used)  # faster than slicing and cloning
 
 
 def _filled(out: Tensor, stream: Tensor) -> int:
@@ -294,10 +301,10 @@ def _omega_dense_write(codes: Tensor, n: int, levels: int, out: Tensor) -> int:
 
 
 def omega_dense_write(codes: Tensor, levels: int) -> Tensor:
-    """Return the stream of signed codes in QSGD's dense form, int32 words.
+    """Return signed codes in QSGD's dense coding, a bit stream in int32 words.
 
-    `codes`: integers in [-levels, levels], shape (n,). Each takes Elias(|code| + 1), then a sign
-    bit (1: negative) unless it is zero (Alistarh et al. 2017, appendix A.3).
+    `codes`: integers in [-levels, levels], shape (n,). Each is written as Elias(|code| + 1), and a
+    sign bit (1: negative) unless it is zero (Alistarh et al. 2017, appendix A.3).
 
     Raises:
         ValueError: a code outside that range, or 2^31 codes or more.
@@ -323,17 +330,17 @@ def _omega_sparse_write(codes: Tensor, n: int, levels: int, out: Tensor) -> int:
 
 
 def omega_sparse_write(codes: Tensor, levels: int) -> Tensor:
-    """Return the stream of signed codes in QSGD's sparse form, int32 words.
+    """Return signed codes in QSGD's sparse coding, a bit stream in int32 words.
 
-    `codes`: integers in [-levels, levels], shape (n,). First Elias(1 + number of nonzero codes):
-    whole words do not tell where a stream ends. Then for each nonzero one Elias(distance to the one
-    before; for the first, its index plus 1), a sign bit (1: negative) and Elias(|code|) (Alistarh
-    et al. 2017, section 3.1 and appendix A.2).
+    `codes`: integers in [-levels, levels], shape (n,). For each nonzero code follow Elias(distance
+    from the nonzero code before; for the first its index plus 1), a sign bit (1: negative) and
+    Elias(|code|) (Alistarh et al. 2017, section 3.1 and appendix A.2). Before them stands Elias(1 +
+    number of nonzero codes), because the number of words does not tell where a stream ends.
 
     Raises:
         ValueError: a code outside that range, or 2^31 codes or more.
     """
-    # A distance takes at most as many bits as it is wide, and one bit where it is 1.
+    # Elias(distance) has at most 2 distance - 1 bits, and distances sum to n at most.
     return _write(_omega_sparse_write, codes, levels, 2 + omega_bits(levels))
 
 
@@ -342,7 +349,7 @@ def _fault(found: int, given: Mapping[str, Any]) -> PayloadError:
     bits = 32 * given["words"].numel()
     reason = {
         1: f"of {bits} bits ends {where} of {count} codes early",
-        2: f": a code stands for more than {where}, or for nothing",
+        2: f": a code stands for no number up to {where}",
         3: f"of {bits} bits: its codes end at bit {where}",
         4: f": bits after its end at {where} of {bits} are not zero",
         5: f": index {where} of {given['n']} codes",
@@ -370,7 +377,7 @@ def _omega_dense_read(words: Tensor, n: int, levels: int, codes: Tensor, info: T
 
 
 def omega_dense_read(words: Tensor, n: int, levels: int) -> Tensor:
-    """Return the n codes of a stream by `omega_dense_write`, int32, shape (n,).
+    """Return the n codes that `omega_dense_write` wrote, int32, shape (n,).
 
     Raises:
         PayloadError: no codes within +-levels give this stream.
@@ -379,7 +386,7 @@ def omega_dense_read(words: Tensor, n: int, levels: int) -> Tensor:
 
 
 def _dense_jump(places: Tensor, lengths: Tensor) -> Tensor:
-    """Return the ends of omega codes with a sign bit behind all but that of 1, the shortest."""
+    """Return where dense records end: an omega code, and a sign bit unless it is the code of 1."""
     own = lengths[: len(places)]
     return places + own + (own > 1)
 
@@ -400,7 +407,7 @@ def _omega_sparse_read(words: Tensor, n: int, levels: int, codes: Tensor, info: 
 
 
 def omega_sparse_read(words: Tensor, n: int, levels: int) -> Tensor:
-    """Return the n codes of a stream by `omega_sparse_write`, int32, shape (n,).
+    """Return the n codes that `omega_sparse_write` wrote, int32, shape (n,).
 
     Raises:
         PayloadError: no codes within +-levels give this stream.
@@ -409,6 +416,6 @@ def omega_sparse_read(words: Tensor, n: int, levels: int) -> Tensor:
 
 
 def _sparse_jump(places: Tensor, lengths: Tensor) -> Tensor:
-    """Return the ends of records of an omega code, a sign bit and another omega code."""
+    """Return where sparse records end: an omega code, a sign bit, and another omega code."""
     second = places + lengths[: len(places)] + 1
     return second + lengths.take(second)

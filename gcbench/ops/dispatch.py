@@ -1,17 +1,18 @@
-"""How an operation is carried out: checked once, by the backend that was chosen, where tensors are.
+"""Dispatch of operations to the kernels of the chosen backend, or to their definition.
 
 A family of operations is a module of this package. An operation is written there in two parts:
 
-* the function that callers see. It checks what came (`vector`, `part`), makes the result where the
-  caller gave none (`output`), and hands both on. This is done once, for all backends.
-* its definition in plain torch, an `Operation`: it takes what was checked, by name, and fills what
-  was made. A backend may have a kernel for it, with the same arguments and the same bytes.
+* the function that callers use. It checks the arguments (`vector`, `part`), allocates the result
+  if the caller gave no `out` (`output`), and calls the second part. All backends share it.
+* the definition in plain torch, an `Operation`. It takes the checked arguments by name and fills
+  the outputs. A backend may have a kernel for it, with the same arguments and the same bytes.
 
-A kernel may return the number of a fault that it found; the operation's `fault` makes an exception
-of it. Kernels on a device put it into a flag there (`Flag`), which is read at once, or, inside
-`core.faults.together`, for all kernels at the end: reading waits for the device.
+A kernel may return the number of a fault that it found, which the operation's `fault` turns into an
+exception. A kernel on a device writes the number to a flag there (`Flag`). Flags are read after
+each kernel, or, inside `core.faults.together`, all at the end, because the host has to wait for the
+device to read them.
 
-This module imports no backend. They are found by name (`HOMES`) when the first kernel is needed.
+This module imports no backend; they are imported by name (`HOMES`) when the first kernel is needed.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ from gcbench.core.errors import PayloadError, UsageError, unknown
 
 NAMES = ("reference", "cpu", "cuda")
 HOMES = {"cpu": "gcbench.ops.native", "cuda": "gcbench.ops.cuda"}
-"""The module of each backend: its `status()` says whether it can be used here, its `KERNELS` are
-by the name of the operation that they serve."""
+"""The module of each backend. Its `status()` says whether it can be used on this machine; its
+`KERNELS` are functions by the name of the operation that they compute."""
 Kernel = Callable[..., Any]
 Fault = Callable[[int, Mapping[str, Any]], Exception | None]
-"""From the number of a fault and the operation's arguments to what is raised, if anything."""
+"""Takes the number of a fault and the operation's arguments, and returns the exception to raise;
+None: nothing is raised."""
 
 
-# ---- what an operation is given ------------------------------------------------------------------
+# ---- arguments and outputs -----------------------------------------------------------------------
 
 
 def _shown(tensor: Tensor) -> str:
@@ -45,7 +47,7 @@ def _shown(tensor: Tensor) -> str:
 
 
 def vector(tensor: Tensor, dtype: torch.dtype, numel: int, what: str = "x") -> Tensor:
-    """Return a contiguous tensor of that dtype and so many elements, `tensor` itself where it is.
+    """Return `tensor`, made contiguous, if it has this dtype and `numel` elements.
 
     Raises:
         ValueError: it has another dtype or another number of elements.
@@ -87,15 +89,16 @@ def output(
 
 
 class Flag(NamedTuple):
-    """Where a kernel on a device leaves the least number of a fault, and what number that is."""
+    """A fault flag on a device: kernels lower it to the least number of the faults they find."""
 
     tensor: Tensor
-    """int32, shape (1,): `UNRAISED` before."""
+    """int32, shape (1,), initially `UNRAISED`."""
     number: Callable[[int], int] = int
-    """From what the kernel leaves to the number that the operation's `fault` knows."""
+    """Maps the flag's value to the number that the operation's `fault` takes."""
 
 
 UNRAISED = 2**31 - 1
+"""The value of a flag if no fault was found."""
 
 
 def _raise_if_raised(flag: Flag, operation: Operation, arguments: Mapping[str, Any]) -> None:
@@ -107,9 +110,9 @@ def _raise_if_raised(flag: Flag, operation: Operation, arguments: Mapping[str, A
 
 
 class Operation:
-    """The definition of an operation, in plain torch, and the kernels that may serve it.
+    """The definition of an operation in plain torch, and the kernels that replace it.
 
-    Called with a device and the arguments by name, which are checked: it trusts them.
+    It is called with the device of its tensors and with keyword arguments that are already checked.
     """
 
     def __init__(self, definition: Callable[..., Any], fault: Fault | None = None) -> None:
@@ -117,14 +120,14 @@ class Operation:
         self.name = f"{family}.{definition.__name__.lstrip('_')}"
         self.definition, self.fault = definition, fault
         self.serving: dict[str, Kernel] = {}
-        """The kernels that were chosen, by the type of the device."""
+        """The kernels of the chosen backends, by type of device."""
 
     def __call__(self, device: torch.device, /, **arguments: Any) -> Any:
-        """Return what the definition or the kernel returns: a number, or None.
+        """Run the kernel for this device, or the definition; return its result: a number, or None.
 
         Raises:
-            ValueError: tensors lie on several devices.
-            Exception: what `fault` makes of the number of a fault.
+            ValueError: tensors are on several devices.
+            Exception: what `fault` returns for a fault that the kernel found.
         """
         if _chosen is None:
             use("auto")
@@ -147,7 +150,7 @@ class Operation:
         return None
 
     def check(self, found: int | None, arguments: Mapping[str, Any]) -> None:
-        """Raise what `fault` makes of the number that a kernel found; 0 and None are no fault."""
+        """Raise what `fault` returns for a fault's number; 0 and None are no fault."""
         if found and self.fault is not None:
             error = self.fault(found, arguments)
             if error is not None:
@@ -155,7 +158,7 @@ class Operation:
 
 
 OPERATIONS: dict[str, Operation] = {}
-"""All operations that kernels may serve, by `family.operation`."""
+"""All operations that may have kernels, by `family.operation`."""
 
 
 class _Decorator(Protocol):
@@ -163,10 +166,12 @@ class _Decorator(Protocol):
 
 
 def operation(fault: Fault | None = None) -> _Decorator:
-    """Make an `Operation` of a definition in plain torch; its name is that of module and function.
+    """Return a decorator that makes an `Operation` of a definition in plain torch.
+
+    The operation is named `module.function`, without leading underscores. `fault`: see `Fault`.
 
     Raises:
-        ValueError: there is an operation of this name.
+        ValueError: there is already an operation of this name.
     """
 
     def make(definition: Callable[..., Any]) -> Operation:
@@ -184,7 +189,7 @@ def operation(fault: Fault | None = None) -> _Decorator:
 # ---- backends ------------------------------------------------------------------------------------
 
 _chosen: Mapping[str, str] | None = None
-"""The backend that serves each type of device; None until one is chosen or an operation runs."""
+"""The backend for each type of device; None until one is chosen or an operation runs."""
 
 
 def _home(backend: str) -> Any:
@@ -200,7 +205,7 @@ def _serve(made: Operation, chosen: Mapping[str, str]) -> None:
 
 
 class Backend(NamedTuple):
-    """A set of kernels: whether it can be used here, and the reason or what it is."""
+    """A set of kernels; `detail` describes it, or says why it is not available on this machine."""
 
     name: str
     available: bool
@@ -208,7 +213,7 @@ class Backend(NamedTuple):
 
 
 def backends() -> list[Backend]:
-    """Return all backends, the ones that are missing with the reason."""
+    """Return all backends; the ones that are not available say why in `detail`."""
     return [
         Backend("reference", True, "plain torch, any device, the definition"),
         *(Backend(name, *_home(name).status()) for name in HOMES),
@@ -216,12 +221,12 @@ def backends() -> list[Backend]:
 
 
 def choose(backend: str, device: str = "cpu") -> str:
-    """Return the name of the backend that serves `backend` on a device of type `device`.
+    """Return the name of the backend that `backend` means on a device of type `device`.
 
-    "auto" takes the native kernels of that device if there are any, else the reference.
+    "auto" is the backend with kernels for that device if it is available, else "reference".
 
     Raises:
-        UsageError: an unknown one, or one that is missing here, or serves other devices.
+        UsageError: the backend is unknown, not available here, or for other devices.
     """
     if backend not in ("auto", *NAMES):
         raise unknown("backend", backend, ["auto", *NAMES])
@@ -238,7 +243,7 @@ def choose(backend: str, device: str = "cpu") -> str:
 
 
 def use(backend: str) -> None:
-    """Serve all operations of this process by `backend` from here on: "auto" or one of `NAMES`.
+    """Run all operations of this process by `backend` from now on: "auto" or one of `NAMES`.
 
     Raises:
         UsageError: see `choose`.
@@ -251,7 +256,7 @@ def use(backend: str) -> None:
 
 
 def _take(chosen: Mapping[str, str] | None) -> None:
-    """Serve operations by these backends' kernels from here on; by "auto" if it is None."""
+    """Use these backends' kernels from now on, by type of device; None: "auto" at the next use."""
     global _chosen
     _chosen = chosen
     for made in OPERATIONS.values():
@@ -260,7 +265,7 @@ def _take(chosen: Mapping[str, str] | None) -> None:
 
 @contextmanager
 def using(backend: str) -> Iterator[None]:
-    """Serve operations by `backend` inside a with statement."""
+    """Run operations by `backend` inside a with statement."""
     before = _chosen
     use(backend)
     try:
@@ -271,9 +276,10 @@ def using(backend: str) -> Iterator[None]:
 
 @contextmanager
 def serving(device: str, backend: str) -> Iterator[None]:
-    """Serve operations on devices of this type by this backend's kernels inside a with statement.
+    """Run operations on devices of this type by this backend's kernels inside a with statement.
 
-    Only a stand-in needs that: kernels serve the tensors of their own devices.
+    For tests only, in which a CPU stands in for a GPU: otherwise a backend has kernels for its own
+    device.
     """
     before = _chosen
     _take({device: backend})

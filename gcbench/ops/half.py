@@ -1,4 +1,4 @@
-"""The 16-bit floating-point formats, clipped and rounded to nearest even."""
+"""The 16-bit floating-point formats float16 and bfloat16, clipped and rounded to nearest even."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def decode(codes: Tensor, name: str, *, out: Tensor | None = None) -> Tensor:
     """Return float16 or bfloat16 `codes`, shape (n,), as float32. `out`: where to write.
 
     Raises:
-        PayloadError: one is not finite; the message begins with `name`.
+        PayloadError: a value is not finite; the message begins with `name`.
     """
     return mean([(codes, 1)], name, out=out)
 
@@ -65,12 +65,12 @@ def _mean(
 def mean(payloads: Sequence[tuple[Tensor, int]], name: str, *, out: Tensor | None = None) -> Tensor:
     """Return the mean of all workers, float32, shape (n,): see `means.mean_of`.
 
-    `payloads`: codes of one dtype, as `decode` takes them, and how many workers' mean they are.
-    `out`: where to write.
+    `payloads`: codes of one dtype, as `decode` takes them, and the number of workers whose mean
+    they encode. `out`: where to write.
 
     Raises:
-        PayloadError: see `decode`; or one has another dtype or shape than the first.
-        ValueError: there is no payload, or it is of another dtype.
+        PayloadError: see `decode`; or a payload has another dtype or shape than the first.
+        ValueError: there are no payloads, or the first is neither float16 nor bfloat16.
     """
     if not payloads:
         raise ValueError("the mean of no payloads: one at least expected")

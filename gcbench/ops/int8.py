@@ -17,12 +17,12 @@ from gcbench.ops.random import uniform
 from gcbench.ops.statistics import TINY, scale_
 
 TOP = 127
-"""The largest code: that of the block's largest magnitude."""
+"""The largest code, which stands for the block's largest magnitude."""
 ROUNDINGS = ("nearest", "stochastic")
 
 FAULTS = {
     1: "a block's scale is 0, or finite and at least 2^-100",
-    2: "code -128 stands for nothing",
+    2: "code -128, which is not used",
 }
 
 
@@ -62,10 +62,10 @@ def encode(
 ) -> tuple[Tensor, Tensor]:
     """Return codes in [-127, 127], int8, shape (n,), and scales, float32, shape (m,).
 
-    With a the largest magnitude of a block and y = (x / a) * 127, each operation rounded to
-    float32: "nearest" gives y rounded to an integer, ties to even; "stochastic" floor(|y|), and one
-    more iff u / 2^24 < |y| - floor(|y|), u uniform on [0, 2^24), with the sign of y. The scale is
-    a; 0 for a below `TINY`, and then all codes are zero, as for an a that is not finite.
+    Let a be the largest magnitude of a block and y = (x / a) * 127, each operation rounded to
+    float32. "nearest" gives y rounded to an integer, ties to even. "stochastic" gives the sign of y
+    times floor(|y|), plus 1 iff u / 2^24 < |y| - floor(|y|), u uniform on [0, 2^24). The scale is
+    a, or 0 if a is below `TINY`. All codes of a block are zero if its scale is 0 or not finite.
 
     `x`: float32, shape (n,); `rounding`: one of `ROUNDINGS`; `out`: where to write both.
     """
@@ -99,7 +99,7 @@ def _decode(
         raise PayloadError(FAULTS[1])
     if codes.numel() and int(codes.amin()) < -TOP:
         raise PayloadError(FAULTS[2])
-    # By a tensor: a device may turn the division by a number into a product.
+    # A divisor that is a plain number may become a product with its reciprocal; a tensor does not.
     values = codes.float().div_(torch.tensor(float(TOP), device=codes.device))
     scale_(values, scales, segments)
     out.copy_(values if onto is None else onto + values * count)
@@ -114,10 +114,10 @@ def decode(
     count: int = 1,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return (code / 127) * scale, float32, shape (n,); with `onto` that plus `count` times it.
+    """Return v = (code / 127) * scale, float32, shape (n,), or `onto` + `count` * v.
 
-    `codes`: int8, shape (n,); `scales`: float32, shape (m,). `out`: where to write, which may be
-    `onto`; after an error what it holds is not defined.
+    `codes`: int8, shape (n,); `scales`: float32, shape (m,). `out`: where to write; it may be
+    `onto`, and its content is undefined after an error.
 
     Raises:
         PayloadError: another dtype or shape; a code is -128, or a scale is negative, not finite or
@@ -163,8 +163,8 @@ def mean(
 ) -> Tensor:
     """Return the mean of all workers, float32, shape (n,): see `means.mean_onto`.
 
-    `payloads`: codes and scales, as `decode` takes them, and how many workers' mean they are.
-    `out`: where to write.
+    `payloads`: codes and scales, as `decode` takes them, and the number of workers whose mean they
+    encode. `out`: where to write.
 
     Raises:
         PayloadError: see `decode`.

@@ -32,7 +32,7 @@ def _fault(found: int, given: Mapping[str, Any]) -> PayloadError:
 
 
 def bits(levels: int) -> int:
-    """Return the bits of the 2 levels + 1 symbols of the fixed coding."""
+    """Return the bits of a code in the fixed coding, which has 2 levels + 1 symbols."""
     return (2 * levels).bit_length()
 
 
@@ -42,7 +42,7 @@ def bits(levels: int) -> int:
 @operation()
 def _norms(x: Tensor, segments: Segments, two: bool, levels: int, out: Tensor) -> None:
     if two:
-        # Every rounding here keeps the order, so the root is never below the largest element.
+        # Rounding is monotone, so the root is never below the largest element.
         roots = statistics.moments(x, segments)[1].sqrt_()
         found = torch.where(roots.isinf(), roots, roots.clamp(max=FLOAT_MAX)).float()
     else:
@@ -53,8 +53,8 @@ def _norms(x: Tensor, segments: Segments, two: bool, levels: int, out: Tensor) -
 def norms(x: Tensor, segments: Segments, norm: str, levels: int) -> Tensor:
     """Return the norms ("max" or "2") of the segments, float32, shape (m,), never below max |x|.
 
-    0 where a step, norm / levels, would be below TINY; of finite elements at most the largest
-    float32.
+    A norm is 0 if a step, norm / levels, would be below `TINY`. It is at most the largest float32
+    if all elements are finite.
     """
     x = vector(x, torch.float32, segments.numel)
     out = output(None, torch.float32, len(segments), x.device)
@@ -63,10 +63,10 @@ def norms(x: Tensor, segments: Segments, norm: str, levels: int) -> Tensor:
 
 
 def _levels(codes: Tensor, divisor: Tensor, norms: Tensor) -> Tensor:
-    """Return what codes stand for: (code / levels) * norm, each operation rounded to float32.
+    """Return the values of codes, (code / levels) * norm, each operation rounded to float32.
 
-    The highest code stands for the norm exactly, and code k of max-norm k = levels for k. The
-    divisor is a tensor because CUDA multiplies by the reciprocal of a plain number.
+    The highest code has exactly the value of the norm. `divisor` is `levels` as a tensor, because
+    CUDA multiplies by the reciprocal of a plain number.
     """
     return codes.div(divisor).mul_(norms)
 
@@ -76,14 +76,14 @@ def _codes(
     x: Tensor, norms: Tensor, levels: int, segments: Segments, key: Key, out: Tensor
 ) -> None:
     divisor = x.new_tensor(float(levels))
-    safe = torch.where(norms == 0, 1.0, norms)  # next to 1 such values are never rounded up
+    safe = torch.where(norms == 0, 1.0, norms)  # with 1 for the norm, such small values have code 0
     finite = bool(norms.isfinite().all())
     for start in range(0, x.numel(), BLOCK):
         stop = min(start + BLOCK, x.numel())
         part, which = segments.shard(start, stop)
         norm = scale_(x.new_ones(stop - start), safe[which.start : which.stop], part)
         size = x[start:stop].abs()
-        # Rounding errors stay far below the 2^-20 that is taken off: one level too low at most.
+        # The 2^-20 exceeds all rounding errors, so the code is never too high, and at most 1 low.
         code = (size / norm).mul_(levels * (1 - 2.0**-20)).floor_()
         code += _levels(code + 1, divisor, norm) <= size
         below = _levels(code, divisor, norm)
@@ -107,13 +107,15 @@ def codes(
 ) -> Tensor:
     """Return codes in [-levels, levels], int32, shape (n,).
 
-    With l the level at or below |x| and g the distance from there to the next one, the code is
-    that of the next one iff (u + 1/2) * g / 2^24 <= |x| - l, u uniform on [0, 2^24): the mean of
-    the decoded value is x to within 2^-23 g. For one level this is the ternary codes' rule.
+    Let l be the highest level that is not above |x|, and g the distance to the next level. The code
+    is that of the next level iff (u + 1/2) * g / 2^24 <= |x| - l, u uniform on [0, 2^24), with the
+    sign of x. So the decoded value has the mean x to within 2^-23 g. With one level this is the
+    rule of ternary codes.
 
-    `x`: float32, shape (n,); `norms`: float32, shape (m,), at least max |x| of the segment, and at
-    least TINY * levels, so that no product is denormal; or 0, and all |x| are below that: zeros.
-    `levels`: 1 to 2^15 - 1. In a segment whose norm is not finite all codes are zero.
+    `x`: float32, shape (n,). `norms`: float32, shape (m,), as `norms` returns them: at least max
+    |x| of the segment and at least TINY * levels, so that no product is denormal; or 0, if all |x|
+    are below that, and then all codes are zero. `levels`: 1 to 2^15 - 1. In a segment whose norm is
+    not finite all codes are zero.
     """
     n = segments.numel
     x, norms = vector(x, torch.float32, n), vector(norms, torch.float32, len(segments), "norms")
@@ -199,16 +201,42 @@ def encode(
     return out
 
 
+@operation()
+def _encode_max(
+    x: Tensor, levels: int, bits: int, segments: Segments, key: Key, norms: Tensor, out: Tensor
+) -> None:
+    device = x.device
+    _norms(device, x=x, segments=segments, two=False, levels=levels, out=norms)
+    code = {"levels": levels, "bits": bits, "segments": segments, "key": key}
+    _encode(device, x=x, norms=norms, **code, out=out)
+
+
+def encode_max(
+    x: Tensor, levels: int, segments: Segments, key: Key, *, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the words of the fixed coding and the norms, which are the largest magnitudes.
+
+    `norms`, then `encode`; kernels may read x once for both. `out`: where to write the words.
+    """
+    n, width = segments.numel, bits(levels)
+    x = vector(x, torch.float32, n)
+    out = output(out, torch.int32, packed_words(n, width), x.device)
+    found = output(None, torch.float32, len(segments), x.device)
+    code = {"levels": levels, "bits": width, "segments": segments, "key": key}
+    _encode_max(x.device, x=x, **code, norms=found, out=out)
+    return out, found
+
+
 # ---- decoding ------------------------------------------------------------------------------------
 
 
 def _parts(
     words: Tensor, norms: Tensor, levels: int, coding: str, segments: Segments
 ) -> tuple[Tensor, int, Tensor]:
-    """Return packed codes and their bits, or the codes of a stream, int32, and 0; and the norms.
+    """Return packed codes, their bits and the norms; of a bit stream the codes, int32, and 0 bits.
 
     Raises:
-        PayloadError: norms or words of another dtype or shape; or no stream of codes.
+        PayloadError: norms or words have another dtype or shape, or the stream is not valid.
     """
     n, width = segments.numel, bits(levels)
     norms = part(norms, torch.float32, len(segments), "norms")
@@ -239,9 +267,9 @@ def unpack(
     """Return the codes in a payload's words, int32, shape (n,), and check that they fit its norms.
 
     Raises:
-        PayloadError: these are no words of codes in [-levels, levels]; the norms are not as
-            `norms` gives them; a segment of norm 0 has a code that is not; or a segment does
-            not reach its own largest magnitude, which norm="max" is.
+        PayloadError: the words are no codes in [-levels, levels]; a norm is negative, not finite or
+            too small for `norms`; a segment of norm 0 has a code other than 0; or with norm="max",
+            no code of a segment reaches the norm.
     """
     words, width, norms = _parts(words, norms, levels, coding, segments)
     return _checked(words, width, norms, norm == "max", levels, segments)
@@ -275,10 +303,10 @@ def decode(
     count: int = 1,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return what words stand for, float32, shape (n,); with `onto` that plus `count` times it.
+    """Return v, the values of a payload's codes, float32, shape (n,), or `onto` + `count` * v.
 
-    `unpack`, then `values`. `out`: where to write, which may be `onto`; after an error what it
-    holds is not defined.
+    It is `unpack`, then `values`. `out`: where to write; it may be `onto`, and its content is
+    undefined after an error.
 
     Raises:
         PayloadError: see `unpack`.
@@ -355,8 +383,8 @@ def mean(
 ) -> Tensor:
     """Return the mean of all workers, float32, shape (n,): see `means.mean_onto`.
 
-    `payloads`: words and norms, as `decode` takes them, and how many workers' mean they are.
-    `out`: where to write.
+    `payloads`: words and norms, as `decode` takes them, and the number of workers whose mean they
+    encode. `out`: where to write.
 
     Raises:
         PayloadError: see `unpack`.
@@ -366,7 +394,7 @@ def mean(
         raise ValueError("the mean of no payloads: one at least expected")
     counts, device = [count for *_, count in payloads], payloads[0][1].device
     out = output(out, torch.float32, segments.numel, device)
-    if coding != "fixed":  # a stream is read in order, and each is added when it has been
+    if coding != "fixed":  # bit streams are read and added one after the other
         words = [words for words, *_ in payloads]
         norms = [norms for _, norms, _ in payloads]
         _one_by_one(words, norms, counts, norm, levels, coding, segments, out)

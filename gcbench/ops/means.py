@@ -1,4 +1,4 @@
-"""Means over workers, one payload after the other: the order of additions that all kernels keep."""
+"""Means over workers, one payload after the other: all kernels keep this order of additions."""
 
 from __future__ import annotations
 
@@ -8,27 +8,31 @@ from torch import Tensor
 
 
 def mean_of(decoded: Iterable[tuple[Tensor, int]]) -> Tensor:
-    """Return the mean over all workers, float32, shape (n,), of payloads that are such means.
+    """Return the mean over all workers, float32, shape (n,).
 
-    `decoded`: the values of each payload, float32, shape (n,), and its number of workers, by which
-    they are multiplied; the products are added in this order, and the sum is divided by all.
+    `decoded`: for each payload its decoding, which is a mean over its workers, float32, shape (n,),
+    and their number. Decodings are multiplied by these numbers and added in this order, and the sum
+    is divided by the number of all workers.
+
+    Raises:
+        ValueError: there are no payloads.
     """
     total, workers = None, 0
     for values, count in decoded:
-        # A product is a tensor of its own; what was decoded may be the payload's.
+        # A product is a new tensor, whereas `values` may be a view of the payload.
         total = values * count if total is None else total.add_(values * count)
         workers += count
     if total is None:
         raise ValueError("the mean of no payloads: one at least expected")
-    # By a tensor: a device may turn the division by a number into a product.
+    # A divisor that is a plain number may become a product with its reciprocal; a tensor does not.
     return total.div_(total.new_tensor(float(workers)))
 
 
 def mean_onto(decode: Callable[[int, Tensor | None], Tensor], counts: Sequence[int]) -> Tensor:
-    """Return `mean_of`, bit by bit, where decoding and adding is one operation.
+    """Return the bits of `mean_of` by an operation that decodes and adds in one pass.
 
-    `decode(i, total)`: the values of payload i in a tensor that is then the total's own, or `total`
-    plus counts[i] times them, there.
+    `decode(i, None)` returns the decoding of payload i in a new tensor, which becomes the total;
+    `decode(i, total)` adds counts[i] times the decoding to `total`.
     """
     total = decode(0, None).mul_(counts[0])
     for i in range(1, len(counts)):

@@ -1,8 +1,8 @@
-"""The native CPU kernels: their library, and each of them a row, called by ctypes.
+"""The native CPU kernels: the shared library, and a table that maps operations to C functions.
 
-The library is built from `cuda/*.cpp` when the package is installed, once for each instruction set;
-the best that the processor has is taken. `GCBENCH_ISA` takes another one. It needs no Python.h, so
-one build serves every version of Python.
+The library is built from `cuda/*.cpp` when the package is installed, once for each instruction set
+(ISA). The best one that the processor has is loaded, or the one that `GCBENCH_ISA` names. It is
+called by ctypes and does not use Python's C API, so one build works for every version of Python.
 
 To add a kernel: write it in `cuda/<family>.cpp` (over `cuda/loops.hpp` and the element codecs in
 `cuda/<family>.cuh`) with `GC_CALLED` after its C function, add its row to `ROWS`, and its inputs to
@@ -44,6 +44,7 @@ ROWS = {
         "gc_level_decode words bits norms exact levels n table m onto count out threads"
     ),
     "levels.encode": "gc_level_encode x n table m norms levels bits key out threads",
+    "levels.encode_max": "gc_level_encode_max x n table m levels bits key norms out threads",
     "levels.mean": (
         "gc_level_mean words norms counts #words workers bits exact levels n table m out threads"
     ),
@@ -88,18 +89,19 @@ ROWS = {
     "ternary.scales": "gc_ternary_scales x table m clip at_limit limit scale threads",
     "transform.fold": "gc_spectrum_fold waves factors scale h inverse out threads",
 }
-"""Operation to C function and its arguments, by the names that the operation gives them.
+"""For each operation the C function, and its arguments by their names in the operation.
 
-`n`, `m` and `table` are those of `segments` where the operation gives none; `key` becomes four
-numbers; `#name` is how many there are of `name`; `threads` is torch's number; `nothing` is null.
+`n`, `m` and `table` are taken from `segments` if the operation has no such argument. A key is
+passed as four numbers. `#name` is the length of the argument `name`, `threads` the number of
+torch's threads, and `nothing` a null pointer.
 """
 
 ISAS = ("baseline", "avx2", "avx512")
-"""Instruction sets from the least to the most; other processors than x86-64 have the first."""
+"""Instruction sets, each containing the one before; processors other than x86-64 have the first."""
 FOLDER = Path(gcbench.__file__).parent / "_native"
 REBUILD = "pip install again (`pip install -e .` in a checkout) with a C++ compiler at hand"
 NO_MEMORY = -(2**63)
-"""What a C function returns that finds no memory for what it keeps meanwhile."""
+"""What a C function returns if it cannot allocate its intermediate results."""
 
 
 # ---- the library ---------------------------------------------------------------------------------
@@ -115,20 +117,20 @@ _CTYPES: dict[str, Any] = {
 
 
 class Function(NamedTuple):
-    """A C function, and the types of its arguments: cuda/called.hpp has their letters."""
+    """A C function, and the types of its arguments as letters, which cuda/called.hpp defines."""
 
     name: str
     call: Any
     kinds: tuple[str, ...]
 
     def __call__(self, *values: Any) -> int:
-        """Return what the function returns; the interpreter's lock is released meanwhile.
+        """Call the function, without the interpreter's lock, and return its result.
 
-        `values`: numbers; for a pointer a tensor, which is taken on trust, a sequence of tensors or
-        of numbers, an address, bytes, or None.
+        `values`: numbers; for a pointer a tensor (its dtype and size are not checked), a sequence
+        of tensors or of numbers, an address, bytes, or None.
 
         Raises:
-            MemoryError: there is none for what the function keeps meanwhile.
+            MemoryError: the function cannot allocate its intermediate results.
             TypeError: too few or too many arguments, or one is of another type.
         """
         kept = []
@@ -150,7 +152,7 @@ class Function(NamedTuple):
         found: int = self.call(*given)
         if found == NO_MEMORY:
             raise MemoryError(
-                f"{self.name} finds no memory for what it keeps meanwhile: free some, or pass "
+                f"{self.name} cannot allocate its intermediate results: free memory, or pass "
                 "smaller tensors"
             )
         return found
@@ -164,7 +166,7 @@ class Library:
         self.functions: dict[str, Function] = {}
 
     def load(self, isa: str) -> None:
-        """Take the functions of this instruction set's library in place of those before."""
+        """Load this instruction set's library, and use its functions from now on."""
         library = ctypes.CDLL(str(FOLDER / f"{isa}.so"))
         library.gc_functions.restype = ctypes.c_char_p
         functions = {}
@@ -178,18 +180,18 @@ class Library:
 
 
 library = Library()
-"""What the kernels call."""
+"""The library that the kernels call."""
 
 
 class Missing(GcbenchError):
-    """There is no native library for this machine, and why."""
+    """There is no usable native library; the message says why."""
 
 
-def levels() -> tuple[str, ...]:
-    """Return the instruction sets that were built and that this processor has, least first.
+def isas() -> tuple[str, ...]:
+    """Return the instruction sets that were built and that this processor has, in `ISAS`' order.
 
     Raises:
-        Missing: none, or they were built from other sources than those that are installed.
+        Missing: there are none, or they were built from other sources than the installed ones.
     """
     base = FOLDER / "baseline.so"
     if not base.exists():
@@ -206,12 +208,12 @@ def levels() -> tuple[str, ...]:
 
 
 def best() -> str:
-    """Return the instruction set to use: the best of `levels`, or what GCBENCH_ISA says.
+    """Return the instruction set to use: the last of `isas()`, or the one in GCBENCH_ISA.
 
     Raises:
-        Missing: there is none, or not that one.
+        Missing: there are none, or not the one in GCBENCH_ISA.
     """
-    found = levels()
+    found = isas()
     isa = os.environ.get("GCBENCH_ISA") or found[-1]
     if isa not in found:
         raise Missing(f"GCBENCH_ISA={isa}: this machine has {', '.join(found)}")
@@ -222,7 +224,7 @@ _status: tuple[bool, str] | None = None
 
 
 def status() -> tuple[bool, str]:
-    """Return whether the kernels can be used here, and what they are or why not; loads them."""
+    """Load the kernels if possible; return whether it was, and what they are or why not."""
     global _status
     if _status is None:
         try:
@@ -235,7 +237,7 @@ def status() -> tuple[bool, str]:
 
 @contextmanager
 def using_isa(isa: str) -> Iterator[None]:
-    """Serve the kernels by another instruction set's library inside a with statement."""
+    """Use another instruction set's library inside a with statement."""
     before = library.isa
     library.load(isa)
     try:
@@ -248,7 +250,7 @@ def using_isa(isa: str) -> Iterator[None]:
 
 
 def _row(text: str) -> Kernel:
-    """Return the kernel of a row: a function of the operation's arguments, by name."""
+    """Return the kernel for an entry of `ROWS`: it takes the operation's arguments by name."""
     name, *words = text.split()
 
     def kernel(**given: Any) -> int:
@@ -283,4 +285,4 @@ def _row(text: str) -> Kernel:
 
 
 KERNELS = {operation: _row(text) for operation, text in ROWS.items()}
-"""By the name of the operation."""
+"""The kernels by the name of their operation."""

@@ -18,7 +18,7 @@ from gcbench.ops.random import draws24
 
 BITS = 9
 TOP = 254
-"""The exponent's code of 2^127; 255 are infinity and NaN."""
+"""The exponent field of 2^127; 255 stands for infinity and NaN."""
 
 BAD_CODE = "a code of infinity, of NaN or of a negative zero"
 
@@ -28,7 +28,7 @@ def _fault(found: int, given: Mapping[str, Any]) -> PayloadError:
 
 
 def power(exponent: Tensor) -> Tensor:
-    """Return 2^(e - 127), and 0 for e = 0: the floats with exponents e, int32, and no fraction."""
+    """Return 2^(e - 127), float32, for exponent fields e, int32, of any shape; 0 for e = 0."""
     return (exponent << 23).view(torch.float32)
 
 
@@ -43,10 +43,11 @@ def _encode(x: Tensor, n: int, key: Key, out: Tensor) -> None:
 
 
 def encode(x: Tensor, key: Key, *, out: Tensor | None = None) -> Tensor:
-    """Draw each element's power of two, and pack its sign and exponent in 9 bits, int32 words.
+    """Round each element at random to a power of two; pack sign and exponent in 9 bits, int32.
 
-    The exponent is the float's own, or the next one iff u < 2 f, u uniform on [0, 2^24) and f the
-    23 bits of the fraction; at most that of 2^127. Denormals are 0, which has no sign.
+    The exponent is the next larger one iff u < 2 f, u uniform on [0, 2^24) and f the 23 bits of the
+    fraction as an integer, and else the float's own; it is at most that of 2^127. Denormals become
+    0, whose sign bit is 0.
 
     `x`: float32, shape (n,). `out`: where to write.
     """
@@ -58,7 +59,7 @@ def encode(x: Tensor, key: Key, *, out: Tensor | None = None) -> Tensor:
 
 
 def decode(words: Tensor, n: int, name: str, *, out: Tensor | None = None) -> Tensor:
-    """Return what `n` packed codes stand for, float32, shape (n,). `out`: where to write.
+    """Return the values of `n` packed codes, float32, shape (n,). `out`: where to write.
 
     Raises:
         PayloadError: another number of words, or a code that no encoder sends; the message begins
@@ -89,8 +90,8 @@ def mean(
 ) -> Tensor:
     """Return the mean of all workers, float32, shape (n,): see `means.mean_of`.
 
-    `payloads`: words, as `decode` takes them, and how many workers' mean they are. `out`: where to
-    write.
+    `payloads`: words, as `decode` takes them, and the number of workers whose mean they encode.
+    `out`: where to write.
 
     Raises:
         PayloadError: see `decode`.

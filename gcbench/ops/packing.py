@@ -1,10 +1,11 @@
 """Integer codes of 1 to 16 bits, packed into 32-bit words.
 
 Packing layout. A tile is 1024 consecutive codes; code i of a tile belongs to lane i % 32, row
-i // 32. A lane packs its 32 rows into `bits` 32-bit words, row j at bit j * bits, and word k of
-lane l is word k * 32 + l of the tile. A last, shorter tile of r codes has ceil(r / 32) lanes
-instead of 32 and its unused codes are zero, so n codes take bits * (32 * (n // 1024) +
-ceil((n % 1024) / 32)) words. Both a warp and a vector unit read and write such a tile in order.
+i // 32. The 32 rows of a lane are packed into `bits` 32-bit words, row j from bit j * bits on, and
+word k of lane l is word k * 32 + l of the tile. The last tile may be shorter: with r codes it has
+L = ceil(r / 32) lanes, code i belongs to lane i % L, row i // L, and unused codes are zero. So n
+codes take bits * (32 * (n // 1024) + ceil((n % 1024) / 32)) words. A warp and a vector unit can
+both read and write such a tile in the order of addresses.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from gcbench.ops.dispatch import operation, output
 LANES = 32
 MAX_BITS = 16
 BLOCK = 1024 * TILE
-"""Elements worked on at once: bounds the memory of intermediate results. Much smaller blocks cost
-more in calls, and in threads that wait for the interpreter, than they gain in the cache."""
+"""Elements that a definition works on at a time, which bounds the memory of intermediate results;
+with much smaller blocks the overhead of calls outweighs the gain from caches."""
 
 
 def packed_words(n: int, bits: int) -> int:
@@ -33,27 +34,44 @@ def packed_words(n: int, bits: int) -> int:
 
 
 def check_bits(bits: int) -> None:
-    """Raise ValueError for a width that `pack` does not take."""
+    """Raise ValueError unless `pack` accepts this number of bits."""
     if not 1 <= bits <= MAX_BITS:
         raise ValueError(f"{bits} bits a code: 1 to {MAX_BITS} allowed")
 
 
 def split_words(words: Tensor, bits: int, bounds: Sequence[int]) -> list[Tensor]:
-    """Cut packed codes at element indices that are multiples of 1024, or the end."""
+    """Return packed codes cut at element indices `bounds`, multiples of 1024 or the end."""
     edges = [packed_words(bound, bits) for bound in bounds]
     return [words[start:stop] for start, stop in itertools.pairwise(edges)]
+
+
+def _places(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return of each row's codes the word, shape (32,), and the bit where they begin, (32, 1)."""
+    first = torch.arange(32, dtype=torch.int32, device=device) * bits
+    return first // 32, (first % 32).unsqueeze(1)
+
+
+def _next_places(word: Tensor, shift: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return where codes of a width that does not divide 32 go on.
+
+    The next word; by how many bits they are shifted there, 31 if they end before; and whether they
+    do go on, as a mask of all bits or none.
+    """
+    beyond = (shift + bits > 32).int().neg_()
+    return (word + 1).clamp_(max=bits - 1), (32 - shift).clamp_(max=31), beyond
 
 
 def _pack_rows(rows: Tensor, bits: int) -> Tensor:
     """Pack (tiles, 32 rows, lanes) codes into (tiles, bits, lanes) int32 words."""
     tiles, _, lanes = rows.shape
     words = torch.zeros((tiles, bits, lanes), dtype=torch.int32, device=rows.device)
-    for j in range(32):
-        k, shift = divmod(j * bits, 32)
-        code = rows[:, j].int()
-        words[:, k] |= code << shift
-        if shift + bits > 32:
-            words[:, k + 1] |= code >> (32 - shift)
+    word, shift = _places(bits, rows.device)
+    codes = rows.int()
+    # No two codes have a bit in common, so that a sum is what `or` is.
+    words.index_add_(1, word, codes << shift)
+    if 32 % bits:
+        following, back, beyond = _next_places(word, shift, bits)
+        words.index_add_(1, following, (codes >> back) & beyond)
     return words
 
 
@@ -76,7 +94,7 @@ def pack(codes: Tensor, bits: int, *, out: Tensor | None = None) -> Tensor:
     to write.
 
     Raises:
-        ValueError: another width, or codes that are no integers.
+        ValueError: bits outside 1 to 16, or codes that are no integers.
     """
     check_bits(bits)
     if codes.is_floating_point() or codes.is_complex():
@@ -89,16 +107,14 @@ def pack(codes: Tensor, bits: int, *, out: Tensor | None = None) -> Tensor:
 
 def _unpack_rows(words: Tensor, bits: int) -> Tensor:
     """Unpack (..., bits, lanes) int32 words into (..., 32 rows, lanes) int32 codes."""
-    rows = words.new_empty((*words.shape[:-2], 32, words.shape[-1]))
-    mask = (1 << bits) - 1
-    for j in range(32):
-        k, shift = divmod(j * bits, 32)
-        # The shift of a signed word smears its sign; masks cut that off.
-        code = words[..., k, :] >> shift
-        if shift + bits > 32:
-            code = (code & ((1 << (32 - shift)) - 1)) | (words[..., k + 1, :] << (32 - shift))
-        torch.bitwise_and(code, mask, out=rows[..., j, :])
-    return rows
+    word, shift = _places(bits, words.device)
+    codes = words.index_select(-2, word) >> shift
+    # The right shift of a signed word fills in its sign, which the masks remove.
+    if 32 % bits:
+        following, ahead, beyond = _next_places(word, shift, bits)
+        codes &= ~beyond | ((1 << ahead) - 1)
+        codes |= (words.index_select(-2, following) << ahead) & beyond
+    return codes.bitwise_and_((1 << bits) - 1)
 
 
 @operation()
@@ -114,13 +130,13 @@ def _unpack(words: Tensor, rows: int, n: int, bits: int, out: Tensor) -> None:
 
 
 def unpack(words: Tensor, bits: int, n: int, *, out: Tensor | None = None) -> Tensor:
-    """Return the codes of `bits` bits in int32 `words`, shape (..., words), int32, shape (..., n).
+    """Return the codes of `bits` bits in `words`, int32, shape (..., n).
 
-    `out`: where to write.
+    `words`: int32, shape (..., packed_words(n, bits)). `out`: where to write.
 
     Raises:
-        PayloadError: `words` is not int32 or its last axis is not `packed_words(n, bits)` long.
-        ValueError: another width.
+        PayloadError: `words` has another dtype or last axis.
+        ValueError: bits outside 1 to 16.
     """
     check_bits(bits)
     size = packed_words(n, bits)

@@ -1,9 +1,10 @@
-"""Random numbers by counters: each depends on its key and place alone, on no draw before it.
+"""Counter-based random numbers: a draw is a function of its key and its element's index alone.
 
-Drawing layout. Element e of a bucket draws from lane l = e % 32, row j = (e % 1024) // 32 of tile
-e // 1024. Each Philox block of 16 bytes serves 16 rows: row j takes the 24 bits that start at byte
-j % 16 (cyclic) of block j // 16 of its lane. Every draw is exactly uniform on 24 bits; rows of one
-lane that are neighbours share two bytes, which leaves a correlation of at most 0.004 between them.
+Layout of the draws. Element e of a bucket belongs to lane l = e % 32, row j = (e % 1024) // 32 of
+tile e // 1024. Each lane of a tile has two Philox blocks of 16 bytes, each for 16 rows: row j takes
+the 24 bits that start at byte j % 16 (cyclic) of block j // 16. Every draw is exactly uniform on 24
+bits. Neighbouring rows of a lane share two bytes, so their draws have a correlation of at most
+0.004.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _draws24(key: Key, n: int, out: Tensor) -> None:
     seed, key_step, who = key.words()
     first, last = key.offset // TILE, (key.offset + n - 1) // TILE
     tiles = last - first + 1
-    # Blocks in the order tile, half, lane: the layout of the elements that they serve.
+    # Blocks in the order tile, half, lane, which is the order of the elements that use them.
     lane = torch.arange(first * LANES, (last + 1) * LANES, device=device).view(tiles, 1, LANES)
     half = torch.arange(2, device=device).view(1, 2, 1)
     shape = (tiles, 2, LANES)
@@ -80,7 +81,8 @@ def draws24(
         ValueError: step, rank or stream of the key out of range.
     """
     key.words()
-    where = torch.empty(0, device=device).device if out is None else out.device  # with its number
+    # The tensor gives the device its index: "cuda" becomes "cuda:0".
+    where = torch.empty(0, device=device).device if out is None else out.device
     out = output(out, torch.int32, n, where)
     if n:
         _draws24(where, key=key, n=n, out=out)
@@ -93,9 +95,9 @@ def uniform(key: Key, n: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def normal(key: Key, n: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return standard normal draws, float32, shape (n,), by Box and Muller in float64.
+    """Return standard normal draws, float32, shape (n,), by the Box-Muller transform in float64.
 
-    Draw i takes the uniforms of elements key.offset + 2i and 2i + 1.
+    Draw i uses the uniform draws of elements key.offset + 2i and key.offset + 2i + 1.
     """
     pair = draws24(key, 2 * n, device).double().add_(0.5).mul_(2.0**-24).view(n, 2)
     return ((-2 * pair[:, 0].log()).sqrt() * (2 * math.pi * pair[:, 1]).cos()).float()

@@ -1,24 +1,26 @@
 """The range-based float of Wang et al. 2020: N-bit floats whose codes all lie in the group's range.
 
-u(a) = round(float_bits(a) / 2^(23 - m)) cuts a magnitude to exponent and m bits of mantissa; u is
-monotone, and one more of it is one step of relative size 2^-m or less. A group has the grid
-(base, P): codes 1..P are the positive values with u = base, base + 1, ...; codes P + 1..2^N - 1
-the negative ones; code 0 is zero. So the step doubles every 2^m codes, P / 2^m octaves are
-covered, and the smallest magnitude is eps = value(base).
+u(a) = round(float_bits(a) / 2^(23 - m)) rounds a magnitude a to its exponent and m bits of
+mantissa, as an integer. u is monotone, and an increment of u is a step of relative size 2^-m or
+less. A group has a grid (base, P): codes 1..P are the positive values with u = base, base + 1, ...;
+codes P + 1..2^N - 1 are the negative values with the same u; code 0 is zero. So the step doubles
+every 2^m codes, the positive codes cover P / 2^m octaves, and the smallest magnitude is eps, the
+value with u = base.
 
-With A = u(max) + 1 or 1, B = u(-min) + 1 or 1 (1: the sign does not occur) and M = 2^N - 1,
+Let A = u(max) + 1, or 1 if there are no positive values, B = u(-min) + 1, or 1 if there are no
+negative ones, and M = 2^N - 1. Then
     base = max(1, A - M, B - M, ceil((A + B - M) / 2)),  P = min(max(A - base, 0), M)
-is the smallest base whose codes reach from min to max. The third term is the usual one. It is
-rounded up: rounded down, the codes would be one too few for every second range, and min would
-saturate. The first two serve ranges that lie all but on one side of zero. base = 1 says that the
-codes reach down to the smallest denormals: some of them then stay unused.
+is the smallest base whose codes reach from min to max. The last term is the usual one. It is
+rounded up: rounded down, every second range would lack one code, and min would saturate. A - M and
+B - M are for ranges that lie almost entirely on one side of zero. base = 1 means that the codes
+reach down to the smallest denormals; some codes may then be unused.
 
-Error: |q(x) - x| <= |x| 2^-(m+1) for |x| >= eps, if eps is a normal float, and |x| at most below
-eps, where x goes to the nearer of 0 and eps (to 0 if its sign has no codes). Values outside
-[min, max], rounded, saturate; so do those that would round up to infinity.
-On the wire: codes of N bits and, a group, one int32, base * 2^N + P.
-Source: Wang et al., HPDC 2020, doi:10.1145/3369583.3392681. The paper searches eps by iteration,
-from .002; the closed form is where that ends (tests/ops/test_rangefloat.py::test_iteration).
+Error: |q(x) - x| <= |x| 2^-(m+1) for |x| >= eps, if eps is a normal float. Below eps it is at most
+|x|: x is rounded to the nearer of 0 and eps (to 0 if its sign has no codes). Values outside
+[min, max], rounded, saturate, and so do those that would round up to infinity.
+On the wire: codes of N bits, and for each group one int32, base * 2^N + P.
+Source: Wang et al., HPDC 2020, doi:10.1145/3369583.3392681. The paper finds eps by iteration from
+.002; the closed form is its limit (tests/ops/test_rangefloat.py::test_iteration).
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ from gcbench.ops.dispatch import operation, output, vector
 from gcbench.ops.packing import packed_words
 
 BITS = 16
-"""The widest code: what `pack` takes."""
+"""The most bits of a code, which are the most that `packing.pack` takes."""
 WIRE = 23
-"""Bits and mantissa bits together: more would not leave a grid its 8 + m + N bits of an int32."""
+"""The most bits of code and mantissa together, as a grid's 8 + m + N bits must fit an int32."""
 
 Groups = Sequence[tuple[int, int]]
-"""Consecutive groups of values, as (how many, values of each); none is empty."""
+"""Consecutive groups of values, as (number of groups, values of each); none is empty."""
 
 
 def check(bits: int, mantissa: int) -> None:
@@ -57,22 +59,22 @@ def check(bits: int, mantissa: int) -> None:
 
 
 def _steps(x: Tensor, mantissa: int) -> Tensor:
-    """Return u(|x|), int32, at most the largest that stands for a finite float."""
+    """Return u(|x|), int32, limited to the largest u of a finite float."""
     half = 1 << (22 - mantissa)
     steps = ((x.view(torch.int32) & 0x7FFFFFFF) + half) >> (23 - mantissa)
     return steps.clamp_(max=(255 << mantissa) - 1)
 
 
 def _values(steps: Tensor, mantissa: int) -> Tensor:
-    """Return the floats with u = `steps`, int32; infinity where that is not finite."""
+    """Return the floats with u = `steps`, int32; infinity beyond the finite floats."""
     return (steps.clamp(max=255 << mantissa) << (23 - mantissa)).view(torch.float32)
 
 
 def grid_of(low: Tensor, high: Tensor, bits: int, mantissa: int) -> Tensor:
-    """Return the grid of each group, int32, as it goes over the wire: base * 2^bits + P.
+    """Return the grid of each group as it is sent, int32: base * 2^bits + P.
 
-    `low`, `high`: smallest and largest value of each group, float32, of one shape. Infinite ones
-    count as the largest floats.
+    `low`, `high`: smallest and largest value of each group, float32, of one shape. An infinity
+    counts as the largest float of its sign.
     """
     codes = (1 << bits) - 1
     up = _steps(high.clamp(min=0), mantissa) + 1
@@ -101,7 +103,7 @@ def encode(values: Tensor, grid: Tensor, bits: int, mantissa: int) -> Tensor:
     base, positive = grid >> bits, grid & ((1 << bits) - 1)
     negative = torch.signbit(values)
     code = _steps(values, mantissa).sub_(base - 1)
-    # From eps / 2 on, eps is nearer than 0 is, though fewer than base steps away from it.
+    # From eps / 2 on, eps is nearer than 0, even if u is below base.
     near = (values.abs() >= eps(grid, bits, mantissa) * 0.5).int()
     torch.maximum(code, near, out=code)
     top = torch.where(negative, (1 << bits) - 1 - positive, positive)
@@ -112,8 +114,8 @@ def encode(values: Tensor, grid: Tensor, bits: int, mantissa: int) -> Tensor:
 def decode(codes: Tensor, grid: Tensor, bits: int, mantissa: int) -> Tensor:
     """Return the value of each code, float32, of the shape of `codes`.
 
-    `codes`: int32, in [0, 2^bits); `grid`: int32, broadcast against it. A code that no encoder
-    sends, as it lies beyond the finite floats, gives an infinity.
+    `codes`: int32, in [0, 2^bits); `grid`: int32, broadcast against it. A code beyond the finite
+    floats, which no encoder sends, gives an infinity.
     """
     base, positive = grid >> bits, grid & ((1 << bits) - 1)
     negative = codes > positive
@@ -136,7 +138,7 @@ def grouped_grids(groups: Groups) -> int:
 
 
 def _spread(grids: Tensor, groups: Groups) -> Tensor:
-    """Return the grid of each value, from one of each group."""
+    """Return the grid of each value's group, shape (n,), from the groups' grids, shape (m,)."""
     table = torch.tensor(list(groups), dtype=torch.int64).view(-1, 2).to(grids.device)
     rows, length = table.unbind(1)
     return grids.repeat_interleave(length.repeat_interleave(rows))
@@ -144,7 +146,7 @@ def _spread(grids: Tensor, groups: Groups) -> Tensor:
 
 def _fault(found: int, given: Mapping[str, Any]) -> PayloadError:
     reason = {
-        1: "a range that no values have",
+        1: "a grid that no encoder sends",
         2: f"a bit is set after the last of {given['n']} codes",
         3: "a payload's values are not finite",
     }[found]
@@ -184,12 +186,12 @@ def pack(
 ) -> tuple[Tensor, Tensor]:
     """Return the packed codes of `values`, int32 words, and the grid of each group, int32.
 
-    `values`: float32, not NaN, shape (n,): those of the first group, of the second, ... `given`:
-    the grid of each group, int32, in place of that of its own values, which then may saturate.
-    `out`: where to write both.
+    `values`: float32, not NaN, shape (n,), group after group. `given`: the grids to use, int32,
+    shape (m,), with which values may saturate; None: those of the groups' own values. `out`: where
+    to write words and grids.
 
     Raises:
-        ValueError: a given grid that `grid_of` does not make.
+        ValueError: `grid_of` never returns such a given grid.
     """
     check(bits, mantissa)
     n, m = grouped_values(groups), grouped_grids(groups)
@@ -200,7 +202,7 @@ def pack(
     if given is not None:
         grids.copy_(vector(given, torch.int32, m, "grids"))
         if not valid(grids, bits, mantissa).all():
-            raise ValueError("a given grid is none that `grid_of` makes of a range")
+            raise ValueError("`given` has a grid that `grid_of` never returns")
         packing.pack(encode(values, _spread(grids, groups), bits, mantissa), bits, out=words)
         return words, grids
     _pack(
@@ -251,12 +253,12 @@ def unpack(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the values, float32, finite, shape (n,), that `pack` packed. `out`: where to.
+    """Return the values, float32, finite, shape (n,), of what `pack` returned.
 
-    `words`, `grids`: int32, of the sizes that `pack` returns.
+    `words`, `grids`: int32, of the sizes that `pack` returns. `out`: where to write.
 
     Raises:
-        PayloadError: a grid, a code or a bit that it does not return; the message begins with
+        PayloadError: `pack` never returns such a grid, code or unused bit; the message begins with
             `name`.
     """
     check(bits, mantissa)

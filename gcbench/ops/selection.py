@@ -1,28 +1,29 @@
-"""Operations of the sparsifiers: which elements of a segment are kept, and how they travel.
+"""Operations of the sparsifiers: which elements of a segment are kept, and how they are coded.
 
 A selection keeps exactly k = max(1, ceil(ratio * d)) of the d elements of each nonempty segment, so
-every size follows from the segments and the ratio, and no header travels. Positions are indices of
+every size follows from the segments and the ratio, and no header is sent. Positions are indices of
 the flat tensor of n elements, strictly increasing: p_0 < p_1 < ... < p_{K-1}, K the sum of all k.
 
 Codings of the positions:
 
 int32   each p_j as it is: 32 bits a position.
-bitmap  1 bit an element, set where it is kept, packed by `pack`.
-gaps    Elias and Fano: q_j = p_j - j does not decrease and is at most n - K. Its low l bits are
-        packed by `pack`; the high ones are a bitmap of K + ((n - K) >> l) bits with bit
-        (q_j >> l) + j set, which is the unary code of their increments. With the l that is
-        smallest, about log2(ln 2 (n - K) / K), that is l + 1 + (n - K) / (K 2^l) bits a position,
-        at most 2 + log2(n / K) and within 0.6 of the entropy of all choices of K out of n when
-        K << n. With l = 0 it is the bitmap.
+bitmap  1 bit an element, set where it is kept, packed by `packing.pack`.
+gaps    Elias-Fano coding: q_j = p_j - j does not decrease and is at most n - K. Its low l bits are
+        packed by `packing.pack`; the high ones are a bitmap of K + ((n - K) >> l) bits with bit
+        (q_j >> l) + j set, which is the unary code of their increments. The l that takes the fewest
+        bytes is used, about log2(ln 2 (n - K) / K). It gives l + 1 + (n - K) / (K 2^l) bits a
+        position, which is at most 2 + log2(n / K), and within 0.6 bits of the entropy of all
+        choices of K out of n if K << n. With l = 0 the coding is the bitmap.
         Elias, Efficient storage and retrieval by content and address of static files, JACM 21,
         1974; Fano, On the number of bits required to implement an associative memory, MIT 1971.
 
 Codings of the values:
 
-fp32    as they are.
+fp32    as they are: 32 bits a value.
 fp16    rounded to the nearest, ties to even, saturating at +-65504: 16 bits a value.
-range   the range float of `gcbench.ops.rangefloat`, 10 bits with 6 of mantissa: 8 octaves when
-        both signs occur. 10 bits a value, and an int32, the grid, for each nonempty segment.
+range   the range float of `gcbench.ops.rangefloat` with 10 bits, 6 of them mantissa, which spans 8
+        octaves if both signs occur: 10 bits a value, and the grid, an int32, for each nonempty
+        segment.
 """
 
 from __future__ import annotations
@@ -44,25 +45,25 @@ from gcbench.ops.random import WORD, philox
 from gcbench.ops.rangefloat import Groups, grouped_grids
 
 POSITION_CODINGS = ("int32", "bitmap", "gaps")
-"""How positions can travel; of equal sizes the first is taken."""
+"""Codings of positions; of those with equal sizes "smallest" takes the first."""
 
 VALUE_CODINGS = ("fp32", "fp16", "range")
-"""How values can travel."""
+"""Codings of values."""
 HALF_MAX = 65504.0
 """The largest finite number of fp16."""
 RANGE_BITS, RANGE_MANTISSA = 10, 6
 
 ROUNDING = 2.0**-40
-"""Relative rounding of a sum in float64, with room to spare."""
+"""A generous bound on the relative rounding error of a sum in float64."""
 
 
 class KeptRun(NamedTuple):
     """Neighbouring segments of one length, and how many elements of each are kept."""
 
     start: int
-    """First element of the flat tensor."""
+    """Index of the first element in the flat tensor."""
     rows: int
-    """Segments."""
+    """Number of segments."""
     length: int
     """Elements of each segment."""
     keep: int
@@ -80,8 +81,8 @@ class KeptRun(NamedTuple):
 def kept_runs(segments: Segments, ratio: float) -> tuple[KeptRun, ...]:
     """Return the runs of `segments` with k = max(1, ceil(ratio * d)), 0 for empty segments.
 
-    `ratio`, above 0 and at most 1, may be off by the rounding of a float: 0.07 of 100 elements are
-    7, though 0.07 * 100 is above 7 in floats, and 5 / 9 of 9 are 5.
+    `ratio` is above 0 and at most 1. The rounding of a float does not raise k: a ratio of 0.07
+    keeps 7 of 100 elements, though 0.07 * 100 is above 7 in floats.
     """
     share = ratio * (1 - 2.0**-50)
     return tuple(
@@ -98,16 +99,19 @@ def kept_total(runs: Sequence[KeptRun]) -> int:
 
 
 def kept_values(values: Sequence[float], runs: Sequence[KeptRun]) -> Tensor:
-    """Return one value a run, repeated for each kept element: float32, shape (K,), on the CPU."""
+    """Return the value of each kept element's run, float32, shape (K,), on the CPU.
+
+    `values`: one number for each run.
+    """
     counts = torch.tensor([run.rows * run.keep for run in runs], dtype=torch.int64)
     return torch.tensor(values, dtype=torch.float32).repeat_interleave(counts)
 
 
 def dropped_energy(x: Tensor, segments: Segments, runs: Sequence[KeptRun]) -> float:
-    """Return sum over segments of (1 - k/d) ||x||^2, and a little more for its own rounding.
+    """Return the sum over segments of (1 - k/d) ||x||^2, rounded up a little.
 
-    A random selection drops that on average, the k largest at most that (Stich et al. 2018,
-    lemma A.1). `runs` as `kept_runs(segments, ...)` gives them.
+    A random selection drops that much on average, the selection of the k largest at most that much
+    (Stich et al. 2018, lemma A.1). `x`: float32, shape (n,); `runs`: `kept_runs(segments, ...)`.
     """
     square = statistics.moments(x, segments)[1]
     dropped = 0.0
@@ -118,14 +122,14 @@ def dropped_energy(x: Tensor, segments: Segments, runs: Sequence[KeptRun]) -> fl
 
 
 def magnitude_order(x: Tensor) -> Tensor:
-    """Return integers that order as |x|, int32, shape (n,): the bits of float32 without sign."""
+    """Return integers in the order of |x|, int32, shape (n,): the bits of x without the sign."""
     return x.contiguous().view(torch.int32) & 0x7FFFFFFF
 
 
 def largest(scores: Tensor, runs: Sequence[KeptRun]) -> Tensor:
-    """Return the positions of each segment's largest scores, int64, shape (K,), increasing.
+    """Return the positions of each segment's k largest scores, int64, shape (K,), increasing.
 
-    `scores`: int32, shape (n,). Exactly k a segment; of equal scores the lowest positions.
+    `scores`: int32, shape (n,). Of equal scores the lowest positions are taken.
     """
     found = [torch.empty(0, dtype=torch.int64, device=scores.device)]
     for start, rows, length, keep in runs:
@@ -137,7 +141,7 @@ def largest(scores: Tensor, runs: Sequence[KeptRun]) -> Tensor:
         limit = torch.topk(table, keep, dim=1, sorted=False).values.amin(1, keepdim=True)
         kept = table >= limit
         places = kept.view(-1).nonzero().squeeze(1)
-        if len(places) > rows * keep:  # more elements tie at a limit than there is room for
+        if len(places) > rows * keep:  # of several elements equal to the limit only some are kept
             above = table > limit
             tied = kept & ~above
             room = keep - above.sum(1, keepdim=True)
@@ -147,7 +151,7 @@ def largest(scores: Tensor, runs: Sequence[KeptRun]) -> Tensor:
     return torch.cat(found)
 
 
-def _beyond(found: int, given: Mapping[str, Any]) -> IndexError:
+def _invalid_positions(found: int, given: Mapping[str, Any]) -> IndexError:
     return IndexError(f"positions do not increase, or one is not in [0, {given['n']})")
 
 
@@ -160,10 +164,10 @@ def _largest_elements(
 
 
 def largest_elements(x: Tensor, runs: Sequence[KeptRun]) -> tuple[Tensor, Tensor]:
-    """Return where each segment's elements of largest magnitude are, and these elements.
+    """Return the positions and the values of each segment's k elements of largest magnitude.
 
-    `x`: float32, shape (n,). Positions, int64, increasing, and values, float32, shape (K,) each:
-    exactly k a segment; of equal magnitudes the lowest positions, and NaN above infinity.
+    `x`: float32, shape (n,). Positions are int64, increasing, values float32, shape (K,) each. Of
+    equal magnitudes the lowest positions are taken; NaN counts as larger than infinity.
 
     Raises:
         ValueError: `x` is not float32, or segments end beyond it.
@@ -186,8 +190,8 @@ def _end(runs: Sequence[KeptRun]) -> int:
 def random_words(key: Key, n: int, device: torch.device | str = "cpu") -> Tensor:
     """Return independent integers uniform on [-2^31, 2^31), int32, shape (n,).
 
-    Element e of the bucket takes word e % 4 of Philox block e // 4, so no two share a bit; the
-    counters are none of those of `draws24`. Elements are key.offset + [0, n).
+    Element e of the bucket takes word e % 4 of Philox block e // 4, so no two elements share bits,
+    and the counters differ from those of `draws24`. Elements are key.offset + [0, n).
     """
     seed, step, who = key.words()
     out = torch.empty(n, dtype=torch.int32, device=device)
@@ -198,7 +202,7 @@ def random_words(key: Key, n: int, device: torch.device | str = "cpu") -> Tensor
         words = philox(
             (
                 block & WORD,
-                (block >> 32 << 8) | 2,  # draws24 has 0 and 1 here
+                (block >> 32 << 8) | 2,  # draws24 uses 0 and 1 here
                 torch.full_like(block, step),
                 torch.full_like(block, who),
             ),
@@ -218,15 +222,16 @@ def _random_positions(key: Key, runs: Sequence[KeptRun], out: Tensor) -> None:
 def random_positions(
     key: Key, runs: Sequence[KeptRun], device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Return the positions of each segment's largest random words, int64, shape (K,), increasing.
+    """Return k random positions of each segment, int64, shape (K,), increasing.
 
-    Uniform choices without replacement; of equal words the lowest positions.
+    They are drawn uniformly without replacement: the positions of the k largest `random_words`, of
+    equal words the lowest.
 
     Raises:
         ValueError: step, rank or stream of the key out of range.
     """
     key.words()
-    where = torch.empty(0, device=device).device  # with its number
+    where = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
     out = output(None, torch.int64, kept_total(runs), where)
     _random_positions(where, key=key, runs=tuple(runs), out=out)
     return out
@@ -241,7 +246,7 @@ def gather(x: Tensor, positions: Tensor) -> Tensor:
     """Return the elements of `x`, float32, shape (n,), at `positions`, int64, shape (K,).
 
     Raises:
-        IndexError: a position is not below n; on a GPU it ends the kernel, as in torch.
+        IndexError: a position is not in [0, n); on a GPU a device-side assertion, as in torch.
     """
     n, total = x.numel(), positions.numel()
     x, positions = vector(x, torch.float32, n), vector(positions, torch.int64, total, "positions")
@@ -250,7 +255,7 @@ def gather(x: Tensor, positions: Tensor) -> Tensor:
     return out
 
 
-@operation(_beyond)
+@operation(_invalid_positions)
 def _scatter(values: Tensor, positions: Tensor, total: int, n: int, out: Tensor) -> None:
     out.zero_()
     out[positions] = values
@@ -259,8 +264,10 @@ def _scatter(values: Tensor, positions: Tensor, total: int, n: int, out: Tensor)
 def scatter(values: Tensor, positions: Tensor, n: int, *, out: Tensor | None = None) -> Tensor:
     """Return zeros, float32, shape (n,), with `values`, float32, shape (K,), at `positions`.
 
-    `positions`: int64, increasing, below n; others raise IndexError, and end a kernel on a GPU.
-    `out`: where to write.
+    `positions`: int64, shape (K,), increasing, in [0, n). `out`: where to write.
+
+    Raises:
+        IndexError: positions do not increase, or are out of range; on a GPU a device-side trap.
     """
     total = positions.numel()
     values = vector(values, torch.float32, total, "values")
@@ -270,7 +277,7 @@ def scatter(values: Tensor, positions: Tensor, n: int, *, out: Tensor | None = N
     return out
 
 
-@operation(_beyond)
+@operation(_invalid_positions)
 def _scatter_mean(
     values: Sequence[Tensor],
     positions: Sequence[Tensor],
@@ -282,19 +289,20 @@ def _scatter_mean(
     out.zero_()
     for own, places in zip(values, positions, strict=True):
         out[places] += own
-    # By a tensor: a device may turn the division by a number into a product.
+    # A divisor that is a plain number may become a product with its reciprocal; a tensor does not.
     out.div_(out.new_tensor(count))
 
 
 def scatter_mean(
     sparse: Sequence[tuple[Tensor, Tensor]], n: int, count: int, *, out: Tensor | None = None
 ) -> Tensor:
-    """Return the sum of sparse tensors of n elements, in their order, divided by `count`.
+    """Return the sum of sparse tensors, added in their order, divided by `count`: float32, (n,).
 
-    `sparse`: the values, float32, shape (K,), and their positions, int64, increasing, below n, of
-    each, one at least; K may differ. Returns float32, shape (n,). `out`: where to write.
+    `sparse`: for each tensor its values, float32, shape (K,), and positions, int64, shape (K,),
+    increasing, in [0, n); K may differ. `out`: where to write.
 
     Raises:
+        IndexError: positions do not increase, or are out of range; on a GPU a device-side trap.
         ValueError: there is no sparse tensor.
     """
     if not sparse:
@@ -322,22 +330,42 @@ def scatter_mean(
     return out
 
 
-# ---- how positions travel ------------------------------------------------------------------------
+def mean(
+    parts: Sequence[tuple[Tensor, Tensor, int]], n: int, *, out: Tensor | None = None
+) -> Tensor:
+    """Return the mean over workers of sparse tensors of n elements, in their order.
+
+    `parts`: the positions and the values of each as `scatter_mean` takes them, and for how many
+    workers it stands, whose mean it is; an element that is not there is 0. Returns float32, shape
+    (n,). `out`: where to write.
+
+    Raises:
+        ValueError: there is no sparse tensor.
+    """
+    sparse = [(own * count if count > 1 else own, positions) for positions, own, count in parts]
+    return scatter_mean(sparse, n, sum(count for *_, count in parts), out=out)
+
+
+# ---- positions on the wire -----------------------------------------------------------------------
 
 
 def _gaps_words(n: int, total: int, low: int) -> tuple[int, int]:
-    """Return the words of the low bits and of the unary bitmap with `low` low bits."""
+    """Return the words of the low bits, `low` a position, and those of the high bits' bitmap."""
     return packed_words(total, low), packed_words(total + ((n - total) >> low), 1)
 
 
 @cache
 def gaps_low_bits(n: int, total: int) -> int:
-    """Return the number of low bits that makes "gaps" shortest for `total` positions below n."""
+    """Return the number of low bits for which "gaps" is shortest: `total` positions below n."""
     return min(range(MAX_BITS + 1), key=lambda low: sum(_gaps_words(n, total, low)))
 
 
 def position_layout(coding: str, n: int, total: int) -> Layout:
-    """Return dtype and size of each part that holds `total` positions below n."""
+    """Return dtype and size of the parts that hold `total` positions below n.
+
+    Raises:
+        ValueError: an unknown coding, or "int32" for more than 2^31 elements.
+    """
     match position_coding(coding, n, total):
         case "int32":
             if n > 2**31:
@@ -367,12 +395,12 @@ def _bitmap(places: Tensor, n: int) -> Tensor:
     return packing.pack(flags, 1)
 
 
-@operation(_beyond)
+@operation(_invalid_positions)
 def _pack_bitmap(positions: Tensor, total: int, n: int, words: Tensor) -> None:
     words.copy_(_bitmap(positions, n))
 
 
-@operation(_beyond)
+@operation(_invalid_positions)
 def _pack_gaps(
     positions: Tensor, total: int, n: int, low: int, codes: Tensor, words: Tensor
 ) -> None:
@@ -388,7 +416,7 @@ def pack_positions(
 ) -> tuple[Tensor, ...]:
     """Return the parts that hold `positions`, int64, shape (K,), increasing and below n.
 
-    `out`: where to write them.
+    `coding`: one of `POSITION_CODINGS`, or "smallest". `out`: where to write the parts.
     """
     total, device = positions.numel(), positions.device
     coding = position_coding(coding, n, total)
@@ -410,13 +438,13 @@ def pack_positions(
 
 
 def _no_positions(found: int, given: Mapping[str, Any]) -> PayloadError:
-    """Return the error of a kernel: its lowest three bits say what, those above how many."""
+    """Return the error for a kernel's fault: the lowest 3 bits are its kind, the others a count."""
     n, total = given["n"], given["total"]
     reason = {
         1: f"a bit is set after the last of {given.get('held', n)} codes",
         2: f"a bitmap with {found >> 3} bits set: {total} expected",
         3: "positions must increase",
-        4: "a segment has more or fewer positions than its own",
+        4: "a segment has too many or too few positions",
         5: f"a bit is set after the last of {total} codes",
     }[found & 7]
     return PayloadError(f"{given['name']}: {reason}")
@@ -424,7 +452,7 @@ def _no_positions(found: int, given: Mapping[str, Any]) -> PayloadError:
 
 def _clean(words: Tensor, bits: int, n: int, name: str) -> Tensor:
     """Return the codes in `words`, int32, shape (n,); PayloadError for bits set after the last."""
-    held = packed_words(n, bits) // bits * 32  # codes that have room in the words
+    held = packed_words(n, bits) // bits * 32  # codes for which the words have room
     codes = packing.unpack(words, bits, held)
     if codes[n:].any():
         raise PayloadError(f"{name}: a bit is set after the last of {n} codes")
@@ -440,7 +468,7 @@ def _set_bits(words: Tensor, n: int, total: int, name: str) -> Tensor:
 
 
 def _check_positions(positions: Tensor, runs: Sequence[KeptRun], name: str) -> None:
-    """Raise PayloadError unless positions increase and each segment has its own k of them."""
+    """Raise PayloadError unless positions increase and each segment has exactly k of them."""
     device = positions.device
     alive = [run for run in runs if run.keep]
     if not alive:
@@ -448,7 +476,7 @@ def _check_positions(positions: Tensor, runs: Sequence[KeptRun], name: str) -> N
     if not (positions[1:] > positions[:-1]).all():
         raise PayloadError(f"{name}: positions must increase")
     start, rows, length, keep = torch.tensor(alive, device=device).unbind(1)
-    # One entry a segment: its first element and its length, and where its positions begin and end.
+    # For each segment: its first element and length, and where its positions begin and end.
     row = torch.arange(int(rows.sum()), device=device)
     row -= (rows.cumsum(0) - rows).repeat_interleave(rows)
     length = length.repeat_interleave(rows)
@@ -456,7 +484,7 @@ def _check_positions(positions: Tensor, runs: Sequence[KeptRun], name: str) -> N
     end = keep.repeat_interleave(rows).cumsum(0)
     begin = end - keep.repeat_interleave(rows)
     if (positions[begin] < start).any() or (positions[end - 1] >= start + length).any():
-        raise PayloadError(f"{name}: a segment has more or fewer positions than its own")
+        raise PayloadError(f"{name}: a segment has too many or too few positions")
 
 
 @operation(_no_positions)
@@ -498,11 +526,11 @@ def _unpack_gaps(
 def unpack_positions(
     parts: Sequence[Tensor], n: int, coding: str, runs: Sequence[KeptRun], name: str
 ) -> Tensor:
-    """Return the positions, int64, shape (K,), from parts that have the declared layout.
+    """Return the positions, int64, shape (K,), from parts of `position_layout(coding, n, K)`.
 
     Raises:
-        PayloadError: they do not increase, or a segment has not exactly its own k of them, or a
-            bit is set where none belongs; the message begins with `name`.
+        PayloadError: positions do not increase, a segment does not have exactly k of them, or an
+            unused bit is set; the message begins with `name`.
         ValueError: a part has another dtype or size.
     """
     total, device = kept_total(runs), parts[-1].device
@@ -525,11 +553,11 @@ def unpack_positions(
     return out
 
 
-# ---- how values travel ---------------------------------------------------------------------------
+# ---- values on the wire --------------------------------------------------------------------------
 
 
 def value_layout(coding: str, runs: Sequence[KeptRun]) -> Layout:
-    """Return dtype and size of each part that holds the values of the kept elements."""
+    """Return dtype and size of the parts that hold the values of the kept elements."""
     total = kept_total(runs)
     match coding:
         case "fp32":
@@ -543,7 +571,7 @@ def value_layout(coding: str, runs: Sequence[KeptRun]) -> Layout:
 
 
 def kept_groups(runs: Sequence[KeptRun], width: int = 1) -> Groups:
-    """Return the kept elements of each nonempty segment as groups, `width` values an element."""
+    """Return groups for the range float: one a nonempty segment, `width` values a kept element."""
     return [(run.rows, width * run.keep) for run in runs if run.rows and run.keep]
 
 
@@ -569,10 +597,10 @@ def pack_values(
 def unpack_values(
     parts: Sequence[Tensor], coding: str, runs: Sequence[KeptRun], name: str
 ) -> Tensor:
-    """Return the values, float32, shape (K,), from parts that have the declared layout.
+    """Return the values, float32, shape (K,), from parts of `value_layout(coding, runs)`.
 
     Raises:
-        PayloadError: a value or a grid that no encoder sends; the message begins with `name`.
+        PayloadError: no encoder sends such a value or grid; the message begins with `name`.
     """
     if coding == "range":
         words, grids = parts
@@ -584,12 +612,12 @@ def unpack_values(
 
 
 def value_error(x: Tensor, segments: Segments, coding: str, runs: Sequence[KeptRun]) -> float:
-    """Return a bound on the squared error of the values of the kept elements of `x`, shape (n,).
+    """Return a bound on the squared error that `coding` adds to the kept elements of `x`, (n,).
 
-    fp16: 2^-11 |x| from 2^-14 on, 2^-25 below, |x| - 65504 above. range: 2^-6 |x| from eps on
-    (half of that unless it would round up to infinity), eps below, and 2^-132 where eps is no
-    normal float. A segment's grid has steps for 510 codes below its largest magnitude, so
-    eps^2 <= 2^-13 max |x|^2.
+    fp16: an element errs by at most 2^-11 |x| from 2^-14 on, 2^-25 below that, and |x| - 65504
+    above 65504. range: by at most 2^-6 |x| from eps on (half of that unless it would round up to
+    infinity), eps below, and 2^-132 if eps is no normal float. A segment's grid has steps for 510
+    codes below its largest magnitude, so eps^2 <= 2^-13 max |x|^2.
     """
     if coding == "fp32":
         return 0.0
@@ -605,7 +633,7 @@ def value_error(x: Tensor, segments: Segments, coding: str, runs: Sequence[KeptR
     return 2.0**-12 * square + 2.0**-13 * below + 2.0**-264 * total
 
 
-# ---- both ----------------------------------------------------------------------------------------
+# ---- sparse payloads: positions and values -------------------------------------------------------
 
 
 def sparse_layout(n: int, runs: Sequence[KeptRun], positions: str, values: str) -> Layout:
@@ -622,9 +650,9 @@ def sparse_encode(
     *,
     out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return the parts that hold the largest elements of each segment of `x`, shape (n,).
+    """Return the parts that hold the largest elements of each segment of `x`, float32, (n,).
 
-    `out`: where to write them.
+    `positions`, `values`: the codings. `out`: where to write the parts.
     """
     kept, largest_values = largest_elements(x, runs)
     cut = len(position_layout(positions, x.numel(), kept_total(runs)))
@@ -641,7 +669,7 @@ def sparse_unpack(
     values: str,
     name: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return the positions, int64, and the values, float32, shape (K,) each.
+    """Return positions, int64, and values, float32, shape (K,) each, of a sparse payload's parts.
 
     Raises:
         PayloadError: see `unpack_positions` and `unpack_values`.

@@ -1,10 +1,11 @@
-"""Signs: packed, one or two values a segment for them, votes, and means of what they stand for.
+"""Packed signs, majority votes, and codes that send signs with one or two values a segment.
 
 A sign takes 1 bit, [x >= 0], so that zeros of either sign count as +1; or 2 bits, sign + 1, where
-a code may also be 0.
+the sign may also be 0.
 
-Two codes have values for their signs: the scaled one a mean magnitude a segment (EF-signSGD), the
-other the means of the classes x < 0 and x >= 0 (1-bit SGD).
+Two codes send values with the signs. "Scaled" signs have the mean magnitude of each segment
+(EF-signSGD). "Class" signs have the means of the two classes x < 0 and x >= 0 of each segment
+(1-bit SGD).
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from gcbench.ops.random import draws24
 from gcbench.ops.statistics import scale_
 
 ERROR_SLACK = 2.0**-40
-"""Rounding of `mean_error`, in units of the sum of squares. Sums of up to 2^40 terms by halving in
-float64 are off by 40 * 2^-53 of the sum of magnitudes, and four such sums enter."""
+"""A bound on the rounding error of `mean_error`, relative to the sum of squares: a sum of up to
+2^40 terms by halving in float64 has an error of at most 40 * 2^-53 of the sum of magnitudes, and
+four such sums enter."""
 VOTES = 2**30
-"""Votes that are counted at most, less one: counts must fit 32 bits."""
+"""There must be fewer votes than this, so that counts fit 32 bits."""
 
 WRONG = {
     1: "a bit is set after the last code",
@@ -37,7 +39,7 @@ WRONG = {
     4: "the value of -1 must not be above 0, nor that of +1 below",
     5: "the value of a class without elements must be 0",
 }
-"""What can be wrong with a payload of signs, by the number with which the kernels report it."""
+"""Faults of a payload of signs, by the number with which kernels report them."""
 
 
 def wrong(name: str, number: int) -> PayloadError:
@@ -58,9 +60,10 @@ def _pack(x: Tensor, n: int, bits: int, out: Tensor) -> None:
 
 
 def pack(x: Tensor, bits: int = 1, *, out: Tensor | None = None) -> Tensor:
-    """Pack the signs of `x`, shape (n,): [x >= 0] in 1 bit each, or sign + 1 in 2: int32 words.
+    """Pack the signs of `x`, float32, shape (n,), into int32 words. `out`: where to write.
 
-    `x`: float32. A NaN is no sign: 0 in 1 bit, and 0 in 2. `out`: where to write.
+    With 1 bit a code is [x >= 0], with 2 bits it is sign + 1. NaN has the code of -1 in 1 bit and
+    of sign 0 in 2.
     """
     n = x.numel()
     x = vector(x, torch.float32, n)
@@ -84,8 +87,8 @@ def pack_above(
 ) -> Tensor:
     """Pack sign + 1 in 2 bits, with sign 0 where |x| < factor * rms of the segment, or x = 0.
 
-    `x`: float32, shape (n,). The root mean square is taken in float64 and the limit rounded to
-    float32, so no bit depends on the machine. `out`: where to write.
+    `x`: float32, shape (n,). The root mean square is computed in float64 and the limit rounded to
+    float32, so the bytes are the same on every machine. `out`: where to write.
     """
     n = segments.numel
     x = vector(x, torch.float32, n)
@@ -102,7 +105,7 @@ def unpack(words: Tensor, bits: int, n: int, name: str) -> Tensor:
         PayloadError: another number of words, the code 3, or a bit set after the last code; the
             message of the latter two begins with `name`.
     """
-    # The last lanes hold up to 31 codes more than there are, zeros: read them, too.
+    # The words have room for up to 31 more codes, which must be 0: read them, too.
     codes = packing.unpack(words, bits, -(-n // LANES) * LANES)
     if codes[n:].any():
         raise wrong(name, 1)
@@ -168,13 +171,14 @@ def vote(
 ) -> Tensor:
     """Return the majority vote on `n` signs, packed in codes of `width` bits, int32 words.
 
-    Payload i has signs of bits[i] bits each, worth counts[i] votes. In 1 bit a tie is +1, or with
-    a `coin` fair: +1 where a draw of this key, on [0, 2^24), is below 2^23. In 2 bits the vote is
-    0 where it is won by fewer than `quorum` votes, or than all votes there are.
+    Payload i has signs of bits[i] bits each, which count as counts[i] votes. With a width of 1 bit
+    a tie gives +1, or with a key `coin` a fair draw: +1 where the draw on [0, 2^24) is below 2^23.
+    With 2 bits it is 0 unless the sum of signs is at least min(`quorum`, number of votes) in
+    magnitude. `out`: where to write.
 
     Raises:
-        PayloadError: see `unpack`; or a count is below 1, or 2^30 votes or more.
-        ValueError: there are no payloads, or not as many counts or bits.
+        PayloadError: see `unpack`; or a count is below 1, or there are 2^30 votes or more.
+        ValueError: there are no payloads, or another number of counts or bits.
     """
     if not words:
         raise ValueError("the vote of no payloads: one at least expected")
@@ -206,10 +210,10 @@ def vote(
 
 
 def voters(counts: Sequence[int], name: str) -> int:
-    """Return the number of votes in all.
+    """Return the sum of `counts`, the number of votes.
 
     Raises:
-        PayloadError: a count is below 1, or there are too many votes to be counted.
+        PayloadError: a count is below 1, or the sum is `VOTES` or more.
     """
     if min(counts) < 1 or sum(counts) >= VOTES:
         raise PayloadError(f"{name}: votes of {counts} workers; 1 to {VOTES - 1} in all allowed")
@@ -220,7 +224,7 @@ def voters(counts: Sequence[int], name: str) -> int:
 
 
 def class_counts(positive: Tensor, segments: Segments) -> Tensor:
-    """Return how many elements of each segment are False, and True: float64, shape (2, m)."""
+    """Return how many elements of each segment are False, and True: two rows, float64, (2, m)."""
     counts = torch.zeros(2, len(segments), dtype=torch.float64, device=positive.device)
     for which, rows in segments.views(positive):
         ones = rows.sum(1)
@@ -232,7 +236,7 @@ def class_counts(positive: Tensor, segments: Segments) -> Tensor:
 def class_moments(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
     """Return count, sum and sum of squares of the classes x < 0 and x >= 0 of each segment.
 
-    float64, shape (2, m) each; the order of the additions is that of `statistics.moments`.
+    They are float64, shape (2, m) each; additions are in the order of `statistics.moments`.
     """
     low, high = (
         statistics.moments(x.clamp(max=0), segments),
@@ -243,13 +247,13 @@ def class_moments(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor
 
 
 def class_means(count: Tensor, total: Tensor) -> Tensor:
-    """Return total / count rounded to float32, and +0 for an empty class; any shape, float64."""
+    """Return total / count, both float64, rounded to float32; +0 for an empty class."""
     # Adding 0 turns -0 into +0: a zero mean has one bit pattern on every machine.
     return (total / count.clamp(min=1)).float().add_(0.0)
 
 
 def _not_finite(found: int, given: Mapping[str, Any]) -> PayloadError | None:
-    """Return the error of means that nobody can decode, where they are decoded at once."""
+    """Return the error for a mean that is not finite, if the values are decoded for a residual."""
     return None if given["lost"] is None else wrong(given["name"], found)
 
 
@@ -276,7 +280,7 @@ def _encode(
         low.copy_(means[0])
         high.copy_(means[1])
     if lost is not None:
-        torch.sub(offered, _stood_for(words, low, high, segments, name), out=lost)
+        torch.sub(offered, _reconstruction(words, low, high, segments, name), out=lost)
 
 
 Slots = Sequence[Tensor]
@@ -344,9 +348,10 @@ def scaled_feedback(
     lost: Tensor | None = None,
     out: Slots | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `scaled_encode` of x + residual, and what decoding that loses of it, shape (n,).
+    """Return `scaled_encode` of x + residual, and its error, float32, shape (n,).
 
-    `lost`: where to write what is lost; it may be `residual`. `out`: see `scaled_encode`.
+    The error, x + residual minus the decoding, is the next step's residual. `lost`: where to write
+    it, possibly `residual`. `out`: see `scaled_encode`.
 
     Raises:
         PayloadError: a mean is not finite; the content of `lost` is then undefined.
@@ -365,9 +370,10 @@ def class_feedback(
     lost: Tensor | None = None,
     out: Slots | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return `class_encode` of x + residual, and what decoding that loses of it, shape (n,).
+    """Return `class_encode` of x + residual, and its error, float32, shape (n,).
 
-    `lost`: where to write what is lost; it may be `residual`. `out`: see `class_encode`.
+    The error, x + residual minus the decoding, is the next step's residual. `lost`: where to write
+    it, possibly `residual`. `out`: see `class_encode`.
 
     Raises:
         PayloadError: a mean is not finite; the content of `lost` is then undefined.
@@ -380,10 +386,10 @@ def class_feedback(
 # ---- signs with values: decoding -----------------------------------------------------------------
 
 
-def _stood_for(
+def _reconstruction(
     words: Tensor, low: Tensor | None, high: Tensor, segments: Segments, name: str
 ) -> Tensor:
-    """Return what bits stand for, float32, shape (n,): +-high, or `low` and `high`."""
+    """Return the decoding of sign bits, float32, shape (n,): +-high, or `low` and `high`."""
     signs = unpack(words, 1, segments.numel, name)
     if not high.isfinite().all() or not (low is None or low.isfinite().all()):
         raise wrong(name, 3)
@@ -415,8 +421,8 @@ def _values(
     count: float,
     out: Tensor,
 ) -> None:
-    values = _stood_for(words, low, high, segments, name)
-    # Two roundings where there is a total, of the product and of the sum.
+    values = _reconstruction(words, low, high, segments, name)
+    # With a total there are two roundings: that of the product and that of the sum.
     out.copy_(values if total is None else total + (values * count if count > 1 else values))
 
 
@@ -457,14 +463,14 @@ def scaled_decode(
     count: int = 1,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return sign * scale of its segment, float32, shape (n,), or `total` + `count` times that.
+    """Return v = sign * scale of the segment, float32, shape (n,), or `total` + `count` * v.
 
-    `words`: bits, 1 an element; `scale`: float32, shape (m,). `out`, the tensor to write to, may
+    `words`: packed bits, 1 an element; `scale`: float32, shape (m,). `out`: where to write; it may
     be `total`.
 
     Raises:
-        PayloadError: see `unpack`; or a scale is not finite, or below 0, or not 0 in a
-            segment without elements.
+        PayloadError: see `unpack`; or a scale is not finite, negative, or not 0 in a segment
+            without elements.
     """
     return _decoded(words, None, scale, segments, name, total, count, out)
 
@@ -480,14 +486,14 @@ def class_decode(
     count: int = 1,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return `high` where the bit is 1 and `low` elsewhere, or `total` + `count` times that.
+    """Return v, float32, shape (n,), or `total` + `count` * v.
 
-    `words`: bits, 1 an element; `low`, `high`: float32, shape (m,), one value a segment; the
-    result: float32, shape (n,). `out`, the tensor to write to, may be `total`.
+    v is the segment's `high` where the bit is 1, and its `low` elsewhere. `words`: packed bits, 1
+    an element; `low`, `high`: float32, shape (m,). `out`: where to write; it may be `total`.
 
     Raises:
-        PayloadError: see `unpack`; or a value is not finite, `low` is above 0 or `high`
-            below, or a class without elements has a value other than 0.
+        PayloadError: see `unpack`; or a value is not finite, `low` is above 0, `high` is below 0,
+            or a class without elements has a value other than 0.
     """
     return _decoded(words, low, high, segments, name, total, count, out)
 
@@ -520,12 +526,13 @@ def mean(
 ) -> Tensor:
     """Return the mean of all workers, float32, shape (n,): see `means.mean_onto`.
 
-    `payloads`: the bits, the value or the two values of each segment, as `scaled_decode` and
-    `class_decode` take them, and how many workers' mean they are. `out`: where to write.
+    `payloads`: the packed bits, the values (scale, or low and high) as `scaled_decode` or
+    `class_decode` takes them, and the number of workers whose mean they encode. `out`: where to
+    write.
 
     Raises:
-        PayloadError: see these.
-        ValueError: there is no payload.
+        PayloadError: see `scaled_decode` and `class_decode`.
+        ValueError: there are no payloads.
     """
     if not payloads:
         raise ValueError("the mean of no payloads: one at least expected")
@@ -552,10 +559,11 @@ def mean(
 
 
 def mean_error(value: Tensor, count: Tensor, total: Tensor, square: Tensor) -> float:
-    """Return the squared error of sending one `value`, float32, for each class of elements.
+    """Return a bound on the squared error of sending one `value`, float32, for each class.
 
-    sum (x - v)^2 = sum x^2 - v (2 sum x - count v), with the value as it was rounded, plus
-    `ERROR_SLACK` of the sum of squares. The other arguments as `class_moments` returns them.
+    For a class with the value v it is sum (x - v)^2 = sum x^2 - v (2 sum x - count v), and
+    `ERROR_SLACK` times the sum of squares is added. The other arguments are float64, as
+    `class_moments` returns them.
     """
     sent = value.double()
     explained = sent * (2 * total - count * sent)

@@ -1,4 +1,4 @@
-"""Where the kernel sources are: `cuda/` of a checkout, `gcbench/csrc/` of a wheel."""
+"""The folder of the kernel sources: `cuda/` in a checkout, `gcbench/csrc/` in a wheel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def kernel_sources() -> Path:
     """Return the folder of the `*.cuh`, `*.cu` and `*.cpp` files.
 
     Raises:
-        GcbenchError: neither place has them: the installation is not complete.
+        GcbenchError: neither folder has them: the installation is not complete.
     """
     places = (_PACKAGE / "csrc", _PACKAGE.parent / "cuda")
     for place in places:

@@ -1,19 +1,20 @@
 """Operations in the frequency domain: spectra of segments, their largest bins, and the wire format.
 
-A segment of d elements has zeros after it up to a length L, the next that transforms fast
-(`gcbench.ops.transform.padded_length`), or L = d without `pad`. It has L // 2 + 1 complex bins, X_k
-= sum_j x_j exp(-2 pi i j k / L) / sqrt(L); an empty one has none. The bins of all segments lie one
-after the other, real and imaginary part side by side: float32, shape (bins, 2). Parseval: ||x||^2 =
+A segment of d elements is padded with zeros to the next length L that transforms fast
+(`gcbench.ops.transform.padded_length`); without `pad`, L = d. It has L // 2 + 1 complex bins, X_k =
+sum_j x_j exp(-2 pi i j k / L) / sqrt(L); an empty segment has none. The bins of all segments are
+concatenated, real and imaginary part side by side: float32, shape (bins, 2). Parseval: ||x||^2 =
 sum_k w_k |X_k|^2, where w_k = 2 for a bin that stands for its conjugate too, 1 for the first and,
-if L is even, the last. The inverse cuts what lies after d, so it loses part of an error only.
+if L is even, the last. The inverse drops the padding, and with it part of the error.
 
 Segments are scaled by a power of two before a transform and back after it, so that values near
-either end of float32's range lose nothing; what leaves it is an infinity in a spectrum (a range
-float then saturates) and the largest float in a gradient. A segment whose peak is below 2^-100
-counts as zero. The rounding of a transform is the library's (`gcbench.ops.transform`).
+either end of float32's range lose no precision. Values beyond that range become infinite in a
+spectrum (a range float then saturates) and the largest float in a gradient. A segment whose peak is
+below 2^-100 counts as zero. The rounding errors of a transform are those of the library
+(`gcbench.ops.transform`).
 
-A payload of K kept bins in all has three parts, int32: a bitmap of 1 bit a bin or, with width 2, of
-1 bit a real number, the two of a bin being equal; 2 K codes of `gcbench.ops.rangefloat`, packed,
+A payload of K kept bins in all has three parts, int32: a bitmap with 1 bit a bin or, with width 2,
+1 bit a real number, the two of a bin being equal; 2 K packed codes of `gcbench.ops.rangefloat`,
 real and imaginary part side by side; and the grid of each nonempty segment's codes.
 """
 
@@ -48,18 +49,18 @@ from gcbench.ops.transform import padded_length, real_forward, real_inverse, tra
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 PEAK = 2.0**13
-"""Segments are scaled to peaks of 1 to 4 times this: fp16 then neither overflows (65504) nor rounds
-what is above 2^-27 of the peak by more than 2^-11."""
+"""Segments are scaled so that their peaks are 1 to 4 times this. In fp16 they then do not overflow
+(65504), and values above 2^-27 of the peak have a relative rounding error of at most 2^-11."""
 HALF_ERROR = 2.0**-11
-"""Relative rounding of fp16."""
+"""Relative rounding error of fp16."""
 
 
-# ---- how segments lie ----------------------------------------------------------------------------
+# ---- memory layout of segments -------------------------------------------------------------------
 
 
 @lru_cache(maxsize=32)
 def padded_lengths(segments: Segments, pad: bool = True) -> tuple[int, ...]:
-    """Return L of each segment."""
+    """Return the padded length L of each segment."""
     return tuple(padded_length(d) if pad else d for d in segments.lengths)
 
 
@@ -71,7 +72,8 @@ def _bins(length: int) -> int:
 def runs_of(segments: Segments, theta: float, pad: bool = True) -> tuple[KeptRun, ...]:
     """Return the runs of `segments` in bins, with keep = max(1, round((1 - theta) bins)).
 
-    `theta`, in [0, 1), is the decimal number that was typed; halves are rounded to even.
+    `theta` is in [0, 1) and taken as the shortest decimal number that prints so; halves are rounded
+    to even.
     """
     share, start = 1 - Fraction(repr(float(theta))), 0
     lengths, runs = padded_lengths(segments, pad), []
@@ -90,12 +92,12 @@ def count_bins(runs: Sequence[KeptRun]) -> int:
 
 @dataclass(frozen=True)
 class Rows:
-    """Segments as rows of another buffer, in another order."""
+    """Where segments are placed as rows of another buffer, padded and possibly in another order."""
 
     starts: tuple[int, ...]
-    """The first element of each segment's row."""
+    """Index of the first element of each segment's row."""
     widths: tuple[int, ...]
-    """Elements of each row: the segment's own, and zeros."""
+    """Elements of each row: those of the segment, then zeros."""
 
     @cached_property
     def numel(self) -> int:
@@ -104,28 +106,31 @@ class Rows:
 
     @cached_property
     def table(self) -> Tensor:
-        """Return what kernels walk by, int64, shape (2, m), on the CPU: starts, then widths."""
+        """The table that kernels find rows by, int64, shape (2, m), on the CPU: starts, widths."""
         return torch.tensor([self.starts, self.widths], dtype=torch.int64)
 
 
 def _rows(segments: Segments, starts: Sequence[int], widths: Sequence[int]) -> Rows | None:
-    """Return such rows, or None where segments lie like that."""
+    """Return the `Rows`; None if they are where the segments are already."""
     rows = Rows(tuple(starts), tuple(widths))
     alike = rows.starts == segments.offsets[:-1] and rows.widths == segments.lengths
     return None if alike else rows
 
 
 class _Plan(NamedTuple):
-    """How the segments of a bucket and their bins lie, and how they are transformed."""
+    """The memory layout in which the segments of a bucket are transformed.
+
+    Segments of one length are made neighbouring rows, which one batched transform takes.
+    """
 
     bins: Segments
-    """The bins of each segment, as floats, two a bin."""
+    """The bins of the segments, counted in floats, two a bin."""
     rows: Rows | None
-    """The segments as rows, those of one length together; None where they lie like that."""
+    """The segments as rows grouped by length; None if they are in this layout already."""
     bin_rows: Rows | None
-    """The same of their bins."""
+    """The bins likewise."""
     transforms: list[tuple[int, slice, slice]]
-    """Each length, and where its rows and their bins are."""
+    """For each length: the length, and the slices of its rows and of their bins."""
 
 
 @lru_cache(maxsize=32)
@@ -153,22 +158,22 @@ def _plan(segments: Segments, pad: bool) -> _Plan:
 
 
 def _each(values: Tensor, segments: Segments) -> Tensor:
-    """Return one value a segment, shape (m,), for each of its elements, shape (n,)."""
+    """Return the value of each element's segment, shape (n,), from `values`, shape (m,)."""
     lengths = torch.tensor(segments.lengths, dtype=torch.int64).to(values.device)
     return values.repeat_interleave(lengths, output_size=segments.numel)
 
 
 def _places(segments: Segments, rows: Rows, device: torch.device) -> Tensor:
-    """Return where each element of the segments lies in the rows, int64, shape (n,)."""
+    """Return the index of each element of the segments in the rows' buffer, int64, shape (n,)."""
     shift = rows.table[0] - torch.tensor(segments.offsets[:-1], dtype=torch.int64)
     return _each(shift.to(device), segments).add_(torch.arange(segments.numel, device=device))
 
 
 def _table(rows: Rows | None, segments: Segments) -> tuple[Tensor | None, int]:
-    """Return the table of `rows`, on the CPU, and the elements of their buffer.
+    """Return the table of `rows`, on the CPU, and the size of their buffer.
 
     Raises:
-        ValueError: there are not as many as segments.
+        ValueError: the number of rows is not that of the segments.
     """
     if rows is None:
         return None, segments.numel
@@ -215,12 +220,12 @@ def scaled(
     rows: Rows | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return `x` over the unit of its segment, float32, shape (n,), and units, float32, (m,).
+    """Return `x` divided by its segment's unit, float32, shape (n,), and the units, float32, (m,).
 
-    A unit is the power of two below the segment's largest magnitude, in [2^-110, 2^126], over
-    `peak`, a power of two from 1 to 2^13. Segments whose largest is below `tiny` become zeros.
-    With `half` and that peak the result is rounded to fp16. `rows`: where to put each segment; the
-    result then has shape (rows.numel,).
+    A unit is the largest power of two that is at most the segment's largest magnitude, clamped to
+    [2^-110, 2^126], divided by `peak`, a power of two from 1 to 2^13. Segments whose largest
+    magnitude is below `tiny` become zeros. With `half` the result is rounded to fp16, for which
+    `peak` must be 2^13. `rows`: where to put each segment; the result then has shape (rows.numel,).
     """
     table, n = _table(rows, segments)
     x = vector(x, torch.float32, segments.numel)
@@ -267,14 +272,14 @@ def unscaled(
     out: Tensor | None = None,
     energy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return bins times their unit, float32, shape (2 bins,), and |X|^2 before that, (bins,).
+    """Return bins times their unit, float32, shape (2 bins,), and their |X|^2 before it, (bins,).
 
-    `bins`: float32, shape (2 bins,), which `segments` cover; `unit`: float32, shape (m,). `rows`:
-    where each segment is to be found in `bins`. `out`: where to write the former, which may be
-    `bins` if there are no `rows`; `energy`: and the latter.
+    `bins`: float32, two a bin, which `segments` cover; `unit`: float32, shape (m,). `rows`: where
+    each segment lies in `bins`. `out`: where to write the product; it may be `bins` if there are no
+    `rows`. `energy`: where to write |X|^2.
 
     Raises:
-        ValueError: an odd number of floats: a bin has two.
+        ValueError: an odd number of floats, as a bin has two.
     """
     n, device = segments.numel, bins.device
     if n % 2:
@@ -314,10 +319,10 @@ def restored(
     rows: Rows | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return `x`, float32, shape (n,), times its units, shape (m,), cut to finite floats.
+    """Return `x`, float32, times its segment's unit, shape (n,), clamped to finite floats.
 
-    `rows`: where each segment is to be found in `x`, then of shape (rows.numel,). `out`: where to
-    write, which may be `x` if there are no `rows`.
+    `unit`: float32, shape (m,). `rows`: where each segment lies in `x`, which then has shape
+    (rows.numel,). `out`: where to write; it may be `x` if there are no `rows`.
     """
     table, size = _table(rows, segments)
     x = vector(x, torch.float32, size)
@@ -341,11 +346,11 @@ def forward(
     """Return the bins of `x`, float32, shape (bins, 2), and their energies, float32, (bins,).
 
     `x`: float32, shape (n,); with `half` its scaled values are rounded to fp16 first. Energies are
-    |X|^2 in a unit of their segment: they compare within it, and never overflow.
+    |X|^2 of the scaled segment: they can be compared within a segment, and never overflow.
     """
     plan = _plan(segments, pad)
     laid, unit = scaled(x, segments, PEAK, TINY, half=half, rows=plan.rows)
-    if len(plan.transforms) == 1:  # its result is the buffer
+    if len(plan.transforms) == 1:  # the transform's result is used as the buffer
         length = plan.transforms[0][0]
         bins = torch.view_as_real(real_forward(laid.view(-1, length))).view(-1)
     else:
@@ -359,7 +364,7 @@ def forward(
 
 
 def inverse(bins: Tensor, segments: Segments, *, pad: bool = True) -> Tensor:
-    """Return the tensor with these bins, float32, shape (n,), finite.
+    """Return the tensor that has these bins, float32, shape (n,), clamped to finite floats.
 
     `bins`: float32, finite, shape (bins, 2).
     """
@@ -378,11 +383,11 @@ def inverse(bins: Tensor, segments: Segments, *, pad: bool = True) -> Tensor:
     return restored(x, unit, segments, rows=plan.rows, out=out)
 
 
-def _beyond(found: int, given: Mapping[str, Any]) -> IndexError:
+def _invalid_bins(found: int, given: Mapping[str, Any]) -> IndexError:
     return IndexError(f"bins do not increase, or one is not in [0, {given['bins']})")
 
 
-@operation(_beyond)
+@operation(_invalid_bins)
 def _mean(
     values: Sequence[Tensor],
     kept: Sequence[Tensor],
@@ -403,14 +408,14 @@ def mean(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the sum of sparse spectra times their weights, in their order: float32, (bins, 2).
+    """Return the weighted sum of sparse spectra, added in their order: float32, (bins, 2).
 
-    `sparse`: the bins, int64, shape (K,), increasing, and their values, float32, shape (K, 2), of
-    each, one at least; `weights`: a number for each. `out`: where to write.
+    `sparse`: for each spectrum its bins, int64, shape (K,), increasing, and their values, float32,
+    shape (K, 2); `weights`: a number for each. `out`: where to write.
 
     Raises:
-        IndexError: bins do not increase, or one is out of range; on a GPU it ends the kernel.
-        ValueError: there is no spectrum, or not as many weights.
+        IndexError: bins do not increase, or are out of range; on a GPU a device-side trap.
+        ValueError: there is no spectrum, or another number of weights.
     """
     if not sparse:
         raise ValueError("the mean of no payloads: one at least expected")
@@ -437,7 +442,7 @@ def mean(
 
 
 def weight(segments: Segments, pad: bool = True) -> Tensor:
-    """Return how often each bin counts in its segment's energy: 1 or 2, float64, shape (bins,)."""
+    """Return the weight of each bin in its segment's energy, 1 or 2: float64, shape (bins,)."""
     lengths = padded_lengths(segments, pad)
     weights = [torch.empty(0, dtype=torch.float64)]
     for which, *_ in segments.runs:
@@ -454,7 +459,7 @@ def weight(segments: Segments, pad: bool = True) -> Tensor:
 def largest(energy: Tensor, runs: Sequence[KeptRun]) -> Tensor:
     """Return the bins of largest energy of each segment, int64, shape (K,), increasing.
 
-    `energy`: float32, not negative, shape (bins,). Of equal ones the lowest bins.
+    `energy`: float32, not negative, shape (bins,). Of equal energies the lowest bins are taken.
     """
     return largest_elements(energy, runs)[0]
 
@@ -462,12 +467,12 @@ def largest(energy: Tensor, runs: Sequence[KeptRun]) -> Tensor:
 def error(
     x: Tensor, segments: Segments, kept: Tensor, values: Tensor, *, half: bool, pad: bool = True
 ) -> float:
-    """Return a bound on ||x - x'||^2, x' having `values`, (K, 2), at the bins `kept`, (K,).
+    """Return a bound on ||x - x'||^2, where x' has `values`, (K, 2), at the bins `kept`, (K,).
 
-    With P the projection on these bins, q = values - P spectrum(x) and h the relative rounding of
-    the input and the transforms: ||x||^2 - (||P x|| - h ||x||)^2 + (||q|| + h ||x||)^2 for each
-    segment, since dropped bins and errors of kept ones are orthogonal. What a cut takes away only
-    makes the error smaller.
+    Let P be the projection on these bins, q = values - P spectrum(x), and h the relative rounding
+    error of the input and the transforms. The bound is ||x||^2 - (||P x|| - h ||x||)^2 + (||q|| +
+    h ||x||)^2 for each segment, since dropped bins and errors of kept bins are orthogonal. Removing
+    the padding can only reduce the error.
     """
     bins = forward(x, segments, half=half, pad=pad)[0][kept].double()
     bins.clamp_(-FLOAT_MAX, FLOAT_MAX)
@@ -492,7 +497,10 @@ def error(
 
 @lru_cache(maxsize=64)
 def layout(runs: tuple[KeptRun, ...], bits: int, width: int) -> Layout:
-    """Return the parts of a payload: see the module docstring."""
+    """Return the layout of a payload, which the module docstring describes.
+
+    `bits`: of a code; `width`: bits a bin in the bitmap, 1 or 2.
+    """
     codes = packed_words(2 * kept_total(runs), bits)
     grids = grouped_grids(kept_groups(runs))
     sizes = packed_words(width * count_bins(runs), 1), codes, grids
@@ -501,7 +509,7 @@ def layout(runs: tuple[KeptRun, ...], bits: int, width: int) -> Layout:
 
 @lru_cache(maxsize=64)
 def _wire(runs: tuple[KeptRun, ...], width: int) -> tuple[tuple[KeptRun, ...], Groups, int]:
-    """Return the runs in bits of the bitmap, the groups of codes, and the bits in all."""
+    """Return the runs counted in bits of the bitmap, the groups of codes, and the bitmap's bits."""
     wide = tuple(
         run._replace(start=width * run.start, length=width * run.length, keep=width * run.keep)
         for run in runs
@@ -510,7 +518,7 @@ def _wire(runs: tuple[KeptRun, ...], width: int) -> tuple[tuple[KeptRun, ...], G
 
 
 def _pairs(kept: Tensor) -> Tensor:
-    """Return where the two parts of each kept bin lie, int64, shape (2 K,)."""
+    """Return the indices of the two floats of each kept bin, int64, shape (2 K,)."""
     return torch.stack((2 * kept, 2 * kept + 1), 1).view(-1)
 
 
@@ -526,11 +534,12 @@ def pack(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the parts of a payload that holds the bins `kept`, int64, shape (K,), increasing.
 
-    `grids`: that of each nonempty segment's codes, int32; None: of its own values.
+    `bins`: float32, shape (bins, 2); `bits`, `mantissa`: the range float's; `width`: bits a bin in
+    the bitmap. `grids`: the grid of each nonempty segment, int32; None: that of its own values.
     """
     _, groups, size = _wire(tuple(runs), width)
     (bitmap,) = pack_positions(_pairs(kept) if width == 2 else kept, size, "bitmap")
-    # As integers of 64 bits, which are gathered in half the time of complex numbers.
+    # 64-bit integers are gathered faster than complex numbers.
     values = bins.view(torch.int64).view(-1).index_select(0, kept).view(torch.float32)
     given = None if grids is None else grids.to(values.device)
     return bitmap, *rangefloat.pack(values, groups, bits, mantissa, given=given)
@@ -546,10 +555,10 @@ def unpack(
 ) -> tuple[Tensor, Tensor]:
     """Return the kept bins, int64, shape (K,), and their values, float32, shape (K, 2), finite.
 
-    `parts` have the declared layout.
+    `parts`: as `layout` declares them; the other arguments as for `pack`.
 
     Raises:
-        PayloadError: no `pack` gives these parts; the message begins with `name`.
+        PayloadError: `pack` never returns such parts; the message begins with `name`.
     """
     bitmap, words, grids = parts
     wide, groups, size = _wire(tuple(runs), width)
@@ -557,6 +566,6 @@ def unpack(
     if width == 2:
         pairs, kept = kept, kept[::2] // 2
         if not torch.equal(pairs, _pairs(kept)):
-            raise PayloadError(f"{name}: a bitmap that keeps half a bin")
+            raise PayloadError(f"{name}: a bitmap with one of the two bits of a bin")
     values = rangefloat.unpack(words, grids, groups, bits, mantissa, name)
     return kept, values.view(-1, 2)

@@ -1,4 +1,4 @@
-"""Largest magnitudes, sums and deviations of segments, and factors by segment."""
+"""Statistics of segments (largest magnitude, moments), and element-wise use of segment values."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from gcbench.core.compressor import TILE, Segments
 from gcbench.ops.dispatch import operation, output, vector
 
 TINY = 2.0**-100
-"""A scale below this counts as zero: its segment is sent as zeros. Far below any gradient, and it
-keeps every product of the codecs out of the denormal range."""
+"""A segment whose scale is below this is sent as zeros. It is far below any gradient, and keeps
+every product of the codecs out of the denormal range."""
 MOMENTS_BLOCK = 256 * TILE
-"""Elements summed at once in float64, which touches fresh memory at every halving."""
+"""Elements that are summed at a time, which bounds the memory of the float64 intermediates."""
 
 
 @operation()
@@ -32,14 +32,14 @@ def absmax(x: Tensor, segments: Segments) -> Tensor:
 
 
 def scale_(x: Tensor, values: Tensor, segments: Segments) -> Tensor:
-    """Multiply `x`, shape (n,), in place by one value a segment, shape (m,); return `x`."""
+    """Multiply `x`, shape (n,), in place by its segments' values, shape (m,); return `x`."""
     for which, rows in segments.views(x):
         rows.mul_(values[which].unsqueeze(1))
     return x
 
 
 def clamp_(x: Tensor, limit: Tensor, segments: Segments) -> Tensor:
-    """Clamp `x`, shape (n,), in place to +-limit, one a segment, shape (m,); return `x`."""
+    """Clamp `x`, shape (n,), in place to [-limit, limit], a limit a segment, (m,); return `x`."""
     for which, rows in segments.views(x):
         bound = limit[which].unsqueeze(1)
         torch.clamp(rows, -bound, bound, out=rows)
@@ -47,7 +47,7 @@ def clamp_(x: Tensor, limit: Tensor, segments: Segments) -> Tensor:
 
 
 def _halve(tiles: Tensor) -> Tensor:
-    """Sum the last axis, 1024 (or a power of two), by adding its second half to its first."""
+    """Sum the last axis, whose length is a power of two: add its second half to its first, etc."""
     while tiles.shape[-1] > 1:
         half = tiles.shape[-1] // 2
         tiles = tiles[..., :half] + tiles[..., half:]
@@ -55,9 +55,9 @@ def _halve(tiles: Tensor) -> Tensor:
 
 
 def _padded(rows: Tensor) -> Tensor:
-    """Cut rows, shape (m, n), into tiles of 1024, shape (m, ceil(n / 1024), 1024), with zeros.
+    """Cut rows, (m, n), into tiles of 1024, (m, ceil(n / 1024), 1024), padded with zeros.
 
-    Short rows become one tile of the next power of two: the zeros of a wider one add nothing.
+    Rows of up to 512 become one tile of the next power of two: further zeros would change no sum.
     """
     n = rows.shape[1]
     width = TILE if n > TILE // 2 else 1 << max(0, n - 1).bit_length()
@@ -70,9 +70,9 @@ def _padded(rows: Tensor) -> Tensor:
 def _row_moments(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sum and the sum of squares of each row, (m, n) -> float64 (m,) each.
 
-    Tiles of 1024 are summed by halving (element i with i + 512, then i + 256, ...), and the tiles'
-    sums the same way until one is left. Zero padding changes nothing, and the order depends on
-    neither device nor thread count, so no bit of the result does.
+    Tiles of 1024 are summed by halving (element i with i + 512, then i + 256, ...), and the sums of
+    the tiles in the same way until one is left. This order depends on neither device nor thread
+    count, so no bit of the result does.
     """
     tiles = _padded(rows)
     shape = tiles.shape[:2]
@@ -101,7 +101,8 @@ def _moments(x: Tensor, segments: Segments, total: Tensor, square: Tensor) -> No
 def moments(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
     """Return the sum and the sum of squares of each segment, float64, shape (m,) each.
 
-    Squares of float32 are exact in float64; the order of the additions is fixed: `_row_moments`.
+    Squares of float32 are exact in float64. The order of the additions is fixed, so the result has
+    the same bits on every device; `_row_moments` describes it.
     """
     x = vector(x, torch.float32, segments.numel)
     total, square = (output(None, torch.float64, len(segments), x.device) for _ in range(2))

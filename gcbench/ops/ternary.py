@@ -1,6 +1,6 @@
 """Ternary codes: -1, 0 or 1 times a scale, drawn without bias, 2 bits each (TernGrad).
 
-Sums of codes over workers travel as `code + count` in `bits(count)` bits.
+A sum of the codes of `count` workers is sent as `sum + count`, in `bits(count)` bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def bits(count: int) -> int:
     """Return the bits of the sum of `count` ternary codes: ceil(log2(2 count + 1)).
 
     Raises:
-        PayloadError: there are more than 32,767, whose sums no packed code holds.
+        PayloadError: `count` is above 32,767, as packed codes have at most 16 bits.
     """
     width = (2 * count).bit_length()
     if width > MAX_BITS:
@@ -66,8 +66,9 @@ def scales(
 ) -> tuple[Tensor | None, Tensor]:
     """Return the clipping thresholds and the scales of ternary codes, float32, shape (m,) each.
 
-    The threshold is `clip` standard deviations (None for clip = 0), the scale the largest clipped
-    magnitude. With `at_limit` the scale is that threshold, and nothing is clipped before it.
+    `x`: float32, shape (n,). The threshold is `clip` standard deviations (None for clip = 0), and
+    the scale is the largest clipped magnitude. With `at_limit` the scale is that threshold, and the
+    threshold None, as the scale then limits the codes.
     """
     m, x = len(segments), vector(x, torch.float32, segments.numel)
     scale = output(None, torch.float32, m, x.device)
@@ -108,7 +109,7 @@ def encode(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Draw ternary codes and pack code + 1 in 2 bits, int32 words. `out`: where to write.
+    """Draw ternary codes t and pack t + 1 in 2 bits each, int32 words. `out`: where to write.
 
     t = sign(x) * [ (u + 1/2) * scale / 2^24 <= min(|x|, limit) ], u uniform on [0, 2^24).
 
@@ -134,7 +135,7 @@ def _too_large(number: int, count: int) -> PayloadError:
 
 
 def _fault(found: int, given: Mapping[str, Any]) -> PayloadError:
-    """Return the error of a kernel: -1 for the scales, or 1 + the number of a payload."""
+    """Return the error for a kernel's fault: -1, a scale; k > 0, the code of payload k - 1."""
     if found < 0:
         return PayloadError(BAD_SCALE)
     return _too_large(found - 1, given["tops"][found - 1] // 2)
@@ -143,11 +144,11 @@ def _fault(found: int, given: Mapping[str, Any]) -> PayloadError:
 def _checked(
     payloads: Sequence[tuple[Tensor, int]], n: int, width: int | None
 ) -> tuple[list[Tensor], list[int], list[int], int]:
-    """Return the words of payloads, their bits a code, their largest codes, and all workers.
+    """Return the payloads' words, bits a code and largest codes, and the number of all workers.
 
     Raises:
-        PayloadError: one has another number of words.
-        ValueError: there is none.
+        PayloadError: a payload has another number of words.
+        ValueError: there are no payloads.
     """
     if not payloads:
         raise ValueError("the sum of no payloads: one at least expected")
@@ -160,7 +161,7 @@ def _checked(
 
 
 def _sum(words: Sequence[Tensor], bits: Sequence[int], tops: Sequence[int], n: int) -> Tensor:
-    """Return the sum of the codes of all payloads, int32, shape (n,), without their offsets."""
+    """Return the sum of the ternary codes t of all payloads, int32, shape (n,)."""
     total = torch.zeros(n, dtype=torch.int32, device=words[0].device)
     for number, (own, width, top) in enumerate(zip(words, bits, tops, strict=True)):
         codes = packing.unpack(own, width, n)
@@ -183,7 +184,7 @@ def _mean(
     if not (scale.isfinite() & (scale >= 0)).all():
         raise PayloadError(BAD_SCALE)
     total = _sum(words, bits, tops, segments.numel)
-    # By a tensor: a device may turn the division by a number into a product.
+    # A divisor that is a plain number may become a product with its reciprocal; a tensor does not.
     unit = torch.where(scale < TINY, 0.0, scale / scale.new_tensor(float(workers)))
     scale_(out.copy_(total), unit, segments)
 
@@ -198,12 +199,12 @@ def mean(
 ) -> Tensor:
     """Return the mean of all workers, sum of codes * (scale / number of workers), float32, (n,).
 
-    `payloads`: int32 words that hold sums over a number of workers, and that number; a code has
-    `bits` bits, or `ternary.bits(number)`. `scale`: float32, shape (m,). `out`: where to write.
+    `payloads`: int32 words of the sum of codes of `count` workers, and `count`; a sum has `bits`
+    bits, by default `ternary.bits(count)`. `scale`: float32, shape (m,). `out`: where to write.
 
     Raises:
-        PayloadError: another number of words; a code beyond 2 * number; or a scale is negative or
-            not finite.
+        PayloadError: a payload has another number of words or a code above 2 * count, or a scale is
+            negative or not finite.
     """
     n, m = segments.numel, len(segments)
     words, widths, tops, workers = _checked(payloads, n, bits)
@@ -237,7 +238,9 @@ def _merge(
 def merge(
     payloads: Sequence[tuple[Tensor, int]], n: int, *, out: Tensor | None = None
 ) -> tuple[Tensor, int]:
-    """Return the sum of `n` ternary codes of all payloads, packed as they are, and its workers.
+    """Return the packed sum of the payloads' codes, `n` each, and the number of its workers.
+
+    `payloads`: as for `mean`. `out`: where to write the words.
 
     Raises:
         PayloadError: see `mean`.
@@ -250,14 +253,15 @@ def merge(
 
 
 def summand_bits(count: int) -> int:
-    """Return the field width in which codes of `count` workers can be added as packed words.
+    """Return the bits a code with which packed codes of `count` workers can be added as words.
 
-    The next power of two: such fields never straddle a word, so no carry is lost.
+    It is `bits(count)` rounded up to a power of two: such fields lie within a word, so a sum never
+    carries into the next field.
     """
     return 1 << (bits(count) - 1).bit_length()
 
 
 def summand(words: Tensor, workers: int, n: int) -> Tensor:
-    """Widen one worker's 2-bit codes to fields whose packed words add up over `workers`."""
+    """Return one worker's `n` 2-bit codes repacked so that words can be added over `workers`."""
     width = summand_bits(workers)
     return words if width == 2 else packing.pack(packing.unpack(words, 2, n), width)

@@ -1,14 +1,15 @@
 """Fourier transforms of real rows: X_k = sum_j x_j e^(-2 pi i j k / d) / sqrt(d), k = 0 ... d // 2.
 
-Two things are done here, as measured with MKL, which torch has on x86-64:
+The transforms are torch's, with two changes that make them faster with MKL, torch's library on
+x86-64:
 
-* `padded_length`: lengths with a large prime factor take 3 to 15 times as long as others. Zeros
-  after a row, as users of such libraries add them, bring it to a length that is fast.
+* Padding (`padded_length`): lengths with a large prime factor are slow, so a row is padded with
+  zeros to a length that is fast.
 * A long row of even length d on the CPU is transformed as h = d / 2 complex numbers, z_j = x_2j +
-  i x_2j+1, which takes a fifth to a tenth of the time of the library's real transform:
+  i x_2j+1, which is several times faster than the library's real transform:
       2 sqrt(d) X_k = (Z_k + conj Z_h-k) + t_k (Z_k - conj Z_h-k), t_k = -i e^(-2 pi i k / d),
-  and back. As t_h-k = conj t_k, half of these factors serve: 2 bytes an element, computed in
-  float64, rounded once and kept.
+  and back. As t_h-k = conj t_k, only half of the factors t_k are stored, 2 bytes an element; they
+  are computed in float64 and rounded to float32.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from torch import Tensor
 from gcbench.ops.dispatch import operation, output, vector
 
 EXACT_TO = 2**15
-"""The longest row that is never padded: the library takes at most 2 ms for it."""
+"""The longest row that is never padded: it is fast enough at any length."""
 FLOAT_ERROR = 2.0**-20
-"""Relative rounding of a transform and its inverse in float32, with room to spare: 2^-20.8 is the
-most that was seen; and what fp16 adds for elements far below the peak."""
+"""A bound on the relative rounding error of a transform and its inverse in float32, and of fp16 for
+elements far below the peak. The largest error observed for the former was 2^-20.8."""
 ROUGH_ERROR = 2.0**-14
-"""The same where a length has a prime factor above 13: MKL is off by 2^-15.4 at 2 * 134,861."""
+"""The same for lengths with a prime factor above 13; MKL has an error of 2^-15.4 at 2 * 134,861."""
 PRIMES = (2, 3, 5, 7, 11, 13)
-"""Prime factors of fast lengths."""
+"""The prime factors that fast lengths may have."""
 HALVES_FROM = 2**13
-"""The shortest row that is transformed as complex numbers."""
+"""The shortest row that is transformed as half as many complex numbers."""
 
 
 # ---- lengths -------------------------------------------------------------------------------------
 
 
 def _smooth(n: int) -> bool:
-    """Return whether n, at least 1, is a product of `PRIMES`."""
+    """Return whether n, at least 1, has no prime factor outside `PRIMES`."""
     for p in PRIMES:
         while n % p == 0:
             n //= p
@@ -46,19 +47,18 @@ def _smooth(n: int) -> bool:
 
 
 def transform_error(d: int) -> float:
-    """Return the relative rounding of a transform of length d and its inverse."""
+    """Return a bound on the relative rounding error of a transform of length d and its inverse."""
     return FLOAT_ERROR if d == 0 or _smooth(d) else ROUGH_ERROR
 
 
 @cache
 def padded_length(d: int) -> int:
-    """Return the length L >= d to which zeros bring a row of d elements.
+    """Return the length L >= d to which a row of d elements is padded with zeros.
 
-    L = d up to `EXACT_TO`, and where d has no prime factor above 13. Otherwise the least multiple
-    of 8 that is a product of primes up to 13, 11 or 13 among them: at most 2.0 % more (.4 % on
-    average), 1.3 % (.2 %) beyond 1.3e5 and .73 % (.1 %) beyond 1e6. MKL transforms such an L / 2 in
-    2 to 5 ns a number (in 10 from 1e7). It takes 16 for many a 2^a 3^b 5^c 7^e, such as 2^12 25 or
-    2^14, and a fifth more where there are fewer twos.
+    L = d up to `EXACT_TO`, and if d has no prime factor above 13. Otherwise L is the least multiple
+    of 8 that is a product of primes up to 13 with 11 or 13 among them, as MKL is slow at many
+    lengths of the form 2^a 3^b 5^c 7^e, such as 2^12 25 or 2^14. L exceeds d by at most 2.0 % (.4 %
+    on average), 1.3 % (.2 %) beyond 1.3e5 and .73 % (.1 %) beyond 1e6.
     """
     if d <= EXACT_TO or _smooth(d):
         return d
@@ -76,7 +76,7 @@ def padded_length(d: int) -> int:
 
 @lru_cache(maxsize=64)
 def turns(d: int) -> Tensor:
-    """Return t_k for k = 0 ... d // 4, d even, complex64, on the CPU. Not to be changed."""
+    """Return t_k for k = 0 ... d // 4, d even, complex64, on the CPU; cached, do not change it."""
     angle = torch.arange(d // 4 + 1, dtype=torch.float64).mul_(2 * math.pi / d)
     return torch.complex(-angle.sin(), -angle.cos()).to(torch.complex64)
 
@@ -109,12 +109,14 @@ def fold(
 ) -> Tensor:
     """Return s ((v_k + conj v_h-k) + t_k (v_k - conj v_h-k)) for k = 0 ... h, complex64, (h + 1,).
 
-    `waves`: v, complex64, shape (h,), and v_h is v_0; `factors`: t_k for k = 0 ... h // 2,
-    complex64, and t_h-k = conj t_k; `scale`: s. With `inverse` v has h + 1 numbers, of which the
-    first and the last count as real, t_k is conjugate, and k = 0 ... h - 1: shape (h,).
+    This is the step between a complex transform of length h and the real one of length 2 h.
+    `waves`: v, complex64, shape (h,), with v_h = v_0; `factors`: t_k for k = 0 ... h // 2,
+    complex64, with t_h-k = conj t_k; `scale`: s; `out`: where to write. With `inverse`, v has h + 1
+    numbers, the imaginary parts of the first and the last are ignored, conj t_k replaces t_k, and k
+    = 0 ... h - 1, so that the result has shape (h,).
 
     Raises:
-        ValueError: too few numbers, or not as many factors as they need.
+        ValueError: too few numbers, or another number of factors.
     """
     n = len(waves)
     h = n - 1 if inverse else n
@@ -139,9 +141,10 @@ def fold(
 
 
 def by_halves(rows: int, d: int, on_cpu: bool) -> bool:
-    """Return whether that many rows of length d are transformed as complex numbers.
+    """Return whether `rows` rows of length d are transformed as half as many complex numbers.
 
-    One row: of short ones, and of several, the library's real transform does 16 in the time of one.
+    Only a single long row is: for short rows, and for several, the library's real transform is
+    vectorized over rows.
     """
     return on_cpu and rows == 1 and d >= HALVES_FROM and d % 2 == 0
 
@@ -155,7 +158,7 @@ def real_forward(rows: Tensor, *, out: Tensor | None = None) -> Tensor:
     if not by_halves(m, d, rows.is_cpu):
         bins: Tensor = torch.fft.rfft(rows, norm="ortho", out=out)
         return bins
-    # Where an odd number of elements lies before it, the row has to be moved.
+    # A complex view needs an even storage offset; otherwise the row is copied.
     row = rows.clone() if rows.storage_offset() % 2 else rows.contiguous()
     waves = torch.fft.fft(torch.view_as_complex(row.view(-1, 2)))
     own = None if out is None else out[0]
@@ -165,8 +168,8 @@ def real_forward(rows: Tensor, *, out: Tensor | None = None) -> Tensor:
 def real_inverse(bins: Tensor, d: int, *, out: Tensor | None = None) -> Tensor:
     """Return the rows with these bins, float32, shape (m, d).
 
-    `bins`: complex64, shape (m, d // 2 + 1). The first and, of an even length, the last count as
-    real. `out`: where to write.
+    `bins`: complex64, shape (m, d // 2 + 1); the imaginary part of the first, and for even d of the
+    last, is ignored. `out`: where to write.
     """
     if not by_halves(len(bins), d, bins.is_cpu):
         rows: Tensor = torch.fft.irfft(bins, d, norm="ortho", out=out)

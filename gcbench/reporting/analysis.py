@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import io
 import json
-import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -24,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gcbench.core.errors import GcbenchError, UsageError, unknown
 from gcbench.reporting import foreign, glossary
-from gcbench.reporting.rendering import Column, block, csv_text, number, sentence
+from gcbench.reporting.rendering import Column, block, csv_text, number, sentence, where
 from gcbench.training import configuration
 from gcbench.training.store import explained, open_own, write_atomically
 
@@ -38,11 +37,11 @@ Row = dict[str, Value]
 
 
 class MissingTableError(GcbenchError):
-    """A table is asked for that the file of an analysis leaves out."""
+    """The file of an analysis leaves out a table that is needed."""
 
 
 class Shown(BaseModel):
-    """How a field of the rows is shown: heading, and the factor from its plain unit."""
+    """How a column shows a field of the rows: its heading, and the factor on its values."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -56,7 +55,7 @@ class Shown(BaseModel):
 class Table(BaseModel):
     """Tidy rows, and how a reader sees them.
 
-    A number that is not finite is None in the rows; what failed says so in a text field.
+    Numbers in the rows are finite, or None; what failed says so in a text field of its row.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -64,7 +63,7 @@ class Table(BaseModel):
     name: str = Field(pattern=r"^[a-z0-9_]+$")
     title: str
     shown: list[Shown] = []
-    """Columns in order; none: the table is for the picture and for other programs alone."""
+    """Columns in order. Without any, the table is not printed: pictures and programs read it."""
     which: int = 1
     """The first columns, which say what a row is; they are aligned to the left."""
     by: str | None = None
@@ -88,10 +87,34 @@ class Analysis(BaseModel):
     answer: list[str] = []
     """Sentences that stand before all tables: what the user asked."""
     conclusions: list[str] = []
-    """Sentences that the numbers of this very analysis bear out."""
+    """Sentences that the numbers of this analysis support."""
     tables: list[Table]
     failed: bool = False
     """Whether a claim that was checked does not hold."""
+
+    @classmethod
+    def of(
+        cls,
+        kind: str,
+        settings: BaseModel,
+        command: str,
+        *,
+        tables: Sequence[Table],
+        conclusions: Sequence[str] = (),
+        answer: Sequence[str] = (),
+        failed: bool = False,
+    ) -> Analysis:
+        """Return an analysis made with these settings, here and now."""
+        return cls(
+            kind=kind,
+            settings=settings.model_dump(mode="json"),
+            command=command,
+            provenance=provenance(),
+            answer=[*answer],
+            conclusions=[*conclusions],
+            tables=[*tables],
+            failed=failed,
+        )
 
     @property
     def name(self) -> str:
@@ -114,7 +137,7 @@ class Analysis(BaseModel):
 
 
 def digest(settings: Mapping[str, Any]) -> str:
-    """Return ten hex digits that name these settings: of their canonical JSON."""
+    """Return the first ten hex digits of the SHA-256 of these settings as sorted JSON."""
     text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
@@ -129,19 +152,14 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def finite(value: float) -> float | None:
-    """Return the value, or None in place of what is no number."""
-    return value if math.isfinite(value) else None
-
-
 # ---- disk ----------------------------------------------------------------------------------------
 
 
 class Ledger:
     """Results of long work as they come: what an interrupted command has made is not made again.
 
-    A record is a JSON object under a key; the file grows by a line each and is `fsync`ed by nobody:
-    a crash of the machine loses seconds, one of the process nothing.
+    A record is a JSON object under a key, and a line of the file. If the process crashes, no record
+    is lost; if the machine does, those of the last seconds may be, as the file is not synced.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -293,7 +311,7 @@ def cell(value: Value, scale: float = 1.0) -> str:
 
 
 def columns(table: Table, rows: Sequence[Row]) -> list[Column]:
-    """Return what is shown of `rows`, which are of `table`; columns without a value are left out.
+    """Return the columns that show these rows of a table; those without a value are left out.
 
     The first `table.which` columns always stay.
     """
@@ -319,21 +337,6 @@ def parts(analysis: Analysis) -> Iterator[tuple[Table, str, list[Row]]]:
         for value in dict.fromkeys(row.get(table.by) for row in table.rows):
             alike = [row for row in table.rows if row.get(table.by) == value]
             yield table, f"{table.title}: {cell(value)}", alike
-
-
-def where(found: Mapping[str, Any]) -> str:
-    """Return in one line on what an analysis, or a run, of that provenance was made."""
-    machine, known = found.get("machine", {}), found.get("versions", {})
-    commit = found.get("commit")
-    cpu = machine.get("cpu")
-    facts = [
-        machine.get("gpu"),
-        cpu and f"{cpu} ({machine.get('isa')}), {machine.get('cores')} cores",
-        *(f"{name} {known[name]}" for name in ("torch", "gcbench", "python") if name in known),
-        commit and f"commit {commit[:10]}{'+' * commit.endswith('+')}",
-        str(found.get("started", ""))[:10],
-    ]
-    return ", ".join(fact for fact in facts if fact)
 
 
 def document(analysis: Analysis) -> dict[str, Any]:

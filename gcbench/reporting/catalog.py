@@ -14,19 +14,10 @@ from gcbench.training import configuration
 Row = dict[str, Any]
 AXES = (
     *("task", "task_options", "options", "memory", "memory_options", "start_step", "delay"),
-    *(
-        "rebroadcast_every",
-        "local_steps",
-        "outer_lr",
-        "outer_momentum",
-        "workers",
-        "engine",
-        "gradients",
-        "batch",
-        "lr",
-    ),
+    *("rebroadcast_every", "local_steps", "outer_lr", "outer_momentum", "workers", "engine"),
+    *("gradients", "batch", "lr"),
 )
-"""Settings of a grid that the table at a run's end shows where they vary."""
+"""Settings that the table at the end of `gcbench run` shows if its runs differ in them."""
 
 
 def _card(cls: type[Any]) -> str:
@@ -67,7 +58,7 @@ def compressors() -> list[Row]:
         try:
             up, down = wire_bits.bits(method)
             sent: Any = {"up": round(up, 3), "down": round(down, 3)}
-        except Exception as error:  # a method that fails still has a row, which says so
+        except Exception as error:  # the row of a method that fails says so
             sent = f"failed: {type(error).__name__}: {error}"
         rows.append(
             {

@@ -1,4 +1,4 @@
-"""What all pictures share: their look, their styles, labels that do not collide, and the file."""
+"""What all pictures share: style, colours and markers, labels that do not overlap, and the file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _METADATA: dict[str, dict[str, Any]] = {
 
 
 def check(path: Path) -> Path:
-    """Return `path`, whose ending says the format: before long work, not after it.
+    """Return `path` if a picture can be written there; to be called before long work.
 
     Raises:
         UsageError: another ending than `ENDINGS`, or a folder that is not there.
@@ -49,7 +49,7 @@ def check(path: Path) -> Path:
 
 
 def colours(count: int) -> list[Any]:
-    """Return that many colours, no two the same: colour-blind safe ones as far as they reach.
+    """Return that many different colours, from a colour-blind safe palette while it lasts.
 
     Beyond ten, hues around the circle, dark and light in turn; a marker tells neighbours apart.
     """
@@ -83,7 +83,7 @@ _EMBEDDED = {"pdf.fonttype": 42, "ps.fonttype": 42}
 
 @contextmanager
 def print_canvas(width: str, aspect: float = 0.75) -> Iterator[Figure]:
-    """Yield an empty figure of a paper's width, one of `WIDTHS`, in type of 8 points."""
+    """Yield an empty figure as wide as one of `WIDTHS`, with text of 8 points."""
     import matplotlib as mpl
     import seaborn
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -108,7 +108,7 @@ def print_canvas(width: str, aspect: float = 0.75) -> Iterator[Figure]:
 
 @contextmanager
 def canvas(width: float, height: float) -> Iterator[Figure]:
-    """Yield an empty figure, in inches, in the house's look: readable at half its size."""
+    """Yield an empty figure of that many inches, styled to be readable at half its size."""
     import matplotlib as mpl
     import seaborn
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -118,7 +118,7 @@ def canvas(width: float, height: float) -> Iterator[Figure]:
         **seaborn.axes_style("ticks", {"axes.grid": True, "grid.color": "0.9"}),
         **seaborn.plotting_context("notebook", font_scale=1.2),
         **_EMBEDDED,
-        "svg.hashsalt": "gcbench",  # equal runs, equal file
+        "svg.hashsalt": "gcbench",  # equal runs give equal files
     }
     with mpl.rc_context(look):
         figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
@@ -127,7 +127,7 @@ def canvas(width: float, height: float) -> Iterator[Figure]:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure to `path`, its axes freed of their upper and right frame.
+    """Remove the upper and right frame of the axes, and write the figure to `path`.
 
     Raises:
         GcbenchError: the file cannot be written.
@@ -148,7 +148,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 class Mark(NamedTuple):
-    """A point that wants a label: where, half its error bar (data coordinates), text, colour.
+    """A point to be labelled: where, half its error bar (data coordinates), text, colour.
 
     `short` stands where there is no room for the text: a number, say, that a legend explains.
     """

@@ -1,4 +1,4 @@
-"""Rows and tables from elsewhere: what they hold is shown as text, and never does anything.
+"""Rows and tables of other people: whatever they hold is shown as text, and nothing of it is run.
 
 A file that somebody sends may hold control sequences for a terminal, formulas for a spreadsheet,
 tags for a browser, or nesting that exhausts a reader. Characters that are not printable are shown
@@ -26,7 +26,8 @@ FORMULAS = ("=", "+", "-", "@", "\t", "\r")
 def printable(text: str, keep: str = "\n") -> str:
     """Return text without control sequences, lone surrogates and marks of direction.
 
-    They are shown as Python writes them; other white space is a space. `keep`: as they are.
+    These are replaced by their escapes, as Python writes them, and other white space by a space.
+    `keep`: characters that stay as they are.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -47,11 +48,11 @@ def plain(value: Any, where: str, keep: str = "", depth: int = 0) -> Any:
         GcbenchError: it is nested too deep, or a string in it is too long; `where` is its place.
     """
     if depth > DEEPEST:
-        raise GcbenchError(f"{where} is nested more than {DEEPEST} deep; no row of gcbench is")
+        raise GcbenchError(f"{where} is nested more than {DEEPEST} deep, which rows never are")
     if isinstance(value, str):
         if len(value) > LONGEST:
             raise GcbenchError(
-                f"{where} is a text of {len(value)} characters; a row has {LONGEST} at most"
+                f"{where} is a text of {len(value)} characters; {LONGEST} at most are allowed"
             )
         return printable(value, keep)
     if isinstance(value, Mapping):

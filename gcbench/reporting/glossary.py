@@ -36,6 +36,9 @@ WORDS: dict[str, str] = {
     "to its next gradient, so that nothing is lost for good. Also called memory.",
     "front": "The rows that no other row of equal budget beats in both, a better mean and fewer "
     "bytes (the Pareto front).",
+    "hybrid sharding": "Each node holds the whole model, cut into shards over its ranks, so that a "
+    "shard has replicas on the other nodes. Gradients are exchanged inside a node, then between "
+    "the replicas: the two-level exchange.",
     "interval": "The 95 % confidence interval of a mean over seeds, by Student's t; it assumes "
     "normal differences. An interval around zero means: not told apart by these runs.",
     "link": "The network between two machines: its bandwidth in Gbit/s and its latency in µs.",

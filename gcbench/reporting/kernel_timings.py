@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gcbench.core.errors import UsageError, unknown
-from gcbench.reporting.rendering import Column, block, number, sentence
+from gcbench.reporting.rendering import Column, block, number, sentence, where
 
 FORMATS = ("table", "markdown", "json")
 COPIED = 8
@@ -49,7 +49,7 @@ class Row(BaseModel):
 
     @property
     def where(self) -> tuple[str, str, int]:
-        """What rows share that are in one table."""
+        """The fields that all rows of one table share."""
         return self.size, self.device, self.threads
 
     @property
@@ -177,14 +177,14 @@ def tables(timings: Timings, rows: Sequence[Row]) -> list[tuple[str, list[Column
     """Return title and columns of a table for each size, device and number of threads."""
     eager = {(row.op, row.where): row.seconds for row in timings.rows if row.backend == "eager"}
     found = []
-    for where in dict.fromkeys(row.where for row in rows):
-        alike = [row for row in rows if row.where == where]
-        size, device, threads = where
+    for place in dict.fromkeys(row.where for row in rows):
+        alike = [row for row in rows if row.where == place]
+        size, device, threads = place
         first = alike[0]
         title = f"{size}: {first.elements:,} elements"
         title += f" in {first.tensors} tensors" if first.tensors > 1 else ""
         title += f", {threads} thread{'s' * (threads > 1)}" if device == "cpu" else f", {device}"
-        cells = zip(*(_cells(row, eager.get((row.op, where))) for row in alike), strict=True)
+        cells = zip(*(_cells(row, eager.get((row.op, place))) for row in alike), strict=True)
         columns = list(zip((*NAMES, *NUMBERS), map(list, cells), strict=True))
         if all(row.around_seconds is None for row in alike):
             del columns[-1]
@@ -193,20 +193,9 @@ def tables(timings: Timings, rows: Sequence[Row]) -> list[tuple[str, list[Column
 
 
 def notes(timings: Timings) -> list[str]:
-    """Return on what they were measured, and what the columns mean."""
-    machine = timings.machine
-    facts = [
-        machine.get("gpu"),
-        f"{machine.get('cpu')} ({machine.get('isa')}), {machine.get('cores')} cores",
-        *(
-            f"{name} {timings.versions[name]}"
-            for name in ("torch", "gcbench", "python")
-            if name in timings.versions
-        ),
-        timings.commit and f"commit {timings.commit[:10]}{'+' * timings.commit.endswith('+')}",
-        timings.date,
-    ]
-    return [", ".join(fact for fact in facts if fact) + ".", NOTE]
+    """Return two sentences: machine and versions, and what the columns mean."""
+    made = timings.model_dump(include={"machine", "versions", "commit"})
+    return [where({**made, "started": timings.date}) + ".", NOTE]
 
 
 def _json(timings: Timings, rows: Sequence[Row]) -> str:

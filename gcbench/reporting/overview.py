@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from gcbench.reporting import tables
 from gcbench.reporting.analysis import Analysis
-from gcbench.reporting.compare import LEAST_SEEDS, Row
-from gcbench.reporting.rendering import Column, number
+from gcbench.reporting.compare import Row
+from gcbench.reporting.rendering import MB, Column, ends, number
 from gcbench.reporting.sections import Compared, Section, Sheet
+from gcbench.reporting.seeds import LEAST_SEEDS
 from gcbench.training.configuration import canonical, text
 
 PAYS = ("advice", "bandwidth", "scale", "scale-link")
 """Kinds of analyses whose conclusions say where compression pays."""
 SENTENCES = 2
-"""Conclusions of an analysis that the summary shows, the first ones."""
+"""How many conclusions of an analysis the summary shows: the first ones."""
 
 
 def sections(
@@ -60,8 +61,7 @@ def _what(
         return ", ".join(dict.fromkeys(text(run.config.get(key)) for run in one.runs))
 
     def seeds(one: Compared) -> str:
-        counts = sorted({len(row.runs) for row in one.rows})
-        return " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+        return ends(len(row.runs) for row in one.rows)
 
     columns = [
         Column("what", [one.title for one in chosen]),
@@ -85,21 +85,15 @@ def _names(one: Compared) -> set[str]:
     return {row.first.compressor_name for row in one.rows}
 
 
-def _budgets(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Yield the rows of each budget."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(canonical(row.context), []).append(row)
-    yield from groups.values()
-
-
 def front(rows: Sequence[Row]) -> list[Row]:
     """Return the front of the budget that has most rows, then most steps; most bytes first.
 
     Of rows with equal results, such as those of two engines, the first stands for all.
     """
-    groups = list(_budgets(rows))
-    largest = max(groups, key=lambda alike: (len(alike), alike[0].first.steps))
+    budgets: dict[str, list[Row]] = {}
+    for row in rows:
+        budgets.setdefault(canonical(row.context), []).append(row)
+    largest = max(budgets.values(), key=lambda alike: (len(alike), alike[0].first.steps))
     kept: dict[tuple[object, ...], Row] = {}
     for row in largest if len(largest) > 1 else ():
         if row.on_front:
@@ -109,18 +103,18 @@ def front(rows: Sequence[Row]) -> list[Row]:
 
 
 def _front(chosen: Sequence[Compared], accuracy: Mapping[int, Section]) -> Section | None:
-    """Return the rows that nothing beats in both, the uncompressed ones first in each budget."""
+    """Return the section of the fronts, a front for each of `chosen`; None without any row."""
     shown = [(one, row) for one in chosen for row in front(one.rows)]
     if not shown:
         return None
     rows = [row for _, row in shown]
 
     def fewer(row: Row) -> str:
-        bits = row.average("payload_ratio_up"), row.average("payload_ratio_down")
+        bits = row.payload_ratio_up, row.payload_ratio_down
         both = [32 / ratio for ratio in bits if ratio]
         return f"{64 / sum(both):.3g}x" if len(both) == 2 else "-"
 
-    settings = [" ".join(f"{k}={text(v)}" for k, v in row.context.items()) for row in rows]
+    settings = [row.place for row in rows]
     columns = [
         Column("method", [row.method for row in rows]),
         Column("accuracy %\nor loss", [tables.quality(row, mixed=True) for row in rows]),
@@ -153,7 +147,7 @@ def _front(chosen: Sequence[Compared], accuracy: Mapping[int, Section]) -> Secti
 
 
 def findings(one: Compared) -> list[str]:
-    """Return what the rows of a task or suite bear out, in sentences.
+    """Return in sentences what the rows of a task or suite show.
 
     Nothing is called worse without an interval of paired differences.
     """
@@ -172,26 +166,18 @@ def findings(one: Compared) -> list[str]:
         return told
     least = min(row.pairs for row in known)
     few = f" ({least} seeds: wide intervals)" if least < LEAST_SEEDS else ""
-    worse = [row for row in known if _worse(row)]
+    worse = [row for row in known if row.below_baseline]
     told.append(
         f"{one.title}: rows with an interval: {len(known)}; worse than `none` by it: "
         f"{len(worse)}; better: {sum(row.above_baseline for row in known)}{few}."
     )
-    alike = [row for row in known if not _worse(row) and not row.failed]
+    alike = [row for row in known if not row.below_baseline and not row.failed]
     if alike:
         fewest = min(alike, key=lambda row: row.payload_bytes_step)
-        size = number(fewest.payload_bytes_step, 1 / tables.MB)
-        place = " ".join(f"{key}={text(value)}" for key, value in fewest.context.items())
+        size = number(fewest.payload_bytes_step, 1 / MB)
         told.append(
             f"{one.title}: fewest bytes among the rows that are not worse by their interval: "
-            f"{fewest.method}{f' ({place})' if place else ''}, {size} MB a step, "
+            f"{fewest.method}{f' ({fewest.place})' if fewest.place else ''}, {size} MB a step, "
             f"{tables.versus(fewest)}. Not shown to be worse is not shown to be equal."
         )
     return told
-
-
-def _worse(row: Row) -> bool:
-    """Whether the interval of the difference to `none` lies on the worse side of zero."""
-    if row.interval is None:
-        return False
-    return row.interval[1] < 0 if row.metric == "accuracy" else row.interval[0] > 0

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from gcbench.core.errors import UsageError
 from gcbench.reporting import figures, foreign
-from gcbench.reporting.compare import Row, half_interval
+from gcbench.reporting.compare import Row, order
 from gcbench.reporting.figures import Mark
+from gcbench.reporting.rendering import MB, ends
 from gcbench.training.configuration import canonical, text
 from gcbench.training.suites.tuning import TUNED_KEYS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-_MB = 1e6
 
 
 def draw(rows: Sequence[Row], path: Path, width: str) -> None:
@@ -51,8 +50,8 @@ def draw(rows: Sequence[Row], path: Path, width: str) -> None:
             axes.axhspan(low, high, color="0.5", alpha=0.22, lw=0)
         marks = []
         for number, row in enumerate(drawn, 1):
-            x, y = row.payload_bytes_step / _MB, scale * (row.mean or 0.0)
-            spread, look = scale * half_interval(row), looks[row.method]
+            x, y = row.payload_bytes_step / MB, scale * (row.mean or 0.0)
+            spread, look = scale * row.half_interval, looks[row.method]
             bar = spread or None
             axes.errorbar(x, y, bar, ls="", capsize=2, marker=look["marker"], color=look["color"])
             marks.append(Mark(x, y, spread, row.method, look["color"], str(number)))
@@ -105,8 +104,9 @@ def has_published(rows: Sequence[Row]) -> bool:
 def draw_suite(rows: Sequence[Row], title: str, path: Path, width: str = "") -> None:
     """Write the table or figure that a suite reproduces: ours filled, the published ones hollow.
 
-    Across is the setting with most values, such as the number of workers; the other settings in
-    which the entries of a method differ have a panel each; a colour is a method. Ours has its 95 %
+    The x axis has the setting with most values, such as the number of workers. There is a panel for
+    each combination of the other settings in which the entries of a method differ, and a colour for
+    each method. Ours has its 95 %
     interval. The steps of both stand below.
 
     Raises:
@@ -137,10 +137,10 @@ def draw_suite(rows: Sequence[Row], title: str, path: Path, width: str = "") -> 
             grid[-1].plot([], [], marker="s", ls="", color=colour, label=foreign.label(method))
         grid[-1].plot([], [], marker="o", ls="", color="0.3", label="ours, 95 % interval")
         grid[-1].plot([], [], marker="D", mfc="none", ls="", color="0.3", label="published")
-        steps = sorted({row.first.steps for row in rows})
-        theirs = sorted({row.published.steps for row in rows if row.published is not None})
+        steps = [row.first.steps for row in rows]
+        theirs = [row.published.steps for row in rows if row.published is not None]
         figure.suptitle(
-            f"{foreign.label(title)}\nsteps: ours {_ends(steps)}, published {_ends(theirs)}",
+            f"{foreign.label(title)}\nsteps: ours {ends(steps)}, published {ends(theirs)}",
             fontsize="medium",
         )
         handles, labels = grid[-1].get_legend_handles_labels()
@@ -152,28 +152,23 @@ def draw_suite(rows: Sequence[Row], title: str, path: Path, width: str = "") -> 
 def _beside(axes: Axes, rows: Sequence[Row], across: str, looks: dict[str, dict[str, Any]]) -> None:
     """Draw the rows of a panel, methods side by side at each value of the setting `across`."""
     values = [{**row.context, **row.own}.get(across) for row in rows]
-    places = {canonical(value): None for value in sorted(values, key=_order)}
+    places = {canonical(value): None for value in sorted(values, key=order)}
     ticks = list(places)
     for value, row in zip(values, rows, strict=True):
         shift = 0.5 * ((list(looks).index(row.method) + 0.5) / len(looks) - 0.5)
         x, colour = ticks.index(canonical(value)) + shift, looks[row.method]["color"]
         ours = None if row.mean is None else 100 * row.mean
         if ours is not None:
-            half = 100 * half_interval(row) or None
+            half = 100 * row.half_interval or None
             axes.errorbar(x, ours, half, marker="o", capsize=2, ls="", zorder=3, color=colour)
         if row.published is not None and row.published.accuracy is not None:
             theirs = 100 * row.published.accuracy
             axes.plot(x, theirs, marker="D", mfc="none", ls="", zorder=3, color=colour)
             if ours is not None:
                 axes.plot([x, x], [ours, theirs], ls=":", lw=0.8, color=colour)
-    axes.set_xticks(range(len(ticks)), [text(value) for value in sorted(set(values), key=_order)])
+    axes.set_xticks(range(len(ticks)), [text(value) for value in sorted(set(values), key=order)])
     axes.set_xlim(-0.6, len(ticks) - 0.4)
     axes.set_xlabel(foreign.label(across.replace("_", " ")))
-
-
-def _order(value: Any) -> tuple[int, float, str]:
-    number = isinstance(value, int | float)
-    return (0, float(value), "") if number else (1, 0.0, canonical(value))
 
 
 def _tells(rows: Sequence[Row], key: str) -> bool:
@@ -182,7 +177,3 @@ def _tells(rows: Sequence[Row], key: str) -> bool:
     for row in rows:
         values.setdefault(row.method, set()).add(text({**row.context, **row.own}.get(key)))
     return any(len(found) > 1 for found in values.values())
-
-
-def _ends(values: Sequence[int]) -> str:
-    return " to ".join(f"{value:,}" for value in dict.fromkeys((values[0], values[-1])))

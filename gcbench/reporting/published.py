@@ -1,4 +1,4 @@
-"""Finished runs beside the numbers of a suite: which run is which entry, and what is missing."""
+"""Finished runs beside a suite: the entry of each run, and the entries without runs."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Beside:
     points: Mapping[str, Point]
     """By `Run.method`."""
     missing: list[Point]
-    """The runs of the suite that nobody has made, with whatever budget."""
+    """The entries of the suite that have no run, of whatever budget."""
     choices: Mapping[str, Choice]
-    """What the trials that were read say of each point's rate, by `Point.identity`."""
+    """The learning rate that trials choose for each point, by `Point.identity`."""
 
     def rows(self, rows: Sequence[Row]) -> list[Row]:
         """Return the rows of these runs with the published numbers."""
@@ -56,7 +56,7 @@ class Beside:
         return "edge" if choice.at_edge else "tuned"
 
     def unmade(self) -> list[str]:
-        """Return lines on the runs that are missing and the command for them; none if none is."""
+        """Return lines on the runs that are missing and the command that makes them."""
         if not self.missing:
             return []
         every = len(self.missing) + len({p.identity for p in self.points.values()})
@@ -178,7 +178,10 @@ def _defaults(cls: type[Any]) -> dict[str, Any]:
 
 
 def _same(suite: Suite, wanted: Mapping[str, Any], told: Mapping[str, Any]) -> bool:
-    """Return whether a run has the settings of an entry; one it does not tell must not be set."""
+    """Return whether a run has the settings of an entry.
+
+    A setting that the run does not record must be one that the suite does not set.
+    """
     for key, value in wanted.items():
         if key in grid.NESTED:
             own = told[key]

@@ -101,7 +101,7 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The full config without the seed; values that the run resolved win over the asked."""
+        """The config without the seed, with what the run resolved in place of what was asked."""
         resolved = ("task", "workers", "collective", "engine", "gradients", "steps", "batch")
         resolutions = {key: getattr(self.summary, key) for key in resolved}
         config = ADDED | self.summary.config | resolutions
@@ -160,7 +160,7 @@ def schedules(summary: Summary) -> dict[str, str]:
 
 
 def fields(summary: Summary) -> dict[str, Any]:
-    """Return the compressor's fields by its stored repr; by the config where that is no call.
+    """Return the compressor's fields: from its stored repr, or else from the config.
 
     The repr is of the last step: fields that changed by step are shown as their schedule.
     """
@@ -251,7 +251,7 @@ def run_folders(folder: Path) -> Iterator[Path]:
     for place, below, files in os.walk(folder):
         below.sort()
         if "summary.json" in files or any(name in files for name in RUN_FILES):
-            below.clear()  # a run holds no runs
+            below.clear()  # there are no runs inside a run's folder
             yield Path(place)
 
 

@@ -8,12 +8,13 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gcbench.reporting import foreign
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
     from rich.table import Table
 
 
@@ -26,8 +27,18 @@ class Column(NamedTuple):
     """"high" or "low": which end a reader looks for first; "" where neither is better."""
 
 
+MB = 1e6
+"""Bytes of the unit in which tables and pictures show them."""
+
+
+def ends(values: Iterable[int]) -> str:
+    """Return the least and the largest of some counts in words: "3 to 5", or "3" if all are."""
+    found = sorted(values)
+    return " to ".join(f"{value:,}" for value in dict.fromkeys((found[0], found[-1])))
+
+
 def number(value: float | None, scale: float = 1.0) -> str:
-    """Return about three significant digits, without an exponent where that stays readable."""
+    """Return a number in about three digits, without an exponent where that stays readable."""
     if value is None:
         return "-"
     scaled = value * scale
@@ -112,14 +123,14 @@ def terminal(which: Sequence[Column], groups: Sequence[Sequence[Column]], width:
 
 
 def _lines(columns: Sequence[Column]) -> list[list[str]]:
-    """Return headings and rows of cells."""
+    """Return the headings, then the cells of each row."""
     headings = [column.heading.replace("\n", " ") for column in columns]
     rows = zip(*(column.cells for column in columns), strict=True)
     return [[foreign.cut(cell, foreign.CELL) for cell in line] for line in (headings, *rows)]
 
 
 def _markdown_cell(cell: str) -> str:
-    """Return text with neither tags nor links."""
+    """Return a cell in which Markdown finds neither tags nor links."""
     escaped = cell.replace("<", "&lt;").replace(">", "&gt;")
     return escaped.replace("|", "\\|").replace("](", "]\\(")
 
@@ -205,6 +216,21 @@ def latex(
 # ---- a whole answer ------------------------------------------------------------------------------
 
 
+def where(found: Mapping[str, Any]) -> str:
+    """Return the machine and the versions of an analysis' or a run's provenance in one line."""
+    machine, known = found.get("machine", {}), found.get("versions", {})
+    commit = found.get("commit")
+    cpu = machine.get("cpu")
+    facts = [
+        machine.get("gpu"),
+        cpu and f"{cpu} ({machine.get('isa')}), {machine.get('cores')} cores",
+        *(f"{name} {known[name]}" for name in ("torch", "gcbench", "python") if name in known),
+        commit and f"commit {commit[:10]}{'+' * commit.endswith('+')}",
+        str(found.get("started", ""))[:10],
+    ]
+    return ", ".join(fact for fact in facts if fact)
+
+
 def sentence(text: str, format: str, width: int) -> str:
     """Return a sentence beside tables: wrapped in the terminal, as it is in a document."""
     if format == "table":
@@ -220,6 +246,12 @@ def block(title: str, columns: Sequence[Column], which: int, format: str, width:
     if format == "markdown":
         return f"**{title}**\n\n{markdown(columns, which)}"
     return f"{latex(columns, which)}\n{sentence(title, format, width)}"
+
+
+def records(frame: DataFrame) -> list[dict[str, Any]]:
+    """Return the lines of a frame as records, None for NaN; the index is left out."""
+    plain = frame.astype(object).where(frame.notna(), None)
+    return [{str(name): value for name, value in one.items()} for one in plain.to_dict("records")]
 
 
 def _plain(value: Any) -> Any:

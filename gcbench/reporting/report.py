@@ -33,18 +33,18 @@ TEMPLATE = "report.html.j2"
 
 @dataclass
 class Found:
-    """What a page is of."""
+    """What the page shows."""
 
     runs: list[Run] = field(default_factory=list)
     analyses: dict[str, Analysis] = field(default_factory=dict)
-    """By their names."""
+    """By `Analysis.name`."""
     timings: dict[str, Timings] = field(default_factory=dict)
     """By the title of their section."""
     labels: dict[str, str] = field(default_factory=dict)
     """What a reader calls an analysis, by its name: its kind, or its file."""
 
     def add(self, analysis: Analysis, label: str | None = None) -> None:
-        """Keep an analysis, each once: of two copies the one with more tables."""
+        """Keep an analysis; of two copies of one, that with more tables."""
         self.labels.setdefault(analysis.name, label or analysis.kind)
         known = self.analyses.setdefault(analysis.name, analysis)
         if known.provenance != analysis.provenance:
@@ -57,13 +57,13 @@ class Found:
 
 
 def collect(places: Sequence[Path]) -> Found:
-    """Return what there is in folders, at any depth, and in JSON files, each of which is named.
+    """Return what is found in these folders, at any depth, and in JSON files that are named.
 
     Files of rows (.parquet) are found in folders, too. A JSON file holds runs,
     an analysis, or kernel timings.
 
     Raises:
-        UsageError: a path is missing, or something else, or there is nothing in any of them.
+        UsageError: a path is missing or holds something else, or nothing is found in any of them.
         GcbenchError: something that is there cannot be read.
     """
     found = Found()
@@ -188,7 +188,7 @@ def page(
 
 
 def check(path: Path) -> None:
-    """Refuse a file that cannot become the page: before long work, not after it.
+    """Refuse a path to which the page cannot be written; to be called before long work.
 
     Raises:
         UsageError: the ending is not .html, or the folder is not there.

@@ -13,17 +13,17 @@ from gcbench.reporting import figures, foreign
 from gcbench.reporting.compare import Row, rows
 from gcbench.reporting.figures import Mark
 from gcbench.reporting.reader import Run
+from gcbench.reporting.rendering import MB, ends
 from gcbench.training.configuration import canonical
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MANY = 8
-"""Rows of a panel from which lines of the legend are numbered, best first: a point without room for
-its name carries the number."""
+"""With more rows than this the legend of a panel is numbered, best first, and a point without room
+for its name shows the number."""
 LEAST_POINTS = 1.0
-"""Percentage points that the axis of accuracies spans at least."""
-_MB = 1e6
+"""The least range of the accuracy axis, in percentage points."""
 
 
 def _place(run: Run) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def _quality(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]]
     from matplotlib.ticker import LogLocator, NullFormatter
 
     percent = 100 if panel[0].metric == "accuracy" else 1
-    sizes = [row.payload_bytes_step / _MB for row in panel]
+    sizes = [row.payload_bytes_step / MB for row in panel]
     bands = {row.band for row in panel if row.is_baseline and row.band}
     band = bands.pop() if len(bands) == 1 else None  # of one budget, or it would mislead
     if band:
@@ -104,7 +104,7 @@ def _quality(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]]
     for front in fronts.values():
         axes.plot(*zip(*sorted(front), strict=True), color="0.75", lw=1, ls=(0, (4, 2)), zorder=1)
     low, high = axes.get_ylim()
-    if percent == 100 and high - low < LEAST_POINTS:  # do not blow up what is noise
+    if percent == 100 and high - low < LEAST_POINTS:  # do not magnify noise
         middle = (low + high) / 2
         low, high = middle - LEAST_POINTS / 2, middle + LEAST_POINTS / 2
     room = 0.12 * (high - low)
@@ -226,10 +226,9 @@ def draw(runs: Sequence[Run], path: Path) -> None:
             config = panel[0].runs[0].config
             many = "s" * (config["workers"] > 1)
             title = f"{config['task']}, {config['workers']} worker{many}"
-            counts = sorted({len(row.runs) for row in panel})
-            several = counts[-1] > 1
-            number = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-            spread = f"mean ± sd, n = {number} seeds" if several else "1 seed"
+            counts = [len(row.runs) for row in panel]
+            several = max(counts) > 1
+            spread = f"mean ± sd, n = {ends(counts)} seeds" if several else "1 seed"
             left.set_title(foreign.label(title) + f": {spread}", loc="left")
             told = "training: mean and range of the seeds" if several else "training"
             right.set_title(told, loc="left")

@@ -19,7 +19,7 @@ from gcbench.reporting.compare import Row
 from gcbench.reporting.kernel_timings import Timings
 from gcbench.reporting.published import Beside
 from gcbench.reporting.reader import Run
-from gcbench.reporting.rendering import Column
+from gcbench.reporting.rendering import Column, ends, where
 from gcbench.training import configuration, suites
 
 KINDS = ("summary", "accuracy", "analysis", "timing")
@@ -27,7 +27,7 @@ KINDS = ("summary", "accuracy", "analysis", "timing")
 LONG = 40
 """Rows above which a table is folded, and scrolls below its headings."""
 SHORT = 20
-"""Runs of less than the task's default steps by this number show no accuracy, but times."""
+"""A run of fewer steps than the task's default / `SHORT` shows its times, but no accuracy."""
 
 # ---- sorting -------------------------------------------------------------------------------------
 
@@ -52,9 +52,9 @@ def sort_key(cell: str) -> float | None:
 
 
 def keys(column: Column) -> list[float | None] | None:
-    """Return what a column sorts by; None where it is text.
+    """Return the sort keys of a column's cells; None for a column of text.
 
-    It is numbers if some cells begin with one, and those that do not hold no digit at all.
+    A column is one of numbers if some cells begin with one and no other cell has a digit.
     """
     found = [sort_key(cell) for cell in column.cells]
     bare = (cell for cell, key in zip(column.cells, found, strict=True) if key is None)
@@ -63,7 +63,7 @@ def keys(column: Column) -> list[float | None] | None:
 
 
 def best(column: Column) -> str:
-    """Return which end of a column a first click shows: "high", or "low"; text goes from a to z."""
+    """Return which end of a column the first click on its heading shows: "high" or "low"."""
     if column.best:
         return column.best
     heading = column.heading.lower()
@@ -112,7 +112,7 @@ class Sheet:
         ]
 
     def kind(self, place: int) -> str:
-        """Return the class of the column at `place`, from 1; the key stays in view."""
+        """Return the CSS class of the column at `place`, from 1; the class "key" stays in view."""
         if place > self.which:
             return "prose" if self._prose(self.columns[place - 1]) else ""
         return "name key" if place == 1 else "name"
@@ -128,7 +128,7 @@ class Sheet:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Cells with what they sort by, commands, and what the filters go by, of each row."""
+        """Of each row: its cells with their sort keys, its commands, what the filters compare."""
         count = len(self.columns[0].cells)
         empty: list[Any] = [None] * count
         by = [keys(column) or empty for column in self.columns]
@@ -163,18 +163,18 @@ class Section:
     """One of `KINDS`."""
     lead: Sequence[str] = ()
     pictures: Sequence[str] = ()
-    """The addresses of the SVGs, which hold them."""
+    """Data URLs of the SVG pictures."""
     sheets: list[Sheet] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
     where: Sequence[str] = ()
-    """On what the numbers were made."""
+    """Machines and versions that made the numbers, a line each."""
     task: str = ""
     items: Sequence[tuple[str, Section | None]] = ()
-    """Sentences with the section that bears them out."""
+    """Sentences, each with the section whose numbers support it."""
     anchor: str = ""
 
     def number(self, command: str) -> int:
-        """Return the place of a command in the section's list, from 1; new ones are added."""
+        """Return the number of a command in the section's list, from 1; a new one is added."""
         if command not in self.commands:
             self.commands.append(command)
         return self.commands.index(command) + 1
@@ -194,7 +194,7 @@ def anchored(made: Iterable[Section]) -> None:
 
 
 def _pictures(draw: Callable[[Path], object]) -> list[str]:
-    """Return what `draw` draws, in the order of its files, as addresses that hold the SVGs."""
+    """Return the SVG pictures that `draw` writes, in the order of its files, as data URLs."""
     with tempfile.TemporaryDirectory() as scratch:
         first = Path(scratch) / "picture.svg"
         found = draw(first)
@@ -208,7 +208,7 @@ def _pictures(draw: Callable[[Path], object]) -> list[str]:
 def _machine(provenance: Mapping[str, Any]) -> str:
     """Return a run's machine, versions and commit in one line."""
     backend = provenance.get("backend")
-    return measuring.where(provenance) + (f", backend {backend}" if backend else "")
+    return where(provenance) + (f", backend {backend}" if backend else "")
 
 
 # ---- accuracy ------------------------------------------------------------------------------------
@@ -234,10 +234,10 @@ def _task(run: Run) -> str:
 
 
 def _is_short(run: Run) -> bool:
-    """Whether the run was too short to be told by its accuracy, by the task's default steps."""
+    """Whether the run has too few of its task's default steps for its accuracy to say anything."""
     try:
         usual = registry.task_class(run.summary.task)().defaults().get("steps")
-    except GcbenchError:  # a task of somebody else's
+    except GcbenchError:  # a task of a plug-in that is not installed
         return False
     return usual is not None and SHORT * run.summary.steps < int(usual)
 
@@ -252,7 +252,7 @@ def _by_task(runs: Iterable[Run]) -> dict[str, list[Run]]:
 def compared(
     runs: Sequence[Run], target: float | None, asked: Sequence[Beside]
 ) -> Iterator[Compared]:
-    """Yield what has a section: suites that are asked for or named by rows, then the tasks.
+    """Yield what gets a section: the suites that are asked for or that rows name, then the tasks.
 
     Trials, which chose learning rates and never saw the test split, are left out.
     """
@@ -262,7 +262,7 @@ def compared(
     for name, own in groups.items():
         try:
             wanted.setdefault(name, published.beside(suites.load(name), own))
-        except UsageError:  # other settings than the suite has today
+        except UsageError:  # the suite has been changed since
             rest += own
     for beside in wanted.values():
         made = beside.rows(compare.rows(beside.runs, target, beside.suite.choices))
@@ -275,7 +275,7 @@ def compared(
 
 
 def too_short(runs: Sequence[Run]) -> list[Compared]:
-    """Return the runs that are shown for their times alone, by task."""
+    """Return the runs of which only times are shown, by task."""
     plain = [run for run in runs if not run.suite and _is_short(run) and not run.is_trial]
     return [
         Compared(f"{task}, short runs", task, alike, compare.rows(alike))
@@ -294,13 +294,8 @@ def budget(one: Compared) -> str:
         if values != ["null"] and values != ["None"]:
             shown = values if len(values) <= 4 else [*values[:3], f"... ({len(values)} values)"]
             words.append(f"{key} {', '.join(shown)}")
-    seeds = sorted({len(row.runs) for row in one.rows})
-    count = " to ".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))
-    return f"{'; '.join(words)}; {count} seed{'s' * (seeds[-1] > 1)} a row."
-
-
-def _in_words(row: Row) -> str:
-    return " ".join(f"{key}={configuration.text(value)}" for key, value in row.context.items())
+    counts = [len(row.runs) for row in one.rows]
+    return f"{'; '.join(words)}; {ends(counts)} seed{'s' * (max(counts) > 1)} a row."
 
 
 def _commands(section: Section, row: Row) -> Iterator[int]:
@@ -319,7 +314,7 @@ def _sheet(
         [list(_commands(section, row)) for row in told],
         methods=[row.first.compressor_name for row in told],
         tiers=[row.tier or "" for row in told],
-        places=[_in_words(row) for row in told],
+        places=[row.place for row in told],
     )
 
 
@@ -351,7 +346,7 @@ def accuracy(one: Compared) -> Section:
 
 
 _OF_TIMES = ("Times: ", "~: ")
-"""How the notes begin that stand with the times."""
+"""Beginnings of the notes that belong to the times."""
 
 
 def timed(one: Compared) -> bool:
@@ -395,7 +390,7 @@ def analysed(draw: Draw, label: str, analysis: Analysis) -> Section:
         f"{label} {measuring.digest(analysis.settings)}",
         lead=[*analysis.answer, *analysis.conclusions],
         commands=[analysis.command],
-        where=[measuring.where(analysis.provenance)],
+        where=[where(analysis.provenance)],
     )
     for table, title, rows in measuring.parts(analysis):
         last = rows[-1] is table.rows[-1]

@@ -13,8 +13,10 @@ from gcbench.core.errors import UsageError, unknown
 from gcbench.reporting import compare, glossary
 from gcbench.reporting.compare import Row
 from gcbench.reporting.rendering import (
+    MB,
     Column,
     csv_text,
+    ends,
     json_text,
     latex,
     latex_text,
@@ -25,11 +27,10 @@ from gcbench.reporting.rendering import (
 from gcbench.training.configuration import canonical, text
 
 FORMATS = ("table", "markdown", "csv", "json", "latex")
-MB = 1e6
 PAYLOAD = "payload\nMB/step"
 METRICS = ("accuracy %", "test loss", "accuracy %\nor loss")
 ALWAYS = (*METRICS, "vs none", PAYLOAD)
-"""Columns that stay where all rows are equal in them: they are the question."""
+"""Columns that are shown even where all rows are equal: they are what a table is asked for."""
 
 
 def quality(row: Row, mixed: bool) -> str:
@@ -57,16 +58,14 @@ def versus(row: Row) -> str:
 
 
 def _target(rows: Sequence[Row]) -> list[Column]:
-    """Return what it took to meet the target; nothing where none was asked for."""
+    """Return columns of what it took to meet the target; none where there is no target."""
     target = rows[0].target
     if target is None:
         return []
     name = f"{100 * target:g} %" if rows[0].metric == "accuracy" else f"loss {target:g}"
 
     def met(row: Row) -> str:
-        if not row.reached:
-            return "no curve"
-        return f"{sum(map(bool, row.reached.values()))} of {len(row.reached)}"
+        return f"{row.target_reached} of {row.target_runs}" if row.target_runs else "no curve"
 
     fields = [
         ("step", "steps", 1.0),
@@ -77,7 +76,7 @@ def _target(rows: Sequence[Row]) -> list[Column]:
     ]
 
     def spent(row: Row, field: str, scale: float) -> str:
-        value = row.to_target(field)
+        value = getattr(row, f"target_{field}")
         return "never" if value == math.inf else number(value, scale)
 
     return [
@@ -90,7 +89,7 @@ def _target(rows: Sequence[Row]) -> list[Column]:
 
 
 def _published(rows: Sequence[Row]) -> list[Column]:
-    """Return what a paper says of these runs; nothing where they are of no suite."""
+    """Return columns of what a paper says of these runs; none where they are of no suite."""
     known = [(row, row.published) for row in rows if row.published is not None]
     if not known:
         return []
@@ -105,7 +104,7 @@ def _published(rows: Sequence[Row]) -> list[Column]:
     top5 = []
     if any(one.top5 is not None for _, one in known):
         top5 = [
-            Column("top-5\n%", percent(row.average("test_top5") for row, _ in known)),
+            Column("top-5\n%", percent(row.test_top5 for row, _ in known)),
             Column("published\ntop-5 %", percent(one.top5 for _, one in known)),
         ]
     return [
@@ -117,7 +116,7 @@ def _published(rows: Sequence[Row]) -> list[Column]:
 
 
 def _tiers(rows: Sequence[Row]) -> list[Column]:
-    """Return what a suite of gcbench's own says; nothing for other rows."""
+    """Return the columns of a suite with tiers; none for other rows."""
     columns = []
     if any(row.rank is not None for row in rows):
         columns.append(Column("rank", [row.rank or "" for row in rows], "low"))
@@ -149,7 +148,7 @@ def _tier_notes(rows: Sequence[Row]) -> list[str]:
 
 
 def _published_notes(rows: Sequence[Row]) -> list[str]:
-    """Return what is to be known of the published numbers, other budgets first."""
+    """Return sentences on the published numbers, those on other budgets first."""
     known = [(row, row.published) for row in rows if row.published is not None]
     made = []
     shares = [row.first.steps / one.steps for row, one in known if row.other_budget]
@@ -162,10 +161,26 @@ def _published_notes(rows: Sequence[Row]) -> list[str]:
     return [*made, *dict.fromkeys(f"published: {one.paper}. {one.differs}" for _, one in known)]
 
 
-def _communicate(row: Row) -> str:
-    if row.modelled:
-        return f"~{number(row.modelled.seconds, 1e3)}"
-    return number(row.phases.get("communicate"), 1e3)
+def _times(rows: Sequence[Row]) -> list[Column]:
+    """Return the columns of the phases and of the step, in ms; "-" where they are disowned."""
+
+    def shown(row: Row, phase: str) -> str:
+        modelled = row.communicate_modelled_seconds
+        if phase == "communicate" and modelled is not None:
+            return f"~{number(modelled, 1e3)}"
+        return number(row.phases.get(phase), 1e3)
+
+    phases = dict.fromkeys(phase for row in rows for phase in row.phases)
+    made = [
+        Column(
+            f"{'fwd+bwd' if phase == 'forward_backward' else phase}\nms",
+            ["-" if row.disowned else shown(row, phase) for row in rows],
+            "low",
+        )
+        for phase in phases
+    ]
+    steps = ["-" if row.disowned else number(row.step_seconds, 1e3) for row in rows]
+    return [*made, Column("step\nms", steps, "low")]
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
@@ -196,7 +211,7 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
         "traffic": [
             Column("collective", [row.first.collective for row in rows]),
             *(
-                Column(f"ratio\n{name}", [number(row.average(field)) for row in rows], "high")
+                Column(f"ratio\n{name}", [number(getattr(row, field)) for row in rows], "high")
                 for name, field in [
                     ("nominal", "nominal_ratio"),
                     ("up", "payload_ratio_up"),
@@ -206,40 +221,17 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
             Column(PAYLOAD, [number(row.payload_bytes_step, 1 / MB) for row in rows], "low"),
             Column("wire\nMB/step", [number(row.wire_bytes_step, 1 / MB) for row in rows], "low"),
         ],
-        "times": [
-            Column(
-                f"{'fwd+bwd' if phase == 'forward_backward' else phase}\nms",
-                [
-                    "-"
-                    if row.disowned
-                    else _communicate(row)
-                    if phase == "communicate"
-                    else number(row.phases.get(phase), 1e3)
-                    for row in rows
-                ],
-                "low",
-            )
-            for phase in dict.fromkeys(phase for row in rows for phase in row.phases)
-        ]
-        + [
-            Column(
-                "step\nms",
-                ["-" if row.disowned else number(row.step_seconds, 1e3) for row in rows],
-                "low",
-            )
-        ],
+        "times": [] if _withheld(rows) else _times(rows),
     }
-    if _withheld(rows):
-        groups["times"] = []
     if any(row.skipped_steps for row in rows):
         groups["quality"].append(Column("skipped\nsteps", [str(row.skipped_steps) for row in rows]))
     return groups
 
 
 def _withheld(rows: Sequence[Row]) -> str:
-    """Return why no times are shown: they were taken on several machines, or by several versions.
+    """Return why no times are shown: they are of several machines or versions; "" if they are not.
 
-    Of a version the commit counts, and the release where the commit is not known.
+    Versions are told apart by their commit, or by the release where the commit is not known.
     """
     for field, what in (("machine", "machines"), ("commit", "commits")):
         places = set()
@@ -254,7 +246,7 @@ def _withheld(rows: Sequence[Row]) -> str:
 def differing(columns: Sequence[Column]) -> tuple[list[Column], list[str]]:
     """Return the columns in which rows differ, and words for the others.
 
-    Those of nothing but "-" go without a word; `ALWAYS` stay.
+    Columns of nothing but "-" are left out without words; those of `ALWAYS` are kept.
     """
     kept, told = [], []
     for column in columns:
@@ -310,7 +302,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
             "Times: of one worker, median over steps and then over seeds; step: wall clock of all "
             "of it (in the engine simulate, of all workers in one process)."
         )
-    links = sorted({(m.link_gbit, m.link_latency_us) for row in rows if (m := row.modelled)})
+    links = sorted({(m.link_gbit, m.link_latency_us) for row in rows if (m := row.link)})
     if links and not withheld:
         link = " or ".join(f"{gbit:g} Gbit/s and {latency:g} µs" for gbit, latency in links)
         made.append(f"~: modelled from a link of {link}, not measured and not part of step.")
@@ -361,10 +353,10 @@ def _markdown(rows: Sequence[Row], asked: Layout) -> str:
 
 
 def best_rows(rows: Sequence[Row]) -> list[int]:
-    """Return the places of the best mean of the compressed rows, and of those not told from it.
+    """Return the places of the compressed rows with the best mean, and of those as good.
 
-    Those are the rows whose mean lies in the 95 % interval of the best one's (Student's t); of a
-    single seed there is no interval, and the best stands alone. Each budget has its own best.
+    As good are rows whose mean lies in the 95 % interval of the best mean (Student's t). With a
+    single seed there is no interval, and none is as good. Each budget has its own best.
     """
     found: list[int] = []
     budgets = dict.fromkeys((canonical(row.context), row.metric) for row in rows)
@@ -379,7 +371,7 @@ def best_rows(rows: Sequence[Row]) -> list[int]:
             continue
         sign = 1 if budget[1] == "accuracy" else -1
         _, top = max(alike, key=lambda one: sign * (one[1].mean or 0.0))
-        half = compare.half_interval(top)
+        half = top.half_interval
         found += [
             i for i, row in alike if sign * ((top.mean or 0.0) - (row.mean or 0.0)) <= half + 1e-12
         ]
@@ -390,8 +382,7 @@ def _caption(rows: Sequence[Row], shared: str) -> str:
     """Return what a reader of a paper must know of the table, in a caption's sentences."""
     first = rows[0].first
     tasks = " and ".join(dict.fromkeys(row.first.task for row in rows))
-    counts = sorted({len(row.values) for row in rows})
-    seeds = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    counts = [len(row.values) for row in rows]
     what = "test accuracy (%)" if rows[0].metric == "accuracy" else "test loss"
     sizes = {(row.first.workers, row.first.steps, row.first.batch) for row in rows}
     same = []
@@ -401,7 +392,11 @@ def _caption(rows: Sequence[Row], shared: str) -> str:
         values = {text(row.runs[0].config.get(key)) for row in rows}
         if len(values) == 1 and first.config.get(key) is not None:
             same.append(f"{key} {values.pop()}")
-    of = f"mean ± standard deviation over n = {seeds} seeds" if counts[-1] > 1 else "one seed"
+    of = (
+        f"mean ± standard deviation over n = {ends(counts)} seeds"
+        if max(counts) > 1
+        else "one seed"
+    )
     under = f" ({', '.join(same)})" if same else ""
     more = f" {shared}." if shared else ""
     return (
@@ -418,11 +413,10 @@ def _latex(rows: Sequence[Row], asked: Layout, shared: str) -> str:
     told = " ".join(map(latex_text, notes(rows)))
     made = []
     for place, columns in enumerate(_chosen_sheets(rows, asked)):
-        which = sum(column in sheets(rows)[place][:names] for column in columns)
         quality = [i for i, column in enumerate(columns) if column.heading in METRICS]
         bold = {i: best_rows(rows) for i in quality}
         caption = "Times by phase, in ms." if place else _caption(rows, shared)
-        made.append(latex(columns, which, caption, bold, environment))
+        made.append(latex(columns, names, caption, bold, environment))
     return "\n\n".join([*made, rf"\par\smallskip{{\footnotesize {told}\par}}"])
 
 
@@ -455,10 +449,10 @@ SORTS: dict[str, tuple[str, Callable[[Row], Any]]] = {
     "payload": ("low", lambda row: row.payload_bytes_step),
     "wire": ("low", lambda row: row.wire_bytes_step),
     "bits": ("low", lambda row: row.bits_up),
-    "ratio": ("high", lambda row: row.average("payload_ratio_up")),
+    "ratio": ("high", lambda row: row.payload_ratio_up),
     "step": ("low", lambda row: None if row.disowned else row.step_seconds),
     "method": ("low", lambda row: row.method),
-    "target": ("low", lambda row: row.to_target("step")),
+    "target": ("low", lambda row: row.target_step),
 }
 """What `compare --sort` takes -> which end is the best, and the value of a row."""
 
@@ -563,7 +557,7 @@ def render(
 def constants(rows: Sequence[Row]) -> tuple[str, list[Row]]:
     """Return in words the context that all rows share, and the rows without it.
 
-    The rows of a choice or a group share settings in which those of the whole differ.
+    Rows that were selected or grouped may share settings in which all rows of the table differ.
     """
     shared = [key for key in rows[0].context if len({canonical(r.context[key]) for r in rows}) == 1]
     words = ", ".join(f"{key}={text(rows[0].context[key])}" for key in shared)

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 from gcbench.core.errors import UsageError
 from gcbench.reporting import figures, foreign
-from gcbench.reporting.compare import BASELINE, Row, half_interval
+from gcbench.reporting.compare import Row
 from gcbench.reporting.figures import Mark
+from gcbench.reporting.rendering import MB, ends
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FADED = 0.35
-"""Opacity of points that another one dominates: better in the mean, for fewer bytes."""
-_MB = 1e6
+"""Opacity of points that are not on the front: another has a better mean for fewer bytes."""
 
 
 def best(rows: Sequence[Row]) -> Row:
@@ -32,9 +32,10 @@ def best(rows: Sequence[Row]) -> Row:
 def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     """Write the picture to `path`: PNG, SVG or PDF by its ending.
 
-    Across: encoded bytes of a worker and step, up and down; along: the metric after the last step,
-    mean over seeds with its 95 % interval. A colour a tier; a line joins the best of each. Grey is
-    the interval of the uncompressed runs. Rows without a finished seed are named below.
+    The x axis has the encoded bytes of a worker and step, up and down together; the y axis the
+    metric after the last step, mean over seeds with its 95 % interval. Each tier has a colour; a
+    line joins the best row of each. Grey is the interval of the uncompressed runs. Rows without a
+    finished seed are named below.
 
     Raises:
         UsageError: another ending, no row of a tier, or rows of more than one budget or metric.
@@ -53,8 +54,8 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     with figures.canvas(11, 6.6) as figure:
         axes = figure.subplots()
         for row in drawn:
-            if row.first.compressor_name == BASELINE:
-                middle, half = row.mean or 0.0, half_interval(row)
+            if row.is_baseline:
+                middle, half = row.mean or 0.0, row.half_interval
                 axes.axhspan(
                     scale * (middle - half), scale * (middle + half), color="0.5", alpha=0.2, lw=0
                 )
@@ -62,7 +63,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
         for row in drawn:
             style = styles[str(row.tier)]
             opacity = 1.0 if row.on_front else FADED
-            x, y, spread = _bytes(row), scale * (row.mean or 0.0), scale * half_interval(row)
+            x, y, spread = _bytes(row), scale * (row.mean or 0.0), scale * row.half_interval
             axes.errorbar(
                 x,
                 y,
@@ -92,8 +93,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
             )
         axes.plot([], [], color="0.4", lw=1.2, label="best of each tier")
         _frame(axes, drawn, accuracy=accuracy)
-        counts = sorted({len(row.values) for row in drawn})
-        seeds = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+        seeds = ends(len(row.values) for row in drawn)
         axes.set_title(
             foreign.label(str(title)) + f": mean and 95 % interval, n = {seeds}", loc="left"
         )
@@ -108,11 +108,11 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
 
 
 def _bytes(row: Row) -> float:
-    return row.payload_bytes_step / _MB
+    return row.payload_bytes_step / MB
 
 
 def _frame(axes: Axes, drawn: Sequence[Row], *, accuracy: bool) -> None:
-    """Set the scales: bytes by factors, and room for names on both sides."""
+    """Set the axes: bytes on a logarithmic scale, with room for names on both sides."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     sizes = [_bytes(row) for row in drawn]

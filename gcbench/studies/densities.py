@@ -28,12 +28,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from gcbench.core.errors import UsageError
 from gcbench.core.world import Link, SimulatedWorld
 from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table, finite, provenance
-from gcbench.studies import verdicts
+from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
+from gcbench.studies import trained, verdicts
 from gcbench.studies.bounds.observe import Plan, Watch, Welford, density
 from gcbench.studies.verdicts import Claim
-from gcbench.training import configuration
-from gcbench.training.configuration import Config
+from gcbench.training import captures, configuration
+from gcbench.training.configuration import Config, finite
 from gcbench.training.progress import Observer
 from gcbench.training.store import Run
 from gcbench.training.train import Options, Trainer
@@ -92,10 +92,7 @@ class Settings(BaseModel):
 
     def looked_at(self) -> tuple[int, ...]:
         """Return the steps of the snapshots, counted from 0."""
-        last = self.steps - 1
-        return tuple(
-            sorted({round(i * last / (self.snapshots - 1)) for i in range(self.snapshots)})
-        )
+        return captures.spread(self.steps, self.snapshots)
 
 
 def steps(settings: Settings) -> int:
@@ -116,8 +113,7 @@ def run(
         UsageError: a seed comes twice, or the config is invalid.
         GcbenchError: a gradient is not finite, or data are missing.
     """
-    if len({*settings.seed}) < len(settings.seed):
-        raise UsageError(f"--seed {settings.seed}: each seed once expected")
+    trained.check_seeds(settings.seed)
     rows: list[Row] = []
     for number, seed in enumerate(settings.seed):
         before = number * settings.steps
@@ -130,11 +126,10 @@ def run(
         rows += [{"seed": seed, **row} for row in ledger[key]]
     observer.step(steps(settings), "done")
     judged = judge(rows)
-    return Analysis(
-        kind=KIND,
-        settings=settings.model_dump(mode="json"),
-        command=command,
-        provenance=provenance(),
+    return Analysis.of(
+        KIND,
+        settings,
+        command,
         conclusions=verdicts.told(judged),
         tables=[
             verdicts.table(
@@ -231,10 +226,7 @@ def _number(value: Any) -> float:
 
 def judge(rows: Sequence[Row]) -> list[Row]:
     """Return the verdicts on the paper's four claims, from the rows of all snapshots."""
-    runs = [
-        [row for row in rows if row["seed"] == seed]
-        for seed in dict.fromkeys(row["seed"] for row in rows)
-    ]
+    runs = verdicts.by_seed(rows)
 
     def each(of: Callable[[Sequence[Row]], float]) -> list[float]:
         return [of(run) for run in runs]
@@ -310,10 +302,6 @@ def _correlation(run: Sequence[Row], field: str) -> float:
 # ---- table and picture ---------------------------------------------------------------------------
 
 
-def _named(task: str, network: str) -> str:
-    return f"{task}, {network}" if network else task
-
-
 def _table(rows: Sequence[Row], settings: Settings) -> Table:
     config = settings.config(settings.seed[0])
     return Table(
@@ -333,7 +321,7 @@ def _table(rows: Sequence[Row], settings: Settings) -> Table:
             Shown(field="batches", heading="batches"),
         ],
         notes=[
-            f"{_named(settings.task, settings.network)}, uncompressed, noise of batches of "
+            f"{trained.named(settings.task, settings.network)}, uncompressed, noise of batches of "
             f"{config.batch // config.workers}. Of the mean: phi of the mean of all batches drawn, "
             "with the noise that is left in it; its share of the squared length stands beside it. "
             "At least, at most: limits for phi(g) from independent halves of the batches."
@@ -382,7 +370,7 @@ def draw(analysis: Analysis, path: Path) -> None:
         axes.set_ylim(0, 1)
         axes.set_xlabel("step of training")
         axes.set_ylabel(r"density $\varphi(v) = \|v\|_1^2 \,/\, (d\,\|v\|_2^2)$")
-        named = _named(analysis.settings["task"], analysis.settings["network"])
+        named = trained.named(analysis.settings["task"], analysis.settings["network"])
         axes.set_title(f"Gradient and noise of one batch, {named}, {len(seeds)} seeds")
         axes.legend(frameon=False, fontsize="small", loc="best")
         figures.save(figure, path)

@@ -25,13 +25,14 @@ from gcbench.core import registry
 from gcbench.core.compressor import Compressor, Key, Segments
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table, finite, provenance
+from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.studies import verdicts
 from gcbench.studies.bounds.alone import passed
 from gcbench.studies.histogram.reconstruction import Gradients
 from gcbench.studies.number_formats import error
-from gcbench.studies.trained import Trained, gradients
+from gcbench.studies.trained import Trained, gradients, title
 from gcbench.studies.verdicts import Claim
+from gcbench.training.configuration import finite
 from gcbench.training.progress import Observer
 
 KIND = "fft-range"
@@ -162,11 +163,10 @@ def run(
     observer.step(1, "done")
     judged = judge(rows)
     low, high = (fmean(ends) for ends in zip(*ranges.values(), strict=True))
-    return Analysis(
-        kind=KIND,
-        settings=settings.model_dump(mode="json"),
-        command=command,
-        provenance=provenance(),
+    return Analysis.of(
+        KIND,
+        settings,
+        command,
         conclusions=[
             *verdicts.told(judged),
             f"Mean over the seeds: --set low={low:.4g} --set high={high:.4g}.",
@@ -203,12 +203,11 @@ def run(
 def judge(rows: Sequence[Row]) -> list[Row]:
     """Return the verdict on the geometric mean of the ratio of errors, over later steps."""
     logs = []
-    for seed in dict.fromkeys(row["seed"] for row in rows):
-        ratios = [row["ratio"] for row in rows if row["seed"] == seed]
+    for run in verdicts.by_seed(rows):
+        ratios = [row["ratio"] for row in run]
         known = [math.nan if ratio is None else math.log(float(ratio)) for ratio in ratios]
         logs.append(fmean(known))
-    found = verdicts.over_seeds(logs)
-    return [verdicts.row(LATER, found.exponential() if math.isfinite(found.mean) else found)]
+    return [verdicts.row(LATER, verdicts.geometric(logs))]
 
 
 def draw(analysis: Analysis, path: Path) -> None:
@@ -241,9 +240,8 @@ def draw(analysis: Analysis, path: Path) -> None:
         left.legend(frameon=False, fontsize="small")
         for axes in (left, right):
             axes.set_xlabel("step of training")
-        named = " ".join(filter(None, (analysis.settings[f] for f in ("task", "network"))))
         figure.suptitle(
-            f"FFT's range of steps 0 to {analysis.settings['first'] - 1}, {named}, "
+            f"FFT's range of steps 0 to {analysis.settings['first'] - 1}, {title(analysis)}, "
             f"{len(seeds)} seeds",
             fontsize="medium",
         )

@@ -41,11 +41,11 @@ from gcbench.reporting.analysis import (
     Shown,
     Table,
     Value,
-    provenance,
 )
+from gcbench.reporting.rendering import records
 from gcbench.studies import verdicts
 from gcbench.studies.histogram.reconstruction import Gradients
-from gcbench.studies.trained import Trained, gradients
+from gcbench.studies.trained import Trained, gradients, title
 from gcbench.studies.verdicts import Claim
 from gcbench.training.progress import Observer
 
@@ -202,11 +202,10 @@ def run(
         ]
     observer.step(1, "done")
     judged = judge(rows)
-    return Analysis(
-        kind=KIND,
-        settings=settings.model_dump(mode="json"),
-        command=command,
-        provenance=provenance(),
+    return Analysis.of(
+        KIND,
+        settings,
+        command,
         conclusions=conclude(judged),
         tables=[
             verdicts.table(
@@ -242,11 +241,8 @@ def judge(rows: Sequence[Row]) -> list[Row]:
             )
             for seed, steps in runs.items()
         ]
-        found = verdicts.over_seeds(logs)
-        found = found.exponential() if math.isfinite(found.mean) else found
-        judged.append(
-            verdicts.row(Claim(said, SOURCE, 1.0, above=False), found, values=values, rival=rival)
-        )
+        claim = Claim(said, SOURCE, 1.0, above=False)
+        judged.append(verdicts.row(claim, verdicts.geometric(logs), values=values, rival=rival))
     return judged
 
 
@@ -272,20 +268,11 @@ def _log_ratio(ours: Value, theirs: Value) -> float:
 
 
 def _summary(rows: Sequence[Row], settings: Settings) -> Table:
-    made: list[Row] = []
-    fields = ("values", "bits", "format")
-    for key in dict.fromkeys(tuple(row[field] for field in fields) for row in rows):
-        alike = [row for row in rows if tuple(row[field] for field in fields) == key]
-        errors = [float(row["error"]) for row in alike if isinstance(row["error"], float)]
-        made.append(
-            {
-                **dict(zip(fields, key, strict=True)),
-                "error": fmean(errors) if errors else None,
-                "low": min(errors, default=None),
-                "high": max(errors, default=None),
-                "n": len(errors),
-            }
-        )
+    import pandas as pd
+
+    found = pd.DataFrame([*rows]).astype({"error": float})
+    errors = found.groupby(["values", "bits", "format"], sort=False)["error"]
+    made = errors.agg(error="mean", low="min", high="max", n="count").reset_index()
     used = ", ".join(f"{m} of {n}" for n, m in zip(settings.bits, settings.mantissa, strict=True))
     return Table(
         name="errors",
@@ -306,7 +293,7 @@ def _summary(rows: Sequence[Row], settings: Settings) -> Table:
             f"{100 * settings.kept:g} % of a worker's whole gradient, or of its spectrum's bins. "
             f"Mantissa of the range float: {used} bits; of the best range: what errs least."
         ],
-        rows=made,
+        rows=records(made),
     )
 
 
@@ -336,7 +323,7 @@ def draw(analysis: Analysis, path: Path) -> None:
             axes.set_xlabel("bits of a number")
         grid[0].set_ylabel("error $\\|x - x'\\| / \\|x\\|$, %")
         grid[-1].legend(frameon=False, fontsize="small")
-        named = " ".join(filter(None, (analysis.settings[f] for f in ("task", "network"))))
         seeds = len(analysis.settings["seed"])
-        figure.suptitle(f"Number formats on gradients of {named}, {seeds} seeds", fontsize="medium")
+        told = f"Number formats on gradients of {title(analysis)}, {seeds} seeds"
+        figure.suptitle(told, fontsize="medium")
         figures.save(figure, path)

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from gcbench import ops
 from gcbench.core.errors import GcbenchError
 from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table, provenance
+from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.studies import verdicts
 from gcbench.studies.bounds.claims import Interval
 from gcbench.studies.verdicts import Claim
@@ -122,11 +122,10 @@ def run(settings: Settings, command: str, observer: Observer, ledger: Ledger) ->
     rows = measure(settings)
     observer.step(1, "done")
     judged = judge(rows)
-    return Analysis(
-        kind=KIND,
-        settings=settings.model_dump(mode="json"),
-        command=command,
-        provenance=provenance(),
+    return Analysis.of(
+        KIND,
+        settings,
+        command,
         conclusions=verdicts.told(judged),
         tables=[
             verdicts.table(judged, notes=["Bytes are counted: there is nothing to estimate."]),

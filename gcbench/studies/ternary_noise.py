@@ -29,12 +29,13 @@ from gcbench.core import purposes
 from gcbench.core.compressor import Compressor, Key, Segments
 from gcbench.core.errors import UsageError
 from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table, finite, provenance
+from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.studies import methods, verdicts
 from gcbench.studies.bounds.alone import agreed, energy
 from gcbench.studies.histogram.reconstruction import Gradients
-from gcbench.studies.trained import Trained, gradients
+from gcbench.studies.trained import Trained, gradients, title
 from gcbench.studies.verdicts import Claim
+from gcbench.training.configuration import finite
 from gcbench.training.progress import Observer
 
 KIND = "ternary-noise"
@@ -137,11 +138,10 @@ def run(
             rows.append({"method": word, "seed": found.seed, "step": found.step, **one})
     observer.step(1, "done")
     judged = judge(rows)
-    return Analysis(
-        kind=KIND,
-        settings=settings.model_dump(mode="json"),
-        command=command,
-        provenance=provenance(),
+    return Analysis.of(
+        KIND,
+        settings,
+        command,
         conclusions=verdicts.told(judged),
         tables=[
             verdicts.table(judged, of="method", notes=["A value a seed: the mean over its steps."]),
@@ -168,11 +168,7 @@ def judge(rows: Sequence[Row]) -> list[Row]:
     """Return the verdicts for each method."""
     judged = []
     for word in dict.fromkeys(str(row["method"]) for row in rows):
-        own = [row for row in rows if row["method"] == word]
-        runs = [
-            [row for row in own if row["seed"] == seed]
-            for seed in dict.fromkeys(row["seed"] for row in own)
-        ]
+        runs = verdicts.by_seed([row for row in rows if row["method"] == word])
         size = verdicts.over_seeds([_ratio(run, "added", "expected") for run in runs])
         inner = verdicts.over_seeds([_ratio(run, "inner", "signal") for run in runs])
         noise = verdicts.over_seeds([_ratio(run, "added", "own") for run in runs])
@@ -248,7 +244,6 @@ def draw(analysis: Analysis, path: Path) -> None:
         axes.set_ylim(bottom=0)
         axes.set_xlabel("step of training")
         axes.set_ylabel("variance of the codes / of one batch")
-        named = " ".join(filter(None, (analysis.settings[f] for f in ("task", "network"))))
-        axes.set_title(f"Noise of ternary codes against the gradient's own, {named}")
+        axes.set_title(f"Noise of ternary codes against the gradient's own, {title(analysis)}")
         axes.legend(frameon=False, fontsize="small")
         figures.save(figure, path)

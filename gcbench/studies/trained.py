@@ -6,16 +6,17 @@ analysis, `gcbench histogram` included, reuses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from gcbench.core.errors import GcbenchError, UsageError
-from gcbench.reporting.analysis import Ledger
+from gcbench.reporting.analysis import Analysis, Ledger
 from gcbench.studies import histogram
 from gcbench.studies.histogram.reconstruction import Gradients
+from gcbench.training import captures
 
 
 class Trained(BaseModel):
@@ -36,7 +37,23 @@ class Trained(BaseModel):
 
     def named(self) -> str:
         """Return task and network as text for titles and notes."""
-        return f"{self.task}, {self.network}" if self.network else self.task
+        return named(self.task, self.network)
+
+
+def named(task: str, network: str) -> str:
+    """Return task and network as text for titles and notes."""
+    return f"{task}, {network}" if network else task
+
+
+def title(analysis: Analysis) -> str:
+    """Return task and network of an analysis, for the title of its picture."""
+    return " ".join(filter(None, (analysis.settings[field] for field in ("task", "network"))))
+
+
+def check_seeds(seeds: Sequence[int]) -> None:
+    """Raise UsageError if a seed comes twice."""
+    if len({*seeds}) < len(seeds):
+        raise UsageError(f"--seed {seeds}: each seed once expected")
 
 
 def gradients(
@@ -50,8 +67,7 @@ def gradients(
         UsageError: a seed comes twice, the config is invalid, or it has no such steps.
         GcbenchError: the training fails, or a gradient is not finite.
     """
-    if len({*settings.seed}) < len(settings.seed):
-        raise UsageError(f"--seed {settings.seed}: each seed once expected")
+    check_seeds(settings.seed)
     given: dict[str, Any] = {
         "task": settings.task,
         "workers": settings.workers,
@@ -59,8 +75,7 @@ def gradients(
     }
     if settings.network:
         given["task_options"] = {"network": settings.network}
-    last, count = settings.steps - 1, histogram.SNAPSHOTS
-    chosen = settings.capture or [round(i * last / (count - 1)) for i in range(count)]
+    chosen = settings.capture or captures.spread(settings.steps, histogram.SNAPSHOTS)
     wanted = sorted({*chosen, *also})
     results = ledger.path.parent.parent
     for one in histogram.train(given, settings.seed, wanted, results, data_dir, "plain"):

@@ -8,11 +8,13 @@ that are not finite. What is counted exactly (bytes) has an interval of length 0
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from gcbench.reporting.analysis import Row, Shown, Table, finite
+from gcbench.reporting.analysis import Row, Shown, Table
 from gcbench.studies.bounds.claims import Interval, interval
+from gcbench.training.configuration import finite
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot tell"
 VERDICTS = (HOLDS, FAILS, OPEN)
@@ -33,6 +35,20 @@ class Claim(NamedTuple):
 def over_seeds(values: Sequence[float]) -> Interval:
     """Return the mean of one value a seed, with its 95 % limits by Student's t."""
     return interval(values, SEEDS)
+
+
+def geometric(logs: Sequence[float]) -> Interval:
+    """Return the geometric mean of one ratio a seed, from their logarithms, with its limits."""
+    found = over_seeds(logs)
+    return found.exponential() if math.isfinite(found.mean) else found
+
+
+def by_seed(rows: Sequence[Row]) -> list[list[Row]]:
+    """Return the rows of each seed, in the order in which seeds come."""
+    runs: dict[Any, list[Row]] = {}
+    for one in rows:
+        runs.setdefault(one["seed"], []).append(one)
+    return list(runs.values())
 
 
 def exactly(value: float, n: int, over: str) -> Interval:

@@ -58,6 +58,15 @@ class Layer(NamedTuple):
         return math.prod(self.shape)
 
 
+def spread(steps: int, count: int) -> tuple[int, ...]:
+    """Return `count` steps of a training of `steps`, evenly spread from 0 to the last one.
+
+    Fewer where several of them fall on one step. `count` is at least 1.
+    """
+    last = steps - 1
+    return tuple(sorted({round(i * last / max(1, count - 1)) for i in range(count)}))
+
+
 def steps(text: str) -> tuple[int, ...]:
     """Return the steps in a comma-separated list, sorted.
 

@@ -650,9 +650,9 @@ def failed(config: Config, run: Run, error: DivergedError) -> dict[str, Any]:
     }
 
 
-def finite(value: float) -> float | None:
-    """Return the value, or None for NaN and infinity, which JSON does not have."""
-    return value if math.isfinite(value) else None
+def finite(value: float | None) -> float | None:
+    """Return the value; None for NaN and infinity, which JSON does not have, and for None."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def require_device(device: str) -> None:

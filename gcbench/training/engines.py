@@ -68,10 +68,33 @@ def _stop_on_signals(*, launched: bool) -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Use torch.optim without importing torch.compile's front end, torch._dynamo.
+
+    Methods of `torch.optim.Optimizer` import it at their first call, to be left out of what is
+    compiled; that takes as long as importing torch. Nothing is compiled here, so they are marked as
+    left out already (torch/_compile.py, tried with torch 2.13; the attribute is torch's own, and
+    where a version has it no longer, only the time is lost).
+    """
+    mark = "__dynamo_disable"
+    plain = [
+        getattr(method, "__wrapped__", None) for method in vars(torch.optim.Optimizer).values()
+    ]
+    unmarked = [method for method in plain if method is not None and not hasattr(method, mark)]
+    for method in unmarked:
+        setattr(method, mark, method)
+    try:
+        yield
+    finally:
+        for method in unmarked:
+            delattr(method, mark)
+
+
 def _fit(config: Config, world: World, run: Run, options: Options, *, launched: bool) -> None:
     """Train the workers of this process; in the process of worker 0, finish the run."""
     try:
-        with _stop_on_signals(launched=launched) as stop:
+        with _stop_on_signals(launched=launched) as stop, without_compiler():
             kind = DdpTrainer if config.engine == "ddp" else Trainer
             trainer = kind(config, world, run, options)
             summary = trainer.fit(stop)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import math
 import statistics
 import sys
@@ -159,10 +160,15 @@ def _check_randomness(model: nn.Module, gradients: str) -> None:
 
 
 def step_with(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Make a step of the optimizer at learning rate `lr`, by the parameters' `grad`."""
+    """Make a step of the optimizer at learning rate `lr`, by the parameters' `grad`.
+
+    It is torch's step without two wrappers: the one for hooks, of which there are none here, and
+    the one for torch.compile, which would import torch._dynamo (see `engines.without_compiler`).
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr
-    optimizer.step()
+    with torch.no_grad():
+        inspect.unwrap(type(optimizer).step)(optimizer)
 
 
 class Trainer:
@@ -275,7 +281,7 @@ class Trainer:
             else:
                 method = config.make_compressor(step)
                 segments = Segments.of(compressed, method.granularity)
-                kept = memory.beside(carried, method)
+                kept = memory.for_method(carried, method)
                 lanes.append(Lane(method, config.collective, 0, segments, kept))
         if dense:
             start = lanes[0].segments.numel if lanes else 0

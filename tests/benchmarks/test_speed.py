@@ -74,7 +74,7 @@ def _backends(row: Row, isas: list[str]) -> Iterator[str]:
 def _rows(config: pytest.Config) -> Iterator[Row]:
     isas = config.getoption("--isas")
     if isas is None:
-        isas = list(native.levels()[-2:]) if native.status()[0] else []
+        isas = list(native.isas()[-2:]) if native.status()[0] else []
     threads = config.getoption("--threads") or sorted({1, configuration.cores()})
     places = [("cpu", int(number)) for number in threads]
     if torch.cuda.is_available():

@@ -505,7 +505,7 @@ def test_other_corrupt_payloads():
     long = one(1000)
     *where, words, grid = method.encode(normal(1000), long, NOTHING, KEY).parts
     for bad in (0, -1, 2**31 - 1):
-        with pytest.raises(PayloadError, match="topk: a range that no values have"):
+        with pytest.raises(PayloadError, match="topk: a grid that no encoder sends"):
             method.decode(Payload((*where, words, torch.full_like(grid, bad))), long, NOTHING)
     spare = words.clone()
     spare[-1] |= 1 << 20  # 10 values of 10 bits in a lane of 32: codes 10 to 31 are not there

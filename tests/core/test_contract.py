@@ -138,7 +138,7 @@ def test_golden_bytes_on_every_backend(name, number):
     available, why = native.status()
     if not available:
         pytest.skip(why)
-    for isa in native.levels():
+    for isa in native.isas():
         with ops.using("cpu"), native.using_isa(isa):
             assert record(method) == known, isa
 

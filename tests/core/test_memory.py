@@ -256,9 +256,9 @@ def test_masking_is_left_out_where_nothing_is_lost():
     whole, part = (gcbench.get_compressor("topk", ratio=ratio) for ratio in (1.0, 0.25))
     for method in (whole, gcbench.get_compressor("none")):
         memory.check_masking("dgc", Dgc(), method)
-        assert memory.beside(Dgc(clip=2.0), method) == Dgc(masking=False, clip=2.0)
-    assert memory.beside(Dgc(), part) == Dgc()
-    assert memory.beside(Residual(), whole) == Residual()
+        assert memory.for_method(Dgc(clip=2.0), method) == Dgc(masking=False, clip=2.0)
+    assert memory.for_method(Dgc(), part) == Dgc()
+    assert memory.for_method(Residual(), whole) == Residual()
 
 
 def test_error_feedback_around_terngrad_piles_up_when_forced(simulated, clock):

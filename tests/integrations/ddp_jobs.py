@@ -26,6 +26,7 @@ from gcbench.core.compressor import Compressor, Payload
 from gcbench.core.errors import GcbenchError
 from gcbench.core.exchange import Exchange
 from gcbench.core.world import Link, SimulatedWorld
+from gcbench.integrations import chosen
 
 STEPS = 5
 BATCH = 8
@@ -54,7 +55,7 @@ def model() -> Net:
 
 
 def comm_hook(*words: Any, **options: Any) -> Any:
-    """Nobody waits for long in a test."""
+    """Make a hook with a short timeout, so that a test that hangs fails soon."""
     return gcbench.comm_hook(*words, **{"timeout": 60.0, **options})
 
 
@@ -75,7 +76,7 @@ def train(
     rank: int,
     forward: Callable[..., Tensor] | None = None,
 ) -> None:
-    """Train as anybody does; `forward(ddp, x, step)` may do it in its own way."""
+    """Train as a user would; `forward(ddp, x, step)`, if given, computes the output."""
     for step in steps:
         x, y = batch(step, rank)
         optimizer.zero_grad()
@@ -85,7 +86,7 @@ def train(
 
 
 def wrapped(net: nn.Module, **options: Any) -> DDP:
-    """Small buckets, so that there are several and they are rebuilt."""
+    """Wrap a module in DDP with small buckets: there are several, and DDP rebuilds them."""
     return DDP(net, **{"bucket_cap_mb": 0.01, **options})
 
 
@@ -206,7 +207,7 @@ def job(function: Callable[[int, int], dict[str, Any]]) -> Callable[[int, int], 
 
 @job
 def plain(rank: int, size: int) -> dict[str, Any]:
-    """`none` beside DDP without a hook."""
+    """Train with the method `none`, and by DDP without a hook."""
     ddp = wrapped(model())
     train(ddp, sgd(ddp), range(STEPS), rank)
     ended = hooked(rank, comm_hook("none"))
@@ -219,7 +220,7 @@ METHOD = {"bucket_mb": 0.015, "dense_below": 50}
 
 @job
 def rebuilt(rank: int, size: int) -> dict[str, Any]:
-    """What order DDP hands its buckets over in, and which lanes are exchanged by it."""
+    """Record in which order DDP hands parameters over, and in which lanes are exchanged."""
     orders: list[list[str]] = []
     lanes: list[list[int]] = []
     hook = comm_hook("onebit", **METHOD)
@@ -244,7 +245,7 @@ def rebuilt(rank: int, size: int) -> dict[str, Any]:
 
 @job
 def options(rank: int, size: int) -> dict[str, Any]:
-    """What DDP can be told, and what the hook can, each against gcbench's own exchange."""
+    """Train with each option of DDP and of the hook, and by gcbench's own exchange."""
     found = {}
     for name, told, of_ddp in (
         ("static graph", {}, {"static_graph": True}),
@@ -345,7 +346,7 @@ def bfloat16(rank: int, size: int) -> dict[str, Any]:
 
 @job
 def channels_last(rank: int, size: int) -> dict[str, Any]:
-    """Segments and shapes are those of the parameter, whatever lies where in its memory."""
+    """Segments and shapes are those of the parameter, whatever its strides."""
     found = {}
     for name, fields in (("onebit", {}), ("powersgd", {"rank": 1})):
         hook = comm_hook(name, **METHOD, **fields)
@@ -520,6 +521,9 @@ def differences(rank: int, size: int) -> dict[str, Any]:
     gcbench.__version__ = "9.9" if odd else version
     found["version"] = refused(lambda: register(hook("none")))
     gcbench.__version__ = version
+    digest, chosen._code = chosen._code, lambda cls: "changed" if odd else "as it was"
+    found["code"] = refused(lambda: register(hook("none")))
+    chosen._code = digest
     ddp = wrapped(model())
     if odd:
         ddp.requires_grad_(False)
@@ -580,6 +584,14 @@ def in_training(rank: int, size: int) -> dict[str, Any]:
     found["thawed"] = refused(ddp(x).sum().backward)
     one.close()
 
+    net = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
+    ddp = wrapped(net)
+    net[0].sparse = False  # what the hook sees when it is registered
+    one = hook("none").register(ddp)
+    net[0].sparse = True
+    found["sparse later"] = refused(ddp(torch.arange(3)).sum().backward)
+    one.close()
+
     ddp = wrapped(model())  # without find_unused_parameters
     one = hook("none").register(ddp)
     ddp(x, branch=False).sum().backward()
@@ -614,7 +626,7 @@ def backends(rank: int, size: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Wrong(Compressor):
-    """float16 that is silently wrong in one of several ways."""
+    """Half precision, and `how` it is silently wrong."""
 
     how: str = "right"
     collectives: ClassVar[tuple[str, ...]] = ("allgather",)

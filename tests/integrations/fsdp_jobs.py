@@ -15,14 +15,17 @@ import torch
 import torch.distributed as dist
 from ddp_jobs import batch, flat, model, of_loss, refused, sgd
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 
 import gcbench
+from gcbench.core import registry
 from gcbench.core.clock import Clock
-from gcbench.core.exchange import Exchange
+from gcbench.core.compressor import Key, MultiRoundCompressor, Segments
+from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.world import Link, SimulatedWorld
 from gcbench.integrations import fsdp, handshake
 
@@ -32,7 +35,7 @@ DENSE = {"dense_below": 50}
 
 
 def sharded(net: nn.Module | None = None, mesh: Any = None, **options: Any) -> Any:
-    """Shard two layers by themselves, and what is left with the root."""
+    """Call `fully_shard` on two layers, and on the whole, to which the other layers belong."""
     net = model() if net is None else net
     mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if mesh is None else mesh
     for module in (net.hidden, net.branch, net):
@@ -75,54 +78,81 @@ def alone(
     Each parameter is cut into its ranks' chunks here, by `torch.chunk`, and put together again.
     """
     net, settings = model(), hook.settings
-    named, device = dict(net.named_parameters()), torch.device("cpu")
-    world = SimulatedWorld(size, device, Link(10.0, 50.0), 1, 1)
-    exchanges = [
-        [
-            Exchange(
-                world,
-                fsdp.lanes(settings, module.layout, module.start, 0),
-                settings.seed + (replica << 32),
-                Clock(device),
-            )
-            for module in hook._modules
-        ]
-        for replica in range(replicas)
-    ]
+    named = dict(net.named_parameters())
+    modules = [_Alone(settings, each.layout, each.start, size, replicas) for each in hook._modules]
     optimizer = sgd(net)
     for step in range(steps):
         means = {name: torch.zeros_like(parameter) for name, parameter in named.items()}
-        for replica in range(replicas):
-            own = [of(net, step, replica * size + rank) for rank in range(size)]
-            for module, exchange in zip(hook._modules, exchanges[replica], strict=True):
-                if step == settings.start_step and step:
-                    exchange.change(fsdp.lanes(settings, module.layout, module.start, step))
-                exchange.follow(lrs(step))
-                for number, lane in enumerate(module.layout.lanes()):
-                    rows = [
-                        [
-                            own[sender][p.name].chunk(size)[keeper].reshape(-1)
-                            for keeper in range(size)
-                            for p in lane
-                            if keeper < len(own[sender][p.name].chunk(size))
-                        ]
-                        for sender in range(size)
-                    ]
-                    xs = [torch.cat(row).float() for row in rows]
-                    shards = exchange.lane_shards(number, xs, step)
-                    for keeper, shard in enumerate(shards):
-                        start = 0
-                        for p in lane:
-                            chunks = means[p.name].chunk(size)
-                            if keeper < len(chunks):
-                                chunk, end = chunks[keeper], start + chunks[keeper].numel()
-                                chunk += shard[start:end].view(chunk.shape) / replicas
-                                start = end
+        own = [of(net, step, rank) for rank in range(replicas * size)]
+        for module in modules:
+            module.exchange(own, means, step, lrs(step))
         for name, parameter in named.items():
             parameter.grad = means[name]
         optimizer.step()
-    world.close()
     return flat(net)
+
+
+class _Alone:
+    """All ranks' exchanges of one module: of each replica, and then of each shard's replicas."""
+
+    def __init__(self, settings: Any, layout: Any, start: int, size: int, replicas: int) -> None:
+        self.settings, self.layout, self.start = settings, layout, start
+        self.size, self.replicas = size, replicas
+        plan, *plans = self.plans(0)
+        self.inside = [self.made(size, number, plan) for number in range(replicas)]
+        self.between = [self.made(replicas, replicas + k, plan) for k, plan in enumerate(plans)]
+
+    def made(self, size: int, number: int, plan: list[Lane]) -> Exchange:
+        device = torch.device("cpu")
+        world = SimulatedWorld(size, device, Link(10.0, 50.0), 1, 1)
+        return Exchange(world, plan, self.settings.seed + (number << 32), Clock(device))
+
+    def plans(self, step: int) -> list[list[Lane]]:
+        """Return the lanes inside a replica, and of the replicas of each keeper's shard."""
+        words, shards = (self.settings, self.layout), range(self.size)
+        plan = fsdp.lanes(*words, self.start, step)
+        return [plan, *(fsdp.replica_lanes(*words, k, self.start, step) for k in shards)]
+
+    def exchange(
+        self, own: list[dict[str, Tensor]], means: dict[str, Tensor], step: int, lr: float
+    ) -> None:
+        if step == self.settings.start_step and step:
+            plan, *plans = self.plans(step)
+            for exchange in self.inside:
+                exchange.change(plan)
+            for exchange, plan in zip(self.between, plans, strict=True):
+                exchange.change(plan)
+        for exchange in (*self.inside, *self.between):
+            exchange.follow(lr)
+        for number, lane in enumerate(self.layout.lanes()):
+            cut, shards = [self.cut(each, lane) for each in own], []
+            for r, exchange in enumerate(self.inside):
+                xs = cut[r * self.size : (r + 1) * self.size]
+                found = exchange.lane_shards(number, xs, step)
+                shards.append([shard.clone() for shard in found])
+            for keeper in range(self.size):
+                each = [row[keeper] for row in shards]
+                if self.settings.between is None:
+                    mean = torch.stack(each).sum(0) / self.replicas
+                elif each[0].numel():
+                    mean = self.between[keeper].lane_mean(number, each, step)
+                self.put(mean, keeper, lane, means)
+
+    def cut(self, own: dict[str, Tensor], lane: list[Any]) -> Tensor:
+        """Return what a worker has of a lane: the first keeper's chunks, the second's, ..."""
+        cut = [own[p.name].chunk(self.size) for p in lane]
+        rows = [[each[k] for each in cut if k < len(each)] for k in range(self.size)]
+        return torch.cat([chunk.reshape(-1) for row in rows for chunk in row]).float()
+
+    def put(self, mean: Tensor, keeper: int, lane: list[Any], means: dict[str, Tensor]) -> None:
+        """Write the mean of a keeper's chunks to its place in the gradients."""
+        start = 0
+        for p in lane:
+            chunks = means[p.name].chunk(self.size)
+            if keeper < len(chunks):
+                chunk, end = chunks[keeper], start + chunks[keeper].numel()
+                chunk.copy_(mean[start:end].view(chunk.shape))
+                start = end
 
 
 def hooked(rank: int, hook: Any, steps: int = STEPS, **options: Any) -> Tensor:
@@ -136,12 +166,12 @@ def hooked(rank: int, hook: Any, steps: int = STEPS, **options: Any) -> Tensor:
 
 
 def method(rank: int, size: int, name: str) -> dict[str, Any]:
-    """One method against gcbench's own exchange, by rank 0; and, with two ranks, resumed."""
+    """Compare a method with gcbench's own exchange, on rank 0; with two ranks, a resumed job."""
     hook = gcbench.shard_hook(name, **DENSE)
     end = hooked(rank, hook)
     own = end if rank else alone(hook, size)
     return {
-        "end": hashlib.sha256(end.numpy().tobytes()).hexdigest(),
+        "end": digest(end),
         "equal": torch.equal(end, own),
         "far": float((end - own).abs().max()),
         "up": hook.traffic.payload_up / hook.plain_bytes,
@@ -150,21 +180,27 @@ def method(rank: int, size: int, name: str) -> dict[str, Any]:
     }
 
 
-def resumed(rank: int, name: str) -> Tensor:
+def resumed(
+    rank: int,
+    name: str,
+    mesh: Any = None,
+    replicas: Any = None,
+    **options: Any,
+) -> Tensor:
     """Return the parameters of a job that ended after step 2 and went on as a new one."""
-    net = sharded()
-    hook = gcbench.shard_hook(name, **DENSE).register(net)
+    net = sharded(mesh=mesh)
+    hook = gcbench.shard_hook(name, **DENSE, **options).register(net, replicas=replicas)
     optimizer = train(net, range(2), rank)
     file = io.BytesIO()
     torch.save(hook.state_dict(), file)
     file.seek(0)
-    again = sharded()
+    again = sharded(mesh=mesh)
     with torch.no_grad():
         for new, old in zip(again.parameters(), net.parameters(), strict=True):
             new.to_local().copy_(old.to_local())
-    hook = gcbench.shard_hook(name, **DENSE)
+    hook = gcbench.shard_hook(name, **DENSE, **options)
     hook.load_state_dict(torch.load(file, weights_only=True))
-    hook.register(again)
+    hook.register(again, replicas=replicas)
     later = sgd(again)
     later.load_state_dict(optimizer.state_dict())
     for step in range(2, STEPS):
@@ -185,7 +221,7 @@ def job(function: Callable[[int, int], dict[str, Any]]) -> Callable[[int, int], 
 
 @job
 def plain(rank: int, size: int) -> dict[str, Any]:
-    """`none` beside FSDP without a hook; in bfloat16, and as a sum that FSDP divides, too."""
+    """Train with the method `none` and without a hook: the largest difference, by kind of FSDP."""
     found = {}
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     kinds = {"float32": {}, "bfloat16": {"mp_policy": policy}, "sum": {}, "grouped": {}}
@@ -246,9 +282,173 @@ def hybrid(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
+def kinds() -> list[str]:
+    """Return one method for each way to be exchanged: of all, the first that declares it."""
+    found: dict[Any, str] = {}
+    for name in registry.compressors():
+        method = registry.compressor(name)
+        segments = Segments.of([(64,)])
+        key = Key(0, 0, 0)
+        declared = (
+            method.legal_collectives()[0],
+            isinstance(method, MultiRoundCompressor),
+            method.memory,
+            method.draw_shared(segments, key) is not None,
+            bool(method.prepare(torch.ones(64), segments).statistic.numel()),
+        )
+        found.setdefault(declared, name)
+    return [*found.values()]
+
+
+def digest(end: Tensor) -> str:
+    return hashlib.sha256(end.numpy().tobytes()).hexdigest()
+
+
+def grid(size: int) -> tuple[Any, Any]:
+    """Return the meshes of shards and of replicas: two replicas."""
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    return mesh["shard"], mesh["replicate"]
+
+
+def two(rank: int, hook: Any, shards: Any, replicas: Any) -> Tensor:
+    net = sharded(mesh=shards)
+    hook.register(net, replicas=replicas)
+    train(net, range(STEPS), rank)
+    return ended(net)
+
+
+@job
+def two_levels(rank: int, size: int) -> dict[str, Any]:
+    """Train with each kind of method between replicas, and by gcbench's own exchanges in turn."""
+    shards, replicas = grid(size)
+    found: dict[str, Any] = {}
+    plain = two(rank, gcbench.shard_hook("qsgd", **DENSE), shards, replicas)
+    none = gcbench.shard_hook("qsgd", between="none", **DENSE)
+    found["none"] = torch.equal(two(rank, none, shards, replicas), plain)
+    found["none bytes"] = none.traffic_between.payload_up
+    own = sum(p.to_local().numel() for p in sharded(mesh=shards).parameters())
+    found["own bytes"] = 4 * own * STEPS
+    found["methods"] = {}
+    for name in kinds():
+        hook = gcbench.shard_hook("int8", between=name, **DENSE)
+        end = two(rank, hook, shards, replicas)
+        again = resumed(rank, "int8", shards, replicas, between=name)
+        found["methods"][name] = {
+            "end": digest(end),
+            "equal": bool(rank) or torch.equal(end, alone(hook, size // 2, replicas=2)),
+            "differs": not torch.equal(end, plain),
+            "resumed": torch.equal(end, again),
+        }
+    return found
+
+
+@job
+def two_levels_options(rank: int, size: int) -> dict[str, Any]:
+    """Train with SDP4Bit's two levels and further options; record bytes."""
+    shards, replicas = grid(size)
+    found: dict[str, Any] = {"ends": {}, "equal": {}}
+    for name, fields in (
+        ("sdp4bit", {}),
+        ("start", {"start_step": 2}),
+        ("field", {"between_options": {"granularity": 64}}),
+        ("memory", {"between_memory": "residual"}),
+        ("joint", {"between_memory": "ef21"}),
+        ("decay", {"between_memory": "residual", "between_memory_options": {"decay": 0.5}}),
+        ("momentum", {"between_memory": "momentum"}),
+    ):
+        hook = gcbench.shard_hook("int8", between="hadamard4", **DENSE, **fields)
+        end = two(rank, hook, shards, replicas)
+        found["ends"][name] = digest(end)
+        found["equal"][name] = bool(rank) or torch.equal(end, alone(hook, size // 2, replicas=2))
+        if name == "sdp4bit":
+            found["chunks"] = {
+                module.name: [parameter.chunks for parameter in module.layout.parameters]
+                for module in hook._modules
+            }
+            found["up"] = hook.traffic.payload_up, hook.traffic_between.payload_up
+            found["phases"] = hook.seconds
+            found["shard"] = shards.get_local_rank()
+    net = sharded(mesh=shards)
+    hook = gcbench.shard_hook("int8", between="onebit", **DENSE).register(net, replicas=replicas)
+    optimizer = sgd(net)
+    for step in range(STEPS):
+        hook.lr = 1.0 if step < 2 else 0.25
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        cross_entropy(net(x), y).backward()
+        optimizer.step()
+    own = alone(hook, size // 2, replicas=2, lrs=lambda step: 1.0 if step < 2 else 0.25)
+    found["equal"]["learning rate"] = torch.equal(ended(net), own)
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
+    one = gcbench.shard_hook("none", between="qsgd", **DENSE)
+    end = two(rank, one, mesh["shard"], mesh["replicate"])
+    found["equal"]["shards of one rank"] = torch.equal(end, alone(one, 1, replicas=size))
+    found["plain of one"] = one.plain_bytes == 4 * STEPS * end.numel()
+    return found
+
+
+@job
+def two_levels_broken(rank: int, size: int) -> dict[str, Any]:
+    """Break the exchange of replicas: other positions on each rank, draws shared with the first."""
+    shards, replicas = grid(size)
+    found: dict[str, Any] = {}
+    for name in ("right", "seeds"):
+        hook = gcbench.shard_hook("none", between="randomk", between_options={"ratio": 0.5})
+        net = sharded(mesh=shards)
+        hook.register(net, replicas=replicas.get_group())
+        for module in hook._modules:
+            module.between.exchange.seed += rank if name == "seeds" else 0
+        train(net, range(STEPS), rank)
+        found[name] = digest(ended(net))
+    hook = gcbench.shard_hook("none", between="qsgd")
+    net = sharded(mesh=shards)
+    hook.register(net, replicas=replicas)
+    for module in hook._modules:
+        module.between.exchange.seed = module.inside.exchange.seed
+    train(net, range(STEPS), rank)
+    found["shared draws"] = torch.equal(ended(net), alone(hook, size // 2, replicas=2))
+    return found
+
+
+@job
+def two_levels_refused(rank: int, size: int) -> dict[str, Any]:
+    hook, found, odd = gcbench.shard_hook, {}, rank == size - 1
+    shards, replicas = grid(size)
+
+    def register(made: Any, others: Any = replicas) -> Any:
+        return made.register(sharded(mesh=shards), replicas=others)
+
+    found["no replicas"] = refused(lambda: register(hook("int8", between="qsgd"), None))
+    found["wrong replicas"] = refused(lambda: register(hook("int8"), shards))
+    found["method"] = refused(
+        lambda: register(hook("int8", between="qsgd" if odd else "hadamard4"))
+    )
+    found["absent"] = refused(lambda: register(hook("int8", between=None if odd else "hadamard4")))
+    found["field"] = refused(
+        lambda: register(hook("int8", between="qsgd", between_options={"levels": 3 + odd}))
+    )
+    memory = {"between_memory": "none" if odd else "residual"}
+    found["memory"] = refused(lambda: register(hook("int8", between="hadamard4", **memory)))
+    state = register(hook("int8", between="hadamard4")).state_dict()
+
+    def loaded(between: str | None) -> Any:
+        made = hook("int8", between=between)
+        made.load_state_dict(state)
+        return register(made)
+
+    found["state without"] = refused(lambda: loaded(None))
+    found["state of another"] = refused(lambda: loaded("int8"))
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
+    net = sharded(mesh=mesh["shard"])
+    hook("int8", between="hadamard4").register(net, replicas=mesh["replicate"])
+    x, _ = batch(0, rank)
+    found["nan"] = refused(lambda: (net(x).sum() * float("nan")).backward())
+    return found
+
+
 @job
 def options(rank: int, size: int) -> dict[str, Any]:
-    """What the hook takes beside a name, each against gcbench's own exchange."""
+    """Train with each option of the hook, and by gcbench's own exchange."""
     found = {}
     for name, fields in (
         ("start", {"compressor": "onebit", "start_step": 2}),
@@ -265,7 +465,7 @@ def options(rank: int, size: int) -> dict[str, Any]:
 
 @job
 def broken(rank: int, size: int) -> dict[str, Any]:
-    """What must not be equal: other random numbers, or a shard in a wrong place."""
+    """Train with other random numbers, and with shards in a wrong place: neither may be equal."""
     hook = gcbench.shard_hook("qsgd")
     end = hooked(rank, hook)
     hook.settings = dataclasses.replace(hook.settings, seed=1)
@@ -321,7 +521,7 @@ def accumulation(rank: int, size: int) -> dict[str, Any]:
 
 @job
 def unused(rank: int, size: int) -> dict[str, Any]:
-    """A parameter without a gradient: FSDP leaves it out, unless it is told not to."""
+    """Train with a parameter that has no gradient: FSDP leaves it out, unless told not to."""
     found: dict[str, Any] = {}
 
     def leave_out(net: nn.Module, step: int, rank: int) -> dict[str, Tensor]:
@@ -351,7 +551,7 @@ def unused(rank: int, size: int) -> dict[str, Any]:
 
 @job
 def placement(rank: int, size: int) -> dict[str, Any]:
-    """A weight that is cut along its second axis; with `none` as FSDP without a hook."""
+    """Train with a weight that is cut along its second axis: without a hook, and by two methods."""
     ends = []
     for hook in (None, gcbench.shard_hook("none"), gcbench.shard_hook("int8")):
         net = sharded(shard_placement_fn=lambda p: Shard(1) if p.shape == (40, 128) else None)
@@ -404,6 +604,48 @@ def refusals(rank: int, size: int) -> dict[str, Any]:
     hook("none").register(factor)
     factor.set_gradient_divide_factor(3.0)
     found["factor later"] = refused(lambda: train(factor, range(1), rank))
+    part = dist.new_group([rank], use_local_synchronization=True)
+    net = sharded()
+    one = hook("none").register(net)
+    row = torch.zeros(one._modules[0].layout.row)
+    words = row.repeat(size), part, dist.ReduceOp.AVG
+    found["another group"] = refused(lambda: one._modules[0](row, *words))
+    return found
+
+
+@job
+def refused_kinds(rank: int, size: int) -> dict[str, Any]:
+    """Models that FSDP2 takes and the hook does not."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers "fake"
+
+    hook, found = gcbench.shard_hook, {}
+    found["replicated"] = refused(lambda: hook("none").register(replicate(model())))
+    both = init_device_mesh("cpu", (1, size), mesh_dim_names=("data", "tensor"))
+    parallel = model()
+    parallelize_module(parallel.hidden, both["tensor"], ColwiseParallel())
+    net = sharded(parallel, both["data"])
+    found["tensor parallel"] = refused(lambda: hook("none").register(net))
+    hooked_already = sharded()
+    hooked_already.hidden.set_all_reduce_hook(lambda shard: None)
+    alone = init_device_mesh("cpu", (size, 1), mesh_dim_names=("all", "one"))["one"]
+    found["all-reduce hook"] = refused(
+        lambda: hook("none").register(hooked_already, replicas=alone)
+    )
+    fake = DeviceMesh.from_group(dist.new_group(list(range(size)), backend="fake"), "cpu")
+    found["backend"] = refused(lambda: hook("none").register(sharded(mesh=fake)))
+    found["backend of replicas"] = refused(
+        lambda: hook("none").register(sharded(mesh=alone), replicas=fake)
+    )
+    other = FSDPMeshInfo(mesh=alone, shard_mesh_dim=0)
+    net = model()
+    fully_shard(
+        net,
+        mesh=init_device_mesh("cpu", (size,)),
+        shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), other) if p.ndim > 3 else None,
+    )
+    found["several meshes"] = refused(lambda: hook("none").register(net))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Jobs of several real processes: done once a number of processes, asked for by many tests."""
+"""Jobs of several real processes: run once for each number of processes, shared by many tests."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from gcbench.training import engines, launch
 
 
 def work(member: Any, module: str, methods: list[str], jobs: list[str]) -> dict[str, Any]:
-    """Do what a module of jobs has in one process group of gloo, and return what it found.
+    """Run jobs of a module in this process, one of a gloo group; return their results by name.
 
-    The module has `method(rank, size, name)` and `JOBS`, functions of rank and size.
+    The module has `method(rank, size, name)`, which is run for each of `methods`, and `JOBS`,
+    functions of rank and size by their names.
     """
     faulthandler.dump_traceback_later(120, exit=True)  # a hang ends, and shows where
     engines.join(member, "cpu", 1)
@@ -33,17 +34,17 @@ def work(member: Any, module: str, methods: list[str], jobs: list[str]) -> dict[
 
 
 class Jobs:
-    """The jobs of a module; `names` are those that so many processes do."""
+    """The jobs of a module; `names`: number of processes -> the jobs that they run."""
 
     def __init__(self, module: str, methods: Sequence[str], names: Mapping[int, list[str]]) -> None:
         self.module, self.methods, self.names = module, [*methods], names
         self._done: dict[int, Any] = {}
 
     def ranks(self, size: int) -> list[dict[str, Any]]:
-        """Return what each rank found in all jobs of this many processes.
+        """Return each rank's results of all jobs of this many processes, by name.
 
         Raises:
-            GcbenchError: they failed, now or when another test asked.
+            GcbenchError: a job failed, in this call or in the first one.
         """
         if size not in self._done:
             words = [self.module, self.methods, self.names[size]]
@@ -57,5 +58,5 @@ class Jobs:
         return found
 
     def of(self, job: str, size: int = 2) -> list[Any]:
-        """Return what each rank found in one job, or of one method."""
+        """Return each rank's result of one job, or of one method."""
         return [each[job] for each in self.ranks(size)]

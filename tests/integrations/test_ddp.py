@@ -166,6 +166,7 @@ DIFFERENT = {
     "seed": "seed: rank 0 0.*rank {odd} 1",
     "start": "start_step: rank 0 0.*rank {odd} 1",
     "version": "gcbench: rank 0 '.*rank {odd} '9.9'",
+    "code": "code of compressor: rank 0 'as it was'.*rank {odd} 'changed'",
     "one refuses": "no parameter of the model requires a gradient",
 }
 
@@ -198,6 +199,7 @@ def test_what_goes_wrong_on_the_way_is_an_error_and_no_hang():
         assert said in found["nan, backward"]["text"]
         assert found["nan, forward"]["kind"] == "DivergedError"
         assert "no gradient came of branch.bias" in found["thawed"]["text"]
+        assert "a sparse gradient came" in found["sparse later"]["text"]
         assert "find_unused_parameters=True" in found["unused"]["text"]
     assert "PeerLostError" in first["alone, backward"]["text"]
     assert first["alone, forward"]["kind"] == "PeerLostError"
@@ -244,7 +246,7 @@ def test_wrong_arguments_are_refused_at_once(words, options, said):
 def test_a_compressor_has_its_fields_already():
     codec = gcbench.get_compressor("terngrad", clip=2.0)
     assert gcbench.comm_hook(codec).settings.compressor is codec
-    with pytest.raises(UsageError, match="fields clip beside TernGrad"):
+    with pytest.raises(UsageError, match="fields clip came beside TernGrad"):
         gcbench.comm_hook(codec, clip=2.5)
 
 

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from gcbench.core.compressor import Key, Segments
 
-SIZES = (0, 1, 31, 33, 1000, 1024, 1025, 5000, 70_007)
+SIZES = (0, 1, 33, 1024, 1025, 5000, 70_007)
 """No tile, parts of one, one, more; and enough for two threads."""
+SHARED_FROM = 5000
+"""The least of them whose tiles two threads share."""
 
 KEYS = (Key(3, 5, 2), Key(2**63 + 11, 2**32 - 1, 7, 2**37 + 4321, 1))
 """The first draws from the beginning of tiles, the second from within them, beyond 2^32 lanes."""

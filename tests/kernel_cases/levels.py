@@ -23,6 +23,7 @@ def cases(n: int) -> Iterator[Call]:
             yield Call("levels.norms", name, (x, segments, norm, levels))
             norms = ops.levels.norms(x, segments, norm, levels)
             yield Call("levels.encode", name, (x, norms, levels, "fixed", segments, key))
+            yield Call("levels.encode_max", name, (x, levels, segments, key))
             yield Call("levels.codes", name, (x, norms, levels, segments, key))
         for levels in (7, 100)[index % 2 :][:1] if few else LEVELS:
             yield from borders(n, cut, segments, levels)

@@ -9,7 +9,7 @@ import gcbench
 from gcbench.core.compressor import Compressor, Key, Payload, Segments
 from gcbench.core.errors import PayloadError
 
-METHODS = ("fp16", "bf16", "natural", "int8", "qsgd", "onebit", "efsignsgd")
+METHODS = ("fp16", "bf16", "natural", "int8", "qsgd", "onebit", "efsignsgd", "topk", "sparseloco")
 SHAPES = [(40, 33), (0,), (1,), (1700,)]
 NOTHING = torch.empty(0)
 

@@ -14,7 +14,7 @@ from builders import BASE, summary, write
 from commands import ROOT, invoke
 
 from gcbench.core.errors import GcbenchError, UsageError
-from gcbench.reporting import figures, run_plots
+from gcbench.reporting import figures, run_plots, seeds
 from gcbench.reporting.compare import rows
 from gcbench.reporting.reader import load
 from gcbench.reporting.tables import render
@@ -174,7 +174,7 @@ def test_modelled_communication_is_never_measured(tmp_path: Path) -> None:
     assert "modelled from a link of 10 Gbit/s and 50 µs, not measured" in text
     both = summary("x", engine="spawn")
     both["phase_seconds"]["communicate"] = 0.004
-    assert table(tmp_path / "both", both)[0].modelled is None
+    assert table(tmp_path / "both", both)[0].link is None
     records = {one["engine"]: one for one in json.loads(render(made, "json"))}
     assert records["simulate"]["communicate_seconds"] is None
     assert records["simulate"]["communicate_modelled_seconds"] == 0.00125
@@ -699,12 +699,13 @@ def test_what_it_took_to_the_target(tmp_path: Path) -> None:
     evaluated(found["late", 0], {10: 0.5, 20: 0.9})
     evaluated(found["late", 1], {10: 0.5, 20: None})
     none, late = rows(list(found.values()), target=0.9)
-    assert none.to_target("step") == 25
-    assert none.to_target("payload_bytes") == 11 * 25
-    assert none.to_target("wire_bytes") == 7 * 25
-    assert none.to_target("seconds") == 6.25
-    assert late.to_target("step") == math.inf
-    assert (late.reached[0].step, late.reached[1]) == (20, None)
+    assert none.target_step == 25
+    assert none.target_payload_bytes == 11 * 25
+    assert none.target_wire_bytes == 7 * 25
+    assert none.target_seconds == 6.25
+    assert late.target_step == math.inf
+    lines = seeds.by_run(late.runs, {"digits": "accuracy"}, 0.9)
+    assert list(lines["target_step"]) == [20, math.inf]
     text = render([none, late])
     assert "to 90 %:" in text
     assert "2 of 2" in text
@@ -721,16 +722,16 @@ def test_a_loss_is_met_from_above(tmp_path: Path) -> None:
     (run,) = load([write(tmp_path, summary(accuracy=None))])
     evaluated(run, {10: 0.5, 20: 0.8})  # losses 0.5, 0.2
     (row,) = rows([run], target=0.25)
-    assert row.to_target("step") == 20
+    assert row.target_step == 20
     assert "loss 0.25" in render([row])
     (row,) = rows([run], target=0.5)
-    assert row.to_target("step") == 10
+    assert row.target_step == 10
 
 
 def test_rows_without_curves_say_so(tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text(json.dumps(BASE))
     (row,) = rows(load([tmp_path / "rows.json"]), target=0.5)
-    assert row.reached == {}
+    assert (row.target_runs, row.target_step) == (0, None)
     assert "no curve" in render([row])
 
 

@@ -402,6 +402,16 @@ def test_the_distribution_of_errors_is_relative_to_each_layer() -> None:
     assert table[0.501187] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("steps", "count", "spread"),
+    [(400, 5, (0, 100, 200, 299, 399)), (3, 5, (0, 1, 2)), (10, 1, (0,)), (1, 3, (0,))],
+)
+def test_steps_are_spread_from_the_first_to_the_last(
+    steps: int, count: int, spread: tuple[int, ...]
+) -> None:
+    assert captures.spread(steps, count) == spread
+
+
 # ---- clipping, zeros, spectra --------------------------------------------------------------------
 
 

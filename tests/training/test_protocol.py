@@ -420,11 +420,10 @@ def test_the_picture_of_tiers(tmp_path, monkeypatch):
     sizes = {"none": 32.0, "terngrad": 2.0, "qsgd": 2.1, "topk": 0.4}
     placed = []
     for name, row in made.items():
-        first = row.first.model_copy(update={"payload_bytes_up": 4e8 * sizes[name]})
-        runs = [compare.replace(run, summary=first) for run in row.runs]
         tier = "few" if sizes[name] < 1 else "two" if sizes[name] < 3 else "many"
         front = name != "qsgd"
-        placed.append(compare.replace(row, runs=tuple(runs), tier=tier, on_front=front))
+        size = 1e6 * sizes[name]
+        placed.append(compare.replace(row, payload_bytes_step=size, tier=tier, on_front=front))
     drawn = []
     monkeypatch.setattr(tier_plot.figures, "save", lambda figure, path: drawn.append(figure))
     tier_plot.draw(placed, "mine", tmp_path / "tiers.png")
@@ -436,6 +435,6 @@ def test_the_picture_of_tiers(tmp_path, monkeypatch):
     faded = [c.lines[0].get_alpha() for c in axes.containers]
     assert sorted(faded) == [tier_plot.FADED, 1.0, 1.0, 1.0]
     spread = 2.776445 * made["terngrad"].sd / 5**0.5  # Student's t, 4 degrees of freedom
-    assert tier_plot.half_interval(made["terngrad"]) == pytest.approx(spread, rel=1e-6)
+    assert made["terngrad"].half_interval == pytest.approx(spread, rel=1e-6)
     with pytest.raises(UsageError, match="no finished row of a tier"):
         tier_plot.draw([compare.replace(made["none"], tier=None)], "mine", tmp_path / "t.png")

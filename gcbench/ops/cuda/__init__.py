@@ -5,18 +5,18 @@ To add a family:
 1. Write `cuda/<family>.cu` over the element codecs of `cuda/*.cuh`: `extern "C" __global__`
    functions, formula and bytes per element in the header, 64-bit indices, `random.cu` as model.
    It is found by its name, here and in the tests; there is no list of kernels to keep.
-2. Write its host code in `gcbench/ops/cuda/<family>.py`: a function of the operation's arguments,
-   which are checked, and its outputs, which exist. It makes scratch buffers, computes the grid and
-   calls `launcher(x.device).launch("<family>", "<kernel>", grid, block, args)`; an operation may
-   launch several. Arguments are contiguous tensors, None (a null pointer), numbers of a stated C
-   type
-   (`i64(n)`), or a `ctypes.Structure` of the kernel's layout (`KeyArgument.of(key)`). Nothing
-   may wait for the device: what a kernel finds wrong it puts into a flag, which is returned. The
-   module ends with its `KERNELS`.
+2. Write its host code in `gcbench/ops/cuda/<family>.py`: for each operation a function of the
+   operation's arguments, which are already checked, and its outputs, which are already allocated.
+   It allocates scratch buffers, computes the grid and calls
+   `launcher(x.device).launch("<family>", "<kernel>", grid, block, args)`, once or several times.
+   Kernel arguments are contiguous tensors, None (a null pointer), numbers of a stated C type
+   (`i64(n)`), or a `ctypes.Structure` with the kernel's layout (`KeyArgument.of(key)`). The
+   function must not wait for the device: a kernel records a fault in a flag, which is returned.
+   The module ends with its `KERNELS`.
 3. Name the module in `FAMILIES` below.
-4. Write its inputs in `tests/kernel_cases/<family>.py`, if the CPU kernels have not done so.
-   `tests/ops/test_kernels.py` then makes every call of an operation in `KERNELS` on the CPU shim of
-   `tests/cusim` (on a GPU too, where there is one) and compares with plain torch;
+4. Write its test inputs in `tests/kernel_cases/<family>.py`, unless the CPU kernels have them.
+   `tests/ops/test_kernels.py` then runs every operation in `KERNELS` on the CPU stand-in of
+   `tests/cusim` (and on a GPU if there is one) and compares with plain torch;
    `tests/ops/test_cuda.py` compiles the file for all architectures.
 
 The modules import torch alone; cuda-core is imported when the first kernel is launched.
@@ -82,7 +82,7 @@ def _version(*distributions: str) -> str | None:
 
 
 def _driver() -> str:
-    """Return the version of NVIDIA's kernel driver, where the system tells it."""
+    """Return the version of NVIDIA's kernel driver, or "of unknown version"."""
     try:
         words = Path("/proc/driver/nvidia/version").read_text().split("Kernel Module", 1)[1].split()
         return next(word for word in words if word[0].isdigit())
@@ -119,17 +119,17 @@ def status() -> tuple[bool, str]:
             f"{torch.cuda.get_device_name(device)} (sm_{major}{minor}), driver {_driver()}, "
             f"cuda-core {_version('cuda-core')}, NVRTC {nvrtc}"
         )
-    except Exception as error:  # a listing of what there is must not end with a broken driver
+    except Exception as error:  # a broken driver must not stop a listing of the backends
         return False, f"CUDA fails here: {type(error).__name__}: {error}"
 
 
 def warm(device: torch.device | str = "cuda", families: Sequence[str] = ()) -> None:
-    """Compile and load the kernels, of `families` (file names without `.cu`) or all.
+    """Compile and load the kernels of `families` (file names without `.cu`), by default of all.
 
-    Without it the first launch of each family does. To be called before a CUDA graph is captured,
-    which allows no loading.
+    Otherwise the first launch of a family does so. Call this before a CUDA graph is captured, as
+    nothing can be loaded during the capture.
 
     Raises:
-        GcbenchError: no cuda-core or no NVRTC here, or a kernel that cannot be loaded.
+        GcbenchError: cuda-core or NVRTC is missing, or a kernel cannot be loaded.
     """
     launcher(device).warm(families)

@@ -1,7 +1,7 @@
-"""CUDA kernels compiled at run time: NVRTC through cuda-core, results kept on disk.
+"""CUDA kernels compiled at run time by NVRTC, through cuda-core, and cached on disk.
 
-The target is a cubin of one architecture, so neither a driver nor a GPU is needed to compile, and
-no translation is left for the driver. cuda-core is imported when something is compiled.
+The target is a cubin for one architecture, so that compiling needs neither a driver nor a GPU, and
+the driver has nothing left to compile. cuda-core is imported when something is compiled.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from gcbench.core.errors import GcbenchError
 from gcbench.ops.sources import cuda_families, kernel_sources
 
 INSTALL = "pip install 'gcbench[cuda]'"
-"""What brings cuda-core; NVRTC comes with every CUDA build of torch."""
+"""How to install cuda-core; NVRTC comes with every CUDA build of torch."""
 
 OPTIONS: dict[str, Any] = {
     "std": "c++17",
-    "fma": False,  # no contraction: a second lock behind the rules of common.cuh
+    "fma": False,  # no contraction, even if a kernel breaks the rules of common.cuh
     "ftz": False,
     "prec_div": True,
     "prec_sqrt": True,
 }
-"""Arguments of `cuda.core.ProgramOptions`: those that decide about bytes are all named."""
+"""Arguments of `cuda.core.ProgramOptions`, with every one that affects floating-point results."""
 
 _DIGEST = hashlib.sha256().digest_size
 _warned = False
 
 
 class CompileError(GcbenchError):
-    """A kernel file that NVRTC refuses, with its log, or no NVRTC here."""
+    """NVRTC refuses a kernel file (the message has its log), or is not installed."""
 
 
 class Compiled(NamedTuple):
-    """What the compiler returned."""
+    """The compiler's output."""
 
     cubin: bytes
     log: str
-    """What ptxas says of registers and spills, where that was asked for."""
+    """ptxas' report on registers and spills, if it was asked for; else empty."""
 
 
 def _core() -> Any:
@@ -59,7 +59,7 @@ def nvrtc_version() -> tuple[int, int]:
     """Return NVRTC's version, (major, minor).
 
     Raises:
-        CompileError: no NVRTC here.
+        CompileError: NVRTC is not installed.
     """
     try:
         nvrtc = importlib.import_module("cuda.bindings.nvrtc")
@@ -88,8 +88,8 @@ def compile_family(family: str, arch: str, *, verbose: bool = False) -> Compiled
     With `verbose` the log says how many registers and spilled bytes each kernel has.
 
     Raises:
-        CompileError: an unknown family, a fault in the source, an architecture that this NVRTC
-            does not know, or no NVRTC.
+        CompileError: the family is unknown, the source has an error, this NVRTC does not know the
+            architecture, or NVRTC is not installed.
     """
     path, core = _path(family), _core()
     nvrtc_version()
@@ -104,7 +104,7 @@ def compile_family(family: str, arch: str, *, verbose: bool = False) -> Compiled
         )
         program = core.Program(path.read_text(), "c++", options)
         cubin = bytes(program.compile("cubin", logs=log).code)
-    except Exception as error:  # cuda-core has its own, which carry NVRTC's log
+    except Exception as error:  # cuda-core's own exceptions, which contain NVRTC's log
         raise CompileError(f"{path.name} does not compile for {arch}: {error}") from error
     return Compiled(cubin, log.getvalue())
 
@@ -117,7 +117,7 @@ def cache_folder() -> Path:
 
 
 def _key(family: str, arch: str) -> str:
-    """Return the name of a compiled family: what went into it, hashed."""
+    """Return the file name of a compiled family, with a hash of sources, options and versions."""
     path = _path(family)
     found = hashlib.sha256()
     for piece in (arch, repr(sorted(OPTIONS.items())), repr(nvrtc_version())):
@@ -129,10 +129,10 @@ def _key(family: str, arch: str) -> str:
 
 
 def cached_cubin(family: str, arch: str) -> bytes:
-    """Return `<family>.cu` compiled for `arch`, from the disk where it was compiled before.
+    """Return `<family>.cu` compiled for `arch`, from the cache on disk if it is there.
 
-    An entry that is cut or altered is compiled again. A cache that cannot be written is told once,
-    as a RuntimeWarning, and costs a compilation (about a second) in each process.
+    A truncated or altered cache entry is compiled again. If the cache cannot be written, a
+    RuntimeWarning says so once, and every process compiles for itself.
 
     Raises:
         CompileError: see `compile_family`.
@@ -151,7 +151,7 @@ def cached_cubin(family: str, arch: str) -> bytes:
 
 
 def _store(folder: Path, name: str, entry: bytes) -> None:
-    """Write a cache entry: whole or not at all, also beside other processes."""
+    """Write a cache entry atomically, also if other processes write it at the same time."""
     global _warned
     part = None
     try:

@@ -15,7 +15,7 @@ from gcbench.ops.dispatch import Flag, Kernel
 def encode(
     x: Tensor, segments: Segments, stochastic: bool, key: Key, codes: Tensor, scales: Tensor
 ) -> None:
-    """Serve `int8.encode`; segments that a warp takes whole are read once."""
+    """Serve `int8.encode`; if all segments are short, one kernel reads them once."""
     n, m, argument, device = segments.numel, len(segments), KeyArgument.of(key), x.device
     if not m:
         return

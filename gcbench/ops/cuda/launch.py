@@ -1,8 +1,8 @@
-"""Kernel launches behind one interface: on a CUDA device, or where a test puts something else.
+"""Kernel launches behind one interface: on a CUDA device, or on a stand-in of the tests.
 
-Host code of an operation asks `launcher(device)` for the launcher of the device that its tensors
-are on, and calls `launch` with the arguments that `cuLaunchKernel` takes. It never asks which
-launcher it has, so that what the tests run is what a GPU runs.
+The host code of an operation gets the launcher of its tensors' device from `launcher(device)`, and
+calls `launch` with the arguments that `cuLaunchKernel` takes. It does not depend on the kind of
+launcher, so the tests run the same host code as a GPU.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 
 Scalar: TypeAlias = f32 | f64 | i32 | i64 | u32 | u64
 Argument: TypeAlias = Tensor | Scalar | ctypes.Structure | None
-"""A kernel's argument: a tensor or None is a pointer, everything else is passed by value."""
+"""A kernel's argument: a tensor or None is passed as a pointer, everything else by value."""
 Grid: TypeAlias = int | tuple[int, ...]
 Shape: TypeAlias = tuple[int, int, int, int, int, int]
 
@@ -58,15 +58,15 @@ _BY_VALUE = (ctypes.Structure, f32, f64, i32, i64, u32, u64)
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_THREADS = 1024
 MAX_SHARED = 48 * 1024
-"""Bytes of dynamic shared memory that every device gives without being asked."""
+"""Bytes of dynamic shared memory that every device allows without a function attribute."""
 
 
 class LaunchError(GcbenchError):
-    """A launch that cannot be, or one that the driver refuses."""
+    """A launch with invalid arguments, or one that the driver refuses."""
 
 
 class KeyArgument(ctypes.Structure):
-    """`gc::Key` of common.cuh."""
+    """A `Key` in the layout of `gc::Key` in common.cuh."""
 
     _fields_ = (("seed", u64), ("offset", u64), ("step", u32), ("who", u32))
 
@@ -96,14 +96,15 @@ class Launcher(Protocol):
     ) -> None:
         """Launch `kernel` of `<family>.cu` on `grid` blocks of `block` threads.
 
-        `shared`: bytes of dynamic shared memory. Nothing is waited for and nothing allocated.
+        `shared`: bytes of dynamic shared memory. The call does not wait for the device and
+        allocates nothing.
 
         Raises:
-            LaunchError: a shape out of range, an unknown kernel, or a refusal of the driver.
+            LaunchError: a shape is out of range, the kernel is unknown, or the driver refuses.
         """
 
     def warm(self, families: Sequence[str] = ()) -> None:
-        """Compile and load `families` (all of them by default), so that no later launch does."""
+        """Compile and load `families` (by default all), so that no later launch has to."""
 
 
 def blocks_for(threads: int, block: int) -> int:
@@ -112,10 +113,12 @@ def blocks_for(threads: int, block: int) -> int:
 
 
 def packed(args: Sequence[Argument]) -> tuple[ctypes.Array[ctypes.c_void_p], list[Any]]:
-    """Return `args` as cuLaunchKernel's array of addresses, and what must live as long as it.
+    """Return `args` as cuLaunchKernel's array of addresses, and the objects that it points to.
+
+    The latter must be kept alive as long as the array is used.
 
     Raises:
-        LaunchError: a tensor that is not contiguous, or something without a C type.
+        LaunchError: a tensor is not contiguous, or an argument has no C type.
     """
     values: list[Any] = []
     for place, arg in enumerate(args):
@@ -139,7 +142,7 @@ def checked_shape(grid: Grid, block: Grid, shared: int) -> Shape:
     """Return grid and block in three dimensions each.
 
     Raises:
-        LaunchError: beyond what every device allows.
+        LaunchError: they, or the shared memory, exceed what every device allows.
     """
     gx, gy, gz = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
     bx, by, bz = (block, 1, 1) if isinstance(block, int) else (*block, 1, 1)[:3]
@@ -163,8 +166,8 @@ def checked_shape(grid: Grid, block: Grid, shared: int) -> Shape:
 class DeviceLauncher:
     """Launches on a CUDA device, in torch's current stream.
 
-    Modules are loaded at the first launch of a family, or by `warm`, which has to come before a
-    CUDA graph is captured: loading is not allowed inside.
+    The kernels of a family are loaded at its first launch, or by `warm`. Call `warm` before a CUDA
+    graph is captured, as nothing can be loaded during the capture.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -181,7 +184,7 @@ class DeviceLauncher:
         self._lock = threading.Lock()
 
     def _enter(self) -> None:
-        """Make the device's context current in this thread: torch does so only when it has to."""
+        """Make the device's context current in this thread, which torch does only when needed."""
         if not getattr(self._thread, "entered", False):
             with torch.cuda.device(self.device):
                 self._core.Device(self.device.index).set_current()
@@ -196,7 +199,7 @@ class DeviceLauncher:
                 functions = {}
                 for name in kernels_of(cubin):
                     kernel = module.get_kernel(name)
-                    # Asking for the function loads it now; a kernel alone would load at its launch.
+                    # This call loads the function now; otherwise it would load at its first launch.
                     error, function = self._driver.cuKernelGetFunction(kernel.handle)
                     self._raise(error, f"{family}.cu: {name} cannot be loaded")
                     functions[name] = function
@@ -263,7 +266,7 @@ class DeviceLauncher:
 
 
 def kernels_of(cubin: bytes) -> list[str]:
-    """Return the names of the kernels in a cubin: each has a section of code of its own."""
+    """Return the names of the kernels in a cubin, in which each has a section of its own."""
     return sorted({name.decode() for name in re.findall(rb"\0\.text\.([A-Za-z_]\w*)(?=\0)", cubin)})
 
 
@@ -271,10 +274,10 @@ _launchers: dict[torch.device, Launcher] = {}
 
 
 def launcher(device: torch.device | str) -> Launcher:
-    """Return the launcher of `device`; it stays for the life of the process.
+    """Return the launcher of `device`, one for the life of the process.
 
     Raises:
-        LaunchError: `device` is no CUDA device, and no other launcher stands in for it.
+        LaunchError: `device` is no CUDA device, and `use_launcher` has set no stand-in for it.
     """
     where = torch.device(device)
     if where.type == "cuda" and where.index is None:
@@ -287,7 +290,7 @@ def launcher(device: torch.device | str) -> Launcher:
 
 @contextlib.contextmanager
 def use_launcher(device: torch.device | str, stand_in: Launcher) -> Iterator[None]:
-    """Let `stand_in` run the kernels for tensors on `device` within the context."""
+    """Let `stand_in` run the kernels for tensors on `device` inside a with statement."""
     where = torch.device(device)
     before = _launchers.get(where)
     _launchers[where] = stand_in

@@ -1,4 +1,4 @@
-"""Host code of levels.cu: the codes of QSGD; Elias streams of them stay with torch."""
+"""Host code of levels.cu: QSGD's codes. Their Elias streams are written and read by plain torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gcbench.ops.dispatch import Flag, Kernel
 
 
 def _together(bits: int) -> int:
-    """Return how many codes the kernel for this width takes at once; 0: they are not packed."""
+    """Return how many codes of this width a kernel handles at once; a width of 0: int32 codes."""
     return 1 if bits == 0 else 8 if bits <= 4 else 4 if bits <= 8 else 2
 
 
 def norms(x: Tensor, segments: Segments, two: bool, levels: int, out: Tensor) -> None:
-    """Serve `levels.norms`; segments that a warp takes whole are read by one kernel."""
+    """Serve `levels.norms`; if all segments are short, one kernel does it."""
     m, run = len(segments), launcher(x.device).launch
     if not m:
         return
@@ -81,7 +81,7 @@ def decode(
     if not m:
         return None
     bad, reached = tables.flag(device), None
-    if exact:  # a segment has its own largest magnitude
+    if exact:  # the largest code must occur in every segment
         reached = torch.zeros(m, dtype=torch.uint8, device=device)
     run, level = launcher(device).launch, i32(levels)
     if n:

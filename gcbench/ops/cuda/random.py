@@ -21,7 +21,10 @@ def draws24(key: Key, n: int, out: Tensor) -> None:
 
 
 def random_words(key: Key, n: int, device: torch.device | str = "cuda") -> Tensor:
-    """Return what `selection.random_words` does; selection draws its own, by the same code."""
+    """Return the same as `selection.random_words`.
+
+    Only tests use it: the selection kernels draw words themselves, by the same device function.
+    """
     argument = KeyArgument.of(key)
     out = torch.empty(n, dtype=torch.int32, device=device)
     if n:

@@ -13,22 +13,24 @@ from gcbench.ops.cuda.launch import i32, i64, launcher
 from gcbench.ops.dispatch import Flag, Kernel
 
 PART = 8192
-"""Values of a group whose range one warp looks for."""
+"""Values of a part; a warp finds the range of a part, and a long group has several parts."""
 
 
 class _Table(NamedTuple):
-    """Where groups are."""
+    """The groups, in the form that the kernels take."""
 
     edges: Tensor
-    """(2, m + 1): the first value of each group and how many there are, and the parts before it."""
+    """(2, m + 1): the index of each group's first value, and the number of parts before it; the
+    last column has the totals."""
     parts: int
+    """The number of parts."""
     shared: bool
     """Whether a group has more than one part."""
 
 
 @lru_cache(maxsize=64)
 def _table(groups: tuple[tuple[int, int], ...], device: torch.device) -> _Table:
-    """Return the table of some groups; it is made and copied to the device once."""
+    """Return the table of groups on a device; it is cached."""
     rows, length = torch.tensor(groups, dtype=torch.int64).view(-1, 2).unbind(1)
     lengths = length.repeat_interleave(rows)
     edges = torch.zeros((2, len(lengths) + 1), dtype=torch.int64)

@@ -17,28 +17,31 @@ from gcbench.ops.dispatch import Flag, Kernel
 from gcbench.ops.selection import KeptRun
 
 CHUNK = 8192
-"""Elements that a block looks at: a segment of no more is one block's."""
+"""The most elements of a segment that is processed by a single block; longer ones have several
+chunks of this size."""
 SAMPLE = 8192
-"""Elements of a longer one that its first limit is found from."""
+"""Elements of a long segment that are sampled for a first limit, which collects candidates."""
 DENSE = 1 / 3
-"""Share from which on candidates save nothing."""
+"""The share of candidates from which on collecting them saves nothing."""
 BINS = 2048
+"""Bins of a histogram."""
 STATE_WORDS = 7
-"""Words of 64 bits of `State` of the kernels."""
+"""64-bit words of the kernels' `State`."""
 MOST_BLOCKS = 1024
-"""Blocks that look at candidates, as there are few of these: each may have several chunks."""
+"""The most blocks that work on candidates, of which there are few; a block may have several
+chunks."""
 SPAN_BITS = 32 * 1024
-"""Bits of a bitmap that a block has."""
+"""Bits of a bitmap that one block handles."""
 
 
 class _Source(Structure):
-    """`Source` of the kernels: floats, or the key of random words."""
+    """The kernels' `Source`: floats, or the key of random words."""
 
     _fields_ = (("x", c_void_p), ("key", KeyArgument))
 
 
 class _Long(Structure):
-    """`Long` of the kernels: the table of long segments, scratch, and where results go."""
+    """The kernels' `Long`: the table of long segments, scratch buffers, and outputs."""
 
     _fields_ = (
         ("table", c_void_p),
@@ -55,7 +58,8 @@ class _Long(Structure):
 
 
 class _Sparse(Structure):
-    """`Sparse` of the kernels: values, positions and how many, of each sparse tensor."""
+    """The kernels' `Sparse`: values, positions and their number of each tensor; the number of
+    tensors."""
 
     _fields_ = (
         ("values", c_void_p * tables.MOST_PAYLOADS),
@@ -66,39 +70,45 @@ class _Sparse(Structure):
 
 
 ADD, ONTO, DIVIDE = 1, 2, 4
+"""Flags of the kernel `scatter`: add values instead of storing them; begin with the content of the
+output instead of zeros; divide the sum."""
 
 # ---- which elements ------------------------------------------------------------------------------
 
 
 class _Team(NamedTuple):
-    """Segments that one kernel selects from, a warp or a block each."""
+    """The segments of one kernel, which has a warp or a block for each."""
 
     number: int
+    """How many segments."""
     which: Tensor | None
-    """Their numbers; None: all there are."""
+    """Their indices; None: all segments."""
 
 
 class _Plan(NamedTuple):
     """Which kernel selects from which segment."""
 
     segments: Tensor
-    """(4, m) of segments that are not empty: first element, elements, k, place of the first kept.
-    """
+    """(4, m), of the segments that are not empty: first element, number of elements, k, and index
+    of the first kept element in the output."""
     warps: _Team
+    """The segments that have a warp each."""
     blocks: _Team
+    """The segments that have a block each."""
     long: Tensor | None
-    """(7, segments + 1): the same four of long segments, the chunks and the room for candidates
-    before each, and what their first limit follows from."""
+    """(7, number + 1), of the longer segments: the same four rows, the chunks and the room for
+    candidates before each, and the first limit as `_guess` returns it."""
     chunks: int
+    """Chunks of all long segments."""
     room: int
-    """Of all long segments."""
+    """Room for candidates of all long segments."""
 
 
 def _guess(length: Tensor, keep: Tensor, words: bool) -> tuple[Tensor, Tensor]:
-    """Return what each first limit follows from, and how many candidates have room, 0 for none.
+    """Return what determines each long segment's first limit, and the room for its candidates.
 
-    For floats the rank in a sample, some five deviations beyond the expected one; for words the
-    limit itself.
+    For floats the former is a rank in the sample, about five standard deviations beyond the
+    expected one; for random words it is the limit itself. A room of 0: no candidates are collected.
     """
     d, k = length.double(), keep.double()
     if words:
@@ -116,7 +126,7 @@ def _guess(length: Tensor, keep: Tensor, words: bool) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=64)
 def _plan(runs: tuple[KeptRun, ...], device: torch.device, words: bool) -> _Plan:
-    """Return the plan of some runs; it is made and copied to the device once."""
+    """Return the plan for runs on a device; it is cached. `words`: select from random words."""
     alive = [run for run in runs if run.rows and run.keep]
     start, rows, length, keep = torch.tensor(alive, dtype=torch.int64).view(-1, 4).unbind(1)
     row = torch.arange(int(rows.sum())) - (rows.cumsum(0) - rows).repeat_interleave(rows)
@@ -149,7 +159,7 @@ def _plan(runs: tuple[KeptRun, ...], device: torch.device, words: bool) -> _Plan
 def _select(
     source: _Source, runs: tuple[KeptRun, ...], positions: Tensor, values: Tensor | None
 ) -> None:
-    """Write the positions of the largest, and their elements to `values` unless None."""
+    """Write the positions of the largest elements, and the elements to `values` if not None."""
     device = positions.device
     kind = "random" if values is None else "largest"
     plan = _plan(runs, device, values is None)
@@ -163,7 +173,7 @@ def _select(
     if plan.long is None:
         return
     number, chunks, room = plan.long.shape[1] - 1, plan.chunks, plan.room
-    # In words of 64 bits; bits of marks and elements of candidates have 32.
+    # Sizes in 64-bit words; the marks' words and the candidates' elements have 32 bits.
     sizes = [STATE_WORDS * number, BINS * number, 2 * chunks, chunks * tables.THREADS // 2, room]
     scratch = torch.empty(sum(sizes) + -(-room // 2), dtype=torch.int64, device=device)
     places, at = [], scratch.data_ptr()
@@ -196,7 +206,7 @@ def random_positions(key: Key, runs: tuple[KeptRun, ...], out: Tensor) -> None:
 
 
 def gather(x: Tensor, n: int, positions: Tensor, total: int, out: Tensor) -> None:
-    """Serve `selection.gather`; a position out of range ends the kernel, as in torch on a GPU."""
+    """Serve `selection.gather`; a position out of range causes a device-side trap."""
     if total:
         args = (x, i64(n), positions, i64(total), out)
         grid = blocks_for(total, tables.THREADS)
@@ -211,7 +221,7 @@ def _scatter(
     divisor: float,
     out: Tensor,
 ) -> None:
-    """Launch `scatter` for as many at a time as it takes."""
+    """Launch `scatter` once for every `MOST_PAYLOADS` sparse tensors."""
     most = tables.MOST_PAYLOADS
     for first in range(0, len(values) if n else 0, most):
         few = list(zip(values[first : first + most], positions[first : first + most], strict=True))
@@ -226,7 +236,7 @@ def _scatter(
 
 
 def scatter(values: Tensor, positions: Tensor, total: int, n: int, out: Tensor) -> None:
-    """Serve `selection.scatter`; positions out of range or order end the kernel."""
+    """Serve `selection.scatter`; positions out of range or order cause a device-side trap."""
     _scatter([values], [positions], n, 0, 1.0, out)
 
 
@@ -238,7 +248,7 @@ def scatter_mean(
     n: int,
     out: Tensor,
 ) -> None:
-    """Serve `selection.scatter_mean`; positions out of range or order end the kernel."""
+    """Serve `selection.scatter_mean`; positions out of range or order cause a device-side trap."""
     _scatter(values, positions, n, ADD | DIVIDE, count, out)
 
 
@@ -253,14 +263,14 @@ def _set_bits(positions: Tensor, total: int, n: int, low: int, bits: int, words:
 
 
 def pack_bitmap(positions: Tensor, total: int, n: int, words: Tensor) -> None:
-    """Serve `selection.pack_bitmap`; positions out of range or order end the kernel."""
+    """Serve `selection.pack_bitmap`; positions out of range or order cause a device-side trap."""
     _set_bits(positions, total, n, 0, n, words)
 
 
 def pack_gaps(
     positions: Tensor, total: int, n: int, low: int, codes: Tensor, words: Tensor
 ) -> None:
-    """Serve `selection.pack_gaps`; positions out of range or order end the kernel."""
+    """Serve `selection.pack_gaps`; positions out of range or order cause a device-side trap."""
     if low and total:
         grid, args = tables.grid(tables.tiles_of(total)), (positions, i64(total), i32(low), codes)
         launcher(words.device).launch("selection", "pack_low_bits", grid, tables.THREADS, args)
@@ -270,7 +280,7 @@ def pack_gaps(
 def _find_bits(
     words: Tensor, bits: int, codes: Tensor | None, low: int, total: int, out: Tensor, bad: Tensor
 ) -> Tensor | None:
-    """Write where the bits are set, and return how many there are before each block, and in all."""
+    """Write the positions of set bits; return their number before each block, and in all."""
     if not bits:
         return None
     run, device = launcher(words.device).launch, words.device
@@ -292,7 +302,7 @@ def _checked(
     bad: Tensor,
     counts: Tensor | None,
 ) -> Flag:
-    """Check positions, and return the flag of all that was launched for them."""
+    """Launch the check of positions; return the flag that all kernels of the operation share."""
     if total:
         segments = _plan(runs, out.device, False).segments
         m = segments.shape[1]
@@ -301,7 +311,7 @@ def _checked(
         launcher(out.device).launch("selection", "check_positions", grid, tables.THREADS, args)
 
     def number(found: int) -> int:
-        """Return the operation's number for the kernels' one."""
+        """Return the operation's fault number for the kernels' one."""
         set_bits = total if counts is None else int(counts[-1])
         return {1: 1, 2: 2 | set_bits << 3, 3: 5, 4: 3, 5: 4}[found]
 

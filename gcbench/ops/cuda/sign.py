@@ -17,9 +17,9 @@ from gcbench.ops.dispatch import Flag, Kernel
 from gcbench.ops.packing import LANES
 
 WARPS = 8
-"""Warps of a block; a segment of no more tiles than that is encoded in one pass."""
+"""Warps of a block; a segment of at most as many tiles is encoded in one pass (short)."""
 MEAN_THREADS = 32 * 16
-"""Threads of a block that adds up the tiles of a longer one."""
+"""Threads of a block that sums the tiles of a long segment."""
 
 
 # ---- packed signs --------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ def decode(words: Tensor, n: int, bits: int, name: str, out: Tensor) -> Flag | N
 
 
 class _Ballots(Structure):
-    """`Ballots` of the kernels: words, votes that each is worth, bits of a code, how many."""
+    """The kernels' `Ballots`: words, number of votes and bits of a code of each; their number."""
 
     _fields_ = (
         ("words", c_void_p * tables.MOST_PAYLOADS),
@@ -96,7 +96,7 @@ def vote(
     wide, run, bad = 2 in bits, launcher(device).launch, tables.flag(device)
 
     def least(votes: int) -> int:
-        """Return the sum of bits, or of codes, of a sum of signs of at least `votes`."""
+        """Return the least sum of bits, or of codes, for which the sum of signs is `votes`."""
         return voters + votes if wide else (voters + votes + 1) // 2
 
     if not wide and width == 1 and not toss and voters == number < tables.MOST_PAYLOADS:
@@ -119,26 +119,27 @@ def vote(
     return Flag(bad)
 
 
-# ---- bits and values -----------------------------------------------------------------------------
+# ---- signs with values ---------------------------------------------------------------------------
 
 
 class _Plan(NamedTuple):
-    """Which warp encodes what, int64 each; None where there is nothing of the kind."""
+    """Which warp encodes which tile, int64 each; None if there is no such segment."""
 
     short: Tensor | None
-    """A number a warp, WARPS a block: WARPS times the segment, plus the tile in it. All segments
-    of a block have as many tiles; warps that are left have minus this number."""
+    """For short segments, an entry a warp, `WARPS` entries a block: `WARPS` times the index of the
+    segment, plus the index of the tile in it. All segments of a block have the same number of
+    tiles; a warp without a tile has minus this number."""
     tiles: Tensor | None
-    """(2, tiles): the segment of each tile of the segments of more tiles, and its first element."""
+    """(2, tiles), for the tiles of long segments: index of the segment, and first element."""
     long: Tensor | None
-    """(2, segments): these segments, and how many of these tiles lie before each."""
+    """(2, segments), for long segments: index of the segment, and number of `tiles` before it."""
 
 
 _plans: weakref.WeakKeyDictionary[Segments, dict[torch.device, _Plan]] = weakref.WeakKeyDictionary()
 
 
 def plan_of(segments: Segments) -> _Plan:
-    """Return which warp encodes what, on the CPU."""
+    """Return the plan of these segments, on the CPU."""
     offsets = segments.table[0]
     tiles = -(-offsets.diff() // TILE)
     blocks = []
@@ -167,7 +168,7 @@ def plan_of(segments: Segments) -> _Plan:
 
 
 def _plan(segments: Segments, device: torch.device) -> _Plan:
-    """Return `plan_of` on a device; it is copied there once."""
+    """Return `plan_of` on a device; it is cached."""
     known = _plans.setdefault(segments, {})
     if device not in known:
         made = plan_of(segments)
@@ -204,7 +205,7 @@ def encode(
     if plan.tiles is not None and plan.long is not None:
         number = plan.tiles.shape[1]
         grid, tiles = tables.grid(number), (offsets, plan.tiles, i64(number))
-        # And room for sums of these sums.
+        # The second half of each row is scratch for the sums of these sums.
         rows = 1 if low is None else 3
         sums = torch.empty((rows, 2 * number), dtype=torch.float64, device=device)
         stride = i64(2 * number)

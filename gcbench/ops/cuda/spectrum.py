@@ -1,6 +1,6 @@
 """Host code of spectrum.cu.
 
-`ops.spectrum_fold` has no kernel: it serves transforms on the CPU alone (`transform.by_halves`).
+`transform.fold` has no kernel: it is used for transforms on the CPU alone (`transform.by_halves`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from gcbench.ops.dispatch import Kernel
 from gcbench.ops.spectrum import Rows
 
 CHUNK = 4096
-"""Bins of a sum that a block has."""
+"""Bins of a sum that one block computes."""
 
 _tables: Any = WeakIdKeyDictionary()
-"""Of each `Rows`, its table on each device."""
+"""For each `Rows` its table by device."""
 
 
 class _Spectra(Structure):
-    """`Spectra` of the kernels: values, bins, how many, and the weight, of each sparse spectrum."""
+    """The kernels' `Spectra`: values, bins, number of bins and weight of each; their number."""
 
     _fields_ = (
         ("values", c_void_p * tables.MOST_PAYLOADS),
@@ -39,7 +39,7 @@ class _Spectra(Structure):
 
 
 def _places(rows: Rows | None, device: torch.device) -> Tensor | None:
-    """Return the table of `rows`, which is copied to the device once."""
+    """Return the table of `rows` on a device; the copy is cached."""
     if rows is None:
         return None
     known = _tables.setdefault(rows, {})
@@ -50,7 +50,7 @@ def _places(rows: Rows | None, device: torch.device) -> Tensor | None:
 
 
 def _tiles(segments: Segments) -> int:
-    """Return the tiles of segments, each inside one."""
+    """Return the number of tiles if each segment is cut into tiles of its own."""
     return int(segments.table[1, -1])
 
 
@@ -114,7 +114,7 @@ def mean(
     bins: int,
     out: Tensor,
 ) -> None:
-    """Serve `spectrum.mean`; bins out of range or order end the kernel."""
+    """Serve `spectrum.mean`; bins out of range or order cause a device-side trap."""
     most = tables.MOST_PAYLOADS
     for first in range(0, len(values) if bins else 0, most):
         part = _Spectra(number=len(values[first : first + most]))

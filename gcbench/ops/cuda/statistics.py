@@ -24,7 +24,7 @@ def _run(
     limit: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> None:
-    """Launch both kernels; outputs that are None are not written."""
+    """Launch the kernels for tiles and for segments; outputs that are None are not written."""
     m = len(segments)
     if not m:
         return
@@ -32,7 +32,7 @@ def _run(
     tiles = int(segments.table[1, -1])
     tops = torch.empty(tiles, dtype=torch.int32, device=x.device)
     sums = squares = None
-    if moments:  # and room for sums of these sums
+    if moments:  # the second half is scratch for the sums of these sums
         sums, squares = torch.empty((2, 2 * tiles + 1), dtype=torch.float64, device=x.device)
     run = launcher(x.device).launch
     if tiles:

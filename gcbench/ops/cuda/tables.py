@@ -1,4 +1,4 @@
-"""What the host code of several families needs: tables of segments, flags, payloads by address."""
+"""Shared by the host code of several families: tables of segments, flags, argument structures."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from gcbench.ops.cuda.launch import blocks_for, f32
 from gcbench.ops.dispatch import UNRAISED
 
 THREADS = 256
-"""Threads of a block: eight warps, each of which has a tile."""
+"""Threads of a block: eight warps, one for each tile."""
 MOST_PAYLOADS = 64
-"""Payloads that one launch takes."""
+"""The most payloads that one launch takes."""
 
 SHORT = 1024
-"""Elements of a segment that one warp takes whole."""
+"""The most elements of a segment that is processed by a single warp."""
 
 _tables: weakref.WeakKeyDictionary[Segments, dict[torch.device, Tensor]] = (
     weakref.WeakKeyDictionary()
@@ -29,7 +29,7 @@ _longest: weakref.WeakKeyDictionary[Segments, int] = weakref.WeakKeyDictionary()
 
 
 def table(segments: Segments, device: torch.device) -> Tensor:
-    """Return `segments.table` on a device; it is copied there once."""
+    """Return `segments.table` on a device; the copy is cached."""
     known = _tables.setdefault(segments, {})
     if device not in known:
         known[device] = segments.table.to(device)
@@ -37,24 +37,24 @@ def table(segments: Segments, device: torch.device) -> Tensor:
 
 
 def longest(segments: Segments) -> int:
-    """Return the elements of the longest segment; it is looked for once."""
+    """Return the length of the longest segment; the result is cached."""
     if segments not in _longest:
         _longest[segments] = max(segments.lengths, default=0)
     return _longest[segments]
 
 
 def grid(tiles: int) -> int:
-    """Return the blocks that give each of `tiles` a warp."""
+    """Return the number of blocks that have a warp for each of `tiles` tiles."""
     return blocks_for(32 * tiles, THREADS)
 
 
 def tiles_of(n: int) -> int:
-    """Return the tiles of n elements."""
+    """Return the number of tiles of n elements."""
     return -(-n // TILE)
 
 
 class Payloads(Structure):
-    """`Payloads` of the kernels: words, bits of a code, the largest code allowed, how many."""
+    """The kernels' `Payloads`: words, bits of a code and largest code of each; their number."""
 
     _fields_ = (
         ("words", c_void_p * MOST_PAYLOADS),
@@ -65,7 +65,7 @@ class Payloads(Structure):
 
 
 class Summands(Structure):
-    """`Summands` of the kernels: payloads, the number of workers of each, how many payloads."""
+    """The kernels' `Summands`: codes and number of workers of each payload; their number."""
 
     _fields_ = (
         ("parts", c_void_p * MOST_PAYLOADS),
@@ -75,9 +75,9 @@ class Summands(Structure):
 
 
 def summands(codes: Sequence[Tensor], counts: Sequence[int]) -> list[tuple[Summands, f32]]:
-    """Return for each launch of a mean its payloads and by what it divides.
+    """Return the payloads and the divisor of each launch that computes a part of a mean.
 
-    The last launch divides by the number of all workers, those before by 1.
+    The last launch divides by the number of all workers, the others by 1.
     """
     launches = []
     for start in range(0, len(codes), MOST_PAYLOADS):
@@ -91,7 +91,7 @@ def summands(codes: Sequence[Tensor], counts: Sequence[int]) -> list[tuple[Summa
 
 
 class SegmentSummands(Structure):
-    """`SegmentSummands` of the kernels: payloads, their values of each segment, as above."""
+    """The kernels' `SegmentSummands`: `Summands` with one or two values of each segment."""
 
     _fields_ = (
         ("parts", c_void_p * MOST_PAYLOADS),
@@ -108,7 +108,7 @@ def segment_summands(
     high: Sequence[Tensor],
     counts: Sequence[int],
 ) -> list[tuple[SegmentSummands, f32]]:
-    """Return what `summands` does, of payloads with one or two values of each segment."""
+    """Return the same as `summands`, for payloads with one or two values of each segment."""
     launches = []
     for start, (part, divisor) in zip(
         itertools.count(0, MOST_PAYLOADS), summands(codes, counts), strict=False
@@ -123,5 +123,5 @@ def segment_summands(
 
 
 def flag(device: torch.device) -> Tensor:
-    """Return what kernels lower to the number of the first payload with a fault, int32."""
+    """Return a new fault flag, int32, shape (1,), with the value `UNRAISED`: see `Flag`."""
     return torch.full((1,), UNRAISED, dtype=torch.int32, device=device)

@@ -35,7 +35,7 @@ def _payloads(words: Sequence[Tensor], bits: Sequence[int], tops: Sequence[int])
 
 
 class _Few(NamedTuple):
-    """Payloads that one launch takes, and the flag of adding up what they were made from."""
+    """At most as many payloads as one launch takes, and the faults found while merging them."""
 
     words: Sequence[Tensor]
     bits: Sequence[int]
@@ -43,14 +43,14 @@ class _Few(NamedTuple):
     found: Tensor | None = None
 
     def flag(self, own: Tensor) -> Flag:
-        """Return the flag of a launch, `own`, unless a fault was found before it."""
+        """Return the flag of the final launch, `own`, or that of the merges if it has a fault."""
         if self.found is not None:
             own = torch.where(self.found == UNRAISED, own, self.found)
         return Flag(own, lambda number: number if number < 0 else number + 1)
 
 
 def _few(words: Sequence[Tensor], bits: Sequence[int], tops: Sequence[int], n: int) -> _Few:
-    """Return payloads of the same sum, no more than one launch takes."""
+    """Merge payloads until one launch can take them all; their sum stays the same."""
     most = tables.MOST_PAYLOADS
     few = _Few(words, bits, tops)
     while n and len(few.words) > most:

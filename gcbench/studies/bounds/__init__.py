@@ -36,7 +36,7 @@ from gcbench.studies.bounds import (
 )
 from gcbench.studies.bounds.claims import KINDS, LOOSE, LOOSELY, VERDICTS, Judged
 from gcbench.studies.bounds.observe import Plan, Record, Watch
-from gcbench.training import configuration, grid, progress
+from gcbench.training import captures, configuration, grid, progress
 from gcbench.training.configuration import Config
 from gcbench.training.store import Run
 from gcbench.training.train import Options, Trainer
@@ -125,9 +125,7 @@ class Settings(BaseModel):
 
     def snapshot_steps(self) -> tuple[int, ...]:
         """Return the steps of the snapshots, from the first to the last."""
-        last = self.steps - 1
-        count = min(self.snapshots, self.steps)
-        return tuple(round(k * last / max(count - 1, 1)) for k in range(count))
+        return captures.spread(self.steps, min(self.snapshots, self.steps))
 
 
 def make(**given: Any) -> Settings:
@@ -187,13 +185,7 @@ def run(
         GcbenchError: a gradient is not finite, data are missing, the folder cannot be written.
     """
     check(settings)
-    made = Analysis(
-        kind=KIND,
-        settings=settings.model_dump(mode="json"),
-        command=command,
-        provenance=measuring.provenance(),
-        tables=[],
-    )
+    made = Analysis.of(KIND, settings, command, tables=[])
     chosen = settings.chosen()
     work = [*codec_claims.units(chosen, settings.seeds)]
     work += quadratic_claims.units(chosen, settings.seeds)

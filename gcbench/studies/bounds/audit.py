@@ -22,8 +22,8 @@ from gcbench.core.compressor import Key, MultiRoundCompressor
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.memory import NoMemory, Residual
 from gcbench.core.world import World
-from gcbench.reporting.analysis import finite
 from gcbench.studies.bounds.alone import energy, random
+from gcbench.training.configuration import finite
 
 Record = dict[str, Any]
 ENDED = ("stopped", "refused")

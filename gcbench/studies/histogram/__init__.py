@@ -85,9 +85,8 @@ def train(
     places: list[Path] = []
     for number, seed in enumerate(seeds, 1):
         config = Config.make({**given, "compressor": "none", "seed": seed})
-        last = config.steps - 1
-        wanted = steps or {round(i * last / (SNAPSHOTS - 1)) for i in range(SNAPSHOTS)}
-        plan = captures.Plan(tuple(sorted(wanted)))
+        wanted = tuple(sorted({*(steps or captures.spread(config.steps, SNAPSHOTS))}))
+        plan = captures.Plan(wanted)
         plan.check(config.run_name, config.steps)
         folder = results / RUNS
         runner = Runner(folder, data_dir, 60.0, shown, force=force, capture=plan)
@@ -103,7 +102,7 @@ def train(
                 runner.one(config, place, leads=True)
         except Interrupted as stopped:
             raise Interrupted(f"{stopped}; the same command goes on from there") from None
-        places += [captures.place(folder / config.run_name, step) for step in sorted(wanted)]
+        places += [captures.place(folder / config.run_name, step) for step in wanted]
     return captures.load(places)
 
 

@@ -25,8 +25,9 @@ from gcbench.core.clock import Clock
 from gcbench.core.compressor import Compressor, Key, Segments
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.world import Link, SimulatedWorld
-from gcbench.reporting.analysis import Row, finite
+from gcbench.reporting.analysis import Row
 from gcbench.training.captures import KINDS, Layer
+from gcbench.training.configuration import finite
 
 ALL = "all layers"
 EDGE = 6.0

@@ -12,12 +12,16 @@ The claims are tested by counting the layers and steps in which they hold:
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from gcbench.core import registry
 from gcbench.reporting.analysis import Row, Shown, Table
+from gcbench.reporting.rendering import records
 from gcbench.studies.histogram.reconstruction import ALL, RIVALS, gaussian_clipping
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 GRADIENT = "(gradient)"
 """The entry of the column `method` in rows of the uncompressed gradient."""
@@ -60,47 +64,43 @@ def _values(rows: Sequence[Row], field: str) -> list[float]:
     return [value for row in rows if isinstance(value := row.get(field), int | float)]
 
 
-def _mean(rows: Sequence[Row], field: str) -> float | None:
-    values = _values(rows, field)
-    return statistics.fmean(values) if values else None
+def _frame(rows: Sequence[Row], names: Sequence[str], numbers: Sequence[str]) -> DataFrame:
+    """Return these fields of the rows, `numbers` as floats: NaN where a row has none."""
+    import pandas as pd
 
-
-def _median(rows: Sequence[Row], field: str) -> float | None:
-    values = _values(rows, field)
-    return statistics.median(values) if values else None
-
-
-def _groups(rows: Sequence[Row], *fields: str) -> Iterator[tuple[tuple[Any, ...], list[Row]]]:
-    """Yield the rows grouped by the values of these fields, in the order of first appearance."""
-    for key in dict.fromkeys(tuple(row.get(field) for field in fields) for row in rows):
-        yield key, [row for row in rows if tuple(row.get(field) for field in fields) == key]
+    found = pd.DataFrame([*rows], columns=[*names, *numbers])
+    return found.astype(dict.fromkeys(numbers, float))
 
 
 # ---- errors --------------------------------------------------------------------------------------
 
 
+def _failures(alike: DataFrame) -> str | None:
+    """Return in words how many of these steps failed, and why the first one did."""
+    bad = alike[~alike["good"]]
+    if bad.empty:
+        return None
+    first = bad.iloc[0]
+    return f"{len(bad)} of {len(alike)}: step {first['step']}: {first['failed']}"
+
+
 def _errors(steps: Sequence[Row], setting: str, workers: int) -> Table:
-    rows: list[Row] = []
-    for (group, method), alike in _groups(steps, "group", "method"):
-        good = [row for row in alike if row.get("failed") is None]
-        bad = [row for row in alike if row.get("failed") is not None]
-        row: Row = {"group": group, "method": method}
-        for name in FIGURES:
-            for how in ("alone", "averaged"):
-                row[f"{name}_{how}"] = _mean(good, f"{name}_{how}")
-        errors = _values(good, "relative_error_alone")
-        row["relative_error_low"] = min(errors, default=None)
-        row["relative_error_high"] = max(errors, default=None)
-        row |= {name: _mean(good, name) for name in ("bits_up", "bits_down", "bits")}
-        row["n"] = len(good) * workers
-        row["failed"] = (
-            f"{len(bad)} of {len(alike)}: step {bad[0]['step']}: {bad[0]['failed']}"
-            if bad
-            else None
-        )
-        rows.append(row)
-    order = list(dict.fromkeys(row["group"] for row in rows))
-    rows.sort(key=lambda row: order.index(row["group"]))
+    import pandas as pd
+
+    figures = [f"{name}_{how}" for name in FIGURES for how in ("alone", "averaged")]
+    bits, which = ["bits_up", "bits_down", "bits"], ["group", "method"]
+    found = _frame(steps, [*which, "step", "failed"], [*figures, *bits])
+    found["good"] = found["failed"].isna()
+    found[[*figures, *bits]] = found[[*figures, *bits]].where(found["good"], axis="index")
+    groups = found.groupby(which, sort=False)
+    made = groups[figures].mean()
+    errors = groups["relative_error_alone"]
+    made["relative_error_low"], made["relative_error_high"] = errors.min(), errors.max()
+    made[bits] = groups[bits].mean()
+    made["n"] = workers * groups["good"].sum()
+    made["failed"] = [_failures(alike) for _, alike in groups]
+    made = made.reset_index()
+    made = made.sort_values("group", key=lambda group: pd.factorize(group)[0], kind="stable")
     return Table(
         name="errors",
         title="Gradients as they arrive",
@@ -129,7 +129,7 @@ def _errors(steps: Sequence[Row], setting: str, workers: int) -> Table:
             "an element; up and down as really sent, agreements included; of these: what a payload "
             "has less without these layers. n: steps x workers."
         ],
-        rows=rows,
+        rows=records(made),
     )
 
 
@@ -137,30 +137,31 @@ def _errors(steps: Sequence[Row], setting: str, workers: int) -> Table:
 
 
 def _clipping(rows: Sequence[Row]) -> Table:
+    ranged, plain = ["length_change", "angle"], ["clipped", "zeros_sent", "zeros_gradient"]
+    numbers = [*ranged, *plain, "kurtosis"]
+    groups = _frame(rows, ["clip", "kind"], numbers).groupby(["clip", "kind"], sort=False)
+    found = groups.size().to_frame("n")
+    for field in ranged:
+        found[field] = groups[field].mean()
+        found[f"{field}_low"], found[f"{field}_high"] = groups[field].min(), groups[field].max()
+    found[numbers[2:]] = groups[numbers[2:]].mean()
+    measured: list[Row] = records(found.reset_index())
     made: list[Row] = []
-    for clip in dict.fromkeys(row["clip"] for row in rows):
+    for clip in dict.fromkeys(row["clip"] for row in measured):
         assert isinstance(clip, float)
         normal = gaussian_clipping(clip)
         made.append(
             {
                 "clip": clip,
                 "kind": "normal values",
-                **{f"{name}": getattr(normal, name) for name in ("length_change", "angle")},
+                "length_change": normal.length_change,
+                "angle": normal.angle,
                 "clipped": normal.clipped,
                 "zeros_sent": normal.zeros,
                 "kurtosis": 3.0,
             }
         )
-        for (kind,), alike in _groups([row for row in rows if row["clip"] == clip], "kind"):
-            row: Row = {"clip": clip, "kind": kind, "n": len(alike)}
-            for field in ("length_change", "angle"):
-                known = _values(alike, field)
-                row[field] = _mean(alike, field)
-                row[f"{field}_low"] = min(known, default=None)
-                row[f"{field}_high"] = max(known, default=None)
-            for field in ("clipped", "zeros_sent", "zeros_gradient", "kurtosis"):
-                row[field] = _mean(alike, field)
-            made.append(row)
+        made += [row for row in measured if row["clip"] == clip]
     return Table(
         name="clipping",
         title="Clipping a tensor at standard deviations (TernGrad), and its codes",
@@ -198,17 +199,19 @@ def wins(rows: Sequence[Row]) -> tuple[int, int]:
 
 
 def _spectra(rows: Sequence[Row]) -> Table:
-    made: list[Row] = []
-    fields = ("kept", "scales", "rival", "kind")
+    which = ["kept", "scales", "rival", "kind"]
+    medians = ["energy_fft", "energy_topk", "neighbours", "kept_topk"]
+    means = ["bits_fft", "bits_topk"]
     ordered = sorted(rows, key=lambda row: row["kind"] != ALL)
-    for (kept, scales, rival, kind), alike in _groups(ordered, *fields):
-        won, n = wins(alike)
-        row: Row = {"kept": kept, "scales": scales, "rival": rival, "kind": kind}
-        row["setting"] = f"{100 * kept:g} % kept of a {scales}"
-        for field in ("energy_fft", "energy_topk", "neighbours", "kept_topk"):
-            row[field] = _median(alike, field)
-        row |= {"bits_fft": _mean(alike, "bits_fft"), "bits_topk": _mean(alike, "bits_topk")}
-        made.append({**row, "won": won, "n": n, "share": won / n if n else None})
+    frame = _frame(ordered, which, [*medians, *means])
+    frame["setting"] = [f"{100 * kept:g} % kept of a " for kept in frame["kept"]] + frame["scales"]
+    frame["won"] = frame["energy_fft"] > frame["energy_topk"]
+    groups = frame.groupby([*which, "setting"], sort=False)
+    found = groups[medians].median()
+    found[means] = groups[means].mean()
+    found["won"], found["n"] = groups["won"].sum(), groups["energy_fft"].count()
+    found["share"] = found["won"] / found["n"]
+    made: list[Row] = records(found.reset_index())
     order = [row["kind"] for row in made]
     made.sort(
         key=lambda r: (
@@ -335,7 +338,8 @@ def _zeros(rows: Rows) -> Row | None:
     values = [100 * value for value in _values(speaking, "zeros_sent")]
     if not values:
         return None
-    before, normal = _mean(speaking, "zeros_gradient"), 100 * gaussian_clipping(CLIP).zeros
+    before = 100 * statistics.fmean(_values(speaking, "zeros_gradient"))
+    normal = 100 * gaussian_clipping(CLIP).zeros
     claim = "zeros in codes of fully connected layers, % (TernGrad, fig. 4c: AlexNet's fc6)"
     published = f"{100 * ZEROS:.2f}"
     row = _claim(claim, "Wen et al. 2017, fig. 4c", published, normal, values)
@@ -343,7 +347,7 @@ def _zeros(rows: Rows) -> Row | None:
     row["said"] = (
         f"TernGrad's codes of fully connected layers: {_told(row)} % zeros over {len(values)} "
         f"(layer, step) pairs, {published} % in the paper, {normal:.1f} % of normal values; "
-        f"{100 * (before or 0):.1f} % of these gradients are zeros before."
+        f"{before:.1f} % of these gradients are zeros before."
     )
     return row
 
@@ -368,7 +372,9 @@ def _better(rows: Rows) -> Row | None:
     won, n = wins(alike)
     bits, m = wins([r for r in whole if r["kept"] == kept and r["rival"] == RIVALS[1]])
     row["inside"] = won
-    ours, theirs = _median(known, "energy_fft") or 0, _median(known, "energy_topk") or 0
+    ours, theirs = (
+        statistics.median(_values(known, field)) for field in ("energy_fft", "energy_topk")
+    )
     parts = [r for r in rows["spectra"] if r["scales"] == "model" and r["kind"] != ALL]
     parts = [r for r in parts if r["kept"] == kept and r["rival"] == RIVALS[0]]
     energies = _values(parts, "energy_fft")
@@ -391,7 +397,9 @@ def _by_kind(rows: Sequence[Row]) -> str | None:
         return None
     kept = own[0]["kept"]
     parts = []
-    for (kind,), alike in _groups([row for row in own if row["kept"] == kept], "kind"):
+    own = [row for row in own if row["kept"] == kept]
+    for kind in dict.fromkeys(row["kind"] for row in own):
+        alike = [row for row in own if row["kind"] == kind]
         counts = [wins([row for row in alike if row["rival"] == rival]) for rival in RIVALS]
         (share, n), (bits, _) = counts
         parts.append(f"{kind} {share} and {bits} of {n}")

@@ -26,7 +26,7 @@ from gcbench.core import registry
 from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
 from gcbench.reporting import figures, reader
-from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table, provenance
+from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.studies import methods
 from gcbench.studies.scale import evidence, prediction, shipped, traffic
 from gcbench.studies.scale.clusters import Cluster
@@ -174,11 +174,10 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         *(f"Refused: {said}." for said in found.refused.values()),
     ]
     seen = list(_seen(settings, found, gathered.found))
-    return Analysis(
-        kind=KIND,
-        settings=settings.model_dump(mode="json"),
-        command=command,
-        provenance=provenance(),
+    return Analysis.of(
+        KIND,
+        settings,
+        command,
         answer=_advice(settings, found, rows, known),
         conclusions=[*_known(settings, found, gathered, seen), *_unknown(settings, rows)],
         tables=[

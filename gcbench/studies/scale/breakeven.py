@@ -34,7 +34,7 @@ from gcbench import ops
 from gcbench.core import registry
 from gcbench.core.compressor import Compressor, Segments
 from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table, provenance
+from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.studies import methods
 from gcbench.studies.scale import codec, traffic, work
 from gcbench.studies.scale import links as pays
@@ -189,11 +189,10 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
 
     ratio = nbytes / traffic.gradient_bytes(method, shapes)
     nominal = 32 / (method.claims.nominal_bits() or 32)
-    return Analysis(
-        kind=KIND,
-        settings=settings.model_dump(mode="json"),
-        command=command,
-        provenance=provenance(),
+    return Analysis.of(
+        KIND,
+        settings,
+        command,
         conclusions=_conclusions(readings, ratio, forth, back),
         tables=[
             _stage_table(settings, speed, forth, n),

@@ -34,6 +34,7 @@ from gcbench.core.errors import UsageError
 from gcbench.reporting import analysis
 from gcbench.studies import methods
 from gcbench.studies.scale.clusters import Device
+from gcbench.training.configuration import finite
 
 KIND = "bandwidth"
 """The kind of analysis from whose table of phases the times are taken."""
@@ -118,7 +119,7 @@ def pays_fields(
     row: analysis.Row = {}
     for suffix, links in (("", over), ("_better", beyond(over, pays_on(bf16, own, latency)))):
         row[f"pays_on_from{suffix}"] = links and links[0]
-        row[f"pays_on_to{suffix}"] = links and analysis.finite(links[1])
+        row[f"pays_on_to{suffix}"] = links and finite(links[1])
         row[f"links{suffix}"] = links_text(links)
     return row
 

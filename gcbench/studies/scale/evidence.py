@@ -179,7 +179,7 @@ def _of_suite(name: str, runs: Sequence[Run], left: Counter[str]) -> Iterator[Ev
     for row in compare.rows(kept, own=tuning.TUNED_KEYS if tuned else frozenset()):
         if row.is_baseline:
             continue
-        if not row.baseline:
+        if not row.baseline_n:
             left["without an uncompressed row of equal budget"] += len(row.runs)
         elif row.pairs + len(row.failed) < LEAST_SEEDS:
             left[f"of fewer than {LEAST_SEEDS} seeds that `none` has, too"] += len(row.runs)

@@ -14,7 +14,7 @@ For other methods r is computed from bytes: those that an exchange among the nod
 over those of a ring all-reduce of fp32. The bytes of our own TernGrad, whose sums need more bits
 the more nodes there are, are also compared with TernGrad's bars. The model has no terms for
 encoding and decoding.
-Source: Wen et al., NeurIPS 2017, Fig. 5 and section 6. The bars were read from the vector graphics
+Source: Wen et al., NeurIPS 2017, Fig. 5 and section 5. The bars were read from the vector graphics
 of its poster: fp32 exact, TernGrad +-1 %, fp32 of VGG-A on 8 and 16 GPUs of the slower cluster
 +-4 %.
 """
@@ -36,7 +36,7 @@ from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import check_legal
 from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Row, Shown, Table, provenance
+from gcbench.reporting.analysis import Analysis, Row, Shown, Table
 from gcbench.studies import methods
 from gcbench.studies.scale import networks, traffic
 from gcbench.training import progress
@@ -237,11 +237,10 @@ def run(settings: Settings, command: str, observer: progress.Observer) -> Analys
                 bars += _bars(cluster, fitted, name, gpus, chosen, collectives)
                 observer.step(len(bars) // (3 + len(chosen)), f"{name}, {gpus} GPUs")
     panels = list(_panels(bars))
-    return Analysis(
-        kind=KIND,
-        settings=settings.model_dump(mode="json"),
-        command=command,
-        provenance=provenance(),
+    return Analysis.of(
+        KIND,
+        settings,
+        command,
         conclusions=_conclusions(bars, fits),
         tables=[
             Table(

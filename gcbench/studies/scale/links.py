@@ -18,7 +18,7 @@ from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import check_legal
 from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table, provenance
+from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.studies import methods
 from gcbench.studies.bandwidth.settings import size_text
 from gcbench.studies.bandwidth.worker import shapes
@@ -146,11 +146,10 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     for place, workers in enumerate(counts, 1):
         made += rows(known, chosen, workers, settings.link_latency_us * 1e-6)
         observer.step(place)
-    return Analysis(
-        kind=KIND,
-        settings=settings.model_dump(mode="json"),
-        command=command,
-        provenance=provenance(),
+    return Analysis.of(
+        KIND,
+        settings,
+        command,
         conclusions=_conclusions(made, counts),
         tables=[
             Table(

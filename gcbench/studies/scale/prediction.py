@@ -33,7 +33,7 @@ from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import check_legal
 from gcbench.reporting import figures, kernel_timings
-from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table, provenance
+from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.studies import methods
 from gcbench.studies.scale import codec, networks, published_bars, rates, traffic, work
 from gcbench.studies.scale.clusters import BACKWARD, Cluster, links_text, rate_text
@@ -616,11 +616,10 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         notes[-1] += f" cost: of {STEPS_PRICED:,} steps at {cluster.price:g} a device and hour."
     refused = dict.fromkeys(str(row["refused"]) for row in rows if row["refused"])
     notes += [f"Refused: {said}." for said in [*found.refused.values(), *refused]]
-    return Analysis(
-        kind=KIND,
-        settings=settings.model_dump(mode="json"),
-        command=command,
-        provenance=provenance(),
+    return Analysis.of(
+        KIND,
+        settings,
+        command,
         conclusions=[
             *_conclusions(rows),
             *_sensitivity(found, most, cluster),

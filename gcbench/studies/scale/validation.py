@@ -30,7 +30,7 @@ from gcbench.core.errors import GcbenchError
 from gcbench.core.exchange import classifier, dense_tensors
 from gcbench.core.schema import ADDED
 from gcbench.reporting import figures, kernel_timings, reader
-from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table, provenance
+from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.studies.scale import traffic, work
 from gcbench.studies.scale.clusters import Cluster, make
 from gcbench.studies.scale.networks import Shapes
@@ -345,11 +345,10 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     quantities = [row for case in cases for row in _quantities(case)]
     summary = list(_errors(quantities))
     notes = [*left_out, *dict.fromkeys(note for case in cases for note in case.notes)]
-    return Analysis(
-        kind=KIND,
-        settings=settings.model_dump(mode="json"),
-        command=command,
-        provenance=provenance(),
+    return Analysis.of(
+        KIND,
+        settings,
+        command,
         conclusions=_conclusions(summary, quantities),
         tables=[
             Table(

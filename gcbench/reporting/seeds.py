@@ -1,0 +1,267 @@
+"""Statistics over seeds, in two frames: a line a run, and a line a configuration.
+
+`by_run` makes the first and `by_configuration` the second from it; the other functions add columns
+to the second. A configuration is all settings but the seed, as `Run.method` writes them. NaN stands
+for what is not known. `gcbench.reporting.compare` makes the rows of a table from these frames;
+results/README.md explains every column.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gcbench.core.schema import PHASES
+from gcbench.reporting.reader import Run
+
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series
+
+BASELINE = "none"
+"""The compressor that compresses nothing."""
+LEAST_SEEDS = 5
+"""Common seeds below which no ranking is shown."""
+SPENT = ("step", "payload_bytes", "wire_bytes", "seconds", "link_seconds")
+"""What is said of the first evaluation that met a target, each with "target_" before it: its step;
+bytes of a worker, encoded (up and down together) and over the network; wall clock of the run (in
+the engine simulate of all workers in one process); communication alone, as modelled from the run's
+link. Infinite for a run that never met it; NaN where it was not recorded."""
+TARGET = tuple(f"target_{name}" for name in SPENT)
+_MEANS = ("nominal_ratio", "payload_ratio_up", "payload_ratio_down", "test_top5")
+_BYTES = ("payload_bytes", "wire_bytes")
+
+
+def half_width(sd: Any, n: Any, level: float = 0.05) -> Any:
+    """Return half the width of a mean's confidence interval, by Student's t: 95 % at level 0.05.
+
+    `sd`: sample standard deviation of `n` values, numbers or series of them; normal values are
+    assumed. NaN where n is below two.
+    """
+    import numpy as np
+    from scipy import stats
+
+    return stats.t.ppf(1 - level / 2, n - 1) * sd / np.sqrt(n)
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+
+def _final(run: Run, metric: str) -> float | None:
+    """Return the metric of a run after its last step; None where the run diverged."""
+    summary = run.summary
+    split = "validation" if run.is_trial else "test"
+    loss = getattr(summary, f"{split}_loss")
+    value = getattr(summary, f"{split}_accuracy") if metric == "accuracy" else loss
+    if summary.failed or value is None or not math.isfinite(value):
+        return None
+    # A model whose parameters are NaN has the accuracy of guessing. Its loss is NaN, too, which a
+    # summary writes as null; a summary without that field did not measure the loss.
+    measured = f"{split}_loss" in summary.model_fields_set
+    diverged = measured if loss is None else not math.isfinite(loss)
+    return None if diverged else value
+
+
+def _to_target(run: Run, metric: str, target: float) -> dict[str, float | None]:
+    """Return what the run had spent when it met the target; nothing if it has no evaluations.
+
+    A run whose parameters are NaN never meets a target, although it has an accuracy.
+    """
+    curve = run.evaluations()
+    loss = f"{run.judged_by}_loss"
+    column = f"{run.judged_by}_accuracy" if metric == "accuracy" else loss
+    for record in curve:
+        value = record.get(column)
+        if value is None or record.get(loss, 0.0) is None:
+            continue
+        if value >= target if metric == "accuracy" else value <= target:
+            up, down = record.get("payload_bytes_up"), record.get("payload_bytes_down")
+            link = run.summary.communicate_modelled
+            spent = {
+                "step": record["step"],
+                "payload_bytes": None if up is None or down is None else up + down,
+                "wire_bytes": record.get("wire_bytes"),
+                "seconds": record.get("seconds"),
+                "link_seconds": None if link is None else link.seconds * record["step"],
+            }
+            return {f"target_{name}": spent[name] for name in SPENT}
+    return dict.fromkeys(TARGET, math.inf) if curve else {}
+
+
+def by_run(runs: Sequence[Run], metrics: Mapping[str, str], target: float | None) -> DataFrame:
+    """Return a line a run, in the order given.
+
+    Columns: `configuration`; `seed`; `uncompressed`; `sign`: 1 where a higher metric is better,
+    else -1; `value`: the metric after the last step, NaN where the run diverged; bytes of a worker
+    in the whole run; ratios; seconds of a step and of its phases ("phase encode"); `TARGET`.
+    `metrics`: "accuracy" or "test_loss", by task. `target`: the metric to be met; None: none.
+
+    Raises:
+        GcbenchError: with a target, evaluations that cannot be read.
+    """
+    import pandas as pd
+
+    lines = []
+    for run in runs:
+        summary, metric = run.summary, metrics[run.summary.task]
+        link = summary.communicate_modelled
+        numbers: dict[str, float | None] = {
+            "value": _final(run, metric),
+            "payload_bytes": summary.payload_bytes_up + summary.payload_bytes_down,
+            "wire_bytes": summary.wire_bytes.per_worker,
+            **{name: getattr(summary, name) for name in _MEANS},
+            "step_seconds": summary.step_seconds,
+            "communicate_modelled_seconds": None if link is None else link.seconds,
+            **{f"phase {name}": None for name in PHASES},
+            **{f"phase {name}": seconds for name, seconds in summary.phase_seconds.items()},
+            **dict.fromkeys(TARGET),
+            **({} if target is None else _to_target(run, metric, target)),
+        }
+        lines.append(
+            {
+                "configuration": run.method,
+                "seed": summary.seed,
+                "steps": summary.steps,
+                "skipped_steps": summary.skipped_steps,
+                "uncompressed": summary.compressor_name == BASELINE,
+                "sign": 1 if metric == "accuracy" else -1,
+                **{name: math.nan if value is None else value for name, value in numbers.items()},
+            }
+        )
+    return pd.DataFrame(lines)
+
+
+def values(runs: DataFrame) -> dict[str, dict[int, float]]:
+    """Return the metric of each configuration by seed, without the runs that diverged."""
+    made: dict[str, dict[int, float]] = {}
+    for name, seed, value in zip(runs["configuration"], runs["seed"], runs["value"], strict=True):
+        own = made.setdefault(name, {})
+        if math.isfinite(value):
+            own[seed] = value
+    return made
+
+
+# ---- configurations ------------------------------------------------------------------------------
+
+
+def by_configuration(runs: DataFrame) -> DataFrame:
+    """Return a line a configuration: what `by_run` has of its seeds, taken together.
+
+    The index is the configuration. `diverged` counts the seeds without a value. Of the others are
+    `mean`, `sd` (sample standard deviation, NaN below two seeds), `half_interval` (half the 95 %
+    interval of the mean, 0 below two seeds), `low`, `high` and `n`. Bytes are of one step. Seconds
+    are medians; those of modelled communication are NaN where communication was measured.
+    """
+    groups = runs.groupby("configuration", sort=False)
+    made = groups[["uncompressed", "sign"]].first()
+    values = groups["value"]
+    made["mean"], made["sd"], made["n"] = values.mean(), values.std(), values.count()
+    made["diverged"] = groups.size() - made["n"]
+    made["low"], made["high"] = values.min(), values.max()
+    made["half_interval"] = half_width(made["sd"], made["n"]).fillna(0.0)
+    made[[*_MEANS]] = groups[[*_MEANS]].mean()
+    made["bits_up"] = 32 / made["payload_ratio_up"].where(made["payload_ratio_up"] != 0)
+    steps = groups["steps"].first()
+    for name in _BYTES:
+        made[f"{name}_step"] = groups[name].mean() / steps
+    phases = [str(name) for name in runs if str(name).startswith("phase ")]
+    seconds = ["step_seconds", "communicate_modelled_seconds", *phases]
+    made[seconds] = groups[seconds].median()
+    measured = made["phase communicate"].notna()
+    made.loc[measured, "communicate_modelled_seconds"] = math.nan
+    made["skipped_steps"] = groups["skipped_steps"].sum()
+    spent = groups[[*TARGET]]
+    made[[*TARGET]] = spent.median().where(spent.count().eq(groups.size(), axis=0))
+    made["target_runs"] = groups["target_step"].count()
+    met = runs["target_step"] < math.inf
+    made["target_reached"] = met.groupby(runs["configuration"], sort=False).sum()
+    return made
+
+
+def against_baselines(runs: DataFrame, configurations: DataFrame) -> DataFrame:
+    """Return the configurations with what follows from their column `baseline`.
+
+    That is the configuration of the uncompressed runs of equal budget, or missing. Added are:
+    `pairs`, the number of seeds that both finished; `difference`, the mean of the paired
+    differences, or the difference of the two means where there is no pair; `difference_sd`;
+    `difference_low` and `difference_high`, its 95 % interval, NaN below two pairs;
+    `above_baseline` and `below_baseline`: whether the interval lies on one side of zero, the better
+    or the worse; `band_low` and `band_high`: the lowest and the highest value of the uncompressed
+    seeds, NaN below two; `in_band`: whether the mean lies there, in words.
+    """
+    import numpy as np
+
+    made = configurations.copy()
+    names, compressed = made["baseline"], ~made["uncompressed"]
+    finished = runs.loc[runs["value"].notna(), ["configuration", "seed", "value"]]
+    pairs = finished.join(names[compressed], on="configuration", how="inner").merge(
+        finished, left_on=["baseline", "seed"], right_on=["configuration", "seed"]
+    )
+    paired = (pairs["value_x"] - pairs["value_y"]).groupby(pairs["configuration_x"])
+    made["pairs"] = paired.count().reindex(made.index, fill_value=0)
+    unpaired = (made["mean"] - names.map(made["mean"])).where(compressed)
+    made["difference"] = paired.mean().reindex(made.index).fillna(unpaired)
+    made["difference_sd"] = paired.std().reindex(made.index)
+    half = half_width(made["difference_sd"], made["pairs"])
+    made["difference_low"] = made["difference"] - half
+    made["difference_high"] = made["difference"] + half
+    better, worse = made["difference_low"] > 0, made["difference_high"] < 0
+    made["above_baseline"] = better.where(made["sign"] > 0, worse)
+    made["below_baseline"] = worse.where(made["sign"] > 0, better)
+
+    made["baseline_n"] = names.map(made["n"]).fillna(0).astype(int)
+    several = made["baseline_n"] > 1
+    made["band_low"] = names.map(made["low"]).where(several)
+    made["band_high"] = names.map(made["high"]).where(several)
+    mean, low, high = made["mean"], made["band_low"], made["band_high"]
+    made["in_band"] = np.select(
+        [
+            ~compressed,
+            made["diverged"] > 0,
+            made["baseline_n"] == 0,
+            made["baseline_n"] == 1,
+            (low <= mean) & (mean <= high),
+            (mean > high) == (made["sign"] > 0),
+        ],
+        ["baseline", "no: failed", "no baseline", "n/a (1 seed)", "yes", "no: better"],
+        "no: worse",
+    )
+    return made
+
+
+def on_front(configurations: DataFrame) -> Series[bool]:
+    """Return whether no other line of equal `budget` is as good in mean and bytes, better in one.
+
+    Lines with a seed that diverged are not on the front, and keep no other line from it.
+    """
+    found = configurations["diverged"] == 0
+    for _, alike in configurations[found].groupby("budget"):
+        scores, sizes = alike["sign"] * alike["mean"], alike["payload_bytes_step"]
+        for name in alike.index:
+            better, fewer = scores - scores[name], sizes[name] - sizes
+            found[name] = not ((better >= 0) & (fewer >= 0) & ((better > 0) | (fewer > 0))).any()
+    return found
+
+
+def ranks(values: DataFrame, sign: int) -> list[str]:
+    """Return the place of each column, a row of a tier: 1 + how many of the others are better.
+
+    `values`: the metric, a line a seed, NaN where a row does not have it. `sign`: 1 where a higher
+    metric is better, else -1. A row is better if the confidence interval of its paired difference
+    over the common seeds excludes zero, at 95 % for all pairs of rows together (Bonferroni). Equal
+    places are marked, "1="; "-" where a pair has fewer than `LEAST_SEEDS` common seeds.
+    """
+    import pandas as pd
+
+    count = values.shape[1]
+    level = 0.05 / max(1, count * (count - 1) // 2)
+    places = {}
+    for own in values:
+        leads = sign * values.drop(columns=own).sub(values[own], axis="index")
+        n = leads.count()
+        better = leads.mean() > half_width(leads.std(), n, level)
+        known = count > 1 and (n >= LEAST_SEEDS).all()
+        places[own] = f"{1 + better.sum()}" if known else "-"
+    told = pd.Series(places)
+    tied = told.duplicated(keep=False) & (told != "-")
+    return [place + "=" * tie for place, tie in zip(told, tied, strict=True)]

@@ -1,0 +1,140 @@
+"""Statistics over seeds on frames whose answers are known by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+import pytest
+
+from gcbench.reporting import seeds
+from gcbench.reporting.rendering import ends, records
+
+
+def frame(**values: dict[int, float]) -> pd.DataFrame:
+    """Return runs of configurations by name: seed -> value; those named none are uncompressed."""
+    lines = [
+        {
+            **dict.fromkeys([*seeds.TARGET, *seeds._MEANS], math.nan),
+            **dict.fromkeys(["step_seconds", "communicate_modelled_seconds"], math.nan),
+            **{"phase communicate": math.nan, "payload_bytes": 100.0, "wire_bytes": 50.0},
+            **{"configuration": name, "seed": seed, "value": value, "steps": 10},
+            **{"skipped_steps": 0, "uncompressed": name == "none", "sign": 1},
+        }
+        for name, own in values.items()
+        for seed, value in own.items()
+    ]
+    return pd.DataFrame(lines)
+
+
+def against_none(runs: pd.DataFrame) -> pd.DataFrame:
+    found = seeds.by_configuration(runs)
+    return seeds.against_baselines(runs, found.assign(baseline="none"))
+
+
+NONE = {0: 0.50, 1: 0.60, 2: 0.70}
+
+
+def test_half_the_interval_of_a_mean() -> None:
+    """t(0.975; 4) = 2.776445 and t(0.995; 4) = 4.604095; no interval of one value."""
+    assert seeds.half_width(2.0, 5) == pytest.approx(2.776445 * 2 / 5**0.5, rel=1e-6)
+    assert seeds.half_width(2.0, 5, 0.01) == pytest.approx(4.604095 * 2 / 5**0.5, rel=1e-6)
+    assert math.isnan(seeds.half_width(math.nan, 1))
+
+
+def test_statistics_leave_out_seeds_that_diverged() -> None:
+    found = seeds.by_configuration(
+        frame(none=NONE, x={0: 0.5, 1: math.nan, 2: 0.7}, y={0: math.nan})
+    )
+    assert list(found["n"]) == [3, 2, 0]
+    assert list(found["diverged"]) == [0, 1, 1]
+    assert found["mean"]["x"] == pytest.approx(0.6)
+    assert found["sd"]["x"] == pytest.approx(0.02**0.5)  # n - 1 = 1
+    assert math.isnan(found["mean"]["y"])
+    assert found["half_interval"]["y"] == 0
+
+
+def test_differences_are_of_common_seeds_and_never_of_a_diverged_one() -> None:
+    """Of x and none seeds 1 and 2 are common, and finished by both: +0.1 and +0.2."""
+    runs = frame(none=NONE | {3: math.nan}, x={1: 0.70, 2: 0.90, 3: 0.0, 9: 0.0}, y={9: 0.8})
+    found = against_none(runs)
+    assert list(found["pairs"]) == [0, 2, 0]
+    assert found["difference"]["x"] == pytest.approx(0.15)
+    assert found["difference_sd"]["x"] == pytest.approx(0.1 / 2**0.5)
+    assert found["difference"]["y"] == pytest.approx(0.2)  # of the two means
+    assert math.isnan(found["difference_low"]["y"])
+    assert math.isnan(found["difference"]["none"])
+
+
+@pytest.mark.parametrize(
+    ("leads", "sign", "above", "below"),
+    [
+        ((0.01, 0.02, 0.03), 1, False, False),  # 0.02 - 4.303 * 0.01 / sqrt(3) < 0
+        ((0.02, 0.02, 0.021), 1, True, False),
+        ((0.02, 0.02, 0.021), -1, False, True),
+        ((-0.02, -0.02, -0.021), 1, False, True),
+        ((-0.02, -0.02, -0.021), -1, True, False),
+    ],
+)
+def test_a_row_is_better_or_worse_by_its_interval_alone(
+    leads: tuple[float, ...], sign: int, above: bool, below: bool
+) -> None:
+    runs = frame(none=NONE, x={seed: NONE[seed] + lead for seed, lead in enumerate(leads)})
+    found = against_none(runs.assign(sign=sign)).loc["x"]
+    assert (found["above_baseline"], found["below_baseline"]) == (above, below)
+
+
+def test_in_band_says_on_which_side() -> None:
+    values = {"in": 0.6, "high": 0.71, "low": 0.49}
+    runs = frame(none=NONE, **{name: {7: value} for name, value in values.items()})
+    found = against_none(runs)["in_band"]
+    assert list(found) == ["baseline", "yes", "no: better", "no: worse"]
+    found = against_none(runs.assign(sign=-1))["in_band"]
+    assert list(found) == ["baseline", "yes", "no: worse", "no: better"]
+
+
+def test_the_front_of_each_budget() -> None:
+    runs = frame(a={0: 0.9}, b={0: 0.9}, c={0: 0.8}, d={0: math.nan}, e={0: 0.1})
+    found = seeds.by_configuration(runs)
+    found["budget"] = [0, 0, 0, 0, 1]
+    assert list(seeds.on_front(found)) == [True, True, False, False, True]
+    found.loc["c", "payload_bytes_step"] = 1.0
+    assert list(seeds.on_front(found)) == [True, True, True, False, True]
+    found.loc["b", "payload_bytes_step"] = 2.0  # as good as a, for fewer bytes
+    assert list(seeds.on_front(found)) == [False, True, True, False, True]
+
+
+def values(**leads: list[float]) -> pd.DataFrame:
+    return pd.DataFrame(leads)
+
+
+def test_ranks_need_intervals_of_all_pairs_together() -> None:
+    """A lead of 0.010 +- 0.007 (sd, 5 seeds): t = 3.19; beyond 2.78 of one pair, not of six."""
+    zero = [0.0] * 5
+    lead = [0.001, 0.006, 0.010, 0.014, 0.019]
+    assert seeds.ranks(values(a=lead, b=zero), 1) == ["1", "2"]
+    assert seeds.ranks(values(a=lead, b=zero), -1) == ["2", "1"]
+    many = values(
+        a=lead, b=zero, c=[-1.0, -1.1, -1.2, -1.1, -1.0], d=[-9.0, -8.9, -9.1, -9.0, -9.0]
+    )
+    assert seeds.ranks(many, 1) == ["1=", "1=", "3", "4"]
+
+
+def test_no_rank_from_few_seeds_or_of_one_row() -> None:
+    few = values(a=[1.0, 1.0, 1.0, 1.0, math.nan], b=[0.0, 0.1, 0.0, 0.1, 0.0])
+    assert seeds.ranks(few, 1) == ["-", "-"]
+    assert seeds.ranks(values(a=[1.0] * 6), 1) == ["-"]
+
+
+# --- what the frames are read with
+
+
+def test_records_have_none_for_nan_and_plain_numbers() -> None:
+    made = records(pd.DataFrame({"n": [1, 2], "x": [0.5, math.nan], "t": ["a", None]}))
+    assert made == [{"n": 1, "x": 0.5, "t": "a"}, {"n": 2, "x": None, "t": None}]
+    assert [type(value) for value in made[0].values()] == [int, float, str]
+    assert records(pd.DataFrame({"x": [math.inf]})) == [{"x": math.inf}]
+
+
+def test_counts_in_words() -> None:
+    assert (ends([3, 5, 4]), ends([3, 3]), ends([2000])) == ("3 to 5", "3", "2,000")
