@@ -42,14 +42,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"max_content_width": 100},
-    help="Compare gradient compressors honestly: bytes really packed, accuracy trained.",
+    help="Compare gradient compressors: bytes counted as they are sent, accuracy from training.",
 )
 data_app = typer.Typer(no_args_is_help=True, help="Fetch data sets, or say where they are.")
 app.add_typer(data_app, name="data")
 
 TIMINGS = Path("results/kernels.json")
 INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
+"""The exit code after Ctrl-C."""
 
 
 class Kind(StrEnum):
@@ -64,7 +64,7 @@ class Kind(StrEnum):
 
 
 class KernelFormat(StrEnum):
-    """How to print timings."""
+    """The formats in which timings are printed."""
 
     table = "table"
     markdown = "markdown"
@@ -72,7 +72,7 @@ class KernelFormat(StrEnum):
 
 
 class Width(StrEnum):
-    """Widths of a paper's pictures."""
+    """Columns of a paper that a picture may span."""
 
     single = "single"
     double = "double"
@@ -80,7 +80,7 @@ class Width(StrEnum):
 
 S = str | None
 DataName = Annotated[str, typer.Argument(help="A data set: the name of a task that needs one.")]
-SUITE = "A paper's table or figure: see `gcbench list suites`; or a YAML file."
+SUITE = "A paper's table or figure, see `gcbench list suites`, or a YAML file."
 RUN = "What is compared"
 TRAIN = "Training (the task's defaults unless given)"
 WHERE = "Where it runs"
@@ -88,7 +88,7 @@ KEEP = "Gradients for `gcbench histogram`, before memory and compression; result
 
 
 def _names(kind: str) -> list[str]:
-    """Return what a shell may complete: the names of compressors, tasks or suites."""
+    """Return the names of compressors, tasks or suites, for completion in a shell."""
     from gcbench.core import registry
 
     if kind == "suites":
@@ -99,7 +99,7 @@ def _names(kind: str) -> list[str]:
 
 
 def _completed(kind: str) -> Callable[[str], list[str]]:
-    """Return the completion of the last name of a list with commas."""
+    """Return a function that completes the last name of a comma-separated list."""
 
     def complete(incomplete: str) -> list[str]:
         before, comma, last = incomplete.rpartition(",")
@@ -120,7 +120,7 @@ def _opt(text: str, panel: str, complete: str = "") -> Any:
 @app.command()
 def run(
     suite: Annotated[
-        S, _opt(SUITE + " Flags choose among its runs.", RUN, complete="suites")
+        S, _opt(SUITE + " Other flags select some of its runs.", RUN, complete="suites")
     ] = None,
     task: Annotated[
         S, _opt("Task; default digits. See `gcbench list tasks`.", RUN, complete="tasks")
@@ -149,7 +149,7 @@ def run(
     network: Annotated[S, _opt("Short for --task-set network=...", RUN)] = None,
     workers: Annotated[S, _opt("Number of workers; default 4.", RUN)] = None,
     engine: Annotated[
-        S, _opt("simulate, spawn, ddp; torchrun is found; default simulate.", RUN)
+        S, _opt("simulate, spawn or ddp; torchrun is detected; default simulate.", RUN)
     ] = None,
     collective: Annotated[
         S, _opt("allreduce, allgather or twoshot; default the method's.", RUN)
@@ -161,7 +161,9 @@ def run(
         list[str] | None,
         typer.Option(help="A memory's field, e.g. decay=0.9.", rich_help_panel=RUN),
     ] = None,
-    start_step: Annotated[S, _opt("Steps before it are exchanged in fp32; default 0.", RUN)] = None,
+    start_step: Annotated[
+        S, _opt("First step that is compressed; those before are in fp32; default 0.", RUN)
+    ] = None,
     delay: Annotated[
         S, _opt("1: apply each mean one step late (double buffering); default 0.", RUN)
     ] = None,
@@ -177,25 +179,32 @@ def run(
         ),
     ] = None,
     outer_lr: Annotated[
-        S, _opt("Rate of the outer step; default 1: plain averaging. DiLoCo: 0.7.", RUN)
+        S,
+        _opt("Learning rate of the outer step; default 1: plain averaging. DiLoCo: 0.7.", RUN),
     ] = None,
     outer_momentum: Annotated[
         S, _opt("Momentum of the outer step; default 0. DiLoCo: 0.9.", RUN)
     ] = None,
     outer_nesterov: Annotated[
-        bool | None, _opt("Nesterov's momentum in the outer step, as DiLoCo.", RUN)
+        bool | None, _opt("Nesterov momentum in the outer step, as in DiLoCo.", RUN)
     ] = None,
     hook: Annotated[
-        S, _opt("Engine ddp: torch, for torch's own hook of this method; default gcbench.", RUN)
+        S,
+        _opt(
+            "With --engine ddp: gcbench, or torch for torch's own hook of this method; default "
+            "gcbench.",
+            RUN,
+        ),
     ] = None,
     bucket_mb: Annotated[
-        S, _opt("Engine ddp: MiB of fp32 that are exchanged together; default 25.", RUN)
+        S, _opt("With --engine ddp: MiB of fp32 gradients in a bucket; default 25.", RUN)
     ] = None,
     dense_last: Annotated[
-        bool | None, _opt("Keep the last (classifier) layer dense; default the task's.", RUN)
+        bool | None,
+        _opt("Exchange the last (classifier) layer in fp32; default the task's.", RUN),
     ] = None,
     dense_below: Annotated[
-        S, _opt("Keep tensors below this many elements dense; default 0.", RUN)
+        S, _opt("Exchange tensors below this many elements in fp32; default 0.", RUN)
     ] = None,
     seed: Annotated[S, _opt("Seed(s); default 0.", RUN)] = None,
     holdout: Annotated[
@@ -205,14 +214,14 @@ def run(
         bool | None,
         typer.Option(
             "--test/--no-test",
-            help="Judge by the test split, too; with --holdout after the last step alone.",
+            help="Evaluate the test split, too; with --holdout after the last step only.",
             rich_help_panel=TRAIN,
             show_default=False,
         ),
     ] = None,
     steps: Annotated[S, _opt("Training steps.", TRAIN)] = None,
     batch: Annotated[S, _opt("Examples a step, over all workers.", TRAIN)] = None,
-    optimizer: Annotated[S, _opt("sgd or adam, after decoding.", TRAIN)] = None,
+    optimizer: Annotated[S, _opt("sgd or adam, applied to the decoded mean.", TRAIN)] = None,
     lr: Annotated[S, _opt("Learning rate.", TRAIN)] = None,
     momentum: Annotated[S, _opt("Momentum of sgd.", TRAIN)] = None,
     nesterov: Annotated[bool | None, _opt("Nesterov momentum.", TRAIN)] = None,
@@ -225,8 +234,12 @@ def run(
     ] = None,
     schedule_gamma: Annotated[S, _opt("Factor at each milestone.", TRAIN)] = None,
     weight_decay: Annotated[S, _opt("L2 factor.", TRAIN)] = None,
-    decay: Annotated[S, _opt("loss: before compression; update: after decoding.", TRAIN)] = None,
-    ema: Annotated[S, _opt("Decay of the average evaluated; 0: none.", TRAIN)] = None,
+    decay: Annotated[
+        S, _opt("Where L2 is added. loss: before compression; update: after decoding.", TRAIN)
+    ] = None,
+    ema: Annotated[
+        S, _opt("Decay of the parameters' moving average, which is evaluated; 0: none.", TRAIN)
+    ] = None,
     eval_every: Annotated[S, _opt("Steps between evaluations; 0: only at the end.", TRAIN)] = None,
     log_every: Annotated[S, _opt("Steps between records; default 10.", TRAIN)] = None,
     on_nonfinite: Annotated[S, _opt("stop or skip at a NaN gradient; default stop.", TRAIN)] = None,
@@ -236,12 +249,18 @@ def run(
     device: Annotated[S, _opt("cpu or cuda; default cpu.", WHERE)] = None,
     backend: Annotated[S, _opt("auto, reference, cpu or cuda; default auto.", WHERE)] = None,
     threads: Annotated[
-        S, _opt("Threads in an operation of a worker; default cores/workers. Other bits.", WHERE)
+        S,
+        _opt(
+            "Threads of each worker; default cores/workers. Another number gives other bits.",
+            WHERE,
+        ),
     ] = None,
     link_gbit: Annotated[
-        S, _opt("Link of the modelled communication time; default 10.", WHERE)
+        S, _opt("Gbit/s of the link that communication is modelled for; default 10.", WHERE)
     ] = None,
-    link_latency_us: Annotated[S, _opt("Its latency in microseconds; default 50.", WHERE)] = None,
+    link_latency_us: Annotated[
+        S, _opt("Latency of that link in microseconds; default 50.", WHERE)
+    ] = None,
     capture: Annotated[
         S, _opt("Keep the workers' gradients of these steps, counted from 0: 0,100,399.", KEEP)
     ] = None,
@@ -249,31 +268,31 @@ def run(
         str, _opt("Only these parameters, e.g. 'fc*,conv1.weight'; default all.", KEEP)
     ] = "*",
     sink: Annotated[
-        S, typer.Option(help="Write the records there, too: tensorboard, in the run's folder.")
+        S, typer.Option(help="Also write the records for: tensorboard (in the run's folder).")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="YAML file with the same keys; flags win over it.")
+        Path | None, typer.Option(help="YAML file of settings; flags override it.")
     ] = None,
     data_dir: DataDir = None,
     results: Annotated[Path, typer.Option(help="Folder for the runs.")] = RUNS,
     rows: Annotated[
         Path | None,
         typer.Option(
-            help="Parquet file of rows: a run that has one is skipped, others add theirs."
+            help="Parquet file with one row a run: runs that are in it are skipped, others added."
         ),
     ] = None,
     checkpoint_seconds: Annotated[
         float, typer.Option(min=0, help="Seconds between checkpoints.")
     ] = 60.0,
-    force: Annotated[bool, typer.Option(help="Run again what is finished.")] = False,
+    force: Annotated[bool, typer.Option(help="Repeat finished runs.")] = False,
     progress: Shown = Progress.auto,
     json: Json = False,
 ) -> None:
     """Train a task with N workers whose gradients are compressed.
 
-    Lists with commas make a grid: --compressor none,terngrad --seed 0,1,2
+    Comma-separated lists make a grid: --compressor none,terngrad --seed 0,1,2
 
-    Finished runs are skipped, interrupted ones go on where they were.
+    Finished runs are skipped, interrupted ones are resumed.
     """
     settings = {
         key: value
@@ -296,7 +315,6 @@ def run(
         given[key] = grid.value(text) if isinstance(text, str) else text
     chosen = None if suite is None else suites.load(suite)
     plan = None if capture is None else captures.Plan(captures.steps(capture), capture_layers)
-    told = () if sink is None else sinks.names(sink)
     made = runner.Runner(
         results,
         data_dir,
@@ -304,8 +322,8 @@ def run(
         progress.value,
         force=force,
         capture=plan,
-        told=told,
-        kept=rows,
+        sink_names=() if sink is None else sinks.names(sink),
+        rows_file=rows,
         suite="" if chosen is None else f"{chosen.name}/{chosen.version}",
         show=catalog.show_runs,
     )
@@ -348,21 +366,25 @@ _NOT_SETTINGS = {
 @app.command()
 def compare(
     folders: Annotated[
-        list[Path] | None, typer.Argument(help="Runs, folders of runs, or JSON files of rows.")
+        list[Path] | None,
+        typer.Argument(help="Runs, folders of runs, or files of rows (.json, .parquet)."),
     ] = None,
     where: Annotated[
         list[str] | None,
         typer.Option(help="Only rows with this setting, e.g. workers=4 or compressor=none,topk."),
     ] = None,
-    by: Annotated[S, typer.Option(help="A table for each value of a setting, e.g. task.")] = None,
+    by: Annotated[
+        S, typer.Option(help="Print a table for each value of a setting, e.g. task.")
+    ] = None,
     target: Annotated[
         S,
         typer.Option(
-            help="Say what it took to this accuracy, e.g. 0.9 (or loss); fp32: what `none` ends at."
+            help="Show steps and bytes to this accuracy, e.g. 0.9 (or to this test loss); fp32: "
+            "to where `none` ends."
         ),
     ] = None,
     trials: Annotated[
-        bool, typer.Option(help="Show the trials that chose learning rates, too.")
+        bool, typer.Option(help="Also show the trials that chose learning rates.")
     ] = False,
     format_: Formatted = Format.table,
     suite: Annotated[
@@ -371,22 +393,27 @@ def compare(
     plot: Annotated[
         Path | None,
         typer.Option(
-            help="Draw accuracy against bytes, or a suite beside its paper (.png, .svg, .pdf)."
+            help="Draw accuracy against bytes, or a suite with its paper's numbers (.png, .svg, "
+            ".pdf)."
         ),
     ] = None,
     sort: Annotated[
         str,
         typer.Option(
-            help="Sort rows, the best first (-payload: the worst first): accuracy, loss, "
-            "difference, payload, wire, bits, ratio, step, target or method.",
+            help="Sort rows by accuracy, loss, difference, payload, wire, bits, ratio, step, "
+            "target or method, the best first; with a minus (-payload) the worst first.",
             show_default=False,
         ),
     ] = "",
     columns: Annotated[
-        S, typer.Option(help="Only these columns, by how headings begin: accuracy,vs none,payload.")
+        S,
+        typer.Option(
+            help="Only columns whose headings begin with these words: accuracy,vs none,payload."
+        ),
     ] = None,
     width: Annotated[
-        Width | None, typer.Option(help="For a paper: picture and LaTeX as wide as its column.")
+        Width | None,
+        typer.Option(help="Make picture and LaTeX as wide as one or two columns of a paper."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -464,10 +491,12 @@ def verify(
     ],
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="A field, e.g. clip=2.0; without, all declared variants."),
+        typer.Option(
+            "--set", help="A field, e.g. clip=2.0; without any, all declared variants are checked."
+        ),
     ] = None,
     processes: Annotated[
-        bool, typer.Option(help="Compare the simulation with real processes, too.")
+        bool, typer.Option(help="Also compare the simulation with real processes.")
     ] = True,
     json: Json = False,
 ) -> None:
@@ -528,9 +557,11 @@ def info(json: Json = False) -> None:
 def kernels(
     file: Annotated[Path, typer.Argument(help="What `make bench` wrote.")] = TIMINGS,
     op: Annotated[
-        S, typer.Option(help="Only operations and methods with this in the name.")
+        S, typer.Option(help="Only operations and methods whose name contains this.")
     ] = None,
-    backend: Annotated[S, typer.Option(help="Only backends that begin so, e.g. cpu.")] = None,
+    backend: Annotated[
+        S, typer.Option(help="Only backends whose name begins with this, e.g. cpu.")
+    ] = None,
     size: Annotated[S, typer.Option(help="Only this size, e.g. 25e6 or resnet50.")] = None,
     threads: Annotated[S, typer.Option(help="Only this number of threads.")] = None,
     format_: Annotated[
@@ -538,7 +569,7 @@ def kernels(
     ] = KernelFormat.table,
     json: Json = False,
 ) -> None:
-    """Show saved kernel timings beside copy_, eager torch and the fewest bytes that must move."""
+    """Show saved kernel timings, beside copy_, eager torch and the fewest bytes that must move."""
     from gcbench.reporting import kernel_timings as timing
 
     timings = timing.load(file)
@@ -567,7 +598,7 @@ def _print_folder(name: str, folder: Path, *, as_json: bool) -> None:
 
 @data_app.command("get")
 def data_get(name: DataName, data_dir: DataDir = None, as_json: Json = False) -> None:
-    """Download a data set, or check the files that are there, and print the folder."""
+    """Download a data set, or check the files if they are there, and print its folder."""
     from gcbench.core import data
 
     _print_folder(name, data.get(name, data_dir), as_json=as_json)
@@ -575,7 +606,7 @@ def data_get(name: DataName, data_dir: DataDir = None, as_json: Json = False) ->
 
 @data_app.command("path")
 def data_path(name: DataName, data_dir: DataDir = None, as_json: Json = False) -> None:
-    """Print the folder where a data set is looked for."""
+    """Print the folder in which a data set is looked for."""
     from gcbench.core import data
 
     _print_folder(name, data.path(name, data_dir), as_json=as_json)
@@ -605,11 +636,10 @@ app.info.cls = derived.Commands
 
 
 def _leave() -> None:
-    """End a worker that torchrun started, its work done, without the interpreter's teardown.
+    """Exit with code 0 without the interpreter's teardown, in a worker that torchrun started.
 
-    Threads of torch's process group may outlive it for a moment, and then now and then abort the
-    teardown: torchrun takes that for a failure and kills the other workers before they have
-    printed.
+    Threads of torch's process group may still run during the teardown, and occasionally abort it.
+    torchrun would take that for a failure, and kill the other workers before they have printed.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -627,7 +657,7 @@ def main() -> None:
     except SystemExit as done:
         if membership.by_torchrun() and done.code in (None, 0):
             _leave()
-        if done.code == INTERRUPTED:  # typer has caught Ctrl-C without a word
+        if done.code == INTERRUPTED:  # typer has caught Ctrl-C and printed nothing
             say("gcbench: interrupted")
         raise
     except GcbenchError as error:
@@ -637,12 +667,12 @@ def main() -> None:
         say(f"gcbench: {prefix}{foreign.printable(str(error))}")
         sys.exit(error.exit_code)
     except BrokenPipeError:
-        sys.stdout = None  # the reader has gone; nothing to flush to
+        sys.stdout = None  # the reader of the pipe has ended: flushing would raise again
         sys.exit(1)
     except KeyboardInterrupt:
         say("gcbench: interrupted")
         sys.exit(INTERRUPTED)
-    except Exception as error:  # the last line of defence: one line, and how to see more
+    except Exception as error:  # whatever was not foreseen: one line, and how to see the traceback
         if os.environ.get("GCBENCH_DEBUG"):
             raise
         said = (str(error).splitlines() or [""])[0]

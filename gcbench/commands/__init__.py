@@ -1,4 +1,7 @@
-"""The commands of the analyses, one a file: each parses, calls and prints. Nothing heavy here."""
+"""What the commands of the analyses share: options, output, progress. Each command has a file.
+
+Nothing that is slow to import is imported here.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ ANALYSES = Path("results/analyses")
 
 
 class Progress(StrEnum):
-    """How to show progress."""
+    """The ways in which progress is shown."""
 
     auto = "auto"
     bar = "bar"
@@ -35,7 +38,7 @@ class Progress(StrEnum):
 
 
 class Format(StrEnum):
-    """How to print tables."""
+    """The formats in which tables are printed."""
 
     table = "table"
     markdown = "markdown"
@@ -48,7 +51,7 @@ DataDir = Annotated[
     Path | None,
     typer.Option(
         envvar="GCBENCH_DATA",
-        help="Folder with cifar-10-batches-bin/, mnist/ or text/; without it the cache serves.",
+        help="Folder with cifar-10-batches-bin/, mnist/ or text/; default the download cache.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
@@ -63,12 +66,12 @@ Shown = Annotated[
     ),
 ]
 Results = Annotated[
-    Path, typer.Option("--results", help="Folder below which the analysis has its own.")
+    Path, typer.Option("--results", help="Folder in which the analysis makes its own folder.")
 ]
 
 
 def _drawable(path: Path | None) -> Path | None:
-    """Refuse a file that cannot become a picture: before long work, not after it."""
+    """Return the path, or refuse it if no picture can be written there, before any long work."""
     from gcbench.reporting import figures
 
     return None if path is None else figures.check(path)
@@ -79,10 +82,10 @@ Plot = Annotated[
     typer.Option(
         "--plot",
         callback=_drawable,
-        help="Draw the picture here, too (.png, .svg, .pdf); its folder has a .png.",
+        help="Also draw the picture here (.png, .svg, .pdf); the analysis' folder has a .png.",
     ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Do again what is done.")]
+Force = Annotated[bool, typer.Option("--force", help="Repeat what is finished.")]
 
 
 def say(text: str) -> None:
@@ -114,10 +117,10 @@ def command_line() -> str:
 
 
 def numbers(flag: str, text: str, cast: Callable[[float], Any]) -> list[Any]:
-    """Return the numbers of a list with commas, each once; 1e3 is 1000.
+    """Return the numbers of a comma-separated list, without repetitions; 1e3 is 1000.
 
     Raises:
-        UsageError: a word is no number above 0.
+        UsageError: a word is no number above 0 (no whole number, where `cast` is int).
     """
     found = []
     for word in filter(None, (piece.strip() for piece in text.split(","))):
@@ -136,7 +139,11 @@ def numbers(flag: str, text: str, cast: Callable[[float], Any]) -> list[Any]:
 
 
 def make(kind: type[Any], /, **given: Any) -> Any:
-    """Return the settings, a flag's name in the error of one that is out of range."""
+    """Return settings of class `kind`.
+
+    Raises:
+        UsageError: a value is out of range; the message names its flag.
+    """
     from pydantic import ValidationError
 
     try:
@@ -159,7 +166,10 @@ def long_work(
     *,
     force: bool,
 ) -> Analysis:
-    """Run work that keeps a ledger, with progress."""
+    """Run an analysis that keeps its finished parts in a ledger, and show its progress.
+
+    `steps` is how many steps the progress has; with `force` the ledger starts empty.
+    """
     from gcbench.reporting import analysis as measuring
     from gcbench.training import progress
 
@@ -170,7 +180,7 @@ def long_work(
             return work(settings, command_line(), observer, ledger)
     finally:
         observer.close()
-        with suppress(OSError):  # what was refused leaves no folder behind
+        with suppress(OSError):  # an analysis that was refused leaves no empty folder behind
             path = results / name / measuring.LEDGER
             if not path.stat().st_size:
                 path.unlink()

@@ -51,15 +51,16 @@ def advise(
         float, typer.Option(help="Points of accuracy that may be lost, 0 to 100.")
     ] = 1.0,
     tolerance_loss: Annotated[
-        float, typer.Option(help="Test loss that may be added, on tasks without an accuracy.")
+        float,
+        typer.Option(help="Increase of test loss that is acceptable on tasks without accuracy."),
     ] = 0.02,
     margin: Annotated[
-        float, typer.Option(help="Gain in % below which it is not worth while.")
+        float, typer.Option(help="Gain in % below which compression is not worthwhile.")
     ] = 5.0,
     runs: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Results of suites: files of rows, folders; may be given again.",
+            help="Runs of suites, as files of rows or folders; may be given several times.",
             show_default=f"results/reference and {RUNS}, where they are",
         ),
     ] = None,
@@ -81,8 +82,8 @@ def advise(
 ) -> None:
     """Say whether compression pays for a model on a cluster, and which method.
 
-    Gains are predicted as by `gcbench scale predict`. Accuracy lost is that of runs made for a
-    suite with a holdout, of at least 3 seeds: results/PROTOCOL.md.
+    Gains are predicted as by `gcbench scale predict`. The loss of accuracy is taken from runs that
+    were made for a suite with a holdout, with at least 3 seeds: results/PROTOCOL.md.
     """
     from gcbench.studies import methods
     from gcbench.studies.scale import advice, clusters

@@ -48,12 +48,12 @@ def bandwidth(
         _opt(
             "-i",
             "--stepbytes",
-            text="Difference of one size to the next, in place of the factor.",
+            text="Difference between one size and the next, in place of the factor.",
             panel=SIZES,
         ),
     ] = None,
     sizes: Annotated[
-        S, _opt("--sizes", text="A list of sizes in place of all these, e.g. 4K,1M.", panel=SIZES)
+        S, _opt("--sizes", text="A list of sizes in place of -b, -e, -f, -i: 4K,1M.", panel=SIZES)
     ] = None,
     iterations: Annotated[
         int,
@@ -61,7 +61,7 @@ def bandwidth(
             "-n",
             "--iters",
             min=1,
-            help="Timed iterations of each; a verdict needs 7.",
+            help="Timed iterations of each size and item; a verdict needs 7.",
             rich_help_panel=SIZES,
         ),
     ] = 20,
@@ -72,20 +72,20 @@ def bandwidth(
             "--warmup-iters",
             "--warmup_iters",
             min=0,
-            help="Iterations before them that are not timed.",
+            help="Iterations before the timed ones.",
             rich_help_panel=SIZES,
         ),
     ] = 5,
     compressor: Annotated[
         S,
-        _opt("--compressor", text="Methods with commas, e.g. none,topk. Default all.", panel=WHAT),
+        _opt("--compressor", text="Methods, e.g. none,topk:ratio=0.001. Default all.", panel=WHAT),
     ] = None,
     collective: Annotated[
         S,
         _opt(
             "--collective",
-            text="How methods are exchanged: allreduce, allgather, twoshot, or all legal ones. "
-            "Default each method's own.",
+            text="Collectives of the methods: allreduce, allgather, twoshot, or all. Default each "
+            "method's own.",
             panel=WHAT,
         ),
     ] = None,
@@ -102,7 +102,7 @@ def bandwidth(
         bool,
         typer.Option(
             "--memory/--no-memory",
-            help="Carry what a method's source carries (error feedback).",
+            help="Use the memory of each method's source (error feedback), or none.",
             rich_help_panel=WHAT,
         ),
     ] = True,
@@ -110,7 +110,7 @@ def bandwidth(
         float,
         typer.Option(
             min=0,
-            help="Microseconds a message takes on the links that are predicted for.",
+            help="Latency in microseconds of the links for which is predicted what pays.",
             rich_help_panel=WHAT,
         ),
     ] = 50.0,
@@ -122,7 +122,7 @@ def bandwidth(
         S,
         _opt(
             "--engine",
-            text="spawn starts the processes; torchrun is found by itself. Default spawn.",
+            text="spawn starts the processes; torchrun is detected. Default spawn.",
             panel=WHERE,
         ),
     ] = None,
@@ -153,9 +153,9 @@ def bandwidth(
 ) -> None:
     """Time collectives, plain and compressed, and check every result; exit code 1 if one is wrong.
 
-    Says at which sizes compression pays here, and on which links it would.
+    Tells at which sizes compression pays here, and predicts on which links it would.
 
-    What is measured is kept: an interrupted command goes on where it was.
+    What is measured is kept: an interrupted command continues where it was.
     """
 
     from gcbench.core.errors import Interrupted, UsageError

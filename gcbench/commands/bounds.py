@@ -1,4 +1,4 @@
-"""`gcbench bounds`."""
+"""`gcbench bounds`: the papers' theorems, and methods' declarations, put to the test."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from gcbench.commands import (
     say,
 )
 
-TRAIN = "The training whose gradients are watched"
-LOOK = "What is looked at"
+TRAIN = "The training whose gradients are observed"
+LOOK = "What is tested"
 
 
 def _opt(text: str, panel: str, **more: Any) -> Any:
@@ -32,14 +32,14 @@ def _opt(text: str, panel: str, **more: Any) -> Any:
 
 def bounds(
     claims: Annotated[
-        str, _opt("Only claims with such names, e.g. 'sign*' or '*/topk'.", LOOK)
+        str, _opt("Only claims whose names match, e.g. 'sign*' or '*/topk'.", LOOK)
     ] = "*",
     quadratic_only: Annotated[
-        bool, _opt("Train nothing: known inputs and quadratics.", LOOK)
+        bool, _opt("Train nothing: only known inputs and quadratics.", LOOK)
     ] = False,
     methods: Annotated[
         str | None,
-        _opt("Methods with commas, e.g. topk:ratio=0.1,qsgd:norm=2; default all.", LOOK),
+        _opt("Methods, e.g. topk:ratio=0.1,qsgd:norm=2; default all.", LOOK),
     ] = None,
     task: Annotated[str, _opt("Task; see `gcbench list tasks`.", TRAIN)] = "digits",
     network: Annotated[str | None, _opt("The task's network, e.g. resnet20.", TRAIN)] = None,
@@ -47,20 +47,20 @@ def bounds(
         list[str] | None, _opt("A task's field, e.g. noise=2.", TRAIN, show_default=False)
     ] = None,
     compressor: Annotated[
-        str, _opt("What trains, e.g. topk:ratio=0.001: gradients are those on its way.", TRAIN)
+        str, _opt("Compressor of this training, e.g. topk:ratio=0.001.", TRAIN)
     ] = "none",
     workers: Annotated[int, _opt("Number of workers.", TRAIN, min=1)] = 4,
     steps: Annotated[int, _opt("Training steps.", TRAIN, min=1)] = 200,
     batch: Annotated[int | None, _opt("Examples a step; default the task's.", TRAIN, min=1)] = None,
     lr: Annotated[float | None, _opt("Learning rate; default the task's.", TRAIN)] = None,
-    seed: Annotated[str, _opt("Seeds with commas; from 3 on, intervals are over seeds.", TRAIN)] = (
-        "0,1,2"
-    ),
+    seed: Annotated[str, _opt("Seeds; with 3 or more, intervals are over seeds.", TRAIN)] = "0,1,2",
     every: Annotated[int, _opt("Steps between observations.", LOOK, min=1)] = 10,
-    snapshots: Annotated[int, _opt("Steps at which the noise is seen.", LOOK, min=1)] = 3,
-    batches: Annotated[int, _opt("Batches drawn at a snapshot for the noise.", LOOK, min=8)] = 128,
+    snapshots: Annotated[
+        int, _opt("Number of steps at which the gradient's noise is sampled.", LOOK, min=1)
+    ] = 3,
+    batches: Annotated[int, _opt("Batches drawn at each of them.", LOOK, min=8)] = 128,
     compressed_steps: Annotated[
-        int, _opt("Steps that each method trains, a seed; 0 for none.", LOOK, min=0)
+        int, _opt("Training steps with each method and seed; 0 for none.", LOOK, min=0)
     ] = 20,
     weights: Annotated[
         str | None, _opt("Weights whose noise is tested, e.g. '1.weight[3],3.weight[0]'.", LOOK)
@@ -78,10 +78,11 @@ def bounds(
 ) -> None:
     """Put the papers' theorems, and what methods declare of themselves, to the test.
 
-    Compressors run on known inputs, in compressed training and on quadratics of known constants.
+    Compressors run on known inputs, in compressed training, and on quadratics with known constants.
 
-    --strict counts theorems alone. What is proved can fail only where code is wrong, or declares
-    what it is not: a method of your own is judged by what its class declares, or inherits.
+    --strict looks at theorems alone. A theorem can fail only where code is wrong, or where a method
+    declares what is not true of it: a method of your own is judged by what its class declares, or
+    inherits.
     """
     from gcbench.core.errors import UsageError
     from gcbench.reporting import analysis as measuring

@@ -1,4 +1,4 @@
-"""Commands of analyses that have none by hand, made from what their modules declare."""
+"""Commands that are generated from the modules of analyses: flags from the fields of `Settings`."""
 
 from __future__ import annotations
 
@@ -41,13 +41,17 @@ COMMON: dict[str, tuple[Any, Any]] = {
     "format_": (Formatted, Format.table),
     "json": (Json, False),
 }
-"""What every analysis' command takes besides its settings, and the defaults."""
+"""Parameters of every analysis' command besides its settings: annotation and default."""
 DATA = "data_dir"
-"""The parameter of a module's `run` that has the command take `--data-dir`, too."""
+"""If a module's `run` has this parameter, its command has the flag `--data-dir`."""
 
 
 def _flag(name: str, field: Any) -> inspect.Parameter:
-    """Return a field of the settings as a command's parameter; lists come with commas."""
+    """Return a field of the settings as a command's parameter; a list is given with commas.
+
+    Raises:
+        GcbenchError: no flag can be made of the field's type or name.
+    """
     kind = field.annotation
     lists = get_origin(kind) is list
     if lists:
@@ -75,7 +79,8 @@ def _flag(name: str, field: Any) -> inspect.Parameter:
 def command(kind: str, module: str) -> Callable[..., None]:
     """Return the command of an analysis, whose flags are the fields of its settings.
 
-    What is wrong with the module is said when the command is called: others must go on.
+    If the module cannot be used, the command that is returned raises an error with the reason, so
+    that one faulty package does not break the other commands.
     """
     try:
         study = importlib.import_module(module)
@@ -126,7 +131,7 @@ def command(kind: str, module: str) -> Callable[..., None]:
 
 
 def _docstring(module: str) -> str:
-    """Return the docstring of a module of this package, which is not imported for that."""
+    """Return the docstring of a module, without importing it."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         return ""
@@ -134,10 +139,10 @@ def _docstring(module: str) -> str:
 
 
 class Commands(PlainGroup):
-    """The commands by hand, and those of `studies.DERIVED`.
+    """The commands that are written out, and those generated for `studies.DERIVED`.
 
-    The module of such an analysis is imported when its command is called, so that `--help` and the
-    other commands do not wait for it.
+    The module of a generated command is imported when the command is called, so that `--help` and
+    the other commands do not wait for it.
     """
 
     def __init__(self, **given: Any) -> None:
@@ -146,13 +151,16 @@ class Commands(PlainGroup):
             self.commands[name] = PlainCommand(name=name)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command; of an analysis one with a name and a text, for lists of commands."""
+        """Return a command; for an analysis one that has its name and help but cannot run.
+
+        It serves the list of commands in `--help`; `resolve_command` returns the real one.
+        """
         if cmd_name in studies.DERIVED:
             return PlainCommand(name=cmd_name, help=_docstring(studies.DERIVED[cmd_name]))
         return super().get_command(ctx, cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the name, the command and its arguments: here the module is imported."""
+        """Return name, command and arguments of a call; imports the module of an analysis."""
         name = args[0] if args else ""
         if name not in studies.DERIVED:
             return super().resolve_command(ctx, args)

@@ -1,6 +1,7 @@
-"""Help in plain text: options by group, no word broken or cut at any width.
+"""Help in plain text: options by group, and no word broken or cut at any width.
 
-Rich's panels cut names to an ellipsis and break words where the terminal is narrow.
+Typer's own help, in rich's panels, shortens names to an ellipsis and breaks words in a narrow
+terminal.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 NARROW = 72
-"""Columns below which a description stands under its option instead of beside it."""
+"""In terminals of fewer columns descriptions stand under their options, not beside them."""
 BESIDE = 28
-"""Columns of the options where descriptions stand beside them."""
+"""How many columns the options take where descriptions stand beside them."""
 
 
 def wrapped(text: str, width: int, indent: str = "") -> str:
-    """Return text in lines of at most `width` columns, broken between words alone."""
+    """Return text in lines of at most `width` columns, broken only between words."""
     return textwrap.fill(
         " ".join(text.split()),
         width,
@@ -54,12 +55,12 @@ def _sections(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]:
         usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
         panel = getattr(parameter, "rich_help_panel", None) or usual
         found.setdefault(panel, []).append(record)
-    last = found.pop("Options", [])  # what every command has stands below its own
+    last = found.pop("Options", [])  # options that every command has come after its own
     return {title: records for title, records in {**found, "Options": last}.items() if records}
 
 
 class _Plain:
-    """Writes the help of a command or a group of commands."""
+    """Writes the help of a command, or of a group of commands, as plain text."""
 
     def format_help(self: Any, ctx: Any, formatter: Any) -> None:
         """Write usage, the docstring, options by group, and commands."""

@@ -1,4 +1,4 @@
-"""`gcbench histogram`: how real gradients arrive, by method and layer."""
+"""`gcbench histogram`: what methods do to real gradients, layer by layer."""
 
 from __future__ import annotations
 
@@ -38,23 +38,24 @@ def histogram(
     captures: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Captures of one network: files, or folders with some. None: train now."
+            help="Captures of one network: files, or folders with some. Without any: train first."
         ),
     ] = None,
     compressor: Annotated[
         str | None,
         typer.Option(
-            help="Methods with commas, fields after colons: topk:ratio=0.001; all: every one.",
+            help="Methods, fields after colons: terngrad,topk:ratio=0.001; or all.",
             show_default="seven families",
         ),
     ] = None,
     layers: Annotated[
-        str, typer.Option(help="Layers in histograms and rows, e.g. 'fc*'; all are encoded.")
+        str, typer.Option(help="Layers that are shown, e.g. 'fc*'; all are encoded.")
     ] = "*",
     capture: Annotated[
         str | None,
         typer.Option(
-            help="Steps, counted from 0.", show_default="all captured; five of a training"
+            help="Steps, counted from 0, e.g. 0,100,399.",
+            show_default="all captured; five of a training",
         ),
     ] = None,
     workers: Annotated[
@@ -62,12 +63,14 @@ def histogram(
         typer.Option(min=1, help="Workers.", show_default="all captured; 4 in a training"),
     ] = None,
     clip: Annotated[
-        str, typer.Option(help="Where TernGrad's clipping is judged, standard deviations.")
+        str, typer.Option(help="TernGrad's clipping factors to measure, in standard deviations.")
     ] = "2.5",
     kept: Annotated[
-        str, typer.Option(help="Shares that FFT and top-k keep where they are compared.")
+        str, typer.Option(help="Shares of elements at which FFT and top-k are compared.")
     ] = "0.15,0.01",
-    task: Annotated[str, typer.Option(help="Task.", rich_help_panel=TRAINED)] = "digits",
+    task: Annotated[
+        str, typer.Option(help="Task; see `gcbench list tasks`.", rich_help_panel=TRAINED)
+    ] = "digits",
     network: Annotated[
         str | None,
         typer.Option(help="Its network.", rich_help_panel=TRAINED, show_default="the task's"),
@@ -85,7 +88,7 @@ def histogram(
         ),
     ] = None,
     seed: Annotated[
-        str, typer.Option(help="Seeds with commas, a training each.", rich_help_panel=TRAINED)
+        str, typer.Option(help="Seeds, e.g. 0,1,2: a training each.", rich_help_panel=TRAINED)
     ] = "0",
     data_dir: DataDir = None,
     results: Results = ANALYSES,
@@ -97,8 +100,9 @@ def histogram(
 ) -> None:
     """Show what compressors do to real gradients: histograms, errors, and the papers' claims.
 
-    Gradients are captured by `gcbench run --capture 0,100,399`, or in a training of its own.
-    All methods meet the same ones, as pure codecs without memory: alone and averaged.
+    Gradients are captured by `gcbench run --capture 0,100,399`, or in a training by this command.
+    All methods encode the same gradients, without memory; errors are those of each worker alone,
+    and of the mean over workers.
     """
     command = command_line()
     from gcbench.studies import histogram as measuring

@@ -22,16 +22,19 @@ def report(
     title: Annotated[str, typer.Option(help="Its title.")] = "gcbench report",
     target: Annotated[
         float | None,
-        typer.Option(help="Say what it took to this accuracy, e.g. 0.9 (or test loss)."),
+        typer.Option(help="Show steps and bytes to this accuracy, e.g. 0.9 (or test loss)."),
     ] = None,
     suite: Annotated[
         list[str] | None,
-        typer.Option(help="A section of this suite's runs beside the published numbers."),
+        typer.Option(help="Add a section with this suite's runs beside the published numbers."),
     ] = None,
     progress: Shown = Progress.auto,
     json: Json = False,
 ) -> None:
-    """Write one HTML page of runs and analyses: sortable tables, pictures, commands. No network."""
+    """Write one HTML page of runs and analyses: sortable tables, pictures, commands.
+
+    The page needs no network.
+    """
     from gcbench import studies
     from gcbench.reporting import published
     from gcbench.reporting import report as reporting

@@ -28,11 +28,11 @@ from gcbench.core.errors import UsageError
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Model the time of a step on clusters: bytes as they are packed, kernels as measured.",
+    help="Model the time of a training step on clusters, from packed bytes and measured codecs.",
 )
 
 Threads = Annotated[
-    int | None, typer.Option(min=1, help="Threads of the kernels; default the cores.")
+    int | None, typer.Option(min=1, help="Threads of the kernels; default all cores.")
 ]
 
 
@@ -51,9 +51,9 @@ Place = Annotated[
     str,
     typer.Option(
         "--cluster",
-        help="A .yaml file, or device x GPUs a node - link between nodes: gtx1080x4-1gbe, "
-        "p100x4-100g, v100x8-25g, a100x1-10g, a100x8-25g, a100x8-100g, a100x8-1600g, "
-        "h100x8-3200g.",
+        help="A .yaml file, or one of gtx1080x4-1gbe, p100x4-100g, v100x8-25g, a100x1-10g, "
+        "a100x8-25g, a100x8-100g, a100x8-1600g, h100x8-3200g: GPU, GPUs in a node, link between "
+        "nodes.",
     ),
 ]
 PlaceSet = Annotated[
@@ -64,20 +64,20 @@ PlaceSet = Annotated[
 ]
 Methods = Annotated[
     str | None,
-    typer.Option(help="Methods with commas, e.g. terngrad,topk:ratio=0.001; default all."),
+    typer.Option(help="Methods, e.g. terngrad,topk:ratio=0.001; default all."),
 ]
 Batch = Annotated[
     int | None,
     typer.Option(
-        help="Examples of one GPU in a step (for the transformers: sequences). The larger, the "
-        "less there is to gain. Default: that of the published throughput."
+        help="Examples of one GPU in a step (for the transformers: sequences). The larger the "
+        "batch, the less compression can gain. Default: that of the published throughput."
     ),
 ]
 Compute = Annotated[
     float | None,
     typer.Option(
-        help="Milliseconds of one GPU's forward and backward pass, as you measured them; in place "
-        "of published throughput."
+        help="Milliseconds of one GPU's forward and backward pass, measured by you, in place of a "
+        "published throughput."
     ),
 ]
 Overlap = Annotated[
@@ -85,32 +85,33 @@ Overlap = Annotated[
     typer.Option(
         min=0,
         max=1,
-        help="Share of the backward pass under which communication hides; 0: none. Default the "
-        "cluster's, 1: DDP's buckets.",
+        help="Share of the backward pass that can hide communication; 0: none, 1: as with DDP's "
+        "buckets. Default the cluster's.",
     ),
 ]
 Sharded = Annotated[
     bool,
     typer.Option(
         "--sharded",
-        help="FSDP: bf16 parameters are gathered twice a step, gradients reduced and scattered; "
-        "compression touches the latter alone.",
+        help="FSDP: bf16 parameters are gathered twice a step and gradients reduce-scattered; "
+        "only the gradients are compressed.",
     ),
 ]
-DenseLast = Annotated[bool, typer.Option(help="Keep the last layer dense.")]
-DenseBelow = Annotated[int, typer.Option(help="Keep tensors below this many elements dense.")]
+DenseLast = Annotated[bool, typer.Option(help="Exchange the last layer in fp32.")]
+DenseBelow = Annotated[int, typer.Option(help="Exchange tensors below this many elements in fp32.")]
 Kernels = Annotated[
     str,
     typer.Option(
-        help="What encoding takes. assumed: from the committed measurement, scaled to the GPU's "
-        "memory, to that memory's floor; measured: timed here and now; or a file of `gcbench "
-        "bandwidth --json` or `make bench`, made on the machine that is meant."
+        help="Where times of encoding and decoding come from. assumed: a range, from the stored "
+        "measurement scaled to the GPU's memory bandwidth down to the least that this bandwidth "
+        "allows; measured: timed on this machine now; or a file of `gcbench bandwidth --json` or "
+        "`make bench`, made on the machine in question."
     ),
 ]
 
 
 def cluster_changes(settings: list[str] | None, overlap: float | None) -> dict[str, Any]:
-    """Return what the options change about a cluster, as `clusters.load` takes it."""
+    """Return the settings of a cluster that the options change, as `clusters.load` takes them."""
     from gcbench.training import grid
 
     changes = dict(grid.pairs("--cluster-set", settings))
@@ -120,11 +121,11 @@ def cluster_changes(settings: list[str] | None, overlap: float | None) -> dict[s
 Stored = Annotated[
     str,
     typer.Option(
-        help="What codecs take inside an exchange: stored (measured once, in the package), or a "
+        help="Times of codecs inside an exchange: stored (a measurement in the package), or a "
         "file of `gcbench bandwidth --json`."
     ),
 ]
-Latency = Annotated[float, typer.Option(min=0, help="Microseconds a message.")]
+Latency = Annotated[float, typer.Option(min=0, help="Latency of the link in microseconds.")]
 
 
 @app.command()
@@ -138,7 +139,7 @@ def predict(
         str | None, typer.Option(help="allreduce, allgather or twoshot; default the method's.")
     ] = None,
     workers: Annotated[
-        str, typer.Option(help="Numbers of GPUs, with commas, up to 100000.")
+        str, typer.Option(help="Numbers of GPUs, e.g. 8,64, up to 100000.")
     ] = "8,64,512",
     batch: Batch = None,
     compute_ms: Compute = None,
@@ -157,9 +158,9 @@ def predict(
 ) -> None:
     """Predict a step's time, speedup and cost on a cluster, for each method.
 
-    A cluster's YAML has gpus_per_node, device (a name, or name, tflops, memory_gbyte), intra and
-    inter (gbit, latency_us), and may have nodes, utilization, overlap, algorithm (ring, tree,
-    fastest), topology (flat, nodes), buckets, price.
+    A cluster's YAML file has gpus_per_node, device (a name, or name, tflops and memory_gbyte),
+    intra and inter (the links inside and between nodes: gbit, latency_us), and may have nodes,
+    utilization, overlap, algorithm (ring, tree, fastest), topology (flat, nodes), buckets, price.
     """
     from gcbench.studies import methods
     from gcbench.studies.scale import clusters, prediction
@@ -192,7 +193,7 @@ def predict(
 def figure5(
     compressor: Annotated[
         str,
-        typer.Option(help="Methods with commas that are put beside the bars; '' for none."),
+        typer.Option(help="Methods to model beside TernGrad; '' for none."),
     ] = "topk",
     collective: Annotated[
         str | None, typer.Option(help="allreduce, allgather or twoshot; default the method's.")
@@ -203,7 +204,7 @@ def figure5(
     progress: Shown = Progress.auto,
     json: Json = False,
 ) -> None:
-    """Hold a model to TernGrad's Fig. 5: three networks, two clusters, 1 to 512 GPUs."""
+    """Compare a model with TernGrad's Fig. 5: three networks, two clusters, 1 to 512 GPUs."""
     from gcbench.studies import methods
     from gcbench.studies.scale import figure5 as published
     from gcbench.training import progress as watching
@@ -222,7 +223,9 @@ def figure5(
 def fft(
     throughput: Annotated[
         list[str] | None,
-        typer.Option(help="Given GB/s in place of timing: Tm=300, Tf=70, Tp=34, Ts=55; all four."),
+        typer.Option(
+            help="GB/s of the four stages, in place of timing them: Tm=300, Tf=70, Tp=34, Ts=55."
+        ),
     ] = None,
     theta: Annotated[float, typer.Option(help="Share of the bins that is dropped.")] = 0.85,
     bits: Annotated[int, typer.Option(help="Bits of a code.")] = 10,
@@ -233,7 +236,7 @@ def fft(
     links: Annotated[str, typer.Option(help="Links in Gbit/s.")] = "1,10,25,40,56,100,400",
     workers: Annotated[int, typer.Option(help="GPUs in the table of methods.")] = 8,
     compressor: Annotated[
-        str | None, typer.Option(help="Methods in that table, with commas; default all.")
+        str | None, typer.Option(help="Methods in that table, e.g. topk,qsgd; default all.")
     ] = None,
     kernels: Stored = "stored",
     link_latency_us: Latency = 50.0,
@@ -284,10 +287,10 @@ def fft(
 @app.command("links")
 def pays(
     workers: Annotated[
-        str, typer.Option(help="Numbers of GPUs, with commas; default that of the measurement.")
+        str, typer.Option(help="Numbers of GPUs, e.g. 8,64; default that of the measurement.")
     ] = "",
     compressor: Annotated[
-        str | None, typer.Option(help="Methods with commas; default all.")
+        str | None, typer.Option(help="Methods, e.g. terngrad,topk:ratio=0.001; default all.")
     ] = None,
     kernels: Stored = "stored",
     link_latency_us: Latency = 50.0,
@@ -300,8 +303,9 @@ def pays(
 ) -> None:
     """Tell on which links each method pays, from what was measured inside exchanges.
 
-    It is the definition and the measurement of `gcbench bandwidth`, `scale fft` and `advise`; these
-    two are of an exchange alone, and `advise` of a model whose backward pass hides communication.
+    Definition and measurement are those of `gcbench bandwidth`, `scale fft` and `advise`. Here, as
+    in `bandwidth` and `scale fft`, an exchange is judged alone; `advise` judges a training step,
+    whose backward pass hides communication.
     """
     from gcbench.studies import methods
     from gcbench.studies.scale import links
@@ -326,16 +330,22 @@ def pays(
 @app.command()
 def validate(
     runs: Annotated[
-        list[Path] | None, typer.Argument(help="Runs, folders of runs, or JSON files of rows.")
+        list[Path] | None,
+        typer.Argument(help="Runs, folders of runs, or files of rows (.json, .parquet)."),
     ] = None,
     kernels: Annotated[
-        str, typer.Option(help="measured: here and now; or a file of `make bench`.")
+        str,
+        typer.Option(
+            help="Times of the kernels. measured: on this machine now; or a file of `make bench`."
+        ),
     ] = "measured",
     link_gbit: Annotated[
         float | None,
-        typer.Option(help="The link between real processes; default fitted to the other runs."),
+        typer.Option(
+            help="Gbit/s of the link between real processes; default fitted to the other runs."
+        ),
     ] = None,
-    link_latency_us: Annotated[float, typer.Option(help="Its latency.")] = 0.0,
+    link_latency_us: Annotated[float, typer.Option(help="Its latency in microseconds.")] = 0.0,
     format_: Formatted = Format.table,
     plot: Plot = None,
     results: Results = ANALYSES,
@@ -343,7 +353,7 @@ def validate(
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Predict finished runs, none from itself, and state the errors."""
+    """Predict finished runs, each without using its own times, and state the errors."""
     from gcbench.reporting import reader
     from gcbench.studies.scale import validation
 

@@ -1,14 +1,17 @@
 """The analyses: each asks one question, and answers with tables, a picture and rows on disk.
 
-A module of this package has a frozen pydantic `Settings`, a function that turns it into an
-`analysis.Analysis`, and `draw(analysis, path)`, which needs no more than the saved rows.
+A module of this package has a frozen pydantic `Settings`, a function that returns an
+`analysis.Analysis` for such settings, and `draw(analysis, path)`, which uses only the saved rows.
 
 A third party's analysis is one such module and one line: an entry point of the group
-`gcbench.studies`, whose name is the kind and the command, and whose value is the module. Its
-function is `run(settings, command, observer, ledger)`; its first docstring line, and the types,
-defaults and descriptions of the settings' fields, become the command (`gcbench.commands.derived`).
-A `run` with a parameter `data_dir` gets the folder of the data sets: its command has `--data-dir`.
-The table, the picture and the section in a report follow from the analysis that it returns.
+`gcbench.studies`, whose name is the kind and the command, and whose value is the module. The
+module's function is `run(settings, command, observer, ledger)`: `command` is the command line for
+the record, `observer` shows progress (`training.progress`), `ledger` keeps finished parts
+(`reporting.analysis`). A function `steps(settings)`, if there is one, says how many steps the
+progress has. The command (`gcbench.commands.derived`) is made from the module's docstring, and from
+the types, defaults and descriptions of the settings' fields. If `run` has a parameter `data_dir` it
+gets the folder of the data sets, and the command has `--data-dir`. Table, picture and section in a
+report are made from the analysis that `run` returns.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ MODULES: dict[str, str] = {
     "scale-pays": "gcbench.studies.scale.links",
     "scale-validation": "gcbench.studies.scale.validation",
 }
-"""Kind of analysis -> the module that makes and draws it: those with a command by hand."""
+"""Kind of analysis -> its module, for analyses whose command is written out in `commands`."""
 DERIVED: dict[str, str] = {
     "densities": "gcbench.studies.densities",
     "fft-range": "gcbench.studies.fft_range",
@@ -42,14 +45,14 @@ DERIVED: dict[str, str] = {
     "positions": "gcbench.studies.positions",
     "ternary-noise": "gcbench.studies.ternary_noise",
 }
-"""Those of this package whose command is made from their settings, as a third party's is."""
+"""The same for analyses whose command is generated from their settings, as a third party's is."""
 GROUP = "gcbench.studies"
 
 
 def third_parties() -> dict[str, str]:
-    """Return the kinds of analyses that others have installed, and their modules.
+    """Return the kinds of analyses that other packages register, and their modules.
 
-    A kind that is taken is left out: nobody's analysis stands in for another.
+    Those with the name of an analysis of this package are left out: they must not replace it.
     """
     points = entry_points(group=GROUP)
     taken = MODULES | DERIVED
@@ -67,7 +70,7 @@ def listed() -> list[dict[str, str]]:
     for kind, module in known().items():
         try:
             told = importlib.import_module(module).__doc__ or ""
-        except Exception as error:  # a listing of what there is must not end with a broken module
+        except Exception as error:  # a faulty module must not break the list
             told = f"cannot be used: {type(error).__name__}: {error}"
         rows.append({"name": kind, "what": told.strip().partition("\n")[0], "module": module})
     return rows
@@ -76,12 +79,11 @@ def listed() -> list[dict[str, str]]:
 def draw(analysis: Analysis, path: Path) -> list[Path]:
     """Draw the pictures of an analysis and return their files: PNG, SVG or PDF by the ending.
 
-    The first is `path`; an analysis whose `draw` returns more files than one has written the others
-    beside it.
+    The first file is `path`; some analyses write further pictures beside it.
 
     Raises:
         UsageError: another ending, or a kind of analysis that this gcbench does not know.
-        MissingTableError: the analysis was read from a file that leaves out what is drawn.
+        MissingTableError: the analysis was read from a file without the table that is drawn.
         GcbenchError: `path` cannot be written.
     """
     from gcbench.reporting import figures

@@ -1,11 +1,11 @@
-"""The contract, checked: what every compressor promises, measured on the compressor itself.
+"""Checks of the contract: does a compressor do what it declares?
 
-Each check is driven by what the method declares and never by its name, so it holds a third party's
-plug-in to the same. `gcbench verify NAME` prints the table; test_contract.py runs it over
-everything that is registered.
+Each check depends on what the method declares and never on its name, so that plug-ins of third
+parties are checked in the same way. `gcbench verify NAME` prints the table; test_contract.py runs
+all checks on all registered methods.
 
 Statistical checks have fixed seeds. "unbiased" and "variance" have a bound of Z standard
-deviations: a right method fails each with a probability below 1e-5 (normal approximation, 64
+deviations: a correct method fails each with a probability below 1e-5 (normal approximation, 64
 coordinates).
 """
 
@@ -45,10 +45,10 @@ from gcbench.training.membership import Membership
 
 SIZES = (0, 1, 31, 32, 33, 1023, 1025, 10_007)
 LONG = ((1050, 1000), (33,), (50_001,))
-"""More than a million elements, for what goes wrong far from the beginning."""
+"""More than a million elements, for errors that appear only far from the beginning."""
 STRETCHES = 32
 SHAPES = ((3, 5), (0,), (1,), (), (40, 33), (7,), (2, 3, 3, 3), (1030,), (0, 4))
-"""Tensors of every awkward kind: empty, of one element, a scalar, a matrix, a kernel, a vector."""
+"""Shapes of a test bucket: empty, of one element, a scalar, matrices, a kernel, vectors."""
 WORKERS = (1, 2, 3, 5, 8, 64)
 KEY = Key(seed=7, step=3, rank=0)
 Z = 5.5
@@ -58,7 +58,7 @@ STEPS = 200
 
 
 class Outcome(NamedTuple):
-    """One line of the table."""
+    """The result of one check, a row of the table."""
 
     check: str
     measured: str
@@ -69,7 +69,7 @@ class Outcome(NamedTuple):
 
 
 class _NotDeclaredError(Exception):
-    """The method does not promise what a check is about."""
+    """The method does not declare the property that a check is about."""
 
 
 class _Found(NamedTuple):
@@ -98,7 +98,7 @@ def _denormal(n: int) -> Tensor:
 
 
 def inputs(n: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield inputs of every awkward kind, by name, each float32, shape (n,)."""
+    """Yield test inputs with their names, each float32, shape (n,)."""
     x = normal(n)
     spike = torch.zeros(n)
     spike[n // 2 : n // 2 + 1] = -3.0
@@ -114,13 +114,13 @@ def inputs(n: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def _refined(segments: Segments) -> Segments:
-    """Return the segments cut at tiles too: no shard of an exchange has a piece smaller."""
+    """Return the segments, cut also at tiles: every shard of an exchange has whole such pieces."""
     edges = {*segments.offsets, *range(0, segments.numel, TILE)}
     return Segments(tuple(sorted(edges)))
 
 
 def _with_extreme(segments: Segments, low: int, high: int, seed: int) -> Tensor:
-    """Return integers from low to high, with one of the two extremes in every piece."""
+    """Return integers from low to high, with low or high at the start of every segment."""
     n = segments.numel
     draws = ops.random.draws24(Key(seed, 0, 0, 0, 254), n).long()
     values = low + draws % (high - low + 1)
@@ -150,15 +150,16 @@ FAMILIES: Mapping[str, Callable[[Segments, int], Tensor]] = {
     "bytes": lambda segments, seed: _with_extreme(_refined(segments), -127, 127, seed),
     "sparse": _sparse,
 }
-"""Inputs that a method may declare to carry exactly: +-1; {-1, 0, 1}, integers to 7 and to 127 with
-an extreme in every segment; one nonzero integer in every segment."""
+"""Families of inputs that a method may declare to transmit exactly (`Claims.exact_for`): +-1; {-1,
+0, 1} and integers up to 7 and to 127 in magnitude, with an extreme in every segment; one nonzero
+integer in every segment."""
 
 
 # ---- running a method ----------------------------------------------------------------------------
 
 
 def _shared(method: Compressor, xs: Sequence[Tensor], segments: Segments, key: Key) -> Tensor:
-    """Return what the engine would agree on for these workers."""
+    """Return the `shared` tensor on which the engine would agree for these workers."""
     drawn = method.draw_shared(segments, key._replace(rank=0))
     if drawn is not None:
         return drawn
@@ -174,7 +175,7 @@ def _encode(
 
 
 def _pass(method: Compressor, x: Tensor, segments: Segments, key: Key = KEY) -> Tensor:
-    """Return what arrives of x."""
+    """Return x encoded and decoded."""
     payload, shared = _encode(method, x, segments, key)
     return method.decode(payload, segments, shared)
 
@@ -209,11 +210,11 @@ def _exchanged(
 
 
 def by_definition(method: Compressor) -> Compressor:
-    """Return the method with what it does in one pass done in the steps that stand for it.
+    """Return the method with the default `mean`, `decode_onto` and `encode_feedback`.
 
-    Its mean is that of the contract, and so are the operations on which an exchange calls in its
-    place. Where the aggregate is no mean, that is the method's own, and the method is returned. It
-    decodes as the method does, which may do so by its own mean.
+    The defaults are the definitions of these operations, which a method may override by faster
+    ones. Decoding is the method's own, which may use its own mean. If the aggregate is no mean the
+    method itself defines it, and is returned as it is.
     """
     if method.claims.aggregate != "mean" or isinstance(method, MultiRoundCompressor):
         return method
@@ -226,7 +227,7 @@ def by_definition(method: Compressor) -> Compressor:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Compare bits: -0.0 is not 0.0 here."""
+    """Return whether two tensors have the same bits: -0.0 and 0.0 differ."""
     return a.shape == b.shape and a.dtype == b.dtype and _raw(a) == _raw(b)
 
 
@@ -272,7 +273,7 @@ def _pure(method: Compressor) -> _Found:
 
 
 def _remembers(method: Compressor, segments: Segments) -> bool:
-    """Return whether the order of calls matters: other steps, ranks and gradients in between."""
+    """Return whether results depend on earlier calls with other steps, ranks and gradients."""
     keys = [Key(7, step, rank) for step in (3, 4) for rank in (0, 1)]
     xs = [normal(segments.numel, 20 + i) for i in range(len(keys))]
     first = []
@@ -290,7 +291,7 @@ def _remembers(method: Compressor, segments: Segments) -> bool:
 
 
 def _sizes(method: Compressor) -> _Found:
-    """Every size and every awkward input gives finite values, and the declared number of bits."""
+    """Every size and test input gives finite values, and the declared number of bits."""
     shapes: list[Sequence[Sequence[int]]] = [[(n,)] for n in SIZES]
     shapes += [SHAPES, [(33, 31)]]
     done, faults = 0, []
@@ -312,7 +313,7 @@ def _sizes(method: Compressor) -> _Found:
 
 
 def _long(method: Compressor) -> _Found:
-    """Of more than a million elements each stretch arrives: what is decoded points along it."""
+    """Of more than a million elements all parts arrive: in each, <decoded, x> is above 0."""
     segments = _segments(method, LONG)
     x = normal(segments.numel)
     arrived = _pass(method, x, segments)
@@ -326,7 +327,7 @@ def _long(method: Compressor) -> _Found:
 def _nominal(method: Compressor) -> _Found:
     """The bits that the source quotes are within a factor of two of those that are sent.
 
-    Of four where fields are not the default: the source may quote another format then.
+    If fields are not at their defaults the factor is four: the source may quote another format.
     """
     nominal = method.claims.nominal_bits()
     if nominal is None:
@@ -340,7 +341,7 @@ def _nominal(method: Compressor) -> _Found:
 
 
 def _bytes(method: Compressor) -> _Found:
-    """A payload that went through bytes decodes to the same bits; merged ones have their size."""
+    """A payload restored from its bytes decodes to the same bits; merged ones have their size."""
     segments = _segments(method, SHAPES)
     x = normal(segments.numel)
     payload, shared = _encode(method, x, segments)
@@ -377,14 +378,14 @@ def _bucketing(method: Compressor) -> _Found:
 
 
 def _independent(method: Compressor) -> _Found:
-    """Noise differs between steps, seeds and ranks, or averaging workers would not help."""
+    """Noise differs between steps, seeds and ranks; otherwise averaging workers would not help."""
     if not _random(method):
         raise _NotDeclaredError("draws no random numbers")
     segments, x = _segments(method, [(40, 50)]), normal(2000)
     first = Key(1, 1, 0)
     others = {"steps": Key(1, 2, 0), "seeds": Key(2, 1, 0), "ranks": Key(1, 1, 1)}
     if method.draw_shared(segments, first) is not None:
-        del others["ranks"]  # what all workers draw alike differs between steps and seeds only
+        del others["ranks"]  # all workers draw the same numbers on purpose
     own = _pass(method, x, segments, first)
     faults = [
         f"two {what} draw alike"
@@ -401,7 +402,7 @@ def _random(method: Compressor) -> bool:
 
 
 def _sample() -> Tensor:
-    """Return 64 values between 1/4 and 1 with signs, and two zeros: no event of theirs is rare."""
+    """Return 64 values of magnitude 1/4 to 1, two of them zeros: no random code of them is rare."""
     draws = ops.random.uniform(Key(11, 0, 0, 0, 253), 64)
     x = (0.25 + 0.75 * draws) * _signs(Segments((0, 64)), 5)
     x[7] = x[40] = 0.0
@@ -409,9 +410,10 @@ def _sample() -> Tensor:
 
 
 def _bands() -> tuple[Tensor, Tensor]:
-    """Return 256 values from 1 down to 2^-12 with signs, and the band of each, 0 to 4.
+    """Return 256 values of magnitude 1 down to 2^-12, and the band of magnitude of each, 0 to 4.
 
-    So many lie in a band that what rounds them to 0 or 1 at random draws 30 ones or more of them.
+    Each band has so many values that a code which rounds them to 0 or 1 at random draws at least
+    30 ones among them.
     """
     band = torch.repeat_interleave(torch.arange(5), torch.tensor([36, 20, 40, 60, 100]))
     size = torch.exp2(-3.0 * band) * (1 - 0.3 * ops.random.uniform(Key(12, 0, 0, 0, 253), 256))
@@ -419,9 +421,10 @@ def _bands() -> tuple[Tensor, Tensor]:
 
 
 def _drawn(method: Compressor, sample: Tensor) -> tuple[Tensor, Tensor, Tensor, Segments, Tensor]:
-    """Return DRAWS decodings of one sample, (DRAWS, n) float64, its target, and what made them.
+    """Return DRAWS decodings of one sample and their targets, both float64, shape (DRAWS, n).
 
-    The copies are tensors of one bucket: one call draws them all.
+    And the bucket, its segments and `shared`: the copies are tensors of one bucket, so that one
+    call draws them all.
     """
     if not method.claims.unbiased:
         raise _NotDeclaredError("biased")
@@ -435,9 +438,9 @@ def _drawn(method: Compressor, sample: Tensor) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def _unbiased(method: Compressor) -> _Found:
-    """Each coordinate's mean over 4000 draws is the target's, within Z standard deviations.
+    """Each coordinate's mean over 4000 draws is the target, within Z standard deviations.
 
-    And so is the mean of all coordinates of about one magnitude, from the largest to 2^-12 of it.
+    The same holds for means over coordinates of similar magnitude, from the largest to 2^-12 of it.
     """
     decoded, target, *_ = _drawn(method, _sample())
     worst = _deviations(decoded - target, 1e-7)
@@ -455,13 +458,13 @@ def _unbiased(method: Compressor) -> _Found:
 
 
 def _deviations(errors: Tensor, least: float) -> float:
-    """Return the largest mean over the draws, (DRAWS, n), in its standard deviations."""
+    """Return the largest |mean over the draws| in units of its standard error; (DRAWS, n) given."""
     sd = errors.std(0) / math.sqrt(DRAWS)
     return float((errors.mean(0).abs() / sd.clamp(min=least)).max())
 
 
 def _variance(method: Compressor) -> _Found:
-    """The squared error is the declared variance on the average, and within the source's bound."""
+    """The mean squared error is the declared variance, which is within the source's bound."""
     decoded, target, x, segments, shared = _drawn(method, _sample())
     declared = method.claims.variance(x, segments, shared)
     if declared is None:
@@ -503,8 +506,8 @@ def _contraction(method: Compressor) -> _Found:
             )
             slack = 0.0
             if len(errors) > 1:
-                # A bound in expectation; errors within [0, ||x||^2] vary by at most this, and by
-                # chance may not vary at all.
+                # The bound is on an expectation. `most` bounds the standard deviation of errors in
+                # [0, ||x||^2]; few draws may show a smaller one by chance.
                 most = max(0.0, bound * (size - bound)) ** 0.5
                 slack = Z * max(float(errors.std()), most) / math.sqrt(len(errors))
             if float(errors.mean()) > bound * (1 + 1e-6) + slack:
@@ -517,7 +520,7 @@ def _contraction(method: Compressor) -> _Found:
 
 
 def _gaussian(method: Compressor) -> _Found:
-    """The relative error on normal input is the analytic one within 1 %: less is a bug, too."""
+    """The relative error on normal input is the analytic one within 1 %; less is wrong, too."""
     expected = method.claims.gaussian_error()
     if expected is None:
         raise _NotDeclaredError("no closed form")
@@ -529,7 +532,7 @@ def _gaussian(method: Compressor) -> _Found:
         runs.append(float(error / x.double().square().sum()))
     measured = torch.tensor(runs, dtype=torch.float64)
     off = abs(float(measured.mean()) - expected)
-    # Few kept elements scatter by more than 1 %: four standard errors are allowed then.
+    # With few kept elements the estimate scatters by more than 1 %: allow four standard errors.
     allowed = max(0.01 * expected, 4 * float(measured.std()) / math.sqrt(3), 1e-12)
     return _Found(
         f"{float(measured.mean()):.5f}", f"{expected:.5f} within {allowed:.2g}", off <= allowed
@@ -549,11 +552,11 @@ def _exact(method: Compressor) -> _Found:
         if not torch.equal(_pass(method, x, segments), x):
             faults.append(f"{family}, one worker")
         if method.claims.aggregate == "other":
-            continue  # its mean is its own affair
+            continue  # its aggregate is no mean, and not defined by the contract
         for workers, collective in itertools.product(WORKERS, method.legal_collectives()):
             default = method.claims.exact_for[0], method.legal_collectives()[0]
             if workers > 8 and (family, collective) != default:
-                continue  # many workers, once
+                continue  # many workers only with the defaults, to save time
             xs, expected = exact_mean(method, collective, family, segments, workers)
             done += 1
             if inexact(_mean(method, collective, xs, shapes), expected):
@@ -565,9 +568,10 @@ def _exact(method: Compressor) -> _Found:
 def exact_mean(
     method: Compressor, collective: str, family: str, segments: Segments, workers: int
 ) -> tuple[list[Tensor], Tensor]:
-    """Return the workers' integers of a family that `method` carries exactly, and what must come.
+    """Return the workers' integers of a family that `method` transmits exactly, and their mean.
 
-    Both float32, shape (n,); NaN where nothing is promised: at a tie of a vote.
+    All float32, shape (n,). For a vote the mean is the majority's sign, and NaN at ties, where
+    nothing is promised.
     """
     alike = collective == "twoshot" and method.requantizes
     xs = [FAMILIES[family](segments, 0 if alike else rank) for rank in range(workers)]
@@ -584,7 +588,7 @@ def inexact(got: Tensor, expected: Tensor) -> int:
 
 
 def _collectives(method: Compressor) -> _Found:
-    """Where nothing is lost on the way, all legal collectives give the same mean, bit for bit."""
+    """If a merge loses nothing, all legal collectives give the same mean, bit for bit."""
     legal = method.legal_collectives()
     if method.requantizes and "twoshot" in legal:
         legal = tuple(name for name in legal if name == "allgather")
@@ -600,11 +604,11 @@ def _collectives(method: Compressor) -> _Found:
 
 
 def _alike(method: Compressor) -> _Found:
-    """Workers with one gradient apply what one worker alone would: a mean, and no sum."""
+    """Workers with equal gradients apply what a single worker would: the mean, not the sum."""
     common = method.draw_shared(_segments(method, [(4,)]), KEY) is not None
     if _random(method) and not common:
         raise _NotDeclaredError("every worker draws its own numbers")
-    # In a two-shot exchange shards are cut elsewhere for another number of workers.
+    # In a two-shot exchange the shards' bounds depend on the number of workers.
     legal = [name for name in method.legal_collectives() if name != "twoshot"]
     if not legal:
         raise _NotDeclaredError("two-shot alone, which cuts shards by the number of workers")
@@ -619,9 +623,10 @@ def _alike(method: Compressor) -> _Found:
 
 
 def _heard(method: Compressor) -> _Found:
-    """The mean of different gradients is the contract's (to rounding), and what an owner merges.
+    """Every worker's payload counts in the method's mean and merge.
 
-    Where the aggregate is a vote it is the majority, where it is another, each worker changes it.
+    The mean is that of the contract, up to rounding; for a vote it is the majority, and for another
+    aggregate it changes with each worker's payload. The merge decodes to the same.
     """
     if isinstance(method, MultiRoundCompressor):
         raise _NotDeclaredError("the engine adds what is sent in rounds")
@@ -664,14 +669,14 @@ def _heard(method: Compressor) -> _Found:
 
 
 def _near(a: Tensor, b: Tensor) -> bool:
-    """Compare to the rounding of sums in another order: 1e-5 of the largest."""
+    """Return whether two tensors are equal up to 1e-5 of the largest element (rounding of sums)."""
     return a.shape == b.shape and bool(((a - b).abs() <= 1e-5 * b.abs().max()).all())
 
 
 def _telescoping(method: Compressor) -> _Found:
-    """Applied + carried (on workers and owners) = the sum of all gradients, after 200 steps.
+    """Means applied + residuals (of workers and owners) = sum of the mean gradients, 200 steps.
 
-    After 50 for other collectives and configurations than the default.
+    50 steps for collectives and configurations other than the default.
     """
     if not method.claims.contractive:
         raise _NotDeclaredError("not contractive")
@@ -697,12 +702,12 @@ def _telescoping(method: Compressor) -> _Found:
             left = left + torch.cat([state["owner"] for state in states]).double()
         total = grads[: len(steps)].double().mean(1).sum(0)
         worst = max(worst, float((applied + left - total).abs().max()))
-    # Each step rounds values of the residual's size, 2^-24 relative; sums of 200 stay below 1e-2.
+    # Each step rounds values as large as the residual by 2^-24; over 200 steps this is below 1e-2.
     return _Found(f"{worst:.1e}, {longest} steps", "1e-2", worst < 1e-2)
 
 
 def _illegal(method: Compressor) -> _Found:
-    """What would be wrong is refused, with the legal choices in the message."""
+    """Illegal collectives and memories are refused, with the legal choices in the message."""
     faults = []
     for collective in COLLECTIVES:
         legal = collective in method.legal_collectives()
@@ -730,9 +735,10 @@ def _illegal(method: Compressor) -> _Found:
 
 
 def corruptions(payload: Payload, seed: int) -> Iterator[tuple[str, Payload, bool]]:
-    """Yield corrupt versions of a payload: what was done, the payload, whether it must raise.
+    """Yield corrupt versions of a payload: what was done, the payload, whether decoding must raise.
 
-    Where the length is right, bytes may happen to be a payload; then finite values must come.
+    With the right length random bytes may happen to be a valid payload; then it must decode to
+    finite values.
     """
     data = payload.to_bytes()
     for cut in (1, 4):
@@ -765,7 +771,7 @@ def corruptions(payload: Payload, seed: int) -> Iterator[tuple[str, Payload, boo
 
 
 def _reread(data: Tensor, like: Payload) -> Payload:
-    """Cut bytes into the parts of another payload; what is missing or too much is in the last."""
+    """Cut bytes into parts like those of another payload; the last part takes what is left."""
     if not like.parts:
         return Payload((data,), like.count)
     sizes = [part.numel() * part.element_size() for part in like.parts[:-1]]
@@ -782,7 +788,10 @@ def _reread(data: Tensor, like: Payload) -> Payload:
 def judge_corrupt(
     method: Compressor, payload: Payload, segments: Segments, shared: Tensor, *, must: bool
 ) -> str:
-    """Return what is wrong with how a corrupt payload is decoded, or nothing."""
+    """Decode a corrupt payload; return what is wrong with the outcome, or "".
+
+    `must`: whether decoding must raise a PayloadError.
+    """
     try:
         decoded = method.decode(payload, segments, shared)
     except PayloadError:
@@ -815,7 +824,7 @@ def _corrupt(method: Compressor) -> _Found:
 
 
 def _fused(method: Compressor) -> _Found:
-    """What a method does in one operation are the bits of the steps that it stands for."""
+    """Fused operations (`encode_feedback`, `decode_onto`) give the bits of the separate steps."""
     segments = _segments(method, [(40, 33), (0,), (1,), (70, 512), (5000,)])
     x, carried = normal(segments.numel), normal(segments.numel, 1)
     payload, shared = _encode(method, x + carried, segments)
@@ -837,7 +846,7 @@ def _fused(method: Compressor) -> _Found:
 
 
 def _outputs(method: Compressor) -> _Found:
-    """What is written where the caller says has the bits of what is returned otherwise."""
+    """Results written to a given `out` have the bits of those returned without it."""
     segments = _segments(method, SHAPES)
     x = normal(segments.numel)
     payload, shared = _encode(method, x, segments)
@@ -876,10 +885,10 @@ def _outputs(method: Compressor) -> _Found:
 
 
 def _buffers(method: Compressor) -> _Found:
-    """Nothing that lasts lies in what is written again: an exchange's buffers, the gradients.
+    """Nothing that is kept aliases memory that is written again: buffers, or gradients.
 
-    Two exchanges go through the same steps. One finds its buffers and the gradients of the step
-    before overwritten; what it applies and carries must be the same bits.
+    Two exchanges make the same steps. In one of them the buffers of the exchange and the gradients
+    are overwritten after each step; its means and memories must have the same bits.
     """
     shapes, wrong, done = [(40, 33), (0,), (1,), (1030,)], [], 0
     n = 40 * 33 + 1031
@@ -938,7 +947,7 @@ CHECKS: Mapping[str, Callable[[Compressor], _Found]] = {
 
 
 def run(method: Compressor, name: str) -> Outcome:
-    """Run one check; an exception inside it is a failure, and named."""
+    """Run one check; an exception in it is a failure, with the exception as the note."""
     try:
         found = CHECKS[name](method)
     except _NotDeclaredError as reason:
@@ -962,9 +971,10 @@ def configurations(name: str) -> tuple[tuple[str, Compressor], ...]:
 def verify(
     name: str, options: Mapping[str, Any] | None = None, *, processes: bool = False
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield a table of all checks: for one configuration, or for each that a method declares.
+    """Yield a table of all checks for one configuration, or for each declared variant.
 
-    With `processes` it first starts three and compares what they exchange with the simulation.
+    With `processes` three processes are started first, and their exchanges compared with simulated
+    ones.
     """
     if options:
         given = " ".join(f"{key}={value}" for key, value in options.items())
@@ -993,9 +1003,9 @@ def _rank_gradient(rank: int, step: int, n: int) -> Tensor:
 
 
 def exchange_digests(method: Compressor, world: World | None = None) -> dict[str, str]:
-    """Return the SHA-256 of what three workers apply and carry after three steps, by collective.
+    """Return, by collective, the SHA-256 of the means and memories of three workers in three steps.
 
-    `world`: the process group that this process is a worker of; without, all are simulated.
+    `world`: that of this worker's process group; without it all workers are simulated.
     """
     found = {}
     shapes = [(40, 33), (0,), (1,), (1030,)]
@@ -1025,14 +1035,14 @@ def _digests(method: Compressor, world: World | None = None) -> dict[str, str]:
     """Return `exchange_digests`, or what the method raised, under "error"."""
     try:
         return exchange_digests(method, world)
-    except Exception as error:  # a finding like another, and not this process's end
+    except Exception as error:  # is reported as a finding, and must not end the process
         return {"error": f"{type(error).__name__}: {error}"}
 
 
 def _worker(
     member: Membership, methods: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> list[dict[str, str]]:
-    """Be one of three processes."""
+    """Run one of three processes."""
     from gcbench.training import engines
 
     world = engines.join(member, "cpu", 1, at_most=timedelta(minutes=2))
@@ -1045,7 +1055,7 @@ def _worker(
 def in_processes(methods: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, str]]:
     """Return `exchange_digests` of the methods (name, options), from three real processes.
 
-    Where the processes do not agree, that is the error of the method.
+    If the processes do not agree, the dict of the method has an "error".
 
     Raises:
         GcbenchError: a process died.
@@ -1062,7 +1072,7 @@ def in_processes(methods: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[
 
 
 def _compared(here: Mapping[str, str], there: Mapping[str, str]) -> Outcome:
-    """Return the line of the table about simulation and processes."""
+    """Return the row of the table that compares simulation and processes."""
     name, bound = "simulation = 3 processes", "the same bits"
     for found in (here, there):
         if "error" in found:

@@ -1,15 +1,16 @@
 """Densities of a gradient and of its noise while a network trains (signSGD, figure 1).
 
-phi(v) = ||v||_1^2 / (d ||v||_2^2) is 1 where all elements are of one size, 2 / pi for long normal
-vectors, 1 / d where one element is all. g is the mean gradient at fixed parameters, sigma the
-standard deviation of one batch's gradient, coordinate by coordinate.
+phi(v) = ||v||_1^2 / (d ||v||_2^2) is 1 if all elements have one magnitude, about 2 / pi for a long
+vector of normal values, and 1 / d if a single element is not zero. g is the mean gradient at fixed
+parameters, sigma the standard deviation of one batch's gradient, coordinate by coordinate.
 
-At a snapshot `--batches` batches are drawn with replacement, and g is known up to noise. Two halves
-of them, with means a and b, are independent: <a, b> has the mean ||g||_2^2, and (<sign(a), b> +
-<sign(b), a>) / 2 has a mean of at most ||g||_1, while that of ||(a + b) / 2||_1 is at least
-||g||_1. So phi(g) lies between `gradient_low` and `gradient_high`, whatever the noise is like;
-verdicts take both. phi(sigma) needs no bracket. The paper passes over all of the data; its curves
-are of 160 epochs, SGD, Signum and Adam, three repeats each.
+At a snapshot `--batches` batches are drawn with replacement, so that g is known only up to noise.
+The means a and b of two halves of the batches are independent: <a, b> has the expectation
+||g||_2^2, (<sign(a), b> + <sign(b), a>) / 2 has an expectation of at most ||g||_1, and
+||(a + b) / 2||_1 one of at least ||g||_1. So phi(g) lies between `gradient_low` and
+`gradient_high`, whatever the distribution of the noise; verdicts take both into account. phi(sigma)
+needs no such limits. The paper computes g from all of the data; its curves are of 160 epochs with
+SGD, Signum and Adam, three repeats each.
 Source: Bernstein et al. 2018, arXiv:1802.04434, figure 1.
 """
 
@@ -54,28 +55,32 @@ COUPLED = Claim(
 
 
 class Settings(BaseModel):
-    """What decides the result."""
+    """The settings that decide the result."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     task: str = Field(default="digits", description="Task.")
     network: str = Field(default="", description="Its network; empty: the task's.")
     steps: int = Field(default=600, ge=2, description="Training steps.")
-    snapshots: int = Field(default=6, ge=2, description="Steps that are looked at, evenly spread.")
+    snapshots: int = Field(
+        default=6, ge=2, description="Number of steps at which gradients are drawn, evenly spread."
+    )
     batches: int = Field(
         default=128, ge=8, multiple_of=2, description="Batches drawn at a snapshot; even."
     )
-    workers: int = Field(default=1, ge=1, description="Workers; noise is of one worker's batch.")
+    workers: int = Field(
+        default=1, ge=1, description="Workers; the noise is that of one worker's batch."
+    )
     batch: int = Field(default=0, ge=0, description="Examples a step; 0: the task's.")
     seed: list[Annotated[int, Field(ge=0, lt=2**63)]] = Field(
         default=[0, 1, 2], min_length=1, description="Seeds, a training each."
     )
 
     def config(self, seed: int) -> Config:
-        """Return the config of one training, uncompressed.
+        """Return the config of the uncompressed training with this seed.
 
         Raises:
-            UsageError: see `Config.make`.
+            UsageError: see `Config.make` and `configuration.check_limits`.
         """
         given: dict[str, Any] = {"task": self.task, "compressor": "none", "workers": self.workers}
         given |= {"steps": self.steps, "seed": seed}
@@ -102,10 +107,10 @@ def run(
     ledger: Ledger,
     data_dir: Path | None = None,
 ) -> Analysis:
-    """Train once for each seed, and look at the gradient and its noise at each snapshot.
+    """Train once for each seed, and measure the gradient and its noise at each snapshot.
 
     Raises:
-        UsageError: a seed comes twice, or the config is not possible.
+        UsageError: a seed comes twice, or the config is invalid.
         GcbenchError: a gradient is not finite, or data are missing.
     """
     trained.check_seeds(settings.seed)
@@ -146,7 +151,7 @@ def _train(
     data_dir: Path | None,
     told: Callable[[int], None],
 ) -> list[Row]:
-    """Return a row a snapshot of one training."""
+    """Return one row for each snapshot of one training; `told` is called with each step."""
     config = settings.config(seed)
     looked_at = settings.looked_at()
     plan = Plan(every=config.steps, snapshots=(), batches=settings.batches, weights=(), wanted=bool)
@@ -157,7 +162,7 @@ def _train(
     world = SimulatedWorld(config.workers, torch.device("cpu"), link, threads, parallel)
     rows: list[Row] = []
     try:
-        # The folder is of a run that saves nothing.
+        # The trainer needs a folder, but nothing is saved.
         trainer = Trainer(config, world, Run(folder), Options(data_dir=data_dir))
         watch.start(trainer)
         for step in range(looked_at[-1] + 1):
@@ -174,8 +179,11 @@ def _train(
 def look(drawn: Any, batches: int) -> Row:
     """Return the densities of g and sigma from the gradients of `batches` batches.
 
-    `drawn` yields them: independent, float32, shape (n,). Odd ones make one half, even ones the
-    other. A density that would divide by nothing, or by an estimate of ||g||^2 below 0, is None.
+    `drawn` yields them: independent, float32, shape (n,). They go alternately to two halves. A
+    density is None where it would divide by zero, or by an estimate of ||g||^2 that is not above 0.
+
+    Raises:
+        UsageError: another number of gradients came.
     """
     halves: list[Welford] = []
     whole: Welford | None = None
@@ -217,7 +225,7 @@ def _number(value: Any) -> float:
 
 
 def judge(rows: Sequence[Row]) -> list[Row]:
-    """Return the verdicts, from the rows of all snapshots."""
+    """Return the verdicts on the paper's four claims, from the rows of all snapshots."""
     runs = verdicts.by_seed(rows)
 
     def each(of: Callable[[Sequence[Row]], float]) -> list[float]:
@@ -252,12 +260,15 @@ def judge(rows: Sequence[Row]) -> list[Row]:
 
 
 def _extreme(of: Callable[[Sequence[float]], float], values: Sequence[float]) -> float:
-    """Return the least or largest value; NaN if any is."""
+    """Return `of(values)`, the least or the largest; NaN if any value is NaN."""
     return math.nan if any(map(math.isnan, values)) else of(values)
 
 
 def _factors(row: Mapping[str, Any]) -> tuple[float, float, float]:
-    """Return the factor between both densities, 1 or more: least, at phi of the mean, largest."""
+    """Return the factor, at least 1, between phi(g) and phi(sigma) at one snapshot.
+
+    Three values: the least within the limits of phi(g), that at phi of the mean, the largest.
+    """
     noise = _number(row["noise"])
     low, at, high = (_number(row[f]) for f in ("gradient_low", "gradient", "gradient_high"))
     if not (noise > 0 and at > 0 and high > 0):
@@ -271,7 +282,7 @@ def _factors(row: Mapping[str, Any]) -> tuple[float, float, float]:
 
 
 def _fisher(correlation: float) -> float:
-    """Return atanh of a correlation, in which its limits are taken (Fisher 1921); finite at 1."""
+    """Return atanh of a correlation, which is nearly normal (Fisher 1921); finite at +-1."""
     if math.isnan(correlation):
         return correlation
     return math.atanh(max(-1 + 1e-12, min(1 - 1e-12, correlation)))

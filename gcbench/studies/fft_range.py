@@ -1,10 +1,11 @@
 """The range of FFT sparsification's codes, estimated once from the first steps (Wang et al. 2020).
 
-The paper estimates the range of its quantizer in the first iterations and keeps it; by default
-`fft` takes each message's own. This finds the least and the largest value that any worker keeps of
-its spectrum in steps 0 to `--first` - 1 of a training without compression, times `--margin`, and
-then encodes what is captured later both ways: how many values lie outside, and what the error
-||x - x'|| / ||x|| becomes. What it finds goes into a run as `--set low=.. --set high=..`.
+The paper estimates the range of its quantizer in the first iterations and keeps it; `fft` by
+default takes the range of each payload. This analysis trains without compression. It takes the
+least and the largest value that any worker keeps of its spectrum in steps 0 to `--first` - 1, times
+`--margin`, and encodes gradients that are captured later with both ranges: how many values lie
+outside, and what is the error ||x - x'|| / ||x||? A run takes the range that was found by
+`--set low=.. --set high=..`.
 Source: Wang et al., HPDC 2020, arXiv:1811.08596, its range-based quantizer.
 """
 
@@ -41,23 +42,26 @@ LATER = Claim(
     1.01,
     above=False,
 )
-"""One percent more counts as the same: the paper does not say what its rule costs."""
+"""An error larger by up to one percent counts as the same: the paper does not say what its rule
+costs."""
 Range = tuple[float, float]
 
 
 class Settings(Trained):
-    """What decides the result."""
+    """The settings that decide the result."""
 
-    first: int = Field(default=10, ge=1, description="First steps, which give the range.")
+    first: int = Field(
+        default=10, ge=1, description="Number of first steps from which the range is estimated."
+    )
     margin: float = Field(
-        default=1.0, gt=0, allow_inf_nan=False, description="Factor on what they give."
+        default=1.0, gt=0, allow_inf_nan=False, description="Factor by which it is widened."
     )
     theta: float = Field(default=0.85, ge=0, lt=1, description="Share of the bins that is dropped.")
     bits: int = Field(default=10, ge=2, le=16, description="Bits of a code.")
     mantissa: int = Field(default=5, ge=0, description="Bits of its mantissa.")
 
     def method(self, found: Range | None = None) -> Compressor:
-        """Return the method with each message's own range, or with one that is given.
+        """Return the method with the range of each payload, or with the range `found`.
 
         Raises:
             UsageError: fields out of range.
@@ -68,13 +72,13 @@ class Settings(Trained):
 
 
 def kept_values(x: Tensor, segments: Segments, theta: float) -> Tensor:
-    """Return the real and imaginary parts of the largest bins of x, float32, (K, 2)."""
+    """Return the real and imaginary parts of the bins of x that are kept, float32, shape (K, 2)."""
     bins, energy = ops.spectrum.forward(x, segments, half=True)
     return bins.view(-1, 2)[ops.spectrum.largest(energy, ops.spectrum.runs_of(segments, theta))]
 
 
 def estimate(steps: Sequence[Gradients], settings: Settings) -> Range:
-    """Return the range of what all workers keep in these steps, times the margin.
+    """Return the range of the values that all workers keep in these steps, times the margin.
 
     Raises:
         GcbenchError: no value is below or none above 0, so that there is no range.
@@ -93,7 +97,11 @@ def estimate(steps: Sequence[Gradients], settings: Settings) -> Range:
 
 
 def measure(found: Gradients, settings: Settings, given: Range) -> Row:
-    """Return what the range costs at one step, means over the workers."""
+    """Return the errors with both ranges at one step, means over the workers.
+
+    `given` is the estimated range; `outside` the share of kept values beyond it, `peak` the largest
+    kept magnitude.
+    """
     own, fixed = settings.method(), settings.method(given)
     segments = found.segments(own)
     rows = []
@@ -126,7 +134,7 @@ def run(
     ledger: Ledger,
     data_dir: Path | None = None,
 ) -> Analysis:
-    """Estimate the range for each seed, and measure what it costs later.
+    """Estimate the range for each seed, and measure the errors with it at later steps.
 
     Raises:
         UsageError: no captured step is later than the first ones; see `trained.gradients`, too.
@@ -193,7 +201,7 @@ def run(
 
 
 def judge(rows: Sequence[Row]) -> list[Row]:
-    """Return the verdict, from the rows of later steps."""
+    """Return the verdict on the geometric mean of the ratio of errors, over later steps."""
     logs = []
     for run in verdicts.by_seed(rows):
         ratios = [row["ratio"] for row in run]

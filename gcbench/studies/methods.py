@@ -1,6 +1,6 @@
-"""Methods by a word each: `topk`, `topk:ratio=0.001`, `fft:theta=0.9:granularity=tensor`.
+"""Lists of methods as a command line has them: `topk,topk:ratio=0.001,./mine.py:levels=4`.
 
-A word may be the file of a compressor, too: `./mine.py`, `./mine.py:levels=4`.
+A word has the name of a compressor, or a file with one, and its fields after colons.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gcbench.training import grid
 
 
 def parse(spec: str) -> Compressor:
-    """Return the compressor that a word names, its fields after colons.
+    """Return the compressor for a word such as topk:ratio=0.001 or ./mine.py:levels=4.
 
     Raises:
         UsageError: an unknown name, field or value, or several values for a field.
@@ -27,7 +27,9 @@ def parse(spec: str) -> Compressor:
 
 
 def all_of(specs: str | None, default: Sequence[str] | None = None) -> dict[str, Compressor]:
-    """Return the methods of a list with commas, by their words; all registered ones without.
+    """Return the methods of a comma-separated list, by their words.
+
+    Without a list: those of `default`, or else all that are registered.
 
     Raises:
         UsageError: see `parse`, or a word that comes twice.

@@ -1,18 +1,20 @@
 """Number formats of equal bits on gradients: range float, uniform, IEEE-like (FFT, figures 7, 9).
 
-Each format has at most 2^N values for one group of numbers, and each number goes to the nearest:
+Each format has at most 2^N values for one group of numbers; each number is rounded to the nearest:
 
-range float  of Wang et al. (`gcbench.ops.rangefloat`, packed and unpacked), in the group's range,
-             `--mantissa` of N bits the mantissa.
-best range   the same with the mantissa of least error, found by trying all: a sender could.
+range float  that of Wang et al. (`gcbench.ops.rangefloat`, packed and unpacked), in the group's
+             range, with `--mantissa` of the N bits for the mantissa.
+best range   the same with the mantissa whose error is least, found by trying all, as a sender
+             could.
 uniform      2^N evenly spaced values from the least to the largest number.
-ieee         a sign, 5 bits of exponent (4 where N = 8 or less) and the rest mantissa, as in IEEE
-             754 with denormals; numbers beyond the largest finite value become it.
-ieee scaled  that of the numbers times the power of two that brings the largest to the top.
+ieee         a sign, 5 bits of exponent (4 if N is 8 or less), and the rest for the mantissa, as in
+             IEEE 754 with denormals; numbers beyond the largest finite value become that value.
+ieee scaled  the same, of the numbers times the power of two that brings the largest of them to the
+             format's top octave.
 
-The groups are of a worker's whole gradient: all its elements; the share `--kept` that is largest;
-and the real and imaginary parts of as large a share of the bins of its spectrum, which is what FFT
-sparsification sends. The error is ||x - x'|| / ||x|| of the numbers of a group.
+There are three groups of a worker's gradient: all its elements; the share `--kept` of them that is
+largest in magnitude; and the real and imaginary parts of the largest bins of its spectrum, an equal
+share, which is what FFT sparsification sends. The error is ||x - x'|| / ||x|| of a group.
 Source: Wang et al., HPDC 2020, arXiv:1811.08596, figures 7 and 9.
 """
 
@@ -51,13 +53,13 @@ KIND = "number-formats"
 SOURCE = "Wang et al. 2020, figures 7 and 9"
 RANGE, BEST = "range float", "best range"
 JUDGED = ("all elements", "largest bins")
-"""The numbers that have verdicts: what the paper's figures show, and what the method sends."""
+"""The groups that have verdicts: that of the paper's figures, and that which the method sends."""
 RIVALS = ("uniform", "ieee scaled")
-"""What verdicts are against: without a scale, the IEEE-like float loses small numbers."""
+"""The formats with which range floats are compared; "ieee" is not, as it loses small numbers."""
 
 
 class Settings(Trained):
-    """What decides the result."""
+    """The settings that decide the result."""
 
     bits: list[Annotated[int, Field(ge=6, le=16)]] = Field(
         default=[8, 10, 12], min_length=1, description="N, bits of a number."
@@ -84,19 +86,19 @@ class Settings(Trained):
 
 
 def range_float(x: Tensor, bits: int, mantissa: int) -> Tensor:
-    """Return what arrives of `x`, float32, (n,), by the range float in its own range."""
+    """Return `x`, float32, shape (n,), rounded to range floats in the range of x."""
     words, grids = ops.rangefloat.pack(x, [(1, len(x))], bits, mantissa)
     return ops.rangefloat.unpack(words, grids, [(1, len(x))], bits, mantissa, RANGE)
 
 
 def best_range(x: Tensor, bits: int, mantissa: int = 0) -> Tensor:
-    """Return the same by the mantissa, of all that exist, whose error is least."""
+    """Return `range_float` with the mantissa, of all that are possible, whose error is least."""
     allowed = range(min(bits, ops.rangefloat.WIRE - bits + 1))
     return min((range_float(x, bits, m) for m in allowed), key=lambda arrived: error(x, arrived))
 
 
 def uniform(x: Tensor, bits: int, mantissa: int = 0) -> Tensor:
-    """Return the nearest of 2^bits evenly spaced values from min x to max x, float64."""
+    """Return `x` rounded to 2^bits evenly spaced values from min x to max x, float64."""
     low, high = x.amin().double(), x.amax().double()
     step = (high - low) / ((1 << bits) - 1)
     if not bool(step):
@@ -115,12 +117,12 @@ def _ieee(x: Tensor, bits: int) -> Tensor:
 
 
 def ieee(x: Tensor, bits: int, mantissa: int = 0) -> Tensor:
-    """Return the nearest values of an IEEE-like float of so many bits, float64, saturating."""
+    """Return `x` rounded to an IEEE-like float of so many bits, float64, saturating."""
     return _ieee(x.double(), bits)
 
 
 def ieee_scaled(x: Tensor, bits: int, mantissa: int = 0) -> Tensor:
-    """Return the same with a power of two as the scale of all: the largest is in the top octave."""
+    """Return `ieee` of x times a power of two, divided by it: the largest is in the top octave."""
     exponent = 4 if bits <= 8 else 5
     peak = float(x.abs().amax())
     if not peak:
@@ -140,7 +142,7 @@ FORMATS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
 
 
 def groups(bucket: Tensor, kept: float) -> dict[str, Tensor]:
-    """Return the numbers of a gradient, float32, (n,), that are coded, by what they are."""
+    """Return the groups of numbers of a gradient, float32, shape (n,), by name."""
     k = max(1, math.ceil(kept * len(bucket)))
     segments = Segments.of([(len(bucket),)], "model")
     runs = ops.spectrum.runs_of(segments, 1 - kept)
@@ -154,7 +156,7 @@ def groups(bucket: Tensor, kept: float) -> dict[str, Tensor]:
 
 
 def error(x: Tensor, arrived: Tensor) -> float:
-    """Return ||x - x'|| / ||x||; NaN for zeros, and infinity where x' is not finite."""
+    """Return ||x - x'|| / ||x||; NaN if x is zero, and infinity if x' is not finite."""
     if not bool(arrived.isfinite().all()):
         return math.inf
     whole = float(x.double().norm())
@@ -162,7 +164,7 @@ def error(x: Tensor, arrived: Tensor) -> float:
 
 
 def measure(found: Gradients, settings: Settings) -> list[Row]:
-    """Return the errors at one step, means over the workers, by numbers, bits and format."""
+    """Return the errors at one step, means over the workers, by group, bits and format."""
     per_worker = [groups(bucket, settings.kept) for bucket in found.buckets]
     rows: list[Row] = []
     for values in per_worker[0]:
@@ -218,7 +220,7 @@ def run(
 
 
 def judge(rows: Sequence[Row]) -> list[Row]:
-    """Return the verdicts: the range float's error over a rival's, below 1 where it holds."""
+    """Return the verdicts on range floats: the claim is that error / the rival's is at most 1."""
     errors = {
         (row["seed"], row["step"], row["values"], row["bits"], row["format"]): row["error"]
         for row in rows
@@ -245,7 +247,7 @@ def judge(rows: Sequence[Row]) -> list[Row]:
 
 
 def conclude(judged: Sequence[Row]) -> list[str]:
-    """Return a sentence for each kind of numbers and rival: how often which verdict came."""
+    """Return a sentence for each group and rival, with how often each verdict came."""
     said = []
     for values, rival in product(JUDGED, RIVALS):
         own = [row for row in judged if (row["values"], row["rival"]) == (values, rival)]

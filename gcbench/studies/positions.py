@@ -1,11 +1,12 @@
 """What it costs to say which elements are kept: bitmap, indices, gaps, entropy (FFT, figure 6).
 
-For each share that is kept, a choice of K out of n elements is drawn and packed by the codings that
-sparse messages use (`gcbench.ops.selection`), and unpacked again: the bytes are those of the
-payload. The bound is log2 of the number of choices of K out of n, which no code of all choices can
-beat on average. Gradients, whose large elements lie together, may leave room below it.
-Source: Wang et al., HPDC 2020, arXiv:1811.08596, figure 6, where the bitmap's cost limits what a
-larger theta gains: a share of 1 - theta is kept.
+For each share that is kept, K of n positions are drawn at random, packed by the codings that
+sparse payloads use (`gcbench.ops.selection`), and unpacked again, so that the bytes are those of a
+payload. They are compared with the entropy, log2 of the number of choices of K out of n: no code
+for random choices needs fewer bits on average. In gradients large elements may lie close together;
+then a code could need less.
+Source: Wang et al., HPDC 2020, arXiv:1811.08596, figure 6, where a share of 1 - theta is kept, and
+the cost of the bitmap limits what a larger theta gains.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from gcbench.training.progress import Observer
 KIND = "positions"
 SOURCE = "Wang et al. 2020, figure 6"
 THETA = 0.95
-"""Up to this share of dropped elements the paper takes a bitmap."""
+"""Up to this share of dropped elements the paper uses a bitmap."""
 CODINGS = ops.selection.POSITION_CODINGS
 
 CHEAPER = Claim(
@@ -49,7 +50,7 @@ RATIO_BEST = RATIO._replace(claim="32 bits / what is sent at theta = 0.85, cheap
 
 
 class Settings(BaseModel):
-    """What decides the result."""
+    """The settings that decide the result."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -60,7 +61,7 @@ class Settings(BaseModel):
         description="Shares K / n that are kept.",
     )
     value_bits: int = Field(default=10, ge=1, le=32, description="Bits of a kept value.")
-    seed: int = Field(default=0, ge=0, lt=2**63, description="Of the choices.")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the drawn positions.")
 
 
 def entropy_bits(n: int, k: int) -> float:
@@ -70,12 +71,12 @@ def entropy_bits(n: int, k: int) -> float:
 
 
 def packed_bits(kept: torch.Tensor, n: int, coding: str) -> int:
-    """Return the bits of the packed positions, once they are unpacked and are the same.
+    """Return the bits of packed positions, after checking that unpacking restores them.
 
-    `kept`: int64, increasing, of n elements.
+    `kept`: the positions, int64, shape (K,), increasing, from 0 to n - 1.
 
     Raises:
-        GcbenchError: they come back as others.
+        GcbenchError: unpacking returns other positions.
     """
     run = ops.selection.KeptRun(0, 1, n, len(kept))
     parts = ops.selection.pack_positions(kept, n, coding)
@@ -86,7 +87,11 @@ def packed_bits(kept: torch.Tensor, n: int, coding: str) -> int:
 
 
 def measure(settings: Settings) -> list[Row]:
-    """Return a row a share: bits of the positions an element, by coding and at least."""
+    """Return one row for each share: bits an element of the positions by each coding, and entropy.
+
+    Raises:
+        GcbenchError: see `packed_bits`.
+    """
     rows: list[Row] = []
     n = settings.elements
     generator = torch.Generator().manual_seed(settings.seed)
@@ -113,7 +118,7 @@ def measure(settings: Settings) -> list[Row]:
 
 
 def run(settings: Settings, command: str, observer: Observer, ledger: Ledger) -> Analysis:
-    """Pack and unpack a choice for each share."""
+    """Draw, pack and unpack positions for each share, and judge the paper's claims."""
     rows = measure(settings)
     observer.step(1, "done")
     judged = judge(rows)
@@ -148,7 +153,10 @@ def run(settings: Settings, command: str, observer: Observer, ledger: Ledger) ->
 
 
 def judge(rows: Sequence[Row]) -> list[Row]:
-    """Return the verdicts: of bytes, so each is held to the worst share."""
+    """Return the verdicts; bytes are exact, so a claim about several shares is judged by the worst.
+
+    `rows` are those of `measure`.
+    """
 
     def worst(above: str, below: str, most: float) -> Interval:
         ratios = [

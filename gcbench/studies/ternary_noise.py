@@ -1,14 +1,15 @@
-"""The noise that ternary codes add to gradients, as TernGrad's analysis has it (equation 20).
+"""The noise that ternary codes add to gradients, compared with TernGrad's analysis (equation 20).
 
-With noise of mean 0 added to a gradient, the bound that SGD's convergence needs is one of
-E||g||^2 + sigma_b^2, whatever the shape of the noise: for Gaussian noise of total variance
-sigma_b^2 it reads E||g||^2 <= A + B ||w - w*||^2 - sigma_b^2. Ternary codes t of g with the scale
-s = max |g| have E||t||^2 = s ||g||_1, so they are such noise with sigma_b^2 = s ||g||_1 - ||g||^2.
+The convergence proof of SGD bounds E||g||^2. If noise of mean 0 and total variance sigma_b^2 is
+added to g, the bound has to hold for E||g||^2 + sigma_b^2, whatever the noise's distribution:
+E||g||^2 <= A + B ||w - w*||^2 - sigma_b^2. Ternary codes t of g with the scale s = max |g| have
+E||t||^2 = s ||g||_1, so they add noise with sigma_b^2 = s ||g||_1 - ||g||^2.
 
-Three questions, on real gradients, codes of each worker by itself: is the noise that the codec adds
-of that size; is it uncorrelated with the gradient; and (ours) is its variance at most that of the
-gradient's own noise, one worker's batch about the workers' mean?
-The scales are those of the method: a tensor, or `granularity=model` for the theorem's single one.
+Three questions are asked of real gradients, each worker's codes taken alone. Does the codec add
+noise of that size? Is the noise uncorrelated with the gradient? And, a question of ours: is its
+variance at most that of the gradient's own noise, of one worker's batch about the workers' mean?
+The scales are those of the method: one for each tensor, or, with `granularity=model`, the
+theorem's single one.
 Source: Wen et al., NeurIPS 2017, arXiv:1705.07878, section 3.2.
 """
 
@@ -40,7 +41,7 @@ from gcbench.training.progress import Observer
 KIND = "ternary-noise"
 SOURCE = "Wen et al. 2017, equation (20)"
 TOLERANCE = 0.01
-"""Relative deviation that counts as none, of a sum over all elements and draws."""
+"""A relative deviation up to this, of a sum over all elements and draws, counts as none."""
 
 SIZE = Claim("E||x' - x||^2 / (s ||x||_1 - ||x||^2), distance from 1", SOURCE, TOLERANCE, False)
 UNBIASED = Claim("E<x', x> / ||x||^2, distance from 1", SOURCE, TOLERANCE, False)
@@ -48,15 +49,15 @@ NO_MORE = Claim("noise of the codes / noise of one worker's batch, in variance",
 
 
 class Settings(Trained):
-    """What decides the result."""
+    """The settings that decide the result."""
 
     method: list[str] = Field(
         default=["terngrad:clip=0", "terngrad:clip=2.5"],
         min_length=1,
-        description="Forms of TernGrad, as terngrad:clip=2.5:granularity=model.",
+        description="Configurations of TernGrad, e.g. terngrad:clip=2.5:granularity=model.",
     )
     draws: Annotated[int, Field(ge=1)] = Field(
-        default=16, description="Codes that are drawn of each worker's gradient."
+        default=16, description="How often each worker's gradient is encoded."
     )
 
     def chosen(self) -> dict[str, Compressor]:
@@ -73,11 +74,12 @@ class Settings(Trained):
 
 
 def measure(method: Compressor, found: Gradients, draws: int) -> Row:
-    """Return the energies of one step, means over workers and draws, and sums over all elements.
+    """Return the energies at one step: sums over all elements, means over workers and draws.
 
-    `signal` = ||x||^2 of what is coded (clipped, where the method clips), `expected` = sum of s
-    ||x||_1 - ||x||^2 over the segments, `added` = ||x' - x||^2, `inner` = <x', x>, `own` = the
-    variance of one worker's gradient about the workers' mean, over N - 1; None for one worker.
+    `signal` = ||x||^2, x being a worker's gradient, clipped where the method clips; `expected` =
+    sum over the segments of s ||x||_1 - ||x||^2; `added` = ||x' - x||^2, x' being the decoding;
+    `inner` = <x', x>; `own` = variance of a worker's gradient about the workers' mean, with N - 1
+    degrees of freedom; None for one worker.
     """
     segments = found.segments(method)
     key = Key(found.seed, found.step, 0, 0, purposes.ENCODE)
@@ -107,7 +109,7 @@ def measure(method: Compressor, found: Gradients, draws: int) -> Row:
 
 
 def _expected(x: Tensor, segments: Segments) -> float:
-    """Return the sum over segments of ||x||_inf ||x||_1 - ||x||^2, of x in float64."""
+    """Return the sum over segments of ||x||_inf ||x||_1 - ||x||^2; x is float64, shape (n,)."""
     peaks = ops.statistics.absmax(x.float(), segments).double()
     total = 0.0
     for which, rows in segments.views(x):
@@ -122,7 +124,7 @@ def run(
     ledger: Ledger,
     data_dir: Path | None = None,
 ) -> Analysis:
-    """Measure the noise of every form on every captured gradient.
+    """Measure the noise of every configuration on every captured gradient.
 
     Raises:
         UsageError, GcbenchError: see `Settings.chosen` and `trained.gradients`.
@@ -149,9 +151,10 @@ def run(
 
 
 def _ratio(rows: Sequence[Row], above: str, below: str) -> float:
-    """Return the mean over the rows of a ratio; NaN where one of them has none.
+    """Return the mean of `above` / `below` over the rows; NaN if a row lacks one of them.
 
-    Each step weighs alike: energies fall by an order of magnitude after the first steps.
+    The mean of ratios, not the ratio of means, so that all steps weigh alike: energies fall by an
+    order of magnitude after the first steps.
     """
     ratios = []
     for row in rows:
@@ -208,7 +211,7 @@ def _summary(rows: Sequence[Row], settings: Settings) -> Table:
 
 
 def draw(analysis: Analysis, path: Path) -> None:
-    """Draw the noise of the codes over that of a batch, by step: points are seeds.
+    """Draw the ratio of both noises by step: a point for each seed, a line through the means.
 
     Raises:
         UsageError: an ending that is no picture's.

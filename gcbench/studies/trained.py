@@ -1,7 +1,7 @@
-"""Gradients of a short training without compression: what several analyses look at.
+"""Gradients of a short training without compression, which several analyses use.
 
-They are captured as `gcbench run --capture` does, in runs below `<results>/runs` that serve every
-analysis and `gcbench histogram` again.
+They are captured as by `gcbench run --capture`, in runs below `<results>/runs`, which every
+analysis, `gcbench histogram` included, reuses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gcbench.training import captures
 
 
 class Trained(BaseModel):
-    """Which gradients: settings that analyses of captured gradients share."""
+    """Settings of the training and of the captured steps, for analyses that use them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -28,7 +28,7 @@ class Trained(BaseModel):
     network: str = Field(default="", description="Its network; empty: the task's.")
     steps: int = Field(default=200, ge=2, description="Training steps.")
     capture: list[Annotated[int, Field(ge=0)]] = Field(
-        default=[], description="Steps, from 0, whose gradients are taken; empty: 5, evenly spread."
+        default=[], description="Steps, from 0, whose gradients are used; empty: 5, evenly spread."
     )
     workers: int = Field(default=4, ge=1, description="Workers.")
     seed: list[Annotated[int, Field(ge=0, lt=2**63)]] = Field(
@@ -36,12 +36,12 @@ class Trained(BaseModel):
     )
 
     def named(self) -> str:
-        """Return task and network as a reader sees them."""
+        """Return task and network as text for titles and notes."""
         return named(self.task, self.network)
 
 
 def named(task: str, network: str) -> str:
-    """Return task and network as a reader sees them."""
+    """Return task and network as text for titles and notes."""
     return f"{task}, {network}" if network else task
 
 
@@ -51,7 +51,7 @@ def title(analysis: Analysis) -> str:
 
 
 def check_seeds(seeds: Sequence[int]) -> None:
-    """Raise UsageError where a seed comes twice."""
+    """Raise UsageError if a seed comes twice."""
     if len({*seeds}) < len(seeds):
         raise UsageError(f"--seed {seeds}: each seed once expected")
 
@@ -59,12 +59,12 @@ def check_seeds(seeds: Sequence[int]) -> None:
 def gradients(
     settings: Trained, ledger: Ledger, data_dir: Path | None, also: tuple[int, ...] = ()
 ) -> Iterator[Gradients]:
-    """Yield what the workers computed at each captured step, seed by seed, steps in order.
+    """Yield the workers' gradients at each captured step, seed by seed, steps in order.
 
-    `also`: steps that are needed whatever the settings say.
+    `also`: steps that are captured in addition to those of the settings.
 
     Raises:
-        UsageError: a seed comes twice, or the config is not possible, or has no such steps.
+        UsageError: a seed comes twice, the config is invalid, or it has no such steps.
         GcbenchError: the training fails, or a gradient is not finite.
     """
     check_seeds(settings.seed)

@@ -1,9 +1,9 @@
 """Verdicts on what a paper says of gradients: holds, does not hold, or cannot tell at this budget.
 
-A claim is an inequality. What is measured has an interval, of independent values (seeds); the claim
-holds if all of the interval is on its side, does not hold if none is, and cannot be told otherwise.
-One value has no interval, and a value that is not finite says nothing: neither tells. What is
-counted exactly (bytes) is one value whose limits are itself.
+A claim is an inequality. What is measured has a 95 % interval, over independent values (seeds). The
+claim holds if the whole interval satisfies it, does not hold if no part of it does, and otherwise
+the verdict is "cannot tell". So it is for a single value, which has no interval, and for values
+that are not finite. What is counted exactly (bytes) has an interval of length 0.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ LIMITS = "Low, high: 95 % limits by Student's t over the seeds."
 
 
 class Claim(NamedTuple):
-    """One claim: what is said, who says it where, and on which side of `bound` it is true."""
+    """One claim: its text, its source, and on which side of `bound` it is true."""
 
     claim: str
     source: str
     bound: float
     above: bool
-    """Whether values of at least `bound` bear it out; otherwise those of at most `bound`."""
+    """True: it holds for values of at least `bound`; False: for values of at most `bound`."""
 
 
 def over_seeds(values: Sequence[float]) -> Interval:
@@ -52,21 +52,25 @@ def by_seed(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def exactly(value: float, n: int, over: str) -> Interval:
-    """Return a value that is counted and not estimated, of `n` cases."""
+    """Return the interval of a value that is counted, not estimated: its limits are the value.
+
+    `n` and `over`: how many cases, and of what, it is about.
+    """
     return Interval(value, value, value, n, over)
 
 
 def bracket(lows: Sequence[float], values: Sequence[float], highs: Sequence[float]) -> Interval:
-    """Return the mean of `values`, one a seed, each known only to lie between a low and a high.
+    """Return the interval of a mean over seeds, where each seed's value is known within bounds.
 
-    Limits are the lower one of the lows and the upper one of the highs, by Student's t.
+    `values`, one a seed, lie between `lows` and `highs`. The limits are the lower limit of the mean
+    of the lows and the upper limit of the mean of the highs, by Student's t.
     """
     low, high = over_seeds(lows).low, over_seeds(highs).high
     return over_seeds(values)._replace(low=low, high=high)
 
 
 def judge(claim: Claim, found: Interval) -> str:
-    """Return one of `VERDICTS`; limits that are no numbers are on neither side."""
+    """Return the verdict on a claim, one of `VERDICTS`; with limits that are NaN, OPEN."""
     if claim.above:
         inside, outside = found.low >= claim.bound, found.high < claim.bound
     else:
@@ -75,7 +79,7 @@ def judge(claim: Claim, found: Interval) -> str:
 
 
 def row(claim: Claim, found: Interval, **more: str) -> Row:
-    """Return the row of a judged claim; `more` are fields that say what it is of."""
+    """Return the table row of a claim with its verdict; `more` are further fields of the row."""
     return {
         "claim": claim.claim,
         "source": claim.source,
@@ -91,7 +95,10 @@ def row(claim: Claim, found: Interval, **more: str) -> Row:
 
 
 def table(rows: Sequence[Row], of: str = "", notes: Sequence[str] = ()) -> Table:
-    """Return the table of verdicts; `of` is a field that says what a row is of, if there is one."""
+    """Return the table of verdicts.
+
+    `of`: a field that distinguishes rows of the same claim, e.g. "method"; `notes` follow it.
+    """
     which = [Shown(field=of, heading=of)] if of else []
     return Table(
         name="claims",
@@ -114,7 +121,7 @@ def table(rows: Sequence[Row], of: str = "", notes: Sequence[str] = ()) -> Table
 
 
 def told(rows: Sequence[Row]) -> list[str]:
-    """Return a sentence for each verdict."""
+    """Return a sentence for each row of `table`, with its verdict and numbers."""
     said = []
     for one in rows:
         numbers = [one[field] for field in ("measured", "low", "high")]

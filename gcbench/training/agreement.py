@@ -1,7 +1,7 @@
-"""What all workers of a run must have alike, compared before the first step.
+"""The check, before the first step, that all workers run with the same settings and data.
 
-Processes that do not agree would exchange what means something else on each: they end with an error
-that names what differs, every one of them.
+Processes that do not agree would exchange payloads that each of them understands differently. So
+all of them end with an error that names what differs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from gcbench.training import configuration
 from gcbench.training.configuration import Config
 
 SHOWN = 120
-"""Characters of a value in the error."""
+"""How many characters of a value an error shows."""
 
 
 def facts(config: Config) -> dict[str, str]:
-    """Return what decides a run's bits before any data is read: versions, config, plug-ins."""
+    """Return what a run's bits depend on, apart from its data: versions, config, plug-ins."""
     known = configuration.versions()
     made = configuration.objects(config)
     return {
@@ -40,7 +40,7 @@ def facts(config: Config) -> dict[str, str]:
 
 
 def digest(*splits: Split | None) -> str:
-    """Return the SHA-256 of examples: of inputs and targets as they are stored."""
+    """Return the SHA-256 of the splits' inputs and targets; those that are None are left out."""
     found = hashlib.sha256()
     for split in splits:
         for tensor in () if split is None else (split.inputs, split.targets):
@@ -52,10 +52,11 @@ def digest(*splits: Split | None) -> str:
 
 
 def check(world: World, own: Mapping[str, str]) -> None:
-    """Compare what the workers of several processes have.
+    """Compare the texts of `own`, by name, among the workers of several processes.
 
     Raises:
-        UsageError: on every worker, with all that differs and who has what.
+        UsageError: on every worker, if something differs: its name, and which workers have which
+            value.
     """
     if len(world.ranks) == world.size:
         return

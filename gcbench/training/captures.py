@@ -6,9 +6,9 @@ the loss's own L2 term, before any memory and compression. Metadata, all of it t
 
     schema   "1"
     step     the step, counted from 0
-    layers   JSON list of {"name", "kind"} in the order of the bucket; `kinds` lists the kinds
-    task, network, seed, config (JSON), pattern (--capture-layers), gcbench: of the run; gradients
-        from elsewhere may leave them out
+    layers   JSON list of {"name", "kind"} in the order of the bucket; KINDS lists the kinds
+    task, network, seed, config (JSON), pattern (--capture-layers), gcbench (its version): of the
+        run; files that other programs write may leave them out
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from gcbench.training.store import CAPTURES, Run, write_atomically
 SCHEMA = "1"
 ENDING = ".safetensors"
 KINDS = ("convolution", "fully connected", "embedding", "normalization", "bias", "other")
-"""What a parameter tensor belongs to; in tables in this order."""
+"""The kinds of parameter tensors, by the layer that they belong to, in the order of tables."""
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
@@ -68,10 +68,10 @@ def spread(steps: int, count: int) -> tuple[int, ...]:
 
 
 def steps(text: str) -> tuple[int, ...]:
-    """Return the steps in a list with commas, in order.
+    """Return the steps in a comma-separated list, sorted.
 
     Raises:
-        UsageError: something that is no step, counted from 0.
+        UsageError: an item is no whole number from 0 on.
     """
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() for word in words):
@@ -80,10 +80,10 @@ def steps(text: str) -> tuple[int, ...]:
 
 
 def matching(names: Sequence[str], pattern: str) -> list[str]:
-    """Return the names that match a pattern of the shell, or one of several with commas.
+    """Return the names that match a shell pattern, or one of several, separated by commas.
 
     Raises:
-        UsageError: none does.
+        UsageError: no name matches.
     """
     patterns = [part.strip() for part in pattern.split(",")]
     found = [name for name in names if any(fnmatchcase(name, each) for each in patterns)]
@@ -93,7 +93,7 @@ def matching(names: Sequence[str], pattern: str) -> list[str]:
 
 
 def kinds(model: nn.Module) -> dict[str, str]:
-    """Return which of `KINDS` each parameter of a model is, by the module that owns it."""
+    """Return the kind, out of `KINDS`, of each parameter of a model, by its module and shape."""
     found = {}
     for prefix, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
@@ -120,13 +120,13 @@ def _by_shape(leaf: str, shape: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which gradients of a run are kept."""
+    """Which gradients of a run are captured: at which steps, and a pattern of layers."""
 
     steps: tuple[int, ...]
     layers: str = "*"
 
     def check(self, name: str, length: int) -> None:
-        """Raise UsageError if the run of this name and number of steps has not these steps."""
+        """Raise UsageError if a run of `length` steps does not have all these steps."""
         beyond = [step for step in self.steps if step >= length]
         if beyond:
             raise UsageError(
@@ -135,10 +135,10 @@ class Plan:
             )
 
     def missing(self, run: Run) -> list[int]:
-        """Return the steps of which the run has no file.
+        """Return the planned steps for which the run has no file.
 
         Raises:
-            UsageError: a file holds other layers than are asked for.
+            UsageError: a file was made with another pattern of layers.
         """
         there = {step: place(run.folder, step) for step in self.steps}
         for path in there.values():
@@ -168,9 +168,9 @@ def _listed(steps: Sequence[int]) -> str:
 
 
 class Recorder:
-    """Keeps the gradients of the planned steps; the process of worker 0 writes them.
+    """Captures the gradients of the planned steps; the process of worker 0 writes them.
 
-    Writing waits until the step has been timed.
+    `hold` copies them within the step, `write` is called after the step has been timed.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Recorder:
         config: Mapping[str, Any],
         network: str,
     ) -> None:
-        """`config` is the run's, `network` what its model is called."""
+        """`config` is the run's, `network` the name of its model."""
         self.run, self.world, self.config, self.network = run, world, config, network
         self.all, self.plan = list(layers), plan
         names = set(matching([layer.name for layer in layers], plan.layers))
@@ -191,7 +191,7 @@ class Recorder:
         self._held: tuple[int, list[Tensor]] | None = None
 
     def begin(self, step: int, name: str) -> None:
-        """Find out what is left to do for the run of this name, which is at `step`.
+        """Find out which steps are still to be captured in the run `name`, which is at `step`.
 
         Raises:
             MissedError: the run is past a step that was not captured.
@@ -205,7 +205,7 @@ class Recorder:
         self.pending = set(missing)
 
     def hold(self, step: int, buckets: Sequence[Tensor]) -> None:
-        """Copy the local workers' buckets, if `step` is one to keep."""
+        """Copy the local workers' buckets, if `step` is to be captured."""
         if step not in self.pending:
             return
         names = {layer.name for layer in self.layers}
@@ -221,7 +221,7 @@ class Recorder:
         self._held = step, [torch.cat(own).cpu() for own in pieces]
 
     def write(self) -> None:
-        """Write what is held.
+        """Write the gradients that `hold` has copied, if any.
 
         Raises:
             GcbenchError: the file cannot be written.
@@ -280,7 +280,7 @@ class Capture:
     """One captured step; its tensors are read when they are asked for."""
 
     def __init__(self, path: Path) -> None:
-        """Read what the file says of itself.
+        """Read the metadata and the shapes of the tensors.
 
         Raises:
             UsageError: it is no capture, or one of another schema.
@@ -295,7 +295,7 @@ class Capture:
         if self.about.get("schema") != SCHEMA:
             raise UsageError(
                 f"{path}: schema {self.about.get('schema')!r} in its metadata, {SCHEMA!r} is read; "
-                "`gcbench run --capture` writes such files, results/README.md describes them"
+                "`gcbench run --capture` writes such files, results/ANALYSES.md describes them"
             )
         try:
             self.step, self.seed = int(self.about["step"]), int(self.about.get("seed", 0))
@@ -327,7 +327,7 @@ class Capture:
 
     @cached_property
     def digest(self) -> str:
-        """Ten hex digits of a SHA-256: these very gradients of these layers, wherever they lie."""
+        """Ten hex digits of the SHA-256 of the layers and gradients, whatever the file's name."""
         found = hashlib.sha256(json.dumps(self.layers).encode())
         for bucket in self.buckets(self.workers):
             found.update(bucket.numpy().tobytes())
@@ -335,14 +335,14 @@ class Capture:
 
     @property
     def task(self) -> str:
-        """What was trained, with its network and the other options of the task."""
+        """The task that was trained, with its network and other options, as text."""
         options = self.config.get("task_options") or {}
         words = [f"{key}={value}" for key, value in options.items() if key != "network"]
         named = self.about.get("task", self.path.parent.name), self.about.get("network", "")
         return " ".join(filter(None, [*named, *words]))
 
     def buckets(self, workers: int) -> list[Tensor]:
-        """Return the first workers' flat gradients, float32, shape (n,)."""
+        """Return the flat gradients of the first `workers` workers, each float32, shape (n,)."""
 
         def joined(file: Any) -> Tensor:
             parts = [file.get_slice(layer.name)[:workers] for layer in self.layers]
@@ -353,7 +353,7 @@ class Capture:
 
 
 def load(places: Sequence[Path]) -> list[Capture]:
-    """Return the captures in files and below folders, by seed and step; all of the same layers.
+    """Return the captures in files and below folders, sorted by seed and step.
 
     Raises:
         UsageError: there are none, one cannot be read, they differ in layers or workers, or the
@@ -396,7 +396,7 @@ def load(places: Sequence[Path]) -> list[Capture]:
 
 
 def _difference(one: Capture, other: Capture) -> str:
-    """Say the first layer in which two captures differ."""
+    """Return a text with the first layer in which two captures differ."""
     for mine, theirs in zip(one.layers, other.layers, strict=False):
         if mine != theirs:
             return f"{mine.name} {list(mine.shape)} and {theirs.name} {list(theirs.shape)}"

@@ -1,4 +1,4 @@
-"""What a run is: the validated config, its hash, and where and with what it ran."""
+"""The config of a run: validated, with its hash; and its provenance, where and with what it ran."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ Flag = Annotated[bool, Field(strict=True)]
 
 
 class Config(BaseModel):
-    """Everything that decides a run's results; equal configs have equal hashes.
+    """All settings that decide a run's results; equal configs have equal hashes.
 
-    Missing hyper-parameters are the task's (`Config.make`).
+    Made by `Config.make`, which takes missing hyper-parameters from the task.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -49,8 +49,8 @@ class Config(BaseModel):
     options: dict[str, Any] = {}
     workers: Positive = 4
     engine: Literal["simulate", "spawn", "torchrun", "ddp"] = "simulate"
-    hook: Literal["gcbench", "torch"] = "gcbench"  # engine ddp: whose communication hook
-    bucket_mb: Annotated[Finite, Field(gt=0)] = 25.0  # engine ddp: MiB exchanged together
+    hook: Literal["gcbench", "torch"] = "gcbench"  # with engine ddp: whose communication hook
+    bucket_mb: Annotated[Finite, Field(gt=0)] = 25.0  # with engine ddp: MiB of fp32 in a bucket
     collective: str
     memory: str = "none"
     memory_options: dict[str, Any] = {}
@@ -59,8 +59,8 @@ class Config(BaseModel):
         0  # steps by which a mean is applied late
     )
     rebroadcast_every: NotNegative = 0  # steps between broadcasts of worker 0's parameters
-    local_steps: NotNegative = 0  # optimizer steps of each worker alone before an exchange; 0: none
-    outer_lr: Annotated[Finite, Field(gt=0)] = 1.0  # of the mean difference of parameters
+    local_steps: NotNegative = 0  # optimizer steps of each worker between exchanges; 0: no such
+    outer_lr: Annotated[Finite, Field(gt=0)] = 1.0  # rate of the outer step, see `training.train`
     outer_momentum: Annotated[Finite, Field(ge=0, lt=1)] = 0.0
     outer_nesterov: Flag = False
     dense_last: Flag = False
@@ -68,8 +68,8 @@ class Config(BaseModel):
     gradients: Literal["loop", "batched"] = "loop"
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
     holdout: NotNegative = 0  # training examples kept for validation, the same for every seed
-    test: Flag = True  # False: only the validation examples judge the run
-    task_version: Positive = 1  # of the task's definition (`Task.version`)
+    test: Flag = True  # False: only the validation examples are evaluated
+    task_version: Positive = 1  # version of the task's definition (`Task.version`)
     steps: Positive
     batch: Positive
     optimizer: Literal["sgd", "adam"] = "sgd"
@@ -99,7 +99,9 @@ class Config(BaseModel):
 
     @classmethod
     def make(cls, given: Mapping[str, Any]) -> Config:
-        """Return the config of what the user gave; the task's defaults fill what is missing.
+        """Return the config for settings that the user gave, by name.
+
+        What is missing has the task's defaults, then those of the method's recipe.
 
         Raises:
             UsageError: an unknown key or name, a value out of range, an illegal combination.
@@ -123,7 +125,7 @@ class Config(BaseModel):
         }
         values = {**task.defaults(), **stages[max(stages)].recipe, **given}
         values["task_version"] = task.version
-        # As the method has them, so that clip=2 and clip=2.0 are one config.
+        # With the types that the method gives them, so that clip=2 and clip=2.0 are one config.
         values["options"] = {
             key: {start: getattr(stages[start], key) for start in value}
             if isinstance(value, Mapping)
@@ -194,7 +196,7 @@ class Config(BaseModel):
         return self
 
     def _fits_local_steps(self) -> None:
-        """Refuse what has no meaning where workers train alone.
+        """Refuse settings that make no sense together with local steps.
 
         Raises:
             ValueError: with the reason.
@@ -218,10 +220,10 @@ class Config(BaseModel):
             )
 
     def _fits_ddp(self) -> None:
-        """Refuse what DistributedDataParallel or a hook does not do.
+        """Refuse settings that DistributedDataParallel, or the hook, does not support.
 
         Raises:
-            ValueError: with the reason, or with the engine that does it.
+            ValueError: with the reason, or with the engine that supports it.
         """
         if self.workers < 2:
             raise ValueError("engine ddp with one worker has nothing to exchange: --workers 2")
@@ -260,14 +262,19 @@ class Config(BaseModel):
     def exchanges_at(self, step: int) -> bool:
         """Return whether the workers exchange something after `step` (counted from 0).
 
-        With local steps that is each H-th step, and the last one: a last round may be shorter.
+        With local steps they do at each H-th step, and at the last one: the last round may be
+        shorter.
         """
         done = step + 1
         return not self.local_steps or done % self.local_steps == 0 or done == self.steps
 
     @property
     def hash(self) -> str:
-        """Ten hex digits that name this config: of its canonical JSON."""
+        """Ten hex digits of the SHA-256 of this config's JSON.
+
+        Settings that were added later (`schema.ADDED`) count only if they differ from the value
+        that changes nothing, so that older configs keep their hashes.
+        """
         known = self.model_dump(mode="json")
         for key, neutral in ADDED.items():
             if known[key] == neutral:
@@ -281,11 +288,11 @@ class Config(BaseModel):
         return f"{self.task}-{self.compressor}-{self.hash}"
 
     def make_task(self) -> Task:
-        """Return the task with its options."""
+        """Return the task with its fields set."""
         return registry.task(self.task, **self.task_options)
 
     def stages(self) -> list[int]:
-        """Return the steps from which another compressor or other values of its fields hold."""
+        """Return the steps at which the compressor, or the value of one of its fields, changes."""
         return sorted({*schedule.starts(self.options), self.start_step})
 
     def make_compressor(self, step: int = 0) -> Compressor:
@@ -313,16 +320,16 @@ class Config(BaseModel):
 
 
 TORCH_HOOKS = ("none", "fp16", "powersgd")
-"""Methods that torch has a hook for which runs: its bf16 hook fails on the CPU, and its quantizing
-ones gather uncompressed scales of another method."""
+"""Methods for which torch has a hook that can be compared. Its bf16 hook fails on the CPU; its
+quantization hooks are of another method, and gather their scales uncompressed."""
 OUTER = ("outer_lr", "outer_momentum", "outer_nesterov")
-"""Settings of the optimizer that applies the mean difference of parameters."""
+"""Settings of the outer optimizer, which applies the mean difference of parameters."""
 
 
 def _check_local_steps(
     method: Compressor, name: str, made: Memory, given: Mapping[str, Any]
 ) -> None:
-    """Refuse a memory or method whose meaning is about gradients, beside local steps.
+    """Refuse, with local steps, a memory or method that makes sense for gradients only.
 
     Raises:
         UsageError: with what to use instead.
@@ -341,10 +348,10 @@ def _check_local_steps(
 
 
 def _leave_momentum_to_memory(name: str, values: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """Switch the optimizer's momentum off, as the memory `name` applies its own.
+    """Set the optimizer's momentum in `values` to 0, as the memory `name` applies its own.
 
     Raises:
-        UsageError: the user gave a momentum, or the optimizer is none that does without.
+        UsageError: the user gave a momentum, or the optimizer is not SGD.
     """
     if given.get("momentum"):
         raise UsageError(
@@ -374,7 +381,7 @@ def _one_line(error: ValidationError) -> str:
 
 
 def commit() -> str | None:
-    """Return the checkout's commit, with a + if files differ from it; None outside a checkout."""
+    """Return the commit of the checkout, with a + if its files differ; None outside a checkout."""
     here = Path(__file__).parents[1]
     if not (here.parent / ".git").exists():
         return None
@@ -411,7 +418,7 @@ def versions() -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found | {"torch": torch.__version__}  # says for which CUDA, as the package need not
+    return found | {"torch": torch.__version__}  # with the CUDA version, which metadata may lack
 
 
 def machine() -> dict[str, Any]:
@@ -432,9 +439,9 @@ def cores() -> int:
 
 
 def threads_per_worker(config: Config) -> int:
-    """Return the threads inside an operation of one worker: the same in every local engine.
+    """Return how many threads one worker's operations use: the same in every local engine.
 
-    The bits of a convolution depend on it, so it is recorded with the result.
+    The bits of a convolution depend on this number, so it is recorded with the result.
     """
     return config.threads or max(1, cores() // config.workers)
 
@@ -464,9 +471,10 @@ def provenance(config: Config) -> dict[str, Any]:
 
 
 def objects(config: Config) -> dict[str, Any]:
-    """Return what carries out a config, with every field: one not given is this version's default.
+    """Return a config's task, compressor and memory as Python expressions with every field.
 
-    The compressor is a list: one for each stage of its schedules.
+    Fields that the config does not give have the defaults of this version. The compressor is a
+    list, with one item for each stage of its schedules.
     """
     stages = schedule.starts(config.options)
     return {
@@ -477,9 +485,9 @@ def objects(config: Config) -> dict[str, Any]:
 
 
 def plugins(config: Config) -> dict[str, dict[str, str]]:
-    """Return which of a run's task, compressor and memory are third parties', and from where.
+    """Return the origin of a run's task, compressor and memory, those of third parties only.
 
-    Each with its distribution, its version and a digest of its source (`registry.origin`).
+    An origin has the distribution, its version, and a digest of the source (`registry.origin`).
     """
     entries = {
         "task": registry.tasks()[config.task],
@@ -490,20 +498,20 @@ def plugins(config: Config) -> dict[str, dict[str, str]]:
     return {kind: own for kind, own in found.items() if own is not None}
 
 
-def _told(own: Mapping[str, str] | None) -> str:
+def _origin(own: Mapping[str, str] | None) -> str:
     if own is None:
         return "nothing told"
     return f"{own['distribution']} {own['version']} (source {own['sha256'][:10]})"
 
 
 def check_objects(config: Config, made: Mapping[str, Any], folder: Path) -> None:
-    """Refuse a stored run of this config whose fields not given had other defaults than now.
+    """Refuse a stored run of this config if defaults, or a plug-in, have changed since.
 
-    `made` is its summary, or as much of it as there is. Runs from before `objects` were stored tell
-    the compressor alone, once they are finished.
+    `made` is its summary, or an unfinished run's provenance under that key. Older runs did not
+    store `objects`: of them only the compressor of a finished run can be compared.
 
     Raises:
-        GcbenchError: it would come out otherwise now, or does not say.
+        GcbenchError: the same config would give another result now, or that cannot be known.
     """
     there = (made.get("provenance") or {}).get("objects")
     here = objects(config)
@@ -522,19 +530,19 @@ def check_objects(config: Config, made: Mapping[str, Any], folder: Path) -> None
     for kind, present in plugins(config).items():
         if before.get(kind) != present:
             raise GcbenchError(
-                f"{folder} was made with another {kind}: {_told(before.get(kind))} then, "
-                f"{_told(present)} now. --force makes it again, another --results keeps both"
+                f"{folder} was made with another {kind}: {_origin(before.get(kind))} then, "
+                f"{_origin(present)} now. --force makes it again, another --results keeps both"
             )
 
 
 def threads_to_resume(made: Mapping[str, Any], folder: Path) -> int:
-    """Return the threads of a worker with which a stored run began, to go on with as many.
+    """Return with how many threads a worker a stored run began, to resume it with as many.
 
-    They decide bits, as do torch and the instruction set that it computes with. `made` is the run's
+    The bits of its result depend on that, on torch, and on the instruction set. `made` is the run's
     provenance.
 
     Raises:
-        GcbenchError: torch or the instruction set are others here, or the run does not say.
+        GcbenchError: torch or the instruction set are others here, or are not recorded in the run.
     """
     then = {
         "torch": (made.get("versions") or {}).get("torch"),
@@ -556,7 +564,7 @@ def threads_to_resume(made: Mapping[str, Any], folder: Path) -> int:
 
 
 def serving(config: Config) -> str:
-    """Return the backend that serves a run, with what its kernels are, or why it has none."""
+    """Return the backend that a run uses, with its version, or the reason why it has no kernels."""
     place = config.device.partition(":")[0]
     name = ops.choose(config.backend, place)
     if name == config.backend == "reference":
@@ -566,7 +574,7 @@ def serving(config: Config) -> str:
 
 
 def command(config: Config) -> str:
-    """Return the `gcbench run` command that makes this run again: what differs from defaults."""
+    """Return the `gcbench run` command that repeats a run, without flags that are at defaults."""
     task = config.make_task()
     method = config.make_compressor()
     usual = {
@@ -599,11 +607,11 @@ def command(config: Config) -> str:
 
 
 SET_FLAGS = {"options": "--set", "task_options": "--task-set", "memory_options": "--memory-set"}
-"""The flags of the settings that are mappings."""
+"""Settings that are mappings -> the flags that set one of their fields."""
 
 
 def _word(value: Any) -> str:
-    """Return how the command line writes a value."""
+    """Return a setting's value as the command line writes it."""
     if isinstance(value, Mapping):
         return schedule.text(value)
     if isinstance(value, list):
@@ -612,15 +620,15 @@ def _word(value: Any) -> str:
 
 
 def nominal_ratio(method: Compressor) -> float | None:
-    """Return 32 bits over the bits an element that the method's source quotes."""
+    """Return 32 / the bits an element that the method's source quotes; None if it quotes none."""
     bits = method.claims.nominal_bits()
     return None if bits is None else 32 / bits
 
 
 def failed(config: Config, run: Run, error: DivergedError) -> dict[str, Any]:
-    """Return the summary of a run that diverged: what it spent, and no metric.
+    """Return the summary of a run that diverged: without metrics, with the bytes that it sent.
 
-    The bytes are those of its last record.
+    The bytes are those up to its last record.
     """
     spent = (run.records() or [{}])[-1]
     wire = float(spent.get("wire_bytes", 0.0))
@@ -643,7 +651,7 @@ def failed(config: Config, run: Run, error: DivergedError) -> dict[str, Any]:
 
 
 def finite(value: float | None) -> float | None:
-    """Return the value, or None where JSON has no number for it."""
+    """Return the value; None for NaN and infinity, which JSON does not have, and for None."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -667,7 +675,7 @@ def canonical(value: Any) -> str:
 
 
 def text(value: Any) -> str:
-    """Return a setting's value in few words."""
+    """Return a setting's value as short text, without spaces; "auto" for None."""
     if isinstance(value, float):
         return f"{value:g}"
     if value is None:

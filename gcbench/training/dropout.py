@@ -1,4 +1,4 @@
-"""Dropout whose masks have addresses: the same in every engine, and after a resume."""
+"""Dropout whose masks are drawn by counter-based random numbers, from a `Key`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from gcbench.core.compressor import Key
 class Dropout(nn.Module):
     """Dropout with masks from a `Key`: the same in every engine and after a resume.
 
-    In training an element is zero with probability `rate` and else divided by 1 - `rate`; in
+    In training an element is zero with probability `rate`, and otherwise divided by 1 - `rate`; in
     evaluation nothing changes. The trainer sets `key` before each forward pass. torch's own dropout
-    draws from one generator for the whole process, in the order in which the workers come.
+    would not do: it draws from one generator of the process, so its masks depend on the order in
+    which simulated workers are computed, and on what was drawn before a resume.
     """
 
     def __init__(self, rate: float) -> None:
@@ -41,8 +42,11 @@ class Dropout(nn.Module):
 
 
 def set_dropout_key(model: nn.Module, key: Key) -> None:
-    """Give each `Dropout` of a model its own draws out of those of `key`: seed, step and rank."""
+    """Give each `Dropout` layer of a model draws of its own.
+
+    `key` has the seed, the step and the rank; the layers get different offsets in its stream.
+    """
     layers = (module for module in model.modules() if isinstance(module, Dropout))
     for place, layer in enumerate(layers):
-        # Far beyond the elements of any activation, so that no two layers share a draw.
+        # 2^40 draws apart: more than any activation has elements, so no two layers share a draw.
         layer.key = key._replace(stream=purposes.DROPOUT, offset=place << 40)

@@ -1,13 +1,14 @@
-"""Where the workers of a run live: in this process, in local processes, or under torchrun.
+"""The engines of a run: its workers in this process, in local processes, or under torchrun.
 
-Local processes talk over loopback alone, see `gcbench.training.launch`. What torchrun opens is
-torch's own and the user's to close off: its agent serves the job's keys by TCP, without a password
-and, unless `--standalone` or `--rdzv-endpoint localhost:...` says otherwise, for every interface of
-the machine; with the c10d rendezvous the agents exchange pickled state through it, so that whoever
-reaches the port can have code executed as the user. Workers open a port each for gloo's (or NCCL's)
-connections, on the interface of the host's name or of GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME), with
-neither password nor encryption. Such jobs belong on a network of machines that trust each other.
-What gcbench itself sends over these connections is JSON and tensors, never pickled.
+Local processes communicate only over loopback, see `gcbench.training.launch`. The ports that
+torchrun opens are torch's, and the user has to protect them. Its agent has a TCP store without a
+password, which listens on every interface of the machine unless `--standalone` or `--rdzv-endpoint
+localhost:...` is given; with the c10d rendezvous the agents exchange pickled state through it, so
+that whoever reaches the port can have code executed as the user. Each worker opens a port for the
+connections of gloo (or NCCL), on the interface of the host's name or of GLOO_SOCKET_IFNAME
+(NCCL_SOCKET_IFNAME), with neither password nor encryption. Run such jobs only on a network of
+machines that trust each other. What gcbench itself sends over these connections is JSON and
+tensors, never pickled.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ from gcbench.training.train import Options, Trainer
 
 @contextmanager
 def _stop_on_signals(*, launched: bool) -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C or SIGTERM into a flag; a second one acts as usual.
+    """Turn the first Ctrl-C or SIGTERM into a flag, which the yielded function returns.
 
-    Not in a launched worker: torchrun repeats what the terminal sent to all, and it is the launcher
-    that loses patience.
+    A second signal acts as usual, except in a worker that was `launched`: torchrun sends workers a
+    signal that the terminal has sent to them already, and the launcher decides when to kill them.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
@@ -91,7 +92,7 @@ def without_compiler() -> Iterator[None]:
 
 
 def _fit(config: Config, world: World, run: Run, options: Options, *, launched: bool) -> None:
-    """Train this process's workers; where worker 0 lives, finish the run."""
+    """Train the workers of this process; in the process of worker 0, finish the run."""
     try:
         with _stop_on_signals(launched=launched) as stop, without_compiler():
             kind = DdpTrainer if config.engine == "ddp" else Trainer
@@ -119,13 +120,13 @@ def simulate(config: Config, run: Run, options: Options) -> None:
 def join(
     member: Membership, kind: str, threads: int, at_most: timedelta | None = None
 ) -> DistributedWorld:
-    """Join the process group of a job, as one worker on a device `kind`.
+    """Join the process group of a job as one worker, on a device of type `kind`, "cpu" or "cuda".
 
-    `at_most` shortens the timeout of collectives.
+    `at_most` is an upper limit of the timeout of collectives.
 
     Raises:
-        UsageError: the timeout in the environment is none.
-        PeerLostError: not all workers arrived in that time, or torchrun's agent is gone.
+        UsageError: the timeout in the environment is not valid.
+        PeerLostError: not all workers arrived in that time, or torchrun's agent has ended.
     """
     timeout = launch.collective_timeout()
     timeout = timeout if at_most is None else min(timeout, at_most)
@@ -149,7 +150,7 @@ def join(
 
 
 def _store(member: Membership, timeout: timedelta) -> Store:
-    """Return the store of this job, or of this attempt of it, at which its workers meet."""
+    """Return the key-value store through which the workers of this job find each other."""
     if member.folder is not None:
         store: Store = FileStore(str(member.folder / "store"), member.size)
         store.set_timeout(timeout)
@@ -161,9 +162,9 @@ def _store(member: Membership, timeout: timedelta) -> Store:
 
 
 def _require_agent(member: Membership) -> None:
-    """Raise PeerLostError if torchrun's agent, which keeps the store, is no more.
+    """Raise PeerLostError if torchrun's agent, which has the store, has ended.
 
-    torch would ask for it again and again until the timeout.
+    torch would try to connect until the timeout.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
@@ -181,12 +182,14 @@ def fresh(store: Store, member: Membership, timeout: timedelta) -> Store:
     """Return a part of torchrun's store that no earlier attempt of the job has written to.
 
     After a restart (`--max-restarts`) the store still has the keys of the workers that died, and a
-    process group that finds them waits for the dead. torch's count of restarts is no name for an
-    attempt: on several machines each agent counts its own. So worker 0 draws a name; it knows who
-    answers to it, and every other worker knows that it is heard by a living worker 0.
+    process group that found them would wait for those workers. torch's count of restarts cannot
+    name an attempt: on several machines each agent has its own count. So worker 0 draws a random
+    name, waits until every other worker has answered to it, and confirms each answer: then every
+    worker knows that the name is of a worker 0 that is alive.
 
     Raises:
-        PeerLostError: worker 0 did not hear from another one, or the other way round, in time.
+        PeerLostError: worker 0 did not come in time.
+        torch.distributed.DistStoreError: on worker 0, another worker did not come in time.
     """
     own = secrets.token_hex(8)
     if member.rank == 0:
@@ -209,7 +212,7 @@ def fresh(store: Store, member: Membership, timeout: timedelta) -> Store:
 
 
 def check_size(member: Membership, workers: int) -> None:
-    """Raise UsageError under a torchrun that started another number of processes."""
+    """Raise UsageError if torchrun started another number of processes than `workers`."""
     if member.size != workers:
         raise UsageError(
             f"--workers {workers} under torchrun with {member.size} processes: they are the "
@@ -218,10 +221,11 @@ def check_size(member: Membership, workers: int) -> None:
 
 
 def torchrun(config: Config, run: Run, options: Options) -> None:
-    """Be one worker of a job that torchrun started.
+    """Run one worker of a job that torchrun started.
 
     Raises:
-        UsageError: the job has another number of workers than the config, or there is none.
+        UsageError: the job has another number of workers than the config, or torchrun did not start
+            this process.
     """
     member = membership.from_torchrun()
     if member is None:
@@ -233,7 +237,8 @@ def torchrun(config: Config, run: Run, options: Options) -> None:
 def _be_worker(member: Membership, config: Config, run: Run, options: Options) -> None:
     threads = options.threads or configuration.threads_per_worker(config)
     world = join(member, config.device, threads)
-    # Worker 0 knows the threads of a run that is resumed; on several machines cores may differ.
+    # All take worker 0's number of threads: it knows that of a resumed run, and the default depends
+    # on a machine's cores.
     try:
         torch.set_num_threads(world.collect([threads])[0])
         agreement.check(world, agreement.facts(config))

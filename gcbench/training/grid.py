@@ -1,4 +1,4 @@
-"""From flags and a YAML file to the configs of a grid."""
+"""Makes the configs of a grid from flags and a YAML file."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ NESTED = ("options", "task_options", "memory_options")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with the words of its version 1.2: `yes` and `010` are text, 2e-4 is a number.
+    """YAML with the scalars of its version 1.2: `yes` and `010` are text, 2e-4 is a number.
 
-    In PyYAML's version 1.1 `yes` is true, `010` is eight and 1:30 is ninety.
+    PyYAML by itself reads version 1.1, in which `yes` is true, `010` is eight and 1:30 is ninety.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return a mapping; YAMLError where a key comes twice."""
+        """Return a mapping; raise YAMLError if a key comes twice."""
         seen = set()
         for key, _ in node.value:
             if key.value in seen:
@@ -54,7 +54,7 @@ for _tag, _pattern, _first in (
 
 
 def _scalar(text: str) -> Any:
-    """Return what YAML reads in one word; what is no YAML is a word."""
+    """Return the scalar that YAML reads in a text; the text itself where it is no YAML."""
     try:
         return yaml.load(text, _Loader)
     except (ValueError, yaml.YAMLError):
@@ -62,7 +62,10 @@ def _scalar(text: str) -> Any:
 
 
 def value(text: str) -> Any:
-    """Return the value of a flag: a scalar, a schedule, or a list for a grid at its commas.
+    """Return the value of a flag: a scalar, a schedule, a tuple, or a list for a grid.
+
+    Commas separate the items of a list, 1,2; slashes the stages of a schedule, 0:0.25/100:0.01, or
+    the numbers of a tuple, 0.9/0.999.
 
     Raises:
         UsageError: a schedule has a step twice.
@@ -83,7 +86,7 @@ def value(text: str) -> Any:
 
 
 def pairs(flag: str, words: Iterable[str] | None) -> dict[str, Any]:
-    """Return the settings in words like clip=2.0.
+    """Return the settings in words like clip=2.0, by name; `flag` is for the errors.
 
     Raises:
         UsageError: a word has no =, or a name comes twice.
@@ -119,7 +122,11 @@ def read(path: Path, flag: str = "--config") -> dict[str, Any]:
 
 
 def choices(key: str, given: Any) -> list[Any]:
-    """Return the alternatives of one setting."""
+    """Return the alternatives of one setting: those of a list, or the one value that was given.
+
+    Raises:
+        UsageError: an empty list, or a tuple for a setting that takes one value.
+    """
     if key in SEQUENCES:
         nested = isinstance(given, list) and any(isinstance(v, list | tuple) for v in given)
         alternatives = given if nested else [given]
@@ -142,23 +149,28 @@ def _product(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _size(*settings: Mapping[str, Any]) -> int:
-    """Return the points of the grid, before equal ones are found."""
+    """Return the number of points of the grid, equal ones counted each."""
     return math.prod(len(choices(key, own)) for each in settings for key, own in each.items())
 
 
 def _memory(point: Mapping[str, Any]) -> str:
-    """Return the memory of one point of the grid: its own, or what its method carries."""
+    """Return the memory of one point of the grid: the one it sets, or its method's own.
+
+    Raises:
+        UsageError: an unknown memory.
+    """
     name = point.get("memory")
     if name in (None, "auto"):
         name = registry.compressor_class(str(point.get("compressor", "terngrad"))).memory
-    registry.memory_class(name)  # refuses what it does not know
+    registry.memory_class(name)  # raises UsageError for an unknown name
     return str(name)
 
 
 def method(word: str) -> tuple[str, dict[str, Any]]:
     """Return the name and the fields in a word such as topk:ratio=0.05 or ./mine.py:levels=4.
 
-    A file is registered under its name; a field may be a schedule: topk:ratio=0:0.25/100:0.01.
+    A file is registered as a compressor under the file's name. A field may be a schedule:
+    topk:ratio=0:0.25/100:0.01.
 
     Raises:
         UsageError: no such file, or a field without a value.
@@ -176,13 +188,13 @@ def method(word: str) -> tuple[str, dict[str, Any]]:
 def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
     """Return the configs of the grid, in the order of the lists, equal ones once.
 
-    A compressor may bring its own fields, `topk:ratio=0.05`, and may be a file, `./mine.py`.
-
-    A compressor's field (`options`) goes to the compressors of the grid that have it, a task's
-    field to the tasks that have it, a memory's to the memories.
+    `flags` are settings by name, with values as `value` returns them; they override those of the
+    YAML file. A compressor may have fields of its own, `topk:ratio=0.05`, and may be a file,
+    `./mine.py`. A field in `options` is set on the compressors of the grid that have it, one in
+    `task_options` on the tasks, one in `memory_options` on the memories.
 
     Raises:
-        UsageError: see `Config.make`; or a field that none of the grid's compressors has.
+        UsageError: see `Config.make`; or a field that no compressor (task, memory) of the grid has.
     """
     given = read(file) if file else {}
     for key in NESTED:
@@ -206,7 +218,7 @@ def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
                 raise UsageError(f"{one}: the field {twice[0]} came by --set, too; give it once")
 
     def points() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield the points of the grid, and the fields that each one's compressor brings."""
+        """Yield the points of the grid, and the fields given with each point's compressor."""
         for point in _product(given):
             if not methods:
                 yield point, {}

@@ -1,17 +1,18 @@
-"""Local worker processes: started, watched and ended by the process that needs them.
+"""Local worker processes: started, watched and ended by this process, their launcher.
 
-What is open while they run: a folder that only this user can enter (mode 0700), with the file
-through which the workers find each other (torch's FileStore), what they are to do, and what they
-return, in JSON. Gloo connects them over loopback: each worker listens on a port of 127.0.0.1 that
-no other machine reaches. There is no TCP store, and nothing that arrives is unpickled.
+What others could reach while they run: a folder that only this user can enter (mode 0700), with the
+file through which the workers find each other (torch's FileStore), the description of the job, and
+the workers' results, in JSON. Gloo connects the workers over loopback: each listens on a port of
+127.0.0.1 that no other machine reaches. There is no TCP store, and nothing that arrives is
+unpickled.
 
-What remains: gloo knows no passwords. Another user of this machine who connects to such a port in
-the moment before a worker does, with the number that gloo expects, could take its place and falsify
-gradients and records, but not have code executed. Who does not trust the other users of a machine
-uses `--engine simulate` there.
+A risk remains, as gloo has no passwords: another user of this machine who connects to such a port
+just before a worker does, with the number that gloo expects, could take the worker's place and
+falsify gradients and records, but not have code executed. If you do not trust the other users of a
+machine, use `--engine simulate` there.
 
 Workers end with this process, whatever ends it (`gcbench.training.launched`). When one fails, the
-others are ended, and the error is that of the worker that failed first.
+others are ended, and the error that is raised is that of the worker that failed first.
 """
 
 from __future__ import annotations
@@ -45,14 +46,15 @@ from gcbench.training import launched
 from gcbench.training.membership import Membership
 
 TIMEOUT = "GCBENCH_COLLECTIVE_TIMEOUT"
-"""In the environment: the seconds that a worker waits for the others in a collective."""
+"""Environment variable: how many seconds a worker waits for the others in a collective."""
 USUAL_TIMEOUT = 600.0
 LONGEST_TIMEOUT = 86400.0
 GRACE_SECONDS = 5.0
-"""Until workers that were asked to end, as another one failed, are killed."""
+"""Time for workers to end by themselves, after another one failed, before they are killed."""
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _FROM_TERMINAL = {signal.SIGINT, signal.SIGHUP}
-"""What a terminal sends to all processes: the launcher passes it on, in its own words."""
+"""Signals that a terminal sends to all processes: workers block them, and the launcher, which
+receives them, sends SIGTERM to the workers."""
 
 
 def collective_timeout() -> timedelta:
@@ -81,7 +83,7 @@ def name_of(function: Callable[..., Any]) -> str:
     """Return "module:name" of a function that another process can import.
 
     Raises:
-        UsageError: it cannot: a closure, a method, a function of the main script.
+        UsageError: it cannot be imported: a closure, a method, a function of the main script.
     """
     name = f"{function.__module__}:{function.__qualname__}"
     found = vars(sys.modules[function.__module__]).get(function.__qualname__)
@@ -94,7 +96,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def named(name: str) -> Callable[..., Any]:
-    """Return the function of this "module:name"."""
+    """Return the function with this "module:name", importing its module."""
     module, _, function = name.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return found
@@ -108,14 +110,14 @@ def _report(folder: str | Path, rank: int) -> Path:
 
 
 def work(folder: str, rank: int, job: dict[str, Any]) -> None:
-    """Be one local worker process: do the job, leave a report for the launcher, and end.
+    """Run one local worker: do the job, write a report for the launcher, and end the process.
 
-    The process ends without the interpreter's teardown, which threads of torch's process group now
-    and then outlive and abort.
+    The process ends without the interpreter's teardown, which threads of torch's process group
+    occasionally abort if they still run.
     """
     member = Membership(rank, job["workers"], rank, job["workers"], Path(folder))
     try:
-        report = {"result": named(job["call"])(member, *job["words"])}
+        report = {"result": named(job["call"])(member, *job["arguments"])}
     except Exception as error:
         known = isinstance(error, GcbenchError)
         report = {
@@ -135,23 +137,24 @@ def work(folder: str, rank: int, job: dict[str, Any]) -> None:
 # ---- the launcher --------------------------------------------------------------------------------
 
 
-class _Crew:
+class _LocalJob:
     """The workers of one job, seen by their launcher."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self.processes: list[subprocess.Popen[bytes]] = []
         self.events: SimpleQueue[int | None] = SimpleQueue()
-        """The rank of each worker that ends, in that order; None for a request to stop."""
+        """Receives the rank of each worker when it ends; None for a request to stop."""
         self.failed: list[int] = []
-        """Ranks that failed by themselves, the first one first."""
+        """Ranks of the workers that failed without being asked to end, in order of time."""
         self.stopping = False
 
     def start(self, threads: int, size: int) -> None:
-        """Start the next worker; it does not hear what the terminal sends to all processes.
+        """Start the next worker, with the signals in `_FROM_TERMINAL` blocked.
 
-        One that still imports would print a traceback at Ctrl-C and leave its peers waiting for it.
-        The mask is inherited; this thread has it only meanwhile, and hears the signal after that.
+        Otherwise a worker that still imports would print a traceback at Ctrl-C and leave its peers
+        waiting for it. A new process inherits the signal mask of the thread that starts it; this
+        thread blocks the signals only meanwhile, and receives them afterwards.
         """
         rank = len(self.processes)
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
@@ -167,7 +170,7 @@ class _Crew:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_TERMINAL)
         try:
             process = subprocess.Popen(
-                # -P: the script's own folder, this package, is no place to import from.
+                # -P: the script's own folder, this package, must not be searched for imports.
                 [sys.executable, "-P", launched.__file__, self.folder, str(rank), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 env=inherited | {name: str(value) for name, value in place.items()},
@@ -183,7 +186,7 @@ class _Crew:
         threading.Thread(target=watch, daemon=True).start()
 
     def report(self, rank: int) -> dict[str, Any]:
-        """Return what a worker left; nothing if it died without a word."""
+        """Return a worker's report; an empty one if the worker died without writing it."""
         try:
             found: dict[str, Any] = json.loads(_report(self.folder, rank).read_text())
         except (OSError, ValueError):
@@ -191,12 +194,17 @@ class _Crew:
         return found
 
     def wait(self) -> None:
-        """Wait until all workers have ended; end them when one fails or the user insists."""
+        """Wait until all workers have ended.
+
+        When one fails, or the user asks to stop, the others are asked to end; after GRACE_SECONDS,
+        or when the user asks a second time, they are killed.
+        """
         left = set(range(len(self.processes)))
         deadline, asked = math.inf, False
         while left:
             try:
-                # No wait without an end: a signal that another thread took is heard in between.
+                # At most a second at a time: Python handles a signal that another thread received
+                # only when this thread is not waiting.
                 event = self.events.get(timeout=max(0.0, min(1.0, deadline - time.monotonic())))
             except Empty:
                 if time.monotonic() >= deadline:
@@ -214,18 +222,18 @@ class _Crew:
                 continue
             report = self.report(event)
             if report or not asked:
-                self.failed.append(event)  # and not those that are ended here
+                self.failed.append(event)  # but no worker that was asked to end, and just did so
             if report.get("exit_code") == Interrupted.exit_code:
-                continue  # the others stop, too, and may still write a checkpoint
+                continue  # the others stop at the same step, and may still write a checkpoint
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-            # Not for one that only saw another disappear: the cause may be told a moment later, and
-            # all others see it, too.
+            # A worker that only lost a peer is not the cause: the peer's own report may come a
+            # moment later, and the others lose the same peer anyway.
             if not asked and not report.get("peer_lost"):
                 asked = True
                 self._ask(left)
 
     def _ask(self, ranks: set[int]) -> None:
-        """Ask workers to end: they stop at a checkpoint, or break off what they prepare."""
+        """Send SIGTERM to workers: those that train write a checkpoint, the others end at once."""
         for rank in ranks:
             self.processes[rank].terminate()
 
@@ -236,9 +244,9 @@ class _Crew:
                 process.kill()
 
     def error(self) -> GcbenchError | None:
-        """Return what went wrong first, as an error of this process; None if nothing did.
+        """Return the first failure as an error of this process; None if there was none.
 
-        A worker that only saw others disappear is no cause, whenever it says so.
+        The error of a worker that only lost its peers counts only if there is no other.
         """
         reports = {rank: self.report(rank) for rank in self.failed}
         stopped = [r for r in reports.values() if r.get("exit_code") == Interrupted.exit_code]
@@ -248,7 +256,7 @@ class _Crew:
             if report not in stopped and not report.get("peer_lost")
         }
         if self.stopping or stopped:
-            # Those without a word ended as they were asked to.
+            # Workers without a report ended because they were asked to.
             causes = {rank: report for rank, report in causes.items() if report}
             if not causes:
                 return Interrupted(stopped[0]["error"] if stopped else "stopped by the user")
@@ -280,7 +288,10 @@ class _Crew:
 
 @contextmanager
 def _stop_requests(events: SimpleQueue[int | None]) -> Iterator[None]:
-    """Turn Ctrl-C, SIGTERM and SIGHUP into events; a signal that is ignored (nohup) stays so."""
+    """Turn Ctrl-C, SIGTERM and SIGHUP into events; a signal that is ignored (nohup) stays ignored.
+
+    Outside of the main thread, where Python allows no handlers, nothing is changed.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -296,33 +307,40 @@ def _stop_requests(events: SimpleQueue[int | None]) -> Iterator[None]:
 
 
 def in_processes(
-    workers: int, threads: int, call: Callable[..., Any], words: Sequence[Any]
+    workers: int, threads: int, call: Callable[..., Any], arguments: Sequence[Any]
 ) -> list[Any]:
-    """Return what `call(member, *words)` returns in each of `workers` processes, by rank.
+    """Return what `call(member, *arguments)` returns in each of `workers` processes, by rank.
 
-    `call` is a function at the top of a module, `member` the process's `Membership`; `words` and
-    what it returns are JSON. Each has RANK in its environment and `threads` threads for OpenMP.
+    `call` is a function at the top of a module, `member` the process's `Membership`; `arguments`
+    and what it returns are values that JSON can hold. Each process has RANK and the like in its
+    environment, and `threads` threads for OpenMP.
 
     The first Ctrl-C, SIGTERM or SIGHUP asks the workers to stop, the second one ends them at once.
 
     Raises:
-        GcbenchError: what went wrong first in any worker, or how it died.
+        GcbenchError: the first failure of any worker, or how it died.
         Interrupted: the user asked to stop.
+        UsageError: `call` cannot be imported by its name.
     """
-    collective_timeout()  # a wrong one is told before processes start
-    job = {"path": sys.path, "call": name_of(call), "words": list(words), "workers": workers}
+    collective_timeout()  # raises for a wrong value before processes start
+    job = {
+        "path": sys.path,
+        "call": name_of(call),
+        "arguments": list(arguments),
+        "workers": workers,
+    }
     with TemporaryDirectory(prefix="gcbench-") as folder:
         (Path(folder) / "job.json").write_text(json.dumps(job))
-        crew = _Crew(folder)
-        with _stop_requests(crew.events):
+        local_job = _LocalJob(folder)
+        with _stop_requests(local_job.events):
             try:
                 for _ in range(workers):
-                    crew.start(threads, workers)
-                crew.wait()
+                    local_job.start(threads, workers)
+                local_job.wait()
             finally:
-                crew.kill()
-                for process in crew.processes:
+                local_job.kill()
+                for process in local_job.processes:
                     process.wait()
-        if (error := crew.error()) is not None:
+        if (error := local_job.error()) is not None:
             raise error
-        return [crew.report(rank)["result"] for rank in range(workers)]
+        return [local_job.report(rank)["result"] for rank in range(workers)]

@@ -1,7 +1,7 @@
-"""What a local worker process runs first, as a script: `python -P launched.py FOLDER RANK PARENT`.
+"""The script of a local worker process: `python -P launched.py FOLDER RANK PARENT`.
 
-It imports nothing of torch or gcbench before the process is tied to its parent: imports take
-seconds, and a launcher that is killed meanwhile must leave no worker behind.
+It imports torch and gcbench only after `die_with_parent`: imports take seconds, and a launcher that
+is killed meanwhile must leave no worker behind.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl: the signal to get when the parent dies."""
+"""Option of Linux's prctl: the signal that this process gets when its parent dies."""
 
 
 def die_with_parent(parent: int) -> None:
     """Have the kernel end this process by SIGKILL when its parent, the process `parent`, ends.
 
-    By SIGKILL: at any other signal a worker would go on, or write a checkpoint unwatched. A parent
-    that ended before this call sends no signal any more; then the process ends here. Only Linux has
-    this service, elsewhere only the second half holds.
+    By SIGKILL, because at other signals a worker would continue, or write a checkpoint without its
+    launcher. If the parent has ended before this call, no signal will come, and the process ends at
+    once. Only Linux can send the signal; elsewhere only this last check is made.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -30,7 +30,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def main() -> None:
-    """Be the worker that the launcher describes in the folder's job.json."""
+    """Run the worker that the launcher has described in the folder's job.json."""
     folder, rank, parent = sys.argv[1:]
     die_with_parent(int(parent))
     with open(os.path.join(folder, "job.json")) as file:

@@ -1,7 +1,8 @@
-"""Limits of what one command may take, checked before anything starts.
+"""Limits on threads, workers and grids of one command, checked before anything starts.
 
-They are far above what anybody needs and below what stops a machine. `GCBENCH_NO_LIMITS=1` in the
-environment lifts them, except that of threads, above which libraries crash.
+They are far above what anybody needs, and low enough that a mistyped number does not bring the
+machine to a halt. `GCBENCH_NO_LIMITS=1` in the environment lifts them, except the limit on threads,
+above which libraries crash.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from gcbench.core.errors import UsageError
 
 INSIST = "GCBENCH_NO_LIMITS"
 THREADS = 1024
-"""Threads inside an operation of a worker."""
+"""The most threads of a worker."""
 SIMULATED = 4096
-"""Workers in one process: each has a gradient and its memory."""
+"""The most workers in one process: each has a gradient, and the buffers of its memory."""
 PROCESSES_A_CORE = 8
-"""Local processes for each core; each takes a quarter of a gigabyte."""
+"""The most local processes for each core; each takes a quarter of a gigabyte of memory."""
 CONFIGURATIONS = 2000
-"""Runs of a grid."""
+"""The most runs in a grid."""
 
 
 def _refuse(asked: str, limit: str, *, insist: bool = True) -> UsageError:
@@ -32,7 +33,7 @@ def insisted() -> bool:
 
 
 def check_threads(threads: int) -> None:
-    """Raise UsageError for more threads than libraries bear."""
+    """Raise UsageError for more threads than libraries can start without crashing."""
     if threads > THREADS:
         raise _refuse(f"--threads {threads}", f"{THREADS} threads", insist=False)
 
@@ -40,7 +41,7 @@ def check_threads(threads: int) -> None:
 def check_workers(workers: int, *, processes: bool, cores: int) -> None:
     """Raise UsageError for more workers than this machine should hold.
 
-    `processes`: each is a process that is started here.
+    `processes`: whether each worker is a process on this machine, and not simulated in one.
     """
     limit = PROCESSES_A_CORE * cores if processes else SIMULATED
     if workers > limit and not insisted():
@@ -51,6 +52,6 @@ def check_workers(workers: int, *, processes: bool, cores: int) -> None:
 
 
 def check_grid(count: int) -> None:
-    """Raise UsageError for a grid of more runs than a command should begin."""
+    """Raise UsageError for a grid of more than CONFIGURATIONS runs."""
     if count > CONFIGURATIONS and not insisted():
         raise _refuse(f"a grid of {count} configurations", f"{CONFIGURATIONS} of them")

@@ -1,8 +1,9 @@
-"""Which worker of which job a process is.
+"""Which worker of which job this process is.
 
-A job is started by gcbench (`gcbench.training.launch`) or by torchrun. What torchrun says stands in
-the environment and counts only where TORCHELASTIC_RUN_ID is set, too: RANK alone may be left over
-from anything, and a process that took itself for worker 1 would write to a run without its lock.
+A job is started by gcbench (`gcbench.training.launch`) or by torchrun. torchrun puts RANK,
+WORLD_SIZE and others into the environment. They are read only if TORCHELASTIC_RUN_ID is set, too:
+RANK alone may be left over from another program, and a process that wrongly took itself for worker
+1 would write to a run without its lock.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ class Membership:
     rank: int
     size: int
     local_rank: int
-    """Among the workers on this machine."""
+    """The worker's number among those on this machine."""
     local_size: int
     folder: Path | None = None
-    """A private folder where local workers meet; under torchrun None: they meet at its store."""
+    """The private folder with the file store of local workers; None under torchrun, which has a
+    store of its own."""
 
 
 def by_torchrun() -> bool:
@@ -36,7 +38,7 @@ def from_torchrun() -> Membership | None:
     """Return this process's place in torchrun's job; None if torchrun did not start it.
 
     Raises:
-        UsageError: the environment has only a part of what torchrun sets, or no such numbers.
+        UsageError: some of torchrun's variables are missing, or are no ranks and sizes of a job.
     """
     if not by_torchrun():
         return None
@@ -52,7 +54,7 @@ def from_torchrun() -> Membership | None:
 
 
 def leads() -> bool:
-    """Return whether this process writes and prints: it is worker 0, or no worker of torchrun.
+    """Return whether this process writes and prints: it is worker 0, or not under torchrun.
 
     Raises:
         UsageError: see `from_torchrun`.

@@ -1,14 +1,14 @@
 """Training through DistributedDataParallel, the exchange overlapped with the backward pass.
 
-Engine `ddp`: each worker is a process whose replica DDP wraps, with the hook of
-`gcbench.integrations.ddp` or one of torch's. Everything else is the training loop's, so that a run
-differs from one of engine `spawn` in when gradients are exchanged, and in the order of tensors in
-the lanes, by which random numbers are drawn and shards are cut.
+With engine `ddp` each worker is a process whose replica is wrapped by DDP, with the hook of
+`gcbench.integrations.ddp` or one of torch's. Everything else is as in `Trainer`, so that a run
+differs from one with engine `spawn` only in when gradients are exchanged, and in the order of
+tensors in the lanes, which decides how random numbers are drawn and shards are cut.
 
-What the hook hides is measured in every step: backward returns when the last bucket is back, so the
-time from the last gradient's arrival to that is what the exchange cost (`exposed`), and the rest of
-what its thread was busy with went by behind the backward pass. On few cores both compete for them,
-and a slower backward pass is in `forward_backward`.
+How much of the exchange is hidden is measured in every step. Backward returns when the last bucket
+has been exchanged. The time between the last gradient and that return is `exposed`; the rest of the
+time that the hook's thread spent on the exchange was hidden under the backward pass. On few cores
+the two compete: the slower backward pass then shows in `forward_backward`.
 """
 
 from __future__ import annotations
@@ -53,25 +53,26 @@ class DdpTrainer(Trainer):
         self.exchange = Exchange(world, [], config.seed, self.clock)  # the hook has one of its own
         self.stages = set()
         self.hook: CommHook | None = None
-        self.theirs: CountedHook | None = None
+        self.torch_hook: CountedHook | None = None
         self.exposed: list[float] = []
         """Seconds of each step in which backward waited for the exchange."""
-        self._carried: Mapping[str, Any] | None = None
+        self._hook_state: Mapping[str, Any] | None = None
+        """The hook's state in the checkpoint from which the run is resumed."""
 
     def _wrap(self) -> None:
-        """Wrap the replica, and register the hook with what it carried at the checkpoint."""
+        """Wrap the replica by DDP, and register the hook, with its state from the checkpoint."""
         config = self.config
         self._decay_in_loss()
         with warnings.catch_warnings():
-            # Buffers are each worker's own, after a resume, too. What newer torch wants in the
-            # place of this argument sends worker 0's to all at the beginning.
+            # Each worker keeps its own buffers, also after a resume. The argument that newer torch
+            # has in place of this one would send worker 0's buffers to all at the beginning.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             self.wrapped = DistributedDataParallel(
                 self.replicas[0], broadcast_buffers=False, bucket_cap_mb=config.bucket_mb
             )
         if config.hook == "torch":
-            self.theirs = CountedHook(config, self.world)
-            self.wrapped.register_comm_hook(None, self.theirs.hook())
+            self.torch_hook = CountedHook(config, self.world)
+            self.wrapped.register_comm_hook(None, self.torch_hook.hook())
             return
         self.hook = comm_hook(
             self.compressor,
@@ -84,12 +85,12 @@ class DdpTrainer(Trainer):
             seed=config.seed,
             bucket_mb=config.bucket_mb,
         )
-        if self._carried is not None:
-            self.hook.load_state_dict(self._carried)
+        if self._hook_state is not None:
+            self.hook.load_state_dict(self._hook_state)
         self.hook.register(self.wrapped)
 
     def _decay_in_loss(self) -> None:
-        """Add the loss's L2 term to each gradient before DDP sees it, as `finish_bucket` does."""
+        """Add the loss's L2 term to each gradient before DDP sees it, as in `finish_bucket`."""
         rate = self.config.weight_decay
         if self.config.decay != "loss" or not rate:
             return
@@ -135,11 +136,11 @@ class DdpTrainer(Trainer):
         return [float(loss.detach())]
 
     def _ready(self) -> float:
-        """Return when the last gradients had come."""
+        """Return the time, by the clock, at which the last gradient was computed."""
         if self.hook is not None:
             return self.hook.ready
-        assert self.theirs is not None
-        return self.theirs.ready
+        assert self.torch_hook is not None
+        return self.torch_hook.ready
 
     def _train(self, stop: Callable[[], bool]) -> dict[str, float | None]:
         self._wrap()
@@ -158,15 +159,15 @@ class DdpTrainer(Trainer):
     def _restore(self, state: Mapping[str, Any]) -> None:
         super()._restore(state)
         own = state["workers"][self.world.ranks[0]]
-        self._carried, self.exposed = own["hook"], list(own["exposed"])
+        self._hook_state, self.exposed = own["hook"], list(own["exposed"])
 
     def _summary(self, evaluation: Mapping[str, float | None]) -> dict[str, Any]:
         summary = super()._summary(evaluation)
         busy: list[float] | None = None
         if self.hook is None:
-            summary["collective"] = "allreduce"  # whatever ours would have taken
+            summary["collective"] = "allreduce"  # torch's hooks know no other
             for phase in EXCHANGED:
-                summary["phase_seconds"][phase] = None  # torch's hooks are not timed inside
+                summary["phase_seconds"][phase] = None  # not measured inside torch's hooks
         else:
             places = [PHASES.index(phase) for phase in EXCHANGED]
             busy = [sum(step[i] for i in places) for step in self.clock.steps]
@@ -176,10 +177,11 @@ class DdpTrainer(Trainer):
 
 
 def overlap(busy: Sequence[float] | None, exposed: Sequence[float]) -> dict[str, float | None]:
-    """Return the median seconds of exchanging and of waiting for it, and the share that is hidden.
+    """Return the median seconds of the exchange and of waiting for it, and the share hidden.
 
-    `busy`: seconds of each step that the exchange took, None where nobody knows; `exposed`: those
-    that backward waited. The share is of the medians, 0 where waiting took longer.
+    `busy`: seconds that the exchange took in each step, None where they were not measured;
+    `exposed`: seconds that backward waited for it. The share is 1 - the ratio of the medians, and 0
+    where waiting took longer.
     """
     took, waited = None if busy is None else statistics.median(busy), statistics.median(exposed)
     return {
@@ -190,7 +192,7 @@ def overlap(busy: Sequence[float] | None, exposed: Sequence[float]) -> dict[str,
 
 
 class CountedHook:
-    """One of torch's hooks, with the bytes of the collectives that it calls."""
+    """One of torch's hooks, which also counts the bytes of the collectives that it calls."""
 
     def __init__(self, config: Config, world: World) -> None:
         self.world, self.ready = world, 0.0
@@ -200,7 +202,7 @@ class CountedHook:
             "fp16": default_hooks.fp16_compress_hook,
             "powersgd": powerSGD_hook.powerSGD_hook,
         }
-        self.theirs = known[config.compressor]
+        self.original = known[config.compressor]
         if config.compressor == "powersgd":
             rank = getattr(config.make_compressor(), "rank", 1)
             self.state = powerSGD_hook.PowerSGDState(
@@ -208,12 +210,12 @@ class CountedHook:
             )
 
     def hook(self) -> Callable[..., torch.futures.Future[Tensor]]:
-        """Return what DDP registers: it compares annotations with classes, not with their names."""
+        """Return the function to register, with the annotations as classes, as DDP expects them."""
 
         def counted(state, bucket):  # type: ignore[no-untyped-def]
             self.ready = time.perf_counter()
             with _Counting(self.world):
-                return self.theirs(self.state, bucket)
+                return self.original(self.state, bucket)
 
         counted.__annotations__ = {
             "bucket": GradBucket,
@@ -223,7 +225,7 @@ class CountedHook:
 
 
 class _Counting(TorchDispatchMode):
-    """Adds the tensors of all-reduces that are called in it to the traffic of this worker."""
+    """Adds the bytes of all-reduces that are called in its context to this worker's traffic."""
 
     def __init__(self, world: World) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

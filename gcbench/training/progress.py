@@ -1,4 +1,4 @@
-"""What a run says while it goes on: a bar on a terminal, plain lines in a pipe, on stderr."""
+"""Progress of a run on stderr: a bar on a terminal, plain lines in a pipe."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, Literal, Protocol
 
 Mode = Literal["auto", "bar", "plain", "none"]
 WIDE = 90
-"""Columns from which the bar has room for the latest numbers."""
+"""In a terminal of at least so many columns the bar also shows the latest numbers."""
 ANNOUNCE_SECONDS = 5.0
-"""Seconds of stepping from which the time that a grid takes is told."""
+"""After so many seconds of steps the duration of the grid is estimated and announced."""
 PLAIN_SECONDS = 10.0
-"""Seconds between lines in a pipe; evaluations always get one."""
+"""Seconds between lines in a pipe; evaluations are always printed."""
 
 
 class Observer(Protocol):
-    """Hears of every record and of every step."""
+    """Shows progress: is called at every step, and with every record."""
 
     def step(self, step: int, said: str = "") -> None: ...  # noqa: D102
 
@@ -30,7 +30,7 @@ class Observer(Protocol):
 
 
 class Silent:
-    """Says nothing."""
+    """Shows nothing."""
 
     def step(self, step: int, said: str = "") -> None:  # noqa: D102
         pass
@@ -61,7 +61,7 @@ def _words(record: Mapping[str, Any], *, short: bool = False) -> str:
 
 
 class Plain:
-    """Prints a line now and then."""
+    """Prints a line every PLAIN_SECONDS, and at every evaluation."""
 
     def __init__(self, name: str, steps: int) -> None:
         self.name, self.steps = name, steps
@@ -69,7 +69,7 @@ class Plain:
         self.first: tuple[int, float] | None = None
 
     def step(self, step: int, said: str = "") -> None:
-        """Print what is said, if anything, with the remaining time by the pace so far."""
+        """Print `said`, if there is anything, with the remaining time estimated from the pace."""
         now = time.monotonic()
         if self.first is None:
             self.first = step, now
@@ -143,9 +143,9 @@ class Bar:
 
 
 class Announcing:
-    """Says once, some seconds after the first step, how long this run and the grid will take.
+    """Announces once, ANNOUNCE_SECONDS after the first step, how long run and grid will take.
 
-    By the pace of this run: other methods and tasks of the grid may be slower or faster.
+    The estimate assumes the pace of this run for all: others of the grid may be slower or faster.
     """
 
     def __init__(self, inner: Observer, steps: int, after: int) -> None:
@@ -183,9 +183,10 @@ class Announcing:
 
 
 def observer(mode: Mode, name: str, steps: int, after: int = 0) -> Observer:
-    """Return the observer for `mode`; "auto" is a bar where stderr is a terminal.
+    """Return the observer for `mode`; "auto" is a bar if stderr is a terminal, else plain lines.
 
-    `after`: steps of the runs that follow; if there are some, the time of all is announced.
+    `name` and `steps` are the run's; `after` is how many steps the runs that follow have together:
+    if there are some, the duration of the whole grid is announced.
     """
     shown = _observer(mode, name, steps)
     return Announcing(shown, steps, after) if after else shown

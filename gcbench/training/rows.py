@@ -1,4 +1,4 @@
-"""Rows: many finished runs in one small Parquet file, to be committed and read without running.
+"""Files of rows: many finished runs in one small Parquet file, which can be committed.
 
 A row is a run's summary and its evaluations. Numbers and strings are columns; what is nested
 (config, provenance, phases, evaluations, ...) is JSON text in a column of its name.
@@ -18,22 +18,23 @@ from gcbench.core.errors import GcbenchError
 from gcbench.training.store import explained, write_atomically
 
 KIND = b"gcbench rows 1"
-"""Marks the files of this module in Parquet's own metadata."""
+"""The value in Parquet's metadata by which files of this module are recognized."""
 _MARK = b"gcbench"
 Row = dict[str, Any]
 
 
 def row(summary: Mapping[str, Any], evaluations: Sequence[Mapping[str, Any]], suite: str) -> Row:
-    """Return the row of a finished run; `suite` says for which suite it was made, as name/version.
+    """Return the row of a finished run.
 
-    Of the evaluations, cells that are null are left out.
+    `evaluations` are its records of kind "eval", of which null cells are left out; `suite` is the
+    suite for which it was made, as name/version, or "".
     """
     curve = [{k: v for k, v in record.items() if v is not None} for record in evaluations]
     return {**summary, "suite": suite, "evaluations": curve}
 
 
 def holds(path: Path) -> bool:
-    """Return whether a Parquet file holds rows; False for what cannot be read."""
+    """Return whether a Parquet file holds rows; False for a file that cannot be read."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -45,7 +46,7 @@ def holds(path: Path) -> bool:
 
 
 def read(path: Path) -> list[Row]:
-    """Return the rows of a file in their order; none if it does not exist.
+    """Return the rows of a file in their order; an empty list if it does not exist.
 
     Raises:
         GcbenchError: it cannot be read, or holds something else.
@@ -104,9 +105,9 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 
 
 def add(path: Path, new: Row) -> None:
-    """Add a row to a file, in place of the one of the same config if there is one.
+    """Add a row to a file; a row of the same config is replaced.
 
-    Several processes may add to one file.
+    Several processes may add to one file at the same time.
 
     Raises:
         GcbenchError: the file cannot be read or written.

@@ -1,4 +1,4 @@
-"""Carries out the runs of a grid: skips finished ones, resumes interrupted ones."""
+"""Makes the runs of a grid one after the other: skips finished ones, resumes interrupted ones."""
 
 from __future__ import annotations
 
@@ -23,17 +23,21 @@ def _say(text: str) -> None:
 
 
 Work = Generator[Config, Mapping[str, Any], None]
-"""Yields configs, and is sent the summary of each."""
+"""A generator that yields configs, and is sent the summary of each before it yields the next."""
 
 
 def each(configs: Sequence[Config]) -> Work:
-    """Return the work of a grid that is known beforehand."""
+    """Yield the configs of a grid, whatever their summaries are."""
     for config in configs:  # noqa: UP028 - `yield from` a list could not be sent anything
         yield config
 
 
 def _raise_if_failed(summary: Mapping[str, Any], where: str) -> None:
-    """Raise again what a run that was made before failed with."""
+    """Raise the error with which a stored run failed, if it did; `where` says where it is stored.
+
+    Raises:
+        DivergedError: the run diverged.
+    """
     if failed := summary.get("failed"):
         raise DivergedError(f"{failed['reason']} ({where})", failed["step"])
 
@@ -50,26 +54,27 @@ class Runner:
         *,
         force: bool,
         capture: captures.Plan | None = None,
-        told: tuple[str, ...] = (),
-        kept: Path | None = None,
+        sink_names: tuple[str, ...] = (),
+        rows_file: Path | None = None,
         suite: str = "",
         show: Callable[[Sequence[Mapping[str, Any]]], object] | None = None,
     ) -> None:
-        """Look at what all runs have in common.
+        """Keep what all runs have in common.
 
-        `show` prints the summaries of finished runs; `told` names the sinks that hear of the
-        records. `kept`: a file of rows (`gcbench.training.rows`). A run that has a row there is not
-        made again, and each finished run adds its own; `suite`, as name/version, is told in them.
+        `capture`: which gradients are kept; `sink_names`: the sinks that receive the records;
+        `show` prints the summaries of finished runs. `rows_file`: a file of rows
+        (`gcbench.training.rows`); a run that has a row there is not made again, and each finished
+        run adds its own, with `suite`, name/version, as the suite for which it was made.
         """
         self.results, self.data_dir, self.force = results, data_dir, force
         self.checkpoint_seconds, self.progress = checkpoint_seconds, progress
-        self.capture, self.told = capture, told
-        self.kept, self.suite, self.show = kept, suite, show
+        self.capture, self.sink_names = capture, sink_names
+        self.rows_file, self.suite, self.show = rows_file, suite, show
         self.after = 0
-        """Steps of the runs that are still to be made."""
+        """How many steps the runs that are still to be made have together."""
 
     def all(self, configs: Sequence[Config], *, json: bool) -> None:
-        """Do all runs of a grid, see `work`; what they need is checked before the first."""
+        """Make all runs of a grid, as `work` does, after their devices and limits are checked."""
         configs = [self._in_environment(config) for config in configs]
         for config in configs:
             self._check(config)
@@ -80,7 +85,7 @@ class Runner:
         self.work(each(configs), len(configs), json=json)
 
     def _pending(self, config: Config) -> bool:
-        """Whether a run is still to be made, or to be finished."""
+        """Return whether a run is not finished yet, or is to be repeated."""
         return self.force or Run(self.results / config.run_name).summary is None
 
     def _check(self, config: Config) -> None:
@@ -90,13 +95,13 @@ class Runner:
             self.capture.check(config.run_name, config.steps)
 
     def work(self, work: Work, count: int, *, json: bool, tuned: bool = False) -> None:
-        """Do the runs that `work` yields, then print their summaries.
+        """Make the runs that `work` yields, then print their summaries.
 
-        `count` is how many are known beforehand. `tuned`: runs that are not tested come on top of
-        them, as trials that choose a rate.
+        `count` is the number of runs, without trials. `tuned`: `work` also yields trials, which
+        choose a learning rate: the runs that do not evaluate the test split.
 
-        A run that fails does not keep the others from running; the first failure is raised at the
-        end, after what was done has been printed.
+        If a run fails, the others are still made; the first failure is raised at the end, after
+        the summaries have been printed. A trial that diverges is no failure.
 
         Raises:
             Interrupted: the user asked to stop.
@@ -104,15 +109,15 @@ class Runner:
         """
         leads = membership.leads()
         known = {}
-        if self.kept is not None and not self.force:
-            known = {one["config_hash"]: one for one in rows.read(self.kept)}
+        if self.rows_file is not None and not self.force:
+            known = {one["config_hash"]: one for one in rows.read(self.rows_file)}
         done: list[dict[str, Any]] = []
         failures: list[GcbenchError] = []
         number = 0
-        told: Mapping[str, Any] = {}
+        summary: Mapping[str, Any] = {}
         while True:
             try:
-                config = self._in_environment(work.send(told) if told else next(work))
+                config = self._in_environment(work.send(summary) if summary else next(work))
             except StopIteration:
                 break
             self._check(config)
@@ -121,21 +126,21 @@ class Runner:
             place = "[trial]" if trial else f"[{number}/{count}]"
             try:
                 if config.hash in known:
-                    told = known[config.hash]
-                    configuration.check_objects(config, told, Path(str(self.kept)))
+                    summary = known[config.hash]
+                    configuration.check_objects(config, summary, Path(str(self.rows_file)))
                     if leads:
-                        _say(f"{place} {config.run_name}: its row is in {self.kept}, skipped")
-                    _raise_if_failed(told, f"row in {self.kept}")
+                        _say(f"{place} {config.run_name}: its row is in {self.rows_file}, skipped")
+                    _raise_if_failed(summary, f"row in {self.rows_file}")
                 else:
-                    told = self.one(config, place, leads=leads)
+                    summary = self.one(config, place, leads=leads)
                 if not trial:
-                    done.append(dict(told))
+                    done.append(dict(summary))
             except Interrupted as stopped:
                 if leads:
                     self._explain_interruption(stopped, config, count - number + 1)
                 raise
             except GcbenchError as error:
-                told = {"failed": {"reason": str(error)}}
+                summary = {"failed": {"reason": str(error)}}
                 if trial:
                     if not isinstance(error, DivergedError):
                         raise  # without it no rate can be chosen
@@ -150,7 +155,11 @@ class Runner:
             raise failures[0]
 
     def _in_environment(self, config: Config) -> Config:
-        """Under torchrun, become one worker of its job."""
+        """Return the config with engine torchrun under torchrun, else as it is.
+
+        Raises:
+            UsageError: engine torchrun was asked for, but torchrun did not start this process.
+        """
         if not membership.by_torchrun():
             if config.engine == "torchrun":
                 raise UsageError(
@@ -162,10 +171,13 @@ class Runner:
         return Config.make(given)
 
     def one(self, config: Config, place: str, *, leads: bool) -> dict[str, Any]:
-        """Do one run, or find it done; return its summary.
+        """Make or resume one run, or find it finished; return its summary.
+
+        `place` is its number among all, for messages. Without `leads` the summary is empty, unless
+        the run was finished before: worker 0's process has it.
 
         Raises:
-            MissedError: it is past a step that is to be captured.
+            MissedError: the run is past a step that is to be captured.
             GcbenchError: it was made, or begun, by a gcbench with other defaults.
             GcbenchError: it failed; its records and checkpoint stay.
         """
@@ -179,7 +191,7 @@ class Runner:
             if leads:
                 _say(f"{place} {config.run_name}: finished before, skipped (--force runs it again)")
                 self._retell(run, finished)
-                self._keep(run, finished)
+                self._add_row(run, finished)
             return finished
         if not leads:
             self._engine(config, run)
@@ -197,7 +209,7 @@ class Runner:
                 _say(f"{place} {config.run_name}: goes on from its checkpoint{as_then}")
             else:
                 run.start(config.model_dump(mode="json"), configuration.provenance(config))
-                sinks.forget(run, sinks.registered().keys() - self.told)
+                sinks.forget(run, sinks.registered().keys() - self.sink_names)
                 carried = "" if config.memory == "none" else f", memory {config.memory}"
                 _say(
                     f"{place} {config.run_name}: {config.make_compressor()!r}, "
@@ -209,19 +221,19 @@ class Runner:
                 self._engine(config, run, threads)
             except DivergedError as error:
                 run.finish(configuration.failed(config, run, error))
-                self._keep(run, run.summary or {})
+                self._add_row(run, run.summary or {})
                 raise
         summary = run.summary
         if summary is None:
             raise GcbenchError(f"{run.folder} has no summary after its run")
-        self._keep(run, summary)
+        self._add_row(run, summary)
         return summary
 
-    def _keep(self, run: Run, summary: Mapping[str, Any]) -> None:
-        """Add a finished run to the file of rows."""
-        if self.kept is not None:
+    def _add_row(self, run: Run, summary: Mapping[str, Any]) -> None:
+        """Add a finished run to the file of rows, if there is one."""
+        if self.rows_file is not None:
             curve = [record for record in run.records() if record["kind"] == "eval"]
-            rows.add(self.kept, rows.row(summary, curve, self.suite))
+            rows.add(self.rows_file, rows.row(summary, curve, self.suite))
 
     def _engine(self, config: Config, run: Run, threads: int | None = None) -> None:
         self.after = max(0, self.after - config.steps)
@@ -231,17 +243,17 @@ class Runner:
             self.progress,
             after=self.after,
             capture=self.capture,
-            sinks=self.told,
+            sinks=self.sink_names,
             threads=threads,
         )
         engines.ENGINES[config.engine](config, run, options)
 
     def _retell(self, run: Run, finished: dict[str, Any]) -> None:
-        """Tell the sinks the records of a run that was finished before."""
-        if self.told:
+        """Send the sinks the records of a run that was finished before."""
+        if self.sink_names:
             with run.locked():
-                sinks.retell(self.told, run, finished)
-            _say(f"    its stored records went to {', '.join(self.told)}")
+                sinks.retell(self.sink_names, run, finished)
+            _say(f"    its stored records went to {', '.join(self.sink_names)}")
 
     def _explain_interruption(self, stopped: Interrupted, config: Config, left: int) -> None:
         _say(f"\n{config.run_name}: {stopped}; what is done is kept in {self.results}")
@@ -250,7 +262,7 @@ class Runner:
         _say(f"{left} run(s) left. Go on with: {start}")
 
     def _print(self, done: Sequence[dict[str, Any]], *, single: bool, json: bool) -> None:
-        if json and not (single and not done):  # a run alone that failed has no document
+        if json and not (single and not done):  # a single run that failed prints no document
             print(jsonlib.dumps(done[0] if single else list(done), indent=2))
         elif done:
             if self.show is not None:

@@ -1,4 +1,8 @@
-"""Schedules of a compressor's parameters: a value, or values by the step from which they hold."""
+"""Schedules of a compressor's fields: a field has one value, or values that change at given steps.
+
+A schedule is a mapping from the step at which a value begins to hold to the value: {0: 0.25,
+100: 0.01} is 0.25 at steps 0 to 99 and 0.01 from step 100 on.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,12 @@ Options = Mapping[str, Any]
 
 
 def normalize(name: str, value: Any) -> Any:
-    """Return a schedule with integer steps in their order; any other value as it is.
+    """Return a schedule with its steps as sorted integers; any other value as it is.
 
-    A schedule is a mapping from steps to values: {0: 0.25, 100: 0.01}. JSON writes the steps as
-    strings.
+    The steps may come as strings, as in JSON. `name` is the field's, for the error.
 
     Raises:
-        UsageError: a step is no number, or none is 0.
+        UsageError: a step is no integer or below 0, or no value holds at step 0.
     """
     if not isinstance(value, Mapping):
         return value
@@ -36,7 +39,7 @@ def normalize(name: str, value: Any) -> Any:
 
 
 def at(options: Options, step: int) -> dict[str, Any]:
-    """Return the values that hold at `step`."""
+    """Return the value of each field at `step`."""
     return {
         name: value[max(start for start in value if start <= step)]
         if isinstance(value, Mapping)
@@ -46,11 +49,11 @@ def at(options: Options, step: int) -> dict[str, Any]:
 
 
 def starts(options: Options) -> list[int]:
-    """Return the steps from which other values hold, 0 first."""
+    """Return the steps at which the value of any field changes, sorted, with 0 as the first."""
     schedules = (value for value in options.values() if isinstance(value, Mapping))
     return sorted({0, *(start for value in schedules for start in value)})
 
 
 def text(stages: Mapping[int, Any]) -> str:
-    """Return how the command line writes a schedule."""
+    """Return a schedule as the command line writes it: 0:0.25/100:0.01."""
     return "/".join(f"{step}:{value}" for step, value in stages.items())

@@ -1,9 +1,9 @@
-"""Where a run's records go besides its own files: TensorBoard, or a class of a third party.
+"""Sinks: where a run's records go besides its own files, TensorBoard or a class of a third party.
 
-A sink only listens: neither results nor the config's hash depend on it. It lives in the process of
-worker 0 alone and writes to `<run folder>/<its name>/`. Whenever a run starts or goes on, the sink
-is told every record of the run from the first one: so nothing is missing after a part without the
-sink, and nothing is doubled if it takes back what an earlier attempt has written.
+Neither results nor the config's hash depend on a sink. It lives in the process of worker 0 only,
+and writes to `<run folder>/<its name>/`. Whenever a run starts or is resumed, the sink receives all
+records of the run from the first one on. So nothing is missing if a part of the run was made
+without the sink, and nothing is there twice if the sink deletes what an earlier attempt wrote.
 
 A third party registers a subclass of `Sink` under the entry-point group `gcbench.sinks`.
 """
@@ -26,32 +26,32 @@ from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.training.store import CAPTURES, LOCK, Run
 
 OWN = (CAPTURES, LOCK)
-"""What a run's folder holds besides files with an ending, which no sink's name has."""
+"""Names in a run's folder that a sink must not have. (The other names there have an ending.)"""
 
 
 class Sink(ABC):
-    """Hears of the records of one run; made without arguments."""
+    """Receives the records of one run; a subclass is made without arguments."""
 
     name: ClassVar[str] = ""
 
     @classmethod  # noqa: B027  (most sinks need nothing)
     def check(cls) -> None:
-        """Raise UsageError if something is missing here; asked before anything runs."""
+        """Raise UsageError if something that the sink needs is missing; called before any run."""
 
     @abstractmethod
     def open(self, folder: Path, config: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
-        """Begin in `folder`, the sink's own, and take back what an earlier attempt left there.
+        """Begin in `folder`, the sink's own, and delete what an earlier attempt wrote there.
 
         `config` and `provenance` are those of the run's `config.json` and `provenance.json`.
         """
 
     @abstractmethod
     def record(self, record: Mapping[str, Any]) -> None:
-        """Take a line of `metrics.jsonl`; on return it is where the end of this process finds it.
+        """Take a record, a line of `metrics.jsonl`; once this returns a crash must not lose it.
 
-        The columns are `schema.METRIC_COLUMNS`, those that `kind` does not have left out, and in an
-        evaluation the `test_NAME` of the task's own metrics; None is a number that was not finite,
-        or an accuracy that the task does not have.
+        The keys are those of `schema.METRIC_COLUMNS` that its `kind` has, and in an evaluation the
+        `test_NAME` of the task's own metrics; None stands for a number that was not finite, or for
+        an accuracy that the task does not have.
         """
 
     def close(self) -> None:  # noqa: B027  (most sinks need nothing)
@@ -62,11 +62,11 @@ class Sink(ABC):
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Return the sinks in a list with commas, each once.
+    """Return the names of sinks in a comma-separated list, each once.
 
     Raises:
-        UsageError: an unknown one, one whose folder a run has for itself, or one that lacks
-            something here; it says how to get that.
+        UsageError: a sink is unknown, has the name of a folder that runs use themselves, or needs
+            something that is not installed; then the message says how to get it.
     """
     found = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
     for name in found:
@@ -81,7 +81,7 @@ def names(text: str) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Turn what goes wrong in a sink into a line for the user."""
+    """Raise GcbenchError, which names the sink, in place of any other error in it."""
     try:
         yield
     except GcbenchError:
@@ -103,7 +103,7 @@ class Sinks:
         config: Mapping[str, Any],
         provenance: Mapping[str, Any],
     ) -> None:
-        """Open the sinks of these names and tell them the records that the run has already.
+        """Open the sinks of these names and send them the records that the run has already.
 
         Raises:
             GcbenchError: one of them cannot write.
@@ -119,12 +119,12 @@ class Sinks:
             for record in run.records() if chosen else ():
                 self.record(record)
         except GcbenchError:
-            with contextlib.suppress(GcbenchError):  # the first error is the one to tell
+            with contextlib.suppress(GcbenchError):  # the first error is raised, not this one
                 self.close()
             raise
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """Tell all sinks a record that is stored; GcbenchError if one of them fails."""
+        """Send all sinks a record that is stored; GcbenchError if one of them fails."""
         for name, sink in self.listening.items():
             with _named(name):
                 sink.record(record)
@@ -138,15 +138,15 @@ class Sinks:
 
 
 def forget(run: Run, names: Iterable[str]) -> None:
-    """Delete what these sinks have of a run."""
+    """Delete what these sinks have written about a run."""
     for name in names:
         with _named(name), contextlib.suppress(FileNotFoundError):
             shutil.rmtree(run.folder / name)
 
 
 def retell(chosen: Sequence[str], run: Run, summary: Mapping[str, Any]) -> None:
-    """Tell the stored records of a finished run; GcbenchError if a sink fails."""
-    forget(run, chosen)  # repeated commands would pile up copies
+    """Send sinks the stored records of a finished run; GcbenchError if a sink fails."""
+    forget(run, chosen)  # so that repeated commands do not add copies
     Sinks(chosen, run, summary["config"], summary["provenance"]).close()
 
 
@@ -156,8 +156,9 @@ def retell(chosen: Sequence[str], run: Run, summary: Mapping[str, Any]) -> None:
 class TensorBoard(Sink):
     """Scalars as event files, the config and the provenance as text.
 
-    The time of an event is the start of the run plus its `seconds`, the time of its steps: curves
-    over time are without evaluations and pauses, and the same however often a run was resumed.
+    The time of an event is the start of the run plus its `seconds`, the time spent in steps. So
+    curves over time leave out evaluations and pauses, and do not depend on how often a run was
+    resumed.
     Values are float32, as TensorBoard's scalars are; the exact ones are in metrics.jsonl.
     """
 
@@ -177,7 +178,8 @@ class TensorBoard(Sink):
             "validation_loss": "loss/validation",
         },
     }
-    """Kind of record -> column -> tag; an evaluation's bytes are those of the steps before it."""
+    """Kind of record -> column -> tag. Bytes are not written at evaluations: train records have
+    them."""
 
     @classmethod
     def check(cls) -> None:
@@ -194,7 +196,7 @@ class TensorBoard(Sink):
         from torch.utils.tensorboard import SummaryWriter
 
         self.started = datetime.fromisoformat(provenance["started"]).timestamp()
-        # The earlier attempt's file stays: without it a TensorBoard that looks on would be stuck.
+        # The earlier attempt's file stays: a TensorBoard that has it open would not go on without.
         self.writer: Any = SummaryWriter(folder, purge_step=0)
         for tag, value in (("config", config), ("provenance", provenance)):
             text = json.dumps(value, indent=2, default=str)
@@ -212,7 +214,7 @@ class TensorBoard(Sink):
         for column, tag in tags.items():
             value = record.get(column)
             if value is None and (column not in record or column.endswith("accuracy")):
-                continue  # of another split, or the task has none
+                continue  # a column of another split, or the task has no accuracy
             value = math.nan if value is None else value
             self.writer.add_scalar(tag, value, record["step"], when)
         self.writer.flush()

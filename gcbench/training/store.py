@@ -1,9 +1,9 @@
-"""Runs on disk: records as they come, a checkpoint, a summary; nothing computed is lost.
+"""Runs on disk: records, checkpoints, a summary.
 
 `metrics.jsonl` grows line by line; `checkpoint.pt` is replaced atomically, and the one before it is
-kept; `summary.json` is written last and marks a finished run. A checkpoint carries a digest of its
-bytes, and the number and a digest of the records up to its step: where one does not fit, the
-checkpoint before it serves, and if that does not fit either, the run is refused.
+kept; `summary.json` is written last and marks a finished run. A checkpoint contains a digest of its
+bytes, and the number and a digest of the records up to its step. If one of them does not match, the
+checkpoint before it is used; if that one does not match either, the run is not resumed.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from gcbench.core.errors import GcbenchError
 from gcbench.core.schema import METRIC_COLUMNS
 
 CAPTURES = "captures"
-"""Folder of a run's captured gradients (`gcbench.training.captures`)."""
+"""The folder of a run's captured gradients (`gcbench.training.captures`)."""
 CHECKPOINTS = ("checkpoint.pt", "checkpoint.previous.pt")
 """The last checkpoint, and the one before it."""
 MARK = b"gcbench checkpoint 2 sha256 "
-"""What a checkpoint begins with; the digest follows, a line feed, and torch's bytes."""
+"""The first bytes of a checkpoint; then come the digest, a line feed, and what torch.save wrote."""
 LOCK = "lock"
-"""File that is there while a process writes to a run."""
+"""The file that exists, and is locked, while a process writes to a run."""
 
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn an operating system's refusal into a line for the user."""
+    """Raise GcbenchError, which says what to do, in place of an OSError while writing `path`."""
     try:
         yield
     except OSError as error:
@@ -49,10 +49,10 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def open_own(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
-    """Open a file of a run, as `open` does; what is there must be a regular file.
+    """Open a file of a run, as `open` does; if it exists it must be a regular file.
 
-    A symbolic link could lead to a file that is no part of the run and would be overwritten, and
-    a pipe would make this process wait for somebody.
+    A symbolic link could lead to a file that is no part of the run, which would be overwritten; a
+    pipe would make this process wait for a reader or writer.
 
     Raises:
         GcbenchError: the path is a link, a pipe, a device or a socket.
@@ -60,7 +60,7 @@ def open_own(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
     """
 
     def opener(name: str, flags: int) -> int:
-        # Truncated below, once it is known what it is; and a pipe is not waited for.
+        # Truncated below, once it is known to be a regular file; opening a pipe does not block.
         return os.open(name, flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
     try:
@@ -87,8 +87,11 @@ def _not_own(path: Path) -> GcbenchError:
 def write_atomically(path: Path, data: bytes, kept: Path | None = None) -> None:
     """Replace `path` with `data`: after a crash it holds the old bytes or the new, never a mix.
 
-    `kept`: where to move what was at `path`; after a crash it may be there alone. What was written
-    outlasts a loss of power once this returns.
+    `kept`: where to move the old file; after a crash there may be a file at `kept` and none at
+    `path`. Once this returns the data survives a loss of power.
+
+    Raises:
+        GcbenchError: it cannot be written.
     """
     part = path.with_name(path.name + ".part")
     with explained(path):
@@ -115,16 +118,16 @@ def _json(value: Mapping[str, Any]) -> bytes:
 
 
 def _lines(records: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return records as they stand in metrics.jsonl."""
+    """Return the lines of metrics.jsonl for these records."""
     return "".join(json.dumps(record, allow_nan=False) + "\n" for record in records).encode()
 
 
 class _NotWholeError(Exception):
-    """A checkpoint that is damaged, or whose records are."""
+    """A checkpoint is damaged, or its records are."""
 
 
 class Run:
-    """The folder of one run. Only one process writes to it."""
+    """The folder of one run; only one process at a time writes to it (`locked`)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -141,7 +144,7 @@ class Run:
         return self._object("summary.json")
 
     def create(self) -> None:
-        """Make the folder, if it is not there.
+        """Make the folder, if it does not exist.
 
         Raises:
             GcbenchError: it cannot be made, or is a symbolic link.
@@ -153,14 +156,15 @@ class Run:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the run for this process; GcbenchError if another one has it."""
+        """Lock the run for this process; GcbenchError if another process writes to it."""
         path = self.folder / LOCK
         with explained(path):
             file = open_own(path, "w")
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Not a file that its last holder removed between the two calls.
+                # The lock counts only if the file is still there: the last holder may have removed
+                # it between the two calls.
                 held = os.path.samestat(os.fstat(file.fileno()), path.lstat())
             except (BlockingIOError, FileNotFoundError):
                 held = False
@@ -174,7 +178,7 @@ class Run:
                 path.unlink(missing_ok=True)
 
     def start(self, config: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
-        """Write the config and the provenance, and forget records of an earlier attempt."""
+        """Write the config and the provenance, and delete all else of an earlier attempt."""
         write_atomically(self.folder / "config.json", _json(config))
         write_atomically(self.folder / "provenance.json", _json(provenance))
         for name in ("summary.json", *CHECKPOINTS, "metrics.jsonl", "metrics.parquet"):
@@ -204,10 +208,10 @@ class Run:
         return self._object("provenance.json")
 
     def can_resume(self, config: Mapping[str, Any]) -> bool:
-        """Return whether an earlier attempt at this very config left a checkpoint.
+        """Return whether an earlier attempt with exactly this config left a checkpoint.
 
         Raises:
-            GcbenchError: it did, and what belongs to it is damaged.
+            GcbenchError: it did, but its config or provenance is damaged.
         """
         if not any((self.folder / name).exists() for name in CHECKPOINTS):
             return False
@@ -236,38 +240,38 @@ class Run:
         return found
 
     def rewind(self, step: int) -> None:
-        """Drop the records after `step`: they will be made again."""
+        """Delete the records after `step`, from which the run is resumed."""
         kept = [record for record in self.records() if record["step"] <= step]
         write_atomically(self.folder / "metrics.jsonl", _lines(kept))
 
-    def _told(self, step: int) -> list[Any]:
+    def _records_digest(self, step: int) -> list[Any]:
         """Return how many records there are up to a step, and their SHA-256."""
         kept = [record for record in self.records() if record["step"] <= step]
         return [len(kept), hashlib.sha256(_lines(kept)).hexdigest()]
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Replace the checkpoint: a dict of tensors, numbers and strings, with the step in "step".
+        """Write a checkpoint: a dict of tensors, numbers and strings, with the step in "step".
 
-        The one before it stays. The records that it counts are on the disk before it is.
+        The checkpoint before it is kept. The records up to its step reach the disk before it does.
         """
         metrics = self.folder / "metrics.jsonl"
         if metrics.exists():
             with explained(metrics), open_own(metrics, "a") as file:
                 os.fsync(file.fileno())
         buffer = io.BytesIO()
-        torch.save({**state, "metrics": self._told(state.get("step", 0))}, buffer)
+        torch.save({**state, "metrics": self._records_digest(state.get("step", 0))}, buffer)
         data = buffer.getvalue()
         head = MARK + hashlib.sha256(data).hexdigest().encode() + b"\n"
         last, before = (self.folder / name for name in CHECKPOINTS)
         write_atomically(last, head + data, kept=before)
 
     def checkpoint(self, tell: Callable[[str], object] = print) -> dict[str, Any] | None:
-        """Return the last checkpoint that is whole, on the CPU; None if there is none at all.
+        """Return the last undamaged checkpoint, on the CPU; None if there is no checkpoint.
 
-        `tell` is told in a line if that is not the last one.
+        If that is the one before the last, `tell` is called with a line that says so.
 
         Raises:
-            GcbenchError: none can be read, or the records that they count are not there.
+            GcbenchError: no checkpoint can be read, or their records are not all there.
         """
         faults = []
         for name in CHECKPOINTS:
@@ -301,7 +305,7 @@ class Run:
         except Exception as error:
             raise _NotWholeError(f"{path} cannot be read ({error})") from error
         metrics = state.pop("metrics", None)
-        if metrics != self._told(state.get("step", 0)):
+        if metrics != self._records_digest(state.get("step", 0)):
             raise _NotWholeError(
                 f"{self.folder / 'metrics.jsonl'} lost or changed records up to step "
                 f"{state.get('step')} of {path.name}"
@@ -309,7 +313,7 @@ class Run:
         return state
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write metrics.parquet and, last, summary.json; the checkpoint has served."""
+        """Write metrics.parquet and, last, summary.json; then delete the checkpoints."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 

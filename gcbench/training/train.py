@@ -1,15 +1,16 @@
-"""The training loop: N workers' gradients, one exchange, one update of identical replicas.
+"""The training loop: gradients of N workers, one exchange, one update of identical replicas.
 
 Every worker starts from the same parameters and applies the same mean gradient with the same
-optimizer, so only gradients travel (parameter localization) and one set of parameters serves all
-workers of a process. Each worker keeps what is its own: its examples and its model's buffers.
+optimizer, so only gradients are sent (parameter localization), and one set of parameters serves all
+workers of a process. Examples and the model's buffers are each worker's own.
 
-With `--local-steps H` a round is H steps of each worker's own optimizer on parameters of its own,
-from the common x to x_i. Then the differences x - x_i are what is exchanged, as gradients are
-otherwise, and an outer SGD takes their mean for the gradient at x: with a rate of 1 and no momentum
-the workers' parameters are averaged (McMahan et al. 2017, arXiv:1602.05629); with 0.7, 0.9 and
-Nesterov's momentum it is DiLoCo (Douillard et al. 2023, arXiv:2311.08105, algorithm 1). All begin
-the next round at the new x, each with its optimizer's state. Evaluated, hashed and compared is x.
+With `--local-steps H` a round is H steps of each worker's own optimizer on its own copy of the
+parameters, from the common x to x_i. Then the differences x - x_i are exchanged, in place of
+gradients, and an outer SGD takes their mean for the gradient at x: with a learning rate of 1 and no
+momentum the workers' parameters are averaged (McMahan et al. 2017, arXiv:1602.05629); with 0.7, 0.9
+and Nesterov momentum it is DiLoCo (Douillard et al. 2023, arXiv:2311.08105, algorithm 1). All begin
+the next round at the new x, and keep the states of their optimizers. Evaluations, hashes and
+comparisons of replicas use x.
 """
 
 from __future__ import annotations
@@ -44,38 +45,40 @@ from gcbench.training.dropout import Dropout, set_dropout_key
 from gcbench.training.store import Run
 
 THREADS_FROM = 1 << 17
-"""Parameters from which simulated workers run on threads; below, the interpreter is the limit."""
+"""Models of at least so many parameters run their simulated workers in threads; for smaller ones
+Python's interpreter lock leaves nothing to gain."""
 AGREE_EVERY = 10
-"""Steps between agreements to pause; between processes each costs a message."""
+"""Steps between agreements of several processes on a checkpoint or a stop; each costs a message."""
 MODERATE = 2.0**100
-"""Gradients below this, added over any number of workers, stay far from infinity."""
+"""Gradients below this can be added over any number of workers without overflow."""
 CHECK_EVERY = 50
-"""Steps between looks at whether the replicas of several processes are still the same."""
+"""Steps between comparisons of the replicas of several processes."""
 EMA_WARM_UP = 10
-"""TensorFlow's ExponentialMovingAverage with a step count: decay <= (1 + t) / (10 + t)."""
+"""After t steps the average's decay is at most (1 + t) / (10 + t), as in TensorFlow's
+ExponentialMovingAverage with a step count."""
 
 
 @dataclass
 class Options:
-    """What does not change the results: where data lies, how often to save, how to report."""
+    """Settings that do not change the results: where data lies, when to save, how to report."""
 
     data_dir: Path | None = None
     checkpoint_seconds: float = 60.0
     progress: progress.Mode = "none"
     on_bucket: Callable[[int, int, Tensor], None] | None = None
-    """Called with (step, rank, bucket) before the exchange, in the order of the local ranks:
-    analyses look at gradients, tests put faults in. The next step writes over the bucket."""
+    """Called with (step, rank, bucket) before the exchange, in the order of the local ranks.
+    Analyses read gradients by it, tests change them. The next step overwrites the bucket."""
     capture: captures.Plan | None = None
     sinks: tuple[str, ...] = ()
-    """Names of the sinks that hear of the records."""
+    """Names of the sinks that receive the records."""
     threads: int | None = None
-    """Threads of a worker with which the run began, where it is resumed; None: the config's."""
+    """Threads a worker with which a resumed run began; None: those of the config."""
     after: int = 0
-    """Steps of the runs that follow this one, to tell how long all of them take."""
+    """How many steps the runs after this one have, to estimate how long all of them take."""
 
 
 def _share_parameters(replica: nn.Module, model: nn.Module) -> nn.Module:
-    """Give a copy of the model the model's own parameters; its buffers stay its own."""
+    """Make a copy of the model use the model's parameters; the copy keeps its own buffers."""
     theirs = dict(model.named_modules())
     for name, module in replica.named_modules():
         module._parameters = theirs[name]._parameters
@@ -92,10 +95,11 @@ def _tracks_statistics(model: nn.Module) -> bool:
 def _hold_out(train: Split, count: int, batch: int) -> tuple[Split, Split | None]:
     """Return the examples to train on, and `count` others for validation (None for 0).
 
-    The same examples for every seed and method: a draw that depends on their number alone.
+    They are drawn at random, and the same for every seed and method: the draw depends only on the
+    number of examples and on `count`.
 
     Raises:
-        UsageError: what is left does not fill a batch.
+        UsageError: fewer examples than a batch are left to train on.
     """
     left = len(train) - count
     if left < batch:
@@ -108,7 +112,7 @@ def _hold_out(train: Split, count: int, batch: int) -> tuple[Split, Split | None
 
 
 def _fitting(value: Tensor, like: Tensor) -> Tensor:
-    """Return a saved tensor; ValueError if it has not the shape and dtype of its place."""
+    """Return a saved tensor; ValueError if its shape or dtype is not that of `like`."""
     if value.shape != like.shape or value.dtype != like.dtype:
         raise ValueError(
             f"{value.dtype}, shape {tuple(value.shape)}, for {like.dtype}, {tuple(like.shape)}"
@@ -119,10 +123,13 @@ def _fitting(value: Tensor, like: Tensor) -> Tensor:
 def _restore_buffers(
     mine: dict[str, Tensor], saved: Mapping[str, Tensor], more: set[str], device: torch.device
 ) -> None:
-    """Put saved buffers in their places; `more` may be there beside them, made at the first step.
+    """Put saved buffers into `mine`, on the device.
+
+    `more` names buffers that are made at the first step, and so may be saved without being in
+    `mine`.
 
     Raises:
-        ValueError: one is missing, unknown or of another form.
+        ValueError: a buffer is missing, unknown, or of another shape or dtype.
     """
     if not (mine.keys() <= saved.keys() <= mine.keys() | more):
         raise ValueError(f"buffers {sorted(saved)} for {sorted(mine)}")
@@ -133,12 +140,12 @@ def _restore_buffers(
 def _permutation(key: Key, n: int) -> Tensor:
     """Return a random order of n examples, int64 on the CPU."""
     draws = ops.random.draws24(key, 2 * n).long()
-    # 48 bits an example: ties, which the stable sort resolves, are out of the question.
+    # Sort by 48 random bits an example: ties are improbable, and resolved by the stable sort.
     return torch.argsort(draws[:n] << 24 | draws[n:], stable=True)
 
 
 def _check_randomness(model: nn.Module, gradients: str) -> None:
-    """Raise UsageError for dropout whose masks would depend on the engine, or on nothing."""
+    """Raise UsageError for dropout with masks that depend on the engine, or that workers share."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
             raise UsageError(
@@ -153,10 +160,10 @@ def _check_randomness(model: nn.Module, gradients: str) -> None:
 
 
 def step_with(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Let an optimizer step by the gradients that its parameters have.
+    """Make a step of the optimizer at learning rate `lr`, by the parameters' `grad`.
 
-    It is torch's step without the wrappers for hooks, of which there are none here, and for
-    torch.compile, which would import torch._dynamo (see `engines.without_compiler`).
+    It is torch's step without two wrappers: the one for hooks, of which there are none here, and
+    the one for torch.compile, which would import torch._dynamo (see `engines.without_compiler`).
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -165,7 +172,7 @@ def step_with(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 class Trainer:
-    """One run: the state of its local workers, and a step."""
+    """One run, with the state of the workers that live in this process."""
 
     def __init__(self, config: Config, world: World, run: Run, options: Options) -> None:
         self.config, self.world, self.run, self.options = config, world, run, options
@@ -174,7 +181,7 @@ class Trainer:
         ops.use(config.backend)
         self.device = world.device
         self.task: Task = config.make_task()
-        self.compressor = config.make_compressor(config.steps - 1)  # the one that it ends with
+        self.compressor = config.make_compressor(config.steps - 1)  # with its fields at the end
         self.clock = Clock(self.device)
         train, test = self.task.load(options.data_dir)
         train, self.validation = _hold_out(train, config.holdout, config.batch)
@@ -199,10 +206,11 @@ class Trainer:
         world.inline = self.total < THREADS_FROM
         self.exchange = Exchange(world, self._lanes(0), config.seed, self.clock)
         self.stages = set(config.stages())
-        # Gradients lie at the same places in every step.
+        # The same memory holds the gradients of every step.
         self.buckets = [torch.empty(self.total, device=self.device) for _ in world.ranks]
-        self.late: Tensor | None = None  # a mean that is applied at the next step
-        # What the local workers' gradients are of: the common parameters, or their own.
+        self.late: Tensor | None = None  # with a delay: the mean that is applied at the next step
+        # The parameters at which each local worker computes its gradient: the common ones, or, with
+        # local steps, a copy of its own.
         self.owned = [self._ordered(replica) for replica in self.replicas]
         self.inner: list[torch.optim.Optimizer] = []
         if config.local_steps:
@@ -226,7 +234,7 @@ class Trainer:
     # -- layout ------------------------------------------------------------------------------------
 
     def _lay_out(self) -> None:
-        """Order the parameters: those to compress first, then those kept dense."""
+        """Order the parameters: first those that are compressed, then those exchanged in fp32."""
         config = self.config
         named = dict(self.model.named_parameters())
         shapes = [tuple(p.shape) for p in named.values()]
@@ -261,7 +269,7 @@ class Trainer:
         return captures.Recorder(plan, self.run, self.world, layers, config, network)
 
     def _lanes(self, step: int) -> list[Lane]:
-        """Return how the bucket is exchanged from `step` on, until the next stage."""
+        """Return how the parts of the bucket are exchanged from `step` on, until the next stage."""
         config, carried = self.config, self.config.make_memory()
         plain = registry.compressor("none")
         compressed, dense = self.shapes
@@ -303,7 +311,7 @@ class Trainer:
     # -- gradients ---------------------------------------------------------------------------------
 
     def _indices(self, rank: int) -> Tensor:
-        """Return the examples of one worker at this step: its share of the global batch."""
+        """Return the indices of one worker's examples at this step: its share of the batch."""
         batch, n = self.config.batch, len(self.train)
         epoch, place = divmod(self.step, n // batch)
         if self._order[0] != epoch:
@@ -314,7 +322,7 @@ class Trainer:
         return self._order[1][start : start + share]
 
     def _key(self, rank: int) -> Key:
-        """Return the address of the random numbers of one worker's examples at this step."""
+        """Return the key of the random numbers for one worker's examples at this step."""
         return Key(self.config.seed, self.step, rank, 0, purposes.AUGMENT)
 
     def _batch(self, rank: int) -> tuple[Tensor, Tensor]:
@@ -323,7 +331,8 @@ class Trainer:
     def finish_bucket(self, gradients: Sequence[Tensor], worker: int | None = None) -> Tensor:
         """Return the flat gradient with the loss's L2 term, float32, shape (total,).
 
-        `worker`: number of the local worker whose bucket it is; None: a tensor of its own.
+        `worker`: number of the local worker, whose bucket is filled; None: a new tensor, with the
+        L2 term of the common parameters.
         """
         flat = [gradient.reshape(-1) for gradient in gradients]
         bucket = torch.cat(flat, out=None if worker is None else self.buckets[worker])
@@ -337,7 +346,7 @@ class Trainer:
         return bucket
 
     def _gradient(self, rank: int) -> tuple[Tensor, float]:
-        """Return one worker's bucket and loss: the definition, computed by itself."""
+        """Return the bucket and the loss of one worker, computed by a pass of its own."""
         inputs, targets = self._batch(rank)
         worker = rank - self.world.ranks[0]
         replica = self.replicas[worker]
@@ -349,7 +358,7 @@ class Trainer:
 
     def _gradients(self) -> tuple[list[Tensor], list[float]]:
         """Return the local workers' buckets and losses."""
-        self._indices(self.world.ranks[0])  # one thread draws the epoch's order
+        self._indices(self.world.ranks[0])  # draws the epoch's order before threads need it
         if self.config.gradients == "loop":
             timed = self.clock.timed(self._gradient)
             results = self.clock.workers("forward_backward", self.world.map(timed))
@@ -389,10 +398,10 @@ class Trainer:
     # -- faults ------------------------------------------------------------------------------------
 
     def _all_finite(self, buckets: list[Tensor], what: str = "gradient") -> bool:
-        """Check for NaN and infinity; with on_nonfinite=skip, agree on it over all workers.
+        """Return whether all buckets are finite; with on_nonfinite=skip, those of all workers.
 
         Raises:
-            GcbenchError: a gradient is not finite and the run is to stop.
+            DivergedError: a bucket is not finite, and on_nonfinite=stop.
         """
         bad = [not math.isfinite(float(b.sum())) and not b.isfinite().all() for b in buckets]
         if self.config.on_nonfinite == "skip":
@@ -410,15 +419,15 @@ class Trainer:
         return True
 
     def _check_mean(self, mean: Tensor, buckets: list[Tensor]) -> None:
-        """Check that a method made no NaN or infinity of gradients that are far from both.
+        """Check that the method made no NaN or infinity out of gradients of moderate size.
 
         Raises:
-            DivergedError: it did; with the method and the layer.
+            DivergedError: it did; the message names the method and the layer.
         """
         if math.isfinite(float(mean.sum())) or bool(mean.isfinite().all()):
             return
         if any(float(bucket.abs().amax()) > MODERATE for bucket in buckets):
-            return  # sums of such gradients overflow: the next step's gradients tell
+            return  # sums of such gradients may overflow; the next step's gradients will show it
         pieces = zip(self.names, torch.split(mean, self.sizes), strict=True)
         layer = next(name for name, piece in pieces if not piece.isfinite().all())
         name = self.config.compressor
@@ -430,14 +439,14 @@ class Trainer:
         )
 
     def _check_replicas(self, digest: Callable[[], str]) -> None:
-        """Compare the replicas' parameters.
+        """Compare the parameters of all processes by `digest`, a function of them.
 
         Raises:
-            GcbenchError: they are no longer the same bits; with the workers that are not as most.
+            GcbenchError: they are not the same; the message names the workers in the minority.
         """
         digests = self.world.collect([digest()] * len(self.world.ranks))
         if len(set(digests)) > 1:
-            most = max(digests, key=digests.count)  # of several, the first: worker 0's
+            most = max(digests, key=digests.count)  # a tie goes to the lowest rank
             odd = [rank for rank, own in enumerate(digests) if own != most]
             raise GcbenchError(
                 f"replicas have drifted apart by step {self.step}: worker(s) {odd} differ from "
@@ -446,7 +455,7 @@ class Trainer:
             )
 
     def _checksum(self) -> str:
-        """Return the sum of the parameters' bits as integers: a look, where a hash takes long."""
+        """Return the sum of the parameters' bits read as int32: faster than a hash, and weaker."""
         bits = (parameter.detach().view(torch.int32) for parameter in self.parameters)
         return str(sum(int(own.sum(dtype=torch.int64)) for own in bits))
 
@@ -460,7 +469,7 @@ class Trainer:
     # -- a step ------------------------------------------------------------------------------------
 
     def train_step(self) -> list[float]:
-        """Do one step; return the local workers' losses."""
+        """Make one training step; return the losses of the local workers."""
         self.clock.start_step()
         config = self.config
         if self.step in self.stages and self.step:
@@ -487,7 +496,7 @@ class Trainer:
         return losses
 
     def _local_step(self, buckets: list[Tensor]) -> None:
-        """Take a step of each local worker's own; at the end of a round, the outer step."""
+        """Make a step with each local worker's optimizer; at the end of a round, the outer step."""
         config, lr = self.config, self.config.lr_at(self.step)
         first = self.world.ranks[0]
 
@@ -514,19 +523,22 @@ class Trainer:
                         own.copy_(common)
 
     def _apply(self, mean: Tensor) -> None:
-        """Update with this step's mean; with a delay, with the one before and, at the end, both."""
+        """Update the parameters with this step's mean.
+
+        With a delay, update with the mean of the step before, and after the last step with both.
+        """
         lr = self.config.lr_at(self.step)
         if not self.config.delay:
             self._update(mean, lr)
             return
         if self.late is not None:
             self._update(self.late, lr)
-        self.late = mean.clone()  # the exchange writes the next mean where this one is
+        self.late = mean.clone()  # the exchange will overwrite its own tensor
         if self.step == self.config.steps - 1:
             self._update(mean, lr)
 
     def _rebroadcast(self) -> None:
-        """Send worker 0's parameters to all: equal ones already, but the bytes are spent."""
+        """Send worker 0's parameters to all; they are equal already, but the bytes are counted."""
         flat = torch.cat([parameter.detach().view(-1) for parameter in self.parameters])
         pieces = torch.split(self.world.broadcast(flat), self.sizes)
         with torch.no_grad():
@@ -540,19 +552,19 @@ class Trainer:
         gradient: Tensor,
         lr: float,
     ) -> None:
-        """Let an optimizer take a flat gradient."""
+        """Make a step of an optimizer with a flat gradient, float32, shape (total,)."""
         pieces = torch.split(gradient, self.sizes)
         for parameter, piece in zip(parameters, pieces, strict=True):
             parameter.grad = piece.view_as(parameter)
         step_with(optimizer, lr)
 
     def _update(self, mean: Tensor, lr: float, steps: int = 1) -> None:
-        """Update the common parameters, and their average, for which it is so many steps."""
+        """Update the common parameters; for their moving average it counts as `steps` steps."""
         self._descend(self.optimizer, self.parameters, mean, lr)
         self._average(steps)
 
     def _average(self, steps: int = 1) -> None:
-        """Update the average of the parameters, where one is kept, after so many steps."""
+        """Update the moving average of the parameters, if there is one, for `steps` steps."""
         if self.ema:
             t = self.step
             decay = min(self.config.ema, (1 + t) / (EMA_WARM_UP + t)) ** steps
@@ -562,28 +574,28 @@ class Trainer:
     # -- evaluation --------------------------------------------------------------------------------
 
     def evaluate(self, *, last: bool = True) -> dict[str, float | None]:
-        """Return accuracy and loss, with averaged parameters where kept.
+        """Return accuracy and loss, at the averaged parameters if there are some.
 
-        With validation examples those judge the run on its way, and the test split is looked at
-        after the last step alone (not at all without `Config.test`); without any, the test split
-        is looked at each time. Worker 0's buffers serve, as under DistributedDataParallel.
+        If validation examples were held out, they are evaluated each time, and the test split only
+        after the last step (`last`), and only with `Config.test`. Without them the test split is
+        evaluated each time. Buffers are those of worker 0, as under DistributedDataParallel.
         """
         found: dict[str, float | None] = {}
         if self.validation is not None:
-            found |= self._judge(self.validation, "validation")
+            found |= self._evaluate_split(self.validation, "validation")
         if self.config.test and (last or self.validation is None):
-            found |= self._judge(self.test, "test")
+            found |= self._evaluate_split(self.test, "test")
         return found
 
-    def _judge(self, split: Split, name: str) -> dict[str, float | None]:
+    def _evaluate_split(self, split: Split, name: str) -> dict[str, float | None]:
         """Return `<name>_accuracy` (None for a task without one), `<name>_loss`, task's metrics."""
         model = copy.deepcopy(self.replicas[0]).eval()
         if self.ema or self.inner:
-            shown = self.ema or [parameter.detach() for parameter in self.parameters]
-            judged_by_name = dict(zip(self.names, shown, strict=True))
+            values = self.ema or [parameter.detach() for parameter in self.parameters]
+            by_name = dict(zip(self.names, values, strict=True))
             for own, parameter in model.named_parameters():
-                parameter.data = judged_by_name[own]
-        right, loss, judged = 0, 0.0, True
+                parameter.data = by_name[own]
+        right, loss, has_accuracy = 0, 0.0, True
         further: dict[str, float] = {}
         size = self.task.evaluation_batch
         with torch.no_grad():
@@ -594,12 +606,12 @@ class Trainer:
                 outputs = model(inputs)
                 loss += float(self.task.loss(outputs, targets)) * (stop - start)
                 correct = self.task.correct(outputs, targets)
-                judged = judged and correct is not None
+                has_accuracy = has_accuracy and correct is not None
                 right += int(correct.sum()) if correct is not None else 0
-                for metric, values in self.task.metrics(outputs, targets).items():
-                    further[metric] = further.get(metric, 0.0) + float(values.sum())
+                for metric, each in self.task.metrics(outputs, targets).items():
+                    further[metric] = further.get(metric, 0.0) + float(each.sum())
         return {
-            f"{name}_accuracy": right / len(split) if judged else None,
+            f"{name}_accuracy": right / len(split) if has_accuracy else None,
             f"{name}_loss": configuration.finite(loss / len(split)),
             **{f"{name}_{k}": configuration.finite(v / len(split)) for k, v in further.items()},
         }
@@ -629,13 +641,14 @@ class Trainer:
             self.observer.record(record)
 
     def fit(self, stop: Callable[[], bool] = lambda: False) -> dict[str, Any]:
-        """Train from the checkpoint, if there is one, to the end; return the summary.
+        """Train to the end, from the checkpoint if there is one; return the summary.
 
-        `stop` is asked between steps whether the user wants to end here.
+        `stop` is called between steps; it returns whether the user has asked to stop.
 
         Raises:
-            Interrupted: the stop was asked for; a checkpoint is written.
-            GcbenchError: see `train_step`; records and the last checkpoint stay.
+            Interrupted: the user has asked to stop; a checkpoint is written.
+            GcbenchError: a step failed, replicas differ, or a file cannot be read or written;
+                records and the last checkpoint stay.
         """
         config = self.config
         self._resume()
@@ -663,7 +676,7 @@ class Trainer:
                 self.sinks.close()
 
     def _train(self, stop: Callable[[], bool]) -> dict[str, float | None]:
-        """Do the remaining steps; return the last evaluation."""
+        """Make the remaining steps; return the last evaluation."""
         config = self.config
         saved = time.monotonic()
         last_eval: dict[str, float | None] = {}
@@ -693,12 +706,16 @@ class Trainer:
         return last_eval
 
     def _evaluate_once(self, *, last: bool) -> dict[str, float | None]:
-        """Evaluate where worker 0 lives; the others wait and learn the result."""
+        """Evaluate in the process of worker 0, and return the result in all of them."""
         own = self.evaluate(last=last) if self.leads else {}
         return self.world.collect([own] * len(self.world.ranks))[0]
 
     def _pause(self, since_saved: float, asked: bool) -> str:
-        """Return "save", "stop" or nothing, the same on every worker: worker 0 decides."""
+        """Return "save", "stop" or "", the same on every worker: worker 0 decides.
+
+        `since_saved`: seconds since the last checkpoint; `asked`: whether the user has asked to
+        stop.
+        """
         if len(self.world.ranks) < self.world.size and self.step % AGREE_EVERY:
             return ""
         late = since_saved > self.options.checkpoint_seconds
@@ -727,7 +744,7 @@ class Trainer:
         return found
 
     def save(self) -> None:
-        """Write a checkpoint of all workers; one process writes it."""
+        """Write a checkpoint with the state of all workers, in worker 0's process."""
         workers = self.world.collect(self._worker_states())
         if not self.leads:
             return
@@ -805,7 +822,7 @@ class Trainer:
         self.clock.steps = state["clock"].tolist()
 
     def _restore_locals(self, workers: Sequence[Mapping[str, Any]]) -> None:
-        """Give the local workers the parameters and optimizers that they had inside a round."""
+        """Restore each local worker's own parameters and optimizer, with local steps."""
         for rank, owned, optimizer in zip(self.world.ranks, self.owned, self.inner, strict=False):
             saved = workers[rank]
             for parameter, value, kept in zip(
@@ -817,7 +834,7 @@ class Trainer:
                     if own.ndim:
                         _fitting(own, parameter)
                 optimizer.state[parameter] = {
-                    # The count of Adam's steps stays on the CPU, where torch keeps it.
+                    # Adam's step count stays on the CPU, where torch keeps it.
                     k: v.to(self.device) if v.ndim else v.clone()
                     for k, v in kept.items()
                 }
@@ -836,7 +853,7 @@ class Trainer:
         phases: dict[str, float | None] = {phase: medians[phase] for phase in PHASES}
         modelled = None
         if simulated:
-            phases["communicate"] = None  # moving memory in one process is no network
+            phases["communicate"] = None  # a simulation has no network to measure
             modelled = {
                 "seconds": world.modelled_seconds / config.steps,
                 "link_gbit": config.link_gbit,

@@ -19,7 +19,7 @@ from commands import ROOT
 README = (ROOT / "README.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 HOURS = {
-    "gcbench run --suite terngrad-figure3": "trains LeNet 36 times, 5,000 steps each",
+    "gcbench run --suite terngrad-figure3": "trains LeNet 42 times, 5,000 steps each",
     "gcbench run --compressor none,terngrad --task cifar10 --workers 4": "3,000 steps, twice",
     "gcbench histogram --task cifar10 --network resnet20 --steps 400 --seed 0,1,2": "a training",
 }

@@ -75,14 +75,14 @@ def test_the_examples_held_out_are_the_same_for_every_seed_and_never_trained_on(
 
 def test_the_test_split_is_looked_at_after_the_last_step_alone(tmp_path, monkeypatch):
     seen = []
-    judge = Trainer._judge
+    judge = Trainer._evaluate_split
 
     def spy(self, split, name):
         seen.append((self.step, name))
         assert split is (self.test if name == "test" else self.validation)
         return judge(self, split, name)
 
-    monkeypatch.setattr(Trainer, "_judge", spy)
+    monkeypatch.setattr(Trainer, "_evaluate_split", spy)
     words = ("run", "--compressor", "none", "--steps", 4, "--eval-every", 2, "--results", tmp_path)
     invoke(*words, "--holdout", 200)
     assert seen == [(2, "validation"), (4, "validation"), (4, "test")]

@@ -2,13 +2,13 @@
 
 Flags, sizes, columns and factors are those of nccl-tests (its doc/PERFORMANCE.md):
 
-algbw = size / time: of an exchange, the bandwidth that a gradient in float32 effectively has.
-busbw = bytes that leave a worker for others / time. Of plain collectives these are nccl-tests'
-    factors of the size: 2 (N - 1) / N for all_reduce, (N - 1) / N for all_gather, reduce_scatter
-    and alltoall, 1 for broadcast and sendrecv. Of an exchange they are counted
+algbw = size / time: for an exchange, the effective bandwidth of a float32 gradient.
+busbw = bytes that a worker sends to others / time. For plain collectives these bytes are
+    nccl-tests' factors times the size: 2 (N - 1) / N for all_reduce, (N - 1) / N for all_gather,
+    reduce_scatter and alltoall, 1 for broadcast and sendrecv. For an exchange they are counted
     (`gcbench.core.world`).
 
-The yardstick is the library's own all-reduce of the same size in the same command.
+Exchanges are compared with the library's own all-reduce of the same size, in the same command.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Settings", "draw", "run"]
 def _worker(
     member: Membership, settings_json: str, folder: str, mode: progress.Mode, force: bool
 ) -> None:
-    """Be one worker of a process group: join it, and measure what the folder lacks."""
+    """Run one worker: join the process group, and measure what the folder's ledger lacks."""
     from gcbench.training import engines
 
     settings = Settings.model_validate_json(settings_json)
@@ -38,20 +38,20 @@ def _worker(
     leads = world.ranks[0] == 0
     finished = leads and not force and _finished(Path(folder)) is not None
     measure(world, plan(settings), Path(folder), mode, afresh=force, finished=finished)
-    world.close()  # not after an error: it is told before others see the connection break
+    world.close()  # not after an error, which must be reported before others lose the connection
 
 
 def _finished(folder: Path) -> Analysis | None:
-    """Return the analysis that is there."""
+    """Return the analysis in a folder if it is finished, else None."""
     return analysis.load(folder) if (folder / analysis.HEAD).exists() else None
 
 
 def run(
     settings: Settings, results: Path, mode: progress.Mode, *, force: bool
 ) -> tuple[Analysis, bool] | None:
-    """Measure, or find it measured; return the analysis and whether it is new.
+    """Measure, or load what was measured before; return the analysis and whether it is new.
 
-    None in a worker of torchrun other than worker 0, which alone writes and prints.
+    Under torchrun only worker 0 writes and prints; the others return None.
 
     Raises:
         GcbenchError: the first error of any worker.

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 Rows = Sequence[Mapping[str, Any]]
 COLUMNS = 9
-"""Sizes that have room in the picture, at most."""
+"""The most sizes that the picture shows."""
 BEYOND = 4.0
-"""Times the plain all-reduce's at which a bar is cut."""
+"""A bar is cut at so many times the time of the plain all-reduce."""
 COLOURS = dict(zip(PARTS, ("#E7B840", "#33658F", "#C9CDD2", "#7FB5DA"), strict=True))
 
 
@@ -30,7 +30,7 @@ def _name(row: Mapping[str, Any]) -> str:
 
 
 def fastest(rows: Rows) -> list[str]:
-    """Return each method's fastest exchange at the largest size, the fastest first, failed last."""
+    """Return each method's fastest exchange at the largest size, sorted, those that failed last."""
     largest = max(row["size"] for row in rows)
     there = [row for row in rows if row["kind"] == "exchange" and row["size"] == largest]
     best: dict[str, str] = {}
@@ -101,9 +101,9 @@ def _bandwidths(axes: Axes, settings: Settings, rows: Rows, sizes: Sequence[int]
 def _speeds(
     axes: Axes, settings: Settings, rows: Rows, names: Sequence[str], sizes: Sequence[int]
 ) -> None:
-    """Write the speed against the plain all-reduce, by exchange and size, on a colour of its own.
+    """Draw a table of speeds relative to the plain all-reduce, by exchange and size, in colours.
 
-    Bold where the exchange pays; what failed or is wrong says so.
+    Speeds are bold where the exchange pays; cells of failed or wrong exchanges say so.
     """
     from matplotlib.colors import Normalize
 

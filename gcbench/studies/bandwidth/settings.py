@@ -18,22 +18,22 @@ from gcbench.training import configuration, limits, membership
 
 KIND = "bandwidth"
 MANY = 1000
-"""Sizes from which a list is taken for a slip."""
+"""The most sizes in a command: more are taken for a mistake."""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMG]?)", re.IGNORECASE)
 
 
 class Settings(BaseModel):
-    """What decides the result."""
+    """The settings that decide the result."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     compressors: tuple[str, ...]
-    """Words as `gcbench.studies.methods` reads them."""
+    """Methods, as in `gcbench.studies.methods`."""
     collectives: tuple[str, ...] = ("default",)
-    """Of the exchanges: names, or "default" (each method's own), or "all" (its legal ones)."""
+    """Collectives of the exchanges: names, "default" (each method's first), or "all" legal ones."""
     plain: tuple[str, ...] = tuple(PLAIN)
-    """Collectives of the library."""
+    """Collectives of the library that are measured uncompressed."""
     sizes: tuple[int, ...]
     """Bytes of the float32 gradient, multiples of 4, ascending."""
     iterations: int = 20
@@ -43,16 +43,16 @@ class Settings(BaseModel):
     device: str = "cpu"
     backend: str = "auto"
     threads: int = 1
-    """In an operation of a worker."""
+    """Threads of each worker."""
     seed: int = 0
     memory: bool = True
-    """Whether a method carries what its source carries (error feedback, momentum)."""
+    """Whether each method has the memory of its source (error feedback, momentum), or none."""
     link_latency_us: float = 50.0
-    """Of the links that are predicted for, a message."""
+    """Latency of a message on the links for which is predicted what pays."""
 
     @property
     def library(self) -> str:
-        """What carries the collectives."""
+        """The library that carries out the collectives."""
         return "nccl" if self.device.startswith("cuda") else "gloo"
 
 
@@ -72,7 +72,7 @@ def size_of(text: str) -> int:
 
 
 def sizes_between(least: int, most: int, factor: float | None, step: int | None) -> tuple[int, ...]:
-    """Return the sizes from `least` to `most`, by a factor or by a step, in whole floats.
+    """Return the sizes from `least` to `most` bytes, by a factor or by a step, multiples of 4.
 
     Raises:
         UsageError: they do not ascend, are below 4 bytes, or are more than `MANY`.
@@ -98,7 +98,7 @@ def sizes_between(least: int, most: int, factor: float | None, step: int | None)
 
 
 def listed(text: str) -> tuple[int, ...]:
-    """Return the sizes of a list with commas, in whole floats, ascending.
+    """Return the sizes of a comma-separated list in bytes, multiples of 4, ascending.
 
     Raises:
         UsageError: one is no size, or below 4 bytes.
@@ -110,7 +110,7 @@ def listed(text: str) -> tuple[int, ...]:
 
 
 def size_text(size: int) -> str:
-    """Return a size as nccl-tests' flags take it: 16M; 1234 where no unit divides it."""
+    """Return a size as text for nccl-tests' flags: 16M, or 1234 if no unit divides it."""
     for letter, unit in reversed(_UNITS.items()):
         if size % unit == 0 and size >= unit:
             return f"{size // unit}{letter}"
@@ -131,10 +131,10 @@ def make(
     threads: int | None,
     **given: Any,
 ) -> Settings:
-    """Return validated settings; under torchrun its job decides engine and workers.
+    """Return validated settings; under torchrun engine and workers are those of its job.
 
     Raises:
-        UsageError: what cannot be measured, with what can.
+        UsageError: something cannot be measured so; the message says what can.
     """
     member = membership.from_torchrun()
     engine = "torchrun" if member else engine or "spawn"
@@ -188,7 +188,7 @@ def make(
 
 
 def _names(text: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the words of a list with commas, each once."""
+    """Return the words of a comma-separated list, each once."""
     words = [word.strip() for word in (text or "").split(",")]
     return tuple(dict.fromkeys(filter(None, words))) or default
 
@@ -203,10 +203,10 @@ def _require_gpus(settings: Settings, here: int) -> None:
 
 
 def items(settings: Settings) -> tuple[Item, ...]:
-    """Return what is measured at every size: bounds, plain collectives, exchanges.
+    """Return the items that are measured at every size: bounds, plain collectives, exchanges.
 
     Raises:
-        UsageError: no method can be exchanged by any of the collectives that were asked for.
+        UsageError: no method can be exchanged by any of the given collectives.
     """
     found = [Item("bound", name, "-") for name in BOUNDS]
     found += [Item("library", settings.library, name) for name in settings.plain]
@@ -217,7 +217,7 @@ def items(settings: Settings) -> tuple[Item, ...]:
 
 
 def combinations(settings: Settings) -> list[tuple[str, str, bool]]:
-    """Return the methods by the collectives that were asked for, and whether that is legal."""
+    """Return each method with each of the given collectives, and whether that is legal."""
     found = []
     for word in settings.compressors:
         legal = methods.parse(word).legal_collectives()
@@ -233,7 +233,7 @@ def combinations(settings: Settings) -> list[tuple[str, str, bool]]:
 
 
 def plan(settings: Settings) -> Plan:
-    """Return what each worker needs to know."""
+    """Return the plan that each worker gets."""
     return Plan(
         items=items(settings),
         sizes=settings.sizes,
@@ -247,7 +247,7 @@ def plan(settings: Settings) -> Plan:
 
 
 def command(settings: Settings) -> str:
-    """Return the command line that makes this again."""
+    """Return the command line that repeats this measurement."""
     words = ["gcbench", KIND, "--compressor", ",".join(settings.compressors)]
     if settings.engine == "torchrun":
         words[:1] = ["torchrun", "--nproc-per-node", str(settings.workers), "-m", "gcbench"]

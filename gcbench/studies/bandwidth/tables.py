@@ -1,4 +1,4 @@
-"""What was measured as rows, tables and sentences."""
+"""The measurements of `gcbench bandwidth` as rows, tables and sentences."""
 
 from __future__ import annotations
 
@@ -16,41 +16,40 @@ from gcbench.studies.bandwidth.transfers import PARTS, YARDSTICK, Item
 from gcbench.studies.scale import codec
 
 LINKS = (1, 10, 100)
-"""Gbit/s of the links that the conclusions name."""
+"""Links that the conclusions name, in Gbit/s."""
 CHANCE = 0.01
-"""Probability below which a lead is none by luck."""
+"""Significance level of the sign test."""
 LEAST = math.ceil(-math.log2(CHANCE))
-"""Iterations from which the sign test can say anything: fewer, all won, are not below `CHANCE`."""
+"""The least number of iterations with which the sign test can be significant."""
 SURE = 0.95
 """Confidence of the intervals."""
 WIDE = 0.25
-"""Spread, half of the middle half of the times over their median, that is told as noise."""
+"""A warning is given if half of the interquartile range is above this share of the median."""
 OUTLYING = 10.0
-"""Robust standard deviations from the median at which a time is an outlier, about as hyperfine."""
+"""A time is an outlier if it is so many robust standard deviations from the median (as hyperfine,
+roughly)."""
 
 # ---- statistics ----------------------------------------------------------------------------------
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value below which `share` of them lie, linear between neighbours in order."""
+    """Return the quantile `share` of the values, with linear interpolation."""
     return float(np.quantile(values, share))
 
 
 def luck(own: Sequence[float], plain: Sequence[float]) -> float:
-    """Return the probability that as many of the pairs have `own` < `plain` by a fair coin.
-
-    The sign test, one-sided; a tie counts for `plain`.
-    """
+    """Return the p-value of the one-sided sign test of `own` < `plain`; a tie counts against it."""
     n = len(own)
     wins = sum(a < b for a, b in zip(own, plain, strict=True))
     return float(sum(math.comb(n, k) for k in range(wins, n + 1)) / 2**n)
 
 
 def interval(own: Sequence[float], plain: Sequence[float]) -> tuple[float, float, float]:
-    """Return an interval of the median of plain / own over pairs, and its confidence.
+    """Return an interval of the median of plain / own over pairs: limits and confidence.
 
-    Between two of the ratios in order, as far in as a fair coin allows at `SURE`; with few pairs
-    from the least to the largest, whose confidence may be lower.
+    The limits are two of the sorted ratios, by the binomial distribution, with a confidence of at
+    least `SURE`; with few pairs they are the least and the largest ratio, and the confidence may be
+    lower.
     """
     ratios = sorted(b / a for a, b in zip(own, plain, strict=True))
     n, place = len(ratios), 0
@@ -62,10 +61,10 @@ def interval(own: Sequence[float], plain: Sequence[float]) -> tuple[float, float
 
 
 def noise(seconds: Sequence[float]) -> list[str]:
-    """Return what is wrong with repeated times: a wide spread, outliers. Nothing for few of them.
+    """Return warnings about repeated times: a wide spread, outliers; none with few times.
 
-    An outlier is `OUTLYING` robust standard deviations (1.4826 of the median distance to the
-    median) from the median.
+    An outlier is more than `OUTLYING` robust standard deviations (1.4826 times the median absolute
+    deviation) from the median.
     """
     if len(seconds) < LEAST:
         return []
@@ -80,7 +79,7 @@ def noise(seconds: Sequence[float]) -> list[str]:
 
 
 def pays_from(sizes: Sequence[int], pays: Mapping[int, bool]) -> int | None:
-    """Return the smallest size from which it pays at every larger measured one, too."""
+    """Return the smallest size such that the exchange pays at it and at all larger sizes."""
     found = None
     for size in sorted(sizes, reverse=True):
         if not pays.get(size, False):
@@ -106,7 +105,7 @@ TRANSFERS = [
     Shown(field="speed", heading="speed\nvs plain"),
 ]
 NOISY = ("speed_low", "speed_high", "luck", "noise", "warnings")
-"""What a line of an exchange at one size tells of how sure it is."""
+"""Fields of a row of an exchange that are about its uncertainty."""
 PHASES_SHOWN = [
     Shown(field="method", heading="method"),
     Shown(field="collective", heading="collective"),
@@ -138,7 +137,7 @@ CROSSOVERS = [
 
 
 def summarize(settings: Settings, records: Records) -> Analysis:
-    """Return the analysis of what was measured, by size and item (see `transfers.measure`)."""
+    """Return the analysis of the records, by size and item, which `worker.measure` has made."""
     rows = [_row(size, item, record) for (size, item), record in records.items()]
     done = [key for key, record in records.items() if "phases" in record]
     copies = {
@@ -207,7 +206,7 @@ def _place(size: int, item: Item) -> Row:
 
 
 def _row(size: int, item: Item, record: Mapping[str, Any]) -> Row:
-    """Return the line of one item at one size; a failed one has no times."""
+    """Return the row of one item at one size; one that failed has no times."""
     row = {**_place(size, item), "count": record["bytes"] // 4}
     row["failed"], row["wrong"] = record.get("failed"), record.get("wrong")
     row["checked"] = record.get("checked", "failed")
@@ -239,9 +238,9 @@ def _row(size: int, item: Item, record: Mapping[str, Any]) -> Row:
 def _phases(
     settings: Settings, size: int, item: Item, record: Mapping[str, Any], copy: float
 ) -> Row:
-    """Return where the time of an exchange goes, what it sends, and where that would pay.
+    """Return the row of an exchange's phases, its bytes, and the links on which it would pay.
 
-    `copy`: seconds that a copy of a float32 took.
+    `copy`: seconds that a copy took for each float32.
     """
     row = _place(size, item)
     medians = {name: percentile(record["phases"][name], 0.5) for name in PARTS}
@@ -270,7 +269,7 @@ def _iterations(records: Records) -> list[Row]:
 
 
 def _crossing(settings: Settings, item: Item, rows: Sequence[Row], phases: Sequence[Row]) -> Row:
-    """Return the line of one exchange over all sizes."""
+    """Return the row of one exchange over all sizes."""
 
     def own(table: Sequence[Row]) -> dict[int, dict[str, Any]]:
         wanted = item._asdict().items()
@@ -351,7 +350,7 @@ def _gigabytes(row: Row, field: str) -> str:
 def _conclusions(
     settings: Settings, rows: Sequence[Row], crossings: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Return what these numbers say."""
+    """Return the conclusions, as sentences."""
     largest = size_text(settings.sizes[-1])
     at = {
         (row["method"], row["collective"]): row for row in rows if row["size"] == settings.sizes[-1]
@@ -394,7 +393,7 @@ def _conclusions(
 
 
 def _measured(settings: Settings, largest: str, done: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return which exchanges were faster here, or why nothing follows."""
+    """Return sentences on which exchanges were faster here, or why nothing can be said."""
     paying = [row for row in done if row["pays_from_bytes"] is not None]
     best = max(paying or done, key=lambda row: row["speed"])
     speed = (
@@ -426,5 +425,5 @@ def _measured(settings: Settings, largest: str, done: Sequence[Mapping[str, Any]
 
 
 def _kernels(settings: Settings) -> str:
-    """Return the backend that serves the methods' operations."""
+    """Return the backend that the methods' operations use."""
     return ops.choose(settings.backend, settings.device.partition(":")[0])

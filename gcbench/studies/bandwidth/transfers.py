@@ -1,7 +1,7 @@
-"""What `gcbench bandwidth` times, inside one worker of a process group, and how it is checked.
+"""The transfers that `gcbench bandwidth` times, as seen by one worker, and their checks.
 
-Every measurement is a `Probe`: something to time, the bytes that it moves, and a count of the
-elements of its last result that are wrong. Each iteration begins at a barrier, and lasts until the
+Every measurement is a `Probe`: a call to time, the bytes that it moves, and a function that counts
+the wrong elements of its last result. Each iteration begins at a barrier, and lasts until the
 slowest worker has its result.
 """
 
@@ -28,7 +28,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class Item(NamedTuple):
-    """What is measured at every size."""
+    """One thing that is measured at every size."""
 
     kind: str
     """"bound" (a copy, a socket), "library" (a collective of gloo or NCCL) or "exchange"."""
@@ -38,7 +38,7 @@ class Item(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What a reader calls it."""
+        """The item's name in messages."""
         return self.method if self.collective == "-" else f"{self.method} by {self.collective}"
 
     def key(self, size: int) -> str:
@@ -47,7 +47,7 @@ class Item(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What each worker needs to know."""
+    """What each worker has to measure, and how."""
 
     items: tuple[Item, ...]
     sizes: tuple[int, ...]
@@ -61,18 +61,18 @@ class Plan(NamedTuple):
 
 @dataclass
 class Probe:
-    """One thing to time on this worker."""
+    """One call to time on this worker, with its check."""
 
     nbytes: int
-    """The size that the algorithm's bandwidth is of."""
+    """Bytes by which algbw is computed."""
     wire: float
-    """Bytes that leave a worker for others, and what the bus bandwidth is of."""
+    """Bytes that a worker sends to others, by which busbw is computed."""
     call: Callable[[], object]
-    """What is timed."""
+    """The call that is timed."""
     wrong: Callable[[], int]
-    """Returns how many elements of this worker's last result are not what they must be."""
+    """Returns how many elements of this worker's last result are wrong."""
     before: Callable[[], object] = lambda: None
-    """Runs before each iteration, untimed."""
+    """Called before each iteration, not timed."""
     close: Callable[[], object] = lambda: None
 
 
@@ -80,9 +80,9 @@ class Probe:
 
 
 def pattern(rank: int, start: int, stop: int, device: torch.device) -> Tensor:
-    """Return small integers as float32 that tell ranks and places apart, shape (stop - start,).
+    """Return small integers that depend on rank and position, float32, shape (stop - start,).
 
-    Their sums over up to 2^17 workers are exact.
+    Their sums over up to 2^17 workers are exact in float32.
     """
     places = torch.arange(start, stop, dtype=torch.int64, device=device)
     return ((places + 31 * rank) % 251 - 125).float()
@@ -133,7 +133,7 @@ class Loopback:
 
 
 def _loopback(world: World, count: int) -> Probe:
-    """Send the bytes of a tensor of the host through the loopback device; worker 0 alone."""
+    """Send the bytes of a tensor on the CPU through the loopback device, on worker 0 only."""
     if world.ranks[0] != 0:
         return Probe(4 * count, 4.0 * count, lambda: None, lambda: 0)
     x = pattern(0, 0, count, torch.device("cpu"))
@@ -224,7 +224,7 @@ def _broadcast(world: World, count: int) -> Probe:
 
 
 def _sendrecv(world: World, count: int) -> Probe:
-    """Each worker sends to the next and receives from the one before, at once."""
+    """Send to the next worker and receive from the one before, at the same time."""
     rank, size = world.ranks[0], world.size
     x = pattern(rank, 0, count, world.device)
     came = pattern((rank - 1) % size, 0, count, world.device)
@@ -250,4 +250,4 @@ PLAIN: Mapping[str, Callable[[World, int], Probe]] = {
 }
 """Collectives of the library by nccl-tests' names, with its sizes and factors (PERFORMANCE.md)."""
 YARDSTICK = "all_reduce"
-"""The plain collective that exchanges are set against; always measured."""
+"""The plain collective with which exchanges are compared; always measured."""

@@ -1,4 +1,4 @@
-"""A worker of `gcbench bandwidth`: exchanges with their check, timing, and the ledger."""
+"""A worker of `gcbench bandwidth`: exchanges and their checks, the timing, and the ledger."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from gcbench.studies.bandwidth.transfers import BOUNDS, PARTS, PLAIN, YARDSTICK,
 from gcbench.training import progress
 
 CHECKED = 2
-"""Steps of an exchange that are compared with the simulation: the second has carried something."""
+"""Number of steps that are compared with a simulation: at the second one a memory is not empty."""
 
 # ---- exchanges -----------------------------------------------------------------------------------
 
 
 def shapes(count: int) -> list[tuple[int, ...]]:
-    """Return the tensors of a gradient of `count` elements: a matrix, and what is left of it.
+    """Return the shapes of a gradient of `count` elements: a matrix, and a vector of the rest.
 
-    The matrix has a power of two of rows, as many as columns or up to four times fewer. Some
-    methods treat matrices and vectors differently, some cut rows into blocks.
+    The number of rows is a power of two, between a quarter of the number of columns and that
+    number. Some methods treat matrices and vectors differently, some cut rows into blocks.
     """
     side = 1 << math.isqrt(count).bit_length() - 1
     rest = count % side
@@ -45,29 +45,29 @@ def shapes(count: int) -> list[tuple[int, ...]]:
 
 
 class Inputs:
-    """The workers' gradients at one size: independent, nearly normal, alike on every machine."""
+    """The workers' gradients at one size: independent, nearly normal, the same on every machine."""
 
     def __init__(self, world: DistributedWorld, count: int) -> None:
         self.world, self.count = world, count
 
     @cached_property
     def own(self) -> Tensor:
-        """This worker's, float32, shape (n,)."""
+        """This worker's gradient, float32, shape (n,)."""
         return conformance.normal(self.count, self.world.ranks[0]).to(self.world.device)
 
     @cached_property
     def all(self) -> list[Tensor]:
-        """Every worker's, for a simulation."""
+        """The gradients of all workers, for a simulation."""
         ranks = range(self.world.size)
         return [conformance.normal(self.count, rank).to(self.world.device) for rank in ranks]
 
 
 class Failed(Exception):
-    """A method cannot do its work; what it said."""
+    """A method cannot be measured; the text says why."""
 
 
 class Subject:
-    """A compressor by a collective at one size, on this worker."""
+    """An exchange by one compressor and collective at one size, on this worker."""
 
     def __init__(
         self,
@@ -95,18 +95,19 @@ class Subject:
         return Exchange(world, [lane], self.plan.seed, clock)
 
     def _unlike_definition(self, mean: Tensor) -> str:
-        """Return what is wrong with the first mean, shape (n,), beside the contract's; or nothing.
+        """Compare the first mean, shape (n,), with its definition; return what is wrong, or "".
 
-        The simulation alone would repeat what the method does wrong. Where a merge loses nothing,
-        the definition is the mean of all payloads; elsewhere the mean is encoded again. 1e-3 of the
-        norm is allowed: means that are added in another order may be encoded otherwise.
+        A simulation alone would not detect a method's own errors, as it repeats them. The
+        definition is the mean of all decoded payloads, encoded again if a merge does so. A distance
+        of 1e-3 of the norm is allowed: means that are added in another order may be encoded
+        differently.
         """
         heard = conformance.run(self.method, "every worker heard")
         if heard.verdict == "fails" and heard.measured != "-":  # "-": it raised, at another size
             return f"it is not the definition: {heard.measured}"
         method, collective = conformance.by_definition(self.method), self.collective
         if method is self.method:
-            return ""  # the aggregate is its own
+            return ""  # its aggregate is no mean, and defined by the method
         if not method.requantizes and "allgather" in method.legal_collectives():
             collective = "allgather"
         world = SimulatedWorld(self.world.size, self.world.device, Link(1, 0), self.plan.threads, 1)
@@ -118,11 +119,11 @@ class Subject:
         return "" if off <= 1e-3 else f"its mean is {off:.2g} of its norm off the definition"
 
     def _simulated(self) -> list[Tensor]:
-        """Return the first means, each shape (n,), as this process computes them alone.
+        """Return the first means, each of shape (n,), by a simulation in this process.
 
-        It also learns how many messages one after the other an exchange is.
+        It also finds out how many messages an exchange has one after the other (`rounds`).
         """
-        link = Link(math.inf, 1e6)  # the seconds that it models are those messages
+        link = Link(math.inf, 1e6)  # a second a message: modelled seconds count messages
         world = SimulatedWorld(self.world.size, self.world.device, link, self.plan.threads, 1)
         clock = Clock(world.device)
         clock.start_step()
@@ -132,11 +133,11 @@ class Subject:
         return means
 
     def _expected(self) -> list[Tensor]:
-        """Return the first means as worker 0 simulates them, on every worker.
+        """Return, on every worker, the first means as simulated by worker 0.
 
         Raises:
-            Failed: the simulation raises, or its means are no finite float32 tensors of shape (n,),
-                or not what the contract defines.
+            Failed: the simulation raises an error, its means are no finite float32 tensors of shape
+                (n,), or they differ from the definition.
         """
         means: list[Tensor] = []
         said = ""
@@ -162,7 +163,7 @@ class Subject:
         return means
 
     def advance(self) -> Tensor:
-        """Do the next step and return its mean, float32, shape (n,)."""
+        """Exchange once more and return the mean, float32, shape (n,)."""
         self.last = self.exchange.mean([self.inputs.own], self.step)
         self.step += 1
         return self.last
@@ -170,9 +171,10 @@ class Subject:
     def check(self) -> tuple[int, str]:
         """Return how many elements of this worker's results are wrong, and what was compared.
 
-        The first steps must be the bits of the simulation, and integers that the method carries
-        exactly must arrive so. Where a library adds floats in an order of its own (all-reduce on a
-        GPU), 1e-3 of the largest is allowed, and "close" says so.
+        The first steps must have the bits of the simulation, and integers that the method
+        transmits exactly must arrive exactly. Where a library adds floats in an order of its own
+        (all-reduce on a GPU) a difference of 1e-3 of the largest element is allowed; that is
+        "close".
 
         Raises:
             Failed: see `_expected`.
@@ -199,7 +201,7 @@ class Subject:
         return wrong + conformance.inexact(got.cpu(), mean), f"{how}, exact"
 
     def unlike(self) -> int:
-        """Return how many elements of the last mean are not the bits that worker 0 has."""
+        """Return how many elements of the last mean have other bits than on worker 0."""
         first = self.last.clone()
         with self.world.together():
             dist.broadcast(first, 0)
@@ -219,10 +221,10 @@ def differing(a: Tensor, b: Tensor) -> int:
 def timed(
     world: DistributedWorld, subjects: Sequence[tuple[Clock, Probe]], warmup: int, iterations: int
 ) -> list[list[list[float]]]:
-    """Return, by subject, the seconds of each iteration: phases, and the whole.
+    """Return, by subject, the seconds of each iteration: of its phases, and in all.
 
-    Of the worker that was slowest in it. Subjects take turns, so that what disturbs the machine for
-    a while disturbs all of them.
+    They are those of the worker that was slowest in the iteration. Subjects take turns, so that a
+    disturbance of the machine affects all of them.
     """
     for turn in range(warmup + iterations):
         for clock, probe in subjects:
@@ -259,7 +261,7 @@ def _probed(world: DistributedWorld, plan: Plan, probe: Probe) -> dict[str, Any]
 
 
 def _exchanged(world: DistributedWorld, plan: Plan, item: Item, inputs: Inputs) -> dict[str, Any]:
-    """Measure an exchange; its iterations and those of the plain all-reduce take turns."""
+    """Measure an exchange, in turns with the plain all-reduce of the same size."""
     count, compressor = inputs.count, methods.parse(item.method)
     try:
         subject = Subject(world, plan, inputs, compressor, item.collective)
@@ -310,7 +312,7 @@ def measure(
 ) -> None:
     """Measure what is not yet in the folder's ledger, which worker 0 keeps.
 
-    `finished`, of worker 0: nothing is left to measure, and there is no ledger.
+    `finished` (on worker 0): everything is measured, and there is no ledger any more.
     """
     if world.ranks[0] == 0 and not finished:
         with Ledger(folder).open(afresh=afresh) as ledger:
@@ -345,7 +347,7 @@ def _all(
                     record = _record(world, plan, item, inputs)
                 except PeerLostError:
                     raise
-                except Exception as error:  # others may wait for this worker: no way to go on
+                except Exception as error:  # other workers may wait for this one: end all
                     raise GcbenchError(
                         f"worker {world.ranks[0]}, {item.name}, {size:,} bytes: "
                         f"{type(error).__name__}: {error}"

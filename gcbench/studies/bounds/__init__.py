@@ -1,10 +1,10 @@
 """`gcbench bounds`: the papers' convergence theorems, and what methods declare, put to the test.
 
-Three places where compressors run: known inputs, compressed training of a task (`codec_claims`,
-both through `audit`), and descents on quadratics whose constants are known (`quadratic_claims`).
-Which rows judge a method follows from its declarations, never from its name. What holds of every
-gradient, or is seen of gradients while no compressor runs, is in a table apart (`observe`,
-`gradient_claims`). `claims` has the rule by which all are judged.
+Compressors run in three places: on known inputs and in compressed training of a task
+(`codec_claims`, both by means of `audit`), and in SGD on quadratics whose constants are known
+(`quadratic_claims`). Which claims apply to a method follows from its declarations, never from its
+name. Properties of gradients themselves, measured while no compressor runs, are in a table of their
+own (`observe`, `gradient_claims`). `claims` has the rule by which all are judged.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PUBLISHED = (
     *("qsgd:norm=2", "terngrad:clip=0", "powersgd:warm_start=false", "randomk:scaled=false"),
     "int8:rounding=stochastic",
 )
-"""Forms that theorems are about and that are no defaults: they are judged, too."""
+"""Configurations that theorems are about, though they are not the defaults: also tested."""
 
 _GENERIC = (*codec_claims.OF_METHODS, *quadratic_claims.OF_METHODS)
 
@@ -58,14 +58,14 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Settings(BaseModel):
-    """What decides the verdicts."""
+    """The settings that decide the verdicts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     task: str = "digits"
     task_options: dict[str, Any] = {}
     compressor: str = "none"
-    """What trains, as a word of `methods`: the trajectory along which gradients are seen."""
+    """The compressor of the training whose gradients are observed, as in `studies.methods`."""
     workers: Count = 4
     steps: Count = 200
     batch: Count | None = None
@@ -75,13 +75,15 @@ class Settings(BaseModel):
     snapshots: Count = 3
     batches: Annotated[int, Field(ge=8)] = 128
     compressed_steps: Annotated[int, Field(ge=0)] = 20
-    """Steps that each method trains, with every seed; 0: none."""
+    """Training steps with each method and seed; 0: none."""
     methods: str = ""
-    """Words with commas; empty: all registered ones and `PUBLISHED`. `compressor` is one, too."""
+    """Comma-separated; empty: all registered ones and `PUBLISHED`. `compressor` is added."""
     weights: tuple[str, ...] = ()
+    """Weights whose noise is tested, as tensor[index]; empty: `observe.chosen`."""
     claims: str = "*"
-    """A pattern of claims' names."""
+    """A shell pattern of the claims' names."""
     quadratic_only: bool = False
+    """Whether nothing is trained: only known inputs and quadratics."""
 
     def config(self, seed: int) -> Config:
         """Return the config of one training run.
@@ -107,16 +109,16 @@ class Settings(BaseModel):
         return made
 
     def chosen(self) -> dict[str, Compressor]:
-        """Return the methods to look at, by their words."""
+        """Return the methods to test, by their words."""
         from gcbench.core import registry
 
         known = methods.all_of(self.methods or None, [*registry.compressors(), *PUBLISHED])
-        if self.compressor != "none":  # what trains is judged as well
+        if self.compressor != "none":  # the compressor of the training is tested as well
             known.setdefault(self.compressor, methods.parse(self.compressor))
         return known
 
     def wanted(self, name: str) -> bool:
-        """Return whether a claim, or any of a group that ends in a slash, is asked for."""
+        """Return whether a claim is to be tested; of a name that ends in "/", any of its group."""
         if not name.endswith("/"):
             return fnmatch.fnmatchcase(name, self.claims)
         return any(c.name.startswith(name) and self.wanted(c.name) for c in gradient_claims.FIXED)
@@ -127,10 +129,10 @@ class Settings(BaseModel):
 
 
 def make(**given: Any) -> Settings:
-    """Return settings of what the user gave, checked.
+    """Return settings with the values that the user gave, checked.
 
     Raises:
-        UsageError: a value out of range, no such claim, a training that cannot be set up.
+        UsageError: a value is out of range, no claim matches, or the training's config is invalid.
     """
     try:
         settings = Settings(**given)
@@ -143,16 +145,17 @@ def make(**given: Any) -> Settings:
 
 
 def finished(settings: Settings, results: Path) -> Path | None:
-    """Return the folder in which this analysis is finished, if it is."""
+    """Return the folder with this analysis if it is finished, else None."""
     folder = results / f"{KIND}-{measuring.digest(settings.model_dump(mode='json'))}"
     return folder if (folder / measuring.HEAD).exists() else None
 
 
 def check(settings: Settings) -> None:
-    """Refuse settings that nothing can come of, before any work.
+    """Check settings before any work.
 
     Raises:
-        UsageError: no claim has such a name, or the training cannot be set up.
+        UsageError: no claim matches, the training's config is invalid, or seeds are missing or
+            repeated.
     """
     chosen = settings.chosen()
     claims = [*codec_claims.catalogue(chosen), *quadratic_claims.catalogue(chosen)]
@@ -175,7 +178,7 @@ def run(
     command: str = "gcbench bounds",
     force: bool = False,
 ) -> Analysis:
-    """Judge all claims that are asked for; what an interrupted attempt has done is not done again.
+    """Test all claims that match; what an interrupted attempt has finished is not done again.
 
     Raises:
         UsageError: see `check`.
@@ -251,7 +254,7 @@ def run(
 
 
 def _compressed(settings: Settings, audits: Sequence[tuple[str, Record]], judged: Judged) -> None:
-    """Judge the compressed trainings, all seeds of a method together."""
+    """Judge the compressed trainings, with all seeds of a method merged."""
     place = f"training of {_network(settings)}"
     for word, together in _by_method(audits).items():
         told = f"{together['steps']} steps, M={settings.workers}"
@@ -281,7 +284,7 @@ def _train(
     data_dir: Path | None,
     told: Callable[[int], None],
 ) -> Record:
-    """Train once under a watch, and return what it saw."""
+    """Train with one seed, and return the record of what was observed; `told` gets each step."""
     config = settings.config(seed)
     watch = Watch(
         Plan(
@@ -298,9 +301,8 @@ def _train(
     world = SimulatedWorld(config.workers, torch.device("cpu"), link, threads, parallel)
     try:
         options = Options(data_dir=data_dir, on_bucket=watch.on_bucket)
-        trainer = Trainer(
-            config, world, Run(folder), options
-        )  # the folder of a run that saves none
+        # The trainer needs a folder, but nothing is saved.
+        trainer = Trainer(config, world, Run(folder), options)
         watch.start(trainer)
         for step in range(config.steps):
             told(step)
@@ -392,7 +394,7 @@ def _verdicts(name: str, title: str, rows: list[Row]) -> Table:
 
 
 def _codecs(found: Mapping[str, Record]) -> Table:
-    """Return what each method lost of the gradients of its own compressed training."""
+    """Return the table of each method's errors on the gradients of its own compressed training."""
     rows: list[Row] = []
     for word, record in found.items():
         row: Row = {"method": word, "steps": record["steps"]}
@@ -430,7 +432,7 @@ def _label(row: Row) -> str:
 
 
 def _group(name: str) -> str:
-    """Return the name of a claim, of one about any method that of its group."""
+    """Return the name of a claim; for one that is made about every method, that of its group."""
     group = name.partition("/")[0]
     generic = {of("").name.rstrip("/") for of in _GENERIC}
     return f"{group}/" if group in generic else name
@@ -470,14 +472,14 @@ def _conclusions(rows: Sequence[Row]) -> list[str]:
 # ---- picture -------------------------------------------------------------------------------------
 
 COLOURS = {"holds": 0, LOOSELY: 9, "undecided": 1, "fails": 3}
-"""Places in the colour-blind palette."""
+"""Verdict -> index in seaborn's colour-blind palette."""
 SYMBOLS = {"theorem": "o", "assumption": "D", "observation": "^", "property": "s"}
 LEAST, MOST = 1e-3, 1e3
 """Ratios beyond these are drawn at the edge, with an arrow."""
 
 
 def draw(analysis: Analysis, path: Path) -> None:
-    """Draw measured / bound of every claim, with its interval: left of 1 it holds.
+    """Draw measured / bound of every claim with its interval; claims left of 1 hold.
 
     Raises:
         GcbenchError: the file cannot be written.
@@ -498,7 +500,7 @@ def draw(analysis: Analysis, path: Path) -> None:
 
 
 def _ratio(value: Any) -> float:
-    """Return a ratio inside the axis; what is no number is beyond it."""
+    """Return a ratio clipped to the axis; None, which stands for no finite number, at its end."""
     return MOST if value is None else min(max(float(value), LEAST), MOST)
 
 
@@ -540,7 +542,7 @@ def _title(analysis: Analysis, place: str) -> str:
 
 
 def _legend(figure: Figure, rows: Sequence[Row]) -> None:
-    """Explain colours and symbols above the panels, with what the picture is of."""
+    """Add a legend of colours and symbols, and the title."""
     import seaborn
     from matplotlib.lines import Line2D
 

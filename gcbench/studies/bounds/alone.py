@@ -1,4 +1,4 @@
-"""A codec on its own: what arrives of one tensor, and an exchange of one lane."""
+"""A codec on its own: one tensor encoded and decoded, or an exchange of one lane."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from gcbench.core.world import Link, SimulatedWorld, World
 
 
 def single(seed: int, device: torch.device, lane: Lane, world: World | None = None) -> Exchange:
-    """Return an exchange of one lane; without a world, of one worker."""
+    """Return an exchange of one lane; without `world`, with one simulated worker."""
     world = world or SimulatedWorld(1, device, Link(10.0, 50.0), torch.get_num_threads(), 1)
     return Exchange(world, [lane], seed, Clock(device))
 
 
 def lane_of(method: Compressor, segments: Segments, kept: memory.Memory | None = None) -> Lane:
-    """Return the lane of a method on its own: gathered where that is legal, so encoded once."""
+    """Return a lane for a method: by all-gather if that is legal, so that it encodes only once."""
     legal = method.legal_collectives()
     collective = "allgather" if "allgather" in legal else legal[0]
     return Lane(method, collective, 0, segments, kept or memory.NoMemory())
 
 
 def agreed(method: Compressor, x: Tensor, segments: Segments, key: Key) -> Tensor:
-    """Return what a worker that is alone agrees on with itself."""
+    """Return the `shared` tensor for `encode` if there is one worker only."""
     drawn = method.draw_shared(segments, key._replace(rank=0))
     return method.prepare(x, segments).statistic if drawn is None else drawn.to(x.device)
 
 
 def passed(method: Compressor, x: Tensor, segments: Segments, key: Key) -> Tensor:
-    """Return what arrives of x."""
+    """Return x encoded and decoded, float32, shape (n,)."""
     shared = agreed(method, x, segments, key)
     return method.decode(method.encode(x, segments, shared, key), segments, shared)
 
 
 def energy(x: Tensor) -> float:
-    """Return the squared length, summed in float64."""
+    """Return the squared Euclidean norm, summed in float64."""
     return float(x.double().square().sum())
 
 
 def random(method: Compressor, x: Tensor, segments: Segments) -> bool:
-    """Return whether encodings of x with two keys differ."""
+    """Return whether the method is random: whether encodings of x with two keys differ."""
     keys = Key(0, 0, 0), Key(0, 1, 0)
-    if isinstance(method, MultiRoundCompressor):  # rounds depend on the first state's draw
+    if isinstance(method, MultiRoundCompressor):  # its initial state is drawn
         return True
     first, second = (
         method.encode(x, segments, agreed(method, x, segments, key), key).to_bytes() for key in keys

@@ -1,9 +1,10 @@
-"""An exchange that is held to what its method declares, step by step.
+"""An exchange whose results are compared, step by step, with what its method declares.
 
-`Audited` is the engine's own exchange. After each step it compares what arrived with what the
-declarations say of the gradients that went in: expectation and variance of an unbiased code, the
-error of a contractive one, the signs and their majority, and error feedback's account of what is
-still to come. Nothing here asks which method it is. An `Audit` only adds up; `codec_claims` judges.
+`Audited` is the engine's own exchange. After each step it compares the mean that it returned with
+what the method declares about the gradients that went in: expectation and variance of an unbiased
+code, the error of a contractive one, the signs and their majority, and, with error feedback, the
+residuals. Nothing here depends on which method it is. An `Audit` only collects sums; `codec_claims`
+judges them.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from gcbench.training.configuration import finite
 
 Record = dict[str, Any]
 ENDED = ("stopped", "refused")
-"""Fields of a run that ended early: at which step, or by which error of the method."""
+"""Fields of the record of a run that ended early: the step, or the method's error."""
 DIRECTIONS = 3
-"""A bias is looked for along t, sign(t), and sign(t) where |t| is above its root mean square."""
+"""A bias is tested along three vectors: t, sign(t), and sign(t) where |t| is above its rms."""
 
 
 class Audit:
-    """Sums over the steps of one lane, in float64."""
+    """Collects sums over the steps of one lane, in float64."""
 
     def __init__(self, lane: Lane, workers: int) -> None:
         self.lane, self.workers = lane, workers
         method, memory = lane.compressor, lane.memory
         self.decay = memory.decay if isinstance(memory, Residual) else None
         known = self.decay is not None or isinstance(memory, NoMemory)
-        # An owner that encodes the mean again adds an error that is declared nowhere.
+        # An owner that encodes the mean again adds an error that no declaration is about.
         once = known and not (lane.collective == "twoshot" and method.requantizes)
         mean = method.claims.aggregate == "mean"
         self.unbiased = once and mean and method.claims.unbiased and isinstance(memory, NoMemory)
@@ -80,9 +81,11 @@ class Audit:
         key: Key,
         factor: float = 1.0,
     ) -> None:
-        """Take a step: gradients in, what arrived, and the workers' residuals around it.
+        """Add one step.
 
-        `before` is in units of this step's learning rate; `factor` brought it there.
+        `gradients`: each worker's, float32, shape (n,); `arrived`: the mean that the exchange
+        returned; `before`, `after`: the workers' residuals before and after it, empty if there are
+        none. `before` is already multiplied by `factor` = old / new learning rate.
         """
         lane, method = self.lane, self.lane.compressor
         offered = list(gradients)
@@ -111,10 +114,10 @@ class Audit:
             self.alpha.append(float((got - mean).norm() / mean.norm()))
 
     def _moments(self, offered: Sequence[Tensor], mean: Tensor, got: Tensor, key: Key) -> None:
-        """Add up deviations from the target along a few directions, and the squared ones."""
+        """Add the deviation from the target along the `DIRECTIONS`, and its squared norm."""
         method, segments = self.lane.compressor, self.lane.segments
         drawn = method.draw_shared(segments, key)
-        if drawn is not None:  # all workers draw alike: as one worker with their mean
+        if drawn is not None:  # all workers draw the same: like one worker with their mean
             shared, xs = drawn, [mean.float()]
         else:
             own = [method.prepare(x, segments).statistic for x in offered]
@@ -153,10 +156,10 @@ class Audit:
     def _contraction(
         self, offered: Sequence[Tensor], mean: Tensor, got: Tensor, after: Sequence[Tensor]
     ) -> None:
-        """Add what was lost of what was offered, beside both declared bounds.
+        """Add the squared error relative to what was offered, and to both declared bounds.
 
-        With a residual each worker's own payload is judged; without, the mean, of which no more is
-        lost than of the workers' gradients on the average (Jensen).
+        With residuals it is the mean over workers of each worker's own error. Without, it is that
+        of the mean, which is at most the mean of the workers' errors (Jensen's inequality).
         """
         method, segments = self.lane.compressor, self.lane.segments
         rounds = isinstance(method, MultiRoundCompressor)
@@ -177,9 +180,9 @@ class Audit:
     def _residuals(
         self, gradients: Sequence[Tensor], after: Sequence[Tensor], factor: float
     ) -> None:
-        """Compare residuals with what delta and the gradients so far allow, worker by worker.
+        """Compare each worker's residual with the bound that follows from delta and its gradients.
 
-        ||e_t|| <= sqrt(1 - delta) (decay ||e_{t-1}|| + ||g_t||), summed up from the start.
+        ||e_t|| <= sqrt(1 - delta) (decay ||e_{t-1}|| + ||g_t||), applied from the first step on.
         """
         if self.delta is None or self.random or self.decay is None:
             return
@@ -189,9 +192,9 @@ class Audit:
             self.kept = _worst(self.kept, _over(math.sqrt(energy(e)), self.limits[i]))
 
     def _signs(self, offered: Sequence[Tensor], got: Tensor) -> None:
-        """Count where the majority of true signs is not what arrived.
+        """Count the elements where the sign that arrived is not that of the majority.
 
-        Where a worker has 0, or as many are above as below, nothing is declared.
+        Elements where a worker has 0, or where there is no majority, are left out.
         """
         votes = torch.stack([x.sign() for x in offered])
         total = votes.sum(0)
@@ -200,7 +203,7 @@ class Audit:
         self.wrong += int((got[sure] != total[sure].sign()).sum())
 
     def record(self) -> Record:
-        """Return all sums as JSON holds them; None in place of a number that is not finite."""
+        """Return all sums as values that JSON can hold; None for a number that is not finite."""
         found: Record = {"steps": self.steps, "workers": self.workers, "random": bool(self.random)}
         if self.unbiased:
             found["bias"] = {name: [*map(finite, values)] for name, values in self.bias.items()}
@@ -226,16 +229,16 @@ class Audit:
 
 
 def directions(target: Tensor) -> tuple[Tensor, ...]:
-    """Return the `DIRECTIONS` along which a bias is looked for, each of the target's shape."""
+    """Return the `DIRECTIONS` along which a bias is tested, each of the target's shape."""
     rms = target.square().mean().sqrt()
     return target, target.sign(), torch.where(target.abs() > rms, target.sign(), 0.0)
 
 
 def jumps(target: Tensor, variance: Tensor) -> Tensor:
-    """Return a bound on how far a decoded element lies from its target, by element.
+    """Return, element by element, a bound on the distance of a decoded element from its target.
 
-    Of a code that goes to one of the two levels around t, one of which may be 0, it is |t| + V /
-    |t|: the levels 0 and a have V = t (a - t), and other neighbours are no further apart.
+    It holds for codes that round t at random to one of the two levels around it: |t| + V / |t|. The
+    levels 0 and a have the variance V = t (a - t), and other neighbours are no further apart.
     """
     return target.abs() + torch.where(variance > 0, variance / target.abs().clamp(min=1e-300), 0.0)
 
@@ -245,21 +248,21 @@ def _worst(a: float, b: float) -> float:
 
 
 def _over(a: float, b: float, scale: float = 0.0) -> float:
-    """Return a / b; float32's rounding of something of size `scale` is no violation of 0."""
+    """Return a / b; 0 where a is at most the rounding of a float32 number of size `scale`."""
     if a <= scale * 1e-13:
         return 0.0
     return a / b if b else math.inf
 
 
 class Audited(Exchange):
-    """An exchange of one lane, and the audit of its steps."""
+    """An exchange of one lane that audits its steps."""
 
     def __init__(self, world: World, lane: Lane, seed: int, clock: Clock) -> None:
         super().__init__(world, [lane], seed, clock)
         self.audit = Audit(lane, world.size)
 
     def mean(self, buckets: Sequence[Tensor], step: int, lr: float = 1.0) -> Tensor:
-        """Return the mean, see `Exchange.mean`, once its step is in the audit."""
+        """Return the mean as `Exchange.mean` does, and add the step to the audit."""
         factor = 1.0 if self.lr is None else self.lr / lr
         before = [factor * state for state in self._residuals()]
         arrived = super().mean(buckets, step, lr)
@@ -268,15 +271,15 @@ class Audited(Exchange):
         return arrived
 
     def _residuals(self) -> list[Tensor]:
-        """Return copies of the workers' residuals; none where nothing is carried."""
+        """Return copies of the workers' residuals; an empty list if there are none."""
         states = [worker[0] for worker in self.workers]
         return [state["residual"].clone() for state in states if "residual" in state]
 
 
 def merged(records: Sequence[Mapping[str, Any]]) -> Record:
-    """Return the record of several audits of one method, of as many workers, as one.
+    """Return the records of several audits of one method, with equal workers, merged into one.
 
-    Of what only some of them have, a run that ended early, the first is kept.
+    A field that only some of them have, as of a run that ended early, is taken from the first.
     """
     total: Record = dict(records[0])
     for other in records[1:]:

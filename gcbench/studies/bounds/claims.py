@@ -1,27 +1,26 @@
-"""What is claimed, what was measured of it, and the one rule by which it is judged.
+"""Claims, measurements of them with intervals, and the one rule by which they are judged.
 
-A bound is always an upper one, so that measured / bound is comparable: at most 1 holds. What the
-bound is made of is known before the run: from the theorem, the problem, and what the method
-declares, which rows of its own test.
+A bound is always an upper bound, so that measured / bound can be compared: at most 1 holds. It is
+known before the run: it follows from the theorem, the problem, and the method's declarations, which
+are tested by rows of their own.
 
 * Claims about expectations come with an interval over independent values (`over` says which). They
   fail if the whole interval lies beyond the bound, hold if it lies within it, and are undecided
   otherwise. Some bounds are attained, so an interval may reach beyond by `ATTAINED` of the bound.
 * Equalities (`Claim.equality`) are judged by the interval of the relative deviation. They fail if
-  it leaves out 0, and hold if no deviation as large as the bound could have been missed, that is,
-  if the interval is no wider on either side; otherwise they are undecided.
+  it excludes 0, and hold if half its width is at most the bound, so that a deviation as large as
+  the bound would not have been missed; otherwise they are undecided.
 * Inequalities that hold for every single observation are checked at each. They have no interval;
   one violation by more than float rounding (`ROUNDING`) fails them.
-* A value that is not finite fails: a run that diverged is no proof of anything.
+* A value that is not finite fails, as does a run that diverged.
 * A theorem that holds with bound / measured above `LOOSE` "holds, loosely": a wrong code could
   hide below such a bound.
 
-Error probability: the interval of a theorem leaves out the truth with probability `ERROR` = 1e-6.
-By Bonferroni's inequality a run of up to 1,000 theorem rows in which all is right has one that
-fails with probability 1e-3 at most. Intervals by Bernstein's inequality need nothing but
-independent draws, and so does the lower limit of `nonnegative`; those by Student's t take means of
-many values for normal. Observations and
-assumptions have 95 % intervals each.
+Error probability: the interval of a theorem misses the truth with probability `ERROR` = 1e-6. By
+Bonferroni's inequality, in a run of up to 1,000 theorem rows, all of them true, any fails with
+probability 1e-3 at most. Intervals by Bernstein's inequality, and the lower limit of `nonnegative`,
+assume only independent draws; those by Student's t also assume that means of many values are
+normal. Observations and assumptions have 95 % intervals.
 """
 
 from __future__ import annotations
@@ -46,38 +45,38 @@ VERDICTS = ("holds", LOOSELY, "fails", "undecided")
 LOOSE = 10.0
 """Slack, bound / measured, beyond which a theorem holds loosely."""
 ATTAINED = 0.02
-"""Share of a bound by which an interval may reach beyond it: some bounds are equalities."""
+"""Share of a bound by which an interval may reach beyond it, as some bounds are attained."""
 ROUNDING = 1e-6
-"""Relative excess of a deterministic bound that is float32 rounding and no violation."""
+"""A relative excess up to this over a deterministic bound is taken for float32 rounding."""
 LEVEL = 0.95
 """Coverage of the interval of an observation or an assumption."""
 ERROR = 1e-6
-"""Probability with which a theorem's interval leaves out the truth."""
+"""Probability with which a theorem's interval misses the truth."""
 STRICT = 1 - ERROR
 LEAST_SEEDS = 3
-"""Seeds from which the interval is over seeds; of fewer, Student's t says next to nothing."""
+"""With at least so many seeds intervals are over seeds; with fewer Student's t is too wide."""
 BATCHES = 10
-"""Batches of consecutive observations that serve as independent values where seeds are few."""
+"""With fewer seeds, so many batches of consecutive observations count as independent values."""
 EVERY = "observations"
-"""What `n` counts where each single one is held to the bound."""
+"""`Interval.over` where every single observation is held to the bound."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim: who says what, and what kind of statement it is."""
+    """One claim: its name, its kind, what is measured, and its source."""
 
     name: str
-    """`paper or property/which`, e.g. "signsgd/theorem-1"; for a property the method's word."""
+    """Group and member: "signsgd/densities", or "unbiased/terngrad" for a claim on a method."""
     kind: str
     """A key of `KINDS`."""
     statement: str
     source: str
     equality: bool = False
-    """Whether a deviation to either side is wrong; `bound` is then one that must not be missed."""
+    """Whether a deviation to either side is wrong; the bound is then the largest one allowed."""
 
 
 class Interval(NamedTuple):
-    """A mean, its limits, how many independent values it is of, and of what kind they are."""
+    """A mean and its limits; the number `n` of independent values, and what they are (`over`)."""
 
     mean: float
     low: float
@@ -104,12 +103,12 @@ class Interval(NamedTuple):
 
 
 def always(worst: float, n: int) -> Interval:
-    """Return the worst of n observations, each of which is held to the bound."""
+    """Return the interval for n observations that must all obey the bound: the worst of them."""
     return Interval(worst, worst, worst, n, EVERY)
 
 
 def interval(values: Sequence[float], over: str, level: float = LEVEL) -> Interval:
-    """Return the mean of independent values with its limits by Student's t; one value has none."""
+    """Return the mean of independent values with limits by Student's t; infinite for one value."""
     n = len(values)
     mean = math.fsum(values) / n if all(map(math.isfinite, values)) else math.nan
     if n == 1 or math.isnan(mean):
@@ -129,9 +128,10 @@ def _deviation(values: Sequence[float], mean: float) -> float:
 
 
 def against(values: Sequence[float], others: Sequence[float], over: str) -> Interval:
-    """Return the relative deviation of the mean of `values` from that of `others`, at `STRICT`.
+    """Return the relative deviation of the mean of `values` from that of `others`.
 
-    The two are pairs, one independent of the next: limits are Student's t of their differences.
+    The values are paired, and the pairs independent: limits are by Student's t of the differences,
+    with coverage `STRICT`.
     """
     gaps = [a - b for a, b in zip(values, others, strict=True)]
     found, scale = interval(gaps, over, STRICT), interval(others, over).mean
@@ -139,31 +139,30 @@ def against(values: Sequence[float], others: Sequence[float], over: str) -> Inte
 
 
 def nonnegative(values: Sequence[float], over: str) -> Interval:
-    """Return the mean of independent values that are not negative; its lower limit takes no more.
+    """Return the mean of independent, nonnegative values; the lower limit assumes nothing else.
 
-    A value below 0 never comes, so for each share l in [0, 1] the product of 1 + l (x_t / m - 1)
-    is a bet against a mean of at most m whose expected gain is at most 1: it exceeds 1 / `ERROR`
-    with probability `ERROR` at most (Ville's inequality), however rare the large values are. The
-    lower limit is the largest m against which a mixture of such bets wins that much. The upper
-    limit, which fails nothing, is Student's.
+    The lower limit is by betting (e-values). If the mean is at most m, then for each share l in
+    [0, 1] the product over t of 1 + l (x_t / m - 1) is nonnegative and has an expectation of at
+    most 1, so it exceeds 1 / `ERROR` with probability `ERROR` at most (Markov's inequality),
+    however rare large values are. The limit is the largest m for which the average of such products
+    over several l exceeds that. The upper limit, by which no claim fails, is Student's.
     """
     found = interval(values, over, STRICT)
     return found._replace(low=_bet(found, values, ERROR))
 
 
 def bounded(values: Sequence[float], over: str) -> Interval:
-    """Return the mean of independent values that are not negative, its lower limit the better one.
+    """Return the mean of independent, nonnegative values, with the larger of two lower limits.
 
-    Of Student's, which is close for values that are alike, and that of `nonnegative`, which tells
-    that a run has diverged though its values are orders of magnitude apart; each takes half of
-    `ERROR`.
+    Student's is tight for values of similar size; that of `nonnegative` detects a run that has
+    diverged even if its values are orders of magnitude apart. Each has half of `ERROR`.
     """
     found = interval(values, over, 1 - ERROR / 2)
     return found._replace(low=max(found.low, _bet(found, values, ERROR / 2)))
 
 
 def _bet(found: Interval, values: Sequence[float], error: float) -> float:
-    """Return the lower limit that `nonnegative` explains."""
+    """Return the lower limit of the mean by betting, as explained in `nonnegative`."""
     if not math.isfinite(found.mean) or found.mean <= 0:
         return found.low
     shares = [k / 16 for k in range(1, 16)]
@@ -182,9 +181,9 @@ def _bet(found: Interval, values: Sequence[float], error: float) -> float:
 
 
 def bernstein(variance: float, largest: float, error: float) -> float:
-    """Return what a sum of independent terms of mean 0 exceeds with probability `error` at most.
+    """Return x such that a sum of independent terms of mean 0 is beyond +-x with P <= `error`.
 
-    To either side. `variance` is that of the sum, `largest` bounds the size of a term: Bernstein's
+    `variance` is that of the sum, `largest` a bound on the magnitude of a term: Bernstein's
     inequality, P <= 2 exp(-x^2 / (2 (variance + largest x / 3))), solved for x.
     """
     log = math.log(2 / error)
@@ -197,11 +196,11 @@ Pairs = Sequence[tuple[float, float]]
 
 
 def ratio(series: Sequence[Pairs]) -> Interval:
-    """Return the sum of numerators over that of denominators, of one series a seed.
+    """Return the ratio of sums, of numerators over denominators, for one series a seed.
 
-    From `LEAST_SEEDS` seeds on every seed's ratio is one independent value. With fewer, each series
-    is cut into up to `BATCHES` batches of consecutive observations, whose ratios are the values:
-    batch means, which take what lies further apart than a batch for independent.
+    With at least `LEAST_SEEDS` seeds the ratio of each seed is an independent value. With fewer,
+    each series is cut into up to `BATCHES` batches of consecutive observations, whose ratios are
+    the values (the method of batch means, which takes batches for independent).
     """
     if len(series) >= LEAST_SEEDS:
         return interval([_ratio(pairs) for pairs in series], "seeds")
@@ -214,7 +213,7 @@ def ratio(series: Sequence[Pairs]) -> Interval:
 
 
 def mean(series: Sequence[Sequence[float]]) -> Interval:
-    """Return the mean over observations, of one series a seed; see `ratio`."""
+    """Return the mean over observations, for one series a seed; see `ratio`."""
     return ratio([[(value, 1.0) for value in values] for values in series])
 
 
@@ -224,12 +223,12 @@ def _ratio(pairs: Pairs) -> float:
 
 
 def over(a: float, b: float) -> float:
-    """Return a / b, where 0 / 0 is 0: nothing keeps within a bound of nothing."""
+    """Return a / b, with 0 / 0 = 0: a measured 0 is within a bound of 0."""
     return a / b if b else (0.0 if a == 0 else math.inf)
 
 
 def judge(found: Interval, bound: float, *, equality: bool = False) -> str:
-    """Return the verdict, loose or not: see the module's rule."""
+    """Return "holds", "fails" or "undecided" by the module's rule (`row` tells loose ones)."""
     if not (math.isfinite(found.mean) and math.isfinite(bound)):
         return "fails"
     if found.over == EVERY:
@@ -244,7 +243,7 @@ def judge(found: Interval, bound: float, *, equality: bool = False) -> str:
 
 
 class Unit(NamedTuple):
-    """Work that is done as a whole: its key in the ledger, its place, and how it is judged."""
+    """A unit of work: its key in the ledger, its place, the claims it judges, and a function."""
 
     key: str
     place: str
@@ -253,7 +252,7 @@ class Unit(NamedTuple):
 
 
 class Judged:
-    """Verdicts as they come, and which claims do not apply to what, with the reason."""
+    """Collects verdicts, and which claims do not apply to which methods, with the reason."""
 
     def __init__(self, wanted: Callable[[str], bool]) -> None:
         self.wanted = wanted
@@ -271,23 +270,23 @@ class Judged:
         why: str = "",
         ran: str = "",
     ) -> None:
-        """Judge a claim, if it is asked for; `ran` is the compressor that ran, if one did."""
+        """Judge a claim, if it is to be tested; `ran` is the compressor that ran, if any."""
         if self.wanted(claim.name):
             self.rows.append(row(claim, place, setting, found, bound, why, ran))
 
     def refused(self, claim: Claim, place: str, setting: str, ran: str, error: str) -> None:
-        """Note that a method broke down on its own payload: that fails, whatever is asked for."""
+        """Record that a method refused a payload of its own: it fails, whatever is to be tested."""
         made = row(claim, place, setting, always(1.0, 1), 0.0, error, ran)
         self.rows.append(made)
 
     def skip(self, name: str, place: str, why: str) -> None:
-        """Note that a claim says nothing here; those of a group and reason are told together."""
+        """Record that a claim does not apply; those with one group and reason share a row."""
         if self.wanted(name):
             group, _, which = name.partition("/")
             self.absent.setdefault((group, place, why), []).append(which)
 
     def sort(self) -> None:
-        """Put rows of one place and one group of claims together, each where its first one is."""
+        """Sort rows by place and by group of claims, both in the order of their first rows."""
         first: dict[str, int] = {}
         for row in self.rows:
             first.setdefault(str(row["claim"]).partition("/")[0], len(first))
@@ -300,7 +299,7 @@ class Judged:
         )
 
     def record(self) -> dict[str, Any]:
-        """Return all of it as JSON holds it."""
+        """Return all rows and reasons, as values that JSON can hold."""
         absent = [[*key, which] for key, which in self.absent.items()]
         return {"rows": self.rows, "absent": absent}
 
@@ -311,7 +310,7 @@ class Judged:
             self.absent.setdefault((group, place, why), []).extend(which)
 
     def skipped(self) -> list[Row]:
-        """Return the rows of what does not apply."""
+        """Return the rows of the claims that do not apply."""
         return [
             {
                 "claim": f"{group}/",
@@ -327,7 +326,7 @@ class Judged:
 def row(
     claim: Claim, place: str, setting: str, found: Interval, bound: float, why: str, ran: str
 ) -> Row:
-    """Return the row of a judged claim; `why` is what a reader should know of this verdict."""
+    """Return the row of a claim with its verdict; `why` is a note on this verdict."""
     exact = found.low == found.high
 
     def over_bound(value: float) -> float | None:

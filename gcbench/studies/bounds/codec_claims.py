@@ -1,8 +1,8 @@
-"""What a method declares of its code, judged by audited exchanges: on known inputs, in training.
+"""Claims about a method's code, judged by audits of exchanges, on known inputs and in training.
 
-Which of these rows judge a method follows from its declarations: `unbiased` (with `variance` and
+Which claims apply to a method follows from its declarations: `unbiased` (with `variance` and
 `variance_bound`), `contractive` (with `delta` and `error_bound`), `gaussian_error`, `signs`, and a
-residual memory. A class that inherits a declaration inherits the row.
+residual memory. They also apply to a class that inherits the declaration.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ PLACE = "known inputs"
 CARD = "the method's card"
 BERNSTEIN = "Bernstein et al. 2018"
 SHAPES = ((32, 128), (33,), (4, 2, 3, 3))
-"""Of the known inputs: a matrix of long columns, a vector, a small kernel."""
+"""Shapes of the known inputs: a matrix of long columns, a vector, a small kernel."""
 WORKERS = (1, 4)
 FEW, LEAST, MOST = 6, 48, 1200
-"""Steps on known inputs: of codes without chance, of others at least and at most."""
+"""Steps on known inputs: of deterministic codes; of random ones at least and at most."""
 BIAS, SPREAD = 0.05, 0.05
-"""Relative bias, and relative deviation of a variance, that must not be missed."""
+"""Relative bias, and relative deviation of a variance, that the tests must be able to detect."""
 NORMAL = 0.05
-"""Relative deviation from the loss of long normal segments: theirs are finite."""
+"""Relative deviation that is allowed from a closed form, which is for long segments."""
 ROUNDING = 1e-5
 """Relative error of float32 sums of thousands of values."""
 WRONG = 0.02
-"""Deviation of the probability of a wrong vote that must not be missed."""
+"""Deviation of the probability of a wrong vote that the tests must be able to detect."""
 STRENGTHS = (0.1, 0.25, 0.5, 1.0, 2.0)
 """|g| / sigma of the elements whose signs are voted on."""
 GAUSS = STRENGTHS[:3]
-"""Those at which uniform noise attains Gauss' bound, and its excess would be seen."""
+"""The strengths at which uniform noise attains Gauss' bound, so that an excess would be seen."""
 VOTES = 60_000
-"""Elements of each strength, a seed."""
+"""Number of elements of each strength, for each seed."""
 
 
 def contract(word: str) -> Claim:
@@ -90,7 +90,7 @@ def variance(word: str) -> Claim:
 
 
 def variance_bound(word: str) -> Claim:
-    """Return the claim that a method's error keeps within its source's bound."""
+    """Return the claim that a method's squared error is within its source's bound."""
     return Claim(
         f"variance-bound/{word}",
         "theorem",
@@ -110,7 +110,7 @@ def contraction(word: str) -> Claim:
 
 
 def error_bound(word: str) -> Claim:
-    """Return the claim that an error keeps within the bound that is declared for this very x."""
+    """Return the claim that the squared error is within the bound that is declared for this x."""
     return Claim(
         f"error-bound/{word}",
         "theorem",
@@ -120,7 +120,7 @@ def error_bound(word: str) -> Claim:
 
 
 def normal_loss(word: str) -> Claim:
-    """Return the claim that normal values lose what the closed form says."""
+    """Return the claim that the error on normal values is that of the declared closed form."""
     return Claim(
         f"normal-loss/{word}",
         "theorem",
@@ -142,7 +142,7 @@ def identity(word: str) -> Claim:
 
 
 def residual(word: str) -> Claim:
-    """Return the claim that residuals keep within what the gradients so far allow."""
+    """Return the claim that residuals are within the bound that follows from the gradients."""
     return Claim(
         f"residual/{word}",
         "theorem",
@@ -174,7 +174,7 @@ def vote(word: str) -> Claim:
 
 
 def vote_bound(word: str) -> Claim:
-    """Return the claim that a vote fails no more often than the paper's lemma says."""
+    """Return the claim that a vote fails at most as often as the paper's lemma says."""
     return Claim(
         f"vote-bound/{word}",
         "theorem",
@@ -185,7 +185,7 @@ def vote_bound(word: str) -> Claim:
 
 
 def alpha(word: str) -> Claim:
-    """Return the assumption that a mean of workers has the relative error of one."""
+    """Return the assumption that the workers' mean has at most the relative error of one worker."""
     return Claim(
         f"alpha/{word}",
         "assumption",
@@ -200,12 +200,12 @@ OF_METHODS = (*AUDITED, normal_loss, vote, vote_bound)
 
 
 def catalogue(methods: Mapping[str, Compressor]) -> list[Claim]:
-    """Return all claims of this module."""
+    """Return all claims of this module, about every method."""
     return [make(word) for make in OF_METHODS for word in methods]
 
 
 def memory_of(method: Compressor) -> memory.Memory:
-    """Return the memory that the published method carries, where an audit can follow it."""
+    """Return the method's own memory if that is a residual, which an audit can check; else none."""
     kept = memory.make(method.memory, method.memory_options)
     return kept if isinstance(kept, memory.Residual) else memory.NoMemory()
 
@@ -216,7 +216,7 @@ def memory_of(method: Compressor) -> memory.Memory:
 def judge(
     word: str, record: Record, judged: Judged, place: str, setting: str, *, alone: bool = False
 ) -> None:
-    """Judge what an audit saw of the method `word`; `alone`: on inputs that are no gradients."""
+    """Judge the record of an audit of the method `word`; `alone`: it was made on known inputs."""
 
     def add(claim: Claim, found: Interval, bound: float, why: str = "") -> None:
         judged.add(claim, place, found, bound, setting=setting, why=why, ran=word)
@@ -239,9 +239,10 @@ def judge(
     if record.get("checked"):
         share = record["wrong"] / record["checked"]
         add(sign(word), always(share, record["checked"])._replace(over=EVERY), 0.0)
-    # In expectation alone nothing is said of every step; nor is it of a code that loses nothing.
-    said = not record["random"] and record.get("limit", 0.0) > ROUNDING
-    if record.get("alpha") and record["workers"] > 1 and said and not alone:
+    # The assumption is about every step, so not about methods that contract in expectation only;
+    # and a code that loses nothing has no error to compare.
+    applies = not record["random"] and record.get("limit", 0.0) > ROUNDING
+    if record.get("alpha") and record["workers"] > 1 and applies and not alone:
         values = [*map(_number, record["alpha"])]
         why = f"mean {sum(values) / len(values):.3f}"
         add(alpha(word), _largest(values), record["limit"], why)
@@ -259,8 +260,9 @@ def _largest(values: Sequence[float]) -> Interval:
 def _moments(word: str, record: Record, add: Any, *, alone: bool) -> None:
     """Judge bias and variance.
 
-    The intervals are Bernstein's where a variance is declared; but for the variance on known
-    inputs, whose steps are alike and are sums over thousands of elements, Student's over steps.
+    Where a variance is declared the intervals are by Bernstein's inequality. The variance on known
+    inputs has an interval by Student's t over steps, which are identically distributed sums over
+    thousands of elements.
     """
     bias, spread, steps = record["bias"], record["spread"], record["steps"]
     found = []
@@ -301,7 +303,7 @@ def _moments(word: str, record: Record, add: Any, *, alone: bool) -> None:
 
 
 def _excess(found: Interval) -> float:
-    """Return the deviation in units of what can be seen."""
+    """Return a deviation over the half width of its interval; infinity for NaN."""
     half = found.high - found.mean
     if math.isnan(found.mean):
         return math.inf
@@ -309,7 +311,7 @@ def _excess(found: Interval) -> float:
 
 
 def _about(deviation: float, half: float, n: int) -> Interval:
-    """Return the interval of the size of a deviation; float32's own rounding is none."""
+    """Return the interval of the magnitude of a deviation, less float32's rounding."""
     size = abs(deviation)
     return Interval(size, max(0.0, size - half - ROUNDING), size + half, n, "steps")
 
@@ -323,19 +325,19 @@ def normal(generator: torch.Generator, n: int) -> Tensor:
 
 
 def equal(generator: torch.Generator, n: int) -> Tensor:
-    """Return +1 and -1 at random: top-k then loses all that it may."""
+    """Return +1 and -1 at random: the input on which top-k loses most."""
     return torch.randint(2, (n,), generator=generator).float() * 2 - 1
 
 
 def spike(generator: torch.Generator, n: int) -> Tensor:
-    """Return one large element among normal ones of 1e-3: signs lose most, the spectrum is flat."""
+    """Return one large element among normal ones of 1e-3: the worst for signs, flat for the FFT."""
     x = 1e-3 * torch.randn(n, generator=generator)
     x[int(torch.randint(min(n, SHAPES[0][0] * SHAPES[0][1]), (1,), generator=generator))] = 1.0
     return x
 
 
 def steps_apart(generator: torch.Generator, n: int) -> Tensor:
-    """Return 1 in every 256th place and .99 / 254 elsewhere, signs drawn: 8 bits lose them all."""
+    """Return 1 in every 256th place, .99 / 254 elsewhere, random signs: int8 rounds these to 0."""
     x = equal(generator, n) * 0.99 / 254
     x[::256] = 1.0
     return x
@@ -345,7 +347,7 @@ INPUTS = {"normal": normal, "equal": equal, "spike": spike, "steps": steps_apart
 
 
 def exchange(method: Compressor, workers: int, kept: memory.Memory, seed: int) -> Audited:
-    """Return an audited exchange of tensors of `SHAPES`."""
+    """Return an audited exchange of one lane, with tensors of `SHAPES`."""
     segments = Segments.of(SHAPES, method.granularity)
     lane = lane_of(method, segments, kept)
     world = SimulatedWorld(workers, torch.device("cpu"), Link(10.0, 50.0), 1, 1)
@@ -365,10 +367,10 @@ def observed(
     apart: bool = True,
     fresh: bool = False,
 ) -> Record:
-    """Return the audit of `steps` steps.
+    """Return the audit's record of `steps` steps on inputs of this `kind`, a key of `INPUTS`.
 
-    Workers see a common vector, and, `apart`, a tenth of noise each; `fresh`: residuals are cleared
-    before each step.
+    All workers get the same vector; with `apart` each adds noise of its own, 0.1 times normal. With
+    `fresh` residuals are cleared before each step.
     """
     generator = torch.Generator().manual_seed(seed)
     audited = exchange(method, workers, kept, seed)
@@ -387,10 +389,10 @@ def observed(
 
 
 def asked(method: Compressor, workers: int) -> int:
-    """Return how many steps the declared variance of normal values asks for.
+    """Return how many steps are needed, by the declared variance, to detect a bias of `BIAS`.
 
-    So that a bias of `BIAS` is seen, by Bernstein's inequality, with an allowance for what differs
-    between steps; at least `LEAST`, at most `MOST`.
+    By Bernstein's inequality on normal values, with an allowance for differences between steps; at
+    least `LEAST`, at most `MOST`.
     """
     segments, key = Segments.of(SHAPES, method.granularity), Key(0, 0, 0)
     x = normal(torch.Generator().manual_seed(0), segments.numel)
@@ -423,7 +425,7 @@ def units(methods: Mapping[str, Compressor], seeds: Sequence[int]) -> Iterator[U
 def _inputs(
     word: str, method: Compressor, workers: int, seeds: Sequence[int], judged: Judged
 ) -> None:
-    """Judge the audits: moments on normal values, contraction on the worst input of all."""
+    """Judge the audits: moments on normal values, contraction on the worst of all inputs."""
     told = f"M={workers}"
     kept = memory_of(method)
     steps = max(3, math.ceil(asked(method, workers) / len(seeds)))
@@ -446,7 +448,7 @@ def _inputs(
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    """Return the mean; what is not finite is beyond all others."""
+    """Return the mean; infinity if a value is None, which stands for one that is not finite."""
     known = [math.inf if value is None else value for value in values]
     return sum(known) / len(known)
 
@@ -454,17 +456,18 @@ def _mean(values: Sequence[float | None]) -> float:
 def _contractions(
     method: Compressor, workers: int, seeds: Sequence[int]
 ) -> dict[str, dict[str, Any]]:
-    """Return audits of one exchange without memory, by input; all workers see the same.
+    """Return audits of single exchanges without memory, by input; all workers get the same x.
 
-    A code with chance sees no rare large elements, whose mean over few draws would be nothing to
-    go by; and the mean of several workers' draws, where they are apart, loses less than its bound.
+    Random codes do not get inputs with rare large elements, whose mean loss over few draws would be
+    too noisy. An unbiased code is not audited with several workers: the mean of their draws loses
+    less than the bound.
     """
     if not method.claims.contractive or (method.claims.unbiased and workers > 1):
         return {}
     segments = Segments.of(SHAPES, method.granularity)
     chance = random(method, normal(torch.Generator().manual_seed(0), segments.numel), segments)
     few = math.ceil((LEAST if chance else FEW) / len(seeds))
-    # What arrives is no mean of what is sent: what a worker sent is seen by its residual.
+    # If the aggregate is no mean, the error of what a worker sent is taken from its residual.
     other = method.claims.aggregate != "mean"
     kept = memory.Residual() if other else memory.NoMemory()
     return {
@@ -485,7 +488,7 @@ def _absent(
     singly: Mapping[str, Record],
     judged: Judged,
 ) -> None:
-    """Note which declarations the method does not make."""
+    """Record for which claims the method lacks the declaration."""
     for make in MOMENTS:
         if not method.claims.unbiased:
             judged.skip(make(word).name, PLACE, "it does not claim to be unbiased")
@@ -529,7 +532,7 @@ def _normal_loss(word: str, method: Compressor, seeds: Sequence[int], judged: Ju
     seen = interval(losses, "draws", STRICT)
     half = seen.high - seen.mean
     size = abs(seen.mean - 1)
-    # The closed form is of long segments; these have `NORMAL` to differ by.
+    # The closed form is for long segments; these may differ from it by `NORMAL`.
     found = Interval(size, max(0.0, size - half - NORMAL), size + half, seen.n, "draws")
     judged.add(normal_loss(word), PLACE, found, 4 * NORMAL, ran=word, setting="normal, M=1")
 
@@ -559,7 +562,7 @@ def _votes(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) 
 def _vote_bound(
     word: str, method: Compressor, workers: int, seeds: Sequence[int], judged: Judged
 ) -> None:
-    """Judge the lemmas: one worker under the noise that attains Gauss', several under normal."""
+    """Judge the lemmas: one worker with uniform noise, which attains Gauss' bound, else normal."""
     uniform = workers == 1
     worst = []
     n = VOTES * len(seeds)
@@ -570,7 +573,7 @@ def _vote_bound(
         if uniform:
             limit = 0.5 - strength / (2 * math.sqrt(3)) if strength in GAUSS else 0.5
         if limit >= 0.5:
-            continue  # a coin obeys it
+            continue  # a coin flip would satisfy such a limit
         half = bernstein(n * limit * (1 - limit), 1.0, ERROR / len(STRENGTHS)) / n / limit
         ratio = rate / limit
         worst.append(Interval(ratio, max(0.0, ratio - half), ratio + half, n, "elements"))
@@ -581,7 +584,10 @@ def _vote_bound(
 
 
 def failing(strength: float, workers: int) -> float:
-    """Return P[vote wrong] of an odd number of workers with normal noise, exactly."""
+    """Return the exact P[vote wrong] of an odd number of workers with normal noise.
+
+    `strength` is |g| / sigma.
+    """
     q = 0.5 * math.erfc(strength / math.sqrt(2))
     return sum(
         math.comb(workers, k) * q**k * (1 - q) ** (workers - k)
@@ -592,7 +598,7 @@ def failing(strength: float, workers: int) -> float:
 def failures(
     method: Compressor, workers: int, seeds: Sequence[int], *, uniform: bool
 ) -> list[float]:
-    """Return the share of wrong signs for each of `STRENGTHS`, of noise of variance 1."""
+    """Return the share of wrong signs for each of `STRENGTHS`; the noise has variance 1."""
     wrong = torch.zeros(len(STRENGTHS), dtype=torch.float64)
     world = SimulatedWorld(workers, torch.device("cpu"), Link(10.0, 50.0), 1, 1)
     segments = Segments.of([(len(STRENGTHS), VOTES)], method.granularity)

@@ -1,4 +1,4 @@
-"""Properties of gradients, judged by what a `Watch` saw of training runs; no compressor runs."""
+"""Claims about gradients themselves, judged by what a `Watch` measured; no compressor runs."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _NORMAL = NormalDist()
 GAUSSIAN = CLIP * 2 * (_NORMAL.pdf(0) - _NORMAL.pdf(CLIP) + CLIP * _NORMAL.cdf(-CLIP))
 """||f||_inf ||f||_1 / ||g||^2 of long normal gradients clipped at c = 2.5 sigma, 1.985: c E|f|."""
 CLIP_LENGTH, CLIP_ANGLE = 0.015, 3.0
-"""What clipping at 2.5 sigma changes at most, by the paper: 1.0-1.5 %, 2-3 degrees."""
+"""The most that clipping at 2.5 sigma changes according to the paper: 1.0-1.5 %, 2-3 degrees."""
 ORDER = 10.0
-"""The same order of magnitude: a factor of at most ten."""
+"""Two values are of the same order of magnitude if they differ by at most this factor."""
 P = 0.05
 """Family-wise error probability of the tests of noise."""
 
@@ -100,7 +100,11 @@ FIXED = (
 
 
 def judge(records: Sequence[Record], is_weight: Sequence[bool], judged: Judged, place: str) -> None:
-    """Judge all claims of this module; `is_weight` says which tensors are no vectors."""
+    """Judge all claims of this module.
+
+    `records`: those of `Watch.record`, one a seed; `is_weight`: for each tensor, whether it has
+    more than one dimension.
+    """
     observations, snapshots = each(records, "observations"), each(records, "snapshots")
     if judged.wanted("terngrad/"):
         _ternary(observations, is_weight, judged, place)
@@ -113,7 +117,7 @@ def _number(value: float | None) -> float:
 
 
 def _worst(values: Sequence[float]) -> Interval:
-    """Return the largest value, NaN if any is."""
+    """Return the interval for observations that must all obey a bound: NaN if any is NaN."""
     worst = math.nan if any(math.isnan(value) for value in values) else max(values)
     return always(worst, len(values))
 

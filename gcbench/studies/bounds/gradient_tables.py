@@ -1,4 +1,4 @@
-"""What lies behind the verdicts on gradients: the gradient bound, clipping, geometry, noise."""
+"""Tables of the measurements on gradients: the gradient bound, clipping, geometry, noise."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from gcbench.studies.bounds.observe import Record
 
 
 def each(records: Sequence[Record], group: str) -> list[list[Record]]:
-    """Return a group of what was seen, one list a seed."""
+    """Return the "observations" or "snapshots" (`group`) of the records, one list a seed."""
     return [record[group] for record in records]
 
 
 def noise_tests(snapshots: Sequence[Sequence[Record]]) -> Iterator[Row]:
-    """Yield a row a weight, snapshot and seed, with p-values adjusted for all of them."""
+    """Yield one row for each weight, snapshot and seed, with p-values adjusted for all rows."""
     tested = [
         (seed, one["step"], weight)
         for seed, run in enumerate(snapshots)
@@ -47,7 +47,7 @@ def noise_tests(snapshots: Sequence[Sequence[Record]]) -> Iterator[Row]:
 def tables(
     records: Sequence[Record], names: Sequence[str], sizes: Sequence[int], seeds: Sequence[int]
 ) -> Iterator[Table]:
-    """Yield what lies behind the verdicts: the gradient bound, clipping, geometry, noise."""
+    """Yield the tables; `names` and `sizes` are those of the tensors in the bucket."""
     observations, snapshots = each(records, "observations"), each(records, "snapshots")
     flat = [one for run in observations for one in run]
     if flat and "whole" in flat[0]:

@@ -1,14 +1,15 @@
-"""What is seen of gradients while a task is trained: norms, clipping, noise and its shape.
+"""Measurements on gradients while a task is trained: norms, clipping, noise and its distribution.
 
-A `Watch` hangs on a trainer and sees each worker's gradient before the exchange; no compressor runs
-in what it measures. Every k-th step is an observation: norms and clipping. A few steps are
-snapshots: at their parameters many more batches are drawn, which give the mean gradient and,
-coordinate by coordinate, the noise of one worker's batch (Welford's streaming moments, float64),
-and samples of the noise of named weights.
+A `Watch` is attached to a trainer and gets each worker's gradient before the exchange; no
+compressor affects what it measures. Every k-th step is an observation, of norms and clipping. A few
+steps are snapshots: at their parameters many more batches are drawn, which give the mean gradient,
+coordinate by coordinate the noise of one worker's batch (Welford's streaming moments, float64), and
+samples of the noise of named weights.
 
-Noise is taken about the mean of the B drawn batches with the factor B / (B - 1), so its variance is
-unbiased; its standard deviation is low by a factor of about 1 - 1 / (4 B) under normal noise. The
-mean gradient keeps noise of sigma / sqrt(B) a coordinate: `noise_share` of its squared length.
+The variance of the noise is computed about the mean of the B drawn batches, over B - 1, and so is
+unbiased; the standard deviation is too low, by a factor of about 1 - 1 / (4 B) for normal noise.
+The mean gradient still has noise of sigma / sqrt(B) in each coordinate; `noise_share` is the share
+of its squared norm that is this noise.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ from gcbench.training.train import Trainer
 CLIP = 2.5
 """TernGrad's clipping, in standard deviations of a tensor (Wen et al. 2017, section 3.3)."""
 APART = 1 << 20
-"""Added to the rank that addresses a drawn batch, so that no worker of the run draws the same."""
+"""Added to the rank in the key of a drawn batch, so that no worker of the run draws the same."""
 CHOSEN, CHOSEN_TENSORS = 2, 4
-"""Weights a tensor, and tensors, whose noise is tested where none are named."""
+"""If no weights are named, the noise of so many weights of so many tensors is tested."""
 BINS = 24
-"""Bins of a noise histogram, over what was drawn."""
+"""Bins of a noise histogram, from the least to the largest value."""
 
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to look at, and when."""
+    """What a `Watch` measures, and at which steps."""
 
     every: int
     snapshots: tuple[int, ...]
@@ -56,7 +57,7 @@ class Plan:
     weights: tuple[str, ...]
     """Weights whose noise is tested, as tensor[index]; empty: some are chosen."""
     wanted: Callable[[str], bool]
-    """Whether any claim of a group, e.g. "signsgd/", is asked for."""
+    """Whether any claim of a group, e.g. "signsgd/", is to be tested."""
 
 
 class Welford:
@@ -68,22 +69,22 @@ class Welford:
         self.squares = torch.zeros_like(self.mean)
 
     def add(self, x: Tensor) -> None:
-        """Take one more vector."""
+        """Add a vector."""
         self.n += 1
         away = x.double() - self.mean
         self.mean.add_(away, alpha=1 / self.n)
         self.squares.addcmul_(away, x.double() - self.mean)
 
     def variance(self, *, unbiased: bool = True) -> Tensor:
-        """Return each coordinate's variance, over n - 1 or, not unbiased, over n."""
+        """Return the variance of each coordinate, over n - 1, or over n without `unbiased`."""
         return self.squares / (self.n - 1 if unbiased else self.n)
 
 
 def chosen(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[str]:
-    """Return weights to test where the user names none: `CHOSEN` a tensor, of a few tensors.
+    """Return the weights that are tested if the user names none, as tensor[index].
 
-    The tensors are spread from the first to the last that is no vector; the places are drawn, the
-    same for every seed of a run.
+    They are `CHOSEN` weights of each of up to `CHOSEN_TENSORS` tensors, which are spread evenly
+    over those that are no vectors. The indices are drawn at random, the same for every seed.
     """
     pairs = list(zip(names, shapes, strict=True))
     pairs = [pair for pair in pairs if len(pair[1]) > 1] or pairs
@@ -98,7 +99,7 @@ def chosen(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[str]:
 
 
 def locate(words: Sequence[str], trainer: Trainer) -> dict[str, int]:
-    """Return where in the bucket the weights are that the words name.
+    """Return the position in the bucket of each weight, given as tensor[index].
 
     Raises:
         UsageError: no such tensor, or no such element.
@@ -121,7 +122,7 @@ def locate(words: Sequence[str], trainer: Trainer) -> dict[str, int]:
 
 
 class Watch:
-    """Sees the gradients of one run; `on_bucket` goes into the trainer's options."""
+    """Measures the gradients of one run; its `on_bucket` is given to the trainer's options."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -130,16 +131,16 @@ class Watch:
         self._buckets: list[Tensor] = []
 
     def start(self, trainer: Trainer) -> None:
-        """Begin to watch this trainer."""
+        """Attach to a trainer; UsageError for weights that it does not have."""
         self.trainer = trainer
         self.shapes = trainer.shapes[0]
         self.segments = Segments.of(self.shapes)
         self.weights = locate(self.plan.weights or chosen(trainer.names, self.shapes), trainer)
 
     def on_bucket(self, step: int, rank: int, bucket: Tensor) -> None:
-        """Take one worker's gradient; with the last worker's, look at all of them.
+        """Take one worker's gradient, float32, shape (n,); at the last worker's, measure all.
 
-        Gradients that are not finite are left to the trainer, which stops with their layer.
+        If a gradient is not finite nothing is measured: the trainer stops and names the layer.
         """
         self._buckets.append(bucket)
         if len(self._buckets) < self.trainer.world.size:
@@ -154,7 +155,7 @@ class Watch:
             self.snapshots.append({"step": step, **self._noise(step, buckets[0])})
 
     def record(self) -> Record:
-        """Return all that was seen, as JSON holds it."""
+        """Return all measurements, as values that JSON can hold."""
         return {
             "names": self.trainer.names,
             "shapes": [list(shape) for shape in self.shapes],
@@ -165,7 +166,11 @@ class Watch:
     # -- observations ------------------------------------------------------------------------------
 
     def _ternary(self, x: Tensor) -> Record:
-        """Return ||.||_inf ||.||_1 of the whole, by tensors, and clipped; clipping by tensor."""
+        """Return ||g||_inf ||g||_1 of the bucket, of its tensors, and clipped; length and angle.
+
+        `whole` is of the bucket, `layer` the sum over its tensors (`raw`), `clip` that of the
+        clipped tensors (`cut`); `length` and `angle` (degrees) say how clipping changes a tensor.
+        """
         limit, _ = ops.ternary.scales(x, self.segments, CLIP, at_limit=False)
         assert limit is not None
         clipped = ops.statistics.clamp_(x.clone(), limit, self.segments)
@@ -199,10 +204,11 @@ class Watch:
     # -- snapshots ---------------------------------------------------------------------------------
 
     def drawn(self, step: int) -> Iterator[Tensor]:
-        """Yield the gradients of fresh batches at the present parameters, float32, shape (n,).
+        """Yield gradients of newly drawn batches at the present parameters, float32, shape (n,).
 
-        Each batch is of one worker's size, drawn with replacement: independent, given these
-        parameters. Batch normalization sees them as it does in training, in copies of the model.
+        Each batch has the size of one worker's, and is drawn with replacement, so that the
+        gradients are independent given the parameters. They are computed in training mode, on
+        copies of the model, so that the model's own batch-norm statistics do not change.
         """
         trainer = self.trainer
         config, n = trainer.config, len(trainer.train)
@@ -226,7 +232,10 @@ class Watch:
             yield from got[: self.plan.batches - first]
 
     def _noise(self, step: int, like: Tensor) -> Record:
-        """Return densities, wrong signs, and the shape of the noise of named weights."""
+        """Return norms and densities of gradient and noise, wrong signs, and tests of the noise.
+
+        `like`: a tensor of the bucket's shape.
+        """
         seen = Welford(like)
         above = torch.zeros_like(like, dtype=torch.int32)
         below = torch.zeros_like(above)
@@ -279,7 +288,7 @@ def gauss(strength: Tensor) -> Tensor:
 
 
 def _shape_of(sample: Tensor) -> Record:
-    """Return the tests of one weight's noise, and its histogram."""
+    """Return the tests of one weight's noise and its histogram; `sample`: float64, (batches,)."""
     values = (sample - sample.mean()).tolist()
     low, high = min(values), max(values)
     if low == high:
@@ -303,7 +312,7 @@ def _shape_of(sample: Tensor) -> Record:
 
 
 def _average(records: Sequence[Record]) -> Record:
-    """Return the workers' mean of each number and, of the ratios that are bounded, the worst."""
+    """Return the mean over workers of each number; of fields named "worst...", the largest."""
 
     def mean(values: Sequence[Any]) -> Any:
         if isinstance(values[0], list):

@@ -1,4 +1,4 @@
-"""Claims about descent on quadratics, judged by what `quadratics` ran.
+"""Claims about SGD on quadratics, judged by the descents of `quadratics`.
 
 Which theorems judge a method follows from its declarations: `signs` (Bernstein et al. 2018),
 `unbiased` with `omega` or `variance` (Wen et al. 2017), `contractive` with `delta` (Karimireddy et
@@ -30,16 +30,16 @@ KARIMIREDDY = "Karimireddy et al. 2019"
 WANG = "Wang et al. 2020"
 PLACE = "quadratics"
 PLATEAU = 0.05
-"""Relative deviation of a plateau, or of a floor, that must not be missed."""
+"""Relative deviation of a plateau, or of a noise floor, that the tests must be able to detect."""
 MODEL = 0.01
-"""What a plateau may differ by for the declared law's noise being taken for normal."""
+"""Relative deviation of a plateau that is allowed because the declared noise is drawn as normal."""
 
 SIGN_RUNS = {
     "1": (Signs(1, 1.0, 400, 2.0), Signs(1, 100.0, 100, 0.25)),
     "2a": (Signs(7, 100.0, 100, 0.25, symmetric=False),),
     "2b": (Signs(7, 1.0, 400, 2.0), Signs(7, 100.0, 100, 0.25)),
 }
-"""By theorem; the noise is such that signs of weak coordinates, or near the minimum, are wrong."""
+"""Runs by theorem; the noise is so large that signs of small gradients are often wrong."""
 SIGN_STATEMENTS = {
     "1": "K steps of 1 / sqrt(||L||_1 K), batches of K: [E mean_k ||g_k||_1]^2 <= (1 / K) "
     "[sqrt(||L||_1) (f_0 - f* + 1/2) + 2 ||sigma||_1]^2",
@@ -47,11 +47,11 @@ SIGN_STATEMENTS = {
     "2b": "vote of M workers, unimodal symmetric noise: 2 ||sigma||_1 / sqrt(M) in its place",
 }
 BIASED_RUNS = ((1, 0.0), (4, 0.05))
-"""Workers, and noise a coordinate."""
+"""Number of workers, and standard deviation of the noise in each coordinate."""
 
 
 def sign_theorem(which: str, word: str) -> Claim:
-    """Return the claim of one of the theorems of the sign about a method."""
+    """Return the claim of one of signSGD's theorems about a method."""
     return Claim(
         f"sign-theorem-{which}/{word}",
         "theorem",
@@ -76,7 +76,7 @@ def theorem_2b(word: str) -> Claim:
 
 
 def floor(word: str) -> Claim:
-    """Return the claim about the noise floor of a descent by votes."""
+    """Return the claim about the noise floor of a descent by majority votes."""
     return Claim(
         f"sign-floor/{word}",
         "theorem",
@@ -206,7 +206,7 @@ def _signs(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) 
 
 
 def _equality(away: float, half: float, n: int, allowed: float) -> Interval:
-    """Return the interval of the size of a deviation, of which `allowed` is the model's own."""
+    """Return the interval of the magnitude of a deviation, of which `allowed` is subtracted."""
     size = abs(away)
     return Interval(size, max(0.0, size - half - allowed), size + half, n, "copies")
 
@@ -250,7 +250,7 @@ def _rate(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -
 
 
 def _tight(method: Compressor) -> tuple[Compressor, quadratics.Shape, float] | str:
-    """Return the method by copy, the shape and delta to run with, or why there is none."""
+    """Return the method with copies independent, shape and delta for it, or why there are none."""
     own = quadratics.by_copy(method)
     if not method.claims.contractive:
         return "it does not claim to contract"

@@ -1,12 +1,12 @@
-"""The theorems themselves, on quadratics whose constants are all known before they run.
+"""SGD on quadratics whose constants are all known, for the theorems on convergence.
 
-f(w) = 1/2 sum_i L_i w_i^2 with curvatures that fall in equal ratios from 1 to 1 / condition, from
-w = +-start, the signs drawn; a worker's gradient has independent noise of a given standard
-deviation in every coordinate. Where a theorem asks for bounded gradients the quadratic goes on
-linearly beyond |w_i| = 1 (Huber's function), so that |df/dw_i| <= L_i everywhere. Independent
-copies run at once: each is a tensor of one bucket, so that real codecs, with their scales a tensor,
-go through the real exchange. Points and exact gradients are float64, what is exchanged is float32.
-Values are returned by copy; several seeds give several lots of copies.
+f(w) = 1/2 sum_i L_i w_i^2, with curvatures L_i in geometric progression from 1 to 1 / condition.
+Descents start from w_i = +-start with random signs; a worker's gradient has independent noise of a
+given standard deviation in every coordinate. For theorems that need bounded gradients the function
+is linear beyond |w_i| = 1 (Huber's function), so that |df/dw_i| <= L_i everywhere. Many independent
+copies run at once: each is a tensor of one bucket, so that real codecs, with a scale for each
+tensor, go through the real exchange. Parameters and exact gradients are float64, what is exchanged
+is float32. Results are lists with one value for each copy; each seed gives further copies.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ from gcbench.core.world import Link, SimulatedWorld
 from gcbench.studies.bounds.alone import agreed, energy, lane_of, single
 
 ELEMENTS = 1024
-"""Of all copies together, unless these are fewer than `LEAST`."""
+"""Number of elements of all copies together, if that makes at least `LEAST` copies."""
 LEAST = 16
-"""Copies that Student's t has at least to go by, a seed."""
+"""The least number of copies of a seed, so that Student's t has values enough."""
 PLATEAU_ELEMENTS = 2048
-"""The same where a run is held to a value, and not to a bound."""
+"""`ELEMENTS` for runs that are compared with a value, not with a bound."""
 SHAPES = ((2, 2), (4, 4), (8, 8), (16, 16))
-"""Of one copy: matrices, so that columns and low ranks mean something."""
+"""Shapes of one copy: matrices, for methods that work on columns or by low rank."""
 Shape = tuple[int, int]
 Draw = Callable[[torch.Generator, tuple[int, ...]], Tensor]
 
 
 def normal(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-    """Return normal noise of variance 1, float64 with float32's digits."""
+    """Return normal noise of variance 1, drawn in float32 and returned as float64."""
     return torch.randn(shape, generator=generator).double()
 
 
 def skewed(batch: int, share: float = 0.1) -> Draw:
-    """Return noise of variance 1 that is the mean of `batch` two-valued examples, times sqrt batch.
+    """Return a function that draws skewed noise of mean 0 and variance 1.
 
-    An example is 3 with probability 0.1, else -1/3: mean 0, variance 1, most of it on one side.
+    It is the mean of `batch` examples, times sqrt(batch). An example is 3 with probability 0.1, and
+    otherwise -1/3.
     """
 
     def draw(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
@@ -56,7 +57,7 @@ def skewed(batch: int, share: float = 0.1) -> Draw:
 
 
 class Quadratic:
-    """Copies of one quadratic, and the workers that descend them."""
+    """Independent copies of one quadratic, with an exchange by which N workers descend on them."""
 
     def __init__(
         self,
@@ -73,7 +74,11 @@ class Quadratic:
         huber: bool = False,
         elements: int | None = None,
     ) -> None:
-        """Start at +-start; `noise` is the standard deviation of a worker's gradient."""
+        """Start at w_i = +-start.
+
+        `noise`: standard deviation of a worker's gradient in each coordinate, drawn by `draw`;
+        `kept`: the memory; `huber`: linear beyond |w_i| = 1; `elements`: see `ELEMENTS`.
+        """
         self.generator = torch.Generator().manual_seed(seed)
         self.d = math.prod(shape)
         self.copies = max(LEAST, (elements or ELEMENTS) // self.d)
@@ -83,7 +88,7 @@ class Quadratic:
         self.w = start * signs.double()
         self.method, self.noise, self.draw, self.huber = method, noise, draw, huber
         self.workers, self.seed = workers, seed
-        self.law = torch.Generator().manual_seed(seed + 1_000_003)  # of `declared_step`
+        self.law = torch.Generator().manual_seed(seed + 1_000_003)  # for `declared_step`
         world = SimulatedWorld(workers, torch.device("cpu"), Link(10.0, 50.0), 1, 1)
         self.segments = Segments.of([shape] * self.copies, method.granularity)
         self.exchange = single(seed, world.device, lane_of(method, self.segments, kept), world)
@@ -91,7 +96,7 @@ class Quadratic:
 
     @property
     def gap(self) -> float:
-        """f(w) - f* now, the mean over copies; at the start all have the same."""
+        """The present f(w) - f*, mean over copies; at the start all copies have the same."""
         return float((self.curvature * self.w.square()).sum(1).mean()) / 2
 
     def gradient(self) -> Tensor:
@@ -109,15 +114,16 @@ class Quadratic:
         ]
 
     def step(self, buckets: list[Tensor], lr: float) -> None:
-        """Exchange and descend."""
+        """Exchange the workers' buckets, and make a step of SGD with the mean."""
         arrived = self.exchange.mean(buckets, self.t, lr).double().view(self.copies, self.d)
         self.w -= lr * arrived
         self.t += 1
 
     def declared_step(self, buckets: Sequence[Tensor], lr: float) -> None:
-        """Descend by what the method declares, without its code: target and normal noise.
+        """Make a step with the method's declarations in place of its code: target plus noise.
 
-        The noise has the declared variance, of each worker or, where all draw alike, of the mean.
+        The noise is normal with the declared variance: of each worker's code, or, where all workers
+        draw the same numbers, of the code of their mean.
         """
         method, segments, key = self.method, self.segments, Key(self.seed, self.t, 0)
         if method.draw_shared(segments, key) is not None:
@@ -141,12 +147,15 @@ class Quadratic:
 
     @property
     def lost(self) -> bool:
-        """Whether the run has diverged: what is exchanged would soon be beyond float32."""
+        """Whether the run has diverged: a parameter of 1e30 or more, or NaN."""
         return not float(self.w.abs().max()) < 1e30
 
 
 def by_copy(method: Compressor) -> Compressor | None:
-    """Return the method with scales a tensor at most, so that copies do not meet; None if fixed."""
+    """Return the method with segments no larger than a tensor, so that copies stay independent.
+
+    None if the method has one segment for the model and no field to change that.
+    """
     if method.granularity != "model":
         return method
     fields = {field.name for field in dataclasses.fields(method)}  # type: ignore[arg-type]
@@ -156,22 +165,22 @@ def by_copy(method: Compressor) -> Compressor | None:
 
 
 def segments_of(method: Compressor, shape: Shape) -> Segments:
-    """Return the segments of a bucket of copies."""
+    """Return the segments of a bucket with two copies."""
     return Segments.of([shape] * 2, method.granularity)
 
 
 def declares_variance(method: Compressor) -> bool:
-    """Return whether an unbiased method says what its variance is."""
+    """Return whether an unbiased method declares its variance."""
     x, segments = torch.ones(4), segments_of(method, (1, 2))
     shared = agreed(method, x, segments, Key(0, 0, 0))
     return method.claims.variance(x, segments, shared) is not None
 
 
 def tight_delta(method: Compressor) -> tuple[Shape, float] | None:
-    """Return the shape with the largest delta that is declared below .9, and that delta.
+    """Return the shape with the largest declared delta below .9, and that delta.
 
-    Bounds grow as delta falls; above .9 hardly anything is lost, and 8 x 8 serves, or the largest
-    that has one. None if no delta is declared.
+    Bounds are tight for large delta; but above .9 hardly anything is lost. If all deltas are above
+    .9, the shape is 8 x 8, or the largest with a delta. None if no delta is declared.
     """
     found = [(shape, method.claims.delta(segments_of(method, shape))) for shape in SHAPES]
     known = [(shape, delta) for shape, delta in found if delta is not None]
@@ -182,7 +191,7 @@ def tight_delta(method: Compressor) -> tuple[Shape, float] | None:
 
 
 def tight_omega(method: Compressor) -> tuple[Shape, float] | None:
-    """Return the shape with the least omega above 0 that is declared, and that omega."""
+    """Return the shape with the least declared omega above 0, and that omega; None without any."""
     found = [(shape, method.claims.omega(segments_of(method, shape))) for shape in SHAPES]
     known = [(shape, omega) for shape, omega in found if omega is not None]
     proper = [(shape, omega) for shape, omega in known if omega > 0]
@@ -203,19 +212,19 @@ class Signs:
     workers: int
     condition: float
     k: int
-    """Steps, and examples a batch."""
+    """K: the number of steps, and of examples in a batch."""
     sigma: float
-    """Standard deviation of one example's gradient, a coordinate."""
+    """Standard deviation of one example's gradient, in each coordinate."""
     symmetric: bool = True
-    """Normal noise; else skewed, with the bound of any noise."""
+    """Whether the noise is normal; else it is skewed, and the bound is that for any noise."""
 
 
 def sign_bound(given: Signs) -> float:
     """Return the bound on [E mean_k ||g_k||_1]^2, from the problem's constants alone.
 
-    K = k steps of 1 / sqrt(||L||_1 K) with batches of K examples a worker: (1 / K)
-    [sqrt(||L||_1) (f_0 - f* + 1/2) + 2 ||sigma||_1]^2, the noise term over sqrt(workers) where it
-    is unimodal and symmetric.
+    For K = k steps of size 1 / sqrt(||L||_1 K), with batches of K examples a worker, it is (1 / K)
+    [sqrt(||L||_1) (f_0 - f* + 1/2) + 2 ||sigma||_1]^2; the noise term is divided by sqrt(workers)
+    if the noise is unimodal and symmetric. Bernstein et al. 2018, theorems 1 and 2.
     """
     d = math.prod(SIGN_SHAPE)
     total = sum(given.condition ** (-i / (d - 1)) for i in range(d))
@@ -249,7 +258,10 @@ FLOOR_START, FLOOR_STEP, FLOOR_NOISE, FLOOR_STEPS = 0.5, 0.02, 1.0, 250
 
 
 def sign_floor(method: Compressor, workers: int, seed: int) -> list[float]:
-    """Return the mean |w_i| over steps, of each copy, of a descent by votes at the noise floor."""
+    """Return, for each copy, the mean |w_i| over the steps of a descent by majority votes.
+
+    The gradient's noise is so large that the descent ends at a noise floor.
+    """
     problem = Quadratic(
         method,
         SIGN_SHAPE,
@@ -268,10 +280,10 @@ def sign_floor(method: Compressor, workers: int, seed: int) -> list[float]:
 
 
 def sign_chain(workers: int) -> float:
-    """Return the exact expectation of what `sign_floor` measures, of an odd number of workers.
+    """Return the exact expectation of the result of `sign_floor`, for an odd number of workers.
 
-    A coordinate is a Markov chain on start + j step: it goes down with the probability that a
-    majority of `workers` sees a positive gradient, each with probability Phi(w / noise).
+    A coordinate is a Markov chain on start + j step. It goes down with the probability that the
+    majority of the workers has a positive gradient; each has one with probability Phi(w / noise).
     """
     j = torch.arange(-FLOOR_STEPS, FLOOR_STEPS + 1, dtype=torch.float64)
     w = FLOOR_START + j * FLOOR_STEP
@@ -295,7 +307,7 @@ def sign_chain(workers: int) -> float:
 
 
 def _omega(problem: Quadratic) -> float:
-    """Return the declared variance of pure noise over its squared length, of the workers' mean."""
+    """Return the declared variance over the squared norm, for a gradient that is only noise."""
     method, x = problem.method, problem.observed()[0]
     key = Key(problem.seed, 0, 0)
     variance = method.claims.variance(x, problem.segments, agreed(method, x, problem.segments, key))
@@ -304,13 +316,14 @@ def _omega(problem: Quadratic) -> float:
 
 
 def plateau(method: Compressor, workers: int, seed: int) -> tuple[list[float], list[float]]:
-    """Return E ||w||^2 of each copy at the plateau of a constant step: run, and as declared.
+    """Return the mean ||w||^2 of each copy at the plateau of SGD with a constant step, twice.
 
-    The second is of the same descent, from the same start by the same gradient noise, with the
-    declared law in the place of the code: it is known without encoding anything. The shape is the
-    largest up to 8 x 8 of which noise has an omega of at most 4. A variance of omega ||x||^2 leaves
-    a plateau only below steps of 2 / (L (1 + omega)): the step is 0.1, or a quarter of that. Steps
-    are counted from 6 / step on, 24 / step of them.
+    The first is with the method. The second is of the same descent, with the same start and the
+    same gradient noise, but with the declared target and variance in place of the code
+    (`declared_step`). The shape is the largest up to 8 x 8 on which noise has an omega of at most
+    4. With a variance of omega ||x||^2 there is a plateau only for steps below 2 / (L (1 + omega)):
+    the step is a quarter of that, and at most 0.1. The mean is over 24 / step steps, after 6 / step
+    steps to settle.
     """
 
     def make(shape: Shape) -> Quadratic:
@@ -356,18 +369,18 @@ RATE_STEPS = 400
 
 
 def rate_marks() -> list[int]:
-    """Return the steps at which the rate is looked at."""
+    """Return the steps, spaced logarithmically, at which a descent is compared with its bound."""
     early = {round(10 ** (k / 8)) for k in range(8, 40)}
     return sorted(early & set(range(RATE_STEPS)) | {RATE_STEPS})
 
 
 def rate(method: Compressor, shape: Shape, omega: float, seed: int) -> list[list[float]]:
-    """Return ||w_t - w*||^2 over its bound, by mark and copy: theorem 1 of Wen et al. 2017.
+    """Return ||w_t - w*||^2 / its bound, for each of `rate_marks` and each copy.
 
-    gamma_t = a / (t + t0). E||Q(g)||^2 <= (1 + omega) E||g||^2 <= A + B ||w - w*||^2 with
-    A = (1 + omega) s^2 and B = (1 + omega) L^2, s^2 the noise; so E||w - w*||^2 stays below u_t,
-    u_0 = ||w_0 - w*||^2 and u_{t+1} = (1 - 2 mu gamma_t + B gamma_t^2) u_t + A gamma_t^2, which
-    goes to 0 as 1/t.
+    Theorem 1 of Wen et al. 2017, with steps gamma_t = a / (t + t0): E||Q(g)||^2 <= (1 + omega)
+    E||g||^2 <= A + B ||w - w*||^2 with A = (1 + omega) s^2 and B = (1 + omega) L^2, s^2 being the
+    variance of the noise. So E||w - w*||^2 is at most u_t, with u_0 = ||w_0 - w*||^2 and u_{t+1} =
+    (1 - 2 mu gamma_t + B gamma_t^2) u_t + A gamma_t^2, which goes to 0 as 1/t.
     """
     condition, noise = 1.5, 1.0
     problem = Quadratic(method, shape, condition=condition, noise=noise, seed=seed)
@@ -392,7 +405,7 @@ def rate(method: Compressor, shape: Shape, omega: float, seed: int) -> list[list
 
 @dataclass(frozen=True)
 class Plan:
-    """Step size and number of steps, from delta alone."""
+    """Step size and number of steps of a descent."""
 
     lr: float
     steps: int
@@ -402,7 +415,7 @@ FEEDBACK_CONDITION, FEEDBACK_NOISE = 1.5, 0.3
 
 
 def feedback_plan(delta: float) -> Plan:
-    """Return a step so small that what error feedback adds to the bound does not decide it."""
+    """Return a step so small that the bound's term from error feedback does not dominate."""
     lr = min(0.08, 0.08 * delta / math.sqrt(max(1e-6, 1 - delta)))
     return Plan(lr, math.ceil(4 / lr))
 
@@ -411,8 +424,8 @@ def feedback_bounds(shape: Shape, delta: float) -> tuple[float, float]:
     """Return theorem II's bound on mean E||grad f||^2 and lemma 3's on max E||eta e||^2.
 
     Karimireddy et al. 2019, with sigma^2 = sum L_i^2 + noise, which bounds E||g||^2 of Huber's
-    function everywhere. In the place of 4 (1 - delta) / delta^2 stands the sum of the geometric
-    series that it bounds, (1 - delta) / (1 - sqrt(1 - delta))^2 (Minkowski's inequality).
+    function everywhere. Their 4 (1 - delta) / delta^2 is replaced by the sum of the geometric
+    series that it bounds, (1 - delta) / (1 - sqrt(1 - delta))^2 (by Minkowski's inequality).
     """
     d, plan = math.prod(shape), feedback_plan(delta)
     curvature = [FEEDBACK_CONDITION ** (-i / (d - 1)) for i in range(d)]
@@ -428,7 +441,10 @@ def feedback_bounds(shape: Shape, delta: float) -> tuple[float, float]:
 def feedback(
     method: Compressor, shape: Shape, delta: float, seed: int
 ) -> tuple[list[float], list[float]]:
-    """Return mean_t ||grad f||^2 and ||eta e||^2 at the worst step, of each copy."""
+    """Return, for each copy, mean_t ||grad f||^2, and ||eta e||^2 at the step where it is largest.
+
+    That step is the one where the mean over copies is largest.
+    """
     plan = feedback_plan(delta)
     problem = Quadratic(
         method,
@@ -475,12 +491,12 @@ class Biased:
     def weighted(self) -> tuple[list[float], float]:
         """Return weights w_t, and a bound on sum_t w_t E||grad f_t||^2, L = 1.
 
-        For v' = v + e, v the mean of N gradients with noise s^2 / N in all, and E||e||^2 <= a^2
-        (||grad f||^2 + s^2) by Jensen's inequality, so that nothing is assumed of the mean:
-        2 ||grad f|| ||e|| <= a ||grad f||^2 + ||e||^2 / a gives, by smoothness,
+        Let v' = v + e be what arrives, v the mean of N gradients with total noise variance s^2 / N.
+        By Jensen's inequality E||e||^2 <= a^2 (||grad f||^2 + s^2), without an assumption on the
+        error of the mean. With 2 ||grad f|| ||e|| <= a ||grad f||^2 + ||e||^2 / a smoothness gives
         E f_{t+1} <= f_t - (w_t / 2) ||grad f||^2 + (eta / 2) a s^2 + (eta^2 / 2) (1 + a)
-        (1 / N + a) s^2 with w_t = 2 eta (1 - a) - eta^2 (1 + a)^2, for w_t > 0: theorems 3.4 and
-        3.5 of Wang et al. 2020, where a falls to 0 with eta.
+        (1 / N + a) s^2 with w_t = 2 eta (1 - a) - eta^2 (1 + a)^2, for w_t > 0. These are theorems
+        3.4 and, where a falls to 0 with eta, 3.5 of Wang et al. 2020.
         """
         s2 = self.noise**2 * self.d
         weights, total = [], 2 * self.gap
@@ -490,11 +506,12 @@ class Biased:
         return weights, total
 
     def bound(self) -> float:
-        """Return a bound on mean_t E||grad f_t||^2 of a constant step of at most 1 / L, L = 1.
+        """Return a bound on mean_t E||grad f_t||^2 for a constant step of at most 1 / L, L = 1.
 
-        The lesser of that of `weighted` and of another: f_{t+1} <= f_t - (eta / 2) ||grad f||^2 +
-        (eta / 2) ||v' - grad f||^2, with E||v' - grad f||^2 <= (1 + 1 / c) s^2 / N + (1 + c) a^2
-        (||grad f||^2 + s^2) for any c > 0: without noise 2 (f_0 - f*) / (eta (1 - a^2) T).
+        The lesser of the bound of `weighted` and of another one: f_{t+1} <= f_t - (eta / 2)
+        ||grad f||^2 + (eta / 2) ||v' - grad f||^2, with E||v' - grad f||^2 <= (1 + 1 / c) s^2 / N +
+        (1 + c) a^2 (||grad f||^2 + s^2) for any c > 0. Without noise it is
+        2 (f_0 - f*) / (eta (1 - a^2) T).
         """
         a, eta, steps = self.errors[0], self.rates[0], len(self.rates)
         s2 = self.noise**2 * self.d
@@ -511,7 +528,7 @@ class Biased:
 
 
 def biased_plan(shape: Shape, delta: float, workers: int, noise: float) -> Biased:
-    """Return the descent whose step has the least bound, of those of at most 1 / L."""
+    """Return the descent with the constant step, of those up to 1 / L, that has the least bound."""
     a = math.sqrt(max(0.0, 1 - delta))
     steps = min(600, math.ceil(3 / delta) + 2)
     plans = [
@@ -521,7 +538,7 @@ def biased_plan(shape: Shape, delta: float, workers: int, noise: float) -> Biase
 
 
 def falling_plan(method: Compressor, shape: Shape) -> tuple[Biased, list[Compressor]]:
-    """Return a descent with steps and errors that fall together, and the method at each step."""
+    """Return a descent whose steps and errors fall together, and the method for each step."""
     rates = [0.2 / (1 + t / 50) for t in range(200)]
     methods = []
     errors = []
@@ -539,7 +556,10 @@ def falling_plan(method: Compressor, shape: Shape) -> tuple[Biased, list[Compres
 def biased(
     methods: Sequence[Compressor], shape: Shape, plan: Biased, weights: Sequence[float], seed: int
 ) -> list[float]:
-    """Return the weighted mean of ||grad f_t||^2 of each copy; one method for each step, or one."""
+    """Return the weighted mean of ||grad f_t||^2 of each copy.
+
+    `methods` has one method for each step, or a single one for all.
+    """
     problem = Quadratic(
         methods[0],
         shape,

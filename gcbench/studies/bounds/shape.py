@@ -1,15 +1,15 @@
-"""The shape of noise: is it unimodal, is it symmetric? Tests with their error probability.
+"""Tests of the distribution of noise: is it unimodal, and is it symmetric?
 
 Unimodality: Hartigan's dip, the largest distance of the empirical distribution function from the
 nearest unimodal one, by the algorithm AS 217 with its later corrections (Hartigan & Hartigan 1985,
 Annals of Statistics 13:70; Hartigan 1985, Applied Statistics 34:320; P. M. Hartigan's text as
-corrected by Y. Lu and M. Maechler in R's package diptest). Its p-value is against the uniform, the
-least favourable unimodal distribution as n grows, by simulation.
+corrected by Y. Lu and M. Maechler in R's package diptest). Its p-value is computed by simulation
+under the uniform distribution, asymptotically the least favourable unimodal one.
 
-Symmetry about an unknown centre: the triples test, of right-skewed against left-skewed triples
-(Randles, Fligner, Policello & Wolfe 1980, JASA 75:168), asymptotically normal whatever the
-symmetric distribution is; for samples of 100 and more of normal, uniform, Laplace and t3 values it
-rejects with about the nominal probability (tests/studies/test_bounds.py).
+Symmetry about an unknown centre: the triples test, which compares the numbers of right-skewed and
+left-skewed triples (Randles, Fligner, Policello & Wolfe 1980, JASA 75:168). Its statistic is
+asymptotically normal for every symmetric distribution; for samples of 100 or more normal, uniform,
+Laplace and t3 values it rejects with about the nominal probability (tests/studies/test_bounds.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 SIMULATIONS = 9999
-"""Uniform samples of the null; p-values are multiples of 1 / 10,000."""
+"""Number of uniform samples under the null hypothesis; p-values are multiples of 1 / 10,000."""
 
 
 def _minorant(x: Sequence[float]) -> list[int]:
@@ -55,9 +55,9 @@ def _majorant(x: Sequence[float]) -> list[int]:
 
 
 def _touch(x: Sequence[float], gcm: Sequence[int], lcm: Sequence[int]) -> tuple[float, int, int]:
-    """Return the largest distance of minorant and majorant, and the corners where it is.
+    """Return the largest distance between minorant and majorant, and the corners where it is.
 
-    `gcm` falls from the interval's upper end to its lower one, `lcm` rises.
+    `gcm` lists corners from the interval's upper end down, `lcm` from its lower end up.
     """
     if len(gcm) == len(lcm) == 2:
         return 1.0, len(gcm) - 1, len(lcm) - 1
@@ -83,7 +83,7 @@ def _touch(x: Sequence[float], gcm: Sequence[int], lcm: Sequence[int]) -> tuple[
 
 
 def _steps(x: Sequence[float], low: int, high: int, *, convex: bool) -> float:
-    """Return how far the steps between two corners stand from the line that joins them."""
+    """Return the largest distance of the steps between two corners from the line joining them."""
     if high - low <= 1 or x[high] == x[low]:
         return 1.0
     slope = (high - low) / (x[high] - x[low])
@@ -93,7 +93,7 @@ def _steps(x: Sequence[float], low: int, high: int, *, convex: bool) -> float:
 
 
 def dip(values: Sequence[float]) -> float:
-    """Return Hartigan's dip of a sample, from 1 / (2 n), the least there is, to 1/4.
+    """Return Hartigan's dip of a sample of n values, from 1 / (2 n) to 1/4.
 
     >>> round(dip([0, 0, 0, 1, 1, 1]), 4)
     0.25
@@ -139,13 +139,16 @@ def dip_p(statistic: float, n: int) -> float:
 def triples(values: Sequence[float]) -> tuple[float, float]:
     """Return the standardized statistic of the triples test, and its two-sided p-value.
 
-    Positive is skewed to the right. A sample whose triples are all level has (0, 1).
+    A positive statistic means skewed to the right. If no triple is skewed the result is (0, 1).
+
+    Raises:
+        ValueError: fewer than 4 values.
     """
     x = np.sort(np.asarray(values, dtype=np.float64))
     n = len(x)
     if n < 4:
         raise ValueError(f"{n} values: the triples test needs at least 4")
-    # What is level by symmetry must not be decided by the rounding of a sum.
+    # A triple that is symmetric up to the rounding of a sum counts as symmetric.
     rounding = 1e-12 * float(np.abs(x - np.median(x)).max())
     a, b = np.triu_indices(n, 1)  # pairs x_a <= x_b
     low, high = x[a], x[b]
@@ -156,15 +159,15 @@ def triples(values: Sequence[float]) -> tuple[float, float]:
     def above(limit: NDArray[np.float64]) -> NDArray[np.int64]:
         return n - np.searchsorted(x, limit + rounding, "right")
 
-    # Of the thirds that go with a pair: skewed to the right less to the left.
-    middle = (low + high) / 2  # the third lies between
+    # For each pair: number of third values that make a right-skewed triple, less left-skewed ones.
+    middle = (low + high) / 2  # the third value lies between the pair
     right, left = below(middle) - (a + 1), above(middle) - (n - b)
     right, left = right.clip(0, b - a - 1), left.clip(0, b - a - 1)
     balance = right - left
-    skewed = int((right + left).sum())  # each triple once: all but the level ones
-    beyond = 2 * high - low  # the third is the highest
+    skewed = int((right + left).sum())  # each skewed triple is counted once
+    beyond = 2 * high - low  # the third value is the highest
     balance += above(beyond).clip(max=n - 1 - b) - (below(beyond) - (b + 1)).clip(min=0)
-    beyond = 2 * low - high  # the third is the lowest
+    beyond = 2 * low - high  # the third value is the lowest
     balance += (above(beyond) - (n - a)).clip(min=0) - below(beyond).clip(max=a)
 
     of_pairs = balance / 3  # sums of f, which is 1/3, -1/3 or 0
@@ -182,7 +185,7 @@ def triples(values: Sequence[float]) -> tuple[float, float]:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values adjusted for how many they are (Holm 1979): reject where below the level.
+    """Return p-values adjusted for multiple tests (Holm 1979): reject those below the level.
 
     >>> holm([0.01, 0.5, 0.02])
     [0.03, 0.5, 0.04]

@@ -1,8 +1,8 @@
-"""Compressed training: every method trains the task, and each exchange is held to its declarations.
+"""Compressed training: every method trains the task, and each exchange is compared with its claims.
 
-The method trains with the memory that it is published with, by all-gather where that is legal, so
-that it encodes once. What `codec_claims` asks on known inputs is asked here of real gradients, on
-the trajectory that the method itself makes.
+The method trains with the memory of its source, by all-gather where that is legal, so that it
+encodes only once. The claims that `codec_claims` tests on known inputs are tested here on real
+gradients, on the trajectory of a training with the method itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gcbench.training.train import Options, Trainer
 
 
 def config_of(base: Config, word: str, method: Compressor, steps: int) -> Config:
-    """Return the config of a training by the method `word`, for the rest as `base`.
+    """Return the config of a training with the method `word`, otherwise as `base`.
 
     Raises:
         UsageError: see `Config.make`.
@@ -45,10 +45,11 @@ def train(
     data_dir: Path | None,
     told: Callable[[int], None],
 ) -> Record:
-    """Return the audit of `steps` steps of compressed training.
+    """Return the audit's record of `steps` steps of compressed training.
 
-    A gradient that is not finite ends it: its record says at which step, under `stopped`. So does
-    a payload that the method itself refuses: the record has its words, under `refused`.
+    `told` is called with each step. A gradient that is not finite ends the training; the record has
+    the step as `stopped`. So does a payload that the method itself refuses; the record has the
+    error's text as `refused`.
     """
     config = config_of(base, word, method, steps)
     threads = configuration.threads_per_worker(config)
@@ -57,7 +58,7 @@ def train(
     world = SimulatedWorld(config.workers, torch.device("cpu"), link, threads, parallel)
     ended: Record = {}
     try:
-        # The folder is of a run that saves nothing.
+        # The trainer needs a folder, but nothing is saved.
         trainer = Trainer(config, world, Run(folder), Options(data_dir=data_dir))
         audited = Audited(world, trainer.exchange.lanes[0], config.seed, trainer.clock)
         trainer.exchange = audited
@@ -70,7 +71,7 @@ def train(
                 break
             except GcbenchError:
                 if not audited.audit.steps:
-                    raise  # the task's own gradients: no compressor has touched them
+                    raise  # the first gradients are not finite: the compressor is not the cause
                 ended = {"stopped": step}
                 break
     finally:

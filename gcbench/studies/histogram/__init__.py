@@ -1,8 +1,8 @@
-"""How well gradients of a real training arrive: distributions, errors, and the papers' claims.
+"""What methods do to gradients of a real training: distributions, errors, the papers' claims.
 
-Every method meets the same captured gradients (`gcbench.training.captures`), as a pure codec
-(`reconstruction`); what the papers claim of such gradients is counted over layers and steps
-(`tables`).
+Every method encodes and decodes the same captured gradients (`gcbench.training.captures`), without
+memory (`reconstruction`). The papers' claims about such gradients are tested by counting layers and
+steps (`tables`).
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ __all__ = ["Settings", "check", "draw", "measure", "train"]
 
 KIND = "histogram"
 METHODS = ("terngrad", "qsgd", "topk", "fft", "onebit", "efsignsgd", "powersgd")
-"""What is compared unless the user says otherwise: one method of each family."""
+"""The methods that are compared by default: one of each family."""
 PANELS = 3
-"""Layers whose values are binned, unless the user names some."""
+"""Number of layers with histograms, unless the user names some."""
 SNAPSHOTS = 5
-"""Steps that are captured unless the user names some."""
+"""Number of steps that are captured, unless the user names some."""
 RUNS = "runs"
-"""Folder beside the analyses for the runs that this command trains by itself."""
+"""The folder, beside the analyses, of the runs that this command trains."""
 
 
 class Settings(BaseModel):
-    """What decides the result."""
+    """The settings that decide the result."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -51,10 +51,10 @@ class Settings(BaseModel):
     """Task, seed, step and digest of each."""
     workers: int
     methods: dict[str, str]
-    """Each word, and the compressor that it names."""
+    """Each method as given, and its compressor as an expression with every field."""
     layers: str
     clips: list[float]
-    """Standard deviations."""
+    """Clipping factors, in standard deviations."""
     kept: list[float]
     """Shares of bins and elements that FFT and top-k keep."""
 
@@ -72,13 +72,13 @@ def train(
     *,
     force: bool = False,
 ) -> list[Capture]:
-    """Train without compression as `given` says, and return what is captured at `steps`.
+    """Train without compression, with the settings `given`, and return the captures at `steps`.
 
-    Runs are kept in `results/runs`: finished ones serve again, interrupted ones go on, and one that
-    is past a step which nobody captured is trained again.
+    Runs are kept in `results/runs`: finished ones are reused, interrupted ones resumed, and one
+    that is past a step which was not captured is trained again.
 
     Raises:
-        UsageError: the config is not possible, or has no such steps.
+        UsageError: the config is invalid, or has no such steps.
         Interrupted: the user asked to stop.
         GcbenchError: the training fails.
     """
@@ -109,10 +109,10 @@ def train(
 def select(
     found: Sequence[Capture], steps: Sequence[int] | None, workers: int | None
 ) -> tuple[list[Capture], int]:
-    """Return the captures of these steps (None: all), and how many workers are taken (None: all).
+    """Return the captures of these steps, and the number of workers to use (None: all of them).
 
     Raises:
-        UsageError: steps or workers that are not there.
+        UsageError: the captures do not have these steps, or so many workers.
     """
     there = sorted({one.step for one in found})
     if absent := sorted(set(steps or ()) - {*there}):
@@ -127,9 +127,10 @@ def select(
 
 
 def panels(layers: Sequence[Layer], pattern: str) -> list[int]:
-    """Return which layers are binned: the first of those asked for, or some weights.
+    """Return the indices of the layers with histograms.
 
-    The largest of each kind, the last and the first, in the order of the bucket.
+    They are the layers that match the pattern; for "*", up to `PANELS` weights: the largest of each
+    kind, the last and the first, in the order of the bucket.
     """
     names = [layer.name for layer in layers]
     if pattern != "*":
@@ -150,8 +151,8 @@ def apply(
 ) -> dict[str, list[Row]]:
     """Return the rows of all tables for one method and one step.
 
-    `which` layers have rows of their own, `binned` ones histograms. Bits of few elements are not
-    told: codes are packed in tiles.
+    Layers in `which` have rows of their own, those in `binned` histograms. Layers of fewer than
+    TILE elements have no bits: codes are packed in tiles.
     """
     arrived = reconstruction.carry(method, gradients)
     if not all(y.isfinite().all() for y in (*arrived.alone, arrived.averaged)):
@@ -205,7 +206,7 @@ def _figures(alone: Sequence[Sums], averaged: Sums, members: Any) -> Row:
 
 
 def _bins(gradients: Gradients, arrived: Arrived, layer: int) -> Iterator[Row]:
-    """Yield the bins of what is aimed at (where that is not x), decoded alone, and averaged."""
+    """Yield the bins of values decoded alone, of the mean, and of targets if they are not x."""
     shown = {"decoded": arrived.alone, "averaged": [arrived.averaged]}
     place = gradients.place(layer)
     both = zip(gradients.buckets, arrived.targets, strict=True)
@@ -226,7 +227,7 @@ def _errors(gradients: Gradients, arrived: Arrived) -> list[Row]:
 
 
 def plain(gradients: Gradients, binned: Sequence[int]) -> dict[str, list[Row]]:
-    """Return the rows of the gradients themselves: their bins and zeros."""
+    """Return the rows of the uncompressed gradients: their bins and zeros."""
     own = [Sums.of(gradients, x, x) for x in gradients.buckets]
     mean = Sums.of(gradients, gradients.mean, gradients.mean)
     pooled: list[Row] = []
@@ -247,7 +248,7 @@ def plain(gradients: Gradients, binned: Sequence[int]) -> dict[str, list[Row]]:
 
 
 def check(chosen: str | None, clips: Sequence[float], kept: Sequence[float]) -> None:
-    """Check what methods are compared, and by what numbers, before anything is trained.
+    """Check methods, clipping factors and shares, before anything is trained.
 
     Raises:
         UsageError: an unknown method, or a number out of range.
@@ -278,7 +279,7 @@ def measure(
     command: str,
     force: bool = False,
 ) -> Analysis:
-    """Measure the methods of a list with commas on captures of the same layers.
+    """Measure the methods of a comma-separated list on captures of the same layers.
 
     Raises:
         UsageError: an unknown method or layer, or a number out of range.
@@ -341,7 +342,7 @@ def _jobs(
     clips: Sequence[float],
     kept: Sequence[float],
 ) -> dict[str, Callable[[], dict[str, list[Row]]]]:
-    """Return what is computed on one capture, by name; the gradients are read once, if at all."""
+    """Return the computations on one capture, by name; its gradients are read only when needed."""
     held: list[Gradients] = []
 
     def gradients() -> Gradients:
@@ -367,7 +368,7 @@ def _jobs(
             try:
                 return apply(method, gradients(), which, binned)
             except Exception as error:
-                # One method's failure, a third party's maybe, keeps no other from its rows.
+                # The failure of one method, perhaps a third party's, must not affect the others.
                 said = (str(error).splitlines() or [""])[0]
                 return {"steps": [{"group": ALL, "failed": f"{type(error).__name__}: {said}"}]}
 

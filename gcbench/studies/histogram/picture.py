@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import SubFigure
 
 COLUMNS = 4
-"""Methods whose histograms are drawn, the first ones; the tables have all."""
+"""How many methods, the first ones, have histograms in the picture; the tables have all."""
 LINES = 3
-"""Layers whose histograms are drawn."""
+"""How many layers have histograms in the picture."""
 CURVES = 10
-"""Methods whose curves are drawn; more could not be told apart."""
+"""How many methods have curves; more could not be told apart."""
 
 
 WIDTH = 11.0
-"""Inches: type of 12 points and more stays legible where the picture is shown 830 pixels wide."""
+"""Width in inches: type of 12 points is legible if the picture is shown 830 pixels wide."""
 PARTS = ("errors", "claims")
-"""What the names of the second and third picture end in."""
+"""Endings of the file names of the second and third picture."""
 
 
 def paths(path: Path) -> list[Path]:
@@ -90,7 +90,7 @@ def draw(analysis: Analysis, path: Path) -> list[Path]:
 
 
 def _empty(axes: Axes, why: str) -> None:
-    """Write into a panel why it shows nothing; without it a reader looks for an error."""
+    """Write into an empty panel why it is empty."""
     axes.text(
         0.5,
         0.5,
@@ -281,7 +281,7 @@ def _training(
 
 
 def _claims(part: SubFigure, analysis: Analysis) -> None:
-    """Draw what FFT and top-k keep of each layer, and what clipping does to each."""
+    """Draw the energy that FFT and top-k keep of each layer, and the effect of clipping on each."""
     spectra = analysis.table("spectra_layers").rows
     kinds = list(dict.fromkeys(str(row["kind"]) for row in spectra if row["kind"] != ALL))
     looks = figures.styles(kinds)

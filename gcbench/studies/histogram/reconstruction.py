@@ -1,10 +1,10 @@
-"""What arrives of gradients: errors of a compressor on given buckets, alone and averaged.
+"""Errors of a compressor on given gradients: of each worker's payload alone, and of the mean.
 
-A pure codec is measured: no memory, no earlier steps. The workers agree on scales as in training,
-each encodes with its own random numbers, and segments lie over the whole bucket; errors are cut by
-layer afterwards. `alone` is decode(encode(x)) of a worker; `averaged` the mean that all workers get
-by the method's first collective, against the true mean. A method in rounds (PowerSGD) is alone the
-exchange of one worker with itself, from its initial state.
+Methods run without memory and without earlier steps. As in training, the workers agree on scales,
+each encodes its whole bucket with random numbers of its own; errors are then computed by layer.
+`alone` is decode(encode(x)) of a worker; `averaged` is the mean that all workers get by the
+method's first collective, compared with the true mean. For a method in rounds (PowerSGD) `alone` is
+an exchange with a single worker, from the initial state.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from gcbench.training.configuration import finite
 
 ALL = "all layers"
 EDGE = 6.0
-"""Histograms reach so many times the layer's root mean square on either side."""
+"""Histograms reach to so many times the layer's root mean square on either side."""
 BINS = 121
-"""Bins of a histogram; odd, so that one is about zero. The outermost hold all beyond, too."""
+"""Bins of a histogram; odd, so that one is centred at zero. The outermost have all beyond, too."""
 ERRORS = np.logspace(-4, 2, 61)
 """Errors, in units of the layer's root mean square, at which their distribution is given."""
 
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """The buckets of N workers at one step, and how they are cut into layers."""
+    """The buckets of N workers at one step, and their layers."""
 
     layers: tuple[Layer, ...]
     buckets: Sequence[Tensor]
@@ -50,7 +50,7 @@ class Gradients:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """Elements of each layer, int64."""
+        """Number of elements of each layer, int64."""
         return torch.tensor([layer.numel for layer in self.layers])
 
     @cached_property
@@ -69,7 +69,7 @@ class Gradients:
         return torch.stack([bucket.double() for bucket in self.buckets]).mean(0)
 
     def segments(self, method: Compressor) -> Segments:
-        """Return where a method's scales live."""
+        """Return the segments of the bucket for a method."""
         return Segments.of([layer.shape for layer in self.layers], method.granularity)
 
     def sums(self, x: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class Gradients:
         return slice(start, start + int(self.lengths[layer]))
 
     def groups(self) -> dict[str, Tensor]:
-        """Return what is pooled: which layers, as indices, are of each kind; first all of them."""
+        """Return groups of layers, as indices, by name: first all of them, then each kind."""
         found = {ALL: torch.arange(len(self.layers))}
         for kind in dict.fromkeys([*KINDS, *(layer.kind for layer in self.layers)]):
             which = [i for i, layer in enumerate(self.layers) if layer.kind == kind]
@@ -91,7 +91,7 @@ class Gradients:
         return found
 
     def problem(self) -> str | None:
-        """Say where a gradient is not finite."""
+        """Return a text on the first gradient that is not finite; None if all are."""
         for rank, bucket in enumerate(self.buckets):
             for i, layer in enumerate(self.layers):
                 if not bucket[self.place(i)].isfinite().all():
@@ -111,14 +111,14 @@ class Sums(NamedTuple):
 
     @classmethod
     def of(cls, gradients: Gradients, x: Tensor, y: Tensor) -> Sums:
-        """Compare what was meant, `x`, with what arrived, `y`, both of shape (n,)."""
+        """Return the sums for a vector `x` and its reconstruction `y`, both of shape (n,)."""
         x, y = x.double(), y.double()
         add = gradients.sums
         squares, error = (add(x * x), add(y * y), add(x * y)), add((x - y).square())
         return cls(*squares, error, add((y == 0).double()), gradients.lengths.double())
 
     def over(self, which: Tensor) -> dict[str, float | None]:
-        """Return the figures of the layers `which`, taken as one vector; None where undefined.
+        """Return the measures of the layers `which`, taken as one vector; None where undefined.
 
         relative_error = ||x - y|| / ||x||; cosine of x and y; norm_ratio = ||y|| / ||x||; zeros,
         the share of zeros in y.
@@ -135,7 +135,7 @@ class Sums(NamedTuple):
 
 
 def averages(dicts: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
-    """Return the mean of each figure over those that have it; None where none has."""
+    """Return the mean of each measure over the dicts in which it is not None; None if in none."""
     found: dict[str, float | None] = {}
     for key in dicts[0]:
         known = [value for one in dicts if (value := one[key]) is not None]
@@ -147,7 +147,7 @@ def averages(dicts: Sequence[Mapping[str, float | None]]) -> dict[str, float | N
 
 
 def agreed(method: Compressor, gradients: Gradients, segments: Segments, key: Key) -> Tensor:
-    """Return what the workers agree on before they encode."""
+    """Return the `shared` tensor on which the workers agree before they encode."""
     drawn = method.draw_shared(segments, key._replace(rank=0))
     if drawn is not None:
         return drawn
@@ -156,21 +156,22 @@ def agreed(method: Compressor, gradients: Gradients, segments: Segments, key: Ke
 
 
 class Arrived(NamedTuple):
-    """What arrives of one step's gradients."""
+    """The reconstructions of one step's gradients."""
 
     targets: list[Tensor]
-    """What the method aims at for each worker: clipped, where it clips."""
+    """Each worker's gradient, clipped if the method clips."""
     alone: list[Tensor]
     """Each worker's own payload, decoded."""
     averaged: Tensor
-    """What all workers apply."""
+    """The mean that all workers apply."""
     bits_up: float
     """Bits an element that a worker hands over, agreements included."""
     bits_down: float
+    """Bits an element that a worker gets back."""
 
 
 def carry(method: Compressor, gradients: Gradients) -> Arrived:
-    """Encode and decode: alone, and averaged by the method's first collective."""
+    """Encode and decode each bucket alone, and exchange all by the method's first collective."""
     segments = gradients.segments(method)
     key = Key(gradients.seed, gradients.step, 0, 0, purposes.ENCODE)
     shared = agreed(method, gradients, segments, key)
@@ -193,9 +194,9 @@ def carry(method: Compressor, gradients: Gradients) -> Arrived:
 
 
 def marginal_bits(method: Compressor, layers: Sequence[Layer], which: Sequence[int]) -> int | None:
-    """Return how many bits a payload has fewer without the layers `which`.
+    """Return by how many bits a payload is shorter without the layers `which`.
 
-    None where sizes depend on the data.
+    None if sizes depend on the data.
     """
     shapes = [layer.shape for layer in layers]
     left = [shape for i, shape in enumerate(shapes) if i not in set(which)]
@@ -226,7 +227,7 @@ def histogram(gradients: Gradients, layer: int, values: Sequence[Tensor]) -> lis
 def error_distribution(gradients: Gradients, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
     """Return the share of elements whose error is at most each of `ERRORS`, float64.
 
-    An error is |x - y| over the root mean square of its layer in `xs`; layers of zeros are out.
+    An error is |x - y| / the root mean square of its layer in `xs`; layers of zeros are left out.
     """
     counts, total = np.zeros(len(ERRORS)), 0
     unit = gradients.rms_of(xs).repeat_interleave(gradients.lengths)
@@ -242,7 +243,7 @@ def error_distribution(gradients: Gradients, xs: Sequence[Tensor], ys: Sequence[
 
 
 class Clipping(NamedTuple):
-    """What clipping at c standard deviations does to a vector."""
+    """The effect of clipping a vector g at c standard deviations to f(g)."""
 
     length_change: float
     """||f(g)|| / ||g|| - 1."""
@@ -255,7 +256,7 @@ class Clipping(NamedTuple):
 
 
 def gaussian_clipping(c: float) -> Clipping:
-    """Return what clipping does to a long vector of independent normal values.
+    """Return the effect of clipping at c sigma on a long vector of independent normal values.
 
     With P = 1 - 2 Q(c): ||f||^2 / ||g||^2 = P - 2 c phi(c) + 2 c^2 Q(c), g . f / ||g||^2 = P, and
     E|f| = 2 (phi(0) - phi(c)) + 2 c Q(c).
@@ -270,7 +271,7 @@ def gaussian_clipping(c: float) -> Clipping:
 
 
 def clipping(gradients: Gradients, c: float) -> list[Row]:
-    """Return for each layer what TernGrad's clipping at `c` does to it, and its codes' zeros."""
+    """Return, for each layer, the effect of TernGrad's clipping at `c`, and its codes' zeros."""
     method = registry.compressor("terngrad", clip=c)
     segments = gradients.segments(method)
     key = Key(gradients.seed, gradients.step, 0, 0, purposes.ENCODE)
@@ -310,10 +311,10 @@ def _named(layer: Layer) -> Row:
 
 
 def _shape(gradients: Gradients, layer: int) -> Row:
-    """Return what a layer's gradients look like, mean over workers.
+    """Return statistics of a layer's gradients, means over workers.
 
-    Largest magnitude over the root mean square, kurtosis (3 for normal values), and correlation of
-    neighbours in the order of the bucket (about zero).
+    `peak`: largest magnitude / root mean square; `kurtosis` (3 for normal values); `neighbours`:
+    correlation, about zero, of neighbours in the order of the bucket.
     """
     place, found = gradients.place(layer), []
     for bucket in gradients.buckets:
@@ -341,10 +342,10 @@ RIVALS = ("equal share", "equal bits")
 def rivals(
     kept: float, granularity: str, layers: Sequence[Layer]
 ) -> dict[str, tuple[Compressor, float]]:
-    """Return FFT sparsification that keeps a share of the bins, its two rivals, and the shares.
+    """Return FFT sparsification and the two forms of top-k it is compared with; shares kept.
 
-    Top-k with the same 10-bit code of values: of an equal share of elements, and of the largest
-    share whose payload has no more bits.
+    FFT keeps a share of the bins. Top-k has the same 10-bit code of values; it keeps an equal share
+    of elements, or the largest share whose payload has no more bits.
     """
     fft = registry.compressor("fft", theta=1 - kept, granularity=granularity)
 
@@ -358,7 +359,7 @@ def rivals(
 
 
 def _largest(holds: Callable[[float], bool], high: float, digits: int = 20) -> float:
-    """Return the largest number up to `high` for which `holds`, by halving; at least 2^-digits."""
+    """Return the largest number in [2^-digits, high] for which `holds`, by bisection."""
     if holds(high):
         return high
     low = 2.0**-digits

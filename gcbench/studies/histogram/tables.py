@@ -1,6 +1,6 @@
-"""The tables of `gcbench histogram`, and what they say about the papers' claims.
+"""The tables of `gcbench histogram`, and its conclusions on two papers' claims.
 
-The claims are hypotheses here, counted over layers and steps:
+The claims are tested by counting the layers and steps in which they hold:
 
 * Wen et al. 2017 (TernGrad), section 3.3: clipping at 2.5 sigma changes a gradient's length by 1.0
   to 1.5 % and its direction by 2 to 3 degrees; figure 4c: 71.32 % of the codes of AlexNet's first
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 GRADIENT = "(gradient)"
-"""In the column `method`: the row of what is to be sent."""
+"""The entry of the column `method` in rows of the uncompressed gradient."""
 FIGURES = ("relative_error", "cosine", "norm_ratio", "zeros")
 WEIGHTS = ("convolution", "fully connected")
 LEAST = 1000
-"""Elements from which a layer speaks about the shape of its distribution."""
+"""Claims about clipping are tested on layers of at least so many elements."""
 CLIP, LENGTH, ANGLE, ZEROS = 2.5, (0.010, 0.015), (2.0, 3.0), 0.7132
-"""TernGrad's: standard deviations, shares, degrees, share."""
+"""TernGrad's clipping in standard deviations, and its claims: shortening, degrees, zeros (fc6)."""
 
 Rows = Mapping[str, list[Row]]
 
 
 def of(rows: Rows, settings: Mapping[str, Any]) -> tuple[list[Table], list[str]]:
-    """Return the tables and the conclusions; `rows` are those of single steps, by table."""
+    """Return the tables and the conclusions, from the rows of single steps, by table."""
     found = settings["captures"]
     steps = sorted({one["step"] for one in found})
     seeds = len({one["seed"] for one in found})
@@ -192,7 +192,7 @@ def _clipping(rows: Sequence[Row]) -> Table:
 
 
 def wins(rows: Sequence[Row]) -> tuple[int, int]:
-    """Return in how many rows FFT keeps more energy than top-k, and how many have energy."""
+    """Return in how many rows FFT keeps more energy than top-k, and the number of rows."""
     known = [row for row in rows if row["energy_fft"] is not None]
     won = sum(row["energy_fft"] > row["energy_topk"] for row in known)  # type: ignore[operator]
     return won, len(known)
@@ -279,7 +279,7 @@ def _claims(rows: Rows) -> tuple[Table, list[str]]:
 
 
 def _speaking(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of clipping as published, of weights that are large enough."""
+    """Return the rows of clipping at TernGrad's 2.5 sigma, of weights that are large enough."""
     return [
         row
         for row in rows
@@ -391,7 +391,7 @@ CLAIMS: tuple[Callable[[Rows], Row | None], ...] = (_length, _angle, _zeros, _be
 
 
 def _by_kind(rows: Sequence[Row]) -> str | None:
-    """Say for each kind of layer where FFT beats top-k, tensor by tensor."""
+    """Return a sentence on where FFT beats top-k tensor by tensor, for each kind of layer."""
     own = [row for row in rows if row["scales"] == "tensor" and row["kind"] != ALL]
     if not own:
         return None

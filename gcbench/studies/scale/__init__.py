@@ -1,6 +1,7 @@
-"""Performance models of clusters: what a step costs with each compressor.
+"""Performance models of clusters: what a training step costs with each compressor.
 
-`networks` are lists of tensors, `clusters` are links and devices, `traffic` is what an exchange
-hands to collectives, `work` is what encoding and decoding cost; `prediction`, `figure5`,
-`breakeven` and `validation` are the analyses that `gcbench scale` makes of them.
+`networks` has lists of tensors, `clusters` links and devices, `rates` published throughput,
+`traffic` the bytes that an exchange hands to collectives, `work` and `codec` the times of encoding
+and decoding. `prediction`, `links`, `figure5`, `breakeven` and `validation` are the analyses of
+`gcbench scale`; `advice`, with `evidence` for the loss of accuracy, is that of `gcbench advise`.
 """

@@ -1,14 +1,14 @@
 """Whether to compress on a given cluster, and with what: predicted gain beside measured cost.
 
-The gain is `prediction`'s, over the better of the uncompressed steps that reduce in fp32 and in
-bf16; each method by the legal collective with the best advice, then the fastest. Ties within the
-margin go to the simplest (`prediction.SIMPLE`). The cost is the accuracy lost in rows of the
-protocol (`evidence`): of several rows the worst. What nobody measured is not taken for free: such a
-method is never advised, and the command that measures it is told. A row by another collective
-counts where all give one mean.
+The gain is that of `prediction`, over the better of the uncompressed steps that reduce in fp32 and
+in bf16. A method is judged by the legal collective with the best advice, of equal ones the fastest.
+Of methods that are tied within the margin the simplest comes first (`prediction.SIMPLE`). The cost
+is the accuracy lost in runs by the protocol (`evidence`), of several rows the worst. A method whose
+accuracy was not measured is never recommended; the output has the command that would measure it. A
+row by another collective counts if both give the same mean.
 
-By all-gather a worker is handed (N - 1) payloads of b bits an element, by a ring all-reduce of fp32
-it is handed 2 (N - 1) / N times 32 bits: an all-gather moves less only below N = 64 / b workers.
+By all-gather a worker receives N - 1 payloads of b bits an element, by a ring all-reduce of fp32
+2 (N - 1) / N times 32 bits: an all-gather moves less only for fewer than N = 64 / b workers.
 """
 
 from __future__ import annotations
@@ -40,40 +40,40 @@ LOSES, NO_GAIN, REFUSED = "loses too much", "no gain", "refused"
 ORDER = (USE, UNCLEAR, UNTESTED, LOSES, NO_GAIN, REFUSED)
 OF_VERDICT = {evidence.FITS: USE, evidence.UNCLEAR: UNCLEAR, evidence.LOSES: LOSES}
 SUITE = "main"
-"""The suite whose runs tell the accuracy of a method that has none."""
+"""The suite that is proposed to measure the accuracy of methods without evidence."""
 ROWS = "results/reference"
-"""Where committed rows lie, below the current folder."""
+"""The folder of committed rows, below the current folder."""
 BF16 = ("DDP: bf16_compress_hook", "FSDP: reduce_dtype=torch.bfloat16")
 """How to reduce in bf16, without and with sharding."""
 
 
 class Settings(prediction.Settings):
-    """What decides the advice."""
+    """The settings that decide the advice."""
 
     workers: Annotated[
         list[Annotated[int, Field(ge=2, le=prediction.MOST_WORKERS)]],
         Field(min_length=1, max_length=1),
     ]
     tolerance: Annotated[float, Field(ge=0, le=1)]
-    """Accuracy that may be lost, a fraction."""
+    """Acceptable loss of accuracy, a fraction of 1."""
     tolerance_loss: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    """What may be added to the test loss of tasks without an accuracy."""
+    """Acceptable increase of the test loss, on tasks without an accuracy."""
     margin: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    """Gain below which it is not worth while: 0.05 is 5 %."""
+    """Gain below which compression is not worthwhile: 0.05 is 5 %."""
     runs: list[str]
-    """Where results are."""
+    """Folders and files of results."""
 
     @property
     def allowed(self) -> Tolerance:
-        """What may be lost."""
+        """The acceptable losses."""
         return Tolerance(self.tolerance, self.tolerance_loss)
 
 
 def usual_places(runs: Path) -> list[Path]:
-    """Return where results are looked for when none are named, of those places that have some.
+    """Return the default places of results, as far as they have some.
 
-    Files of rows in `ROWS` below the current folder, those that the package brings (a file of the
-    same name in the folder takes the place of one), and the folder `runs`.
+    They are the files of rows in `ROWS` below the current folder, those in the package (except
+    those with the name of one in the folder), and the folder `runs`.
     """
     files = reader.row_files(Path(ROWS))
     named = {file.name for file in files}
@@ -86,11 +86,12 @@ def usual_places(runs: Path) -> list[Path]:
 
 
 def costs_of(settings: Settings, step: Step, known: Sequence[Evidence]) -> list[Evidence]:
-    """Return the rows of this very method as it would be used, by a collective of the same mean.
+    """Return the rows of exactly this method, as it would be used.
 
-    It compresses from the first step to the last with the same fields, carries what its source
-    carries, and leaves the same tensors dense. What loses too much by all-gather counts against a
-    two-shot exchange, too, whose owners lose something more; what does not says nothing of it.
+    Rows count if the method has the same fields in all steps, the memory of its source, the same
+    tensors in fp32, and the same collective, or one that gives the same mean. A row by all-gather
+    that loses too much also counts against a two-shot exchange, whose owners lose something more;
+    one that does not lose too much shows nothing about it.
     """
     method = step.method
     asked = {
@@ -117,7 +118,7 @@ def costs_of(settings: Settings, step: Step, known: Sequence[Evidence]) -> list[
 
 
 def worst(known: Sequence[Evidence], tolerance: Tolerance) -> Evidence:
-    """Return the row with the worst verdict, of equal ones that which may have lost most."""
+    """Return the row with the worst verdict; of equal ones, that with the largest upper limit."""
 
     def badness(one: Evidence) -> tuple[int, bool, float]:
         lost = one.lost
@@ -136,7 +137,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     """Rank the methods for a model on a cluster.
 
     Raises:
-        UsageError: see `prediction.prepare`; or results that are not there.
+        UsageError: see `prediction.prepare`; or a place of results does not exist.
     """
     found = prediction.prepare(settings, observer, ledger, every=True)
     workers, cluster = settings.workers[0], settings.cluster
@@ -239,16 +240,16 @@ def _allowed(settings: Settings) -> str:
 
 
 Known = Mapping[tuple[str, str], Sequence[Evidence]]
-"""What counts for a method by a collective, by word and collective."""
+"""The evidence for a method by a collective, by method and collective."""
 
 
 def _rows(
     settings: Settings, found: Prepared, known: Known, cluster: Cluster, longer: float = 1.0
 ) -> list[Row]:
-    """Return a row for each method, the best advice first, of equals the simplest.
+    """Return a row for each method, sorted by advice, and within equal advice as by `simplest`.
 
-    By the collective with the best advice, of these the fastest. `longer`: a factor of the
-    computation.
+    Each method has the collective with the best advice, of these the fastest. `longer`: factor of
+    forward and backward.
     """
     best: dict[str, Row] = {}
     for (word, collective), step in found.steps.items():
@@ -277,7 +278,7 @@ def _judged(
     cluster: Cluster,
     longer: float,
 ) -> Row:
-    """Return what a method by a collective gains and loses, and the advice."""
+    """Return the row of a method by a collective: its gain, its loss of accuracy, the advice."""
     method, workers = step.method, settings.workers[0]
     bits = 8 * traffic.gradient_bytes(method, found.network.shapes) / found.network.numel
     row: Row = {"method": "", "compressor": registry.call(method), "collective": step.collective}
@@ -313,7 +314,7 @@ def _judged(
 
 
 def _seen(settings: Settings, found: Prepared, known: Sequence[Evidence]) -> list[Row]:
-    """Return a row for each result of the methods that are looked at."""
+    """Return a row for each piece of evidence on the methods in question."""
     rows: list[Row] = []
     for word in dict.fromkeys(word for word, _ in found.steps):
         own: dict[int, Evidence] = {}
@@ -350,7 +351,7 @@ def _seen(settings: Settings, found: Prepared, known: Sequence[Evidence]) -> lis
 def _known(
     settings: Settings, found: Prepared, gathered: evidence.Gathered, seen: Sequence[Row]
 ) -> list[str]:
-    """Return what was read, and of how many methods it shows the accuracy."""
+    """Return sentences on what was read, and for how many methods it shows the accuracy."""
     read = (
         f"No results were read: the package brings no rows, and there are none in {ROWS} and no "
         "finished run below this folder."
@@ -370,9 +371,9 @@ def _known(
 
 
 def _answer(settings: Settings, found: Prepared, rows: Sequence[Row], half: float) -> str:
-    """Return what to do in a word: a method, reducing in bf16, or `none`.
+    """Return what to do: a method, `HALF` (reduce in bf16), or `none`.
 
-    `half`: how many times as fast as in fp32 reducing in bf16 is.
+    `half`: the speedup of reducing in bf16 over fp32.
     """
     used = [row for row in rows if row["advice"] == USE]
     if used:
@@ -381,7 +382,7 @@ def _answer(settings: Settings, found: Prepared, rows: Sequence[Row], half: floa
 
 
 def _advice(settings: Settings, found: Prepared, rows: Sequence[Row], known: Known) -> list[str]:
-    """Return what to do, what would change it, and the most that any method could gain."""
+    """Return sentences: what to do, what would change that, the most that a method could gain."""
     workers, cluster = settings.workers[0], settings.cluster
     by = {advice: [row for row in rows if row["advice"] == advice] for advice in ORDER}
     used, unclear = by[USE], by[UNCLEAR]
@@ -438,7 +439,7 @@ def _advice(settings: Settings, found: Prepared, rows: Sequence[Row], known: Kno
 
 
 def _unknown(settings: Settings, rows: Sequence[Row]) -> list[str]:
-    """Return which methods may gain more, had their accuracy been seen, and how to see it."""
+    """Return sentences on faster methods without evidence, and the command to measure them."""
     used = [row for row in rows if row["advice"] == USE]
     least = float(used[0]["gain"] or 0) if used else 0.0
     untested = [row for row in rows if row["advice"] == UNTESTED]
@@ -470,13 +471,13 @@ def _seen_at(row: Row) -> str:
 
 @cache
 def _entries() -> set[tuple[str, str]]:
-    """Return the methods of the suite, with what they carry."""
+    """Return the methods of the suite, as expressions, each with its memory."""
     configs = [point.config for point in suites.load(SUITE).points()]
     return {(registry.call(config.make_compressor()), config.memory) for config in configs}
 
 
 def _to_learn(settings: Settings, untested: Sequence[Row]) -> str:
-    """Return how to learn the accuracy of these methods, by the suite that compares them."""
+    """Return a sentence with the command that measures the accuracy of these methods."""
     made = {str(row["method"]): methods.parse(str(row["method"])) for row in untested}
     there = [m.name for m in made.values() if (registry.call(m), m.memory) in _entries()]
     if there and not settings.dense_last and not settings.dense_below:
@@ -496,11 +497,11 @@ def _to_learn(settings: Settings, untested: Sequence[Row]) -> str:
 
 
 _PLACES = {USE: 2, UNCLEAR: 1, UNTESTED: 0, LOSES: 3}
-"""Colours of the colour-blind palette by advice: green is what is advised, and nothing else."""
+"""Advice -> index in the colour-blind palette; only recommended methods are green."""
 
 
 def _styles() -> dict[str, dict[str, Any]]:
-    """Return colour and marker of each advice; what gains nothing is grey."""
+    """Return colour and marker of each advice; methods that gain nothing are grey."""
     import seaborn
 
     palette = seaborn.color_palette("colorblind")
@@ -511,7 +512,7 @@ def _styles() -> dict[str, dict[str, Any]]:
 
 
 def draw(analysis: Analysis, path: Path) -> None:
-    """Draw what each method gains, and beside it gain against accuracy where that was seen."""
+    """Draw the gain of each method, and, where there is evidence, gain against accuracy."""
     rows = [row for row in analysis.table("methods").rows if row["speedup"]]
     settings, styles = analysis.settings, _styles()
     known = [row for row in rows if row.get("accuracy_difference") is not None]
@@ -551,7 +552,7 @@ def _against_accuracy(
     styles: Mapping[str, Mapping[str, Any]],
     settings: Mapping[str, Any],
 ) -> list[figures.Mark]:
-    """Draw gain against accuracy lost, and return where names belong."""
+    """Draw gain against accuracy lost, and return the positions for the methods' names."""
     marks = []
     for row in known:
         style, y = styles[str(row["advice"])], float(row["gain"] or 0)

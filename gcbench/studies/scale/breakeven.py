@@ -1,8 +1,8 @@
-"""Which link compression still pays on: the cost model of FFT sparsification, equations (1) to (4).
+"""On which links compression pays: the cost model of FFT sparsification, equations (1) to (4).
 
-A gradient of M bytes, a link of Tcomm bytes a second, an overall ratio k; throughputs in bytes of
-M a second: Tm (conversion of numbers, twice: to fp16 and to range-based floats), Tf (transform),
-Tp (packing), Ts (selection):
+A gradient has M bytes, the link Tcomm bytes a second, and the payload is k times smaller. The
+stages have throughputs in bytes of M a second: Tm (conversion of numbers, twice: to fp16 and to
+range-based floats), Tf (transform), Tp (packing), Ts (selection):
 
     (1) compress     M (2 / Tm + 1 / Tf + 1 / Tp + 1 / Ts)
     (2) communicate  M / (k Tcomm)
@@ -11,14 +11,14 @@ Tp (packing), Ts (selection):
 
         k_min = 1 / (1 - Tcomm S) while Tcomm S < 1, else no ratio pays: 1 / S is the fastest link
 
-`symmetric` takes decompressing for as long as (1); `exact` leaves out the selection, which it has
-not. k_min is ill-conditioned, d ln k / d ln S = k - 1, so 1 / S is what to compare. The paper's
-"about 30 at 56 Gbit/s" stands for one S, which is a reading, too.
-The same for any method among N workers, with the bytes and the work of its own collective, is the
-definition of `codec`, with what was measured inside exchanges: the table of methods is that of
-`gcbench scale links`.
+There are several estimates of S, called readings. `symmetric` assumes that decompressing takes as
+long as (1); `exact` leaves out the selection, which decompressing does not need; the paper's "about
+30 at 56 Gbit/s" implies an S, too. k_min is ill-conditioned, d ln k / d ln S = k - 1, so 1 / S is
+what should be compared. For any method among N workers, with the bytes and the work of its own
+collective, the definition of `codec` is used, with times measured inside exchanges: that table of
+methods is the same as in `gcbench scale links`.
 Source: Wang et al., HPDC 2020, section 4.4 of arXiv:1811.08596; its formulas were derived anew, as
-their text was not to be had.
+their text was not available.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ STAGE_NAMES = {
     "Ts": "selection",
 }
 COMPRESS = {"Tm": 2, "Tf": 1, "Tp": 1, "Ts": 1}
-"""How often equation (1) passes each stage."""
+"""How often compressing passes each stage, equation (1)."""
 DECOMPRESS = {"Tm": 2, "Tf": 1, "Tp": 1, "Ts": 0}
 CLAIM = (30.0, 56.0)
-"""The paper's words: a ratio of about 30 is needed at 56 Gbit/s."""
+"""The paper's claim: a ratio of about 30 is needed at 56 Gbit/s."""
 WHOLE = "inside an exchange"
-"""The reading of S that was measured and not added up."""
+"""The reading of S that was measured as a whole, not added up from stages."""
 COLUMNS = 1000
-"""The timed gradient is one matrix of so many columns."""
+"""Number of columns of the matrix that is the timed gradient."""
 Gigabytes = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Settings(BaseModel):
-    """What decides the result."""
+    """The settings that decide the result."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -72,13 +72,13 @@ class Settings(BaseModel):
     elements: Annotated[int, Field(ge=10 * COLUMNS, le=100_000_000)]
     threads: Annotated[int, Field(ge=1)]
     throughput: dict[str, Gigabytes] = {}
-    """Given throughputs in GB/s, all of `STAGES`; none: timed here."""
+    """Throughputs in GB/s of all `STAGES`; empty: timed on this machine."""
     links: list[Gigabytes]
     """In Gbit/s."""
     workers: Annotated[int, Field(ge=2, le=100_000)]
     compressors: list[str]
     kernels: str = pays.STORED
-    """For the table of methods: see `pays.Settings`."""
+    """The measurement for the table of methods, see `links.Settings`."""
     link_latency_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 50.0
 
 
@@ -86,25 +86,25 @@ class Settings(BaseModel):
 
 
 def compress_seconds(throughput: Mapping[str, float], passes: Mapping[str, int]) -> float:
-    """Return equation (1), or its like for decompressing, for M = 1: seconds a byte."""
+    """Return equation (1) for M = 1, seconds a byte; `passes`: how often each stage is passed."""
     return sum(passes[stage] / throughput[stage] for stage in STAGES)
 
 
 def least_ratio(link: float, seconds: float) -> float | None:
     """Return k_min of equation (4); None where no ratio pays.
 
-    `link`: bytes a second; `seconds`: S, of both directions and a byte.
+    `link`: bytes a second; `seconds`: S, seconds a byte of compressing and decompressing.
     """
     return 1 / (1 - link * seconds) if link * seconds < 1 else None
 
 
 def seconds_of(ratio: float, link: float) -> float:
-    """Return the S at which `ratio` is just enough on `link`, bytes a second."""
+    """Return the S, seconds a byte, at which `ratio` is just enough on `link`, bytes a second."""
     return (1 - 1 / ratio) / link
 
 
 def fastest_link(ratio: float, seconds: float) -> float:
-    """Return the fastest link, bytes a second, on which a given ratio pays."""
+    """Return the fastest link, bytes a second, on which a ratio pays; `seconds` is S."""
     return (1 - 1 / ratio) / seconds
 
 
@@ -122,9 +122,9 @@ def _method(settings: Settings) -> Compressor:
 
 
 def stages(settings: Settings) -> dict[str, float]:
-    """Return the seconds of each stage on a normal gradient, medians, timed here.
+    """Time each stage on a normal gradient; return median seconds.
 
-    Packing is ours: the bitmap, the gathering and the coding of the kept bins in one.
+    Packing is gcbench's: bitmap, gathering and coding of the kept bins are one operation.
     """
     n = settings.elements // COLUMNS * COLUMNS
     segments = Segments.of([(n // COLUMNS, COLUMNS)], settings.granularity)

@@ -1,20 +1,19 @@
 """Clusters: nodes of devices, the links inside and between them, and what a collective takes there.
 
-The alpha-beta model: a message of b bytes takes alpha + b / beta. N workers fill nodes of g; alpha
-and beta are those of the links inside a node while N <= g. With nodes M = N / g > 1:
+By the alpha-beta model a message of b bytes takes alpha + b / beta. N workers fill nodes of g. If N
+<= g, alpha and beta are those of the links inside a node. With M = N / g > 1 nodes:
 
-ring (all-reduce, all-gather): every round passes every link, so the slowest decides: the network,
-    whose link carries what one worker sends, as the ring enters a node once.
-all-to-all: each of the g workers of a node has its own messages for the other nodes' workers, so
-    the node's link carries g times b (N - g) / N; messages inside the node pass beside them.
-
+ring (all-reduce, all-gather): every round uses every link, so the slowest link decides. A node's
+    link to the network carries what one worker sends, as the ring enters a node once.
+all-to-all: each of the g workers of a node has messages of its own for the workers of other nodes,
+    so the node's link carries g b (N - g) / N bytes; messages inside the node are sent in parallel.
 reduce-scatter: half of the ring all-reduce.
 
-`tree` has log2 N rounds in the place of N - 1, with an all-to-all that moves log2(N) / 2 times as
-much (Bruck); `fastest` takes whichever is faster, each time. `topology: nodes` first adds the
-gradients of a node in fp32 over its inner links, exchanges one payload a node, and spreads the mean
-inside: compression then has M workers, and each device compresses 1 / g of the gradient. `best`
-takes the faster of both.
+`tree` has log2 N rounds in place of N - 1, and its all-to-all moves log2(N) / 2 times as many bytes
+(Bruck); `fastest` takes the faster of ring and tree for each collective. `topology: nodes` first
+adds the gradients inside a node in fp32, then exchanges one payload a node, and distributes the
+mean inside: the compressed exchange then has M workers, and each device compresses 1 / g of the
+gradient. `best` takes the faster of `flat` and `nodes`.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 BACKWARD = 2 / 3
-"""The backward pass's share of the computation: two of three multiplications."""
+"""The backward pass's share of the computation: two of three matrix products."""
 BUCKET = 25 * 2**20
-"""Bytes of a bucket of DDP, the default of its `bucket_cap_mb`."""
+"""Bytes of a bucket of DDP, by the default of its `bucket_cap_mb`."""
 
 
 class _Model(BaseModel):
@@ -43,7 +42,7 @@ class _Model(BaseModel):
 
 
 class Wire(_Model):
-    """A link, each direction at once."""
+    """A link, with this bandwidth in both directions at once."""
 
     gbit: Positive  # 10^9 bits a second
     latency_us: NotNegative = 0.0  # microseconds a message
@@ -83,12 +82,12 @@ def links_text(ranges: Sequence[tuple[float, float]]) -> str:
 
 
 class Device(_Model):
-    """What computes: all from data sheets, so assumed and not measured."""
+    """A device that computes; its numbers come from data sheets, and were not measured."""
 
     name: str
     tflops: Positive  # 10^12 floating-point operations a second, in the precision of training
     memory_gbyte: Positive  # 10^9 bytes a second of its memory
-    like: str | None = None  # whose share of the peak serves where it has no published rate
+    like: str | None = None  # device whose share of the peak is assumed if none is published
 
 
 _DATA: dict[str, dict[str, Any]] = yaml.safe_load(
@@ -104,26 +103,26 @@ class Cluster(_Model):
     name: str
     gpus_per_node: Annotated[int, Field(ge=1)]
     nodes: Annotated[int, Field(ge=1)] | None = None
-    """As many as there are; None: any number."""
+    """The number of nodes; None: any number."""
     device: Device
     utilization: Annotated[Share, Field(gt=0)] | None = None
     """Share of the device's operations that training reaches; None: as published (`rates`)."""
     intra: Wire
-    """Between any two devices of a node."""
+    """The link between any two devices of a node."""
     inter: Wire
-    """Between a node and the network: the devices of a node share it."""
+    """The link of a node to the network, which the devices of the node share."""
     overlap: Share = 1.0
-    """Share of the backward pass under which communication can hide: all of it, as DDP does it."""
+    """Share of the backward pass that can hide communication: 1 as in DDP, 0 for none."""
     algorithm: Literal["ring", "tree", "fastest"] = "fastest"
     topology: Literal["flat", "nodes", "best"] = "best"
     buckets: Annotated[int, Field(ge=1)] | None = None
-    """Messages that a gradient is cut into, each with its own latency; None: one for each
-    `BUCKET` bytes of it where communication hides, else one."""
+    """Number of messages into which a gradient is cut, each with its own latency. None: one for
+    each `BUCKET` bytes if communication hides, else one."""
     price: NotNegative | None = None
-    """Of a device and an hour, in any currency."""
+    """Price of a device for an hour, in any currency."""
 
     def nodes_of(self, workers: int) -> int:
-        """Return how many nodes so many workers fill.
+        """Return how many nodes `workers` workers fill.
 
         Raises:
             UsageError: they do not fill them, or the cluster is smaller.
@@ -143,17 +142,17 @@ class Cluster(_Model):
         return nodes
 
     def pieces(self, nbytes: float) -> int:
-        """Return into how many messages a float32 gradient of so many bytes is cut."""
+        """Return into how many messages a float32 gradient of `nbytes` bytes is cut."""
         if self.buckets is not None:
             return self.buckets
         return max(1, math.ceil(nbytes / BUCKET)) if self.overlap else 1
 
     def exposed(self, communicate: float, compute: float, pieces: int) -> float:
-        """Return the seconds of communication that a computation of `compute` s does not hide.
+        """Return the seconds of communication that `compute` seconds of computation do not hide.
 
-        Of B equal pieces the k-th is ready after k / B of the computation, and they follow one
-        another on the link: the last can hide under nothing, the first only waits for its own
-        part. So max(C / B, C - s P (1 - 1 / B)), s the share `overlap`; C without overlap.
+        The k-th of B equal pieces is ready after k / B of the computation P, and the pieces are
+        sent one after the other. The last one cannot be hidden. So of the communication C this
+        remains: max(C / B, C - s P (1 - 1 / B)), with the share s of `overlap`; C without overlap.
         """
         if not self.overlap:
             return communicate
@@ -197,19 +196,20 @@ class Cluster(_Model):
         return rounds * latency * 1e-6 + (workers - 1) * nbytes / slowest
 
     def topologies(self, workers: int) -> tuple[str, ...]:
-        """Return how so many workers may exchange: a lone node has nothing between nodes."""
+        """Return the topologies that are possible; within one node there is only "flat"."""
         if workers <= self.gpus_per_node or self.gpus_per_node == 1:
             return ("flat",)
         return ("flat", "nodes") if self.topology == "best" else (self.topology,)
 
     def between(self) -> Cluster:
-        """Return the cluster of its nodes, each as one worker."""
+        """Return the cluster in which each node counts as one worker."""
         return self.model_copy(update={"gpus_per_node": 1})
 
     def inside_seconds(self, nbytes: float, workers: int, kind: str = "allreduce") -> float:
-        """Return a collective of a node's gradients of `nbytes` inside it.
+        """Return the seconds of a collective inside a node, on gradients of `nbytes` bytes.
 
-        An all-reduce adds them and spreads the mean of all nodes; a reduce-scatter only adds.
+        An all-reduce stands for adding them before, and distributing the mean after, the exchange
+        between nodes; a reduce-scatter for adding them alone.
         """
         inside = workers // self.nodes_of(workers)
         return self.model_copy(update={"nodes": 1}).seconds(kind, nbytes, inside)
@@ -218,11 +218,11 @@ class Cluster(_Model):
 _KNOWN: dict[str, dict[str, Any]] = _DATA["clusters"]
 NAMES = tuple(_KNOWN)
 RENAMED: dict[str, str] = _DATA["renamed"]
-"""Earlier names of clusters, which still serve."""
+"""Earlier name of a cluster -> present name; both are accepted."""
 
 
 def make(settings: Mapping[str, Any], where: str) -> Cluster:
-    """Return the cluster of plain settings; `where` they came from is in the errors.
+    """Return the cluster with these settings; `where` says in errors where they came from.
 
     Raises:
         UsageError: a setting is missing, unknown or out of its range.
@@ -254,7 +254,7 @@ def load(spec: str, changes: Mapping[str, Any] | None = None) -> Cluster:
     """Return a built-in cluster, or that of a YAML file, with `changes` like {"inter.gbit": 25}.
 
     Raises:
-        UsageError: neither; or see `make`.
+        UsageError: `spec` is neither, the file cannot be read; or see `make`.
     """
     spec = RENAMED.get(spec, spec)
     path = Path(spec)

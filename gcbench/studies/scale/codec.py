@@ -1,20 +1,21 @@
-"""What a codec costs, and on which links it pays: one model and one definition for all commands.
+"""What an exchange costs, and on which links it pays: one definition for all commands.
 
-An exchange of n elements among N workers, each sending W bytes in R messages that follow one
-another, takes on a link of B bit/s and a latency of l seconds a message
+On a link of B bit/s with a latency of l seconds a message, an exchange of n elements among N
+workers, each of which sends W bytes in R messages one after the other, takes
 
     T(B) = n (e + p P) + R l + 8 W / B
 
-e: seconds an element in the statistic and encode; p: in one pass over a payload; P: passes of the
-collective, N by all-gather (every worker's payload), 2 by two-shot (the workers' shards, then the
-mean), 1 by all-reduce. Both are measured inside an exchange, by `gcbench bandwidth`. Where a
-two-shot exchange was not what was measured, its owners' second encoding adds e / N if the method
-needs one.
+e: seconds an element in the statistic and encode; p: seconds an element in one pass over a payload;
+both are measured inside an exchange, by `gcbench bandwidth`. P: the number of passes, N by
+all-gather (every worker's payload), 2 by two-shot (the workers' shards, then the mean), 1 by
+all-reduce. If another collective than two-shot was measured, a two-shot exchange adds e / N for the
+owners' second encoding, if the method needs one.
 
-It pays where T is smaller than that of the better of two baselines, ring all-reduces: of fp32,
-with no work, and of bf16, half the bytes, cast on both sides at the speed of a copy (a cast moves 6
-bytes an element, a copy 8). The additions of a baseline cost nothing: they favour it. A training
-step, where communication hides under the backward pass, is `prediction`'s, with the same terms.
+The exchange pays where T is smaller than the time of the faster of two ring all-reduces: in fp32,
+without any work, and in bf16, with half the bytes, and a cast on both sides at the speed of a copy
+(a cast moves 6 bytes an element, a copy 8). The baselines' additions are not counted, which favours
+them. `prediction` uses the same terms for a training step, where communication hides under the
+backward pass.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from gcbench.studies.scale.clusters import Device
 from gcbench.training.configuration import finite
 
 KIND = "bandwidth"
-"""The analysis whose phases are the measurement."""
+"""The kind of analysis from whose table of phases the times are taken."""
 STORED = "bandwidth.json"
-"""The committed measurement."""
+"""The file name of the committed measurement."""
 FLOAT = 4
 """Bytes of a float32."""
 COPY = 2 * FLOAT
@@ -47,21 +48,21 @@ CAST = 6
 """Bytes that a cast between float32 and bfloat16 moves."""
 
 Links = tuple[float, float]
-"""From and to bit/s; the latter may be infinite."""
+"""A range of links, from and to bit/s; the upper end may be infinite."""
 
 
 # ---- the definition ------------------------------------------------------------------------------
 
 
 class Cost(NamedTuple):
-    """What an exchange costs wherever it runs."""
+    """The costs of an exchange that do not depend on the link."""
 
     work: float
     """Seconds of one worker in statistic, encode and decode."""
     wire: float
     """Bytes that leave a worker."""
     rounds: float
-    """Messages one after the other."""
+    """Number of messages one after the other."""
 
     def seconds(self, link: float, latency: float) -> float:
         """Return T on a link of `link` bit/s with `latency` seconds a message."""
@@ -69,9 +70,9 @@ class Cost(NamedTuple):
 
 
 def baselines(nbytes: float, workers: int, copy: float) -> tuple[Cost, Cost]:
-    """Return the ring all-reduces of a float32 gradient of `nbytes`: in fp32, and in bf16.
+    """Return the costs of ring all-reduces in fp32 and in bf16, of a float32 gradient of `nbytes`.
 
-    `copy`: seconds that copying a float32 takes.
+    `copy`: seconds that a copy takes for each float32.
     """
     wire, rounds = 2 * (workers - 1) / workers * nbytes, 2.0 * (workers - 1)
     casts = 2 * CAST / COPY * copy * nbytes / FLOAT
@@ -81,8 +82,8 @@ def baselines(nbytes: float, workers: int, copy: float) -> tuple[Cost, Cost]:
 def pays_on(plain: Cost, own: Cost, latency: float) -> Links | None:
     """Return the links, from and to bit/s, on which `own` is predicted to be faster than `plain`.
 
-    With saved = 8 (wire_plain - wire_own) bits and spent = the difference of the terms without B,
-    own - plain: saved / B > spent. None: on no link.
+    It is where saved / B > spent, with saved = 8 (wire_plain - wire_own) bits, and spent = the
+    difference, own - plain, of the terms that do not depend on B. None: on no link.
     """
     saved = 8 * (plain.wire - own.wire)
     spent = own.work - plain.work + (own.rounds - plain.rounds) * latency
@@ -102,7 +103,7 @@ def beyond(first: Links | None, second: Links | None) -> Links | None:
 
 
 FIELDS = ("pays_on_from", "pays_on_to", "links")
-"""What `pays_fields` tells against fp32; with `_better` against both baselines."""
+"""Fields of `pays_fields` about fp32; with the suffix `_better`, about both baselines."""
 
 
 def pays_fields(
@@ -140,22 +141,22 @@ def links_text(links: Links | None) -> str:
 
 
 def passes(collective: str, workers: int) -> float:
-    """Return how many times a worker passes over a payload of its whole gradient."""
+    """Return P: how many times a worker passes over a payload of its whole gradient."""
     return {"allgather": float(workers), "twoshot": 2.0}.get(collective, 1.0)
 
 
 @dataclass(frozen=True)
 class Codec:
-    """Seconds an element that a method was measured to take inside an exchange."""
+    """Seconds an element of a method, measured inside an exchange."""
 
     encode: float
-    """e: the statistic and encode."""
+    """e: statistic and encode."""
     each: float
     """p: one pass over a payload."""
     collective: str
-    """By which it was measured."""
+    """The collective by which it was measured."""
     copy: float
-    """A copy, in the same run."""
+    """Seconds an element of a copy, in the same run."""
 
     def seconds(
         self, method: Compressor, collective: str, n: float, workers: int
@@ -170,28 +171,28 @@ class Codec:
         return self.encode * n, decode * n
 
     def on(self, device: Device) -> Codec:
-        """Return what it takes where it is as many copies as it was where it was measured."""
+        """Return the times on another device, as the same multiples of that device's copy."""
         factor = COPY / (device.memory_gbyte * 1e9) / self.copy
         return Codec(self.encode * factor, self.each * factor, self.collective, self.copy * factor)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Codecs of one run of `gcbench bandwidth`."""
+    """The codecs that one run of `gcbench bandwidth` has measured."""
 
     found: Mapping[str, Mapping[float, Codec]]
-    """By repr of the compressor and elements."""
+    """Expression of the compressor (`registry.call`) -> number of elements -> codec."""
     usual: Mapping[str, str]
-    """The repr of a method's default configuration, by its name."""
+    """A method's name -> the expression of its default configuration."""
     source: str
-    """What was measured where, for the reader."""
+    """What was measured, and where, as text for notes."""
     analysis: analysis.Analysis
-    """The run."""
+    """The analysis of that run."""
 
     def of(self, method: Compressor, n: float) -> Codec | None:
         """Return the codec of a method at the size nearest to n; None if it was not measured.
 
-        A method with other fields than those measured takes what its own default takes.
+        A configuration that was not measured gets the times of the method's default.
         """
         own = self.found.get(registry.call(method))
         if own is None and method.name in self.usual:
@@ -205,7 +206,7 @@ def of_analysis(made: analysis.Analysis) -> Measured:
     """Return the codecs of a finished `gcbench bandwidth`.
 
     Raises:
-        GcbenchError: it has no phases or copies.
+        GcbenchError: it has no table of phases or of transfers.
     """
     phases, transfers = made.table("phases").rows, made.table("transfers").rows
     copies = {row["size"]: float(row["p50"] or 0) for row in transfers if row["method"] == "memcpy"}
@@ -246,7 +247,7 @@ def load(path: Path) -> Measured:
     """Read what `gcbench bandwidth --json` printed.
 
     Raises:
-        UsageError: the file is not there, or something else.
+        UsageError: the file does not exist, or holds something else.
     """
     try:
         data = json.loads(path.read_text())
@@ -260,7 +261,7 @@ def load(path: Path) -> Measured:
 
 
 def is_measurement(path: Path) -> bool:
-    """Return whether a file is one that `load` reads, and no file of kernels' timings."""
+    """Return whether a file is one for `load`, and not one of kernel timings."""
     try:
         data = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -269,7 +270,7 @@ def is_measurement(path: Path) -> bool:
 
 
 def stored() -> Measured | None:
-    """Return the committed measurement, which the package brings; None where it is missing."""
+    """Return the committed measurement, which is part of the package; None if it is missing."""
     from gcbench.studies.scale import shipped
 
     path = shipped.path(STORED)

@@ -1,9 +1,10 @@
-"""What is known of a method's accuracy: rows of results/PROTOCOL.md, and what each lost.
+"""Evidence of the accuracy that a method loses: rows of runs made by results/PROTOCOL.md.
 
-Runs count if they were made for a suite, held examples out for validation, and saw the test split
-after their last step. A row counts if at least `LEAST_SEEDS` of its seeds have a counterpart in the
-uncompressed row of equal budget, or diverged. Its loss is `none` minus the row (of a test loss: the
-row minus `none`), mean over paired seeds, with the 95 % interval of Student's t.
+Runs count if they were made for a suite, held examples out for validation, and evaluated the test
+split only after their last step. A row counts if at least `LEAST_SEEDS` of its seeds are also in
+the uncompressed row of equal budget, or diverged. What it lost is the accuracy of `none` minus its
+own (or its test loss minus that of `none`), mean over paired seeds, with the 95 % interval of
+Student's t.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ VERDICTS = (FITS, UNCLEAR, LOSES)
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What may be lost."""
+    """How large a loss is acceptable."""
 
     accuracy: float
-    """A fraction."""
+    """Loss of accuracy, a fraction of 1."""
     loss: float
-    """What may be added to the test loss of a task without an accuracy."""
+    """Increase of the test loss, for a task without an accuracy."""
 
 
 def count_text(number: float) -> str:
@@ -45,17 +46,17 @@ def count_text(number: float) -> str:
 
 @dataclass(frozen=True)
 class Evidence:
-    """One row that counts."""
+    """One row that counts as evidence."""
 
     row: compare.Row
     suite: str
-    """For which its runs were made, as name/version."""
+    """The suite for which its runs were made, as name/version."""
     rate: str | None
     """How the learning rate was chosen: see `compare.Row.rate`."""
 
     @property
     def lost(self) -> tuple[float, float, float] | None:
-        """Mean, lower and upper limit of what was lost; None where too few seeds did not fail."""
+        """Mean, lower and upper limit of the loss; None if too few seeds finished."""
         middle, interval = self.row.difference, self.row.interval
         if middle is None or interval is None:
             return None
@@ -77,7 +78,7 @@ class Evidence:
         return FITS if high <= allowed else LOSES if low > allowed else UNCLEAR
 
     def words(self, tolerance: Tolerance) -> str:
-        """Return what was seen, in words: the loss with its interval, or how much is excluded."""
+        """Return the result in words: the loss with its interval, or the loss that is excluded."""
         if self.row.failed or self.lost is None:
             return f"diverged in {len(self.row.failed)} of {self.seeds} seeds there"
         points = self.row.metric == "accuracy"
@@ -98,7 +99,7 @@ class Evidence:
 
     @property
     def place(self) -> str:
-        """Where it was seen: network, task, size, budget, seeds."""
+        """Where it was measured: network, task, size, budget, seeds."""
         first, config = self.row.first, self.row.runs[0].config
         network = (config.get("task_options") or {}).get("network")
         size = "" if first.params is None else f"{count_text(first.params)} parameters, "
@@ -108,7 +109,7 @@ class Evidence:
         )
 
     def distance(self, numel: int) -> str:
-        """Return how far its network is in size from one of `numel` parameters, in words."""
+        """Return in words how its network's size compares with one of `numel` parameters."""
         there, mine = self.row.first.params, count_text(numel)
         if not there:
             return f"your model has {mine} parameters, its size is not on record"
@@ -122,7 +123,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Gathered:
-    """What the given folders and files hold."""
+    """The evidence in given folders and files."""
 
     found: Sequence[Evidence]
     read: int
@@ -131,7 +132,7 @@ class Gathered:
     """Reason -> how many runs do not count for it."""
 
     def told(self, paths: Sequence[str]) -> str:
-        """Return what was read, and what does not count."""
+        """Return a sentence on what was read, and what does not count, with reasons."""
         said = f"Read: {self.read:,} runs of {', '.join(paths)}."
         if self.left:
             reasons = "; ".join(f"{count:,} {reason}" for reason, count in self.left.items())
@@ -140,10 +141,10 @@ class Gathered:
 
 
 def gather(paths: Sequence[Path]) -> Gathered:
-    """Return the rows of the protocol in `paths`, which `finished.load` reads.
+    """Return the evidence in `paths`: folders and files that `reader.load` reads.
 
     Raises:
-        UsageError, GcbenchError: see `finished.load`.
+        UsageError, GcbenchError: see `reader.load`.
     """
     if not paths:
         return Gathered([], 0, {})
@@ -162,7 +163,7 @@ def gather(paths: Sequence[Path]) -> Gathered:
 
 
 def _of_suite(name: str, runs: Sequence[Run], left: Counter[str]) -> Iterator[Evidence]:
-    """Yield what a suite's runs say, and count in `left` those that say nothing."""
+    """Yield the evidence in a suite's runs; count in `left` the runs that are none, by reason."""
     kept = []
     for run in runs:
         if run.is_trial:
@@ -187,7 +188,10 @@ def _of_suite(name: str, runs: Sequence[Run], left: Counter[str]) -> Iterator[Ev
 
 
 def _rates(suite: suites.Suite, runs: Sequence[Run]) -> dict[str, str | None]:
-    """Return how each method's rate was chosen, by `Run.method`; none for runs of no entry."""
+    """Return how each method's learning rate was chosen, by `Run.method`.
+
+    Runs that belong to no entry of the suite are left out.
+    """
     try:
         beside = published.beside(suite, runs)
     except UsageError:

@@ -1,20 +1,22 @@
 """TernGrad's Fig. 5: images a second on two clusters, 1 to 512 GPUs, published, fitted, predicted.
 
-The time of a step on i nodes of 4 GPUs follows T(4 GPUs) + V(i) h G r: G the gradient in Gbit, V
-the seconds a Gbit that the cluster takes (its own shape over i is left free), r the share that a
-method sends of what fp32 sends, h the share of its gradient that a network's bars need. T, V and h
-are fitted to the published bars of fp32 alone, by least squares in relative errors, with GoogLeNet
-and VGG-A at h = 1. Then the bars of TernGrad are predicted, from r alone:
+The time of a step on i nodes of 4 GPUs is modelled as T(4 GPUs) + V(i) h G r. G is the gradient in
+Gbit; V(i) the seconds a Gbit on i nodes of the cluster, a free parameter for each i; r the bytes
+that a method sends over those of fp32; h the share of a network's gradient that fits its bars. T, V
+and h are fitted to the published bars of fp32 alone, by least squares of relative errors, with h =
+1 for GoogLeNet and VGG-A. Then the bars of TernGrad are predicted, by r alone:
 
-    r = lambda + (1 - lambda) / 16    lambda the last layer's share, which stays fp32; 2 bits else
+    r = lambda + (1 - lambda) / 16    lambda: share of the last layer, in fp32; the rest in 2 bits
 
-The formula of the paper's supplement was not to be had; this form is what the bars show. AlexNet's
-need half its gradient on both clusters, which nothing in the paper explains: h is reported.
-For other methods r is bytes: those that an exchange among the nodes puts on a link, over those of a
-ring all-reduce of fp32 among as many. Those of our own TernGrad, whose sums need more bits the more
-nodes add to them, are held to its bars, too. Encoding and decoding are not in the bars' model.
-Source: Wen et al., NeurIPS 2017, Fig. 5 and section 5. The bars were read from the vectors of its
-poster: fp32 exact, TernGrad +-1 %, fp32 of VGG-A on 8 and 16 GPUs of the slower cluster +-4 %.
+The formula of the paper's supplement was not available; this form fits the bars. AlexNet's bars
+need only half of its gradient on both clusters, which nothing in the paper explains: h is reported.
+For other methods r is computed from bytes: those that an exchange among the nodes puts on a link,
+over those of a ring all-reduce of fp32. The bytes of our own TernGrad, whose sums need more bits
+the more nodes there are, are also compared with TernGrad's bars. The model has no terms for
+encoding and decoding.
+Source: Wen et al., NeurIPS 2017, Fig. 5 and section 5. The bars were read from the vector graphics
+of its poster: fp32 exact, TernGrad +-1 %, fp32 of VGG-A on 8 and 16 GPUs of the slower cluster
++-4 %.
 """
 
 from __future__ import annotations
@@ -44,11 +46,11 @@ GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 NODE = 4
 NODES = tuple(gpus // NODE for gpus in GPUS if gpus > NODE)
 CLUSTERS = {"1g": "1G Ethernet", "100g": "100G InfiniBand"}
-"""4 GTX 1080 a node and PCI; 4 P100 a node and NVLink."""
+"""Nodes of 4 GTX 1080 with PCI; nodes of 4 P100 with NVLink."""
 NETWORKS = {"alexnet": 128, "googlenet-slim": 64, "vgg-a": 32}
-"""Name and images of a GPU in a step."""
+"""Network -> images of a GPU in a step."""
 ANCHORS = ("googlenet-slim", "vgg-a")
-"""Networks whose bars need their whole gradient: h = 1."""
+"""Networks for which h = 1 is fixed."""
 
 
 def _published() -> dict[tuple[str, str], dict[str, tuple[int, ...]]]:
@@ -64,15 +66,15 @@ def _published() -> dict[tuple[str, str], dict[str, tuple[int, ...]]]:
 PUBLISHED = _published()
 """Images a second at each of `GPUS`, by cluster and network and then by method."""
 PLACES = len(PUBLISHED) * len(GPUS)
-"""Bars of each method."""
+"""Number of bars of each method."""
 COARSE = {("1g", "vgg-a", 8): 4.0, ("1g", "vgg-a", 16): 4.0}
-"""Bars that were read with a larger error than the others, and how many times as large."""
+"""Bars that were read less exactly -> how many times as large their error is."""
 CLAIM = ("1g", "alexnet", 8, 3.04)
-"""The paper's words: 3.04 times the images a second at 8 GPUs."""
+"""The paper's claim: 3.04 times the images a second at 8 GPUs."""
 
 
 class Settings(BaseModel):
-    """What decides the result."""
+    """The settings that decide the result."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -92,9 +94,9 @@ def paper_share(name: str) -> float:
 
 
 def effective_gbit(cluster: str) -> float:
-    """Return the link between nodes over which a ring would take what the fp32 bars say.
+    """Return the link between nodes, in Gbit/s, over which a ring fits the fp32 bars.
 
-    The median over the numbers of nodes of 2 (nodes - 1) / (nodes V), in Gbit/s.
+    It is the median of 2 (nodes - 1) / (nodes V) over the numbers of nodes.
     """
     volume = fit(cluster).volume
     return statistics.median(2 * (nodes - 1) / nodes / each for nodes, each in volume.items())
@@ -117,24 +119,24 @@ def share(method: Compressor, collective: str, name: str, nodes: int) -> float:
 
 @dataclass(frozen=True)
 class Fit:
-    """What the fp32 bars of one cluster say."""
+    """The parameters fitted to the fp32 bars of one cluster."""
 
     inside: dict[tuple[str, int], float]
-    """Seconds of a step inside a node, by network and GPUs 1, 2 and 4."""
+    """T: seconds of a step inside a node, by network and GPUs 1, 2 and 4."""
     volume: dict[int, float]
-    """V: seconds a Gbit, by nodes."""
+    """V: seconds a Gbit, by number of nodes."""
     needed: dict[str, float]
-    """h: the share of its gradient that a network's bars need."""
+    """h: the share of a network's gradient that fits its bars."""
     error: dict[str, float]
-    """Standard error of the h that were fitted, of the residuals."""
+    """Standard errors, from the residuals, of the h that were fitted."""
 
     @property
     def parameters(self) -> int:
-        """How many numbers were fitted: T of each network, V of each size, h where it is free."""
+        """Number of fitted parameters: T of each network, V of each number of nodes, free h."""
         return sum(gpus == NODE for _, gpus in self.inside) + len(self.volume) + len(self.error)
 
     def seconds(self, name: str, gpus: int, sent: float) -> float:
-        """Return the time of a step of a method that sends the share `sent`."""
+        """Return the seconds of a step in which `sent` (r) of the bytes of fp32 are sent."""
         if gpus <= NODE:
             return self.inside[name, gpus]
         spent = self.volume[gpus // NODE] * self.needed[name] * gbit(name) * sent
@@ -142,7 +144,7 @@ class Fit:
 
 
 def _observed(cluster: str) -> list[tuple[str, int, float, float]]:
-    """Return network, GPUs, seconds of a step and relative error of fp32 bars from a node on."""
+    """Return network, GPUs, seconds of a step and reading error of fp32 bars, 4 GPUs and more."""
     return [
         (
             name,
@@ -169,7 +171,7 @@ def fit(cluster: str) -> Fit:
             p[at["T", name]] = seconds
 
     def model(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return relative residuals, and their derivatives."""
+        """Return relative residuals, and their derivatives by the parameters."""
         residual, slope = np.zeros(len(bars)), np.zeros((len(bars), len(at)))
         for row, (name, gpus, seconds, loose) in enumerate(bars):
             weight = 1 / (seconds * loose)
@@ -213,12 +215,12 @@ def fit(cluster: str) -> Fit:
 
 TERNGRAD = "TernGrad, 2 bits"
 OWN = "TernGrad, own bytes"
-"""As gcbench exchanges it: the default configuration by its own collective."""
+"""TernGrad as gcbench exchanges it: the default configuration by its first collective."""
 FP32 = "fp32"
 
 
 def run(settings: Settings, command: str, observer: progress.Observer) -> Analysis:
-    """Fit the bars of fp32, predict those of TernGrad, and what other methods would have.
+    """Fit the model to the bars of fp32, and predict those of TernGrad and of other methods.
 
     Raises:
         UsageError: an unknown method, or an illegal collective.
@@ -314,7 +316,7 @@ def _bars(
 
     def row(method: str, sent: float, published: float | None, basis: str) -> Row:
         rate = images / fitted.seconds(name, gpus, sent)
-        alone = gpus < NODE and method == FP32  # a parameter each
+        alone = gpus < NODE and method == FP32  # the bar itself is a parameter of the model
         return {
             "panel": f"{title}, {CLUSTERS[cluster]}",
             "cluster": cluster,
@@ -370,7 +372,7 @@ def _panels(bars: Sequence[Row]) -> list[Row]:
 
 
 def _fitted(fits: Mapping[str, Fit]) -> list[Row]:
-    """Return the parameters as rows."""
+    """Return the fitted parameters as rows."""
     rows: list[Row] = []
 
     def add(cluster: str, parameter: str, value: float, unit: str, **more: float) -> None:

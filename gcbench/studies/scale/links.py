@@ -1,8 +1,8 @@
-"""On which links each method pays: one table of what was measured inside exchanges.
+"""On which links each method pays, from times measured inside exchanges.
 
-Bytes are those of the method's own collective among N workers (`traffic`), seconds those of one run
-of `gcbench bandwidth`, and the definition is `codec`'s: an exchange alone, without a backward pass
-to hide under. For the measured number of workers it is the table of `gcbench bandwidth`.
+Bytes are those of the method's own collective among N workers (`traffic`), times those of one run
+of `gcbench bandwidth`, and the definition is that of `codec`: an exchange alone, without a backward
+pass that hides it. For the measured number of workers the table is that of `gcbench bandwidth`.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from gcbench.training import progress
 
 KIND = "scale-pays"
 STORED = "stored"
-"""The measurement that the package brings."""
+"""The measurement that is part of the package."""
 MARKS = (1.0, 10.0, 100.0)
-"""Links that the conclusions name and pictures mark, Gbit/s."""
+"""Links that conclusions name and pictures mark, Gbit/s."""
 ROUNDS = {"allreduce": 2, "reducescatter": 1, "allgather": 1, "alltoall": 1}
-"""Messages one after the other, in rings, over one fewer than the workers."""
+"""Messages one after the other of a ring collective, divided by (workers - 1)."""
 
 
 class Settings(BaseModel):
-    """What decides the result."""
+    """The settings that decide the result."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kernels: str = STORED
-    """Or a file of `gcbench bandwidth --json`."""
+    """`STORED`, or a file of `gcbench bandwidth --json`."""
     compressors: list[str]
     workers: list[Annotated[int, Field(ge=2, le=100_000)]]
-    """Numbers of workers; none: those of the measurement."""
+    """Numbers of workers; empty: that of the measurement."""
     link_latency_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 50.0
     measured: str = ""
-    """What the file says of itself: another measurement is another analysis."""
+    """Name and time of the measurement, so that another one gives another analysis."""
 
 
 def measurement(kernels: str) -> Measured:
@@ -79,10 +79,10 @@ def rows(
     latency: float,
     size: int | None = None,
 ) -> list[Row]:
-    """Return a row for each method but `none` by its own collective, in the order given.
+    """Return a row for each method but `none`, by its first collective, in the order given.
 
-    `size`: bytes of the gradient, a measured one; the largest unless given. `latency`: seconds a
-    message. A method that was not measured has no links.
+    `size`: bytes of the gradient, one of the measured sizes; the largest unless given. `latency`:
+    seconds a message. A method that was not measured has "not measured" as its links.
     """
     size = size or int(known.analysis.settings["sizes"][-1])
     n = size / codec.FLOAT
@@ -122,7 +122,7 @@ SHOWN = [
 
 
 def notes(known: Measured, size: int, latency_us: float) -> list[str]:
-    """Return what the columns of `SHOWN` are, for the reader."""
+    """Return the notes of a table with the columns `SHOWN`."""
     return [
         f"Measured {known.source}, of a gradient of {size_text(size)}B; other numbers of workers "
         "pass over more payloads. pays: links on which the exchange alone is faster than a ring "
@@ -133,7 +133,7 @@ def notes(known: Measured, size: int, latency_us: float) -> list[str]:
 
 
 def run(settings: Settings, command: str, observer: progress.Observer, ledger: Ledger) -> Analysis:
-    """Return the table for each number of workers.
+    """Return the analysis, with a table for each number of workers.
 
     Raises:
         UsageError: no measurement, an unknown method.
@@ -196,9 +196,9 @@ def draw(analysis: Analysis, path: Path) -> None:
 
 
 def bars(axes: Any, found: Sequence[Row]) -> None:
-    """Draw the fastest link on which each method pays, the highest on top.
+    """Draw the fastest link on which each method pays, the fastest on top.
 
-    Over fp32, and darker over the better of fp32 and bf16.
+    Light bars: over fp32; dark bars: over the better of fp32 and bf16.
     """
     shown = [row for row in found if row.get("pays_on_to") and row["pays_on_from"] == 0]
     ordered = sorted(shown, key=lambda row: float(row["pays_on_to"] or 0))

@@ -1,4 +1,4 @@
-"""Networks as a performance model sees them: shapes of tensors, multiplications, batch.
+"""Networks for the performance models: shapes of tensors, multiplications, batch.
 
 The built-in ones have the exact shapes of their sources; tests compare the numbers of parameters.
 A multiply-accumulate (MAC) counts once; biases, normalization and pooling are left out. Forward and
@@ -25,25 +25,25 @@ OPERATIONS = 6
 
 @dataclass(frozen=True)
 class Network:
-    """The tensors of a model, in order, and what an example costs."""
+    """The tensors of a model, in order, and the cost of an example."""
 
     name: str
     title: str
     shapes: Shapes
     last: int
-    """How many tensors at the end are the last (classifier) layer."""
+    """How many tensors, at the end, belong to the last (classifier) layer."""
     macs: float | None = None
     """Multiply-accumulates of the forward pass of one example; None: not known."""
     batch: int | None = None
-    """Examples of one worker in a step, unless the user says another number; None: not known."""
+    """Default number of examples of one worker in a step; None: not known."""
     family: str | None = None
-    """Whose share of a device's peak it reaches: "convolutional", "transformer"."""
+    """"convolutional" or "transformer": networks that reach similar shares of a device's peak."""
     examples: str = "examples"
-    """What an example is, in the plural."""
+    """The word for its examples, in the plural: "images", ..."""
 
     @property
     def numel(self) -> int:
-        """Parameters in all."""
+        """Number of parameters."""
         return sum(map(math.prod, self.shapes))
 
     @property
@@ -52,7 +52,7 @@ class Network:
         return sum(map(math.prod, self.shapes[len(self.shapes) - self.last :])) / self.numel
 
     def split(self, *, dense_last: bool = False, dense_below: int = 0) -> tuple[Shapes, Shapes]:
-        """Return the shapes that are compressed, and those that a policy keeps dense."""
+        """Return the shapes that are compressed, and those that are exchanged in fp32."""
         first_of_last = len(self.shapes) - self.last if dense_last else len(self.shapes)
         dense = [
             place >= first_of_last or math.prod(shape) < dense_below
@@ -63,7 +63,7 @@ class Network:
 
 
 class _Layers:
-    """Collects layers as they are written down."""
+    """Collects the shapes and MACs of layers."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []
@@ -248,12 +248,12 @@ def network(name: str) -> Network:
 
 
 def of_module(spec: str) -> Network:
-    """Return the tensors of what `package.module:callable` returns, a `torch.nn.Module`.
+    """Return the network of the `torch.nn.Module` that `package.module:callable` returns.
 
     The working directory is searched first. The last layer is the last module with parameters.
 
     Raises:
-        UsageError: nothing of that name, the call fails, or it returns something else.
+        UsageError: there is nothing of that name, the call fails, or it returns something else.
     """
     from torch import nn
 

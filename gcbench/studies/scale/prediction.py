@@ -1,18 +1,18 @@
-"""What a step takes on a cluster: every method, at every number of workers, by closed forms.
+"""The predicted time of a training step on a cluster, for every method and number of workers.
 
 step = forward and backward + encode + decode + communication that the backward pass does not hide
 
-Computation is published throughput (`rates`), bytes are those of `traffic`. Communication is cut
-into buckets that hide under the backward pass as far as they are ready (`Cluster.exposed`); with
-`sharded` (FSDP) the bf16 parameters are gathered before the forward pass and again before the
-backward pass, and gradients are reduced and scattered: a method's payload takes the place of that
-reduce-scatter alone. Every step is set against two uncompressed ones, whose gradients are reduced
-in fp32 and in bf16 (as DDP's `bf16_compress_hook` does it); the better of them is what a method has
-to beat. Encoding and decoding are a range: from the floor that the device's memory sets (`work`),
-which makes the speedup an upper bound, to what was measured inside exchanges (`codec`).
+The time of forward and backward comes from published throughput (`rates`), bytes from `traffic`.
+Communication is cut into buckets, which hide under the backward pass as they become ready
+(`Cluster.exposed`). With `sharded` (FSDP) the bf16 parameters are gathered before the forward pass
+and again before the backward pass, and gradients are reduce-scattered; a method replaces that
+reduce-scatter only. Every step is compared with two uncompressed ones, which reduce gradients in
+fp32 and in bf16 (as DDP's `bf16_compress_hook`); a method has to beat the better of them. Times of
+encoding and decoding are a range: from the floor that the device's memory bandwidth sets (`work`),
+which makes the speedup an upper bound, to times measured inside exchanges (`codec`).
 
-Scaling is weak: a worker's batch stays, so examples a second are N batch / step. A lone worker, or
-a lone node under `topology: nodes`, has nothing to compress.
+Scaling is weak: the batch of a worker is fixed, so examples a second are N batch / step. A single
+worker, or a single node under `topology: nodes`, has nothing to compress.
 """
 
 from __future__ import annotations
@@ -43,30 +43,30 @@ from gcbench.training import progress
 KIND = "scale"
 STEPS_PRICED = 1000
 LINKS = 71
-"""Rates of a link that are tried for the break-even, ten a decade, before bisection."""
+"""Number of link rates that are tried for break-even before bisection, ten a decade."""
 MOST_WORKERS = 100_000
 HALF = "bf16 all-reduce"
 """The uncompressed step that reduces in bf16; with `sharded` it is a reduce-scatter."""
 PARAMETER = 2
 """Bytes of a parameter that `sharded` gathers, bf16."""
 ASSUMED, TIMED = "assumed", "measured"
-"""Kernels that no file is read for."""
+"""Values of `kernels` that are no file."""
 
 TIE = 0.05
-"""Steps that differ by no more than this share tie: the model's errors are not smaller."""
+"""Steps that differ by at most this share are tied, as the model's errors are not smaller."""
 SIMPLE = (
     *("none", HALF, "bf16", "fp16", "int8", "natural", "qsgd", "terngrad", "signsgd"),
     *("randomk", "topk", "onebit", "efsignsgd", "powersgd", "demo", "fft"),
 )
-"""The order in which ties are decided, by names of methods; others come after them. What casts
-comes first, then codes of each element, then what keeps some elements or carries a residual."""
+"""Of tied methods the first in this order wins; methods that are not in it come last. Casts come
+first, then codes of every element, then methods that keep some elements or have a residual."""
 
 Spend = Callable[[str, float, int], tuple[float, float]]
-"""Collective, elements and workers -> seconds of a worker in encoding and in decoding."""
+"""A function: collective, elements and workers -> a worker's seconds in encoding, in decoding."""
 
 
 class Settings(BaseModel):
-    """What decides the prediction."""
+    """The settings that decide the prediction."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -81,7 +81,7 @@ class Settings(BaseModel):
     dense_last: bool = False
     dense_below: Annotated[int, Field(ge=0)] = 0
     sharded: bool = False
-    """Whether parameters and gradients are sharded over all workers, as FSDP does it."""
+    """Whether parameters and gradients are sharded over all workers, as by FSDP."""
     kernels: str = ASSUMED
     threads: Annotated[int, Field(ge=1)]
 
@@ -99,11 +99,11 @@ def network_of(model: str, module: str | None) -> Network:
 
 
 class Step:
-    """One way of exchanging gradients, on one network: what each number of workers takes.
+    """A training step with one way of exchanging the gradients of one network.
 
-    `lanes`: shapes that are compressed, and those kept dense; `compute`: seconds of forward and
-    backward. `floor` and `measured` say what encoding and decoding of the first lane take; without
-    the latter the floor stands alone. `source` says what the measured ones are.
+    `lanes`: shapes that are compressed, and those exchanged in fp32; `compute`: seconds of forward
+    and backward; `floor` and `measured`: times of encoding and decoding the compressed tensors, the
+    latter None if not known.
     """
 
     def __init__(
@@ -122,13 +122,13 @@ class Step:
         self.numel = sum(map(traffic.dense_bytes, lanes)) / work.FLOAT
         self.elements = traffic.dense_bytes(lanes[0]) / work.FLOAT
         self.width = work.FLOAT
-        """Bytes an element where gradients are added before they are encoded, inside a node."""
+        """Bytes an element of gradients that are added inside a node before they are encoded."""
         self.cut = True
-        """Whether the devices of a node encode a share each, of what was added inside it."""
+        """Whether each device of a node encodes only its share of the node's sum."""
         self._sent: dict[int, list[traffic.Message]] = {}
 
     def _exchange(self, workers: int) -> list[traffic.Message]:
-        """Return the messages of a step among so many workers, more than one."""
+        """Return the messages of a step among `workers` workers, at least two."""
         sent = traffic.exchange(self.method, self.collective, self.lanes, workers)
         if not self.sharded:
             return sent
@@ -138,7 +138,7 @@ class Step:
         return [*kept, *([traffic.Message("reducescatter", dense)] if dense else [])]
 
     def messages(self, workers: int) -> list[traffic.Message]:
-        """Return what so many workers hand to collectives in a step; one hands over nothing."""
+        """Return the messages of a step among `workers` workers; none for a single one."""
         if workers not in self._sent:
             self._sent[workers] = [] if workers == 1 else self._exchange(workers)
         return self._sent[workers]
@@ -148,8 +148,8 @@ class Step:
     ) -> dict[str, Any]:
         """Return seconds and bytes of a step, in the fastest topology that the cluster allows.
 
-        With `measured` by the measured kernels, where there are any; a computation `longer` times
-        as long is that of a larger batch.
+        `measured`: take measured kernels, if there are any, and not the floor; `longer`: factor of
+        forward and backward, for another batch.
 
         Raises:
             UsageError: the workers do not fill nodes, or the method refuses so many.
@@ -213,9 +213,9 @@ class Step:
 
 
 def simplest(gains: Mapping[str, float], margin: float = TIE) -> str:
-    """Return the simplest of the ways that tie with the fastest, by their words.
+    """Return the simplest (`SIMPLE`) of the methods that are tied with the fastest.
 
-    `gains`: how many times as fast each is; those within `margin` of the largest tie.
+    `gains`: speedups by method; those within `margin` of the largest are tied.
     """
     most = max(gains.values())
     tied = [word for word, gain in gains.items() if gain * (1 + margin) >= most]
@@ -224,9 +224,9 @@ def simplest(gains: Mapping[str, float], margin: float = TIE) -> str:
 
 
 class Plain(Step):
-    """An uncompressed step: gradients are added in elements of `width` bytes on the way.
+    """An uncompressed step, which reduces gradients in elements of `width` bytes.
 
-    `casts`: seconds an element of both casts. With a `width` of 0 gradients cost nothing.
+    `casts`: seconds an element of both casts together. With a `width` of 0 the exchange is free.
     """
 
     def __init__(
@@ -249,20 +249,20 @@ class Plain(Step):
 
 @dataclass(frozen=True)
 class Gains:
-    """How many times as fast a step is as the uncompressed ones."""
+    """The speedups of a step over the uncompressed ones."""
 
     fp32: tuple[float | None, float]
-    """By measured kernels, None where there are none, and by the floor: an upper bound."""
+    """By measured kernels (None without), and by the floor, which is an upper bound."""
     bf16: tuple[float | None, float]
 
     @property
     def better(self) -> tuple[float | None, float]:
-        """Over the better of the two."""
+        """The speedups over the better of the two uncompressed steps."""
         return min(self.fp32, self.bf16, key=lambda pair: pair[1])
 
     @property
     def sure(self) -> float:
-        """What it gains over the better of the two by measured kernels, else by the floor."""
+        """The speedup over the better of the two, by measured kernels, else by the floor."""
         low, high = self.better
         return high if low is None else low
 
@@ -293,10 +293,10 @@ def pays(
     measured: bool = False,
     margin: float = 0.0,
 ) -> list[tuple[float, float]]:
-    """Return the network links, as ranges in Gbit/s, at which `step` is faster than every `plain`.
+    """Return the links between nodes, as ranges in Gbit/s, on which `step` beats every `plain`.
 
-    By at least `margin`, a share, where it is given. From 1 Mbit/s, which counts as 0, to 10
-    Tbit/s, which counts as infinite.
+    It has to be faster by at least `margin`, a share. Links from 1 Mbit/s, which counts as 0, to 10
+    Tbit/s, which counts as infinite, are tried.
     """
 
     def gains(gbit: float) -> bool:
@@ -331,12 +331,13 @@ def _measured(
     observer: progress.Observer,
     ledger: Ledger,
 ) -> tuple[dict[str, Spend], str]:
-    """Return what was measured of each method, and what that is, for the reader.
+    """Return the measured times of each method, and where they come from, as text.
 
-    It times those that neither a file nor the ledger has; a method without an entry has none.
+    Methods that are neither in the file nor in the ledger are timed, unless `kernels` is `ASSUMED`
+    or a file of `gcbench bandwidth`: then a method may have no measured times.
 
     Raises:
-        UsageError: a file that cannot be read, or was made elsewhere and lacks a method.
+        UsageError: the file cannot be read, or was made on another machine and lacks a method.
     """
     n = max(1, round(traffic.dense_bytes(shapes) / work.FLOAT))
     path = Path(settings.kernels)
@@ -387,11 +388,10 @@ def _spend(rates: work.Rates, method: Compressor) -> Spend:
 def pays_fields(
     found: Prepared, step: Step, workers: int, cluster: Cluster, margin: float = 0.0
 ) -> Row:
-    """Return the links on which a method pays as fields of a row; none of them in a lone node.
+    """Return the links on which a method pays as fields of a row, by measured kernels if any.
 
-    `pays_on` in words; `pays_from_gbit`, `pays_to_gbit` the slowest range of them, None for the
-    upper end where it has none, both None where there is no such link. By measured kernels where
-    there are any.
+    `pays_on` in words; `pays_from_gbit`, `pays_to_gbit` the lowest range of them: the upper end is
+    None if there is none, both are None if there is no such link. All are None within one node.
     """
     if cluster.nodes_of(workers) == 1:
         return {"pays_on": None, "pays_from_gbit": None, "pays_to_gbit": None}
@@ -405,10 +405,10 @@ def pays_fields(
 
 
 def _legal(method: Compressor, settings: Settings, word: str, *, every: bool) -> tuple[str, ...]:
-    """Return the collectives to predict; the dense one is an all-reduce whatever was asked for.
+    """Return the collectives to predict; for `none` it is an all-reduce, whatever was asked for.
 
     Raises:
-        UsageError: the method has not the collective that was asked for.
+        UsageError: the collective that was asked for is not legal for the method.
     """
     if word == "none" or (settings.collective is None and not every):
         return (check_legal(method),)
@@ -423,31 +423,31 @@ class Prepared:
 
     network: Network
     batch: int | None
-    """Examples of a worker; None: not known, and of no effect on the steps."""
+    """Examples of a worker; None: not known (then `compute` was given)."""
     compute: float
     """Seconds of forward and backward."""
     plain: Plain
     """The uncompressed step that reduces in fp32."""
     half: Plain
-    """That which reduces in bf16."""
+    """The uncompressed step that reduces in bf16."""
     steps: Mapping[tuple[str, str], Step]
-    """Of the compressed ones, by word and collective."""
+    """The compressed steps, by method and collective."""
     notes: Sequence[str]
-    """What was assumed, for the reader."""
+    """The assumptions, as sentences."""
     refused: Mapping[str, str]
-    """Methods that cannot be used so at all, and why."""
+    """Methods that cannot be used with these settings -> the reason."""
     free: Plain
-    """The step if gradients cost nothing: the bound of all."""
+    """The step if the exchange took no time: a bound for all methods."""
     by_measured: bool
-    """Whether steps in rows are by measured kernels; else by the floor."""
+    """Whether times in rows are by measured kernels; else by the floor."""
 
     @property
     def baselines(self) -> tuple[Plain, Plain]:
-        """What a method has to beat."""
+        """The steps that a method has to beat."""
         return self.plain, self.half
 
     def gains(self, step: Step, workers: int, cluster: Cluster, longer: float = 1.0) -> Gains:
-        """Return what a step gains over the uncompressed ones.
+        """Return the speedups of a step over the uncompressed ones.
 
         Raises:
             UsageError: see `Step.at`.
@@ -469,7 +469,7 @@ SHARDED_LACKS = (
 def prepare(
     settings: Settings, observer: progress.Observer, ledger: Ledger, *, every: bool = False
 ) -> Prepared:
-    """Return the steps of the methods: by their collective, or by `every` legal one.
+    """Return the steps of all methods, by each method's collective, or by `every` legal one.
 
     Raises:
         UsageError: an unknown name, an illegal collective, workers that do not fill nodes, a module
@@ -538,7 +538,7 @@ def prepare(
 def _assumptions(
     settings: Settings, network: Network, batch: int | None, known: rates.Compute, source: str
 ) -> list[str]:
-    """Return what the prediction rests on, for the reader."""
+    """Return sentences on the assumptions of the prediction."""
     cluster = settings.cluster
     links = f"{rate_text(cluster.inter.gbit)} and {cluster.inter.latency_us:g} us between nodes"
     if published_bars.place(cluster):
@@ -679,7 +679,7 @@ def _rows(
 ) -> Iterator[Row]:
     """Yield the rows of the uncompressed steps and of the methods, at each number of workers.
 
-    `speedup` is over the uncompressed step that reduces in fp32, by the kernels of the times.
+    `speedup` is over the uncompressed step that reduces in fp32, by the times in the row.
     """
     steps: list[tuple[str, Step]] = [("none", found.plain), (HALF, found.half)]
     steps += [(word, step) for (word, _), step in found.steps.items()]
@@ -706,7 +706,7 @@ def _rows(
         row["speedup"] = found.plain.seconds(workers, cluster) / seconds
         row |= gains.fields()
         row["efficiency"] = step.compute / seconds
-        if isinstance(step, Plain):  # nothing of it is a range, nor does it pay over itself
+        if isinstance(step, Plain):  # it has no range, and is itself what others have to beat
             row["over_fp32"] = "1" if word == "none" else f"{row['over_fp32_high']:.3g}"
             row["over_bf16"] = "1" if word == HALF else f"{row['over_bf16_high']:.3g}"
         elif priced:
@@ -723,7 +723,7 @@ def _number(row: Row, field: str) -> float:
 
 
 def _conclusions(rows: Sequence[Row]) -> list[str]:
-    """Return who is fastest at each number of workers, and beyond which uncompressed step."""
+    """Return sentences on the fastest method at each number of workers, and its speedups."""
     said = []
     for workers in dict.fromkeys(_number(row, "workers") for row in rows):
         alike = [row for row in rows if row["workers"] == workers and row["refused"] is None]
@@ -754,11 +754,11 @@ CHANGES: Sequence[tuple[str, float, float]] = (
     ("batch {batch}", 1.0, 1 / 4),
     ("batch {batch}", 1.0, 4.0),
 )
-"""What is told, and factors of the links between nodes and of the computation."""
+"""Changes that are tried: their text, the factor of the links between nodes, that of the batch."""
 
 
 def varied(found: Prepared, cluster: Cluster) -> Iterator[tuple[str, Cluster, float]]:
-    """Yield what might be otherwise: its name, the cluster then, the factor of the computation."""
+    """Yield the changes that are tried: name, changed cluster, factor of the computation."""
     for text, links, longer in CHANGES:
         gbit = cluster.inter.gbit * links
         there = cluster
@@ -781,9 +781,9 @@ def varied(found: Prepared, cluster: Cluster) -> Iterator[tuple[str, Cluster, fl
 def sensitivity(
     found: Prepared, cluster: Cluster, answer: Callable[[Cluster, float], tuple[str, float]]
 ) -> str:
-    """Return the answer, and which change of links, batch or overlap would change it.
+    """Return the answer in words, and which changes of links, batch or overlap would change it.
 
-    `answer` tells, for a cluster and a factor of the computation, what to do and its gain.
+    `answer` returns, for a cluster and a factor of the computation, what to do, and its gain.
     """
     now, least = answer(cluster, 1.0)
     other, same = [], []
@@ -840,7 +840,7 @@ def _short(value: float, _: object = None) -> str:
 
 
 def draw(analysis: Analysis, path: Path) -> None:
-    """Draw what is left to compute over workers, and what a step consists of at the most."""
+    """Draw the efficiency over workers, and the parts of a step at the most workers."""
     curve, table = analysis.table("curve").rows, analysis.table("predictions")
     words = list(dict.fromkeys(str(row["method"]) for row in curve))
     styles = figures.styles(words)
@@ -870,7 +870,7 @@ def draw(analysis: Analysis, path: Path) -> None:
 
 
 _CUT = 3.0
-"""Bars end at so many times the step of `none`: slower methods are cut, their times written."""
+"""Bars longer than so many times the step of `none` are cut, and their times written out."""
 
 
 def _stacked(axes: Any, rows: Sequence[Row]) -> None:

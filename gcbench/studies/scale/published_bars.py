@@ -1,15 +1,15 @@
-"""A prediction beside the bars of TernGrad's Fig. 5, where it is of their clusters and networks.
+"""Predictions compared with the bars of TernGrad's Fig. 5, for their clusters and networks.
 
-The model of `figure5` has a parameter for all that it does not explain; a prediction has none. What
-lies between them is told in milliseconds of a step, one change after the other:
+The model of `figure5` is fitted to the bars; a prediction is not. The difference between the two is
+split into parts, in seconds of a step, by changing one term after the other:
 
-    model       T(4 GPUs) + V(nodes) h G r of `figure5`, r as published
-    gradient    all of the gradient G is sent, and not the share h that the bars need
-    links       a ring over one effective link takes the place of the V that is free at each size
-    messages    the bytes that the method hands to collectives, and latencies, in the place of r
-    node        one GPU's rate, the sum inside a node, encoding and decoding, in the place of T
+    model       T(4 GPUs) + V(nodes) h G r of `figure5`, with r as published
+    gradient    + all of the gradient G is sent, in place of the share h that fits the bars
+    links       + a ring over one effective link, in place of V, which is free at each size
+    messages    + the bytes that the method hands to collectives, and latencies, in place of r
+    node        + one GPU's rate, the sum inside a node, encoding and decoding, in place of T
 
-They add up to the prediction.
+The sum of the parts is the prediction.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from gcbench.studies.scale.clusters import Cluster
 from gcbench.studies.scale.networks import Network
 
 PRESETS = {"gtx1080x4-1gbe": "1g", "p100x4-100g": "100g"}
-"""Clusters of ours by the names that `figure5` gives them."""
+"""Name of a cluster in `clusters` -> its name in `figure5`."""
 OWN_MESSAGES = 0.1
-"""Share of a step from which the conclusions tell what the method's own messages add."""
+"""The conclusions mention the part `messages` if it is at least this share of a step."""
 PARTS = ("model", "gradient", "links", "messages", "node")
 
 
 def place(cluster: Cluster) -> str | None:
-    """Return the figure's name of a cluster; None for another, or one whose settings differ."""
+    """Return the name of a cluster in `figure5`; None if it is not there, or was changed."""
     name = PRESETS.get(cluster.name)
     return name if name and cluster == clusters.load(cluster.name) else None
 
@@ -39,8 +39,8 @@ def compare(
 ) -> list[Row]:
     """Return a row for each prediction that has a published bar; none for other clusters.
 
-    `rows` are those of `prediction.run`; `network` and `batch` those that they are of. A row has
-    images a second, and seconds of a step by `PARTS`.
+    `rows` are those of `prediction.run` for this cluster, network and batch. A row of the result
+    has images a second, and seconds of a step by `PARTS`.
     """
     where = place(cluster)
     if where is None or batch is None or figure5.NETWORKS.get(network.name) != batch:
@@ -125,7 +125,7 @@ def table(network: Network, rows: Sequence[Row]) -> Table:
 
 
 def conclusions(rows: Sequence[Row]) -> list[str]:
-    """Return how the published speedups compare with the predicted ones, and why they differ."""
+    """Return sentences on published and predicted speedups, and why they differ."""
     plain = {row["workers"]: row for row in rows if row["method"] == "none"}
     gains: dict[str, list[str]] = {}
     for row in rows:

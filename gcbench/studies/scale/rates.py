@@ -1,10 +1,11 @@
 """How fast devices compute in training: published throughput, each figure with its source.
 
-A network without a figure for a device takes the share of the device's peak that networks of its
-family reached there, the median of them; a device without one is taken to reach the share of the
-device that it is `like`. A share is operations / (6 MACs an example, `networks.OPERATIONS`) over
-the peak in data/clusters.yaml. The figures are of large batches; smaller ones reach less, which is
-not modelled: then a step computes for longer, and compression gains less.
+If there is no figure for a network on a device, it is assumed to reach the same share of the
+device's peak as networks of its family, the median of them; if there are none either, the share on
+the device that this one is `like`. A share is the floating-point operations a
+second (6 for each MAC, `networks.OPERATIONS`) over the peak in data/clusters.yaml. The figures are
+for large batches. Smaller ones reach less, which is not modelled: then computation takes longer
+than predicted, and compression gains less.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ _DATA: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "data" / "rates.
 
 @dataclass(frozen=True)
 class Published:
-    """One figure."""
+    """One published throughput."""
 
     device: str
     network: str
     rate: float
     """Examples a second of one device."""
     batch: int
-    """Examples of a device in a step there."""
+    """Examples of a device in a step."""
     title: str
     url: str
 
     @property
     def share(self) -> float:
-        """The share of the device's peak that it stands for."""
+        """The share of the device's peak that this throughput is."""
         macs = networks.network(self.network).macs or 0.0
         return OPERATIONS * macs * self.rate / (DEVICES[self.device].tflops * 1e12)
 
@@ -55,22 +56,25 @@ def _published() -> dict[tuple[str, str], Published]:
 
 
 PUBLISHED = _published()
-"""By device and network."""
+"""(device, network) -> throughput."""
 
 
 @dataclass(frozen=True)
 class Compute:
-    """Forward and backward of one worker's batch."""
+    """The time of forward and backward of one worker's batch."""
 
     seconds: float
     how: str
-    """How it is known, for the reader."""
+    """Where the time comes from, as text for notes."""
     batch: int | None = None
-    """That of the published figure it rests on."""
+    """The batch of the published figure, if one was used."""
 
 
 def share_of(device: Device, family: str) -> tuple[float, str] | None:
-    """Return the share of the peak that a family of networks reaches, and of whom; None unknown."""
+    """Return the share of the peak that a family of networks reaches on a device, and its source.
+
+    None if no throughput is published for the family on this device, or on one that it is `like`.
+    """
     seen: set[str] = set()
     while device.name not in seen:
         seen.add(device.name)
@@ -92,7 +96,8 @@ def compute(cluster: Cluster, network: Network, batch: int) -> Compute:
     """Return forward and backward of `batch` examples on one device of the cluster.
 
     Raises:
-        UsageError: neither a rate nor the multiplications, or no share of the peak, are known.
+        UsageError: no throughput is published, and the network's MACs, or the share of the device's
+            peak that such a network reaches, are not known.
     """
     device = cluster.device
     known = PUBLISHED.get((device.name, network.name))

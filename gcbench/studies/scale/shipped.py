@@ -1,4 +1,4 @@
-"""Results that come with the package: reference rows and the measurement of codecs.
+"""Results that are part of the package: reference rows, and the measurement of codecs.
 
 A wheel has them in `gcbench/results`, a source checkout in `results` beside the package.
 """
@@ -22,12 +22,12 @@ def path(name: str) -> Path | None:
 
 
 def rows() -> list[Path]:
-    """Return the files of reference rows that the package brings."""
+    """Return the files of reference rows in the package; none if it has none."""
     folder = path(ROWS)
     return [] if folder is None else reader.row_files(folder)
 
 
 def name_of(place: Path) -> str:
-    """Return how to tell a reader of a path: what the package brings by its name alone."""
+    """Return a path as messages show it: files of the package by name only, others in full."""
     brought = {file.resolve() for file in rows()}
     return f"gcbench's own {place.name}" if place.resolve() in brought else str(place)

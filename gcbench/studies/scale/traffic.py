@@ -1,9 +1,9 @@
-"""What an exchange hands to its collectives, from declared wire formats: no gradient, no worker.
+"""The messages of an exchange, computed from declared wire formats, without workers.
 
-It follows `gcbench.core.exchange` and `gcbench.core.world` message by message; tests hold it to the
-bytes that these count. With many workers nothing is summed over them: a two-shot exchange looks at
-`SAMPLED` shards at most, spread evenly, and a payload whose size depends on the data is weighed, a
-normal gradient encoded, on `WEIGHED` elements at most.
+They are those of `gcbench.core.exchange` and `gcbench.core.world`, message by message; tests
+compare the bytes with what these count. So that many workers cost nothing, sizes of a two-shot
+exchange are taken from at most `SAMPLED` shards, spread evenly. The size of a payload that depends
+on the data is found by encoding a normal gradient of at most `WEIGHED` elements.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from gcbench.studies.scale.networks import Shapes
 
 SAMPLED = 256
 WEIGHED = 3907 * TILE
-"""About 4e6; a prime number of tiles, as a power of two would flatter Fourier transforms."""
+"""About 4e6; a prime number of tiles, as Fourier transforms are too fast on powers of two."""
 HEADER = 8
-"""Bytes that travel ahead of each part of a payload whose size no layout declares."""
+"""Bytes of the size that is sent before each part of a payload without a declared layout."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """One collective of all workers."""
+    """One call of a collective by all workers."""
 
     kind: str
     """allreduce, reducescatter, allgather or alltoall."""
     nbytes: float
-    """What a worker hands over; the mean over workers, where they differ."""
+    """Bytes that a worker hands over, mean over workers."""
     aggregated: bool = False
-    """Whether it is a share of the aggregate, on its way down."""
+    """Whether it carries merged shards from their owners to all workers."""
 
     def payload(self, workers: int) -> tuple[float, float]:
         """Return the bytes of a worker up and down, as `World` counts them."""
@@ -58,7 +58,7 @@ class Message:
         return 0.0 if self.aggregated else self.nbytes, self.nbytes * workers
 
     def wire(self, workers: int) -> float:
-        """Return the bytes that leave a worker for others, as `World` counts them."""
+        """Return the bytes that a worker sends to others, as `World` counts them."""
         factor = {
             "allreduce": 2 * (workers - 1) / workers,
             "reducescatter": (workers - 1) / workers,
@@ -78,7 +78,7 @@ class Traffic:
 
 
 def total(messages: Sequence[Message], workers: int) -> Traffic:
-    """Return what the messages of a step come to."""
+    """Return the bytes of all messages of a step together."""
     pairs = [message.payload(workers) for message in messages]
     return Traffic(
         sum(up for up, _ in pairs),
@@ -92,7 +92,7 @@ def _nbytes(layout: Layout) -> int:
 
 
 def sample(segments: Segments, elements: int = WEIGHED) -> Segments:
-    """Return the first `elements` of a bucket; all of them, if they are fewer."""
+    """Return the segments of the first `elements` elements of a bucket, or of all if fewer."""
     return segments if segments.numel <= elements else segments.shard(0, elements)[0]
 
 
@@ -113,7 +113,10 @@ def _weigh(method: Compressor, segments: Segments) -> tuple[float, int]:
 
 
 def payload_bytes(method: Compressor, segments: Segments, count: int = 1) -> tuple[float, int]:
-    """Return the bytes of a payload merged from `count` workers, and its undeclared parts."""
+    """Return the bytes of a payload merged from `count` workers, and its number of parts.
+
+    The latter is 0 if the layout is declared: then no sizes are sent.
+    """
     layout = method.layout(segments, count)
     return _weigh(method, segments) if layout is None else (float(_nbytes(layout)), 0)
 
@@ -136,7 +139,7 @@ def _rounds(method: MultiRoundCompressor, segments: Segments) -> list[Message]:
 
 
 def _summed(method: Compressor, segments: Segments, workers: int) -> float:
-    """Return the bytes of one worker's summand."""
+    """Return the bytes that one worker hands to an all-reduce of its payload."""
     if type(method).summand is Compressor.summand:
         return payload_bytes(method, segments)[0]
     part = sample(segments)
@@ -146,15 +149,15 @@ def _summed(method: Compressor, segments: Segments, workers: int) -> float:
 
 
 def _try_merge(method: Compressor, workers: int) -> None:
-    """Merge as many payloads as there are workers, of one tile: a method may refuse so many.
+    """Merge as many payloads of one tile as there are workers, to see if the method allows it.
 
     Raises:
-        ValueError: it does.
+        ValueError: the method refuses so many workers.
     """
     tile = Segments((0, TILE))
     shared = method.prepare(torch.ones(TILE), tile).statistic
     power, merged = _normal(method, tile), None
-    while True:  # in about log2 of the workers' number of steps
+    while True:  # by doubling: about log2(workers) merges
         if workers & power.count:
             both = [power] if merged is None else [merged, power]
             merged = method.merge(both, tile, shared, Key(0, 0, 0))
@@ -166,13 +169,13 @@ def _try_merge(method: Compressor, workers: int) -> None:
 
 
 def _twoshot(method: Compressor, segments: Segments, workers: int) -> list[Message]:
-    """Return the messages of shards to their owners, and of merged shards to all."""
+    """Return the messages that send shards to their owners, and merged shards to all."""
     n = segments.numel
     tiles = -(-n // TILE)
     share, extra = divmod(tiles, workers)
 
     def shard(k: int) -> Segments:
-        """Return the k-th owner's, as `exchange.shard_bounds` cuts them."""
+        """Return the segments of the k-th owner's shard, cut as by `exchange.shard_bounds`."""
         start, stop = ((share * e + min(e, extra)) * TILE for e in (k, k + 1))
         return segments.shard(min(start, n), min(stop, n))[0]
 
@@ -188,7 +191,7 @@ def _twoshot(method: Compressor, segments: Segments, workers: int) -> list[Messa
         up, down = up + sent, down + merged
     if looked:
         up, down = up * filled / looked, down * filled / looked
-    if filled < workers:  # owners of nothing
+    if filled < workers:  # more workers than tiles: some own an empty shard
         empty = segments.shard(n, n)[0]
         up += (workers - filled) * payload_bytes(method, empty)[0]
         down += (workers - filled) * payload_bytes(method, empty, workers)[0]
@@ -196,7 +199,7 @@ def _twoshot(method: Compressor, segments: Segments, workers: int) -> list[Messa
         Message("alltoall", up),
         Message("allgather", down / workers, aggregated=True),
     ]
-    if parts:  # their sizes travel ahead
+    if parts:  # their sizes are sent first
         messages.insert(0, Message("alltoall", float(HEADER * parts * workers)))
         messages.insert(2, Message("allgather", float(HEADER * parts), aggregated=True))
     return messages
@@ -251,7 +254,7 @@ def gradient_bytes(method: Compressor, shapes: Shapes, count: int = 1) -> float:
 def exchange(
     method: Compressor, collective: str, lanes: tuple[Shapes, Shapes], workers: int
 ) -> list[Message]:
-    """Return the messages of a step: of the compressed tensors, and of those kept dense.
+    """Return the messages of a step. `lanes`: the shapes compressed, and those sent in fp32.
 
     Raises:
         UsageError: see `lane`.

@@ -1,12 +1,13 @@
-"""How well the model predicts runs that were made: bytes, phases, steps, each with its error.
+"""How well the model predicts finished runs: bytes, phases and steps, each with its error.
 
-Nothing of a run predicts that run. Bytes come from its config alone. Statistic, encode and decode
-come from timings of the kernels, made here (for runs of this machine) or read from a file.
-Computation and update are the median of the group's other runs: those that differ in method alone.
-Communication between real processes is rounds * a + bytes / b, a and b fitted to the other runs of
-the group; a simulation's is the time that it modelled from its link, and bytes and rounds must
-agree. A step between real processes is the sum of its phases; a simulation's workers share cores,
-so its step is not predicted. speedup: measured step of the group's `none` / step.
+No measurement of a run is used to predict that run. Bytes come from its config alone. Statistic,
+encode and decode come from timings of the kernels, made on this machine (for runs made on it) or
+read from a file. Computation and update are the median over the other runs of its group, which
+differ only in method. Communication between real processes is rounds * a + bytes / b, with a and b
+fitted to the other runs of the group. That of a simulation was modelled from its link; here it is
+computed again, to compare bytes and rounds. A step between real processes is the sum of its phases;
+that of a simulation, whose workers share cores, is not predicted. speedup: measured step of the
+group's `none` / step.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ KIND = "scale-validation"
 BYTES = ("payload_up", "payload_down", "wire")
 TIMES = ("forward_backward", "statistic", "encode", "communicate", "decode", "update", "step")
 FEWEST = 2
-"""Runs that a, b of the communication need, beside the one that they predict."""
+"""The least number of other runs to which a and b of the communication are fitted."""
 EXTRAPOLATED = 2.0
-"""A fitted link is asked about so many times the most bytes that it was fitted to, no more."""
+"""A fitted link predicts runs with at most so many times the most bytes that it was fitted to."""
 FLAG = 4.0
 """Bytes in which workers agree on whether to skip a step."""
 
 
 class Settings(BaseModel):
-    """What decides the result."""
+    """The settings that decide the result."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     runs: list[str]
     hashes: list[str]
-    """Of the runs' configs and seeds: other runs in the same folder are another analysis."""
+    """Hashes of the runs' configs, with seeds, so that other runs give another analysis."""
     kernels: str = "measured"
     link_gbit: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     link_latency_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
@@ -62,7 +63,7 @@ class Settings(BaseModel):
 
 @dataclass
 class Case:
-    """A run, what its config says, and what is predicted of it."""
+    """A run with its config, its measurements, and the predictions of them."""
 
     run: reader.Run
     config: Config
@@ -73,14 +74,14 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What tells it from others."""
+        """Text that identifies the run in tables."""
         config = self.config
         words = [config.compressor, config.collective, f"{config.engine} {config.workers}"]
         return ", ".join([*words, f"seed {config.seed}"])
 
     @property
     def group(self) -> str:
-        """Runs of one group differ in method alone."""
+        """Text that is equal for runs of one group, which differ only in method."""
         config = self.config.model_dump(mode="json")
         kept = (
             "task",
@@ -97,12 +98,12 @@ class Case:
 
     @property
     def messages(self) -> list[traffic.Message]:
-        """Return what a step of the last stage sends."""
+        """The messages of a step of the last stage."""
         return _messages(self, self.config.steps - 1)
 
     @property
     def rounds(self) -> int:
-        """Return the messages of a step that follow one another, in rings."""
+        """The number of messages of a step one after the other, in rings."""
         each = {"allreduce": 2, "allgather": 1, "alltoall": 1}
         return sum(each[sent.kind] for sent in self.messages) * (self.config.workers - 1)
 
@@ -111,7 +112,7 @@ def read(run: reader.Run) -> Case:
     """Return the case of a run.
 
     Raises:
-        GcbenchError: its task, model or method is not to be had here.
+        GcbenchError: its task, model or method cannot be made here.
     """
     summary = run.summary
     known = {key: value for key, value in summary.config.items() if key in Config.model_fields}
@@ -139,7 +140,7 @@ def read(run: reader.Run) -> Case:
         "payload_down": summary.payload_bytes_down,
         "wire": summary.wire_bytes.per_worker,
     }
-    # Phases that overlap, or that most steps do not have, are no times of a step's own.
+    # Phases that overlap, or that most steps do not have, cannot be compared with a step's.
     timed = config.engine != "ddp" and not config.local_steps
     for phase, seconds in summary.phase_seconds.items():
         if seconds is not None and phase in TIMES and timed:
@@ -282,10 +283,10 @@ def _communicate(case: Case, others: Sequence[Case], link: Cluster | None) -> fl
 
 
 def _fitted(matrix: Any) -> Any:
-    """Return (a, b), not negative, with matrix @ (a, b) near 1; one may be 0.
+    """Return nonnegative (a, b) with matrix @ (a, b) near 1; one of them may be 0.
 
-    Of both, a alone and b alone, that which predicts each row best from the others: few and noisy
-    rows do not bear two parameters.
+    Few and noisy rows do not support two parameters: of the fits with both, with a alone and with b
+    alone, the one with the least leave-one-out error is taken.
     """
 
     def fit(rows: Any, columns: list[int]) -> Any:
@@ -294,7 +295,7 @@ def _fitted(matrix: Any) -> Any:
         return found
 
     def badness(columns: list[int]) -> float:
-        """Return the squared errors, as factors, of rows that are left out one by one."""
+        """Return the leave-one-out error: the sum of squared logarithms of predicted / measured."""
         total = 0.0
         for place in range(len(matrix)):
             found = fit(np.delete(matrix, place, axis=0), columns)
@@ -387,7 +388,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
 
 
 def _rates(settings: Settings, ledger: Ledger) -> Rate:
-    """Return a function that knows the rates of a method in a run."""
+    """Return a function for the rates of a method in a run; it returns None if they are unknown."""
     timings = (
         None if settings.kernels == "measured" else kernel_timings.load(Path(settings.kernels))
     )
@@ -414,7 +415,7 @@ def _rates(settings: Settings, ledger: Ledger) -> Rate:
 
 
 def _speedups(group: Sequence[Case]) -> None:
-    """Add the speedup over the group's `none` to all others between real processes."""
+    """Add to the group's runs between real processes the speedup over its `none`."""
     base = [case for case in group if case.config.compressor == "none"]
     if not base:
         return
@@ -436,7 +437,7 @@ def _quantities(case: Case) -> Iterator[Row]:
         measured, predicted = case.measured.get(name), case.predicted.get(name)
         if measured is None or (measured == 0 and not predicted):
             continue
-        known = bool(predicted) and measured > 0  # where nothing is done, only calls take time
+        known = bool(predicted) and measured > 0  # no error of a phase in which nothing is done
         yield {
             "run": case.name,
             "task": case.config.task,

@@ -1,9 +1,9 @@
 """What encoding and decoding cost: seconds an element of each part of a method, and of a step.
 
-Three sources, and each row says which: a file of `make bench` (or of `gcbench kernels --json`, made
-on the machine that is meant, a GPU for one), a timing here and now, or the floor that the memory of
-a device sets, where each input is read once and each output written once. A floor is assumed: no
-kernel is faster, most are slower, so a speedup on it is an upper bound.
+There are three sources, and each row says which one it has: a file of `make bench` (or of `gcbench
+kernels --json`, made on the machine in question); a timing on this machine; or the floor, the time
+in which the memory of a device can read each input once and write each output once. No kernel is
+faster than the floor, and most are slower, so a speedup that assumes it is an upper bound.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from gcbench.training import configuration
 
 PARTS = ("statistic", "encode", "encode_feedback", "decode", "mean8", "merge8")
 MERGED = 8
-"""Payloads in the timed mean and merge."""
+"""Number of payloads in the timed mean and merge."""
 ROUNDS = 7
 KEY = Key(0, 0, 0)
 UNTIMED = ("reference", "eager")
-"""Backends that define bytes or stand for research code; a step would not run on them by choice."""
+"""Backends whose timings are not used: the definitions in plain torch, and eager research code."""
 FLOAT = 4
 """Bytes of a float32."""
 CROWD = 2**26
-"""Bytes that no core's own cache holds."""
+"""More bytes than a core's own caches hold."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Seconds an element of the float32 gradient, by part; mean8 and merge8 of eight payloads."""
+    """Seconds an element of the float32 gradient, by part; mean8 and merge8 take eight payloads."""
 
     parts: dict[str, float]
     source: str
@@ -62,21 +62,21 @@ def hands_on(method: Compressor) -> bool:
 
 
 def statistic(method: Compressor) -> Tensor:
-    """Return what workers agree on in a message, of one element; empty for nothing."""
+    """Return the statistic on which workers agree, for one element; empty if there is none."""
     x, segments = torch.ones(1), Segments((0, 1))
     drawn = method.draw_shared(segments, KEY)
     return method.prepare(x, segments).statistic if drawn is None else x.new_empty(0)
 
 
 def in_one_pass(method: Compressor, carried: memory.Memory) -> bool:
-    """Return whether a residual is added and kept where each stretch of a gradient is encoded."""
+    """Return whether encoding and error feedback are one operation, `encode_feedback`."""
     plain = isinstance(carried, memory.Residual) and carried.decay == 1
     alone = not isinstance(method, MultiRoundCompressor) and not method.cuttable
     return plain and alone and not statistic(method).numel()
 
 
 def assumed(method: Compressor, device: Device, shapes: Shapes) -> Rates:
-    """Return the floors that the device's memory sets."""
+    """Return the floors: times of the bytes that must move, at the device's memory bandwidth."""
     numel = max(1, sum(map(math.prod, shapes)))
     sent = merged = traffic.gradient_bytes(method, shapes) / numel
     if "twoshot" in method.legal_collectives():
@@ -98,10 +98,10 @@ def assumed(method: Compressor, device: Device, shapes: Shapes) -> Rates:
 def of_file(
     method: Compressor, timings: kernel_timings.Timings, n: int, threads: int
 ) -> Rates | None:
-    """Return what a file has of this method at the size nearest to n; None without a row.
+    """Return a file's timings of this method at the size nearest to n; None if it has no row.
 
-    Only the default configuration is timed in files. A method that hands the gradient on, and so
-    has no rows, costs what `copy_` costs of the same bytes.
+    Files have only default configurations. A method that hands the gradient on unchanged has no
+    rows, and costs as much as `copy_` of the same bytes.
     """
     if registry.call(method) != registry.call(registry.compressor(method.name)):
         return None
@@ -129,15 +129,15 @@ def of_file(
 
 @cache
 def _crowd() -> torch.Tensor:
-    """Return the float32 numbers whose writing drives others out of a core's caches."""
+    """Return a float32 tensor so large that writing it evicts all else from a core's caches."""
     return torch.zeros(CROWD // FLOAT)
 
 
 def median(call: Callable[[], object], before: Callable[[], object] | None = None) -> float:
-    """Return the median seconds of `ROUNDS` calls after one that warms up.
+    """Return the median seconds of `ROUNDS` calls, after one to warm up; `before` is not timed.
 
-    Before each the caches are filled with other numbers, as a step's forward and backward pass
-    leaves them: a small gradient's kernels take several times as long as in a loop of their own.
+    Before each call the caches are filled with other data, as after a step's forward and backward
+    pass: the kernels of a small gradient then take several times as long as in a tight loop.
     """
     taken = []
     for _ in range(ROUNDS + 1):
@@ -151,7 +151,7 @@ def median(call: Callable[[], object], before: Callable[[], object] | None = Non
 
 
 def measure(method: Compressor, shapes: Shapes, threads: int) -> Rates:
-    """Time the parts here and now, on a normal gradient of `traffic.WEIGHED` elements at most."""
+    """Time the parts here, on a normal gradient of at most `traffic.WEIGHED` elements."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -196,10 +196,10 @@ def _timed(method: Compressor, segments: Segments) -> dict[str, float]:
 
 
 def check_machine(timings: kernel_timings.Timings, path: object) -> None:
-    """Refuse to time here what a file of another machine lacks.
+    """Check that methods missing in a file may be timed on this machine.
 
     Raises:
-        UsageError: the file was made elsewhere.
+        UsageError: the file was made on another machine.
     """
     here, there = configuration.machine(), timings.machine
     if (here.get("cpu"), here.get("gpu")) != (there.get("cpu"), there.get("gpu")):
@@ -217,12 +217,12 @@ def step(
     workers: int,
     carried: memory.Memory | None = None,
 ) -> tuple[float, float]:
-    """Return the seconds of a worker in encoding (agreement and memory too) and in decoding.
+    """Return a worker's seconds in encoding (with statistic and memory) and in decoding.
 
-    `n` elements, in an exchange of `workers`; `carried` is the published method's own memory unless
-    given. `collective` may be "reducescatter", the first half of a two-shot exchange. A mean of N
-    payloads costs N eighths of one of eight; of a merge, that which exceeds the
-    mean is the encoding of the result.
+    `n`: elements of the gradient; `carried`: the memory, the method's own unless given;
+    `collective` may be "reducescatter", the first half of a two-shot exchange. A mean of N payloads
+    is assumed to cost N / 8 of one of eight. The time by which merge8 exceeds mean8 is taken for
+    the encoding of the merged result.
     """
     if carried is None:
         carried = memory.make(method.memory, dict(method.memory_options))

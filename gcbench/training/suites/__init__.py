@@ -1,16 +1,16 @@
 """Suites: a paper's table or figure as a grid of runs, with the published number of each.
 
-A suite is a YAML file: those of this folder by name, others by path. `config` has the settings that
-all entries share, each entry adds its own; both are the keys of `gcbench run --config`, lists make
-a grid. `published` is the test accuracy, a fraction of 1: one number for the whole grid of the
-entry, or one for each value of the setting that `by` names. null stands for a number that the paper
-does not have, or shows so that it cannot be read. `published_top5` is the accuracy among five
-guesses, for tasks that measure `test_top5`. A run from a suite is the run that the same settings
-give by hand.
+A suite is a YAML file, found by name in this folder, or by path elsewhere. `config` has the
+settings that all entries share, each entry adds its own; both have the keys of `gcbench run
+--config`, and lists make a grid. `published` is the test accuracy, a fraction of 1: one number for
+the whole grid of the entry, or one for each value of the setting that `by` names. null stands for a
+number that the paper does not have, or from whose figure it cannot be read. `published_top5` is the
+top-5 accuracy, for tasks that measure `test_top5`. A run of a suite is the same as a run with its
+settings given by flags.
 
-A suite of gcbench's own publishes nothing: it compares methods by results/PROTOCOL.md. `tune` says
-how each entry's learning rate is chosen (`tuning`), and `tiers` which bits an element, measured on
-the way up, are compared with each other.
+A suite of gcbench's own has no published numbers: it compares methods by results/PROTOCOL.md.
+`tune` is the rule by which each entry's learning rate is chosen (`tuning`), and `tiers` are ranges
+of measured bits an element, up, within which methods are compared.
 """
 
 from __future__ import annotations
@@ -36,27 +36,28 @@ FREE = frozenset(
         *("backend", "on_nonfinite", "link_gbit", "link_latency_us"),
     }
 )
-"""Settings that do not tell the entries of a suite apart: budget, and where and how it runs."""
+"""Settings that do not decide to which entry of a suite a run belongs: budget, engine, machine."""
 
 Steps = Annotated[int, Field(ge=1)]
 
 
 class Published(NamedTuple):
-    """What a paper says about a run, and where."""
+    """What a paper reports for a run, and where."""
 
     accuracy: float | None
-    """Of the test set, a fraction of 1; None where it cannot be read."""
+    """Test accuracy, a fraction of 1; None where it cannot be read."""
     steps: int
-    """The paper's budget, at the same batch."""
+    """The steps of the paper's run, at the same batch."""
     paper: str
-    """With the number of the table or figure."""
+    """The paper, with its table or figure."""
     place: str | None
-    """Where in it."""
+    """The place in the table or figure."""
     suite: str
+    """The name of the suite."""
     differs: str
     """How the suite differs from the paper."""
     top5: float | None = None
-    """The accuracy among five guesses; None where the paper does not say it."""
+    """Top-5 test accuracy, a fraction of 1; None where the paper does not report it."""
 
     @property
     def source(self) -> str:
@@ -70,54 +71,54 @@ class Point:
 
     config: Config
     entry: int
-    """The place of its entry in the suite, from 1."""
+    """The number of its entry in the suite, from 1."""
     settings: Mapping[str, Any]
-    """What the entry sets, and the suite does not."""
+    """The settings that come from the entry, not from the suite."""
     published: Published | None
     tune: Tune | None = None
-    """How the rate is chosen; `config` has one of the rates until it is."""
+    """The rule by which the learning rate is chosen; until then `config` has one of its rates."""
 
     @cached_property
     def resolved(self) -> dict[str, Any]:
         """The config as JSON, with every field of compressor, task and memory, without FREE.
 
-        Without the learning rate, where it is chosen by trials.
+        It has no learning rate where that is chosen by trials.
         """
         known = resolved(self.config)
         return {k: v for k, v in known.items() if self.tune is None or k not in FREE_OF_TRIALS}
 
     @cached_property
     def identity(self) -> str:
-        """What tells this point from those that are no other seed or budget of it."""
+        """Text that two runs share if they differ only in FREE settings (or in a tuned rate)."""
         return canonical(self.resolved)
 
     def trial(self, lr: float) -> Config:
-        """Return the run that tries a rate."""
+        """Return the trial of a learning rate."""
         assert self.tune is not None, "a point without a rule has no trials"
         return self.tune.trial(self.config, lr)
 
     def choose(self, tried: Mapping[float, float]) -> Choice:
-        """Return what the trials say."""
+        """Return the rate to take or to try next, given the result of each rate tried."""
         assert self.tune is not None, "a point without a rule has no trials"
         return self.tune.choose(tried)
 
     def with_rate(self, lr: float) -> Config:
-        """Return the run at the chosen rate."""
+        """Return the run with the chosen learning rate."""
         return self.config.model_copy(update={"lr": lr})
 
 
 class Entry(BaseModel):
-    """A grid of runs and what is published about them."""
+    """A grid of runs, and the published numbers for them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     config: dict[str, Any]
-    by: str | None = None  # the setting that `published` has numbers by
+    by: str | None = None  # the setting for whose values `published` has numbers
     published: float | dict[int | float | str, float | None] | None = None
     published_top5: float | None = None
     start: list[float] | None = None  # rates that are tried first, in place of those of `tune`
-    place: str | None = None  # within the suite's
-    paper_steps: Steps | None = None  # the budget of the published number; else the suite's
+    place: str | None = None  # within the suite's table or figure
+    paper_steps: Steps | None = None  # of the published number; None: the suite's
 
     @field_validator("published", "published_top5", mode="before")
     @classmethod
@@ -151,7 +152,7 @@ class Entry(BaseModel):
 
 
 class Suite(BaseModel):
-    """A table or a figure of a paper."""
+    """A table or figure of a paper, or a comparison of gcbench's own, as a grid of runs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -161,12 +162,12 @@ class Suite(BaseModel):
     source: str
     place: str
     differs: str
-    takes: str | None = None  # time, and on what
-    version: Annotated[int, Field(ge=1)] = 1  # counts definitions that gave other results
+    takes: str | None = None  # how long, on which machine
+    version: Annotated[int, Field(ge=1)] = 1  # increased when the definition changes results
     paper_steps: Steps | None = None
     tune: Tune | None = None
     own: list[str] = []  # settings in which an entry may differ from its baseline
-    tiers: dict[str, tuple[float, float]] = {}  # from and to which bits an element on the way up
+    tiers: dict[str, tuple[float, float]] = {}  # name -> least and most bits an element, up
     config: dict[str, Any] = {}
     entries: list[Entry] = Field(min_length=1)
 
@@ -177,22 +178,22 @@ class Suite(BaseModel):
 
     @property
     def choices(self) -> frozenset[str]:
-        """The settings that an entry chooses for itself: its baseline may have others."""
+        """The settings in which the baseline of an entry may differ from it."""
         return frozenset(self.own) | (TUNED_KEYS if self.tune else frozenset())
 
     @property
     def asked(self) -> str:
-        """The suite as a command names it."""
+        """The suite's name or file, as given to --suite."""
         return self.name if self.file.parent == FOLDER else str(self.file)
 
     def points(self, given: Mapping[str, Any] | None = None) -> list[Point]:
         """Return the runs, each once.
 
-        `given`: settings as `grid.expand` takes them. Those in FREE replace the suite's; all others
-        choose the runs that have these values.
+        `given`: settings as `grid.expand` takes them. Those in FREE replace the suite's; the others
+        select the runs that have these values.
 
         Raises:
-            UsageError: a setting that no run has, or values that none has; a file that is wrong.
+            UsageError: no run has such a setting or value; or an entry of the file is invalid.
         """
         given = given or {}
         if self.tune is not None and "lr" in given:
@@ -209,13 +210,13 @@ class Suite(BaseModel):
         return kept
 
     def configs(self, given: Mapping[str, Any]) -> list[Config]:
-        """Return the configs of `points`, of a suite that chooses no rates."""
+        """Return the configs of `points`, for a suite that does not choose learning rates."""
         return [point.config for point in self.points(given)]
 
     def runs(self, given: Mapping[str, Any]) -> Generator[Config, Mapping[str, Any], None]:
-        """Yield the configs to run, and be sent the summary of each: seed by seed.
+        """Yield the configs to run, seed by seed; the summary of each is sent to the generator.
 
-        The trials that choose a rate come before the runs that need it.
+        All trials that choose learning rates come first.
         """
         points = sorted(self.points(given), key=lambda point: point.config.seed)
         rates: dict[str, float] = {}
@@ -227,14 +228,14 @@ class Suite(BaseModel):
             yield point.config if rate is None else point.with_rate(rate)
 
     def tier(self, bits: float) -> str | None:
-        """Return the tier of a row by its measured bits an element on the way up."""
+        """Return the tier with these measured bits an element, up; None if there is none."""
         for name, (low, high) in self.tiers.items():
             if low <= bits <= high:
                 return name
         return None
 
     def _cells(self, changed: Mapping[str, Any]) -> Iterator[list[Point]]:
-        """Yield the runs of each published number."""
+        """Yield the runs that belong to each published number, with `changed` settings replaced."""
         owners: dict[str, int] = {}
         for number, entry in enumerate(self.entries, 1):
             steps = entry.paper_steps or self.paper_steps
@@ -269,10 +270,10 @@ class Suite(BaseModel):
                 yield cell
 
     def _tune(self, number: int, entry: Entry) -> Tune | None:
-        """Return the rule for an entry, with the rates that it starts from.
+        """Return the rule for an entry's learning rate, with the rates that are tried first.
 
         Raises:
-            UsageError: a rate is given beside the rule, or the start is none.
+            UsageError: the entry also sets a rate, or its `start` does not suit the rule.
         """
         if self.tune is None or entry.start is None:
             if entry.start is not None:
@@ -289,7 +290,7 @@ class Suite(BaseModel):
         return tune
 
     def _with(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return an entry's settings and, where it says nothing, the suite's."""
+        """Return the suite's settings, overridden by an entry's."""
         merged = {**self.config, **own}
         for key in grid.NESTED:
             parts = [part.get(key) or {} for part in (self.config, own)]
@@ -300,7 +301,7 @@ class Suite(BaseModel):
         return merged
 
     def sets(self, key: str, field: str | None = None) -> bool:
-        """Return whether the suite says a setting, or a field of one that is a mapping."""
+        """Return whether the suite sets `key`, or, if that is a mapping, its `field`."""
         every = [self.config, *(entry.config for entry in self.entries)]
         if field is not None:
             return any(field in (config.get(key) or {}) for config in every)
@@ -308,7 +309,7 @@ class Suite(BaseModel):
 
 
 def _tuned(point: Point) -> Generator[Config, Mapping[str, Any], float]:
-    """Yield the trials of a point, be sent their summaries, and return the chosen rate."""
+    """Yield the trials of a point, receive their summaries, and return the chosen rate."""
     tried: dict[float, float] = {}
     while True:
         choice = point.choose(tried)
@@ -322,9 +323,9 @@ def _tuned(point: Point) -> Generator[Config, Mapping[str, Any], float]:
 
 
 def resolved(config: Config) -> dict[str, Any]:
-    """Return a config as JSON, every field of compressor, task and memory told, without FREE.
+    """Return a config as JSON, with every field of compressor, task and memory, without FREE.
 
-    Fields that change by step are text, as the command line writes them.
+    Schedules are text, as the command line writes them.
     """
     known = {key: value for key, value in config.model_dump(mode="json").items() if key not in FREE}
     owners = {
@@ -342,31 +343,31 @@ def resolved(config: Config) -> dict[str, Any]:
 
 
 class _Condition(NamedTuple):
-    """A setting, or a field of one that is a mapping, and the values that are allowed."""
+    """A setting (or, if `field` is given, a field of it) and the values that select a run."""
 
     key: str
     field: str | None
     values: Sequence[Any]
 
     def of(self, point: Point) -> Any:
-        """Return what a run has; `_ABSENT` where it has no such field."""
+        """Return the value that a run has; `_ABSENT` if it has no such setting or field."""
         value = point.resolved.get(self.key, _ABSENT)
         return value if self.field is None else value.get(self.field, _ABSENT)
 
     def holds(self, point: Point) -> bool:
-        """Return whether a run has one of the values, written as the command line writes them."""
+        """Return whether a run has one of the values; they are compared as text."""
         return text(self.of(point)) in map(text, self.values)
 
     @property
     def words(self) -> str:
-        """The condition as the command line has it."""
+        """The condition as a flag of the command line."""
         values = ",".join(map(text, self.values))
         if self.field is None:
             return f"--{self.key.replace('_', '-')} {values}"
         return f"{SET_FLAGS[self.key]} {self.field}={values}"
 
     def check(self, suite: str, points: Sequence[Point]) -> None:
-        """Raise UsageError where no run has the setting, or none its values."""
+        """Raise UsageError if no run has the setting, or none has one of the values."""
         present = dict.fromkeys(text(v) for p in points if (v := self.of(p)) is not _ABSENT)
         if not present:
             if self.field is None:
@@ -386,7 +387,7 @@ _ABSENT = object()
 
 
 def _conditions(given: Mapping[str, Any]) -> Iterator[_Condition]:
-    """Yield what the flags choose by."""
+    """Yield the conditions for given settings."""
     for key, value in given.items():
         if key in grid.NESTED:
             for field, own in value.items():
@@ -401,7 +402,7 @@ def _conditions(given: Mapping[str, Any]) -> Iterator[_Condition]:
 
 
 def names() -> list[str]:
-    """Return the names of the suites that gcbench has."""
+    """Return the names of the built-in suites."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
@@ -409,7 +410,7 @@ def load(name: str) -> Suite:
     """Return the suite of that name, or in that file.
 
     Raises:
-        UsageError: an unknown name; a file that is missing or wrong.
+        UsageError: an unknown name; a file that is missing or invalid.
     """
     if not name:
         raise UsageError(f"--suite: a name expected ({', '.join(names())}), or a file")
@@ -422,7 +423,7 @@ def load(name: str) -> Suite:
 
 @cache
 def _own(name: str, folder: Path) -> Suite:
-    """Return a suite of gcbench's own, read and checked once."""
+    """Return a built-in suite, read and checked once."""
     return _read(name, folder / f"{name}.yaml")
 
 
@@ -440,8 +441,8 @@ def _read(name: str, path: Path) -> Suite:
 
 
 def _problems(error: ValidationError | TypeError) -> str:
-    """Return in one line what is wrong with a file; a TypeError comes of a key that is no text."""
-    if isinstance(error, TypeError):
+    """Return in one line what is wrong with a file."""
+    if isinstance(error, TypeError):  # a key that is no text
         return "its keys are names: title, source, place, differs, config, entries"
     told = []
     for problem in error.errors():

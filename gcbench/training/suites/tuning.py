@@ -1,9 +1,10 @@
 """How a suite chooses the learning rate of each method: one rule and one budget for all.
 
-The rates of a ladder are tried on the training examples that are not held out, and the one with
-the best result on those that are is taken; the test split is never looked at. All of `start` are
-tried; while the best so far is the lowest or the highest tried, the next rung on that side follows,
-at most `extend` times. Of equal results the lower rate wins; a diverged run is the worst.
+Rates of a ladder are tried in short runs, trials, and the rate with the best result on the
+validation examples is taken; the test split is never evaluated. First all rates of `start` are
+tried; then, while the best rate is the lowest or the highest tried, the next one of the ladder on
+that side, at most `extend` times. Of equal results the lower rate wins; a diverged run is the
+worst.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from gcbench.core.errors import UsageError
 from gcbench.training.configuration import Config
 
 FREE_OF_TRIALS = ("lr", "test")
-"""Settings in which a trial differs from the run whose rate it chooses, beside the free ones."""
+"""Settings, besides suites.FREE, in which a trial differs from the run whose rate it chooses."""
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -29,22 +30,24 @@ TUNED_KEYS = frozenset(
         *("schedule", "schedule_power", "schedule_steps", "schedule_gamma"),
     }
 )
-"""Keys of the budget that a method may need otherwise (signs want a small learning rate): where no
-baseline has a row's own values, the best of the other baselines serves, and the table says so."""
+"""Settings of which a method may need other values than its baseline (signs need a small learning
+rate): where no baseline has a row's values, the best of the other baselines is taken, and the table
+marks it."""
 
 
 class Choice(NamedTuple):
-    """What the trials so far say: the rate to take, or the one to try next."""
+    """What follows from the trials so far: the rate to take, or the one to try next."""
 
     lr: float | None
-    """The chosen rate; None while there is one to try."""
+    """The chosen rate; None while another one is to be tried."""
     trial: float | None
+    """The rate to try next; None once a rate is chosen."""
     at_edge: bool = False
-    """Whether the chosen rate is the lowest or the highest tried: a better one may lie beyond."""
+    """Whether the chosen rate is the lowest or highest tried: a better one may lie beyond."""
 
 
 class Tune(BaseModel):
-    """The rule, as a suite's file has it."""
+    """The rule of a suite, as in its file: `steps` and `seed` are those of the trials."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -62,7 +65,7 @@ class Tune(BaseModel):
         return self
 
     def check(self, start: Sequence[float]) -> None:
-        """Raise ValueError unless `start` is a stretch of the ladder without a hole."""
+        """Raise ValueError unless `start` has neighbouring rates of the ladder, in order."""
         first = self.ladder.index(start[0]) if start and start[0] in self.ladder else -1
         if first < 0 or self.ladder[first : first + len(start)] != list(start):
             raise ValueError(
@@ -70,10 +73,10 @@ class Tune(BaseModel):
             )
 
     def trial(self, config: Config, lr: float) -> Config:
-        """Return the run that tries a rate for `config`: short, of the tuning seed, not tested.
+        """Return the trial of a rate for `config`: with the rule's steps and seed, without a test.
 
         Raises:
-            UsageError: the config holds no example out, so nothing could judge the trial.
+            UsageError: the config holds no examples out, on which the trial could be evaluated.
         """
         if not config.holdout:
             raise UsageError("tune: the suite's config needs holdout: the test split never chooses")
@@ -93,8 +96,8 @@ class Tune(BaseModel):
     def choose(self, tried: Mapping[float, float], start: Sequence[float] | None = None) -> Choice:
         """Return the rate to take, or to try next.
 
-        `tried` maps a rate to its result on the examples held out, higher is better, -inf where
-        the run diverged; `start` takes the place of the rule's own.
+        `tried` maps a rate to its result on the validation examples: higher is better, -inf where
+        the run diverged. `start` replaces the rule's own.
         """
         start = self.start if start is None else start
         for lr in start:
@@ -112,7 +115,10 @@ class Tune(BaseModel):
 
 
 def quality(summary: Mapping[str, Any]) -> float:
-    """Return how good a trial is: its validation accuracy, or minus the loss without one."""
+    """Return a trial's validation accuracy, minus its validation loss if the task has none.
+
+    -inf if it diverged.
+    """
     if summary.get("failed") or summary.get("validation_loss") is None:
         return -math.inf
     accuracy = summary.get("validation_accuracy")
