@@ -6,6 +6,7 @@ import json
 import math
 import re
 import signal
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -477,6 +478,31 @@ def test_fft_wins_where_the_gradient_is_smooth_only() -> None:
         assert tables.wins(rows) == (won, 8)
     assert ar[0]["neighbours"] == pytest.approx(0.9, abs=0.02)
     assert noise[0]["neighbours"] == pytest.approx(0.0, abs=0.04)
+
+
+def test_ratios_of_errors_are_paired_by_step_and_seed() -> None:
+    """By hand: 2 seeds of 2 steps; a step where one failed counts for neither."""
+
+    def row(seed: int, step: int, method: str, error: float, **more: Any) -> dict[str, Any]:
+        both = {"relative_error_alone": error, "relative_error_averaged": 2 * error}
+        return {"group": "all layers", "seed": seed, "step": step, "method": method, **both, **more}
+
+    steps = [
+        *(row(0, 0, "a", 0.2), row(0, 0, "b", 0.1)),
+        *(row(0, 9, "a", 8.0), row(0, 9, "b", 1.0)),
+        *(row(1, 0, "a", 0.1), row(1, 0, "b", 0.1)),
+        *(row(1, 9, "a", 9.0), row(1, 9, "b", 0.1, failed="of numbers")),
+        row(0, 0, "none", 0.0) | {"group": "all layers"},
+        row(0, 0, "a", 77.0) | {"group": "bias"},
+    ]
+    (found,) = tables._ratios(steps).rows
+    assert (found["method"], found["other"], found["n"]) == ("a", "b", 2)
+    logs = [math.log(4), 0.0]  # sqrt(2 * 8) of seed 0, 1 of seed 1
+    half = 12.7062 * statistics.stdev(logs) / math.sqrt(2)
+    for how in ("alone", "averaged"):
+        assert found[how] == pytest.approx(2)
+        assert found[f"{how}_low"] == pytest.approx(math.exp(math.log(2) - half), rel=1e-4)
+        assert found[f"{how}_high"] == pytest.approx(math.exp(math.log(2) + half), rel=1e-4)
 
 
 def test_one_choice_for_the_model_starves_small_layers() -> None:

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from gcbench.core import registry
 from gcbench.reporting.analysis import Row, Shown, Table
 from gcbench.reporting.rendering import records
+from gcbench.studies import verdicts
 from gcbench.studies.histogram.reconstruction import ALL, RIVALS, gaussian_clipping
+from gcbench.training.configuration import finite
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -47,6 +50,7 @@ def of(rows: Rows, settings: Mapping[str, Any]) -> tuple[list[Table], list[str]]
     claims, said = _claims(rows)
     tables = [
         _errors(rows["steps"], setting, settings["workers"]),
+        _ratios(rows["steps"]),
         _clipping(rows["clipping"]),
         _spectra(rows["spectra"]),
         claims,
@@ -130,6 +134,49 @@ def _errors(steps: Sequence[Row], setting: str, workers: int) -> Table:
             "has less without these layers. n: steps x workers."
         ],
         rows=records(made),
+    )
+
+
+def _ratios(steps: Sequence[Row]) -> Table:
+    """Return for each pair of methods how many times the error of the second the first one has.
+
+    Of all layers together: the geometric mean over the steps of a seed, and over seeds its mean
+    with limits. Steps in which a method failed, or has no error, are left out.
+    """
+    import numpy as np
+
+    figures = ["relative_error_alone", "relative_error_averaged"]
+    found = _frame(steps, ["group", "method", "seed", "step", "failed"], figures)
+    found = found[
+        (found["group"] == ALL) & found["failed"].isna() & (found[figures] > 0).all(axis="columns")
+    ]
+    logs = found.set_index(["seed", "step", "method"])[figures].apply(np.log).unstack("method")
+    made: list[Row] = []
+    for one, other in combinations(found["method"].unique(), 2):
+        row: Row = {"method": one, "other": other}
+        for figure in figures:
+            pairs = (logs[figure, one] - logs[figure, other]).dropna().groupby("seed").mean()
+            ratio, how = verdicts.geometric([*pairs]), figure.removeprefix("relative_error_")
+            row |= {how: finite(ratio.mean), f"{how}_low": finite(ratio.low)}
+            row |= {f"{how}_high": finite(ratio.high), "n": ratio.n}
+        made.append(row)
+    return Table(
+        name="ratios",
+        title="Errors of one method divided by those of another",
+        which=2,
+        shown=[
+            Shown(field="method", heading="method"),
+            Shown(field="other", heading="divided by"),
+            Shown(field="alone", heading="alone"),
+            Shown(field="alone_low", heading="\nlow"),
+            Shown(field="alone_high", heading="\nhigh"),
+            Shown(field="averaged", heading="avg"),
+            Shown(field="averaged_low", heading="\nlow"),
+            Shown(field="averaged_high", heading="\nhigh"),
+            Shown(field="n", heading="n"),
+        ],
+        notes=[f"Of all layers; geometric means over steps; n: seeds. {verdicts.LIMITS}"],
+        rows=made,
     )
 
 
