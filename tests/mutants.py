@@ -29,7 +29,7 @@ import yaml
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("mutants.yaml")
 NOT_COPIED = (".*", "runs", "build", "dist")
-PATIENCE = 1800.0
+PATIENCE = 900.0
 """Seconds until tests count as stuck."""
 
 
