@@ -452,12 +452,13 @@ def test_a_gradient_of_zeros(positions, values):
         *((coding, [3, 21, 22], "outside the segment") for coding in CODINGS),
     ],
 )
-def test_positions_that_no_encoder_sends(coding, positions, message):
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_positions_that_no_encoder_sends(coding, positions, message, backend):
     """Out of order, out of range, or one too many of a segment; in as far as the coding can say."""
     method = gcbench.get_compressor("topk", ratio=0.1, positions=coding)
     segments = Segments.of([(20,), (4,)])
     parts = selection.pack_positions(torch.tensor(positions), 24, coding)
-    with pytest.raises(PayloadError, match=f"topk: .*{message}"):
+    with ops.using(backend), pytest.raises(PayloadError, match=f"topk: .*{message}"):
         method.decode(Payload((*parts, torch.ones(3))), segments, NOTHING)
 
 

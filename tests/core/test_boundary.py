@@ -58,6 +58,18 @@ def test_no_method_decodes_a_nan(name, value, backend):
             assert bool(method.decode(payload, segments, shared).isfinite().all())
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_payload_of_no_workers_is_refused(name):
+    """Its mean would be a division by 0."""
+    method = registry.compressor(name)
+    segments = Segments.of(SHAPES, method.granularity)
+    x = conformance.normal(N)
+    shared = conformance._shared(method, [x], segments, conformance.KEY)
+    payload = method.encode(x, segments, shared, conformance.KEY)._replace(count=0)
+    with pytest.raises(PayloadError, match=f"{name}: payload of 0 workers"):
+        method.decode(payload, segments, shared)
+
+
 @backends
 def test_decoders_refuse_what_no_encoder_sends(backend):
     segments, key = Segments.of([(300,), (300,)]), Key(0, 0, 0)

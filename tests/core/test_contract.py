@@ -253,6 +253,12 @@ def test_a_wrong_method_is_found():
             total += payload.parts[0]
         return total.div_(len(payloads))
 
+    def adds_up(self, payloads, segments, shared, *, out=None):
+        return torch.stack([payload.parts[0] for payload in payloads]).sum(0)
+
+    def mean_of_two(self, payloads, segments, shared, *, out=None):
+        return terngrad.mean(self, payloads[:2], segments, shared)
+
     def claiming(name: str, **claims) -> property:
         base = type(registry.compressor(name).claims)
         return property(type("Wrong", (base,), claims))
@@ -267,6 +273,8 @@ def test_a_wrong_method_is_found():
         (mutated("terngrad", {"clip": 0.0}, encode=encode_alike), "independent noise"),
         (mutated("onebit", {}, decode=decode_negated), "contraction"),
         (mutated("onebit", {}, mean=mean_of_nodes), "exact small integers"),
+        (mutated("none", {}, mean=adds_up), "equal workers"),
+        (mutated("terngrad", {}, mean=mean_of_two), "same mean in collectives"),
         (mutated("onebit", {}, encode=impure), "purity"),
         (mutated("onebit", {}, layout=uncounted), "every size and input"),
         (mutated("onebit", {}, decode=accepts_anything), "corrupt payloads"),

@@ -12,7 +12,7 @@ import torch
 import gcbench
 from gcbench.core import memory
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Payload, Segments
+from gcbench.core.compressor import Compressor, Key, Payload, Segments
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.memory import Dgc, Ef21, Loco, Momentum, NoMemory, Residual
@@ -101,6 +101,17 @@ def test_the_residual_is_what_went_in_minus_what_was_sent(simulated, clock):
     second = made.mean([torch.tensor([1.0, 1.0, 1.0, 0.0])], 1)
     assert second.tolist() == [0.0, 0.0, 2.0, 0.0]
     assert carried(made, "residual")[0].tolist() == [1.5, 1.0, 0.0, 0.0]
+
+
+def test_feedback_by_steps_leaves_the_payload_alone():
+    """The payload of no compression is the tensor that was encoded: it must not be the residual."""
+    method, segments = gcbench.get_compressor("none"), Segments.of([(3,)])
+    residual = torch.tensor([0.5, 0.0, -2.0])
+    x, shared = torch.tensor([1.0, 2.0, 3.0]), torch.empty(0)
+    sent = method.encode_feedback(x, residual, segments, shared, Key(0, 0, 0))
+    assert sent.parts[0].tolist() == [1.5, 2.0, 1.0]
+    assert residual.tolist() == [0.0, 0.0, 0.0]
+    assert x.tolist() == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize("collective", ["allgather", "twoshot"])

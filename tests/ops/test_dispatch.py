@@ -233,6 +233,14 @@ def test_votes_have_a_count_and_bits_each():
             ops.sign.vote(words, numbers, bits, 50, "", width=1)
 
 
+def test_a_part_of_a_payload_has_one_dimension():
+    """Of what is no part, other shapes of as many elements are taken, as they lie alike."""
+    table = torch.zeros(2, 4)
+    assert dispatch.vector(table, torch.float32, 8) is table
+    with pytest.raises(PayloadError, match=r"scales: .* of shape \(2, 4\) .*; 8 torch.float32 ex"):
+        dispatch.part(table, torch.float32, 8, "scales")
+
+
 # ---- faults --------------------------------------------------------------------------------------
 
 

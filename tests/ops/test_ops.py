@@ -114,6 +114,24 @@ def test_key_out_of_range_is_refused():
             ops.random.draws24(key, 4)
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize(
+    ("draw", "offset", "hit", "missed"),
+    [(0, 5_344_841, 2.0**-25, (2.0**-26, 0.0)), (2**24 - 1, 33_732_518, 1.0, (1 - 2.0**-24,))],
+)
+def test_the_extreme_draws_of_a_ternary_code(backend, draw, offset, hit, missed):
+    """(u + 1/2) / 2^24 <= |x|: the least draw takes no zero along, the greatest leaves no 1 out."""
+    if backend == "cpu" and not native.status()[0]:
+        pytest.skip(native.status()[1])
+    key, one = Key(0, 0, 0, offset), Segments((0, 1))
+    assert ops.random.draws24(key, 1).tolist() == [draw]
+    scale = torch.ones(1)
+    with ops.using(backend):
+        for x, code in ((hit, 1.0), (-hit, -1.0), *((each, 0.0) for each in missed)):
+            words = ops.ternary.encode(torch.tensor([x]), None, scale, one, key)
+            assert ops.ternary.mean([(words, 1)], scale, one).tolist() == [code]
+
+
 @given(st.integers(1, 16), st.integers(0, 3000), st.integers(0, 2**31))
 @settings(max_examples=60, deadline=None)
 def test_pack_round_trip(bits, n, seed):

@@ -394,6 +394,15 @@ def test_all_workers_skip_a_step_together(tmp_path):
     assert clean["params_sha256"] != here["params_sha256"]
 
 
+def test_a_step_that_is_bad_elsewhere_is_skipped_here(trainer, monkeypatch):
+    """A worker that went on alone would wait for its peers in the next exchange."""
+    made = trainer(config(on_nonfinite="skip"))
+    buckets, _ = made._gradients()
+    assert made._all_finite(buckets)
+    monkeypatch.setattr(made.world, "all_reduce", lambda flags, op: torch.ones(1))
+    assert not made._all_finite(buckets)
+
+
 def test_a_failing_process_is_named_and_its_peers_end(tmp_path):
     before = signal.getsignal(signal.SIGINT)
     made = config(engine="spawn")

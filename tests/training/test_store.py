@@ -110,3 +110,11 @@ def test_a_lock_that_its_last_holder_removed_is_none(run, monkeypatch):
         lock(run)
     monkeypatch.undo()
     lock(run)
+
+
+def test_records_after_the_checkpoint_are_made_again(run):
+    """They would stand in the metrics twice."""
+    for step in (10, 20, 20, 30):
+        run.append({"kind": "train", "step": step})
+    run.rewind(20)
+    assert [record["step"] for record in run.records()] == [10, 20, 20]
