@@ -397,6 +397,16 @@ def _level_encode(g: Gradient) -> Timed:
     )
 
 
+@case("levels.encode_max", each(eager.qsgd))
+def _level_encode_max(g: Gradient) -> Timed:
+    buckets = g.segments(BUCKET)
+    out, norms = _level_words(g.x, buckets)
+    return Timed(
+        lambda: ops.levels.encode_max(g.x, LEVELS, buckets, KEY, out=out),
+        nbytes(g.x, norms, out),
+    )
+
+
 @case("level_decode", each(eager.qsgd_decode, eager.qsgd))
 def _level_decode(g: Gradient) -> Timed:
     buckets, out = g.segments(BUCKET), g.empty(torch.float32, g.n)

@@ -524,7 +524,7 @@ def test_a_label_without_room_is_its_number(tmp_path: Path) -> None:
         figures.write_labels(axes, marks)
         short = sum(label.get_text().isdigit() for label in axes.texts)
         assert (short > 0) is (expected > 0)
-    crowded = [figures.Mark(5, 5, 0, f"a very long name indeed {i}", "C0") for i in range(90)]
+    crowded = [figures.Mark(5, 5, 0, f"a very long name indeed {i}", "C0") for i in range(30)]
     assert figures.write_labels(axes, crowded) > 0  # and says so where nothing fits
 
 
