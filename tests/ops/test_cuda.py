@@ -24,7 +24,7 @@ from gcbench.ops import cuda
 from gcbench.ops.cuda import compile, launch, random
 from gcbench.ops.sources import cuda_families, kernel_sources
 
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+ARCHITECTURES = ("sm_80", "sm_100")
 SELFTEST = cusim.HEADER.with_name("selftest.cu")
 
 
