@@ -174,39 +174,54 @@ def agree(member, *apart):
         world.close()
 
 
-def train_through_ddp(member, given, folder, cut, slow):
-    """Be one worker of a run with engine ddp; stop at the first pause after `cut` steps.
+def train_through_ddp(member, jobs):
+    """Be one worker of runs with engine ddp, one after the other; return their summaries by name.
 
-    `slow`: the exchange of a lane takes 40 ms longer, and so does what lies between the gradients
-    of the last layer and those of the first, 80 ms.
+    A job is (name, config, folder, how). how: "whole"; "cut" stops at the first pause after 5
+    steps; in "slow" the exchange of a lane takes 40 ms longer, and so does what lies between the
+    gradients of the last layer and those of the first, 80 ms.
     """
-    import torch
+    import json
 
-    from gcbench.core import registry
     from gcbench.training import engines
     from gcbench.training.configuration import Config
     from gcbench.training.overlapped import DdpTrainer
     from gcbench.training.store import Run
     from gcbench.training.train import Options
 
-    config = Config.make(given)
-    world = engines.join(member, "cpu", 1)
+    world, found = engines.join(member, "cpu", 1), {}
     try:
-        trainer = DdpTrainer(config, world, Run(Path(folder)), Options(checkpoint_seconds=1e9))
-        if slow:
-            plain = registry.compressor_class("none")
-
-            def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-                time.sleep(0.04)
-                return plain.encode(self, x, segments, shared, key, out=out)
-
-            trainer.compressor = type("Slow", (plain,), {"encode": encode})()
-            (between,) = (m for m in trainer.replicas[0].modules() if type(m) is torch.nn.ReLU)
-            between.register_full_backward_hook(lambda *_: time.sleep(0.08))
-        try:
-            summary = trainer.fit(lambda: bool(cut) and trainer.step >= cut)
-        except Interrupted:
-            return {"stopped": trainer.step}
-        return {key: summary[key] for key in ("params_sha256", "payload_bytes_up", "overlap")}
+        for name, given, folder, how in jobs:
+            world.traffic[0] = type(world.traffic[0])()
+            options = Options(checkpoint_seconds=1e9)
+            trainer = DdpTrainer(Config.make(given), world, Run(Path(folder)), options)
+            if how == "slow":
+                slow_down(trainer)
+            try:
+                summary = trainer.fit(
+                    lambda trainer=trainer, how=how: how == "cut" and trainer.step >= 5
+                )
+                found[name] = json.loads(json.dumps(summary))
+            except Interrupted:
+                found[name] = {"stopped": trainer.step}
+            world.collect([name])  # the next one may go on from what worker 0 has saved
+        return found
     finally:
         world.close()
+
+
+def slow_down(trainer):
+    """Make the exchange of a lane 40 ms longer, and the backward pass 80 ms."""
+    import torch
+
+    from gcbench.core import registry
+
+    plain = registry.compressor_class("none")
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        time.sleep(0.04)
+        return plain.encode(self, x, segments, shared, key, out=out)
+
+    trainer.compressor = type("Slow", (plain,), {"encode": encode})()
+    (between,) = (m for m in trainer.replicas[0].modules() if type(m) is torch.nn.ReLU)
+    between.register_full_backward_hook(lambda *_: time.sleep(0.08))

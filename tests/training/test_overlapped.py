@@ -23,6 +23,15 @@ CASES = {
 }
 
 
+STOPPED = {
+    "a residual": {"compressor": "topk", "steps": 20},
+    "torch's hook": {"compressor": "none", "hook": "torch", "momentum": 0.9, "steps": 20},
+}
+COLLECTIVES = ("terngrad", "powersgd")
+TORCHS = {"none": {"compressor": "none"}, "fp16": {"compressor": "fp16"}}
+BUCKETS = {"two": 0.004, "one": 25.0}
+
+
 def fit(folder, **given) -> dict:
     config = Config.make({**SHORT, **given})
     run = Run(folder)
@@ -32,10 +41,39 @@ def fit(folder, **given) -> dict:
     return run.summary
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> dict:
+    """What two processes train through DDP, started once for all of it: name -> summary."""
+    jobs, folder = [], tmp_path_factory.mktemp("ddp")
+
+    def job(name: str, given: dict, where: str = "", how: str = "whole") -> None:
+        run = Run(folder / (where or name))
+        run.folder.exists() or run.create()
+        jobs.append((name, {**SHORT, **given}, str(run.folder), how))
+
+    for name, given in CASES.items():
+        job(name, given)
+    for name in COLLECTIVES:
+        job(name, {"compressor": name, "steps": 30})
+    for name, given in TORCHS.items():
+        job(f"torch's {name}", {**given, "hook": "torch"})
+    for name, given in STOPPED.items():
+        job(f"{name}, whole", given)
+        job(f"{name}, cut", given, f"{name}, parts", "cut")
+        job(f"{name}, resumed", given, f"{name}, parts")
+    for name, size in BUCKETS.items():
+        given = {"compressor": "none", "steps": 6, "bucket_mb": size}
+        job(f"{name} slow", given, how="slow")
+    first, second = launch.in_processes(2, 1, crew.train_through_ddp, (jobs,))
+    for name in first:
+        assert first[name].keys() == second[name].keys()
+    return first
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_ddp_ends_in_the_bits_of_the_other_engines(tmp_path, case):
+def test_ddp_ends_in_the_bits_of_the_other_engines(tmp_path, trained, case):
     """Of methods that neither draw nor cut shards, whatever the lanes are; bytes are the same."""
-    there = fit(tmp_path / "ddp", **CASES[case])
+    there = trained[case]
     given = {key: value for key, value in CASES[case].items() if key != "bucket_mb"}
     here = fit(tmp_path / "simulate", **given, engine="simulate")
     for key in ("params_sha256", "payload_bytes_up", "payload_bytes_down", "test_loss"):
@@ -45,18 +83,21 @@ def test_ddp_ends_in_the_bits_of_the_other_engines(tmp_path, case):
     assert there["phase_seconds"]["communicate"] > 0
 
 
-def test_every_collective_trains(tmp_path):
+def test_the_engine_starts_the_processes(tmp_path, trained):
+    case = "none in small buckets"
+    assert fit(tmp_path, **CASES[case])["params_sha256"] == trained[case]["params_sha256"]
+
+
+@pytest.mark.parametrize("compressor", COLLECTIVES)
+def test_every_collective_trains(trained, compressor):
     """Two-shot, with draws, and in rounds: other bits, as tensors lie in another order."""
-    for compressor in ("terngrad", "powersgd"):
-        found = fit(tmp_path / compressor, compressor=compressor, steps=30)
-        assert found["test_accuracy"] > 0.5
+    assert trained[compressor]["test_accuracy"] > 0.5
 
 
-def test_torch_has_hooks_of_its_own(tmp_path):
+def test_torch_has_hooks_of_its_own(tmp_path, trained):
     """Plain DDP is the exchange with `none`; torch's fp16 sends half, and rounds before it adds."""
-    plain = fit(tmp_path / "plain", compressor="none", hook="torch")
-    ours = fit(tmp_path / "ours", compressor="none", engine="simulate")
-    half = fit(tmp_path / "half", compressor="fp16", hook="torch")
+    plain, half = trained["torch's none"], trained["torch's fp16"]
+    ours = fit(tmp_path, compressor="none", engine="simulate")
     assert plain["params_sha256"] == ours["params_sha256"]  # a sum of two has one order
     size = 4 * plain["params"] * 12
     assert (plain["payload_bytes_up"], half["payload_bytes_up"]) == (size, size / 2)
@@ -68,39 +109,22 @@ def test_torch_has_hooks_of_its_own(tmp_path):
     assert half["config"]["hook"] == "torch"
 
 
-def in_two(folder, given, cut=0, slow=False) -> dict:
-    words = {**SHORT, **given}, str(folder), cut, slow
-    first, second = launch.in_processes(2, 1, crew.train_through_ddp, words)
-    assert first.keys() == second.keys()
-    return first
-
-
-@pytest.mark.parametrize(
-    "given", [{"compressor": "topk"}, {"compressor": "none", "hook": "torch", "momentum": 0.9}]
-)
-def test_a_stopped_run_goes_on_in_the_same_bits(tmp_path, given):
+@pytest.mark.parametrize("what", STOPPED)
+def test_a_stopped_run_goes_on_in_the_same_bits(trained, what):
     """Residuals and bytes come back from the checkpoint, on both ranks."""
-    for name in ("whole", "parts"):
-        Run(tmp_path / name).create()
-    given = {**given, "steps": 20}
-    whole = in_two(tmp_path / "whole", given)
-    assert in_two(tmp_path / "parts", given, cut=5) == {"stopped": 10}
-    resumed = in_two(tmp_path / "parts", given)
+    whole, resumed = trained[f"{what}, whole"], trained[f"{what}, resumed"]
+    assert trained[f"{what}, cut"] == {"stopped": 10}
     for key in ("params_sha256", "payload_bytes_up"):
         assert resumed[key] == whole[key]
 
 
-def test_what_is_hidden_is_seen(tmp_path):
+def test_what_is_hidden_is_seen(trained):
     """Two lanes of 40 ms each, 80 ms of backward between: one is hidden. A single lane never is."""
-    found = {}
-    for name, bucket in (("two", 0.004), ("one", 25.0)):
-        Run(tmp_path / name).create()
-        given = {"compressor": "none", "steps": 6, "bucket_mb": bucket}
-        found[name] = in_two(tmp_path / name, given, slow=True)["overlap"]
-    assert found["two"]["exchange_seconds"] > 0.08
-    assert 0.2 < found["two"]["hidden_share"] < 0.8
-    assert found["one"]["exchange_seconds"] > 0.04
-    assert found["one"]["hidden_share"] < 0.2
+    two, one = (trained[f"{name} slow"]["overlap"] for name in BUCKETS)
+    assert two["exchange_seconds"] > 0.08
+    assert 0.2 < two["hidden_share"] < 0.8
+    assert one["exchange_seconds"] > 0.04
+    assert one["hidden_share"] < 0.2
 
 
 def test_overlap_by_hand():
