@@ -100,7 +100,7 @@ def test_a_researcher_compares_a_method_of_one_file(tmp_path):
     assert "Equal in all 3 rows: n 3" in told
     (tmp_path / "mine.py").write_text(shown.replace(".half()", ".half().neg()"))
     with pytest.raises(AssertionError, match=r"[1-9]\d* fail"):
-        follow(verify, tmp_path)
+        follow(f"{verify} --no-processes", tmp_path)
 
 
 def test_an_engineer_learns_whether_it_pays(tmp_path):

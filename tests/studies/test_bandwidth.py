@@ -711,7 +711,7 @@ def records(folder: Path) -> list[str]:
 
 
 def test_kills_and_ctrl_c_keep_what_is_measured_and_leave_no_process(tmp_path):
-    words = ("bandwidth", "--sizes", "4K,64K", "-n", 300, "-w", 0, "--compressor", "none,topk")
+    words = ("bandwidth", "--sizes", "4K,64K", "-n", 120, "-w", 0, "--compressor", "none,topk")
     command = (*words, "--plain", "all_reduce", "--results", tmp_path, "--json")
     for sign, reached in ((signal.SIGKILL, 2), (signal.SIGINT, 5)):
         process = start(*command)
