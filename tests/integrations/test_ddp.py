@@ -430,7 +430,7 @@ def test_the_example_of_the_readme_trains_saves_and_resumes(tmp_path):
         example + "\nPath(f'ended-{rank}').write_text(str(hook.step))\n"
     )
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for steps in (20, 40):
+    for steps in (60, 120):
         job = [*words, "train.py", str(steps)]
         done = subprocess.run(job, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
