@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gcbench.core import faults, purposes
+from gcbench.core import faults, purposes, registry
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import (
     COLLECTIVES,
@@ -48,7 +48,7 @@ from gcbench.core.compressor import (
     written,
 )
 from gcbench.core.errors import GcbenchError, PayloadError, UsageError
-from gcbench.core.memory import Memory, NoMemory, Residual, State
+from gcbench.core.memory import Memory, NoMemory, Residual, State, for_method
 from gcbench.core.world import World
 
 T = TypeVar("T")
@@ -82,6 +82,36 @@ class Lane:
         """Whether the method encodes and updates the residual in one operation."""
         plain = isinstance(self.memory, Residual) and self.memory.decay == 1
         return plain and self.compressor.fused_feedback
+
+
+def exact_or(method: Compressor, memory: Memory, *, exact: bool) -> tuple[Compressor, Memory]:
+    """Return the method and the memory by which tensors are exchanged.
+
+    `exact`: in fp32, as tensors that stay dense and all tensors before `start_step`. The memory
+    then takes its form for exact communication, as it does beside a method that loses nothing.
+    """
+    if exact:
+        return registry.compressor("none"), memory.dense()
+    return method, for_method(memory, method)
+
+
+def lane_of(
+    shapes: Sequence[Sequence[int]],
+    start: int,
+    method: Compressor,
+    collective: str,
+    memory: Memory,
+    *,
+    exact: bool,
+) -> Lane:
+    """Return how tensors of these shapes, one after the other from `start` on, are exchanged.
+
+    `exact`: in fp32 by an all-reduce, see `exact_or`; otherwise by the method, the collective and
+    the memory.
+    """
+    compressor, carried = exact_or(method, memory, exact=exact)
+    way = "allreduce" if exact else collective
+    return Lane(compressor, way, start, Segments.of(shapes, compressor.granularity), carried)
 
 
 def check_legal(compressor: Compressor, collective: str | None = None) -> str:

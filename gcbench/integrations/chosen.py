@@ -38,13 +38,16 @@ def memory(name: str | None, options: Mapping[str, Any] | None, method: Compress
     """Return the memory of this name with these fields; for None the one that `method` names.
 
     Raises:
-        UsageError: an unknown name or field, or error feedback around a code that may diverge.
+        UsageError: an unknown name or field, error feedback around a code that may diverge, or a
+            mask where every element is sent.
     """
     if name is None:
         name, options = method.memory, {**method.memory_options, **(options or {})}
     else:
         memories.check_legal(name, method)
-    return memories.make(name, options or {})
+    made = memories.make(name, options or {})
+    memories.check_masking(name, made, method)
+    return made
 
 
 def told(method: Compressor, collective: str, carried: Memory) -> dict[str, Any]:

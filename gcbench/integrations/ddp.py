@@ -30,11 +30,10 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket, Store  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from gcbench.core import registry
 from gcbench.core.clock import Totals
-from gcbench.core.compressor import Compressor, Segments
+from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
-from gcbench.core.exchange import Exchange, Lane, check_legal, classifier, dense_tensors
+from gcbench.core.exchange import Exchange, Lane, check_legal, classifier, dense_tensors, lane_of
 from gcbench.core.memory import Memory
 from gcbench.core.world import DistributedWorld, Traffic
 from gcbench.integrations import check, chosen, handshake
@@ -76,17 +75,16 @@ class Settings:
 
     def lanes(self, plan: Plan, step: int) -> list[Lane]:
         """Return how each lane of the plan is exchanged from `step` on."""
-        plain = registry.compressor("none")
-        lanes = []
-        for tensors, dense in zip(plan.lanes, plan.dense, strict=True):
-            shapes, start = [placed.shape for placed in tensors], tensors[0].start
-            memory = self.memory.dense() if dense else self.memory
-            if dense or step < self.start_step:
-                lanes.append(Lane(plain, "allreduce", start, Segments.of(shapes), memory))
-            else:
-                segments = Segments.of(shapes, self.compressor.granularity)
-                lanes.append(Lane(self.compressor, self.collective, start, segments, memory))
-        return lanes
+        way = (self.compressor, self.collective, self.memory)
+        return [
+            lane_of(
+                [placed.shape for placed in tensors],
+                tensors[0].start,
+                *way,
+                exact=dense or step < self.start_step,
+            )
+            for tensors, dense in zip(plan.lanes, plan.dense, strict=True)
+        ]
 
 
 def comm_hook(

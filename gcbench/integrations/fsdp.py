@@ -35,18 +35,17 @@ from torch import Tensor, nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
-from gcbench.core import registry
 from gcbench.core.clock import Totals
 from gcbench.core.compressor import Compressor, Segments
 from gcbench.core.errors import GcbenchError, UsageError
-from gcbench.core.exchange import Buffers, Exchange, Lane, check_legal
+from gcbench.core.exchange import Buffers, Exchange, Lane, check_legal, exact_or, lane_of
 from gcbench.core.memory import Memory
 from gcbench.core.world import DistributedWorld, Traffic
 from gcbench.integrations import check, chosen, handshake, sharded
 from gcbench.integrations.layout import Layout
 from gcbench.integrations.sharded import Sharded
 
-FORMAT = 1
+FORMAT = 2
 """Version of what `ShardHook.state_dict` returns."""
 SHARDS = "shard of each module, which replicas have in common"
 """By what name replicas tell each other which shards they hold."""
@@ -112,8 +111,7 @@ def shard_hook(
             `shard_hook("int8", between="hadamard4")`. Default: fp32.
         between_options: fields of `between`.
         between_memory: as `memory`, of the exchange between replicas; default what `between`
-            published. Whoever chooses error feedback inside and between has it in both, each of
-            what is lost there.
+            published. Error feedback may be used at both levels; each carries its own error.
         between_memory_options: fields of `between_memory`.
         options: fields of the compressor.
 
@@ -181,11 +179,10 @@ def lanes(settings: Settings, layout: Layout, start: int, step: int) -> list[Lan
     `start`: number of the module's first element among all that the model exchanges, by which
     random numbers are addressed.
     """
-    plain, made = registry.compressor("none"), []
+    made = []
     for parameters in layout.lanes():
-        dense = layout.dense[layout.parameters.index(parameters[0])]
-        memory = settings.memory.dense() if dense else settings.memory
-        method = plain if dense or step < settings.start_step else settings.compressor
+        exact = layout.is_dense(parameters) or step < settings.start_step
+        method, memory = exact_or(settings.compressor, settings.memory, exact=exact)
         offsets, edges = [0], [0]
         for rank in range(layout.ranks):
             # A rank's chunks by themselves: no segment is cut where another rank's begin.
@@ -210,16 +207,11 @@ def replica_lanes(
     between = settings.between
     if between is None:
         return []
-    plain, made = registry.compressor("none"), []
+    made, way = [], (between.compressor, between.collective, between.memory)
     for parameters in layout.lanes():
         shapes = [p.chunks[rank] for p in parameters if math.prod(p.chunks[rank])]
-        dense = layout.dense[layout.parameters.index(parameters[0])]
-        memory = between.memory.dense() if dense else between.memory
-        if dense or step < settings.start_step:
-            made.append(Lane(plain, "allreduce", start, Segments.of(shapes), memory))
-        else:
-            segments = Segments.of(shapes, between.compressor.granularity)
-            made.append(Lane(between.compressor, between.collective, start, segments, memory))
+        exact = layout.is_dense(parameters) or step < settings.start_step
+        made.append(lane_of(shapes, start, *way, exact=exact))
         start += made[-1].segments.numel
     return made
 

@@ -63,6 +63,10 @@ class Layout:
         dealt = [[p for p, dense in pairs if dense == kind] for kind in (False, True)]
         return [lane for lane in dealt if lane]
 
+    def is_dense(self, lane: Sequence[Parameter]) -> bool:
+        """Return whether a lane has the parameters that stay in fp32."""
+        return self.dense[self.parameters.index(lane[0])]
+
     def chunks(self, row: Tensor, rank: int) -> dict[str, Tensor]:
         """Return a rank's chunks in a row, 1-D, by the parameters' names: views."""
         pieces = torch.split(row, [parameter.padded for parameter in self.parameters])

@@ -31,11 +31,11 @@ import torch
 from torch import Tensor, nn
 
 from gcbench import ops
-from gcbench.core import memory, purposes, registry
+from gcbench.core import purposes, registry
 from gcbench.core.clock import Clock
-from gcbench.core.compressor import Key, Segments
+from gcbench.core.compressor import Key
 from gcbench.core.errors import DivergedError, GcbenchError, Interrupted, UsageError
-from gcbench.core.exchange import Exchange, Lane, classifier, dense_tensors
+from gcbench.core.exchange import Exchange, Lane, classifier, dense_tensors, lane_of
 from gcbench.core.schema import PHASES, SCHEMA
 from gcbench.core.task import Split, Task
 from gcbench.core.world import World
@@ -271,21 +271,13 @@ class Trainer:
     def _lanes(self, step: int) -> list[Lane]:
         """Return how the parts of the bucket are exchanged from `step` on, until the next stage."""
         config, carried = self.config, self.config.make_memory()
-        plain = registry.compressor("none")
-        compressed, dense = self.shapes
-        lanes = []
-        if compressed:
-            if step < config.start_step:
-                segments = Segments.of(compressed)
-                lanes.append(Lane(plain, "allreduce", 0, segments, carried.dense()))
-            else:
-                method = config.make_compressor(step)
-                segments = Segments.of(compressed, method.granularity)
-                kept = memory.for_method(carried, method)
-                lanes.append(Lane(method, config.collective, 0, segments, kept))
-        if dense:
-            start = lanes[0].segments.numel if lanes else 0
-            lanes.append(Lane(plain, "allreduce", start, Segments.of(dense), carried.dense()))
+        method, start, lanes = config.make_compressor(step), 0, []
+        for shapes, dense in zip(self.shapes, (False, True), strict=True):
+            if shapes:
+                exact = dense or step < config.start_step
+                way = (method, config.collective, carried)
+                lanes.append(lane_of(shapes, start, *way, exact=exact))
+                start += lanes[-1].segments.numel
         return lanes
 
     def _optimizer(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:

@@ -43,9 +43,17 @@ def sharded(net: nn.Module | None = None, mesh: Any = None, **options: Any) -> A
     return net
 
 
-def train(net: nn.Module, steps: range, rank: int, lr: Callable[[int], float] | None = None) -> Any:
+def schedule(step: int) -> float:
+    """Return the learning rate that hooks are told where it changes."""
+    return 1.0 if step < 2 else 0.25
+
+
+def train(net: nn.Module, steps: range, rank: int, hook: Any = None) -> Any:
+    """Train as a user would; `hook`, if given, is told the rates of `schedule`."""
     optimizer = sgd(net)
     for step in steps:
+        if hook is not None:
+            hook.lr = schedule(step)
         x, y = batch(step, rank)
         optimizer.zero_grad()
         cross_entropy(net(x).float(), y).backward()
@@ -370,14 +378,8 @@ def two_levels_options(rank: int, size: int) -> dict[str, Any]:
             found["shard"] = shards.get_local_rank()
     net = sharded(mesh=shards)
     hook = gcbench.shard_hook("int8", between="onebit", **DENSE).register(net, replicas=replicas)
-    optimizer = sgd(net)
-    for step in range(STEPS):
-        hook.lr = 1.0 if step < 2 else 0.25
-        x, y = batch(step, rank)
-        optimizer.zero_grad()
-        cross_entropy(net(x), y).backward()
-        optimizer.step()
-    own = alone(hook, size // 2, replicas=2, lrs=lambda step: 1.0 if step < 2 else 0.25)
+    train(net, range(STEPS), rank, hook)
+    own = alone(hook, size // 2, replicas=2, lrs=schedule)
     found["equal"]["learning rate"] = torch.equal(ended(net), own)
     mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
     one = gcbench.shard_hook("none", between="qsgd", **DENSE)
@@ -483,14 +485,8 @@ def learning_rate(rank: int, size: int) -> dict[str, Any]:
     hook = gcbench.shard_hook("onebit")
     net = sharded()
     hook.register(net)
-    optimizer = sgd(net)
-    for step in range(STEPS):
-        hook.lr = 1.0 if step < 2 else 0.25
-        x, y = batch(step, rank)
-        optimizer.zero_grad()
-        cross_entropy(net(x), y).backward()
-        optimizer.step()
-    own = alone(hook, size, lrs=lambda step: 1.0 if step < 2 else 0.25)
+    train(net, range(STEPS), rank, hook)
+    own = alone(hook, size, lrs=schedule)
     return {
         "equal": torch.equal(ended(net), own),
         "matters": not torch.equal(own, alone(hook, size)),

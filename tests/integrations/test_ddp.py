@@ -231,6 +231,7 @@ def test_process_groups_that_cannot_serve_are_refused():
         (["topk"], {"memory": "residul"}, "Did you mean 'residual'"),
         (["topk"], {"memory_options": {"decai": 1}}, "Did you mean 'decay'"),
         (["terngrad"], {"memory": "residual"}, "does not contract"),
+        (["onebit"], {"memory": "dgc"}, "no momentum would be left"),
         (["none"], {"dense_below": -1}, "dense_below=-1: at least 0"),
         (["none"], {"check_every": -1}, "check_every=-1: at least 0"),
         (["none"], {"timeout": 0}, "timeout=0: at least"),

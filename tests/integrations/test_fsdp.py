@@ -231,7 +231,7 @@ REFUSED = {
     "load after": "load the state, then register",
     "state of another rank": "that of rank 2 of 2, and this is rank",
     "state of other settings": "seed: 0 then, 3 now",
-    "state of another format": "format 99: 1 expected",
+    "state of another format": "format 99: 2 expected",
     "state of another rank alone": "that of rank 2 of 2, and this is rank 1 of 2",
     "factor": "hidden: set_gradient_divide_factor.3.0. asks for a scaled sum.*scale the loss",
     "factor later": "neither a mean nor a sum.*scale the loss",
@@ -392,6 +392,16 @@ def test_no_segment_reaches_over_a_chunks_end():
         assert dense.edges[-1] == 5 + 8 * 2 * 3
 
 
+def test_memories_mask_nothing_where_all_is_sent():
+    """Before `start_step`, of dense parameters, and of a method that keeps every element."""
+    topk, every = (gcbench.get_compressor("topk", ratio=ratio) for ratio in (0.01, 1.0))
+    for method, step, masks in ((topk, 2, False), (topk, 3, True), (every, 3, False)):
+        settings = fsdp.Settings(method, memory.Dgc(), 0, 3, 0)
+        compressed, dense = fsdp.lanes(settings, layout(3), 0, step)
+        assert compressed.memory.masks is masks
+        assert not dense.memory.masks
+
+
 def test_lanes_between_replicas_are_a_ranks_own_chunks():
     """By the method's first collective; dense parameters, and all before `start_step`, in fp32."""
     none, topk = gcbench.get_compressor("none"), gcbench.get_compressor("topk")
@@ -408,6 +418,7 @@ def test_lanes_between_replicas_are_a_ranks_own_chunks():
         assert [lane.compressor for lane in late] == [topk, none]
         assert [lane.collective for lane in late] == ["allgather", "allreduce"]
         assert [lane.memory for lane in late] == [memory.Dgc(), memory.Dgc().dense()]
+        assert [lane.memory for lane in early] == [memory.Dgc().dense()] * 2
     nobody = Layout((Parameter.of("p", (2, 3), 0, 3),), (False,), 3)
     (empty,) = fsdp.replica_lanes(settings, nobody, 2, 0, 3)
     assert empty.segments.numel == 0

@@ -20,6 +20,9 @@ CASES = {
     "topk, with dense tensors": {"compressor": "topk", "dense_below": 200, "schedule": "poly"},
     "efsignsgd after dense steps": {"compressor": "efsignsgd", "start_step": 4},
     "ef21": {"compressor": "topk", "memory": "ef21"},
+    "ef21 after dense steps": {"compressor": "topk", "memory": "ef21", "start_step": 4},
+    "dgc after dense steps": {"compressor": "topk", "memory": "dgc", "start_step": 4},
+    "dgc where all is sent": {"compressor": "topk", "options": {"ratio": 1.0}, "memory": "dgc"},
 }
 
 
