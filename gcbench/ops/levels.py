@@ -214,9 +214,10 @@ def _encode_max(
 def encode_max(
     x: Tensor, levels: int, segments: Segments, key: Key, *, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the words of the fixed coding and the norms, which are the largest magnitudes.
+    """Return int32 words of the fixed coding, and the norms "max", float32, shape (m,).
 
-    `norms`, then `encode`; kernels may read x once for both. `out`: where to write the words.
+    They are those of `norms`, then `encode`; a kernel may read x once for both. `x`: float32, shape
+    (n,). `levels`: 1 to 2^15 - 1. `out`: where to write the words.
     """
     n, width = segments.numel, bits(levels)
     x = vector(x, torch.float32, n)
