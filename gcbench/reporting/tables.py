@@ -270,13 +270,13 @@ def notes(rows: Sequence[Row]) -> list[str]:
     """Return the sentences that a reader needs beside the numbers."""
     made = [alike(rows)] if alike(rows) else []
     made += [
-        "Mean ± sample sd over n seeds. vs none: difference from the uncompressed runs of equal "
-        "budget (accuracy in points), over common seeds, with its 95 % confidence interval "
-        "(Student's t) where two are common. in band: whether the mean lies between the lowest and "
-        "the highest of the uncompressed seeds. front: no row of equal budget has a better mean "
-        "for fewer payload bytes.",
-        "Bytes per worker and step, MB = 10^6 bytes. payload: encoded, up + down; wire: what a "
-        "worker sends over the network, with the collective's own factor.",
+        "Results are the mean ± the sample standard deviation over n seeds. vs none: the "
+        "difference from the uncompressed runs of equal budget (accuracy in points), paired by "
+        "seed, with its 95 % confidence interval (Student's t) where there are two pairs or more. "
+        "in band: whether the mean lies between the lowest and the highest of the uncompressed "
+        "seeds. front: no row of equal budget has a better mean for fewer payload bytes.",
+        "Bytes are those of a worker and step, MB = 10^6 bytes. payload: encoded, up and down "
+        "together; wire: what a worker sends over the network, by this collective.",
     ]
     made += _published_notes(rows) + _tier_notes(rows)
     if any(row.difference is not None and not row.pairs for row in rows):

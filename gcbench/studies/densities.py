@@ -135,8 +135,9 @@ def run(
             verdicts.table(
                 judged,
                 notes=[
-                    "The paper gives no numbers: dense is here 0.1 or more. Limits of what is "
-                    "known of g only within a bracket are those of the bracket's ends."
+                    "The paper gives no numbers; here a density of 0.1 or more counts as dense. "
+                    "The density of g is known within a bracket only, and its limits are those of "
+                    "the bracket's ends."
                 ],
             ),
             _table(rows, settings),
@@ -321,10 +322,11 @@ def _table(rows: Sequence[Row], settings: Settings) -> Table:
             Shown(field="batches", heading="batches"),
         ],
         notes=[
-            f"{trained.named(settings.task, settings.network)}, uncompressed, noise of batches of "
-            f"{config.batch // config.workers}. Of the mean: phi of the mean of all batches drawn, "
-            "with the noise that is left in it; its share of the squared length stands beside it. "
-            "At least, at most: limits for phi(g) from independent halves of the batches."
+            f"{trained.named(settings.task, settings.network)}, trained uncompressed; the noise is "
+            f"that of batches of {config.batch // config.workers}. of the mean: phi of the mean of "
+            "all drawn batches, which still has noise in it; the share of its squared length that "
+            "is noise stands beside it. at least and at most: limits for phi of the true gradient "
+            "g, from independent halves of the batches."
         ],
         rows=[*rows],
     )

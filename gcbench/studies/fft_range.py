@@ -189,10 +189,11 @@ def run(
                     Shown(field="ratio", heading="ratio"),
                 ],
                 notes=[
-                    f"{settings.named()}, {settings.workers} workers, {settings.steps} steps; the "
-                    f"range of the first {settings.first} steps times {settings.margin:g}, one for "
-                    f"all workers. theta = {settings.theta:g}, codes of {settings.bits} bits, "
-                    f"{settings.mantissa} of mantissa, one spectrum of the model."
+                    f"{settings.named()}, {settings.workers} workers, {settings.steps} steps, "
+                    f"theta = {settings.theta:g}, one spectrum of the model, codes of "
+                    f"{settings.bits} bits of which {settings.mantissa} are mantissa. own: the "
+                    "range is that of this step and worker. first: it is the one of the first "
+                    f"{settings.first} steps times {settings.margin:g}, the same for all workers."
                 ],
                 rows=rows,
             ),

@@ -288,10 +288,11 @@ def _summary(rows: Sequence[Row], settings: Settings) -> Table:
             Shown(field="n", heading="n"),
         ],
         notes=[
-            f"{settings.named()}, {settings.workers} workers, {settings.steps} steps; n: steps x "
-            "seeds, each the mean of its workers. Largest: "
-            f"{100 * settings.kept:g} % of a worker's whole gradient, or of its spectrum's bins. "
-            f"Mantissa of the range float: {used} bits; of the best range: what errs least."
+            f"{settings.named()}, {settings.workers} workers, {settings.steps} steps. n is the "
+            "number of steps times that of seeds; each value is the mean over workers. The largest "
+            f"elements, and bins, are {100 * settings.kept:g} % of a worker's whole gradient, and "
+            f"of its spectrum. The range float has {used} bits of mantissa; the one of the best "
+            "range has as many as give the least error."
         ],
         rows=records(made),
     )

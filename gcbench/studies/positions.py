@@ -143,8 +143,9 @@ def run(settings: Settings, command: str, observer: Observer, ledger: Ledger) ->
                     Shown(field="ratio_best", heading="ratio\ncheapest"),
                 ],
                 notes=[
-                    f"{settings.elements:,} elements, {settings.value_bits} bits a kept value; "
-                    "ratio: 32 bits over positions and values together."
+                    f"{settings.elements:,} elements, {settings.value_bits} bits for each kept "
+                    "value. Bits are per element of the gradient. ratio is 32 bits divided by "
+                    "positions and values together."
                 ],
                 rows=rows,
             ),

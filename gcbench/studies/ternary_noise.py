@@ -203,8 +203,9 @@ def _summary(rows: Sequence[Row], settings: Settings) -> Table:
         ],
         notes=[
             f"{settings.named()}, {settings.workers} workers, {settings.steps} steps, "
-            f"{settings.draws} draws. x: a worker's gradient, clipped where the method clips. "
-            "Noise of a batch: the variance of one worker's gradient about the workers' mean."
+            f"{settings.draws} draws of the codes. x is a worker's gradient, after clipping where "
+            "the method clips. The noise of a batch is the variance of one worker's gradient about "
+            "the mean of the workers' gradients."
         ],
         rows=[*rows],
     )

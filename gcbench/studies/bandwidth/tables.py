@@ -175,15 +175,18 @@ def summarize(settings: Settings, records: Records) -> Analysis:
             shown=CROSSOVERS,
             which=2,
             notes=[
-                "Speed: median of the plain all-reduce / own, from iterations that took turns; "
-                f"from, to: {_sure(settings.iterations):.0%} interval of the median of the pairs' "
-                "ratios, at the largest size. Pays: the median is faster, and so often that a coin "
-                f"does it in less than {CHANCE:.0%} (sign test over the pairs, which needs {LEAST} "
-                "of them), at this and every larger size. Ratios, at the largest size: bytes of "
-                "the float32 gradient / payload up; wire bytes, plain / own. ~ as above, at the "
-                "largest size. noise: warnings, which the conclusions spell: a spread (half of the "
-                f"middle half / median) above {WIDE:.0%}, or times more than {OUTLYING:g} robust "
-                "standard deviations from the median."
+                "speed is the median time of the plain all-reduce divided by that of the exchange, "
+                "whose iterations took turns; from and to are the limits of a "
+                f"{_sure(settings.iterations):.0%} interval for the median of the pairs' ratios, "
+                "at the largest size. ratio up is the size of the float32 gradient divided by that "
+                "of the payload, ratio wire the bytes on the wire of the plain all-reduce divided "
+                "by the exchange's, both at the largest size, as is what ~ predicts.",
+                "pays from: the smallest size from which the exchange is faster at this and every "
+                "larger size, in its median and in so many of the pairs that chance alone would do "
+                f"it with a probability below {CHANCE:.0%} (sign test, from {LEAST} pairs on).",
+                "noise counts warnings, which are spelled out below: a quartile deviation above "
+                f"{WIDE:.0%} of the median, or times more than {OUTLYING:g} robust standard "
+                "deviations from the median.",
             ],
             rows=crossings,
         ),
@@ -317,13 +320,14 @@ def _notes(settings: Settings) -> list[str]:
     turns = settings.iterations
     notes = [
         f"{settings.workers} workers ({settings.engine}, {settings.library}), "
-        f"{settings.threads} thread(s) each, n = {turns} iterations after {settings.warmup}. Time: "
-        "median, from a barrier until the slowest worker is done; percentiles are linear between "
-        "the values in order. algbw = size / time; busbw = bytes that leave a worker / time. "
-        "memcpy: all workers at once; loopback: one TCP connection through 127.0.0.1 alone.",
-        "#wrong: elements over all workers. Checked by exact: other than the exact sum or copy of "
-        "small integers; bits: other bits than the simulation's in the first steps, or than worker "
-        "0's after the last.",
+        f"{settings.threads} thread(s) each, n = {turns} iterations after {settings.warmup} that "
+        "are not counted. time is the median of the time from a barrier until the slowest worker "
+        "is done. algbw is the size divided by the time, busbw the bytes that leave a worker "
+        "divided by the time. memcpy copies on all workers at once; loopback is a single TCP "
+        "connection through 127.0.0.1.",
+        "#wrong counts wrong elements on all workers. Checked by exact: they differ from the exact "
+        "sum, or copy, of small integers. Checked by bits: their bits differ from the simulation's "
+        "in the first steps, or from worker 0's after the last.",
     ]
     refused = [f"{word} by {name}" for word, name, legal in combinations(settings) if not legal]
     if refused:
@@ -333,13 +337,15 @@ def _notes(settings: Settings) -> list[str]:
 
 def _predicted(settings: Settings) -> list[str]:
     return [
-        "Medians of the phases of the slowest worker; communicate holds the wait for others. "
-        "Messages: one after the other. Wire: bytes that leave a worker.",
-        f"~ is a prediction: on a link of B bit/s with {settings.link_latency_us:g} µs a message "
-        "an exchange takes statistic + encode + decode as measured here, its messages, and 8 wire "
-        f"/ B; the plain all-reduce of fp32 {2 * (settings.workers - 1)} messages and 8 wire / B, "
-        "its additions for nothing; that of bf16 half the bytes, and two casts at the speed of "
-        "memcpy. No overlap with a backward pass: for a model on a cluster, `gcbench advise`.",
+        "The phases are medians of the slowest worker; communicate includes its wait for the "
+        "others. messages counts those that are sent one after the other, wire the bytes that "
+        "leave a worker.",
+        f"~ marks a prediction for other links, of B bit/s and {settings.link_latency_us:g} µs a "
+        "message. The exchange then takes statistic, encode and decode as measured here, the "
+        "latency of its messages, and 8 wire / B. The plain all-reduce of fp32 takes "
+        f"{2 * (settings.workers - 1)} messages and 8 wire / B, its additions cost nothing; that "
+        "of bf16 has half the bytes, and two casts at the speed of memcpy. Nothing overlaps with "
+        "a backward pass: for a model on a cluster, see `gcbench advise`.",
     ]
 
 

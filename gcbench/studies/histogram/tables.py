@@ -112,13 +112,13 @@ def _errors(steps: Sequence[Row], setting: str, workers: int) -> Table:
         shown=[
             Shown(field="method", heading="method"),
             Shown(field="relative_error_alone", heading="error %\nalone", scale=100),
-            Shown(field="relative_error_averaged", heading="error %\navg", scale=100),
+            Shown(field="relative_error_averaged", heading="error %\nmean", scale=100),
             Shown(field="cosine_alone", heading="cosine\nalone"),
-            Shown(field="cosine_averaged", heading="cosine\navg"),
+            Shown(field="cosine_averaged", heading="cosine\nmean"),
             Shown(field="norm_ratio_alone", heading="length\nalone"),
-            Shown(field="norm_ratio_averaged", heading="length\navg"),
+            Shown(field="norm_ratio_averaged", heading="length\nmean"),
             Shown(field="zeros_alone", heading="zeros %\nalone", scale=100),
-            Shown(field="zeros_averaged", heading="zeros %\navg", scale=100),
+            Shown(field="zeros_averaged", heading="zeros %\nmean", scale=100),
             Shown(field="bits_up", heading="bits\nup"),
             Shown(field="bits_down", heading="bits\ndown"),
             Shown(field="bits", heading="bits of\nthese"),
@@ -126,12 +126,16 @@ def _errors(steps: Sequence[Row], setting: str, workers: int) -> Table:
             Shown(field="failed", heading="failed"),
         ],
         notes=[
-            f"{setting}. Alone: decode(encode(x)) of a worker against its x, mean over workers and "
-            "steps; avg: what all workers apply against the true mean, mean over steps. Error: "
-            "||x - x'|| / ||x||; length: ||x'|| / ||x||. No memory: what error feedback would give "
-            "back later counts as lost; signs and votes carry no length: see the cosine. Bits: of "
-            "an element; up and down as really sent, agreements included; of these: what a payload "
-            "has less without these layers. n: steps x workers."
+            f"{setting}.",
+            "alone: what a worker's payload decodes to, x' = decode(encode(x)), is compared with "
+            "its own gradient x, and the result averaged over workers and steps. mean: the mean "
+            "that all workers apply is compared with the true mean of their gradients.",
+            "error is ||x - x'|| / ||x||, length is ||x'|| / ||x||. No memory is used, so what "
+            "error feedback would send later counts as lost. Signs and votes carry no length: for "
+            "them only the cosine has a meaning.",
+            "bits are counted for each element: up and down are what was sent, agreed statistics "
+            "included; of these is what a payload would save without these layers. n is the number "
+            "of steps times that of workers.",
         ],
         rows=records(made),
     )
@@ -170,12 +174,16 @@ def _ratios(steps: Sequence[Row]) -> Table:
             Shown(field="alone", heading="alone"),
             Shown(field="alone_low", heading="\nlow"),
             Shown(field="alone_high", heading="\nhigh"),
-            Shown(field="averaged", heading="avg"),
+            Shown(field="averaged", heading="mean"),
             Shown(field="averaged_low", heading="\nlow"),
             Shown(field="averaged_high", heading="\nhigh"),
             Shown(field="n", heading="n"),
         ],
-        notes=[f"Of all layers; geometric means over steps; n: seeds. {verdicts.LIMITS}"],
+        notes=[
+            "Errors of all layers together, alone and of the mean over workers, as in the table of "
+            "gradients; a ratio is the geometric mean over steps. n is the number of seeds. "
+            f"{verdicts.LIMITS}"
+        ],
         rows=made,
     )
 
@@ -228,8 +236,9 @@ def _clipping(rows: Sequence[Row]) -> Table:
             Shown(field="n", heading="n"),
         ],
         notes=[
-            "Normal values: exact. n: layers x steps; each is the mean of its workers. A tensor of "
-            "equal values, or of one, is clipped to zeros."
+            "The row of normal values is computed, not sampled. Of the other rows n is the number "
+            "of layers times that of steps, and each value is the mean over workers. A tensor of "
+            "equal values, or of one value, has a standard deviation of 0 and is clipped to zeros."
         ],
         rows=made,
     )
@@ -286,10 +295,11 @@ def _spectra(rows: Sequence[Row]) -> Table:
             Shown(field="bits_topk", heading="bits\ntop-k"),
         ],
         notes=[
-            "Both code values in 10 bits. n: layers x steps (all layers: steps); medians over "
-            "them, each the mean of its workers; below 0 the error is larger than the gradient. A "
-            "spectrum, and a choice of the largest, over a tensor or over the whole model; layers "
-            "of zeros count in no n."
+            "Both methods code each value in 10 bits, and both take their largest values from one "
+            "tensor or from the whole model, as the title says. Energies are medians over layers "
+            "and steps, each the mean over workers; below 0 the error is larger than the gradient.",
+            "n is the number of layers times that of steps (for all layers together: of steps). "
+            "Layers whose gradient is zero are not counted.",
         ],
         rows=made,
     )
@@ -317,8 +327,9 @@ def _claims(rows: Rows) -> tuple[Table, list[str]]:
             Shown(field="n", heading="\nof"),
         ],
         notes=[
-            f"Of (layer, step) pairs: weights with {LEAST:,} elements or more; FFT of steps, with "
-            "one spectrum of the whole model."
+            f"Each (layer, step) pair of weights with {LEAST:,} elements or more is one value; for "
+            "FFT each step is one, as it takes one spectrum of the whole model. normal values: "
+            "what the same measurement gives for a normal distribution."
         ],
         rows=made,
     )

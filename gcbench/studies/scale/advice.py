@@ -156,20 +156,23 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     by = "measured kernels" if found.by_measured else "the floor"
     notes = [
         *found.notes,
-        f"use: predicted to gain at least {100 * settings.margin:g} % over the better of reducing "
-        f"in fp32 and in bf16, and in no result a loss beyond {_allowed(settings)} is within the "
-        "95 % interval. unclear: it may gain as much, but its measured kernels do not, or such a "
-        "loss is within the interval. untested: predicted faster, no stored run shows its "
-        "accuracy. loses too much: the whole interval is beyond it, or a seed diverged. no gain: "
-        "gains less. over fp32, over bf16: uncompressed step that reduces in that / step, from "
-        f"measured kernels to the upper bound; step: by {by}. In each group the simplest stands "
-        f"before what is less than {100 * settings.margin:g} % faster. worth it on links: those "
-        f"between nodes with which it gains {100 * settings.margin:g} % by measured kernels.",
-        "accuracy there: what the worst result of the method lost against `none`, mean of paired "
-        "seeds with its 95 % interval. Results of a schedule, with other dense tensors, or by a "
-        "collective with another mean do not count, but what loses too much by all-gather does so "
-        "by two-shot, too. all-gather up to: fewer than 64 / b workers, b the bits an element of a "
-        "payload; beyond, it moves more bytes than fp32 by a ring all-reduce, and two-shot or "
+        f"use: the method is predicted to gain at least {100 * settings.margin:g} % over the "
+        "better of reducing in fp32 and in bf16, and the 95 % interval of no result contains a "
+        f"loss beyond {_allowed(settings)}. unclear: it may gain as much, but not with its kernels "
+        "as measured, or such a loss is within an interval. untested: it is predicted to be "
+        "faster, but no stored run shows its accuracy. loses too much: a whole interval is beyond "
+        "that loss, or a seed diverged. no gain: it gains less.",
+        "over fp32 and over bf16: the uncompressed step that reduces in that format divided by "
+        f"this step, from measured kernels to the upper bound; step is by {by}. Within a verdict a "
+        f"simpler method stands before one that is less than {100 * settings.margin:g} % faster. "
+        "worth it on links: the links between nodes with which it gains "
+        f"{100 * settings.margin:g} % by measured kernels.",
+        "accuracy there: what the worst result of the method lost against `none`, as the mean over "
+        "paired seeds with its 95 % interval. Results of a schedule, with other dense tensors, or "
+        "by a collective with another mean do not count; but what loses too much by all-gather "
+        "does so by two-shot, too.",
+        "all-gather up to: with 64 / b workers or more, b being the bits of a payload for each "
+        "element, all-gather moves more bytes than an fp32 ring all-reduce; then two-shot or "
         "all-reduce must serve.",
         *(f"Refused: {said}." for said in found.refused.values()),
     ]
@@ -188,10 +191,11 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
                 f"{evidence.count_text(found.network.numel)} parameters",
                 shown=_SEEN,
                 notes=[
-                    "lost: against `none`, paired by seed, in points of accuracy or of test loss, "
-                    "with the 95 % interval of Student's t. rate: chosen by the suite's rule "
-                    "(tuned), at the edge of what was tried, or not by it (untuned). size: "
-                    "parameters of your model over those there.",
+                    "lost is the difference from `none`, paired by seed, in points of accuracy or "
+                    "of test loss, with the 95 % interval of Student's t. rate says whether the "
+                    "suite's rule chose the learning rate (tuned), whether it lies at the edge of "
+                    "what was tried, or was not chosen by that rule (untuned). size is the number "
+                    "of your model's parameters divided by that of the model there.",
                 ],
                 rows=seen,
             ),

@@ -256,9 +256,10 @@ def _reading_table(readings: Mapping[str, float], ratio: float, nominal: float) 
             Shown(field="own_gbit", heading="at its own ratio\nGbit/s"),
         ],
         notes=[
-            f"Its own ratio is {ratio:.4g} as packed ({nominal:.4g} without the bitmap). "
-            f"The claim: k_min about {CLAIM[0]:g} at {CLAIM[1]:g} Gbit/s. {WHOLE}: encode and "
-            "decode of `fft`, one pass, as measured inside exchanges; the other two add up stages.",
+            f"The method's own ratio is {ratio:.4g} as packed, {nominal:.4g} without the bitmap. "
+            f"The paper's claim is a least ratio k_min of about {CLAIM[0]:g} at {CLAIM[1]:g} "
+            f"Gbit/s. The reading '{WHOLE}' takes encode and decode of `fft` as measured inside "
+            "exchanges, with one pass over a payload; the other two add up the stages above.",
         ],
         rows=rows,
     )

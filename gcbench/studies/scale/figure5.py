@@ -258,13 +258,15 @@ def run(settings: Settings, command: str, observer: progress.Observer) -> Analys
                 which=2,
                 by="panel",
                 notes=[
-                    "1G Ethernet: 4 GTX 1080 a node; 100G InfiniBand: 4 P100 a node. "
-                    "published: read from the poster's vectors. basis: fitted to the fp32 bars, or "
-                    "predicted (the TernGrad bars were not used), or taken as a parameter. r: "
-                    "bytes sent over those of fp32. TernGrad's bars are predicted twice: by 2 bits "
-                    "both ways as published, and by the bytes of our own exchange. "
-                    "Other methods have no bars: their r are the bytes of an exchange among the "
-                    "nodes, the GPUs of a node taken together, the last layer fp32.",
+                    "A node of 1G Ethernet has 4 GTX 1080, one of 100G InfiniBand 4 P100. The "
+                    "published numbers were read from the vectors of the poster. basis says "
+                    "whether a bar was fitted (the fp32 bars), predicted (the TernGrad bars, which "
+                    "were not used in the fit), or taken as a parameter.",
+                    "r is the number of bytes sent divided by that of fp32. TernGrad's bars are "
+                    "predicted twice: with 2 bits both ways as published, and with the bytes of "
+                    "our own exchange. Other methods have no bars; their r are the bytes of an "
+                    "exchange among nodes, the GPUs of a node taken together, with the last layer "
+                    "in fp32.",
                 ],
                 rows=bars,
             ),

@@ -124,11 +124,12 @@ SHOWN = [
 def notes(known: Measured, size: int, latency_us: float) -> list[str]:
     """Return the notes of a table with the columns `SHOWN`."""
     return [
-        f"Measured {known.source}, of a gradient of {size_text(size)}B; other numbers of workers "
-        "pass over more payloads. pays: links on which the exchange alone is faster than a ring "
-        "all-reduce of fp32, and than that of bf16, too (half the bytes, two casts at the speed of "
-        f"a copy), with {latency_us:g} us a message and no overlap. wire ratio: what leaves a "
-        "worker, fp32 / own; below 1 no kernel helps. s/GB: seconds a GB of the fp32 gradient."
+        f"Encode and decode were measured {known.source}, on a gradient of {size_text(size)}B, in "
+        "seconds a GB of the fp32 gradient; with more workers there are more payloads to decode.",
+        "pays: the links on which the exchange alone is faster than a ring all-reduce of fp32, and "
+        "than one of bf16, too, which has half the bytes and two casts at the speed of a copy; "
+        f"with {latency_us:g} us a message, and no overlap with a backward pass. wire ratio: the "
+        "bytes that leave a worker with fp32, divided by the method's; below 1 no kernel helps.",
     ]
 
 

@@ -578,8 +578,8 @@ def _assumptions(
         )
     floor = f"floor of {cluster.device.memory_gbyte:g} GB/s"
     notes.append(
-        f"Kernels: a range from measured ({source}) to the {floor}, where every byte is read or "
-        "written once: the upper bound of a speedup."
+        f"A speedup is a range: from kernels as measured ({source}) to the {floor}, where every "
+        "byte is read or written once, which is its upper bound."
     )
     return notes
 
@@ -605,15 +605,17 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     by = "measured kernels" if found.by_measured else "the floor"
     notes = [
         *found.notes,
-        f"Predicted, nothing here was run; times are by {by}. over fp32, over bf16: uncompressed "
-        "step that reduces in that / step, from measured kernels to the upper bound. efficiency: "
-        "forward and backward / step. pays on links: those between nodes with which the step is "
-        "shorter than both uncompressed ones, by measured kernels where there are any, of 1 Mbit/s "
-        "to 10 Tbit/s. way: all workers exchange payloads (flat, bytes of a worker), or nodes "
-        "whose gradients are added first (nodes, bytes of a node).",
+        f"All of this is predicted, nothing was run; times are by {by}. over fp32 and over bf16: "
+        "the uncompressed step that reduces in that format divided by this step, from measured "
+        "kernels to the upper bound. efficiency: the time of forward and backward divided by that "
+        "of the step.",
+        "pays on links: the links between nodes, of 1 Mbit/s to 10 Tbit/s, with which the step is "
+        "shorter than both uncompressed ones, by measured kernels where there are any. way: flat, "
+        "if all workers exchange payloads (bytes of a worker), or nodes, if the gradients of a "
+        "node are added first and nodes exchange payloads (bytes of a node).",
     ]
     if cluster.price is not None:
-        notes[-1] += f" cost: of {STEPS_PRICED:,} steps at {cluster.price:g} a device and hour."
+        notes.append(f"cost: {STEPS_PRICED:,} steps at {cluster.price:g} a device and hour.")
     refused = dict.fromkeys(str(row["refused"]) for row in rows if row["refused"])
     notes += [f"Refused: {said}." for said in [*found.refused.values(), *refused]]
     return Analysis.of(

@@ -113,12 +113,13 @@ def table(network: Network, rows: Sequence[Row]) -> Table:
         ],
         which=2,
         notes=[
-            "model: that of `gcbench scale figure5`, whose parameters are fitted to the fp32 bars: "
-            "T + V h G r. What is added to it makes the prediction: all of the gradient in place "
-            "of the share h that the bars need; a ring over one effective link in place of V, "
-            "which is free at each number of nodes; this method's messages in place of r; one "
-            "GPU's rate, the sum inside a node and the kernels in place of T. The bars keep the "
-            "last layer in fp32 (--dense-last).",
+            "model is that of `gcbench scale figure5`, T + V h G r, whose parameters are fitted to "
+            "the fp32 bars. Each column after it replaces one of its terms, and the last one is "
+            "the prediction above: all of the gradient G in place of the share h of it that the "
+            "bars need; a ring over one link in place of V, which the fit chooses for each number "
+            "of nodes; this method's own messages in place of r; the rate of one GPU, the sum "
+            "inside a node and the kernels in place of T. The bars keep the last layer in fp32 "
+            "(--dense-last).",
         ],
         rows=list(rows),
     )

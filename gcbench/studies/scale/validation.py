@@ -364,9 +364,9 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
                 which=2,
                 by="run",
                 notes=[
-                    "Times are of a step and one worker, bytes of a worker over the whole run. "
-                    "modelled: the simulation's own communication time, from its link. Not "
-                    "predicted: -.",
+                    "Times are of one step and one worker, bytes of one worker over the whole run. "
+                    "modelled is the communication time that the simulation itself derived from "
+                    "its link. What is not predicted has a dash.",
                     *notes,
                 ],
                 rows=quantities,
