@@ -7,9 +7,11 @@ import re
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from commands import invoke
 
 from gcbench import ops
 from gcbench.core import registry
@@ -169,6 +171,29 @@ def test_the_table_of_speeds_is_what_was_saved():
     assert sentence
     narrow = saved("kernels-avx2.json", "avx2")
     assert sentence[1].split(", ") == [narrow[call] for call in KERNELS["encode"]]
+
+
+def of_seeds(row: dict[str, Any]) -> str:
+    """Return a line of README's table of results from a row of `gcbench compare --json`."""
+    accuracy = f"{100 * row['mean']:.2f} ± {100 * row['sd']:.2f}"
+    difference = "-"
+    if row["difference"] is not None:
+        of, low, high = (f"{100 * row[f'difference{end}']:+.2f}" for end in ("", "_low", "_high"))
+        difference = f"{of} [{low}, {high}]"
+    name, _, fields = row["method"].partition(" ")
+    ratios = f"{row['payload_ratio_up']:.3g} | {row['payload_ratio_down']:.3g}"
+    cells = f"`{name}` {fields}".strip(), accuracy, difference, row["rank"], ratios
+    return f"| {row['tier']} | " + " | ".join(cells) + " |"
+
+
+def test_the_table_of_results_is_what_the_stored_rows_say():
+    """Every row of the suite, of seeds that all rows have, as `gcbench compare` prints it."""
+    words = ("--suite", "main", ROOT / "results" / "reference", "--json")
+    rows = invoke("compare", *words).json
+    text = (ROOT / "README.md").read_text()
+    told = re.findall(r"^\| (?:up to|about|4 bits).* \|$", text, re.MULTILINE)
+    assert sorted(told) == sorted(map(of_seeds, rows))
+    assert len(told) > 15
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "results/README.md"])
