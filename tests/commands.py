@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -85,6 +86,23 @@ def end(process: subprocess.Popen[str]) -> Result:
 def gcbench(*words: object, **environment: str) -> Result:
     """Run `gcbench *words` in a process of its own."""
     return end(start(*words, **environment))
+
+
+def gcbench_each(*commands: Sequence[object], path: str) -> list[Result]:
+    """Run each of the commands, one after the other in one process that imports from `path`, too."""
+    code = (
+        "import json, sys; from commands import invoke; "
+        "print(json.dumps([invoke(*words) for words in json.loads(sys.argv[1])]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps([[*map(str, words)] for words in commands])],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([path, str(ROOT), str(ROOT / "tests")])},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr
+    return [Result(*found) for found in json.loads(done.stdout.splitlines()[-1])]
 
 
 def wait_for(what, process: subprocess.Popen[str] | None = None):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from commands import invoke
+from commands import gcbench_each, invoke
 
 from gcbench import studies
 
@@ -74,34 +74,37 @@ def site(tmp_path):
 
 
 def test_one_module_and_one_entry_point(site, tmp_path):
-    from commands import gcbench
-
-    def run(*words):
-        return gcbench(*words, path=site)
-
-    helped = run("zeros", "--help")
+    results, page = tmp_path / "r", tmp_path / "report.html"
+    own = ("zeros", "--results", results)
+    helped, done, printed, usage, failed, reported, listed, broken = gcbench_each(
+        ("zeros", "--help"),
+        (*own, "--word", "nothing", "--numbers", "0,0,3"),
+        (*own, "--word", "x", "--json"),
+        ("zeros", "--word", "x", "--most", "0"),
+        (*own, "--word", "x", "--numbers", "0,0", "--most", "1"),
+        ("report", results, "--output", page),
+        ("list", "analyses", "--json"),
+        ("broken",),
+        path=site,
+    )
     assert "Counts the zeros of numbers." in helped.out
     assert "Zeros that are too many." in helped.out
-    results = tmp_path / "r"
-    done = run("zeros", "--word", "nothing", "--numbers", "0,0,3", "--results", results)
     assert done.code == 0, done.err
     assert "nothing      2" in done.out
-    assert (folder := next(results.glob("zeros-*"))).is_dir()
-    assert (folder / "zeros.png").stat().st_size > 1000
-    document = json.loads(run("zeros", "--word", "x", "--results", results, "--json").out)
-    assert document["settings"] == {"numbers": [0, 1], "most": 9, "word": "x"}
-    assert run("zeros", "--word", "x", "--most", "0").err.startswith("gcbench: usage: --most: ")
-    assert run("zeros", "--word", "x", "--numbers", "0,0", "--most", "1").code == 1  # it failed
-    page = tmp_path / "report.html"
-    assert run("report", results, "--output", page).code == 0
+    folders = [*results.glob("zeros-*")]
+    assert len(folders) == 3
+    assert all((folder / "zeros.png").stat().st_size > 1000 for folder in folders)
+    assert printed.json["settings"] == {"numbers": [0, 1], "most": 9, "word": "x"}
+    assert usage.err.startswith("gcbench: usage: --most: ")
+    assert failed.code == 1
+    assert reported.code == 0
     assert "2 zeros." in page.read_text()
-    listed = {row["name"]: row for row in json.loads(run("list", "analyses", "--json").out)}
-    assert listed["zeros"]["what"].startswith("How many zeros")
-    assert listed["bounds"]["module"] == "gcbench.studies.bounds"  # a name that is taken
-    assert "RuntimeError: not today" in listed["broken"]["what"]
-    said = run("broken")
-    assert said.code == 1
-    assert "the analysis 'broken' of broken_study: RuntimeError: not today" in said.err
+    rows = {row["name"]: row for row in listed.json}
+    assert rows["zeros"]["what"].startswith("How many zeros")
+    assert rows["bounds"]["module"] == "gcbench.studies.bounds"  # a name that is taken
+    assert "RuntimeError: not today" in rows["broken"]["what"]
+    assert broken.code == 1
+    assert "the analysis 'broken' of broken_study: RuntimeError: not today" in broken.err
 
 
 def test_every_analysis_is_listed():
