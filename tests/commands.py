@@ -89,7 +89,7 @@ def gcbench(*words: object, **environment: str) -> Result:
 
 
 def gcbench_each(*commands: Sequence[object], path: str) -> list[Result]:
-    """Run each of the commands, one after the other in one process that imports from `path`, too."""
+    """Run each of the commands, one after the other in one process; it imports from `path`, too."""
     code = (
         "import json, sys; from commands import invoke; "
         "print(json.dumps([invoke(*words) for words in json.loads(sys.argv[1])]))"
