@@ -118,7 +118,10 @@ class Row:
     rank: str | None = None
     """Its place in the tier, "1" or, tied, "1="; "-" with fewer than 5 common seeds."""
     rate: str | None = None
-    """How a suite's rule chose the learning rate: "tuned", "edge" of what was tried, "untuned"."""
+    """How a suite's rule chose the learning rate: "tuned", "edge" of what was tried, "untuned".
+
+    "open" while trials of the rule are missing.
+    """
 
     @property
     def first(self) -> Summary:

@@ -14,7 +14,7 @@ from gcbench.reporting.reader import Run, fields, warn
 from gcbench.training import grid
 from gcbench.training.configuration import text
 from gcbench.training.suites import Point, Suite, load, names
-from gcbench.training.suites.tuning import Choice, quality
+from gcbench.training.suites.tuning import Trial, quality
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Beside:
     """By `Run.method`."""
     missing: list[Point]
     """The entries of the suite that have no run, of whatever budget."""
-    choices: Mapping[str, Choice]
-    """The learning rate that trials choose for each point, by `Point.identity`."""
+    tried: Mapping[str, Mapping[Trial, float]]
+    """The results of the trials of each point, by `Point.identity`."""
 
     def rows(self, rows: Sequence[Row]) -> list[Row]:
         """Return the rows of these runs with the published numbers."""
@@ -47,10 +47,12 @@ class Beside:
         return ranked(made)
 
     def _rate(self, row: Row, point: Point) -> str | None:
-        """Return whether the row has the rate that the suite's rule chooses."""
+        """Return whether the row has the rate that the suite's rule chooses; see `Row.rate`."""
         if point.tune is None:
             return None
-        choice = self.choices[point.identity]
+        choice = point.tune.choose(self.tried[point.identity], row.runs[0].summary.steps)
+        if choice.lr is None:
+            return "open"
         if choice.lr != row.runs[0].config.get("lr"):
             return "untuned"
         return "edge" if choice.at_edge else "tuned"
@@ -131,7 +133,7 @@ def beside(suite: Suite, runs: Sequence[Run]) -> Beside:
     """
     points = {point.identity: point for point in suite.points()}
     found: dict[str, Point] = {}
-    tried: dict[str, dict[float, float]] = {identity: {} for identity in points}
+    tried: dict[str, dict[Trial, float]] = {identity: {} for identity in points}
     tasks = {point.config.task for point in points.values()}
     for method, run in {run.method: run for run in runs if run.summary.task in tasks}.items():
         told = _recorded(run)
@@ -141,8 +143,8 @@ def beside(suite: Suite, runs: Sequence[Run]) -> Beside:
             if not run.is_trial:
                 found[method] = point
             elif point.tune is not None and point.tune.tries(run.summary.model_dump()):
-                lr = float(run.config["lr"])
-                tried[point.identity][lr] = quality(run.summary.model_dump())
+                trial = Trial(float(run.config["lr"]), run.summary.steps)
+                tried[point.identity][trial] = quality(run.summary.model_dump())
     if not found:
         raise UsageError(
             f"no run here is one of suite {suite.name} ({len(runs)} read); make them with "
@@ -150,12 +152,7 @@ def beside(suite: Suite, runs: Sequence[Run]) -> Beside:
         )
     made = {point.identity for point in found.values()}
     missing = [point for identity, point in points.items() if identity not in made]
-    choices = {
-        identity: point.choose(tried[identity])
-        for identity, point in points.items()
-        if point.tune is not None
-    }
-    return Beside(suite, [run for run in runs if run.method in found], found, missing, choices)
+    return Beside(suite, [run for run in runs if run.method in found], found, missing, tried)
 
 
 def _recorded(run: Run) -> dict[str, Any]:

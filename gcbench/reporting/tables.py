@@ -134,10 +134,10 @@ def _tier_notes(rows: Sequence[Row]) -> list[str]:
             "rank: within the tier, 1 + how many of its methods are better by a paired interval "
             "over at least 5 seeds, at 95 % for all pairs together; = marks ties, - too few seeds."
         )
-    if any(row.rate in ("edge", "untuned") for row in rows):
+    if any(row.rate in ("edge", "untuned", "open") for row in rows):
         made.append(
             "rate: edge: the best rate is the lowest or highest that was tried; untuned: not the "
-            "one that the suite's rule chooses."
+            "one that the suite's rule chooses; open: trials of this rule are still to be made."
         )
     if above := [row.method for row in rows if row.above_baseline]:
         made.append(

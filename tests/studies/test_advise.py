@@ -261,9 +261,10 @@ def test_the_rate_that_the_suite_chose_is_told(tmp_path: Path) -> None:
     rule = points["none"].tune
     trials = []
     for name in points:
-        for lr in rule.start:
-            trial = made(name, rule.seed, lr, steps=rule.steps, test=False)
-            trial |= {"seed": rule.seed, "steps": rule.steps, "test_accuracy": None}
+        late = [(lr, 2000) for lr in rule.start[: rule.finalists]]
+        for lr, steps in [*((lr, rule.steps) for lr in rule.start), *late]:
+            trial = made(name, rule.seed, lr, steps=steps, test=False)
+            trial |= {"seed": rule.seed, "steps": steps, "test_accuracy": None}
             found = 0.5 + 0.1 * (lr == rule.start[1])
             trial |= {"validation_accuracy": found, "validation_loss": 1.0}
             trials.append(trial)

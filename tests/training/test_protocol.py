@@ -21,7 +21,7 @@ from gcbench.training import rows, suites
 from gcbench.training.configuration import Config, command
 from gcbench.training.store import Run
 from gcbench.training.suites import tuning
-from gcbench.training.suites.tuning import Tune, quality
+from gcbench.training.suites.tuning import Trial, Tune, quality
 from gcbench.training.train import Options, Trainer
 
 LADDER = [0.001, 0.003, 0.01, 0.03, 0.1]
@@ -140,14 +140,21 @@ def test_a_memory_with_momentum_leaves_none_to_the_optimizer(carried):
 # ---- the choice of a rate ------------------------------------------------------------------------
 
 
-def chosen(results: dict[float, float], **over) -> tuple[float | None, bool, list[float]]:
-    """Follow the rule with these results; return the rate, whether at an edge, and the trials."""
+def chosen(
+    results: dict[float, float], late: dict[float, float] | None = None, **over
+) -> tuple[float | None, bool, list[float]]:
+    """Follow the rule with these results, `late` ones with all of 20 steps.
+
+    Return the rate, whether it is at an edge, and the rates of the trials.
+    """
     rule = Tune(**{"steps": 5, "seed": 0, "ladder": LADDER, "start": [0.003, 0.01], **over})
-    tried: dict[float, float] = {}
-    while (choice := rule.choose(tried)).lr is None:
+    tried: dict[Trial, float] = {}
+    while (choice := rule.choose(tried, 20)).lr is None:
+        assert choice.trial is not None
         assert choice.trial not in tried
-        tried[choice.trial] = results[choice.trial]
-    return choice.lr, choice.at_edge, list(tried)
+        known = {5: results, 20: late or {}}[choice.trial.steps]
+        tried[choice.trial] = known[choice.trial.lr]
+    return choice.lr, choice.at_edge, [trial.lr for trial in tried]
 
 
 RISING = dict(zip(LADDER, [0.1, 0.2, 0.3, 0.4, 0.5], strict=True))
@@ -167,6 +174,37 @@ def test_of_equal_rates_the_lower_and_of_diverged_ones_a_lower_still():
     assert chosen(dict.fromkeys(LADDER, 0.5), extend=0)[0] == 0.003
     diverged = {**dict.fromkeys(LADDER, -math.inf), 0.001: 0.2}
     assert chosen(diverged, extend=1) == (0.001, True, [0.003, 0.01, 0.001])
+
+
+def test_the_best_of_short_trials_are_tried_again_with_all_steps():
+    """A rate that wins a short race may lose the long one; only finalists take part in that."""
+    peak = {0.001: 0.5, 0.003: 0.6, 0.01: 0.7, 0.03: 0.65, 0.1: 0.0}
+    short = [0.003, 0.01, 0.03]
+    late = {0.01: 0.8, 0.03: 0.9}
+    assert chosen(peak, late, extend=3, finalists=2) == (0.03, True, [*short, 0.01, 0.03])
+    late = {0.003: 0.9, 0.01: 0.8, 0.03: 0.7}
+    assert chosen(peak, late, extend=3, finalists=2) == (0.01, False, [*short, 0.01, 0.03])
+    assert chosen(peak, late, extend=3, finalists=3)[::2] == (0.003, [*short, 0.01, 0.03, 0.003])
+    equal = dict.fromkeys(LADDER, 0.5)
+    assert chosen(equal, equal, extend=0, finalists=2)[0] == 0.003
+    diverged = {0.01: -math.inf, 0.03: 0.1}
+    assert chosen(peak, diverged, extend=3, finalists=2)[0] == 0.03
+
+
+def test_a_suite_makes_short_trials_long_ones_and_then_its_runs(own):
+    own.write_text(OWN.replace("extend: 2", "extend: 2, finalists: 2"))
+    work = suites.load(str(own)).runs({"compressor": ["terngrad"]})
+    config, seen = next(work), []
+    while True:
+        seen.append((config.lr, config.steps, config.seed, config.test))
+        quality = 0.5 if config.test else {10: config.lr, 20: -config.lr}[config.steps]
+        try:
+            config = work.send({"validation_accuracy": quality, "validation_loss": 1.0})
+        except StopIteration:
+            break
+    short = [(lr, 10, 9, False) for lr in (0.01, 0.1, 1.0)]
+    long = [(lr, 20, 9, False) for lr in (1.0, 0.1)]
+    assert seen == [*short, *long, (0.1, 20, 0, True), (0.1, 20, 1, True)]
 
 
 def test_what_judges_a_trial():
@@ -197,6 +235,11 @@ def test_files_whose_rule_is_wrong(own, old, new, message):
 # ---- a suite from the trials to the table --------------------------------------------------------
 
 
+def rates(file: Path, suite: Path) -> list[str]:
+    """Return what is said of the rate of each row."""
+    return [row["rate"] for row in invoke("compare", file, "--suite", suite, "--json").json]
+
+
 def test_a_suite_chooses_rates_and_its_rows_say_so(own, tmp_path):
     file, runs = tmp_path / "rows.parquet", tmp_path / "runs"
     words = ("run", "--suite", own, "--rows", file, "--results", runs)
@@ -209,7 +252,7 @@ def test_a_suite_chooses_rates_and_its_rows_say_so(own, tmp_path):
     suite = suites.load(str(own))
     beside = published.beside(suite, load([file]))
     for point in suite.points({"seed": [0]}):
-        lr = beside.choices[point.identity].lr
+        lr = point.choose(beside.tried[point.identity]).lr
         mine = [o for o in trials if o["compressor_name"] == point.config.compressor]
         best = max(mine, key=lambda o: (o["validation_accuracy"], -o["config"]["lr"]))
         assert best["config"]["lr"] == lr
@@ -219,6 +262,11 @@ def test_a_suite_chooses_rates_and_its_rows_say_so(own, tmp_path):
     again = invoke(*words)
     assert again.code == 0
     assert again.err.count("skipped") == len(kept)
+    told = rates(file, own)
+    assert set(told) <= {"tuned", "edge"}
+    own.write_text(OWN.replace("extend: 2", "extend: 2, finalists: 2"))
+    assert set(rates(file, own)) == {"open"}, "the rule has trials that nobody made"
+    own.write_text(OWN)
     assert not runs.exists()
     table = invoke("compare", file, "--suite", own, "--target", "fp32")
     assert "tier=one bit" in table.out.replace("\n", " ")

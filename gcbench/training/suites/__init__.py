@@ -27,7 +27,14 @@ from gcbench.core import registry
 from gcbench.core.errors import UsageError, unknown
 from gcbench.training import grid, schedule
 from gcbench.training.configuration import SET_FLAGS, Config, canonical, text
-from gcbench.training.suites.tuning import FREE_OF_TRIALS, TUNED_KEYS, Choice, Tune, quality
+from gcbench.training.suites.tuning import (
+    FREE_OF_TRIALS,
+    TUNED_KEYS,
+    Choice,
+    Trial,
+    Tune,
+    quality,
+)
 
 FOLDER = Path(__file__).parent
 FREE = frozenset(
@@ -92,15 +99,15 @@ class Point:
         """Text that two runs share if they differ only in FREE settings (or in a tuned rate)."""
         return canonical(self.resolved)
 
-    def trial(self, lr: float) -> Config:
-        """Return the trial of a learning rate."""
+    def trial(self, trial: Trial) -> Config:
+        """Return the run of a trial."""
         assert self.tune is not None, "a point without a rule has no trials"
-        return self.tune.trial(self.config, lr)
+        return self.tune.trial(self.config, trial)
 
-    def choose(self, tried: Mapping[float, float]) -> Choice:
-        """Return the rate to take or to try next, given the result of each rate tried."""
+    def choose(self, tried: Mapping[Trial, float]) -> Choice:
+        """Return the rate to take or the next trial, given the result of each trial made."""
         assert self.tune is not None, "a point without a rule has no trials"
-        return self.tune.choose(tried)
+        return self.tune.choose(tried, self.config.steps)
 
     def with_rate(self, lr: float) -> Config:
         """Return the run with the chosen learning rate."""
@@ -310,7 +317,7 @@ class Suite(BaseModel):
 
 def _tuned(point: Point) -> Generator[Config, Mapping[str, Any], float]:
     """Yield the trials of a point, receive their summaries, and return the chosen rate."""
-    tried: dict[float, float] = {}
+    tried: dict[Trial, float] = {}
     while True:
         choice = point.choose(tried)
         if choice.lr is not None:

@@ -3,8 +3,9 @@
 Rates of a ladder are tried in short runs, trials, and the rate with the best result on the
 validation examples is taken; the test split is never evaluated. First all rates of `start` are
 tried; then, while the best rate is the lowest or the highest tried, the next one of the ladder on
-that side, at most `extend` times. Of equal results the lower rate wins; a diverged run is the
-worst.
+that side, at most `extend` times. The `finalists` best of these rates are then tried again with all
+steps of the runs whose rate is chosen: what is best in short runs may be too high for long ones. Of
+equal results the lower rate wins; a diverged run is the worst.
 """
 
 from __future__ import annotations
@@ -35,19 +36,26 @@ rate): where no baseline has a row's values, the best of the other baselines is 
 marks it."""
 
 
+class Trial(NamedTuple):
+    """What distinguishes one trial of a configuration from another."""
+
+    lr: float
+    steps: int
+
+
 class Choice(NamedTuple):
-    """What follows from the trials so far: the rate to take, or the one to try next."""
+    """What follows from the trials so far: the rate to take, or the trial to make next."""
 
     lr: float | None
-    """The chosen rate; None while another one is to be tried."""
-    trial: float | None
-    """The rate to try next; None once a rate is chosen."""
+    """The chosen rate; None while another trial is to be made."""
+    trial: Trial | None
+    """The next trial; None once a rate is chosen."""
     at_edge: bool = False
     """Whether the chosen rate is the lowest or highest tried: a better one may lie beyond."""
 
 
 class Tune(BaseModel):
-    """The rule of a suite, as in its file: `steps` and `seed` are those of the trials."""
+    """The rule of a suite, as in its file: `steps` are those of short trials, `seed` of all."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -56,6 +64,7 @@ class Tune(BaseModel):
     ladder: list[Rate] = Field(min_length=2)
     start: list[Rate] = Field(min_length=1)
     extend: Annotated[int, Field(ge=0)] = 0
+    finalists: Annotated[int, Field(ge=0)] = 0
 
     @model_validator(mode="after")
     def _start_is_on_the_ladder(self) -> Tune:
@@ -72,8 +81,8 @@ class Tune(BaseModel):
                 f"start {list(start)}: neighbours on the ladder {self.ladder} expected"
             )
 
-    def trial(self, config: Config, lr: float) -> Config:
-        """Return the trial of a rate for `config`: with the rule's steps and seed, without a test.
+    def trial(self, config: Config, trial: Trial) -> Config:
+        """Return the run of a trial for `config`: with the rule's seed, without a test.
 
         Raises:
             UsageError: the config holds no examples out, on which the trial could be evaluated.
@@ -81,8 +90,8 @@ class Tune(BaseModel):
         if not config.holdout:
             raise UsageError("tune: the suite's config needs holdout: the test split never chooses")
         changes: dict[str, Any] = {
-            "lr": lr,
-            "steps": self.steps,
+            "lr": trial.lr,
+            "steps": trial.steps,
             "seed": self.seed,
             "test": False,
             "eval_every": 0,
@@ -90,28 +99,38 @@ class Tune(BaseModel):
         return Config.make({**config.model_dump(exclude={"task_version"}), **changes})
 
     def tries(self, summary: Mapping[str, Any]) -> bool:
-        """Return whether a run is a trial of this rule, by its summary."""
-        return (summary["steps"], summary["seed"]) == (self.steps, self.seed)
+        """Return whether a run without a test may be a trial of this rule, by its summary."""
+        short = summary["steps"] == self.steps
+        return summary["seed"] == self.seed and (short or self.finalists > 0)
 
-    def choose(self, tried: Mapping[float, float], start: Sequence[float] | None = None) -> Choice:
-        """Return the rate to take, or to try next.
+    def choose(self, tried: Mapping[Trial, float], steps: int) -> Choice:
+        """Return the rate to take, or the trial to make next.
 
-        `tried` maps a rate to its result on the validation examples: higher is better, -inf where
-        the run diverged. `start` replaces the rule's own.
+        `tried` maps a trial to its result on the validation examples: higher is better, -inf where
+        the run diverged. `steps`: of the runs whose rate is chosen.
         """
-        start = self.start if start is None else start
-        for lr in start:
-            if lr not in tried:
-                return Choice(None, lr)
-        rungs = [lr for lr in self.ladder if lr in tried]
-        best = min(rungs, key=lambda lr: (-tried[lr], lr))
-        place = self.ladder.index(best)
-        at_edge = best in (rungs[0], rungs[-1])
-        if at_edge and len(rungs) < len(start) + self.extend:
-            beyond = place - 1 if best == rungs[0] else place + 1
+        for lr in self.start:
+            if Trial(lr, self.steps) not in tried:
+                return Choice(None, Trial(lr, self.steps))
+        rungs = [lr for lr in self.ladder if Trial(lr, self.steps) in tried]
+        ranked = _ranked(rungs, tried, self.steps)
+        if ranked[0] in (rungs[0], rungs[-1]) and len(rungs) < len(self.start) + self.extend:
+            place = self.ladder.index(ranked[0])
+            beyond = place - 1 if ranked[0] == rungs[0] else place + 1
             if 0 <= beyond < len(self.ladder):
-                return Choice(None, self.ladder[beyond])
-        return Choice(best, None, at_edge)
+                return Choice(None, Trial(self.ladder[beyond], self.steps))
+        if self.finalists:
+            finalists = ranked[: self.finalists]
+            for lr in finalists:
+                if Trial(lr, steps) not in tried:
+                    return Choice(None, Trial(lr, steps))
+            ranked = _ranked(finalists, tried, steps)
+        return Choice(ranked[0], None, ranked[0] in (rungs[0], rungs[-1]))
+
+
+def _ranked(rates: Sequence[float], tried: Mapping[Trial, float], steps: int) -> list[float]:
+    """Return the rates by their results in trials of this many steps, the best first."""
+    return sorted(rates, key=lambda lr: (-tried[Trial(lr, steps)], lr))
 
 
 def quality(summary: Mapping[str, Any]) -> float:
