@@ -275,6 +275,12 @@ def test_the_rate_that_the_suite_chose_is_told(tmp_path: Path) -> None:
         found = advise(tmp_path, "--runs", path, "--compressor", "bf16")
         (row,) = found["tables"][1]["rows"]
         assert (row["rate"], row["network"], row["lost"]) == (expected, "cifarnet", 0.0)
+    for name in points:  # its trials with all steps are missing: no evidence
+        fewer = [t for t in trials if t["steps"] == rule.steps or t["compressor_name"] != name]
+        path = write(tmp_path / "r.parquet", [*fewer, *runs])
+        found = advise(tmp_path, "--runs", path, "--compressor", "bf16")
+        assert found["tables"][1]["rows"] == []
+        assert "3 whose learning rates are not chosen yet" in found["conclusions"][0]
 
 
 def test_of_several_results_the_worst_counts(tmp_path: Path, known: Path) -> None:

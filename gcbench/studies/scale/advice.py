@@ -194,8 +194,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
                     "lost is the difference from `none`, paired by seed, in points of accuracy or "
                     "of test loss, with the 95 % interval of Student's t. rate says whether the "
                     "suite's rule chose the learning rate (tuned), whether it lies at the edge of "
-                    "what was tried, was not chosen by that rule (untuned), or whether trials of "
-                    "it are still to be made (open). size is the number "
+                    "what was tried, or was not chosen by that rule (untuned). size is the number "
                     "of your model's parameters divided by that of the model there.",
                 ],
                 rows=seen,

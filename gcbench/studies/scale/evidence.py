@@ -2,9 +2,10 @@
 
 Runs count if they were made for a suite, held examples out for validation, and evaluated the test
 split only after their last step. A row counts if at least `LEAST_SEEDS` of its seeds are also in
-the uncompressed row of equal budget, or diverged. What it lost is the accuracy of `none` minus its
-own (or its test loss minus that of `none`), mean over paired seeds, with the 95 % interval of
-Student's t.
+the uncompressed row of equal budget, or diverged; and not while trials that choose its learning
+rate, or that of the uncompressed row, are still to be made. What it lost is the accuracy of `none`
+minus its own (or its test loss minus that of `none`), mean over paired seeds, with the 95 %
+interval of Student's t.
 """
 
 from __future__ import annotations
@@ -176,10 +177,15 @@ def _of_suite(name: str, runs: Sequence[Run], left: Counter[str]) -> Iterator[Ev
     suite = suites.load(plain) if plain in suites.names() else None
     tuned = suite is not None and suite.tune is not None
     rates = _rates(suite, runs) if suite is not None else {}
-    for row in compare.rows(kept, own=tuning.TUNED_KEYS if tuned else frozenset()):
+    rows = compare.rows(kept, own=tuning.TUNED_KEYS if tuned else frozenset())
+    still_open = {row.method for row in rows if rates.get(row.runs[0].method) == "open"}
+    plain_open = any(row.method in still_open for row in rows if row.is_baseline)
+    for row in rows:
         if row.is_baseline:
             continue
-        if not row.baseline_n:
+        if plain_open or row.method in still_open:
+            left["whose learning rates are not chosen yet"] += len(row.runs)
+        elif not row.baseline_n:
             left["without an uncompressed row of equal budget"] += len(row.runs)
         elif row.pairs + len(row.failed) < LEAST_SEEDS:
             left[f"of fewer than {LEAST_SEEDS} seeds that `none` has, too"] += len(row.runs)
