@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -650,6 +651,8 @@ def main() -> None:
     """Run the command line; exit code 2 for usage, 1 for failures, 130 when interrupted."""
     from gcbench.training import launched, membership
 
+    # torch's import makes many objects and no garbage; collections took a sixth of its time.
+    gc.set_threshold(10_000)
     if membership.by_torchrun():  # before torch is imported, which takes seconds
         launched.die_with_parent(os.getppid())
     try:

@@ -11,8 +11,9 @@ just before a worker does, with the number that gloo expects, could take the wor
 falsify gradients and records, but not have code executed. If you do not trust the other users of a
 machine, use `--engine simulate` there.
 
-Workers end with this process, whatever ends it (`gcbench.training.launched`). When one fails, the
-others are ended, and the error that is raised is that of the worker that failed first.
+The workers are forked by one process that has imported torch and gcbench (`gcbench.training.
+launched`), and end with this one, whatever ends it. When one fails, the others are ended, and the
+error that is raised is that of the worker that failed first.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -140,50 +142,65 @@ def work(folder: str, rank: int, job: dict[str, Any]) -> None:
 class _LocalJob:
     """The workers of one job, seen by their launcher."""
 
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-        self.processes: list[subprocess.Popen[bytes]] = []
+    def __init__(self, folder: str, workers: int) -> None:
+        self.folder, self.workers = folder, workers
+        self.codes: dict[int, int] = {}
+        """Rank -> exit code of each worker that has ended; -n: it was ended by signal n."""
         self.events: SimpleQueue[int | None] = SimpleQueue()
         """Receives the rank of each worker when it ends; None for a request to stop."""
         self.failed: list[int] = []
         """Ranks of the workers that failed without being asked to end, in order of time."""
         self.stopping = False
+        self._started = False
 
-    def start(self, threads: int, size: int) -> None:
-        """Start the next worker, with the signals in `_FROM_TERMINAL` blocked.
+    def start(self, threads: int) -> None:
+        """Start the process that forks the workers, with the signals in `_FROM_TERMINAL` blocked.
 
-        Otherwise a worker that still imports would print a traceback at Ctrl-C and leave its peers
+        Otherwise a process that still imports would print a traceback at Ctrl-C and leave its peers
         waiting for it. A new process inherits the signal mask of the thread that starts it; this
         thread blocks the signals only meanwhile, and receives them afterwards.
         """
-        rank = len(self.processes)
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
         place = {
-            "RANK": rank,
-            "WORLD_SIZE": size,
-            "LOCAL_RANK": rank,
-            "LOCAL_WORLD_SIZE": size,
+            "WORLD_SIZE": self.workers,
+            "LOCAL_WORLD_SIZE": self.workers,
             "OMP_NUM_THREADS": threads,
             "GLOO_SOCKET_IFNAME": LOOPBACK,
             "NCCL_SOCKET_IFNAME": LOOPBACK,
         }
+        self._channel, theirs = socket.socketpair()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_TERMINAL)
         try:
-            process = subprocess.Popen(
+            words = [self.folder, str(os.getpid()), str(theirs.fileno())]
+            self._process = subprocess.Popen(
                 # -P: the script's own folder, this package, must not be searched for imports.
-                [sys.executable, "-P", launched.__file__, self.folder, str(rank), str(os.getpid())],
+                [sys.executable, "-P", launched.__file__, *words],
                 stdin=subprocess.DEVNULL,
                 env=inherited | {name: str(value) for name, value in place.items()},
+                pass_fds=[theirs.fileno()],
             )
-            self.processes.append(process)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            theirs.close()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
 
-        def watch() -> None:
-            process.wait()
+    def _listen(self) -> None:
+        """Put an event for each worker that ends, and end when all have, and their parent, too."""
+        # Reset: the process that forks the workers was killed before it read all that it was sent.
+        with suppress(ConnectionResetError), self._channel.makefile() as lines:
+            for line in lines:
+                if line.strip() == launched.STARTED:
+                    self._started = True
+                    continue
+                rank, code = map(int, line.split())
+                self.codes[rank] = code
+                self.events.put(rank)
+        self._channel.close()
+        code = self._process.wait()
+        for rank in set(range(self.workers)) - self.codes.keys():  # with their parent, or unborn
+            self.codes[rank] = code
             self.events.put(rank)
-
-        threading.Thread(target=watch, daemon=True).start()
 
     def report(self, rank: int) -> dict[str, Any]:
         """Return a worker's report; an empty one if the worker died without writing it."""
@@ -199,7 +216,7 @@ class _LocalJob:
         When one fails, or the user asks to stop, the others are asked to end; after GRACE_SECONDS,
         or when the user asks a second time, they are killed.
         """
-        left = set(range(len(self.processes)))
+        left = set(range(self.workers))
         deadline, asked = math.inf, False
         while left:
             try:
@@ -218,7 +235,7 @@ class _LocalJob:
                 self._ask(left)
                 continue
             left.discard(event)
-            if self.processes[event].returncode == 0:
+            if self.codes[event] == 0:
                 continue
             report = self.report(event)
             if report or not asked:
@@ -234,14 +251,24 @@ class _LocalJob:
 
     def _ask(self, ranks: set[int]) -> None:
         """Send SIGTERM to workers: those that train write a checkpoint, the others end at once."""
-        for rank in ranks:
-            self.processes[rank].terminate()
+        self._signal(ranks, signal.SIGTERM)
+        self._process.terminate()  # which counts only while it imports
 
     def kill(self) -> None:
         """End all workers at once."""
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
+        self._signal(set(range(self.workers)), signal.SIGKILL)
+        if not self._started:
+            self._process.kill()
+
+    def end(self) -> None:
+        """End what is left of the job, and wait until nothing is."""
+        self.kill()
+        self._listener.join()
+
+    def _signal(self, ranks: set[int], number: signal.Signals) -> None:
+        with suppress(OSError):  # all have ended
+            for rank in ranks:
+                self._channel.sendall(f"{rank} {number:d}\n".encode())
 
     def error(self) -> GcbenchError | None:
         """Return the first failure as an error of this process; None if there was none.
@@ -275,7 +302,7 @@ class _LocalJob:
         return error
 
     def _died(self, rank: int) -> str:
-        code = self.processes[rank].returncode
+        code = self.codes[rank]
         if code >= 0:
             return f"worker {rank} ended with exit code {code}, without a word"
         try:
@@ -331,16 +358,13 @@ def in_processes(
     }
     with TemporaryDirectory(prefix="gcbench-") as folder:
         (Path(folder) / "job.json").write_text(json.dumps(job))
-        local_job = _LocalJob(folder)
+        local_job = _LocalJob(folder, workers)
         with _stop_requests(local_job.events):
+            local_job.start(threads)
             try:
-                for _ in range(workers):
-                    local_job.start(threads, workers)
                 local_job.wait()
             finally:
-                local_job.kill()
-                for process in local_job.processes:
-                    process.wait()
+                local_job.end()
         if (error := local_job.error()) is not None:
             raise error
         return [local_job.report(rank)["result"] for rank in range(workers)]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import faulthandler
+import hashlib
 import importlib
 import time
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from gcbench.core.errors import GcbenchError
 from gcbench.training import engines, launch
@@ -47,12 +50,25 @@ def _in_processes(size: int, words: Sequence[Any]) -> list[dict[str, Any]]:
         return launch.in_processes(size, 1, work, words)
 
 
+def digest(end: Tensor) -> str:
+    """Return a text that ranks share if they ended in the same bits."""
+    return hashlib.sha256(end.numpy().tobytes()).hexdigest()
+
+
 class Jobs:
-    """The jobs of a module; `names`: number of processes -> the jobs that they run."""
+    """The jobs of a module; `names`: number of processes -> the jobs that they run.
+
+    The methods are run by the largest number of them, in which shards are the least even.
+    """
 
     def __init__(self, module: str, methods: Sequence[str], names: Mapping[int, list[str]]) -> None:
         self.module, self.methods, self.names = module, [*methods], names
         self._done: dict[int, Any] = {}
+
+    @property
+    def most(self) -> int:
+        """The largest number of processes."""
+        return max(self.names)
 
     def ranks(self, size: int) -> list[dict[str, Any]]:
         """Return each rank's results of all jobs of this many processes, by name.
@@ -61,7 +77,8 @@ class Jobs:
             GcbenchError: a job failed, in this call or in the first one.
         """
         if size not in self._done:
-            words = [self.module, self.methods, self.names[size]]
+            methods = self.methods if size == self.most else []
+            words = [self.module, methods, self.names[size]]
             try:
                 self._done[size] = _in_processes(size, words)
             except GcbenchError as error:
@@ -72,5 +89,9 @@ class Jobs:
         return found
 
     def of(self, job: str, size: int = 2) -> list[Any]:
-        """Return each rank's result of one job, or of one method."""
+        """Return each rank's result of one job."""
         return [each[job] for each in self.ranks(size)]
+
+    def method(self, name: str) -> list[Any]:
+        """Return each rank's result of one method."""
+        return self.of(name, self.most)

@@ -41,11 +41,10 @@ of = JOBS.of
 # ---- equal to the exchange -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_ends_as_by_our_own_exchange(name, size):
+def test_every_method_ends_as_by_our_own_exchange(name):
     """Bit for bit; with four ranks some chunks are short, and some empty."""
-    every = of(name, size)
+    every = JOBS.method(name)
     assert len({found["end"] for found in every}) == 1
     for found in every:
         assert found["equal"], f"{found['far']} apart"

@@ -56,21 +56,26 @@ def processes() -> Iterator[tuple[int, int, Path]]:
 
 
 def workers_of(pid: int) -> dict[int, int]:
-    """Return the workers that a launcher or torchrun's agent `pid` has started, by rank."""
+    """Return the workers of a launcher or of torchrun's agent `pid`, by rank."""
+    forked = [child for child, parent, path in processes() if parent == pid and launches(path)]
     found = {}
     for child, parent, path in processes():
-        if parent != pid:
-            continue
         with contextlib.suppress(OSError, IndexError):
-            words = path.joinpath("cmdline").read_text().split("\0")
-            variables = path.joinpath("environ").read_text().split("\0")
-            ranks = [int(word[5:]) for word in variables if word.startswith("RANK=")]
-            ours = [i for i, word in enumerate(words) if word.endswith("training/launched.py")]
-            if ours:
-                found[int(words[ours[0] + 2])] = child
-            elif ranks:
+            if parent in forked:
+                found[int(path.joinpath("comm").read_text().rpartition("-")[2])] = child
+            elif parent == pid and child not in forked:
+                variables = path.joinpath("environ").read_text().split("\0")
+                ranks = [int(word[5:]) for word in variables if word.startswith("RANK=")]
                 found[ranks[0]] = child
     return found
+
+
+def launches(path: Path) -> bool:
+    """Return whether a process forks the local workers of a job."""
+    words: list[str] = []
+    with contextlib.suppress(OSError):
+        words = path.joinpath("cmdline").read_text().split("\0")
+    return any(word.endswith("training/launched.py") for word in words)
 
 
 def command(results: str, engine: str, options: argparse.Namespace) -> list[str]:

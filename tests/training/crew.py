@@ -68,7 +68,7 @@ def fail(member, how, folder):
     time.sleep(LONG)
 
 
-def interrupt(member, times, folder):
+def interrupt(member, times, folder, launcher):
     """Worker 0 stands for a user who asks to stop; all others would go on for long."""
     if times > 1:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -77,7 +77,7 @@ def interrupt(member, times, folder):
         time.sleep(0.005)
     if member.rank == 0:
         for _ in range(times):
-            os.kill(os.getppid(), signal.SIGINT)
+            os.kill(launcher, signal.SIGINT)
             time.sleep(0.1)
     time.sleep(LONG)
 

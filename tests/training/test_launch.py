@@ -64,16 +64,25 @@ def alive(pid: int) -> bool:
     return False
 
 
-def workers(session: int) -> list[list[str]]:
-    """Return [pid, folder, rank] of the local workers of a session, by rank."""
+def launching(session: int) -> list[tuple[int, list[str]]]:
+    """Return (pid, arguments) of the processes of a session that run the workers' script."""
     found = []
     for pid in members(session):
         with contextlib.suppress(OSError):  # ended meanwhile
             words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
             if launched.__file__ in words:
-                at = words.index(launched.__file__)
-                found.append([str(pid), words[at + 1], words[at + 2]])
-    return sorted(found, key=lambda each: each[2])
+                found.append((pid, words[words.index(launched.__file__) + 1 :]))
+    return found
+
+
+def workers(session: int) -> list[list[str]]:
+    """Return [pid, folder, rank] of the local workers of a session, by rank."""
+    names = {}
+    for pid, words in launching(session):
+        with contextlib.suppress(OSError):
+            names[Path(f"/proc/{pid}/comm").read_text().strip()] = str(pid), words[0]
+    ranks = [rank for rank in range(len(names)) if launched.name_of_worker(rank) in names]
+    return [[*names[launched.name_of_worker(rank)], str(rank)] for rank in ranks]
 
 
 # -- the launcher ----------------------------------------------------------------------------------
@@ -130,7 +139,7 @@ def test_the_first_ctrl_c_asks_and_the_second_ends(tmp_path, times):
     """More than one: the workers do not listen to what they are asked."""
     began = time.monotonic()
     with pytest.raises(Interrupted, match="stopped by the user"):
-        launch.in_processes(3, 1, crew.interrupt, [times, str(tmp_path)])
+        launch.in_processes(3, 1, crew.interrupt, [times, str(tmp_path), os.getpid()])
     assert time.monotonic() - began < crew.LONG / 2
 
 
@@ -174,7 +183,7 @@ def test_the_timeout_is_what_the_environment_says(monkeypatch):
 
 PARENT = """
 import os, subprocess, sys
-child = subprocess.Popen([sys.executable, "-P", *sys.argv[1:], str(os.getpid())])
+child = subprocess.Popen([sys.executable, "-P", *sys.argv[1:], str(os.getpid()), "9"])
 print(child.pid, flush=True)
 child.wait()
 """
@@ -184,7 +193,7 @@ child.wait()
 def test_a_worker_is_tied_to_its_parent_before_it_imports_anything(tmp_path):
     """It waits for its job, which is a pipe here, when its parent is killed."""
     os.mkfifo(tmp_path / "job.json")
-    words = [sys.executable, "-c", PARENT, launched.__file__, str(tmp_path), "0"]
+    words = [sys.executable, "-c", PARENT, launched.__file__, str(tmp_path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as parent:
         child = int(parent.stdout.readline())
         wait_for(lambda: "fifo" in Path(f"/proc/{child}/wchan").read_text() or waits(child))
@@ -205,24 +214,29 @@ def waits(pid: int) -> bool:
 
 def test_a_worker_whose_parent_is_gone_ends_at_once(tmp_path):
     """Its job would make it work: this test is no child of process 1."""
-    words = [sys.executable, "-P", launched.__file__, str(tmp_path), "0"]
-    done = subprocess.run([*words, "1"], capture_output=True, text=True, timeout=30)
+    words = [sys.executable, "-P", launched.__file__, str(tmp_path)]
+    done = subprocess.run([*words, "1", "9"], capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
-    done = subprocess.run([*words, str(os.getpid())], capture_output=True, text=True, timeout=30)
+    words += [str(os.getpid()), "9"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30)
     assert "job.json" in done.stderr  # this one looked for its job
 
 
-def imports_torch(worker: list[str]) -> bool:
-    """Whether a worker is past the start, where it looks whether its parent still lives."""
+def imports_torch(pid: int) -> bool:
+    """Whether a process is past the start, where it looks whether its parent still lives."""
     with contextlib.suppress(OSError):
-        return "libtorch" in Path(f"/proc/{worker[0]}/maps").read_text()
+        return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
     return False
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGHUP])
-def test_no_worker_outlives_a_launcher_that_ends_while_they_import(tmp_path, sign):
+@pytest.mark.parametrize("when", ["importing", "training"])
+def test_no_worker_outlives_a_launcher_that_ends(tmp_path, sign, when):
     process = start(*run_words(tmp_path, "--engine", "spawn", "--steps", 10**6))
-    wait_for(lambda: len(list(filter(imports_torch, workers(process.pid)))) == 2, process)
+    if when == "importing":
+        wait_for(lambda: [pid for pid, _ in launching(process.pid) if imports_torch(pid)], process)
+    else:
+        wait_for(lambda: records(tmp_path) >= 3, process)
     if sign == signal.SIGHUP:
         os.killpg(process.pid, sign)  # a terminal that is closed tells all
     else:
@@ -232,6 +246,20 @@ def test_no_worker_outlives_a_launcher_that_ends_while_they_import(tmp_path, sig
     done = end(process)
     assert done.code == (130 if sign == signal.SIGHUP else -sign)
     assert "Traceback" not in done.err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's service is Linux's")
+def test_workers_end_with_the_process_that_forked_them(tmp_path):
+    process = start(*run_words(tmp_path, "--engine", "spawn", "--steps", 10**6))
+    wait_for(lambda: records(tmp_path) >= 3, process)
+    ranks = {int(pid) for pid, _, _ in workers(process.pid)}
+    (parent,) = {pid for pid, _ in launching(process.pid)} - ranks
+    assert len(ranks) == 2
+    os.kill(parent, signal.SIGKILL)
+    done = end(process)
+    wait_for(lambda: not members(process.pid))
+    assert done.code == 1
+    assert "was ended by SIGKILL" in done.err.splitlines()[-1]
 
 
 # -- no door ---------------------------------------------------------------------------------------
