@@ -286,11 +286,11 @@ def steps_of(results: Path) -> list[int]:
 
 
 def stop(process, sign: signal.Signals) -> None:
-    """End a command as the terminal does, or its leading process alone as the kernel does."""
-    if sign == signal.SIGINT:
-        os.killpg(process.pid, sign)
-    else:
+    """End a command as a terminal or a batch system does, or its leader alone as the kernel does."""
+    if sign == signal.SIGKILL:
         process.send_signal(sign)
+    else:
+        os.killpg(process.pid, sign)
 
 
 def test_a_simulation_survives_kills_and_ctrl_c(tmp_path):
@@ -325,7 +325,7 @@ def test_a_simulation_survives_kills_and_ctrl_c(tmp_path):
 def test_processes_survive_a_kill_and_ctrl_c_and_none_is_left(tmp_path):
     parts, whole = tmp_path / "parts", tmp_path / "whole"
     command = long_run(parts, "spawn", 200)
-    for sign in (signal.SIGKILL, signal.SIGINT):
+    for sign in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
         reached = lines(parts) + 25  # beyond what an earlier part has left
         process = start(*command)
         wait_for(lambda reached=reached: lines(parts) >= reached, process)
