@@ -286,7 +286,7 @@ def steps_of(results: Path) -> list[int]:
 
 
 def stop(process, sign: signal.Signals) -> None:
-    """End a command as a terminal or a batch system does, or its leader alone as the kernel does."""
+    """End a command as a terminal or batch system does, or its leader alone, as the kernel does."""
     if sign == signal.SIGKILL:
         process.send_signal(sign)
     else:
