@@ -186,8 +186,10 @@ def of_seeds(row: dict[str, Any]) -> str:
         low, high = (f"{100 * row[f'difference_{end}']:+.2f}" for end in ("low", "high"))
         difference += f" [{low}, {high}]"
     name, _, fields = row["method"].partition(" ")
+    rate = f"{row['lr']:g}" + ("" if row["rate"] == "tuned" else f", {row['rate']}")
     ratios = f"{row['payload_ratio_up']:.3g} | {row['payload_ratio_down']:.3g}"
-    cells = f"`{name}` {fields}".strip(), accuracy, difference, row["rank"], ratios
+    found = accuracy, str(row["n"]), difference, row["rank"], rate
+    cells = f"`{name}` {fields}".strip(), *found, ratios
     return f"| {row['tier']} | " + " | ".join(cells) + " |"
 
 
