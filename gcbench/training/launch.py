@@ -156,9 +156,9 @@ class _LocalJob:
     def start(self, threads: int) -> None:
         """Start the process that forks the workers, with the signals in `_FROM_TERMINAL` blocked.
 
-        Otherwise a process that still imports would print a traceback at Ctrl-C and leave its peers
-        waiting for it. A new process inherits the signal mask of the thread that starts it; this
-        thread blocks the signals only meanwhile, and receives them afterwards.
+        Otherwise it would print a traceback at Ctrl-C while it imports. A new process inherits the
+        signal mask of the thread that starts it, and the workers inherit that; this thread blocks
+        the signals only meanwhile, and receives them afterwards.
         """
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
         place = {
@@ -255,7 +255,7 @@ class _LocalJob:
         self._process.terminate()  # which counts only while it imports
 
     def kill(self) -> None:
-        """End all workers at once."""
+        """End all workers at once; while they are not forked yet, the process that would."""
         self._signal(set(range(self.workers)), signal.SIGKILL)
         if not self._started:
             self._process.kill()
