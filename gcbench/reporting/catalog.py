@@ -8,6 +8,7 @@ from typing import Any
 from gcbench import ops
 from gcbench.core import registry
 from gcbench.core.errors import GcbenchError
+from gcbench.core.schema import ADDED
 from gcbench.reporting import glossary
 from gcbench.training import configuration
 
@@ -169,16 +170,17 @@ def info() -> Row:
 def summaries(done: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Return the short table that a run ends with; what differs between runs has a column."""
     rows = []
-    axes = [key for key in AXES if len({str(summary["config"][key]) for summary in done}) > 1]
-    for summary in done:
+    configs = [ADDED | summary["config"] for summary in done]
+    axes = [key for key in AXES if len({str(config[key]) for config in configs}) > 1]
+    for summary, config in zip(done, configs, strict=True):
         accuracy, loss = summary.get("test_accuracy"), summary.get("test_loss")
-        if not summary["config"]["test"]:
+        if not config["test"]:
             accuracy, loss = summary.get("validation_accuracy"), summary["validation_loss"]
         seconds = summary.get("step_seconds")
         rows.append(
             {
                 "name": summary["compressor_name"],
-                **{key.replace("_", " "): summary["config"][key] for key in axes},
+                **{key.replace("_", " "): config[key] for key in axes},
                 "seed": summary["seed"],
                 "steps": summary["steps"],
                 "accuracy": "-" if accuracy is None else f"{100 * accuracy:.2f} %",

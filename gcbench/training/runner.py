@@ -78,11 +78,18 @@ class Runner:
         configs = [self._in_environment(config) for config in configs]
         for config in configs:
             self._check(config)
-        pending = [config for config in configs if self._pending(config)]
+        known = self._rows()
+        pending = [one for one in configs if one.hash not in known and self._pending(one)]
         self.after = sum(config.steps for config in pending)
         if len(pending) > 1 and membership.leads():
             _say(f"{len(pending)} runs to make, {self.after:,} steps in all")
         self.work(each(configs), len(configs), json=json)
+
+    def _rows(self) -> dict[str, rows.Row]:
+        """Return the rows of runs that are not to be made again, by the hashes of their configs."""
+        if self.rows_file is None or self.force:
+            return {}
+        return {one["config_hash"]: one for one in rows.read(self.rows_file)}
 
     def _pending(self, config: Config) -> bool:
         """Return whether a run is not finished yet, or is to be repeated."""
@@ -107,10 +114,7 @@ class Runner:
             Interrupted: the user asked to stop.
             GcbenchError: a run failed.
         """
-        leads = membership.leads()
-        known = {}
-        if self.rows_file is not None and not self.force:
-            known = {one["config_hash"]: one for one in rows.read(self.rows_file)}
+        leads, known = membership.leads(), self._rows()
         done: list[dict[str, Any]] = []
         failures: list[GcbenchError] = []
         number = 0
@@ -267,4 +271,5 @@ class Runner:
         elif done:
             if self.show is not None:
                 self.show(done)
-            _say(f"runs in {self.results}; compare them: gcbench compare {self.results}")
+            what, place = ("rows", self.rows_file) if self.rows_file else ("runs", self.results)
+            _say(f"{what} in {place}; compare them: gcbench compare {place}")

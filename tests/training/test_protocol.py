@@ -14,6 +14,7 @@ from commands import invoke
 
 from gcbench.core import registry
 from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.core.schema import ADDED
 from gcbench.core.world import SimulatedWorld
 from gcbench.reporting import compare, published
 from gcbench.reporting.reader import load
@@ -426,6 +427,24 @@ def test_processes_that_add_at_once_lose_nothing(tmp_path):
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         pool.map(_add, [(str(file), number) for number in range(2)])
     assert len(rows.read(file)) == 10
+
+
+def test_rows_from_before_a_setting_existed_serve_as_they_are(tmp_path):
+    file = tmp_path / "rows.parquet"
+    words = ("run", "--task", "quadratic", "--compressor", "none,terngrad", "--steps", 12)
+    words += ("--rows", file, "--results", tmp_path / "runs")
+    first = invoke(*words)
+    old = rows.read(file)
+    for row in old:
+        row["config"] = {key: value for key, value in row["config"].items() if key not in ADDED}
+    rows.write(file, old)
+    shutil.rmtree(tmp_path / "runs")
+    again = invoke(*words)
+    assert again.code == 0, again.err
+    assert again.out == first.out
+    assert again.err.count("skipped") == 2
+    assert "runs to make" not in again.err
+    assert f"compare them: gcbench compare {file}" in again.err
 
 
 def test_a_diverged_run_is_a_result(tmp_path):
