@@ -341,7 +341,7 @@ def run(
         made.after = sum(point.config.steps for point in points)
         made.work(chosen.runs(given), len(points), json=json, tuned=True)
     if suite is not None and membership.leads():
-        say(f"beside the published numbers: gcbench compare {results} --suite {suite}")
+        say(f"as the suite's table: gcbench compare {rows or results} --suite {suite}")
 
 
 _NOT_SETTINGS = {

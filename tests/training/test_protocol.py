@@ -263,6 +263,7 @@ def test_a_suite_chooses_rates_and_its_rows_say_so(own, tmp_path):
     again = invoke(*words)
     assert again.code == 0
     assert again.err.count("skipped") == len(kept)
+    assert f"gcbench compare {file} --suite {own}" in again.err
     told = rates(file, own)
     assert set(told) <= {"tuned", "edge"}
     own.write_text(OWN.replace("extend: 2", "extend: 2, finalists: 2"))
