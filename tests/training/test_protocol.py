@@ -182,14 +182,27 @@ def test_the_best_of_short_trials_are_tried_again_with_all_steps():
     peak = {0.001: 0.5, 0.003: 0.6, 0.01: 0.7, 0.03: 0.65, 0.1: 0.0}
     short = [0.003, 0.01, 0.03]
     late = {0.01: 0.8, 0.03: 0.9}
-    assert chosen(peak, late, extend=3, finalists=2) == (0.03, True, [*short, 0.01, 0.03])
+    assert chosen(peak, late, extend=1, finalists=2) == (0.03, True, [*short, 0.01, 0.03])
     late = {0.003: 0.9, 0.01: 0.8, 0.03: 0.7}
     assert chosen(peak, late, extend=3, finalists=2) == (0.01, False, [*short, 0.01, 0.03])
-    assert chosen(peak, late, extend=3, finalists=3)[::2] == (0.003, [*short, 0.01, 0.03, 0.003])
+    assert chosen(peak, late, extend=1, finalists=3)[::2] == (0.003, [*short, 0.01, 0.03, 0.003])
     equal = dict.fromkeys(LADDER, 0.5)
     assert chosen(equal, equal, extend=0, finalists=2)[0] == 0.003
     diverged = {0.01: -math.inf, 0.03: 0.1}
-    assert chosen(peak, diverged, extend=3, finalists=2)[0] == 0.03
+    assert chosen(peak, diverged, extend=1, finalists=2)[0] == 0.03
+
+
+def test_a_finalist_at_the_edge_of_all_trials_gets_a_rival_beyond():
+    peak = {0.001: 0.5, 0.003: 0.6, 0.01: 0.7, 0.03: 0.65, 0.1: 0.0}
+    before = [0.003, 0.01, 0.03, 0.01, 0.03]  # short ones, then the two finalists
+    late = {0.01: 0.8, 0.03: 0.9, 0.1: 0.85}
+    assert chosen(peak, late, extend=2, finalists=2) == (0.03, False, [*before, 0.1])
+    late[0.1] = 0.95
+    assert chosen(peak, late, extend=3, finalists=2) == (0.1, True, [*before, 0.1]), "no more rungs"
+    low = {0.003: 0.7, 0.01: 0.71, 0.03: 0.1}
+    late = {0.003: 0.9, 0.01: 0.8, 0.001: 0.1}
+    tried = [0.003, 0.01, 0.03, 0.01, 0.003, 0.001]
+    assert chosen(low, late, extend=2, finalists=2) == (0.003, False, tried)
 
 
 def test_a_suite_makes_short_trials_long_ones_and_then_its_runs(own):

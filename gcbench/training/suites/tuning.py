@@ -4,8 +4,10 @@ Rates of a ladder are tried in short runs, trials, and the rate with the best re
 validation examples is taken; the test split is never evaluated. First all rates of `start` are
 tried; then, while the best rate is the lowest or the highest tried, the next one of the ladder on
 that side, at most `extend` times. The `finalists` best of these rates are then tried again with all
-steps of the runs whose rate is chosen: what is best in short runs may be too high for long ones. Of
-equal results the lower rate wins; a diverged run is the worst.
+steps of the runs whose rate is chosen: what is best in short runs may be too high for long ones.
+While the best of these is the lowest or the highest rate of all trials, the next one of the ladder
+is tried with all steps, too; such trials count among the `extend`. Of equal results the lower rate
+wins; a diverged run is the worst.
 """
 
 from __future__ import annotations
@@ -114,18 +116,29 @@ class Tune(BaseModel):
                 return Choice(None, Trial(lr, self.steps))
         rungs = [lr for lr in self.ladder if Trial(lr, self.steps) in tried]
         ranked = _ranked(rungs, tried, self.steps)
-        if ranked[0] in (rungs[0], rungs[-1]) and len(rungs) < len(self.start) + self.extend:
-            place = self.ladder.index(ranked[0])
-            beyond = place - 1 if ranked[0] == rungs[0] else place + 1
-            if 0 <= beyond < len(self.ladder):
-                return Choice(None, Trial(self.ladder[beyond], self.steps))
-        if self.finalists:
-            finalists = ranked[: self.finalists]
+        if (beyond := self._beyond(ranked[0], rungs)) is not None:
+            return Choice(None, Trial(beyond, self.steps))
+        finalists = ranked[: self.finalists]
+        while finalists:
             for lr in finalists:
                 if Trial(lr, steps) not in tried:
                     return Choice(None, Trial(lr, steps))
             ranked = _ranked(finalists, tried, steps)
+            if (beyond := self._beyond(ranked[0], rungs)) is None:
+                break
+            finalists.append(beyond)
+            rungs = sorted({*rungs, beyond})
         return Choice(ranked[0], None, ranked[0] in (rungs[0], rungs[-1]))
+
+    def _beyond(self, best: float, rungs: Sequence[float]) -> float | None:
+        """Return the rate to try next because the best of all rates tried is at their edge.
+
+        `rungs`: these rates in order. None if it is not, or if the ladder or `extend` ends there.
+        """
+        if best not in (rungs[0], rungs[-1]) or len(rungs) >= len(self.start) + self.extend:
+            return None
+        place = self.ladder.index(best) + (-1 if best == rungs[0] else 1)
+        return self.ladder[place] if 0 <= place < len(self.ladder) else None
 
 
 def _ranked(rates: Sequence[float], tried: Mapping[Trial, float], steps: int) -> list[float]:
