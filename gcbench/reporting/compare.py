@@ -456,7 +456,7 @@ def _context_order(key: str) -> tuple[int, str]:
 
 
 def ranked(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with their place in their tier and budget; see `seeds.ranks`."""
+    """Return the rows with their places in their tier and budget; see `seeds.ranks`."""
     import pandas as pd
 
     groups: dict[str, list[int]] = {}

@@ -58,8 +58,8 @@ WORDS: dict[str, str] = {
     "points": "Percentage points: 91 % is 2 points above 89 %.",
     "published": "What a paper says of the same run. A difference at another number of steps is of "
     "the budget and no verdict on a method.",
-    "rank": "The number of a worker, from 0. In a table of results: the place among the methods of "
-    "a tier, shared by those that the seeds do not tell apart.",
+    "rank": "The number of a worker, from 0. In a table of results: the places that a method "
+    "may have in its tier; they overlap where the seeds do not tell two methods apart.",
     "reduce-scatter": "A collective after which every worker has the sum of one part of the "
     "gradients. It is the first half of an all-reduce, and what FSDP uses.",
     "residual": "Gradient minus what its code decodes to: what the code has lost.",

@@ -244,24 +244,26 @@ def on_front(configurations: DataFrame) -> Series[bool]:
 
 
 def ranks(values: DataFrame, sign: int) -> list[str]:
-    """Return the place of each column, a row of a tier: 1 + how many of the others are better.
+    """Return the places that each column, a row of a tier, may have: "1", or "2-4".
+
+    The first is 1 + how many of the others are better, the last the number of rows less those that
+    are worse. So two rows whose difference is not known have places that overlap.
 
     `values`: the metric, a line a seed, NaN where a row does not have it. `sign`: 1 where a higher
     metric is better, else -1. A row is better if the confidence interval of its paired difference
-    over the common seeds excludes zero, at 95 % for all pairs of rows together (Bonferroni). Equal
-    places are marked, "1="; "-" where a pair has fewer than `LEAST_SEEDS` common seeds.
+    over the common seeds excludes zero, at 95 % for all pairs of rows together (Bonferroni). "-"
+    where a pair has fewer than `LEAST_SEEDS` common seeds.
     """
-    import pandas as pd
-
     count = values.shape[1]
     level = 0.05 / max(1, count * (count - 1) // 2)
-    places = {}
+    places = []
     for own in values:
         leads = sign * values.drop(columns=own).sub(values[own], axis="index")
         n = leads.count()
-        better = leads.mean() > half_width(leads.std(), n, level)
-        known = count > 1 and (n >= LEAST_SEEDS).all()
-        places[own] = f"{1 + better.sum()}" if known else "-"
-    told = pd.Series(places)
-    tied = told.duplicated(keep=False) & (told != "-")
-    return [place + "=" * tie for place, tie in zip(told, tied, strict=True)]
+        lead, width = leads.mean(), half_width(leads.std(), n, level)
+        first, last = 1 + (lead > width).sum(), count - (lead < -width).sum()
+        if count == 1 or (n < LEAST_SEEDS).any():
+            places.append("-")
+        else:
+            places.append(f"{first}" if first == last else f"{first}-{last}")
+    return places

@@ -131,8 +131,9 @@ def _tier_notes(rows: Sequence[Row]) -> list[str]:
     made = []
     if any(row.rank is not None for row in rows):
         made.append(
-            "rank: within the tier, 1 + how many of its methods are better by a paired interval "
-            "over at least 5 seeds, at 95 % for all pairs together; = marks ties, - too few seeds."
+            "rank: the places within the tier that a method may have, by paired intervals over at "
+            "least 5 seeds, at 95 % for all pairs together; where two overlap, none is better; "
+            "- too few seeds."
         )
     if any(row.rate in ("edge", "untuned", "open") for row in rows):
         made.append(

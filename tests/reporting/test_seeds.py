@@ -117,7 +117,16 @@ def test_ranks_need_intervals_of_all_pairs_together() -> None:
     many = values(
         a=lead, b=zero, c=[-1.0, -1.1, -1.2, -1.1, -1.0], d=[-9.0, -8.9, -9.1, -9.0, -9.0]
     )
-    assert seeds.ranks(many, 1) == ["1=", "1=", "3", "4"]
+    assert seeds.ranks(many, 1) == ["1-2", "1-2", "3", "4"]
+
+
+def test_places_overlap_where_two_rows_are_not_told_apart() -> None:
+    """a is better than c; b is told apart from neither, and none of them from its neighbour."""
+    noise = [0.01, -0.01, 0.0, 0.01, -0.01]
+    b = [0.03 + e for e in (0.05, -0.05, 0.0, 0.05, -0.05)]
+    made = values(a=[0.06] * 5, b=b, c=noise, d=[-1 + e for e in noise])
+    assert seeds.ranks(made, 1) == ["1-2", "1-3", "2-3", "4"]
+    assert seeds.ranks(-made, -1) == ["1-2", "1-3", "2-3", "4"]
 
 
 def test_no_rank_from_few_seeds_or_of_one_row() -> None:
