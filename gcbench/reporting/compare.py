@@ -116,7 +116,7 @@ class Row:
     tier: str | None = None
     """The tier of equal bits to which a suite counts the row, by its measured bits."""
     rank: str | None = None
-    """Its place in the tier, "1" or, tied, "1="; "-" with fewer than 5 common seeds."""
+    """The places that it may have in the tier, "1" or "2-4"; "-" with fewer than 5 common seeds."""
     rate: str | None = None
     """How a suite's rule chose the learning rate: "tuned", "edge" of what was tried, "untuned".
 
@@ -560,7 +560,7 @@ def where(
 
 
 def by(rows: Sequence[Row], key: str) -> dict[str, list[Row]]:
-    """Return the rows by the value of a setting, as text.
+    """Return the rows by the value of a setting, as text; tiers come with the most bits first.
 
     Raises:
         UsageError: a setting that no run has.
@@ -572,4 +572,10 @@ def by(rows: Sequence[Row], key: str) -> dict[str, list[Row]]:
     for row in rows:
         value = (row.tier or "none") if tiers else text(_settings(row.runs[0]).get(key))
         groups.setdefault(value, []).append(row)
+    if tiers:
+        return dict(sorted(groups.items(), key=lambda group: -_most_bits(group[1])))
     return groups
+
+
+def _most_bits(rows: Sequence[Row]) -> float:
+    return max(row.bits_up or 0.0 for row in rows)

@@ -338,19 +338,23 @@ def groups(rows: Sequence[Row]) -> dict[str, list[Column]]:
 
 
 def _table(rows: Sequence[Row], width: int, asked: Layout) -> str:
-    """Return as few tables as fit into `width` columns, and the notes."""
+    """Return as few tables as fit into `width` columns."""
     found = _laid_out(rows, asked)
     which = found.pop("which")
-    said = [*notes(rows), *([glossary.POINTER] if len(rows) > glossary.LONG else [])]
-    told = [textwrap.fill(note, width, break_long_words=False) for note in said]
-    return terminal(which, list(filter(None, found.values())), width) + "\n\n" + "\n".join(told)
+    return terminal(which, list(filter(None, found.values())), width)
 
 
 def _markdown(rows: Sequence[Row], asked: Layout) -> str:
     names = len(rows[0].context) + 1 + len(rows[0].own)
-    return "\n\n".join(
-        [*(markdown(columns, names) for columns in _chosen_sheets(rows, asked)), *notes(rows)]
-    )
+    return "\n\n".join(markdown(columns, names) for columns in _chosen_sheets(rows, asked))
+
+
+def _told(said: Sequence[str], format: str, width: int) -> list[str]:
+    """Return sentences as the blocks that follow a table; none for no sentences."""
+    if format != "table":
+        return list(said)
+    filled = [textwrap.fill(note, width, break_long_words=False) for note in said]
+    return ["\n".join(filled)] if filled else []
 
 
 def best_rows(rows: Sequence[Row]) -> list[int]:
@@ -539,20 +543,25 @@ def render(
         return csv_text(records) if format == "csv" else json_text(records)
     width = width or shutil.get_terminal_size((200, 24)).columns
     titles = {"table": "{}", "markdown": "**{}**", "latex": "% {}"}
+    shown = {value: constants(group) for value, group in tabled.items()}
+    said = [notes(told) for _, told in shown.values()]
+    every = [note for note in said[0] if all(note in others for others in said)]
     blocks = []
-    for value, group in tabled.items():
-        title, told = constants(group)
+    for (value, (title, told)), own in zip(shown.items(), said, strict=True):
         if by is not None:
             title = ", ".join(filter(None, [f"{by}={value}", title]))
         if title:
             blocks.append(titles[format].format(title))
         if format == "latex":
             blocks.append(_latex(told, asked, title))
-        else:
-            blocks.append(
-                _table(told, width, asked) if format == "table" else _markdown(told, asked)
-            )
-    return "\n\n".join(blocks)
+            continue
+        blocks.append(_table(told, width, asked) if format == "table" else _markdown(told, asked))
+        blocks += _told([note for note in own if note not in every], format, width)
+    if format == "latex":
+        return "\n\n".join(blocks)
+    if format == "table" and any(len(told) > glossary.LONG for _, told in shown.values()):
+        every.append(glossary.POINTER)
+    return "\n\n".join([*blocks, *_told(every, format, width)])
 
 
 def constants(rows: Sequence[Row]) -> tuple[str, list[Row]]:

@@ -485,6 +485,24 @@ def test_a_diverged_run_is_a_result(tmp_path):
     assert not (tmp_path / "elsewhere").exists()
 
 
+@pytest.mark.parametrize("format", ["table", "markdown"])
+def test_tiers_come_with_the_most_bits_first_and_share_their_notes(tmp_path, format):
+    from gcbench.reporting import tables
+
+    made = table(tmp_path, none=[0.7, 0.71], signsgd=[0.5, 0.52], bf16=[0.7, 0.7])
+    bits = {"signsgd": ("few", 1.0), "bf16": ("many", 16.0), "none": ("many", 32.0)}
+    tiered = [compare.replace(made[name], tier=tier, bits_up=b) for name, (tier, b) in bits.items()]
+    told = tables.render(tiered, format, by="tier")
+    many, few = told.index("tier=many"), told.index("tier=few")
+    assert many < told.index("bf16") < few < told.index("signsgd")
+    # Of both tables, once; of the table that it is about, beside it.
+    assert told.count("Results are the mean") == 1
+    assert few < told.index("Results are the mean")
+    alike = tables.alike([row for row in tiered if row.tier == "many"])
+    assert alike
+    assert many < told.replace("\n", " ").index(alike) < few
+
+
 # ---- the picture of tiers ------------------------------------------------------------------------
 
 
