@@ -112,8 +112,10 @@ def test_advice_weighs_gain_against_cost(tmp_path: Path, known: Path) -> None:
     assert "Use terngrad by " in said
     assert "times as fast as reducing in fp32" in said
     assert "loses 0.4 [0.27, 0.53] points there (digits, 1,000 parameters, 100 steps" in said
-    assert "4 seeds; your model has 25.6M, 2.6e+04 times as many)" in said
-    assert "Untested: predicted faster, no stored run shows their accuracy: topk." in said
+    assert "4 seeds; your model has 25.6M, 26,000 times as many)" in said
+    assert (
+        "Untested: predicted faster, no stored run shows their accuracy: topk by twoshot." in said
+    )
     assert "The answer is terngrad, " in said
     again = load(next((tmp_path / "analyses").iterdir()))
     assert {row["method"]: row["advice"] for row in again.table("methods").rows} == {
@@ -134,6 +136,13 @@ def test_each_result_is_told_with_its_task_budget_and_distance(tmp_path: Path) -
     place = "lenet on mnist, 5.11M parameters, 2,000 steps of 64, 8 workers, 3 seeds"
     assert methods(found)["terngrad"]["accuracy_from"] == place
     assert methods(found)["terngrad"]["distance"] == "your model has 25.6M, 5 times as many"
+
+
+def test_equal_means_are_a_loss_of_nothing(tmp_path: Path) -> None:
+    """.1, -.2 and .1 points, whose mean is 1e-17 as floats have it."""
+    path = write(tmp_path / "r.parquet", [*plain(), *lost("terngrad", (0.001, -0.002, 0.001))])
+    (row,) = advise(tmp_path, *ALONE, "--runs", path)["tables"][1]["rows"]
+    assert str(row["lost"]) == "0.0"
 
 
 @pytest.mark.parametrize(
@@ -319,6 +328,22 @@ def test_what_owners_encode_again_is_known_by_its_own_collective(
     assert (row["qsgd"]["advice"], row["qsgd"]["collective"], row["qsgd"]["results"]) == expected
 
 
+def test_what_was_seen_by_another_collective_is_told_and_no_evidence(tmp_path: Path) -> None:
+    """By two-shot, which alone gains on 64 nodes, QSGD's owners encode the mean again.
+
+    The suite has them by all-gather, so that its command would show nothing new.
+    """
+    runs = lost("qsgd", [0.002] * 3, collective="allgather")
+    path = write(tmp_path / "r.parquet", [*plain(), *runs])
+    words = ("--compressor", "qsgd", "--cluster", "a100x1-10g", "--workers", "64", "--runs", path)
+    found = advise(tmp_path, *words, "--cluster-set", "inter.gbit=1")
+    row = methods(found)["qsgd"]
+    assert (row["advice"], row["results"], row["collective"]) == ("untested", 0, "twoshot")
+    assert row["accuracy"] == "allgather alone: loses 0.2 [0.2, 0.2] points"
+    (said,) = [line for line in found["conclusions"] if line.startswith("To learn")]
+    assert said.startswith("To learn it of qsgd by twoshot: copy the suite main")
+
+
 def test_where_all_collectives_have_one_mean_any_result_counts(tmp_path: Path) -> None:
     runs = lost("terngrad", [0.0] * 3, collective="allreduce")
     path = write(tmp_path / "r.parquet", [*plain(), *runs])
@@ -372,11 +397,20 @@ def test_the_suite_has_the_runs_that_the_command_asks_for(tmp_path: Path) -> Non
         *("advise", *SLOW, "--results", tmp_path / "a", "--progress", "none", "--json", "--runs"),
         write(tmp_path / "r.parquet", plain()),
     ).json
-    (said,) = [line for line in found["conclusions"] if line.startswith("To learn")]
+    learn = [line for line in found["conclusions"] if line.startswith("To learn")]
+    (said,) = [line for line in learn if "--suite main" in line]
     names = said.partition("--compressor ")[2].split()[0].split(",")
     points = suites.load("main").points({"compressor": names})
     assert {point.config.compressor for point in points} == set(names)
     assert len(names) > 5
+    # By the collective that is advised, where collectives have different means; others are told
+    # apart, and none is forgotten.
+    made = {point.config.compressor: point.config.collective for point in points}
+    for name in set(names) - {"none"}:
+        if registry.compressor(name).requantizes:
+            assert f"{name} by {made[name]}" in said
+    untested = {name for name, row in methods(found).items() if row["advice"] == "untested"}
+    assert all(f"{name} by " in " ".join(learn) for name in untested)
 
 
 def test_on_a_fast_network_it_says_do_not_compress(tmp_path: Path, known: Path) -> None:

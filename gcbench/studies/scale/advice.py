@@ -18,7 +18,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
@@ -85,7 +85,16 @@ def usual_places(runs: Path) -> list[Path]:
 # ---- the cost ------------------------------------------------------------------------------------
 
 
-def costs_of(settings: Settings, step: Step, known: Sequence[Evidence]) -> list[Evidence]:
+class Costs(NamedTuple):
+    """What runs show of the accuracy of a method, as it would be used."""
+
+    own: Sequence[Evidence]
+    """The rows that count for the collective in question."""
+    others: Sequence[Evidence]
+    """Those by a collective with another mean, which show nothing about it."""
+
+
+def costs_of(settings: Settings, step: Step, known: Sequence[Evidence]) -> Costs:
     """Return the rows of exactly this method, as it would be used.
 
     Rows count if the method has the same fields in all steps, the memory of its source, the same
@@ -104,17 +113,23 @@ def costs_of(settings: Settings, step: Step, known: Sequence[Evidence]) -> list[
         "dense_below": settings.dense_below,
     }
 
-    def counts(one: Evidence) -> bool:
+    def is_of_method(one: Evidence) -> bool:
         run = one.row.runs[0]
         if run.summary.compressor != registry.call(method) or reader.schedules(run.summary):
             return False
-        if any(run.config.get(key, value) != value for key, value in asked.items()):
-            return False
-        same = run.summary.collective == step.collective or not method.requantizes
+        return all(run.config.get(key, value) == value for key, value in asked.items())
+
+    def counts(one: Evidence) -> bool:
         loses = one.judge(settings.allowed) == evidence.LOSES
+        same = _same_mean(method, one.row.first.collective, step.collective)
         return same or (step.collective == "twoshot" and loses)
 
-    return [one for one in known if counts(one)]
+    found = [one for one in known if is_of_method(one)]
+    return Costs([one for one in found if counts(one)], [one for one in found if not counts(one)])
+
+
+def _same_mean(method: Compressor, one: str, other: str) -> bool:
+    return one == other or not method.requantizes
 
 
 def worst(known: Sequence[Evidence], tolerance: Tolerance) -> Evidence:
@@ -160,8 +175,8 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         "better of reducing in fp32 and in bf16, and the 95 % interval of no result contains a "
         f"loss beyond {_allowed(settings)}. unclear: it may gain as much, but not with its kernels "
         "as measured, or such a loss is within an interval. untested: it is predicted to be "
-        "faster, but no stored run shows its accuracy. loses too much: a whole interval is beyond "
-        "that loss, or a seed diverged. no gain: it gains less.",
+        "faster, but no stored run by that collective shows its accuracy. loses too much: a whole "
+        "interval is beyond that loss, or a seed diverged. no gain: it gains less.",
         "over fp32 and over bf16: the uncompressed step that reduces in that format divided by "
         f"this step, from measured kernels to the upper bound; step is by {by}. Within a verdict a "
         f"simpler method stands before one that is less than {100 * settings.margin:g} % faster. "
@@ -170,7 +185,8 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         "accuracy there: what the worst result of the method lost against `none`, as the mean over "
         "paired seeds with its 95 % interval. Results of a schedule, with other dense tensors, or "
         "by a collective with another mean do not count; but what loses too much by all-gather "
-        "does so by two-shot, too.",
+        "does so by two-shot, too. allgather alone: so by all-gather; by the collective advised "
+        "the owners encode the mean again, and no run shows what that loses.",
         "all-gather up to: with 64 / b workers or more, b being the bits of a payload for each "
         "element, all-gather moves more bytes than an fp32 ring all-reduce; then two-shot or "
         "all-reduce must serve.",
@@ -243,7 +259,7 @@ def _allowed(settings: Settings) -> str:
     return f"{100 * settings.tolerance:g} points of accuracy or {settings.tolerance_loss:g} of loss"
 
 
-Known = Mapping[tuple[str, str], Sequence[Evidence]]
+Known = Mapping[tuple[str, str], Costs]
 """The evidence for a method by a collective, by method and collective."""
 
 
@@ -278,7 +294,7 @@ def _judged(
     settings: Settings,
     found: Prepared,
     step: Step,
-    own: Sequence[Evidence],
+    costs: Costs,
     cluster: Cluster,
     longer: float,
 ) -> Row:
@@ -288,10 +304,14 @@ def _judged(
     row: Row = {"method": "", "compressor": registry.call(method), "collective": step.collective}
     gathers = "allgather" in method.legal_collectives() and not settings.sharded
     row |= {"bits": bits, "gather_limit": math.ceil(64 / bits) - 1 if gathers and bits else None}
-    row |= {"results": len(own), "accuracy": "untested"}
+    row |= {"results": len(costs.own), "accuracy": "untested"}
     advice = UNTESTED
-    if own:
-        shown = worst(own, settings.allowed)
+    if costs.others:
+        shown = worst(costs.others, settings.allowed)
+        said = shown.words(settings.allowed).replace(" there", "")
+        row["accuracy"] = f"{shown.row.first.collective} alone: {said}"
+    if costs.own:
+        shown = worst(costs.own, settings.allowed)
         advice = OF_VERDICT[shown.judge(settings.allowed)]
         row |= {"accuracy": shown.words(settings.allowed), "accuracy_from": shown.place}
         row["distance"] = shown.distance(found.network.numel)
@@ -324,7 +344,7 @@ def _seen(settings: Settings, found: Prepared, known: Sequence[Evidence]) -> lis
         own: dict[int, Evidence] = {}
         for (name, _), step in found.steps.items():
             if name == word:
-                own |= {id(one): one for one in costs_of(settings, step, known)}
+                own |= {id(one): one for one in costs_of(settings, step, known).own}
         for one in own.values():
             first, config = one.row.first, one.row.runs[0].config
             points = one.row.metric == "accuracy"
@@ -342,7 +362,7 @@ def _seen(settings: Settings, found: Prepared, known: Sequence[Evidence]) -> lis
                     "workers": first.workers,
                     "seeds": one.seeds,
                     "failed": len(one.row.failed),
-                    **{field: scale * lost[field] if lost else None for field in _LOST},
+                    **{field: _tidy(scale * lost[field]) if lost else None for field in _LOST},
                     "lost_unit": "points" if points else "loss",
                     "rate": one.rate,
                     "size": found.network.numel / first.params if first.params else None,
@@ -350,6 +370,11 @@ def _seen(settings: Settings, found: Prepared, known: Sequence[Evidence]) -> lis
                 }
             )
     return rows
+
+
+def _tidy(value: float) -> float:
+    """Return the value without what rounding leaves where two means are equal."""
+    return round(value, 9) + 0.0
 
 
 def _known(
@@ -450,11 +475,15 @@ def _unknown(settings: Settings, rows: Sequence[Row]) -> list[str]:
     faster = [row for row in untested if float(row["gain"] or 0) > least]
     if not faster:
         return []
-    names = ", ".join(str(row["method"]) for row in faster)
+    names = ", ".join(map(_by, faster))
     return [
         f"Untested: predicted faster, no stored run shows their accuracy: {names}.",
-        _to_learn(settings, faster),
+        *_to_learn(settings, faster),
     ]
+
+
+def _by(row: Row) -> str:
+    return f"{row['method']} by {row['collective']}"
 
 
 def _bf16() -> Compressor:
@@ -464,8 +493,8 @@ def _bf16() -> Compressor:
 def _told(row: Row) -> str:
     """Return a method and its predicted gain in words."""
     return (
-        f"{row['method']} by {row['collective']}: predicted {row['over_fp32']} times as fast as "
-        f"reducing in fp32, {row['over_bf16']} as in bf16"
+        f"{_by(row)}: predicted {row['over_fp32']} times as fast as reducing in fp32, "
+        f"{row['over_bf16']} as in bf16"
     )
 
 
@@ -474,27 +503,47 @@ def _seen_at(row: Row) -> str:
 
 
 @cache
-def _entries() -> set[tuple[str, str]]:
-    """Return the methods of the suite, as expressions, each with its memory."""
+def _entries() -> set[tuple[str, str, str]]:
+    """Return the methods of the suite, as expressions, each with its memory and collective."""
     configs = [point.config for point in suites.load(SUITE).points()]
-    return {(registry.call(config.make_compressor()), config.memory) for config in configs}
+    return {(registry.call(c.make_compressor()), c.memory, c.collective) for c in configs}
 
 
-def _to_learn(settings: Settings, untested: Sequence[Row]) -> str:
-    """Return a sentence with the command that measures the accuracy of these methods."""
-    made = {str(row["method"]): methods.parse(str(row["method"])) for row in untested}
-    there = [m.name for m in made.values() if (registry.call(m), m.memory) in _entries()]
-    if there and not settings.dense_last and not settings.dense_below:
-        names = ",".join(dict.fromkeys(["none", *there]))
-        words = ["gcbench", "run", "--suite", SUITE, "--compressor", names]
-        words += ["--rows", f"{ROWS}/{SUITE}.parquet"]
-        return f"To learn it of {', '.join(there)}: {shlex.join(words)}, then this command again."
-    file = "mine.yaml"
-    words = ["gcbench", "run", "--suite", file, "--rows", f"{ROWS}/mine.parquet"]
-    return (
-        f"To learn it: copy the suite {SUITE} (`gcbench list suites`) to {file}, with the methods "
-        f"and dense tensors asked for here as entries, then {shlex.join(words)} and this command."
+def _in_suite(settings: Settings, row: Row) -> bool:
+    """Whether the suite has runs of the method that count for the row's collective."""
+    method = methods.parse(str(row["method"]))
+    if settings.dense_last or settings.dense_below:
+        return False
+    return any(
+        (call, memory) == (registry.call(method), method.memory)
+        and _same_mean(method, collective, str(row["collective"]))
+        for call, memory, collective in _entries()
     )
+
+
+def _to_learn(settings: Settings, untested: Sequence[Row]) -> list[str]:
+    """Return sentences with the commands that measure the accuracy of these methods."""
+    there = [row for row in untested if _in_suite(settings, row)]
+    rest = [row for row in untested if row not in there]
+    said = []
+    if there:
+        names = [methods.parse(str(row["method"])).name for row in there]
+        words = ["gcbench", "run", "--suite", SUITE]
+        words += ["--compressor", ",".join(dict.fromkeys(["none", *names]))]
+        words += ["--rows", f"{ROWS}/{SUITE}.parquet"]
+        said.append(
+            f"To learn it of {', '.join(map(_by, there))}: {shlex.join(words)}, then this command "
+            "again."
+        )
+    if rest:
+        file = "mine.yaml"
+        words = ["gcbench", "run", "--suite", file, "--rows", f"{ROWS}/mine.parquet"]
+        said.append(
+            f"To learn it of {', '.join(map(_by, rest))}: copy the suite {SUITE} (`gcbench list "
+            f"suites`) to {file}, with none and these methods, collectives and dense tensors as "
+            f"entries, then {shlex.join(words)} and this command."
+        )
+    return said
 
 
 # ---- the picture ---------------------------------------------------------------------------------

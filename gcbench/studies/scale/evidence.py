@@ -118,7 +118,7 @@ class Evidence:
         if 0.95 < factor < 1.05:
             return f"your model has as many, {mine}"
         if factor > 1:
-            return f"your model has {mine}, {factor:.2g} times as many"
+            return f"your model has {mine}, {float(f'{factor:.2g}'):,g} times as many"
         return f"your model has {mine}, {100 * factor:.2g} % as many"
 
 
