@@ -150,6 +150,7 @@ def test_equal_means_are_a_loss_of_nothing(tmp_path: Path) -> None:
     [
         # one bad seed of three, mean 1.3: such a loss may be chance
         ((0.0, 0.04, 0.0), "unclear", "not clear: loses 1.3 [-4.4, 7.1] points there"),
+        ((0.0, -0.04, 0.0), "unclear", "not clear: gains 1.3 [-4.4, 7.1] points there"),
         ((0.03, 0.031, 0.029), "loses too much", "loses 3 [2.8, 3.2] points there"),
         ((0.002, -0.002, 0.0), "use", "no loss seen there within 0.5 points"),
         ((-0.01, -0.011, -0.012), "use", "gains 1.1 [0.85, 1.3] points there"),
@@ -452,6 +453,8 @@ def test_reducing_in_bf16_is_the_baseline_that_counts(tmp_path: Path) -> None:
     assert "Reduce in bf16 (DDP: bf16_compress_hook): predicted 1." in said
     assert "by our exchange: loses 0.4 [0.27, 0.53] points there (digits" in said
     assert "The answer is bf16 all-reduce" in said
+    alone = conclusions(advise(tmp_path, "--runs", path, *words[4:], *enough, *ALONE))
+    assert "by our exchange: loses 0.4 [0.27, 0.53] points there (digits" in alone
 
 
 def test_a_gain_that_depends_on_kernels_is_unclear(tmp_path: Path, monkeypatch) -> None:

@@ -102,7 +102,18 @@ def costs_of(settings: Settings, step: Step, known: Sequence[Evidence]) -> Costs
     that loses too much also counts against a two-shot exchange, whose owners lose something more;
     one that does not lose too much shows nothing about it.
     """
-    method = step.method
+    found = of_method(settings, step.method, known)
+
+    def counts(one: Evidence) -> bool:
+        loses = one.judge(settings.allowed) == evidence.LOSES
+        same = _same_mean(step.method, one.row.first.collective, step.collective)
+        return same or (step.collective == "twoshot" and loses)
+
+    return Costs([one for one in found if counts(one)], [one for one in found if not counts(one)])
+
+
+def of_method(settings: Settings, method: Compressor, known: Sequence[Evidence]) -> list[Evidence]:
+    """Return the rows of exactly this method, as it would be used, by any collective."""
     asked = {
         "memory": method.memory,
         "memory_options": dict(method.memory_options),
@@ -113,19 +124,13 @@ def costs_of(settings: Settings, step: Step, known: Sequence[Evidence]) -> Costs
         "dense_below": settings.dense_below,
     }
 
-    def is_of_method(one: Evidence) -> bool:
+    def fits(one: Evidence) -> bool:
         run = one.row.runs[0]
         if run.summary.compressor != registry.call(method) or reader.schedules(run.summary):
             return False
         return all(run.config.get(key, value) == value for key, value in asked.items())
 
-    def counts(one: Evidence) -> bool:
-        loses = one.judge(settings.allowed) == evidence.LOSES
-        same = _same_mean(method, one.row.first.collective, step.collective)
-        return same or (step.collective == "twoshot" and loses)
-
-    found = [one for one in known if is_of_method(one)]
-    return Costs([one for one in found if counts(one)], [one for one in found if not counts(one)])
+    return [one for one in known if fits(one)]
 
 
 def _same_mean(method: Compressor, one: str, other: str) -> bool:
@@ -197,7 +202,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         KIND,
         settings,
         command,
-        answer=_advice(settings, found, rows, known),
+        answer=_advice(settings, found, rows, known, gathered.found),
         conclusions=[*_known(settings, found, gathered, seen), *_unknown(settings, rows)],
         tables=[
             Table(name="methods", title=title, shown=_SHOWN, notes=notes, rows=rows),
@@ -410,7 +415,13 @@ def _answer(settings: Settings, found: Prepared, rows: Sequence[Row], half: floa
     return HALF if half >= 1 + settings.margin else "none"
 
 
-def _advice(settings: Settings, found: Prepared, rows: Sequence[Row], known: Known) -> list[str]:
+def _advice(
+    settings: Settings,
+    found: Prepared,
+    rows: Sequence[Row],
+    known: Known,
+    gathered: Sequence[Evidence],
+) -> list[str]:
     """Return sentences: what to do, what would change that, the most that a method could gain."""
     workers, cluster = settings.workers[0], settings.cluster
     by = {advice: [row for row in rows if row["advice"] == advice] for advice in ORDER}
@@ -439,12 +450,14 @@ def _advice(settings: Settings, found: Prepared, rows: Sequence[Row], known: Kno
     else:
         said.append(f"Do not compress: no method gains {100 * margin:g} %.")
     if not used and fp32 / bf16 >= 1 + margin:
-        cast = next((row for row in rows if row["compressor"] == registry.call(_bf16())), None)
-        seen = cast["accuracy"] if cast is not None else "untested"
-        where = f" ({_seen_at(cast)})" if cast is not None and cast["results"] else ""
+        seen = "untested"
+        if cast := of_method(settings, methods.parse("bf16"), gathered):
+            shown = worst(cast, settings.allowed)
+            distance = shown.distance(found.network.numel)
+            seen = f"{shown.words(settings.allowed)} ({shown.place}; {distance})"
         said.append(
             f"Reduce in bf16 ({BF16[settings.sharded]}): predicted {fp32 / bf16:.3g} times as fast "
-            f"as in fp32. Accuracy of values rounded so, by our exchange: {seen}{where}."
+            f"as in fp32. Accuracy of values rounded so, by our exchange: {seen}."
         )
 
     def answer(there: Cluster, longer: float) -> tuple[str, float]:
@@ -484,10 +497,6 @@ def _unknown(settings: Settings, rows: Sequence[Row]) -> list[str]:
 
 def _by(row: Row) -> str:
     return f"{row['method']} by {row['collective']}"
-
-
-def _bf16() -> Compressor:
-    return methods.parse("bf16")
 
 
 def _told(row: Row) -> str:

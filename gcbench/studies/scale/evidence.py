@@ -96,6 +96,8 @@ class Evidence:
             return f"gains {text(-middle)} [{text(-high)}, {text(-low)}]{where} there"
         if self.judge(tolerance) == FITS:
             return f"no loss seen there within {text(high)}{where}"
+        if middle < 0:
+            return f"not clear: gains {text(-middle)} [{text(-high)}, {text(-low)}]{where} there"
         return f"not clear: loses {text(middle)} [{text(low)}, {text(high)}]{where} there"
 
     @property
