@@ -48,14 +48,16 @@ def advise(
     cluster_set: PlaceSet = None,
     workers: Annotated[str, typer.Option(help="Number of GPUs, all nodes together.")] = "64",
     tolerance: Annotated[
-        float, typer.Option(help="Points of accuracy that may be lost, 0 to 100.")
+        float, typer.Option(min=0, max=100, help="Points of accuracy that may be lost.")
     ] = 1.0,
     tolerance_loss: Annotated[
         float,
-        typer.Option(help="Increase of test loss that is acceptable on tasks without accuracy."),
+        typer.Option(
+            min=0, help="Increase of test loss that is acceptable on tasks without accuracy."
+        ),
     ] = 0.02,
     margin: Annotated[
-        float, typer.Option(help="Gain in % below which compression is not worthwhile.")
+        float, typer.Option(min=0, help="Gain in % below which compression is not worthwhile.")
     ] = 5.0,
     runs: Annotated[
         list[Path] | None,

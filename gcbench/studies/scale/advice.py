@@ -190,8 +190,9 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         "accuracy there: what the worst result of the method lost against `none`, as the mean over "
         "paired seeds with its 95 % interval. Results of a schedule, with other dense tensors, or "
         "by a collective with another mean do not count; but what loses too much by all-gather "
-        "does so by two-shot, too. allgather alone: so by all-gather; by the collective advised "
-        "the owners encode the mean again, and no run shows what that loses.",
+        "does so by two-shot, too. allgather alone, twoshot alone: what it lost by "
+        "that collective; by the one advised the mean is another (by two-shot owners encode it "
+        "again), and no run shows what that loses.",
         "all-gather up to: with 64 / b workers or more, b being the bits of a payload for each "
         "element, all-gather moves more bytes than an fp32 ring all-reduce; then two-shot or "
         "all-reduce must serve.",
