@@ -75,7 +75,11 @@ def _target(rows: Sequence[Row]) -> list[Column]:
         ("link_seconds", "link\n~s", 1.0),
     ]
 
+    measured = not _withheld(rows)
+
     def spent(row: Row, field: str, scale: float) -> str:
+        if field == "seconds" and (row.disowned or not measured):
+            return "-"
         value = getattr(row, f"target_{field}")
         return "never" if value == math.inf else number(value, scale)
 
@@ -298,7 +302,10 @@ def notes(rows: Sequence[Row]) -> list[str]:
         made.append("failed: the run diverged; such seeds are in no mean.")
     if withheld := _withheld(rows):
         made.append(withheld)
-    elif any(row.step_seconds is not None or any(row.phases.values()) for row in rows):
+    elif any(
+        not row.disowned and (row.step_seconds is not None or any(row.phases.values()))
+        for row in rows
+    ):
         made.append(
             "Times: of one worker, median over steps and then over seeds; step: wall clock of all "
             "of it (in the engine simulate, of all workers in one process)."

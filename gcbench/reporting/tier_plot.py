@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gcbench.core.errors import UsageError
 from gcbench.reporting import figures, foreign
@@ -15,6 +16,8 @@ from gcbench.reporting.rendering import MB, ends
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+SOFT = {True: 2.0, False: 0.02}
+"""Distance from fp32 up to which the y axis is nearly linear: points of accuracy, or loss."""
 FADED = 0.35
 """Opacity of points that are not on the front: another has a better mean for fewer bytes."""
 
@@ -33,8 +36,9 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     """Write the picture to `path`: PNG, SVG or PDF by its ending.
 
     The x axis has the encoded bytes of a worker and step, up and down together; the y axis the
-    metric after the last step, mean over seeds with its 95 % interval. Each tier has a colour; a
-    line joins the best row of each. Grey is the interval of the uncompressed runs. Rows without a
+    metric after the last step, mean over seeds with its 95 % interval, on a scale that is stretched
+    near the uncompressed runs (asinh), where most methods are. Each tier has a colour; a line joins
+    the best row of each. Grey is the interval of the uncompressed runs. Rows without a
     finished seed are named below.
 
     Raises:
@@ -92,7 +96,8 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
                 label=foreign.label(str(tier)),
             )
         axes.plot([], [], color="0.4", lw=1.2, label="best of each tier")
-        _frame(axes, drawn, accuracy=accuracy)
+        _frame(axes, drawn)
+        _stretch(axes, drawn, scale)
         seeds = ends(len(row.values) for row in drawn)
         axes.set_title(
             foreign.label(str(title)) + f": mean and 95 % interval, n = {seeds}", loc="left"
@@ -111,8 +116,8 @@ def _bytes(row: Row) -> float:
     return row.payload_bytes_step / MB
 
 
-def _frame(axes: Axes, drawn: Sequence[Row], *, accuracy: bool) -> None:
-    """Set the axes: bytes on a logarithmic scale, with room for names on both sides."""
+def _frame(axes: Axes, drawn: Sequence[Row]) -> None:
+    """Set the x axis: bytes on a logarithmic scale, with room for names on both sides."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     sizes = [_bytes(row) for row in drawn]
@@ -121,4 +126,44 @@ def _frame(axes: Axes, drawn: Sequence[Row], *, accuracy: bool) -> None:
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_ylabel("test accuracy (%)" if accuracy else "test loss")
+
+
+def _stretch(axes: Axes, drawn: Sequence[Row], scale: float) -> None:
+    """Set the y axis: the asinh of the distance from the uncompressed row, or from the best one."""
+    import numpy as np
+
+    accuracy = drawn[0].metric == "accuracy"
+    plain = next((row for row in drawn if row.is_baseline), best(drawn))
+    middle, soft = scale * (plain.mean or 0.0), SOFT[accuracy]
+
+    def there(y: Any) -> Any:
+        return np.arcsinh((np.asarray(y) - middle) / soft)
+
+    def back(v: Any) -> Any:
+        return middle + soft * np.sinh(v)
+
+    ends = [
+        scale * ((row.mean or 0.0) + sign * row.half_interval) for row in drawn for sign in (-1, 1)
+    ]
+    low, high = there(min(ends)), there(max(ends))
+    room = 0.08 * (high - low) or 1.0
+    axes.set_yscale("function", functions=(there, back))
+    axes.set_ylim(back(low - room), back(high + room))
+    axes.set_yticks(_ticks(there, *axes.get_ylim()))
+    axes.yaxis.set_major_formatter("{x:g}")
+    what = "test accuracy (%)" if accuracy else "test loss"
+    axes.set_ylabel(f"{what}, stretched near {'fp32' if plain.is_baseline else 'the best'}")
+
+
+def _ticks(there: Callable[[float], float], low: float, high: float) -> list[float]:
+    """Return round numbers from low to high, the roundest first, that have room for their text."""
+    least = (there(high) - there(low)) / 14
+    chosen: list[float] = []
+    for step in (10, 5, 2, 1, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01):
+        if (high - low) / step > 1000:
+            break
+        for number in range(math.ceil(low / step), math.floor(high / step) + 1):
+            tick = round(number * step, 2)
+            if all(abs(there(tick) - there(other)) >= least for other in chosen):
+                chosen.append(tick)
+    return sorted(chosen)

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -711,6 +712,12 @@ def test_what_it_took_to_the_target(tmp_path: Path) -> None:
     assert "2 of 2" in text
     assert "1 of 2" in text
     assert "never" in text
+    assert "wall" in text
+    late.runs[0].summary.provenance["times"] = "other work ran beside"
+    assert re.search(r"^none .*\b6\.25\b", quiet := render([none, late]), re.MULTILINE)
+    assert late.disowned in quiet
+    none.runs[0].summary.provenance["times"] = "other work ran beside"
+    assert "wall" not in render([none, late])
     record = late.record()
     assert (record["target_reached"], record["target_runs"], record["target_step"]) == (1, 2, None)
     assert "to 90" not in render(rows(list(found.values())))

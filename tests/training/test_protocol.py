@@ -506,6 +506,29 @@ def test_tiers_come_with_the_most_bits_first_and_share_their_notes(tmp_path, for
 # ---- the picture of tiers ------------------------------------------------------------------------
 
 
+def test_the_picture_of_one_row_and_of_losses(tmp_path, monkeypatch):
+    """No spread at all, and a task without an accuracy, whose axis has decimals."""
+    from gcbench.reporting import tier_plot
+
+    drawn = []
+    monkeypatch.setattr(tier_plot.figures, "save", lambda figure, path: drawn.append(figure))
+    made = table(tmp_path, qsgd=[0.6])
+    one = compare.replace(made["qsgd"], tier="one")
+    tier_plot.draw([one], "mine", tmp_path / "tiers.png")
+    low, high = drawn[0].axes[0].get_ylim()
+    assert low < 60 < high
+    assert "stretched near the best" in drawn[0].axes[0].get_ylabel()
+    losses = [
+        compare.replace(one, metric="test_loss", mean=mean, method=str(mean))
+        for mean in (1.49, 1.53, 2.4)
+    ]
+    tier_plot.draw(losses, "mine", tmp_path / "tiers.png")
+    (axes,) = drawn[1].axes
+    assert {1.5, 2.0} <= set(axes.get_yticks())
+    assert len(axes.get_yticks()) > 5
+    assert axes.get_ylabel().startswith("test loss")
+
+
 def test_the_picture_of_tiers(tmp_path, monkeypatch):
     from gcbench.reporting import tier_plot
 
@@ -535,5 +558,12 @@ def test_the_picture_of_tiers(tmp_path, monkeypatch):
     assert sorted(faded) == [tier_plot.FADED, 1.0, 1.0, 1.0]
     spread = 2.776445 * made["terngrad"].sd / 5**0.5  # Student's t, 4 degrees of freedom
     assert made["terngrad"].half_interval == pytest.approx(spread, rel=1e-6)
+    # Stretched near the uncompressed row: a point there has more room than one far below.
+    bottom, terngrad, top = axes.transData.transform([(1, 60.8), (1, 66.8), (1, 70.0)])[:, 1]
+    assert (top - terngrad) / 3.2 > 1.5 * (terngrad - bottom) / 6
+    assert "stretched near fp32" in axes.get_ylabel()
+    low, high = axes.get_ylim()
+    assert low < 60 < 71 < high
+    assert {60, 65, 70} <= set(axes.get_yticks())
     with pytest.raises(UsageError, match="no finished row of a tier"):
         tier_plot.draw([compare.replace(made["none"], tier=None)], "mine", tmp_path / "t.png")
