@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
+import statistics
 import sys
 import types
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from commands import invoke
+from scipy import stats
 
 from gcbench import ops
 from gcbench.core import registry
@@ -22,6 +25,7 @@ from gcbench.studies import conformance
 from gcbench.training import suites
 
 ROOT = Path(__file__).parents[2]
+REFERENCE = ROOT / "results" / "reference"
 
 
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
@@ -202,6 +206,48 @@ def test_the_table_of_results_is_what_the_stored_rows_say():
     told = re.findall(rf"^\| (?:{tiers}) \|.*$", text, re.MULTILINE)
     assert sorted(told) == sorted(map(of_seeds, rows))
     assert len(told) > 15
+
+
+NUMBER = r"[+-]?(?:\d+\.\d+|\.\d+|\d+)"
+INTERVAL = re.compile(rf"({NUMBER}) \[({NUMBER}), ({NUMBER})\]")
+
+
+def differences(rows: list[dict[str, Any]]) -> set[tuple[float, ...]]:
+    """Return mean and 95 % interval of the paired differences of all rows, to two decimals."""
+    found = set()
+    for one in rows:
+        for other in rows:
+            pairs = [
+                100 * (value - other["values"][other["seeds"].index(seed)])
+                for seed, value in zip(one["seeds"], one["values"], strict=True)
+                if seed in other["seeds"]
+            ]
+            if one is not other and len(pairs) > 1:
+                half = stats.t.ppf(0.975, len(pairs) - 1) * statistics.stdev(pairs)
+                half /= math.sqrt(len(pairs))
+                middle = statistics.mean(pairs)
+                found.add(tuple(round(v, 2) for v in (middle, middle - half, middle + half)))
+    return found
+
+
+def test_the_intervals_of_the_findings_are_those_of_the_stored_rows():
+    """Each "mean [low, high]" beside a file of rows is that of two of its rows, paired by seed."""
+    text = (ROOT / "results" / "FINDINGS.md").read_text()
+    lines = [line for line in text.splitlines() if "reference/" in line and "seeds |" in line]
+    told = {}
+    for line in lines:
+        (name,) = set(re.findall(r"reference/([\w-]+)\.parquet", line))
+        told[line] = (name, [tuple(map(float, match)) for match in INTERVAL.findall(line)])
+    for name in {name for name, _ in told.values()}:
+        known = differences(invoke("compare", "--suite", name, REFERENCE, "--json").json)
+        for line, (of, intervals) in told.items():
+            assert of != name or set(intervals) <= known, line
+    readme = (ROOT / "README.md").read_text().partition("2. **At equal bits")[2].partition("3. **")
+    known = differences(invoke("compare", "--suite", "main", REFERENCE, "--json").json)
+    quoted = [tuple(map(float, match)) for match in INTERVAL.findall(readme[0])]
+    assert quoted
+    assert set(quoted) <= known
+    assert sum(len(intervals) for _, intervals in told.values()) > 15
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "results/README.md"])
