@@ -151,6 +151,7 @@ class Mark(NamedTuple):
     """A point to be labelled: where, half its error bar (data coordinates), text, colour.
 
     `short` stands where there is no room for the text: a number, say, that a legend explains.
+    `across` is half of an error bar along the x axis.
     """
 
     x: float
@@ -159,6 +160,7 @@ class Mark(NamedTuple):
     text: str
     colour: Any
     short: str = ""
+    across: float = 0.0
 
 
 def _spots() -> list[tuple[int, int]]:
@@ -180,7 +182,10 @@ def write_labels(axes: Axes, marks: Sequence[Mark]) -> int:
     points = figure.dpi / 72
     taken = []
     for mark in marks:
-        sides = [(mark.x, mark.y - mark.spread), (mark.x, mark.y + mark.spread)]
+        sides = [
+            (mark.x - mark.across, mark.y - mark.spread),
+            (mark.x + mark.across, mark.y + mark.spread),
+        ]
         (left, low), (right, high) = axes.transData.transform(sides)
         around = 4 * points if len(marks) > 20 else 5.5 * points
         taken.append(Bbox([[left - around, low - around], [right + around, high + around]]))

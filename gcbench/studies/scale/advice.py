@@ -592,7 +592,7 @@ def draw(analysis: Analysis, path: Path) -> None:
         axes.axvline(1, color="0.4", lw=1)
         axes.axvline(1 + settings["margin"], color="0.4", ls=(0, (4, 2)), lw=1)
         axes.margins(x=0.1)
-        axes.set_xlabel("times as fast as the better of reducing in fp32 and bf16\n"
+        axes.set_xlabel("times as fast as the better of fp32 and bf16,\n"
                         "from measured kernels to the upper bound")  # fmt: skip
         for name in ORDER:
             if any(row["advice"] == name for row in rows):
@@ -624,10 +624,11 @@ def _against_accuracy(
         )
         axes.plot([low, high], [y, y], color=style["color"], lw=1)
         axes.plot(x, y, style["marker"], color=style["color"], ms=9, mec="white", mew=0.7)
-        marks.append(figures.Mark(x, y, 0.0, str(row["method"]), style["color"]))
+        name, half = str(row["method"]), (high - low) / 2
+        marks.append(figures.Mark(x, y, 0.0, name, style["color"], across=half))
     axes.axhline(1 + settings["margin"], color="0.4", ls=(0, (4, 2)), lw=1)
     axes.axvline(-100 * settings["tolerance"], color="0.4", ls=(0, (4, 2)), lw=1)
     axes.margins(x=0.15, y=0.12)
-    axes.set_xlabel("accuracy against `none`, points, with 95 % interval: the worst result")
+    axes.set_xlabel("accuracy against `none`, points,\nwith 95 % interval: the worst result")
     axes.set_ylabel("times as fast, by measured kernels")
     return marks
