@@ -734,6 +734,22 @@ def test_sharded_compresses_the_reduce_scatter_alone(tmp_path) -> None:
 # ---- one truth about when it pays ----------------------------------------------------------------
 
 
+def test_the_picture_of_links_has_every_number_of_workers_and_what_pays_nowhere(
+    tmp_path, monkeypatch
+) -> None:
+    """By all-gather QSGD's 4 bits pay among 2 workers, and on no link among 64."""
+    drawn = []
+    monkeypatch.setattr(links.figures, "save", lambda figure, path: drawn.append(figure))
+    invoke("scale", "links", "--workers", "2,64", "--results", tmp_path, "--progress", "none")
+    few, many = drawn[0].axes
+    assert (few.get_title(), many.get_title()) == ("2 workers", "64 workers")
+    assert few.get_xlim() == many.get_xlim()
+    for axes, pays in ((few, True), (many, False)):
+        names = [label.get_text() for label in axes.get_yticklabels()]
+        told = axes.texts[names.index("qsgd, allgather")].get_text()
+        assert (told != "no link") == pays
+
+
 @pytest.mark.parametrize("name", ["int8", "qsgd", "randomk", "topk"])
 def test_predictions_and_the_table_of_links_have_one_definition(name) -> None:
     """Where nothing computes and nothing hides, `predict` pays where `scale links` says."""

@@ -185,48 +185,50 @@ def _conclusions(made: Sequence[Row], counts: Sequence[int]) -> list[str]:
 
 
 def draw(analysis: Analysis, path: Path) -> None:
-    """Draw the fastest link of each method, at the first number of workers."""
+    """Draw the fastest link of each method, a panel for each number of workers."""
     found = analysis.table("methods").rows
-    first = [row for row in found if row["workers"] == found[0]["workers"]]
-    with figures.canvas(8, max(4.0, 2.0 + 0.33 * len(first))) as figure:
-        axes = figure.subplots()
-        bars(axes, first)
-        axes.set(title=f"{first[0]['workers']:,} workers", xlabel="pays below, Gbit/s")
+    counts = list(dict.fromkeys(row["workers"] for row in found))
+    most = max(sum(row["workers"] == count for row in found) for count in counts)
+    size = (1.0 + 6.2 * len(counts), max(4.0, 2.0 + 0.33 * most))
+    with figures.canvas(*size) as figure:
+        panels = figure.subplots(1, len(counts), squeeze=False)[0]
+        for axes, count in zip(panels, counts, strict=True):
+            bars(axes, [row for row in found if row["workers"] == count], found)
+            axes.set(title=f"{count:,} workers", xlabel="pays below, Gbit/s")
         figure.suptitle("Where an exchange alone stops paying", fontsize="medium")
         figures.save(figure, path)
 
 
-def bars(axes: Any, found: Sequence[Row]) -> None:
+def bars(axes: Any, found: Sequence[Row], every: Sequence[Row] = ()) -> None:
     """Draw the fastest link on which each method pays, the fastest on top.
 
-    Light bars: over fp32; dark bars: over the better of fp32 and bf16.
+    Light bars: over fp32; dark bars: over the better of fp32 and bf16. A method that does not pay
+    from the slowest links on has words in place of a bar. `every`: the rows of all panels, which
+    share their limits; none: those of `found`.
     """
-    shown = [row for row in found if row.get("pays_on_to") and row["pays_on_from"] == 0]
-    ordered = sorted(shown, key=lambda row: float(row["pays_on_to"] or 0))
-    if not ordered:
+    ends = {"pays_on_to": "over fp32", "pays_on_to_better": "and over bf16, too"}
+    known = [1e-9 * float(row.get(end) or 0) for row in every or found for end in ends]
+    if not any(known):
         told = "no method saves time"
         if not any("pays_on_to" in row for row in found):
             told = "not in this file: run its command again"
         axes.text(0.5, 0.5, told, transform=axes.transAxes, ha="center")
         return
+
+    def reach(row: Row, end: str = "pays_on_to") -> float:
+        from_zero = row.get(end.replace("_to", "_from")) == 0
+        return 1e-9 * float(row.get(end) or 0) if from_zero else 0.0
+
+    ordered = sorted((row for row in found if "pays_on_to" in row), key=reach)
     names = [f"{row['method']}, {row['collective']}" for row in ordered]
-    ends = {
-        field: [1e-9 * float(row[field] or 0) for row in ordered]
-        for field in ("pays_on_to", "pays_on_to_better")
-    }
-    least = min(end for own in ends.values() for end in own if end)
-    low = 10 ** math.floor(math.log10(min(least, *MARKS) / 1.5))
-    for (field, label), colour in zip(
-        (("pays_on_to", "over fp32"), ("pays_on_to_better", "and over bf16, too")),
-        ("0.8", "0.45"),
-        strict=True,
-    ):
-        widths = [max(0.0, end - low) for end in ends[field]]
+    low = 10 ** math.floor(math.log10(min(*filter(None, known), *MARKS) / 1.5))
+    for (end, label), colour in zip(ends.items(), ("0.8", "0.45"), strict=True):
+        widths = [max(0.0, reach(row, end) - low) for row in ordered]
         axes.barh(names, widths, left=low, color=colour, label=label)
-    for name, end in zip(names, ends["pays_on_to"], strict=True):
+    for name, row in zip(names, ordered, strict=True):
         axes.annotate(
-            f"{end:.3g}",
-            (end, name),
+            f"{reach(row):.3g}" if reach(row) else row["links"],
+            (max(reach(row), low), name),
             (4, 0),
             textcoords="offset points",
             va="center",
@@ -235,7 +237,7 @@ def bars(axes: Any, found: Sequence[Row]) -> None:
     for mark in MARKS:
         axes.axvline(mark, color="0.4", linewidth=1, linestyle=":")
     axes.set_xscale("log")
-    axes.set_xlim(low, 3 * max(*ends["pays_on_to"], *MARKS))
+    axes.set_xlim(low, 3 * max(*known, *MARKS))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.tick_params(axis="y", labelsize="small")
     axes.grid(axis="y", visible=False)
