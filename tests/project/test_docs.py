@@ -213,12 +213,16 @@ INTERVAL = re.compile(rf"({NUMBER}) \[({NUMBER}), ({NUMBER})\]")
 
 
 def differences(rows: list[dict[str, Any]]) -> set[tuple[float, ...]]:
-    """Return mean and 95 % interval of the paired differences of all rows, to two decimals."""
+    """Return mean and 95 % interval of the paired differences of all rows.
+
+    Accuracies are in points, to two decimals; losses have three.
+    """
     found = set()
     for one in rows:
+        scale, decimals = (100, 2) if one["metric"] == "accuracy" else (1, 3)
         for other in rows:
             pairs = [
-                100 * (value - other["values"][other["seeds"].index(seed)])
+                scale * (value - other["values"][other["seeds"].index(seed)])
                 for seed, value in zip(one["seeds"], one["values"], strict=True)
                 if seed in other["seeds"]
             ]
@@ -226,7 +230,7 @@ def differences(rows: list[dict[str, Any]]) -> set[tuple[float, ...]]:
                 half = stats.t.ppf(0.975, len(pairs) - 1) * statistics.stdev(pairs)
                 half /= math.sqrt(len(pairs))
                 middle = statistics.mean(pairs)
-                found.add(tuple(round(v, 2) for v in (middle, middle - half, middle + half)))
+                found.add(tuple(round(v, decimals) for v in (middle, middle - half, middle + half)))
     return found
 
 
