@@ -251,19 +251,19 @@ def ranks(values: DataFrame, sign: int) -> list[str]:
 
     `values`: the metric, a line a seed, NaN where a row does not have it. `sign`: 1 where a higher
     metric is better, else -1. A row is better if the confidence interval of its paired difference
-    over the common seeds excludes zero, at 95 % for all pairs of rows together (Bonferroni). "-"
-    where a pair has fewer than `LEAST_SEEDS` common seeds.
+    over the common seeds excludes zero, at 95 % for all pairs of rows together (Bonferroni). A row
+    with fewer than `LEAST_SEEDS` seeds has "-" and counts for no other; so has a row that has fewer
+    in common with one of the others.
     """
-    count = values.shape[1]
+    ranked = values.loc[:, values.count() >= LEAST_SEEDS]
+    count = ranked.shape[1]
     level = 0.05 / max(1, count * (count - 1) // 2)
-    places = []
-    for own in values:
-        leads = sign * values.drop(columns=own).sub(values[own], axis="index")
+    places = dict.fromkeys(values, "-")
+    for own in ranked:
+        leads = sign * ranked.drop(columns=own).sub(ranked[own], axis="index")
         n = leads.count()
         lead, width = leads.mean(), half_width(leads.std(), n, level)
         first, last = 1 + (lead > width).sum(), count - (lead < -width).sum()
-        if count == 1 or (n < LEAST_SEEDS).any():
-            places.append("-")
-        else:
-            places.append(f"{first}" if first == last else f"{first}-{last}")
-    return places
+        if count > 1 and (n >= LEAST_SEEDS).all():
+            places[own] = f"{first}" if first == last else f"{first}-{last}"
+    return list(places.values())

@@ -133,6 +133,19 @@ def test_no_rank_from_few_seeds_or_of_one_row() -> None:
     few = values(a=[1.0, 1.0, 1.0, 1.0, math.nan], b=[0.0, 0.1, 0.0, 0.1, 0.0])
     assert seeds.ranks(few, 1) == ["-", "-"]
     assert seeds.ranks(values(a=[1.0] * 6), 1) == ["-"]
+    assert seeds.ranks(values(), 1) == []
+
+
+def test_a_row_of_few_seeds_takes_no_place_from_the_others() -> None:
+    """Nor does it make their intervals wider: a leads b in one pair, and would not in three."""
+    lead = [0.001, 0.006, 0.010, 0.014, 0.019]
+    made = values(a=lead, few=[9.0, 9.0, 9.0, 9.0, math.nan], b=[0.0] * 5)
+    assert seeds.ranks(made, 1) == ["1", "-", "2"]
+    # Five seeds each, of which c shares four with the others: nothing is known of it.
+    apart = pd.DataFrame(
+        {"a": [1.0] * 5 + [math.nan], "b": [0.0] * 5 + [math.nan], "c": [math.nan] + [5.0] * 5}
+    )
+    assert seeds.ranks(apart, 1) == ["-", "-", "-"]
 
 
 # --- what the frames are read with
