@@ -311,7 +311,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
             "of it (in the engine simulate, of all workers in one process)."
         )
     links = sorted({(m.link_gbit, m.link_latency_us) for row in rows if (m := row.link)})
-    if links and not withheld:
+    told = rows[0].target is not None or not all(row.disowned for row in rows)
+    if links and told and not withheld:
         link = " or ".join(f"{gbit:g} Gbit/s and {latency:g} µs" for gbit, latency in links)
         made.append(f"~: modelled from a link of {link}, not measured and not part of step.")
     reasons = {row.disowned: None for row in rows if row.disowned}
