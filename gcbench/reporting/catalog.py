@@ -177,6 +177,8 @@ def summaries(done: Sequence[Mapping[str, Any]]) -> list[Row]:
         if not config["test"]:
             accuracy, loss = summary.get("validation_accuracy"), summary["validation_loss"]
         seconds = summary.get("step_seconds")
+        if (summary.get("provenance") or {}).get("times"):  # not to be quoted
+            seconds = None
         rows.append(
             {
                 "name": summary["compressor_name"],

@@ -459,6 +459,11 @@ def test_rows_from_before_a_setting_existed_serve_as_they_are(tmp_path):
     assert again.err.count("skipped") == 2
     assert "runs to make" not in again.err
     assert f"compare them: gcbench compare {file}" in again.err
+    assert " ms" in again.out
+    for row in old:
+        row["provenance"]["times"] = "other work ran beside"
+    rows.write(file, old)
+    assert " ms" not in invoke(*words).out
 
 
 def test_a_diverged_run_is_a_result(tmp_path):
