@@ -120,7 +120,8 @@ class Evidence:
         if 0.95 < factor < 1.05:
             return f"your model has as many, {mine}"
         if factor > 1:
-            return f"your model has {mine}, {float(f'{factor:.2g}'):,g} times as many"
+            times = f"{float(f'{factor:.2g}'):,.0f}" if factor >= 10 else f"{factor:.2g}"
+            return f"your model has {mine}, {times} times as many"
         return f"your model has {mine}, {100 * factor:.2g} % as many"
 
 
