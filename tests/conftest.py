@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -14,8 +15,11 @@ def pytest_configure(config):
     """Have waiting threads leave their core to others: two cores are few. Not where time is taken.
 
     libgomp reads this when torch loads it, so nothing here imports torch before. And the terminal
-    in which tests run does not cut what commands print.
+    in which tests run does not cut what commands print. A shell that starts them in the background
+    has them ignore Ctrl-C, and so would the processes that are interrupted here.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.pop("COLUMNS", None)
     if not any("benchmarks" in word for word in config.args):
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
