@@ -235,7 +235,10 @@ def differences(rows: list[dict[str, Any]]) -> set[tuple[float, ...]]:
 
 
 def test_the_intervals_of_the_findings_are_those_of_the_stored_rows():
-    """Each "mean [low, high]" beside a file of rows is that of two of its rows, paired by seed."""
+    """Each "mean [low, high]" beside a file of rows is that of two of its rows, paired by seed.
+
+    So are those of README's results.
+    """
     text = (ROOT / "results" / "FINDINGS.md").read_text()
     lines = [line for line in text.splitlines() if "reference/" in line and "seeds |" in line]
     told = {}
@@ -246,11 +249,14 @@ def test_the_intervals_of_the_findings_are_those_of_the_stored_rows():
         known = differences(invoke("compare", "--suite", name, REFERENCE, "--json").json)
         for line, (of, intervals) in told.items():
             assert of != name or set(intervals) <= known, line
-    readme = (ROOT / "README.md").read_text().partition("2. **At equal bits")[2].partition("3. **")
+    readme = (ROOT / "README.md").read_text()
+    item = readme.partition("2. **At equal bits")[2].partition("3. **")[0]
+    section = readme.partition("\n## Results")[2].partition("\n## ")[0]
     known = differences(invoke("compare", "--suite", "main", REFERENCE, "--json").json)
-    quoted = [tuple(map(float, match)) for match in INTERVAL.findall(readme[0])]
-    assert quoted
-    assert set(quoted) <= known
+    for part in (item, section):
+        quoted = {tuple(map(float, match)) for match in INTERVAL.findall(part)}
+        assert quoted
+        assert quoted <= known
     assert sum(len(intervals) for _, intervals in told.values()) > 15
 
 
