@@ -25,6 +25,7 @@ SLOW = ("--cluster-set", "inter.gbit=1", "--workers", "32")
 FAST = ("--cluster-set", "inter.gbit=100000", "--cluster-set", "intra.gbit=100000")
 FP32 = (0.900, 0.910, 0.905, 0.895)
 """What `none` reaches, by seed."""
+UNRULED = "It is not known by what rule the learning rates"
 SUITE = f"main/{suites.load('main').version}"
 
 
@@ -285,12 +286,24 @@ def test_the_rate_that_the_suite_chose_is_told(tmp_path: Path) -> None:
         found = advise(tmp_path, "--runs", path, "--compressor", "bf16")
         (row,) = found["tables"][1]["rows"]
         assert (row["rate"], row["network"], row["lost"]) == (expected, "cifarnet", 0.0)
+        assert UNRULED not in conclusions(found)
     for name in points:  # its trials with all steps are missing: no evidence
         fewer = [t for t in trials if t["steps"] == rule.steps or t["compressor_name"] != name]
         path = write(tmp_path / "r.parquet", [*fewer, *runs])
         found = advise(tmp_path, "--runs", path, "--compressor", "bf16")
         assert found["tables"][1]["rows"] == []
         assert "3 whose learning rates are not chosen yet" in found["conclusions"][0]
+
+
+def test_evidence_without_a_known_rule_for_rates_is_told(tmp_path: Path) -> None:
+    """Rows of a suite of one's own count, and the advice says what is not known of them."""
+    path = write(tmp_path / "r.parquet", [*plain(), *lost("terngrad", (0.3, 0.5))], "mine/1")
+    assert UNRULED not in conclusions(advise(tmp_path, *ALONE, "--runs", path))  # too few seeds
+    path = write(tmp_path / "r.parquet", [*plain(), *lost("terngrad", (0.3, 0.5, 0.4))], "mine/1")
+    found = advise(tmp_path, *ALONE, "--runs", path)
+    (row,) = found["tables"][1]["rows"]
+    assert (row["rate"], row["suite"]) == (None, "mine/1")
+    assert f"{UNRULED} of rows of mine/1 were chosen" in conclusions(found)
 
 
 def test_of_several_results_the_worst_counts(tmp_path: Path, known: Path) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -204,7 +204,11 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         settings,
         command,
         answer=_advice(settings, found, rows, known, gathered.found),
-        conclusions=[*_known(settings, found, gathered, seen), *_unknown(settings, rows)],
+        conclusions=[
+            *_known(settings, found, gathered, seen),
+            *_unruled(seen),
+            *_unknown(settings, rows),
+        ],
         tables=[
             Table(name="methods", title=title, shown=_SHOWN, notes=notes, rows=rows),
             Table(
@@ -376,6 +380,16 @@ def _seen(settings: Settings, found: Prepared, known: Sequence[Evidence]) -> lis
                 }
             )
     return rows
+
+
+def _unruled(seen: Sequence[Row]) -> Iterator[str]:
+    """Yield a sentence on rows of which it is not known how their learning rates were chosen."""
+    if names := dict.fromkeys(str(row["suite"]) for row in seen if row["rate"] is None):
+        yield (
+            f"It is not known by what rule the learning rates of rows of {', '.join(names)} were "
+            "chosen: at a rate that suits `none` or the method better, the difference says little "
+            "of the method."
+        )
 
 
 def _tidy(value: float) -> float:
