@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from enum import StrEnum
@@ -277,9 +278,10 @@ def run(
     data_dir: DataDir = None,
     results: Annotated[Path, typer.Option(help="Folder for the runs.")] = RUNS,
     rows: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
-            help="Parquet file with one row a run: runs that are in it are skipped, others added."
+            help="Parquet file with one row a run: runs that are in it are skipped, others added. "
+            "May be given several times: others are added to the first."
         ),
     ] = None,
     checkpoint_seconds: Annotated[
@@ -324,7 +326,7 @@ def run(
         force=force,
         capture=plan,
         sink_names=() if sink is None else sinks.names(sink),
-        rows_file=rows,
+        rows_files=rows or (),
         suite="" if chosen is None else f"{chosen.name}/{chosen.version}",
         show=catalog.show_runs,
     )
@@ -341,7 +343,8 @@ def run(
         made.after = sum(point.config.steps for point in points)
         made.work(chosen.runs(given), len(points), json=json, tuned=True)
     if suite is not None and membership.leads():
-        say(f"as the suite's table: gcbench compare {rows or results} --suite {suite}")
+        places = shlex.join(map(str, rows or [results]))
+        say(f"as the suite's table: gcbench compare {places} --suite {suite}")
 
 
 _NOT_SETTINGS = {
@@ -441,9 +444,10 @@ def compare(
         width.value if width is not None else "",
     )
     groups = published.by_suite(reader.load(folders or [RUNS]))
+    made = [run for name, group in groups.items() if name for run in group]
     if suite is not None:
-        runs = [run for group in groups.values() for run in group]
-        groups = {suite: runs}
+        made += groups.get("", [])
+        groups = {suite: made}
     elif len(groups) > 1 and (json or plot is not None or format_ is Format.csv):
         raise UsageError(
             f"rows of {len(groups)} suites here, which are no one table or picture: choose with "
@@ -452,7 +456,7 @@ def compare(
     shown: list[Row] = []
     for name, runs in groups.items():
         tested = not trials and any(not run.is_trial for run in runs)
-        beside = published.beside(suites.load(name), runs) if name and tested else None
+        beside = published.beside(suites.load(name), made) if name and tested else None
         if beside is not None:
             runs = beside.runs
             if suite is None:

@@ -258,10 +258,11 @@ def compared(
     """
     groups = published.by_suite(runs)
     rest = groups.pop("", [])
+    labelled = [run for group in groups.values() for run in group]
     wanted = {beside.suite.name: beside for beside in asked}
     for name, own in groups.items():
         try:
-            wanted.setdefault(name, published.beside(suites.load(name), own))
+            wanted.setdefault(name, published.beside(suites.load(name), labelled))
         except UsageError:  # the suite has been changed since
             rest += own
     for beside in wanted.values():

@@ -55,21 +55,22 @@ class Runner:
         force: bool,
         capture: captures.Plan | None = None,
         sink_names: tuple[str, ...] = (),
-        rows_file: Path | None = None,
+        rows_files: Sequence[Path] = (),
         suite: str = "",
         show: Callable[[Sequence[Mapping[str, Any]]], object] | None = None,
     ) -> None:
         """Keep what all runs have in common.
 
         `capture`: which gradients are kept; `sink_names`: the sinks that receive the records;
-        `show` prints the summaries of finished runs. `rows_file`: a file of rows
-        (`gcbench.training.rows`); a run that has a row there is not made again, and each finished
-        run adds its own, with `suite`, name/version, as the suite for which it was made.
+        `show` prints the summaries of finished runs. `rows_files`: files of rows
+        (`gcbench.training.rows`); a run that has a row in one of them is not made again, and each
+        finished run adds its own to the first, with `suite`, name/version, as the suite for which
+        it was made.
         """
         self.results, self.data_dir, self.force = results, data_dir, force
         self.checkpoint_seconds, self.progress = checkpoint_seconds, progress
         self.capture, self.sink_names = capture, sink_names
-        self.rows_file, self.suite, self.show = rows_file, suite, show
+        self.rows_files, self.suite, self.show = tuple(rows_files), suite, show
         self.after = 0
         """How many steps the runs that are still to be made have together."""
 
@@ -85,11 +86,16 @@ class Runner:
             _say(f"{len(pending)} runs to make, {self.after:,} steps in all")
         self.work(each(configs), len(configs), json=json)
 
-    def _rows(self) -> dict[str, rows.Row]:
-        """Return the rows of runs that are not to be made again, by the hashes of their configs."""
-        if self.rows_file is None or self.force:
-            return {}
-        return {one["config_hash"]: one for one in rows.read(self.rows_file)}
+    def _rows(self) -> dict[str, tuple[rows.Row, Path]]:
+        """Return the rows of runs that are not to be made again, each with its file.
+
+        The keys are the hashes of their configs. Of two rows with one config the first counts.
+        """
+        found: dict[str, tuple[rows.Row, Path]] = {}
+        for path in () if self.force else self.rows_files:
+            for one in rows.read(path):
+                found.setdefault(one["config_hash"], (one, path))
+        return found
 
     def _pending(self, config: Config) -> bool:
         """Return whether a run is not finished yet, or is to be repeated."""
@@ -130,11 +136,11 @@ class Runner:
             place = "[trial]" if trial else f"[{number}/{count}]"
             try:
                 if config.hash in known:
-                    summary = known[config.hash]
-                    configuration.check_objects(config, summary, Path(str(self.rows_file)))
+                    summary, path = known[config.hash]
+                    configuration.check_objects(config, summary, path)
                     if leads:
-                        _say(f"{place} {config.run_name}: its row is in {self.rows_file}, skipped")
-                    _raise_if_failed(summary, f"row in {self.rows_file}")
+                        _say(f"{place} {config.run_name}: its row is in {path}, skipped")
+                    _raise_if_failed(summary, f"row in {path}")
                 else:
                     summary = self.one(config, place, leads=leads)
                 if not trial:
@@ -234,10 +240,10 @@ class Runner:
         return summary
 
     def _add_row(self, run: Run, summary: Mapping[str, Any]) -> None:
-        """Add a finished run to the file of rows, if there is one."""
-        if self.rows_file is not None:
+        """Add a finished run to the first file of rows, if there is one."""
+        if self.rows_files:
             curve = [record for record in run.records() if record["kind"] == "eval"]
-            rows.add(self.rows_file, rows.row(summary, curve, self.suite))
+            rows.add(self.rows_files[0], rows.row(summary, curve, self.suite))
 
     def _engine(self, config: Config, run: Run, threads: int | None = None) -> None:
         self.after = max(0, self.after - config.steps)
@@ -271,5 +277,8 @@ class Runner:
         elif done:
             if self.show is not None:
                 self.show(done)
-            what, place = ("rows", self.rows_file) if self.rows_file else ("runs", self.results)
-            _say(f"{what} in {place}; compare them: gcbench compare {place}")
+            what, places = (
+                ("rows", self.rows_files) if self.rows_files else ("runs", [self.results])
+            )
+            words = shlex.join(map(str, places))
+            _say(f"{what} in {words}; compare them: gcbench compare {words}")

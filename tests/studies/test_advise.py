@@ -272,10 +272,9 @@ def test_the_rate_that_the_suite_chose_is_told(tmp_path: Path) -> None:
     rule = points["none"].tune
     trials = []
     for name in points:
-        late = [(lr, 2000) for lr in rule.start[: rule.finalists]]
-        for lr, steps in [*((lr, rule.steps) for lr in rule.start), *late]:
-            trial = made(name, rule.seed, lr, steps=steps, test=False)
-            trial |= {"seed": rule.seed, "steps": steps, "test_accuracy": None}
+        for lr in rule.start:
+            trial = made(name, rule.seed, lr, test=False)
+            trial |= {"seed": rule.seed, "test_accuracy": None}
             found = 0.5 + 0.1 * (lr == rule.start[1])
             trial |= {"validation_accuracy": found, "validation_loss": 1.0}
             trials.append(trial)
@@ -287,12 +286,63 @@ def test_the_rate_that_the_suite_chose_is_told(tmp_path: Path) -> None:
         (row,) = found["tables"][1]["rows"]
         assert (row["rate"], row["network"], row["lost"]) == (expected, "cifarnet", 0.0)
         assert UNRULED not in conclusions(found)
-    for name in points:  # its trials with all steps are missing: no evidence
-        fewer = [t for t in trials if t["steps"] == rule.steps or t["compressor_name"] != name]
+    for name in points:  # a trial of it is missing: no evidence
+        fewer = [t for t in trials if (t["compressor_name"], t["config"]["lr"]) != (name, 0.1)]
         path = write(tmp_path / "r.parquet", [*fewer, *runs])
         found = advise(tmp_path, "--runs", path, "--compressor", "bf16")
         assert found["tables"][1]["rows"] == []
         assert "3 whose learning rates are not chosen yet" in found["conclusions"][0]
+
+
+def test_suites_share_runs_and_each_is_evidence_once(tmp_path: Path) -> None:
+    """`none` and its trials, made for main, serve terngrad-ablation, too, in advice and tables."""
+
+    def rows_of(suite: str, wanted: set[tuple[str, float]]) -> list[Any]:
+        found = suites.load(suite)
+        made = []
+        for point in found.points({"seed": [0]}):
+            options = point.config.options.get("clip", 2.5)
+            if (point.config.compressor, options) not in wanted or point.settings.get("dense_last"):
+                continue
+            for lr, seed in [
+                *((lr, 100) for lr in point.tune.start),
+                *((0.03, s) for s in range(3)),
+            ]:
+                config = point.config.model_dump(mode="json") | {"seed": seed, "lr": lr}
+                trial = seed == 100
+                one = run(point.config.compressor, seed, None if trial else 0.7, task="cifar10")
+                one |= {"compressor": repr(point.config.make_compressor()), "steps": 2000}
+                one |= {"validation_accuracy": 0.5 + (lr == 0.03), "validation_loss": 1.0}
+                one |= {"batch": 128, "workers": 4}
+                one["config"] = config | {"test": not trial, "collective": one["collective"]}
+                one["config_hash"] = f"{suite} {len(made)}"
+                made.append(rows.row(one, [], f"{suite}/{found.version}"))
+        return made
+
+    path = tmp_path / "both.parquet"
+    main = rows_of("main", {("none", 2.5), ("terngrad", 2.5)})
+    own = rows_of("terngrad-ablation", {("terngrad", 2.0)})
+    assert (len(main), len(own)) == (12, 6)
+    rows.write(path, [*main, *own])
+    words = ("--runs", path, "--compressor", "terngrad,terngrad:clip=2")
+    seen = advise(tmp_path, *words)["tables"][1]["rows"]
+    told = {(row["method"], row["suite"].partition("/")[0], row["rate"]) for row in seen}
+    assert told == {
+        ("terngrad", "main", "tuned"),
+        ("terngrad:clip=2", "terngrad-ablation", "tuned"),
+    }
+    assert len(seen) == 2
+    table = invoke("compare", path)
+    assert table.out.count("+0.00 [+0.00, +0.00]") == 1 + 2
+    for suite in ("main", "terngrad-ablation"):
+        assert f"suite {suite}: " in table.err
+    for suite, count in (("main", 2), ("terngrad-ablation", 3)):
+        shown = invoke("compare", path, "--suite", suite, "--json").json
+        assert len(shown) == count
+        assert {(row["pairs"], row["rate"]) for row in shown if row["pairs"]} == {(3, "tuned")}
+    without = tmp_path / "without.parquet"
+    rows.write(without, own)
+    assert advise(tmp_path, "--runs", without, *words[2:])["tables"][1]["rows"] == []
 
 
 def test_evidence_without_a_known_rule_for_rates_is_told(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ version: 3
 source: ours
 place: mine
 differs: It is short.
-tune: {steps: 10, seed: 9, ladder: [0.001, 0.01, 0.1, 1.0], start: [0.01, 0.1], extend: 2}
+tune: {seed: 9, ladder: [0.001, 0.01, 0.1, 1.0], start: [0.01, 0.1], extend: 2}
 tiers: {"one bit": [0, 1.5], "more": [1.5, 40]}
 config: {task: digits, batch: 32, steps: 20, workers: 2, holdout: 200, seed: [0, 1], threads: 1}
 entries:
@@ -141,20 +141,15 @@ def test_a_memory_with_momentum_leaves_none_to_the_optimizer(carried):
 # ---- the choice of a rate ------------------------------------------------------------------------
 
 
-def chosen(
-    results: dict[float, float], late: dict[float, float] | None = None, **over
-) -> tuple[float | None, bool, list[float]]:
-    """Follow the rule with these results, `late` ones with all of 20 steps.
-
-    Return the rate, whether it is at an edge, and the rates of the trials.
-    """
-    rule = Tune(**{"steps": 5, "seed": 0, "ladder": LADDER, "start": [0.003, 0.01], **over})
+def chosen(results: dict[float, float], **over) -> tuple[float | None, bool, list[float]]:
+    """Follow the rule with these results; return the rate, whether it is at an edge, the trials."""
+    rule = Tune(**{"seed": 0, "ladder": LADDER, "start": [0.003, 0.01], **over})
     tried: dict[Trial, float] = {}
     while (choice := rule.choose(tried, 20)).lr is None:
         assert choice.trial is not None
         assert choice.trial not in tried
-        known = {5: results, 20: late or {}}[choice.trial.steps]
-        tried[choice.trial] = known[choice.trial.lr]
+        assert choice.trial.steps == (rule.steps or 20)
+        tried[choice.trial] = results[choice.trial.lr]
     return choice.lr, choice.at_edge, [trial.lr for trial in tried]
 
 
@@ -177,48 +172,41 @@ def test_of_equal_rates_the_lower_and_of_diverged_ones_a_lower_still():
     assert chosen(diverged, extend=1) == (0.001, True, [0.003, 0.01, 0.001])
 
 
-def test_the_best_of_short_trials_are_tried_again_with_all_steps():
-    """A rate that wins a short race may lose the long one; only finalists take part in that."""
+def test_trials_of_other_steps_do_not_choose():
+    """A rate that wins a short race may lose the long one: only trials of the rule's steps count.
+
+    Those are all steps of a run, unless the rule says otherwise.
+    """
     peak = {0.001: 0.5, 0.003: 0.6, 0.01: 0.7, 0.03: 0.65, 0.1: 0.0}
-    short = [0.003, 0.01, 0.03]
-    late = {0.01: 0.8, 0.03: 0.9}
-    assert chosen(peak, late, extend=1, finalists=2) == (0.03, True, [*short, 0.01, 0.03])
-    late = {0.003: 0.9, 0.01: 0.8, 0.03: 0.7}
-    assert chosen(peak, late, extend=3, finalists=2) == (0.01, False, [*short, 0.01, 0.03])
-    assert chosen(peak, late, extend=1, finalists=3)[::2] == (0.003, [*short, 0.01, 0.03, 0.003])
-    equal = dict.fromkeys(LADDER, 0.5)
-    assert chosen(equal, equal, extend=0, finalists=2)[0] == 0.003
-    diverged = {0.01: -math.inf, 0.03: 0.1}
-    assert chosen(peak, diverged, extend=1, finalists=2)[0] == 0.03
+    assert chosen(peak, extend=3, steps=5) == chosen(peak, extend=3)
+    short = {Trial(lr, 5): lr for lr in LADDER}
+    long = {Trial(lr, 20): -lr for lr in (0.003, 0.01)}
+    given = {"seed": 0, "ladder": LADDER, "start": [0.003, 0.01], "extend": 0}
+    assert Tune(**given).choose(short | long, 20).lr == 0.003
+    assert Tune(**given).choose(short, 20).trial == Trial(0.003, 20)
+    assert Tune(**given, steps=5).choose(short | long, 20).lr == 0.1
+    made = {"seed": 0, "steps": 5}
+    assert Tune(**given).tries(made)
+    assert Tune(**given, steps=5).tries(made)
+    assert not Tune(**given, steps=20).tries(made)
+    assert not Tune(**given).tries({**made, "seed": 1})
 
 
-def test_a_finalist_at_the_edge_of_all_trials_gets_a_rival_beyond():
-    peak = {0.001: 0.5, 0.003: 0.6, 0.01: 0.7, 0.03: 0.65, 0.1: 0.0}
-    before = [0.003, 0.01, 0.03, 0.01, 0.03]  # short ones, then the two finalists
-    late = {0.01: 0.8, 0.03: 0.9, 0.1: 0.85}
-    assert chosen(peak, late, extend=2, finalists=2) == (0.03, False, [*before, 0.1])
-    late[0.1] = 0.95
-    assert chosen(peak, late, extend=3, finalists=2) == (0.1, True, [*before, 0.1]), "no more rungs"
-    low = {0.003: 0.7, 0.01: 0.71, 0.03: 0.1}
-    late = {0.003: 0.9, 0.01: 0.8, 0.001: 0.1}
-    tried = [0.003, 0.01, 0.03, 0.01, 0.003, 0.001]
-    assert chosen(low, late, extend=2, finalists=2) == (0.003, False, tried)
-
-
-def test_a_suite_makes_short_trials_long_ones_and_then_its_runs(own):
-    own.write_text(OWN.replace("extend: 2", "extend: 2, finalists: 2"))
+@pytest.mark.parametrize("steps", [None, 10])
+def test_a_suite_makes_trials_and_then_its_runs(own, steps):
+    if steps:
+        own.write_text(OWN.replace("tune: {", f"tune: {{steps: {steps}, "))
     work = suites.load(str(own)).runs({"compressor": ["terngrad"]})
     config, seen = next(work), []
     while True:
         seen.append((config.lr, config.steps, config.seed, config.test))
-        quality = 0.5 if config.test else {10: config.lr, 20: -config.lr}[config.steps]
+        quality = 0.5 if config.test else -abs(config.lr - 0.02)
         try:
             config = work.send({"validation_accuracy": quality, "validation_loss": 1.0})
         except StopIteration:
             break
-    short = [(lr, 10, 9, False) for lr in (0.01, 0.1, 1.0)]
-    long = [(lr, 20, 9, False) for lr in (1.0, 0.1)]
-    assert seen == [*short, *long, (0.1, 20, 0, True), (0.1, 20, 1, True)]
+    trials = [(lr, steps or 20, 9, False) for lr in (0.01, 0.1, 0.001)]
+    assert seen == [*trials, (0.01, 20, 0, True), (0.01, 20, 1, True)]
 
 
 def test_what_judges_a_trial():
@@ -279,7 +267,7 @@ def test_a_suite_chooses_rates_and_its_rows_say_so(own, tmp_path):
     assert f"gcbench compare {file} --suite {own}" in again.err
     told = rates(file, own)
     assert set(told) <= {"tuned", "edge"}
-    own.write_text(OWN.replace("extend: 2", "extend: 2, finalists: 2"))
+    own.write_text(OWN.replace("tune: {", "tune: {steps: 10, "))
     assert set(rates(file, own)) == {"open"}, "the rule has trials that nobody made"
     own.write_text(OWN)
     assert not runs.exists()
@@ -308,6 +296,21 @@ def test_a_suite_chooses_rates_and_its_rows_say_so(own, tmp_path):
     assert [r["rate"] for r in told].count("untuned") == 1
     only = invoke("compare", file)
     assert f"{len(trials)} trials of learning rates left out" in only.err
+
+
+def test_rows_of_several_files_are_not_made_again(tmp_path):
+    first, second = tmp_path / "first.parquet", tmp_path / "second.parquet"
+    words = ("run", "--steps", "4", "--workers", "2", "--results", tmp_path / "runs")
+    assert invoke(*words, "--compressor", "none", "--rows", first).code == 0
+    shutil.rmtree(tmp_path / "runs")
+    both = ("--rows", second, "--rows", first)
+    again = invoke(*words, "--compressor", "none,terngrad", *both)
+    assert f"its row is in {first}, skipped" in again.err
+    assert f"gcbench compare {second} {first}" in again.err
+    names = [[one["compressor_name"] for one in rows.read(path)] for path in (first, second)]
+    assert names == [["none"], ["terngrad"]]
+    last = invoke(*words, "--compressor", "none,terngrad", *both)
+    assert f"its row is in {second}, skipped" in last.err
 
 
 def test_a_rate_that_a_suite_chooses_is_not_given(own):

@@ -162,13 +162,20 @@ def gather(paths: Sequence[Path]) -> Gathered:
         groups.setdefault(run.suite, []).append(run)
     if others := groups.pop("", []):
         left["made for no suite"] = len(others)
-    found = [each for name, group in groups.items() for each in _of_suite(name, group, left)]
+    found = [each for name in groups for each in _of_suite(name, groups, left)]
     return Gathered(found, len(runs), left)
 
 
-def _of_suite(name: str, runs: Sequence[Run], left: Counter[str]) -> Iterator[Evidence]:
-    """Yield the evidence in a suite's runs; count in `left` the runs that are none, by reason."""
-    kept = []
+def _of_suite(
+    name: str, groups: Mapping[str, Sequence[Run]], left: Counter[str]
+) -> Iterator[Evidence]:
+    """Yield the evidence in the runs that were made for a suite, given the runs of all suites.
+
+    Runs that were made for another suite and belong to this one, too, as `none` may, serve as its
+    baselines and trials; whether they are evidence themselves is decided once, in their own suite.
+    `left` counts the runs that are no evidence, by reason.
+    """
+    runs, kept = groups[name], []
     for run in runs:
         if run.is_trial:
             left["trials of learning rates"] += 1
@@ -179,12 +186,16 @@ def _of_suite(name: str, runs: Sequence[Run], left: Counter[str]) -> Iterator[Ev
     plain = name.partition("/")[0]
     suite = suites.load(plain) if plain in suites.names() else None
     tuned = suite is not None and suite.tune is not None
-    rates = _rates(suite, runs) if suite is not None else {}
+    rates: Mapping[str, str | None] = {}
+    if suite is not None:
+        shared = [run for other, group in groups.items() if other != name for run in group]
+        rates, own = _rates(suite, [*runs, *shared])
+        kept += [run for run in own if run.suite != name and run.config.get("holdout")]
     rows = compare.rows(kept, own=tuning.TUNED_KEYS if tuned else frozenset())
     still_open = {row.method for row in rows if rates.get(row.runs[0].method) == "open"}
     plain_open = any(row.method in still_open for row in rows if row.is_baseline)
     for row in rows:
-        if row.is_baseline:
+        if row.is_baseline or row.runs[0].suite != name:
             continue
         if plain_open or row.method in still_open:
             left["whose learning rates are not chosen yet"] += len(row.runs)
@@ -196,14 +207,15 @@ def _of_suite(name: str, runs: Sequence[Run], left: Counter[str]) -> Iterator[Ev
             yield Evidence(row, name, rates.get(row.runs[0].method))
 
 
-def _rates(suite: suites.Suite, runs: Sequence[Run]) -> dict[str, str | None]:
-    """Return how each method's learning rate was chosen, by `Run.method`.
+def _rates(suite: suites.Suite, runs: Sequence[Run]) -> tuple[dict[str, str | None], Sequence[Run]]:
+    """Return how each method's learning rate was chosen, by `Run.method`, and the suite's runs.
 
     Runs that belong to no entry of the suite are left out.
     """
     try:
         beside = published.beside(suite, runs)
     except UsageError:
-        return {}
+        return {}, []
     own = tuning.TUNED_KEYS if suite.tune is not None else frozenset()
-    return {row.runs[0].method: row.rate for row in beside.rows(compare.rows(beside.runs, own=own))}
+    rows = beside.rows(compare.rows(beside.runs, own=own))
+    return {row.runs[0].method: row.rate for row in rows}, beside.runs

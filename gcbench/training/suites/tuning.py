@@ -1,13 +1,11 @@
 """How a suite chooses the learning rate of each method: one rule and one budget for all.
 
-Rates of a ladder are tried in short runs, trials, and the rate with the best result on the
+Rates of a ladder are tried in runs of their own, trials, and the rate with the best result on the
 validation examples is taken; the test split is never evaluated. First all rates of `start` are
 tried; then, while the best rate is the lowest or the highest tried, the next one of the ladder on
-that side, at most `extend` times. The `finalists` best of these rates are then tried again with all
-steps of the runs whose rate is chosen: what is best in short runs may be too high for long ones.
-While the best of these is the lowest or the highest rate of all trials, the next one of the ladder
-is tried with all steps, too; such trials count among the `extend`. Of equal results the lower rate
-wins; a diverged run is the worst.
+that side, at most `extend` times. Of equal results the lower rate wins; a diverged run is the
+worst. A trial has as many steps as the runs whose rate is chosen, unless the rule has `steps`: a
+rate that is best in short runs may be too high, or too low, for long ones.
 """
 
 from __future__ import annotations
@@ -57,16 +55,16 @@ class Choice(NamedTuple):
 
 
 class Tune(BaseModel):
-    """The rule of a suite, as in its file: `steps` are those of short trials, `seed` of all."""
+    """The rule of a suite, as in its file: `seed` is that of all trials."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    steps: Annotated[int, Field(ge=1)]
+    steps: Annotated[int, Field(ge=1)] | None = None
+    """Steps of a trial; None: as many as those of the run whose rate is chosen."""
     seed: Annotated[int, Field(ge=0)]
     ladder: list[Rate] = Field(min_length=2)
     start: list[Rate] = Field(min_length=1)
     extend: Annotated[int, Field(ge=0)] = 0
-    finalists: Annotated[int, Field(ge=0)] = 0
 
     @model_validator(mode="after")
     def _start_is_on_the_ladder(self) -> Tune:
@@ -102,8 +100,7 @@ class Tune(BaseModel):
 
     def tries(self, summary: Mapping[str, Any]) -> bool:
         """Return whether a run without a test may be a trial of this rule, by its summary."""
-        short = summary["steps"] == self.steps
-        return summary["seed"] == self.seed and (short or self.finalists > 0)
+        return summary["seed"] == self.seed and self.steps in (None, summary["steps"])
 
     def choose(self, tried: Mapping[Trial, float], steps: int) -> Choice:
         """Return the rate to take, or the trial to make next.
@@ -111,24 +108,15 @@ class Tune(BaseModel):
         `tried` maps a trial to its result on the validation examples: higher is better, -inf where
         the run diverged. `steps`: of the runs whose rate is chosen.
         """
+        long = self.steps or steps
         for lr in self.start:
-            if Trial(lr, self.steps) not in tried:
-                return Choice(None, Trial(lr, self.steps))
-        rungs = [lr for lr in self.ladder if Trial(lr, self.steps) in tried]
-        ranked = _ranked(rungs, tried, self.steps)
-        if (beyond := self._beyond(ranked[0], rungs)) is not None:
-            return Choice(None, Trial(beyond, self.steps))
-        finalists = ranked[: self.finalists]
-        while finalists:
-            for lr in finalists:
-                if Trial(lr, steps) not in tried:
-                    return Choice(None, Trial(lr, steps))
-            ranked = _ranked(finalists, tried, steps)
-            if (beyond := self._beyond(ranked[0], rungs)) is None:
-                break
-            finalists.append(beyond)
-            rungs = sorted({*rungs, beyond})
-        return Choice(ranked[0], None, ranked[0] in (rungs[0], rungs[-1]))
+            if Trial(lr, long) not in tried:
+                return Choice(None, Trial(lr, long))
+        rungs = [lr for lr in self.ladder if Trial(lr, long) in tried]
+        best = min(rungs, key=lambda lr: (-tried[Trial(lr, long)], lr))
+        if (beyond := self._beyond(best, rungs)) is not None:
+            return Choice(None, Trial(beyond, long))
+        return Choice(best, None, best in (rungs[0], rungs[-1]))
 
     def _beyond(self, best: float, rungs: Sequence[float]) -> float | None:
         """Return the rate to try next because the best of all rates tried is at their edge.
@@ -139,11 +127,6 @@ class Tune(BaseModel):
             return None
         place = self.ladder.index(best) + (-1 if best == rungs[0] else 1)
         return self.ladder[place] if 0 <= place < len(self.ladder) else None
-
-
-def _ranked(rates: Sequence[float], tried: Mapping[Trial, float], steps: int) -> list[float]:
-    """Return the rates by their results in trials of this many steps, the best first."""
-    return sorted(rates, key=lambda lr: (-tried[Trial(lr, steps)], lr))
 
 
 def quality(summary: Mapping[str, Any]) -> float:
