@@ -179,31 +179,36 @@ def test_the_table_of_speeds_is_what_was_saved():
 
 
 def of_seeds(row: dict[str, Any]) -> str:
-    """Return a line of README's table of results from a row of `gcbench compare --json`."""
-    accuracy = f"{100 * row['mean']:.2f}"
+    """Return a line of README's tables of results from a row of `gcbench compare --json`.
+
+    Accuracies are in points, with two decimals; losses have three.
+    """
+    scale, digits = (100, 2) if row["metric"] == "accuracy" else (1, 3)
+    result = f"{scale * row['mean']:.{digits}f}"
     if row["sd"] is not None:
-        accuracy += f" ± {100 * row['sd']:.2f}"
+        result += f" ± {scale * row['sd']:.{digits}f}"
     difference = "-"
     if row["difference"] is not None:
-        difference = f"{100 * row['difference']:+.2f}"
+        difference = f"{scale * row['difference']:+.{digits}f}"
     if row["difference_low"] is not None:
-        low, high = (f"{100 * row[f'difference_{end}']:+.2f}" for end in ("low", "high"))
+        low, high = (f"{scale * row[f'difference_{end}']:+.{digits}f}" for end in ("low", "high"))
         difference += f" [{low}, {high}]"
     name, _, fields = row["method"].partition(" ")
     rate = f"{row['lr']:g}" + ("" if row["rate"] == "tuned" else f", {row['rate']}")
     ratios = f"{row['payload_ratio_up']:.3g} | {row['payload_ratio_down']:.3g}"
-    found = accuracy, str(row["n"]), difference, row["rank"], rate
+    found = result, str(row["n"]), difference, row["rank"], rate
     cells = f"`{name}` {fields}".strip(), *found, ratios
     return f"| {row['tier']} | " + " | ".join(cells) + " |"
 
 
-def test_the_table_of_results_is_what_the_stored_rows_say():
+@pytest.mark.parametrize(("suite", "heading"), [("main", "\n## Results\n")])
+def test_the_tables_of_results_are_what_the_stored_rows_say(suite, heading):
     """Every row of the suite that was run, with the numbers that `gcbench compare` prints."""
-    words = ("--suite", "main", ROOT / "results" / "reference", "--json")
-    rows = invoke("compare", *words).json
+    rows = invoke("compare", "--suite", suite, REFERENCE, "--json").json
     text = (ROOT / "README.md").read_text()
-    tiers = "|".join(re.escape(tier) for tier in suites.load("main").tiers)
-    told = re.findall(rf"^\| (?:{tiers}) \|.*$", text, re.MULTILINE)
+    section = text.partition(heading)[2].partition("\n#")[0]
+    tiers = "|".join(re.escape(tier) for tier in suites.load(suite).tiers)
+    told = re.findall(rf"^\| (?:{tiers}) \|.*$", section, re.MULTILINE)
     assert sorted(told) == sorted(map(of_seeds, rows))
     assert len(told) > 15
 
