@@ -235,6 +235,10 @@ def run(
         S, _opt("Milestones of step: 500/750, or 0.5/0.75 of all.", TRAIN)
     ] = None,
     schedule_gamma: Annotated[S, _opt("Factor at each milestone.", TRAIN)] = None,
+    warmup: Annotated[
+        S,
+        _opt("Steps in which the rate rises linearly; below 1: a fraction; default 0.", TRAIN),
+    ] = None,
     weight_decay: Annotated[S, _opt("L2 factor.", TRAIN)] = None,
     decay: Annotated[
         S, _opt("Where L2 is added. loss: before compression; update: after decoding.", TRAIN)

@@ -32,6 +32,7 @@ ADDED: dict[str, object] = {
     "outer_nesterov": False,
     "hook": "gcbench",
     "bucket_mb": 25.0,
+    "warmup": 0.0,
 }
 """Keys that were added to the config later, with the value that stands for the earlier behaviour.
 

@@ -85,6 +85,7 @@ class Config(BaseModel):
     schedule_power: Annotated[Finite, Field(gt=0)] = 0.5
     schedule_steps: list[Annotated[Finite, Field(gt=0)]] = []  # below 1: a fraction of `steps`
     schedule_gamma: Annotated[Finite, Field(gt=0)] = 0.1
+    warmup: Annotated[Finite, Field(ge=0)] = 0.0  # steps; below 1: a fraction of `steps`
     weight_decay: Annotated[Finite, Field(ge=0)] = 0.0
     decay: Literal["loss", "update"] = "loss"
     ema: Annotated[Finite, Field(ge=0, lt=1)] = 0.0
@@ -193,6 +194,11 @@ class Config(BaseModel):
             raise ValueError("nesterov needs momentum > 0")
         if self.schedule == "step" and not self.schedule_steps:
             raise ValueError("schedule=step needs schedule_steps, e.g. --schedule-steps 0.5/0.75")
+        if self.warmup > max(self.steps, 1):
+            raise ValueError(
+                f"warmup={self.warmup:g} is more than the {self.steps} steps; give fewer, or a "
+                "fraction of all steps, e.g. --warmup 0.1"
+            )
         return self
 
     def _fits_local_steps(self) -> None:
@@ -306,17 +312,22 @@ class Config(BaseModel):
     def lr_at(self, step: int) -> float:
         """Return the learning rate of `step` (counted from 0).
 
-        poly: lr (1 - step / steps)^power; step: lr gamma^(milestones reached).
+        poly: lr (1 - step / steps)^power; step: lr gamma^(milestones reached). In the first
+        `warmup` steps this is multiplied by (step + 1) / warmup.
         """
-        match self.schedule:
-            case "poly":
-                return float(self.lr * (1 - step / self.steps) ** self.schedule_power)
-            case "step":
-                marks = [m * self.steps if m < 1 else m for m in self.schedule_steps]
-                reached = sum(step >= mark for mark in marks)
-                return float(self.lr * self.schedule_gamma**reached)
-            case _:
-                return self.lr
+        factor = 1.0
+        if self.schedule == "poly":
+            factor = (1 - step / self.steps) ** self.schedule_power
+        elif self.schedule == "step":
+            reached = sum(step >= self._steps(mark) for mark in self.schedule_steps)
+            factor = self.schedule_gamma**reached
+        if step + 1 < self._steps(self.warmup):
+            factor *= (step + 1) / self._steps(self.warmup)
+        return float(self.lr * factor)
+
+    def _steps(self, count: float) -> float:
+        """Return a number of steps, of which one below 1 is given as a fraction of all."""
+        return count * self.steps if count < 1 else count
 
 
 TORCH_HOOKS = ("none", "fp16", "powersgd")

@@ -28,7 +28,7 @@ Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 TUNED_KEYS = frozenset(
     {
         *("optimizer", "lr", "momentum", "nesterov", "betas", "eps", "weight_decay", "decay"),
-        *("schedule", "schedule_power", "schedule_steps", "schedule_gamma"),
+        *("schedule", "schedule_power", "schedule_steps", "schedule_gamma", "warmup"),
     }
 )
 """Settings of which a method may need other values than its baseline (signs need a small learning
