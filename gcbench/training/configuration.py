@@ -194,7 +194,7 @@ class Config(BaseModel):
             raise ValueError("nesterov needs momentum > 0")
         if self.schedule == "step" and not self.schedule_steps:
             raise ValueError("schedule=step needs schedule_steps, e.g. --schedule-steps 0.5/0.75")
-        if self.warmup > max(self.steps, 1):
+        if self.warmup > self.steps:
             raise ValueError(
                 f"warmup={self.warmup:g} is more than the {self.steps} steps; give fewer, or a "
                 "fraction of all steps, e.g. --warmup 0.1"

@@ -5,7 +5,7 @@ validation examples is taken; the test split is never evaluated. First all rates
 tried; then, while the best rate is the lowest or the highest tried, the next one of the ladder on
 that side, at most `extend` times. Of equal results the lower rate wins; a diverged run is the
 worst. A trial has as many steps as the runs whose rate is chosen, unless the rule has `steps`: a
-rate that is best in short runs may be too high, or too low, for long ones.
+rate that is best in short runs may be too high for long ones.
 """
 
 from __future__ import annotations
