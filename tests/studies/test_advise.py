@@ -13,6 +13,7 @@ from builders import write as write_runs
 from commands import invoke
 
 from gcbench.core import registry
+from gcbench.reporting import reader, sections
 from gcbench.reporting.analysis import load
 from gcbench.studies.scale import codec, evidence
 from gcbench.training import rows, suites
@@ -340,6 +341,11 @@ def test_suites_share_runs_and_each_is_evidence_once(tmp_path: Path) -> None:
         shown = invoke("compare", path, "--suite", suite, "--json").json
         assert len(shown) == count
         assert {(row["pairs"], row["rate"]) for row in shown if row["pairs"]} == {(3, "tuned")}
+    sizes = {
+        one.title.partition(":")[0]: len(one.rows)
+        for one in sections.compared(reader.load([path]), None, [])
+    }
+    assert sizes == {"main": 2, "terngrad-ablation": 3}, "the report's tables"
     without = tmp_path / "without.parquet"
     rows.write(without, own)
     assert advise(tmp_path, "--runs", without, *words[2:])["tables"][1]["rows"] == []
