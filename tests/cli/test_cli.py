@@ -541,6 +541,20 @@ def test_a_compressor_may_be_a_file(mine, tmp_path):
     assert repr(methods.parse(f"{mine}:most=1.0")) == "Halves(most=1.0)"
 
 
+def test_a_suite_names_and_chooses_the_file_of_a_compressor(mine, tmp_path):
+    """`--compressor ./mine.py` chooses the suite's run of that file, and its name does, too."""
+    suite = tmp_path / "own.yaml"
+    suite.write_text(
+        "title: own\nsource: own\nplace: a table\ndiffers: nothing.\n"
+        f"config: {{task: digits, steps: 2}}\nentries:\n"
+        f"  - config: {{compressor: [none, {mine}]}}\n"
+    )
+    words = ["--progress", "none", "--results", tmp_path / "r", "--json"]
+    by_file = invoke("run", "--suite", suite, "--compressor", mine, *words).json
+    by_name = invoke("run", "--suite", suite, "--compressor", "mine", *words).json
+    assert by_file["compressor"] == by_name["compressor"] == "Halves(most=65504.0)"
+
+
 def test_files_that_are_no_compressor(mine, tmp_path):
     broken = tmp_path / "broken.py"
     broken.write_text("1 / 0")

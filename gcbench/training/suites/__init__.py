@@ -402,7 +402,10 @@ def _conditions(given: Mapping[str, Any]) -> Iterator[_Condition]:
                 told = [schedule.text(v) if isinstance(v, Mapping) else v for v in values]
                 yield _Condition(key, field, told)
         else:
-            yield _Condition(key, None, grid.choices(key, value))
+            values = grid.choices(key, value)
+            if key == "compressor":
+                values = [registry.add_file(str(v)) for v in values]
+            yield _Condition(key, None, values)
 
 
 # ---- files ---------------------------------------------------------------------------------------
