@@ -447,7 +447,8 @@ def compare(
         tuple(filter(None, (word.strip() for word in (columns or "").split(",")))),
         width.value if width is not None else "",
     )
-    groups = published.by_suite(reader.load(folders or [RUNS]))
+    wanted = [suites.load(suite)] if suite is not None else []
+    groups = published.by_suite(reader.load(folders or [RUNS]), *wanted)
     made = [run for name, group in groups.items() if name for run in group]
     if suite is not None:
         made += groups.get("", [])

@@ -59,7 +59,7 @@ WORDS: dict[str, str] = {
     "published": "What a paper says of the same run. A difference at another number of steps is of "
     "the budget and no verdict on a method.",
     "rank": "The number of a worker, from 0. In a table of results: the places that a method "
-    "may have in its tier; they overlap where the seeds do not tell two methods apart.",
+    "may have in its tier; those of two methods that the seeds do not tell apart overlap.",
     "reduce-scatter": "A collective after which every worker has the sum of one part of the "
     "gradients. It is the first half of an all-reduce, and what FSDP uses.",
     "residual": "Gradient minus what its code decodes to: what the code has lost.",

@@ -102,12 +102,14 @@ def _described(points: Sequence[Point]) -> Iterator[str]:
         yield " ".join(words)
 
 
-def by_suite(runs: Sequence[Run]) -> dict[str, list[Run]]:
+def by_suite(runs: Sequence[Run], *asked: Suite) -> dict[str, list[Run]]:
     """Return the runs by the name of the suite for which they were made, "" for none.
 
-    Rows of another version of a suite than this gcbench has are left out, and counted on stderr.
+    Rows of another version of a suite than this gcbench has, or than the suites that are `asked`
+    for and may be files of the user's, are left out, and counted on stderr.
     """
     versions = {name: load(name).version for name in names()}
+    versions |= {suite.name: suite.version for suite in asked}
     groups: dict[str, list[Run]] = {}
     left: dict[str, int] = {}
     for run in runs:

@@ -256,13 +256,15 @@ def compared(
 
     Trials, which chose learning rates and never saw the test split, are left out.
     """
-    groups = published.by_suite(runs)
+    groups = published.by_suite(runs, *(beside.suite for beside in asked))
     rest = groups.pop("", [])
     labelled = [run for group in groups.values() for run in group]
     wanted = {beside.suite.name: beside for beside in asked}
     for name, own in groups.items():
+        if name in wanted:
+            continue
         try:
-            wanted.setdefault(name, published.beside(suites.load(name), labelled))
+            wanted[name] = published.beside(suites.load(name), labelled)
         except UsageError:  # the suite has been changed since
             rest += own
     for beside in wanted.values():

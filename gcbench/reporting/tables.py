@@ -136,8 +136,8 @@ def _tier_notes(rows: Sequence[Row]) -> list[str]:
     if any(row.rank is not None for row in rows):
         made.append(
             "rank: the places within the tier that a method may have, by paired intervals over at "
-            "least 5 seeds, at 95 % for all pairs together; where two overlap, none is better; "
-            "- too few seeds."
+            "least 5 seeds, at 95 % for all pairs together; those of two methods that are not "
+            "told apart overlap; - too few seeds."
         )
     if any(row.rate in ("edge", "untuned", "open") for row in rows):
         made.append(

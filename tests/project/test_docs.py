@@ -26,6 +26,7 @@ from gcbench.training import suites
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "results" / "reference"
+CONTROLS = ROOT / "results" / "controls"
 
 
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
@@ -201,7 +202,10 @@ def of_seeds(row: dict[str, Any]) -> str:
     return f"| {row['tier']} | " + " | ".join(cells) + " |"
 
 
-@pytest.mark.parametrize(("suite", "heading"), [("main", "\n## Results\n")])
+@pytest.mark.parametrize(
+    ("suite", "heading"),
+    [("main", "\n## Results\n"), ("main-language", "\n### A language model\n")],
+)
 def test_the_tables_of_results_are_what_the_stored_rows_say(suite, heading):
     """Every row of the suite that was run, with the numbers that `gcbench compare` prints."""
     rows = invoke("compare", "--suite", suite, REFERENCE, "--json").json
@@ -245,23 +249,32 @@ def test_the_intervals_of_the_findings_are_those_of_the_stored_rows():
     So are those of README's results.
     """
     text = (ROOT / "results" / "FINDINGS.md").read_text()
-    lines = [line for line in text.splitlines() if "reference/" in line and "seeds |" in line]
+    lines = [line for line in text.splitlines() if ".parquet" in line and "seeds |" in line]
     told = {}
     for line in lines:
-        (name,) = set(re.findall(r"reference/([\w-]+)\.parquet", line))
+        name = re.findall(r"(?:reference|controls)/([\w-]+)\.parquet", line)[0]
         told[line] = (name, [tuple(map(float, match)) for match in INTERVAL.findall(line)])
-    for name in {name for name, _ in told.values()}:
-        known = differences(invoke("compare", "--suite", name, REFERENCE, "--json").json)
-        for line, (of, intervals) in told.items():
-            assert of != name or set(intervals) <= known, line
+    stored = {path.stem: path.stem for path in REFERENCE.glob("*.parquet")}
+    stored |= {path.stem: path.with_suffix(".yaml") for path in CONTROLS.glob("*.parquet")}
+    known = {
+        name: differences(
+            invoke(
+                "compare", "--suite", suite, REFERENCE, *CONTROLS.glob("*.parquet"), "--json"
+            ).json
+        )
+        for name, suite in stored.items()
+    }
+    for line, (name, intervals) in told.items():
+        assert set(intervals) <= known[name], line
     readme = (ROOT / "README.md").read_text()
     item = readme.partition("2. **At equal bits")[2].partition("3. **")[0]
-    section = readme.partition("\n## Results")[2].partition("\n## ")[0]
-    known = differences(invoke("compare", "--suite", "main", REFERENCE, "--json").json)
-    for part in (item, section):
+    section, _, language = (
+        readme.partition("\n## Results")[2].partition("\n## ")[0].partition("\n### ")
+    )
+    for part, suites_of_part in (item, stored), (section, {"main"}), (language, {"main-language"}):
         quoted = {tuple(map(float, match)) for match in INTERVAL.findall(part)}
         assert quoted
-        assert quoted <= known
+        assert quoted <= set().union(*(known[name] for name in suites_of_part))
     assert sum(len(intervals) for _, intervals in told.values()) > 15
 
 

@@ -17,7 +17,7 @@ from gcbench.core import registry
 from gcbench.core.errors import UsageError
 from gcbench.reporting import published
 from gcbench.reporting.reader import load
-from gcbench.training import configuration, suites
+from gcbench.training import configuration, rows, suites
 from gcbench.training.configuration import Config
 from gcbench.training.runner import Runner
 
@@ -441,6 +441,23 @@ def test_rows_from_before_are_entries():
         ("none", 2): 0.9920,  # the suite has the baseline once, for all numbers of workers
         **{("terngrad", n): MOMENTUM[n] for n in (2, 16)},
     }
+
+
+def test_rows_of_another_version_of_a_file_of_mine_are_left_out(own, tmp_path):
+    """The version in a user's own file counts as that of a bundled suite does."""
+    configs = [c for c in parse(f"gcbench run --suite {own} --seed 0,1") if c.compressor == "none"]
+    file = tmp_path / "rows.parquet"
+    for config, accuracy, version in zip(configs, (0.6, 0.8), (1, 2), strict=True):
+        rows.add(
+            file, rows.row(row(config, accuracy, config_hash=config.hash), [], f"own/{version}")
+        )
+    first = compared(file, own, "--json")
+    assert [(one["n"], one["mean"]) for one in first.json] == [(1, 0.6)]
+    assert "1 rows of version 2 of suite own left out: it is version 1 here" in first.err
+    own.write_text(OWN.replace("title:", "version: 2\ntitle:"))
+    assert [one["mean"] for one in compared(file, own, "--json").json] == [0.8]
+    page = invoke("report", file, "--suite", own, "--output", tmp_path / "page.html")
+    assert "1 rows of version 1 of suite own left out" in page.err
 
 
 def test_where_and_by_work_on_a_suite(own, tmp_path):
