@@ -63,7 +63,7 @@ def advise(
         list[Path] | None,
         typer.Option(
             help="Runs of suites, as files of rows or folders; may be given several times.",
-            show_default=f"results/reference and {RUNS}, where they are",
+            show_default=f"results/reference, {RUNS} and gcbench's own rows",
         ),
     ] = None,
     compressor: Methods = None,

@@ -163,6 +163,9 @@ class Mark(NamedTuple):
     across: float = 0.0
 
 
+FAR = 24  # points from a mark, beyond which a line joins it and its label
+
+
 def _spots() -> list[tuple[int, int]]:
     """Return offsets in points at which a label may stand, the nearest first."""
     across = (9, -9, 0, 30, -30, 60, -60, 100, -100)
@@ -173,8 +176,9 @@ def _spots() -> list[tuple[int, int]]:
 def write_labels(axes: Axes, marks: Sequence[Mark]) -> int:
     """Write a label near each mark: no label lies over a mark, an error bar or another label.
 
-    Where there is no room for a mark's text its `short` is tried; the place with fewest overlaps
-    is taken where there is none for that either. Returns how many labels overlap something.
+    Where there is no room near a mark for its text its `short` stands, if that fits better or
+    nearer; the place with fewest overlaps is taken where neither fits. Returns how many labels
+    overlap something.
     """
     from matplotlib.transforms import Bbox
 
@@ -191,25 +195,34 @@ def write_labels(axes: Axes, marks: Sequence[Mark]) -> int:
         taken.append(Bbox([[left - around, low - around], [right + around, high + around]]))
     collisions = 0
     for mark in marks:
-        hits, label, box = _place(axes, mark, mark.text, taken)
-        if hits and mark.short:
-            label.remove()
-            hits, label, box = _place(axes, mark, mark.short, taken)
+        (hits, far), label, box = _place(axes, mark, mark.text, taken)
+        if (hits or far > FAR) and mark.short:
+            shorter = _place(axes, mark, mark.short, taken)
+            if shorter[0] < (hits, far):
+                label.remove()
+                (hits, _), label, box = shorter
+            else:
+                shorter[1].remove()
         collisions += bool(hits)
         taken.append(box)
     return collisions
 
 
-def _place(axes: Axes, mark: Mark, text: str, taken: Sequence[Any]) -> tuple[int, Any, Any]:
-    """Write a label at the nearest free spot; return what it overlaps, the label and its box."""
+def _place(
+    axes: Axes, mark: Mark, text: str, taken: Sequence[Any]
+) -> tuple[tuple[int, float], Any, Any]:
+    """Write a label at the nearest free spot.
+
+    Returns how many boxes it overlaps and its distance in points, the label and its box.
+    """
     from matplotlib.text import Text
 
     figure: Any = axes.figure
     renderer = figure.canvas.get_renderer()
     frame = axes.get_window_extent(renderer)
-    best: tuple[int, Any, Any] | None = None
+    best: tuple[tuple[int, float], Any, Any] | None = None
     for across, along in _spots():
-        far = hypot(across, along) > 24
+        distance = hypot(across, along)
         label = axes.annotate(
             foreign.label(text),
             (mark.x, mark.y),
@@ -229,7 +242,7 @@ def _place(axes: Axes, mark: Mark, text: str, taken: Sequence[Any]) -> tuple[int
                     0.5 if across else float(along < 0),
                 ),
             }
-            if far
+            if distance > FAR
             else None,
         )
         label.update_positions(renderer)
@@ -237,12 +250,12 @@ def _place(axes: Axes, mark: Mark, text: str, taken: Sequence[Any]) -> tuple[int
         hits = sum(box.overlaps(other) for other in taken)
         inside = frame.x0 <= box.x0 and box.x1 <= frame.x1
         hits += 10 * (not (inside and frame.y0 <= box.y0 and box.y1 <= frame.y1))
-        if best is not None and hits >= best[0]:
+        if best is not None and hits >= best[0][0]:
             label.remove()
             continue
         if best is not None:
             best[1].remove()
-        best = (hits, label, box)
+        best = ((hits, distance), label, box)
         if not hits:
             break
     assert best is not None

@@ -81,7 +81,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
                 mec="white",
                 mew=0.7,
             )
-            marks.append(Mark(x, y, spread, row.method, style["color"]))
+            marks.append(Mark(x, y, spread, row.method, style["color"], short=_short(row, drawn)))
         winners = [best([row for row in drawn if row.tier == tier]) for tier in tiers]
         line = [(_bytes(row), scale * (row.mean or 0.0)) for row in winners]
         axes.plot(*zip(*line, strict=True), color="0.4", lw=1.2, zorder=1)
@@ -110,6 +110,17 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
         figure.set_layout_engine("none")
         figures.write_labels(axes, marks)
         figures.save(figure, path)
+
+
+def _short(row: Row, drawn: Sequence[Row]) -> str:
+    """Return the method's name with the first field by which it differs from all of that name."""
+    name, *fields = row.method.split()
+    others = [other.method.split() for other in drawn if other is not row]
+    namesakes = [words for words in others if words[0] == name]
+    if not namesakes:
+        return name
+    own = (field for field in fields if not any(field in words for words in namesakes))
+    return f"{name} {field}" if (field := next(own, None)) else row.method
 
 
 def _bytes(row: Row) -> float:

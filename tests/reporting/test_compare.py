@@ -529,6 +529,43 @@ def test_a_label_without_room_is_its_number(tmp_path: Path) -> None:
     assert figures.write_labels(axes, crowded) > 0  # and says so where nothing fits
 
 
+def test_a_short_label_beside_its_mark_is_better_than_a_long_one_far_away() -> None:
+    """A long label that fits only at a distance would stand beside another method's mark."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3))
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.set(xlim=(0, 10), ylim=(0, 10))
+    bars = [figures.Mark(2.5, 5, 2, "a", "C0"), figures.Mark(4.5, 5, 2, "b", "C0")]
+    marks = [figures.Mark(3, 5, 0, "long name of a method", "C0", "short"), *bars]
+    assert figures.write_labels(axes, marks) == 0
+    (label,) = [one for one in axes.texts if one.get_text() == "short"]
+    assert abs(label.get_position()[1]) < figures.FAR
+    assert label.arrow_patch is None
+
+
+def test_the_short_label_of_a_method_is_its_first_field_of_its_own() -> None:
+    from types import SimpleNamespace
+
+    from gcbench.reporting import tier_plot
+
+    methods = [
+        "none",
+        "sign ties=coin memory=none",
+        "sign ties=coin memory=momentum",
+        "sign ties=coin",
+    ]
+    drawn: list[Any] = [SimpleNamespace(method=method) for method in methods]
+    assert [tier_plot._short(row, drawn) for row in drawn] == [
+        "none",
+        "sign memory=none",
+        "sign memory=momentum",
+        "sign ties=coin",  # nothing of its own
+    ]
+
+
 def test_a_picture_for_a_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As wide as the column, TrueType fonts, names, 95 % intervals, the band of `none`."""
     kept = drawing(monkeypatch)
