@@ -10,10 +10,13 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 from commands import ROOT, invoke
 from test_config import parse
 
+from gcbench import ops
 from gcbench.core import registry
+from gcbench.core.compressor import Key, Segments
 from gcbench.core.errors import UsageError
 from gcbench.reporting import published
 from gcbench.reporting.reader import load
@@ -526,3 +529,27 @@ def test_reference_rows_are_of_the_methods_of_today():
     assert len(stored) > 10
     assert stored <= today
     assert any(repr(point.config.make_compressor()) not in today for point in points)
+
+
+# ---- the control ---------------------------------------------------------------------------------
+
+
+def test_the_control_of_clipping_is_main_language_but_for_its_method(monkeypatch):
+    """Its other rows are runs of `main-language`; it clips where `terngrad` clips."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv(registry.FILES, "")
+    registry.compressors.cache_clear()
+    points = suites.load("results/controls/clipping.yaml").points()
+    theirs = {point.identity for point in suites.load("main-language").points()}
+    methods = {p.config.compressor for p in points if p.identity not in theirs}
+    assert methods == {"clipped"}
+    (control, *_) = (p.config for p in points if p.config.compressor == "clipped")
+    segments = Segments.of([(40, 50), (7,), (300,)])
+    x = torch.randn(segments.numel, generator=torch.Generator().manual_seed(1)) ** 3
+    (clipped,) = control.make_compressor().encode(x, segments, x[:0], Key(0, 0, 0, 0, 0)).parts
+    limits, _ = ops.ternary.scales(x, segments, 2.5)
+    pairs = zip(torch.split(x, segments.lengths), limits, strict=True)
+    torch.testing.assert_close(clipped, torch.cat([t.clamp(-c, c) for t, c in pairs]))
+    assert (clipped != x).any()
+    monkeypatch.undo()
+    registry.compressors.cache_clear()
