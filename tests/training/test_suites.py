@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -531,7 +533,7 @@ def test_reference_rows_are_of_the_methods_of_today():
     assert any(repr(point.config.make_compressor()) not in today for point in points)
 
 
-# ---- the control ---------------------------------------------------------------------------------
+# ---- the controls --------------------------------------------------------------------------------
 
 
 def test_the_control_of_clipping_is_main_language_but_for_its_method(monkeypatch):
@@ -553,3 +555,19 @@ def test_the_control_of_clipping_is_main_language_but_for_its_method(monkeypatch
     assert (clipped != x).any()
     monkeypatch.undo()
     registry.compressors.cache_clear()
+
+
+def test_the_control_of_rates_is_main_language_but_for_its_ladder():
+    """Its rows are runs of `main-language`; between two of that suite's rates lies one more."""
+    control = suites.load(str(ROOT / "results/controls/rates.yaml"))
+    theirs = suites.load("main-language")
+    points = control.points()
+    assert {point.identity for point in points} < {point.identity for point in theirs.points()}
+    assert {point.config.seed for point in points} == {p.config.seed for p in theirs.points()}
+    assert control.tune.seed == theirs.tune.seed
+    every_other = control.tune.ladder[::2]
+    assert set(every_other) < set(theirs.tune.ladder)
+    assert [high / low for low, high in pairwise(every_other)] == [2.0] * 4
+    between = control.tune.ladder[1::2]
+    for (low, high), middle in zip(pairwise(every_other), between, strict=True):
+        assert middle == pytest.approx(math.sqrt(low * high), rel=0.02)
