@@ -150,6 +150,27 @@ def test_loss_where_there_is_no_accuracy(tmp_path: Path) -> None:
     assert "test loss" in render(made, "table", 200)
 
 
+@pytest.mark.parametrize(
+    ("of_none", "of_x", "shown"),
+    [
+        ((1.93, 1.93), (1.96, 2.0), ("1.930 ± 0.000", "1.980 ± 0.028", "+0.050 [-0.204, +0.304]")),
+        ((0.02, 0.02), (0.03, 0.03), ("0.02000 ± 0", "0.03000 ± 0", "+0.01000 [+0.01000, +0.01")),
+        ((0.0, 0.0), (23456.0, 23457.0), ("0.000 ± 0.000", "23456 ± 1", "+23456 [+23450, +23463]")),
+    ],
+)
+def test_a_loss_its_spread_and_its_distance_have_equal_decimals(tmp_path, of_none, of_x, shown):
+    """As many as give the mean four significant digits, trailing zeros among them."""
+    values = [("none", of_none), ("x", of_x)]
+    rows = [
+        summary(name, seed, None, test_loss=v)
+        for name, losses in values
+        for seed, v in enumerate(losses)
+    ]
+    told = render(table(tmp_path, *rows), "table", 200)
+    for text in shown:
+        assert text in told
+
+
 def test_bytes_ratios_and_times(tmp_path: Path) -> None:
     slow = summary("x", 1) | {"step_seconds": 0.07, "payload_bytes_up": 60_000_000}
     (row,) = table(tmp_path, summary("x", 0), slow)
