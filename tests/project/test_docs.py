@@ -266,12 +266,17 @@ def test_the_intervals_of_the_findings_are_those_of_the_stored_rows():
     }
     for line, (name, intervals) in told.items():
         assert set(intervals) <= known[name], line
+    controls = [path.stem for path in CONTROLS.glob("*.parquet")]
     readme = (ROOT / "README.md").read_text()
     item = readme.partition("2. **At equal bits")[2].partition("3. **")[0]
     section, _, language = (
         readme.partition("\n## Results")[2].partition("\n## ")[0].partition("\n### ")
     )
-    for part, suites_of_part in (item, stored), (section, {"main"}), (language, {"main-language"}):
+    for part, suites_of_part in (
+        (item, stored),
+        (section, {"main"}),
+        (language, {"main-language", *controls}),
+    ):
         quoted = {tuple(map(float, match)) for match in INTERVAL.findall(part)}
         assert quoted
         assert quoted <= set().union(*(known[name] for name in suites_of_part))
