@@ -41,11 +41,11 @@ def quality(row: Row, mixed: bool) -> str:
     if row.metric == "accuracy":
         spread = "" if row.sd is None else f" ± {100 * row.sd:.2f}"
         return f"{prefix}{100 * row.mean:.2f}{spread}"
-    digits = decimals(row.mean)
+    digits = _decimals(row.mean)
     return f"{prefix}{row.mean:.{digits}f}" + ("" if row.sd is None else f" ± {row.sd:.{digits}f}")
 
 
-def decimals(loss: float) -> int:
+def _decimals(loss: float) -> int:
     """Return with how many decimals a loss has four significant digits; its row has as many."""
     return max(0, 3 - math.floor(math.log10(abs(loss)))) if math.isfinite(loss) and loss else 3
 
@@ -54,7 +54,7 @@ def versus(row: Row) -> str:
     """Return a row's distance to the uncompressed one with its interval and marks, "-" without."""
     if row.difference is None or row.mean is None:
         return "-"
-    digits = decimals(row.mean)
+    digits = _decimals(row.mean)
 
     def shown(value: float) -> str:
         return f"{100 * value:+.2f}" if row.metric == "accuracy" else f"{value:+.{digits}f}"
