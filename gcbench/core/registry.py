@@ -191,8 +191,13 @@ def add_file(word: str) -> str:
 
 
 def word(name: str) -> str:
-    """Return what a user types for a compressor: the path of its file, or its name."""
-    return _named_files().get(name, name)
+    """Return what a user types for a compressor: the path of its file, or its name.
+
+    A file below the working directory is named from there, so that a row with this word can be
+    published, and serves in another copy of the folder.
+    """
+    path = Path(_named_files().get(name, name))
+    return f"./{path.relative_to(Path.cwd())}" if path.is_relative_to(Path.cwd()) else str(path)
 
 
 @cache
@@ -217,7 +222,8 @@ def origin(entry: Entry) -> dict[str, str] | None:
     """Return where a third party's class comes from; None for what is built in.
 
     The keys are "distribution", "version", and "sha256", the hash of the names and bytes of the
-    package's Python files, or of a single module's; "" if there is no source file.
+    package's Python files, or of a single module's; "" if there is no source file. For a file that
+    the user named, "distribution" is `file` and its name, without the folder: it may be moved.
     """
     if entry.source == "built-in":
         return None
@@ -229,8 +235,9 @@ def origin(entry: Entry) -> dict[str, str] | None:
     found = hashlib.sha256()
     for path, name in sorted(files, key=lambda each: each[1]):
         found.update(f"{name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    named = _named_files().get(entry.name)
     return {
-        "distribution": entry.source,
+        "distribution": entry.source if named is None else f"file {Path(named).name}",
         "version": entry.version,
         "sha256": found.hexdigest() if files else "",
     }

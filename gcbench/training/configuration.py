@@ -512,7 +512,8 @@ def plugins(config: Config) -> dict[str, dict[str, str]]:
 def _origin(own: Mapping[str, str] | None) -> str:
     if own is None:
         return "nothing told"
-    return f"{own['distribution']} {own['version']} (source {own['sha256'][:10]})"
+    name = " ".join(filter(None, (own["distribution"], own["version"])))
+    return f"{name} (source {own['sha256'][:10]})"
 
 
 def check_objects(config: Config, made: Mapping[str, Any], folder: Path) -> None:

@@ -531,7 +531,7 @@ def test_a_compressor_may_be_a_file(mine, tmp_path):
     assert [row["compressor_name"] for row in rows] == ["none", "mine"]
     assert rows[1]["compressor"] == "Halves(most=2.0)"
     assert rows[1]["payload_ratio_up"] == 2
-    assert str(mine) in rows[1]["provenance"]["command"]
+    assert f"--compressor {mine} " in rows[1]["provenance"]["command"]
     real = invoke("run", "--compressor", mine, "--engine", "spawn", *words, "--json")
     assert real.json["payload_ratio_up"] == 2
     done = invoke("verify", mine, "--no-processes")
@@ -539,6 +539,35 @@ def test_a_compressor_may_be_a_file(mine, tmp_path):
     from gcbench.studies import methods
 
     assert repr(methods.parse(f"{mine}:most=1.0")) == "Halves(most=1.0)"
+
+
+def test_rows_of_a_file_serve_in_another_folder(mine, tmp_path, monkeypatch):
+    """They name no folder of the machine that made them, and are known to be of the same source."""
+    words = ["run", "--compressor", "./mine.py", "--steps", 3, "--workers", 2]
+    words += ["--progress", "none", "--rows", "rows.parquet"]
+    monkeypatch.chdir(tmp_path)
+    made = invoke(*words, "--json").json["provenance"]
+    assert "--compressor ./mine.py " in made["command"]
+    assert made["plugins"]["compressor"]["distribution"] == "file mine.py"
+    assert str(tmp_path) not in json.dumps(made)
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("mine.py", "rows.parquet"):
+        (tmp_path / name).rename(elsewhere / name)
+    monkeypatch.chdir(elsewhere)
+    for change, code, said in (
+        ("", 0, "its row is in rows.parquet, skipped"),
+        ("# mended", 1, "was made with another compressor: file mine.py (source "),
+    ):
+        with open("mine.py", "a") as file:
+            file.write(change)
+        monkeypatch.setenv(registry.FILES, "")
+        sys.modules.pop("gcbench_file_mine", None)
+        registry.compressors.cache_clear()
+        done = invoke(*words)
+        assert done.code == code
+        assert said in done.err
 
 
 def test_a_suite_names_and_chooses_the_file_of_a_compressor(mine, tmp_path):

@@ -537,7 +537,10 @@ def test_reference_rows_are_of_the_methods_of_today():
 
 
 def test_the_control_of_clipping_is_main_language_but_for_its_method(monkeypatch):
-    """Its other rows are runs of `main-language`; it clips where `terngrad` clips."""
+    """Its other rows are runs of `main-language`; it clips where `terngrad` clips.
+
+    Its stored rows are known as those of this file, so that its command runs none of them again.
+    """
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv(registry.FILES, "")
     registry.compressors.cache_clear()
@@ -553,6 +556,12 @@ def test_the_control_of_clipping_is_main_language_but_for_its_method(monkeypatch
     pairs = zip(torch.split(x, segments.lengths), limits, strict=True)
     torch.testing.assert_close(clipped, torch.cat([t.clamp(-c, c) for t, c in pairs]))
     assert (clipped != x).any()
+    made = rows.read(path := Path("results/controls/clipping.parquet"))
+    assert {row["seed"] for row in made} == {p.config.seed for p in points} | {100}
+    for row in made:
+        config = Config.model_validate(row["config"])
+        assert config.hash == row["config_hash"]
+        configuration.check_objects(config, row, path)
     monkeypatch.undo()
     registry.compressors.cache_clear()
 
