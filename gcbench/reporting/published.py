@@ -66,7 +66,10 @@ class Beside:
         return [first, *_described(self.missing), f"make them with: {self._command()}"]
 
     def _command(self) -> str:
-        """Return the command that makes what is missing, with the seeds and steps of the others."""
+        """Return the command that makes what is missing, with the seeds and steps of the others.
+
+        Runs that were made for another suite may have seeds and steps of its own.
+        """
         words = ["gcbench", "run", "--suite", self.suite.asked]
         points = self.suite.points()
         for key in dict.fromkeys(key for point in self.missing for key in point.settings):
@@ -78,11 +81,12 @@ class Beside:
             )
             if len(wanted) < len(known):
                 words += [f"--{key.replace('_', '-')}", ",".join(wanted)]
-        steps = {run.summary.steps for run in self.runs}
-        usual = all(self.points[r.method].config.steps == r.summary.steps for r in self.runs)
+        runs = [run for run in self.runs if run.suite.partition("/")[0] in ("", self.suite.name)]
+        steps = {run.summary.steps for run in runs}
+        usual = all(self.points[r.method].config.steps == r.summary.steps for r in runs)
         if len(steps) == 1 and not usual:
             words += ["--steps", str(*steps)]
-        seeds = sorted({run.summary.seed for run in self.runs})
+        seeds = sorted({run.summary.seed for run in runs})
         if seeds and seeds != sorted({point.config.seed for point in points}):
             words += ["--seed", ",".join(map(str, seeds))]
         return shlex.join(words)

@@ -377,6 +377,11 @@ def test_the_runs_that_nobody_made_are_named_with_their_command(own, tmp_path):
     command = compared(rows_of(file, row(usual)), own).err.splitlines()[-1]
     assert "--steps" not in command
     assert "--seed" not in command
+    others = [{**row(config), "suite": "main/4"} for config in configs[:2]]  # with seeds of its own
+    rows.write(shared := tmp_path / "rows.parquet", [{**row(usual), "suite": "own/1"}, *others])
+    command = compared(shared, own).err.splitlines()[-1]
+    assert "--steps" not in command
+    assert "--seed" not in command
 
 
 def match(suite: Path, *found: dict[str, Any]) -> list[float | None]:
