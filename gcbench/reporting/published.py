@@ -80,7 +80,8 @@ class Beside:
                 for some in (self.missing, points)
             )
             if len(wanted) < len(known):
-                words += [f"--{key.replace('_', '-')}", ",".join(wanted)]
+                in_order = filter(wanted.__contains__, known)
+                words += [f"--{key.replace('_', '-')}", ",".join(in_order)]
         runs = [run for run in self.runs if run.suite.partition("/")[0] in ("", self.suite.name)]
         steps = {run.summary.steps for run in runs}
         usual = all(self.points[r.method].config.steps == r.summary.steps for r in runs)
