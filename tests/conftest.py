@@ -71,6 +71,24 @@ def clock():
 
 
 @pytest.fixture
+def forget():
+    """Return a function that forgets the files of compressors, as a new process does."""
+    from gcbench.core import registry
+
+    def now() -> None:
+        os.environ[registry.FILES] = ""
+        for name in [name for name in sys.modules if name.startswith("gcbench_file_")]:
+            del sys.modules[name]
+        registry.compressors.cache_clear()
+
+    before = os.environ.get(registry.FILES, "")
+    now()
+    yield now
+    now()
+    os.environ[registry.FILES] = before
+
+
+@pytest.fixture
 def real_data() -> Path:
     """The folder with the real data sets; the test is skipped where there is none."""
     folder = os.environ.get("GCBENCH_DATA")

@@ -243,6 +243,20 @@ def origin(entry: Entry) -> dict[str, str] | None:
     }
 
 
+def source_digest(name: str) -> str:
+    """Return the first hex digits of the SHA-256 of a compressor's source, "" if it has no file.
+
+    That is the file of a built-in compressor, and what `origin` says of a third party's. Other code
+    that the class calls, or inherits from another package, is not in it.
+    """
+    entry = compressors()[name]
+    own = origin(entry)
+    if own is not None:
+        return own["sha256"][:10]
+    file = sys.modules[entry.load().__module__].__file__
+    return hashlib.sha256(Path(str(file)).read_bytes()).hexdigest()[:10]
+
+
 def named(kind: str, entries: dict[str, Entry], name: str) -> type[Any]:
     """Return the class registered as `name` among `entries`; UsageError for an unknown name.
 

@@ -5,7 +5,7 @@ A word has the name of a compressor, or a file with one, and its fields after co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from gcbench.core import registry
 from gcbench.core.compressor import Compressor
@@ -24,6 +24,21 @@ def parse(spec: str) -> Compressor:
         if isinstance(value, list | dict | tuple):
             raise UsageError(f"{spec}: {field} takes one value here; name the method twice instead")
     return registry.compressor(name, **options)
+
+
+def short(word: str) -> str:
+    """Return a word with the name of a file's compressor in place of the file: mine:levels=4."""
+    start, *fields = word.split(":")
+    return ":".join([registry.add_file(start.strip()), *fields])
+
+
+def sources(chosen: Mapping[str, Compressor]) -> dict[str, str]:
+    """Return the digest of each method's source (`registry.source_digest`), by the method's word.
+
+    Settings with these digests are others once a method's code is: no result of the code before
+    is taken for one of today's.
+    """
+    return {word: registry.source_digest(method.name) for word, method in chosen.items()}
 
 
 def all_of(specs: str | None, default: Sequence[str] | None = None) -> dict[str, Compressor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -513,15 +514,10 @@ class Halves(gcbench.Compressor):
 
 
 @pytest.fixture
-def mine(tmp_path, monkeypatch):
-    monkeypatch.setenv(registry.FILES, "")
-    registry.compressors.cache_clear()
+def mine(tmp_path, forget):
     path = tmp_path / "mine.py"
     path.write_text(MINE)
-    yield path
-    sys.modules.pop("gcbench_file_mine", None)
-    monkeypatch.undo()
-    registry.compressors.cache_clear()
+    return path
 
 
 def test_a_compressor_may_be_a_file(mine, tmp_path):
@@ -541,7 +537,7 @@ def test_a_compressor_may_be_a_file(mine, tmp_path):
     assert repr(methods.parse(f"{mine}:most=1.0")) == "Halves(most=1.0)"
 
 
-def test_rows_of_a_file_serve_in_another_folder(mine, tmp_path, monkeypatch):
+def test_rows_of_a_file_serve_in_another_folder(mine, forget, tmp_path, monkeypatch):
     """They name no folder of the machine that made them, and are known to be of the same source."""
     words = ["run", "--compressor", "./mine.py", "--steps", 3, "--workers", 2]
     words += ["--progress", "none", "--rows", "rows.parquet"]
@@ -562,9 +558,7 @@ def test_rows_of_a_file_serve_in_another_folder(mine, tmp_path, monkeypatch):
     ):
         with open("mine.py", "a") as file:
             file.write(change)
-        monkeypatch.setenv(registry.FILES, "")
-        sys.modules.pop("gcbench_file_mine", None)
-        registry.compressors.cache_clear()
+        forget()
         done = invoke(*words)
         assert done.code == code
         assert said in done.err
@@ -582,6 +576,27 @@ def test_a_suite_names_and_chooses_the_file_of_a_compressor(mine, tmp_path):
     by_file = invoke("run", "--suite", suite, "--compressor", mine, *words).json
     by_name = invoke("run", "--suite", suite, "--compressor", "mine", *words).json
     assert by_file["compressor"] == by_name["compressor"] == "Halves(most=65504.0)"
+
+
+def test_settings_tell_a_changed_method_from_the_one_before(mine, forget):
+    """Of a file, and of a built-in method: the digest is that of its own file."""
+    from gcbench.studies import methods
+    from gcbench.studies.bandwidth import settings
+
+    def made() -> dict[str, str]:
+        given = dict.fromkeys(("collectives", "plain", "engine", "threads"))
+        words = f"topk,{mine}:most=2.0"
+        return settings.make(compressors=words, sizes=(4096,), workers=2, **given).sources
+
+    before = made()
+    assert before == methods.sources(methods.all_of(f"topk,{mine}:most=2.0"))
+    source = Path(sys.modules["gcbench.compressors.topk"].__file__).read_bytes()
+    assert before["topk"] == hashlib.sha256(source).hexdigest()[:10]
+    mine.write_text(MINE.replace("self.most)", "self.most / 2)"))
+    forget()
+    after = made()
+    assert after["topk"] == before["topk"]
+    assert after[f"{mine}:most=2.0"] != before[f"{mine}:most=2.0"]
 
 
 def test_files_that_are_no_compressor(mine, tmp_path):

@@ -670,6 +670,38 @@ def test_the_command_prints_rows_saves_them_and_draws(tmp_path, only_small) -> N
         assert text in again.out
 
 
+SIGNS = """
+from dataclasses import dataclass
+
+from gcbench.compressors.signsgd import SignSGD
+
+
+@dataclass(frozen=True)
+class Mine(SignSGD):
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        return super().encode({sign}x, segments, shared, key, out=out)
+"""
+
+
+def test_a_file_is_judged_by_the_code_that_it_has_now(tmp_path, only_small, forget) -> None:
+    """In all three parts; a verdict on the code before an edit does not outlive it."""
+    path = tmp_path / "mine.py"
+    words = ("bounds", "--results", tmp_path, *QUICK, "--methods", "topk", "--compressor", path)
+    words += ("--claims", "sign*/mine", "--strict", "--json")
+    found = {}
+    for sign in ("-", ""):
+        path.write_text(SIGNS.format(sign=sign))
+        forget()
+        done = invoke(*words)
+        found[sign] = json.loads(done.out)["tables"][0]["rows"]
+        assert done.code == (1 if sign else 0), done.err
+        assert "is finished" not in done.err
+    places = {"training of digits", "known inputs", "quadratics"}
+    assert {row["place"] for row in found["-"] if row["verdict"] == "fails"} == places
+    assert {row["place"] for row in found[""] if row["verdict"].startswith("holds")} == places
+    assert "is finished" in invoke(*words).err
+
+
 def test_conclusions_count_undecided_and_loose_rows() -> None:
     rows = [
         row("theorem", always(0.5, 3), 1.0),

@@ -49,6 +49,8 @@ class Settings(BaseModel):
     """Whether each method has the memory of its source (error feedback, momentum), or none."""
     link_latency_us: float = 50.0
     """Latency of a message on the links for which is predicted what pays."""
+    sources: dict[str, str] = {}
+    """By `methods.sources`."""
 
     @property
     def library(self) -> str:
@@ -158,7 +160,7 @@ def make(
     limits.check_threads(threads or 1)
     if member is None:
         limits.check_workers(workers, processes=True, cores=configuration.cores())
-    words = tuple(methods.all_of(compressors))
+    known = methods.all_of(compressors)
     named = _names(collectives, ("default",))
     if named not in (("default",), ("all",)):
         for name in named:
@@ -171,7 +173,8 @@ def make(
     if YARDSTICK not in chosen:
         chosen = (YARDSTICK, *chosen)
     settings = Settings(
-        compressors=words,
+        compressors=tuple(known),
+        sources=methods.sources(known),
         collectives=named,
         plain=chosen,
         sizes=sizes,

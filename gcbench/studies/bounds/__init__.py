@@ -84,6 +84,8 @@ class Settings(BaseModel):
     """A shell pattern of the claims' names."""
     quadratic_only: bool = False
     """Whether nothing is trained: only known inputs and quadratics."""
+    sources: dict[str, str] = {}
+    """By `methods.sources`; `make` fills it."""
 
     def config(self, seed: int) -> Config:
         """Return the config of one training run.
@@ -91,12 +93,12 @@ class Settings(BaseModel):
         Raises:
             UsageError: see `Config.make`.
         """
-        name, *words = self.compressor.split(":")
+        name, options = grid.method(self.compressor)
         given: dict[str, Any] = {
             "task": self.task,
             "task_options": self.task_options,
             "compressor": name,
-            "options": grid.pairs(f"{name}:", words),
+            "options": options,
             "workers": self.workers,
             "steps": self.steps,
             "seed": seed,
@@ -109,13 +111,13 @@ class Settings(BaseModel):
         return made
 
     def chosen(self) -> dict[str, Compressor]:
-        """Return the methods to test, by their words."""
+        """Return the methods to test, by their words; a file is called by its registered name."""
         from gcbench.core import registry
 
         known = methods.all_of(self.methods or None, [*registry.compressors(), *PUBLISHED])
         if self.compressor != "none":  # the compressor of the training is tested as well
             known.setdefault(self.compressor, methods.parse(self.compressor))
-        return known
+        return {methods.short(word): method for word, method in known.items()}
 
     def wanted(self, name: str) -> bool:
         """Return whether a claim is to be tested; of a name that ends in "/", any of its group."""
@@ -141,7 +143,7 @@ def make(**given: Any) -> Settings:
         where = "/".join(map(str, first["loc"]))
         raise UsageError(f"{where}={first['input']!r}: {first['msg'].lower()}") from None
     check(settings)
-    return settings
+    return settings.model_copy(update={"sources": methods.sources(settings.chosen())})
 
 
 def finished(settings: Settings, results: Path) -> Path | None:

@@ -28,10 +28,10 @@ def config_of(base: Config, word: str, method: Compressor, steps: int) -> Config
     Raises:
         UsageError: see `Config.make`.
     """
-    name, *words = word.split(":")
+    name, options = grid.method(word)
     legal = method.legal_collectives()
     given = {field: getattr(base, field) for field in ("task", "task_options", "workers", "seed")}
-    given |= {"batch": base.batch, "compressor": name, "options": grid.pairs(f"{name}:", words)}
+    given |= {"batch": base.batch, "compressor": name, "options": options}
     given["collective"] = "allgather" if "allgather" in legal else legal[0]
     return Config.make({**given, "memory": "auto", "steps": steps, "lr": base.lr})
 

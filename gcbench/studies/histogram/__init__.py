@@ -52,6 +52,8 @@ class Settings(BaseModel):
     workers: int
     methods: dict[str, str]
     """Each method as given, and its compressor as an expression with every field."""
+    sources: dict[str, str]
+    """By `methods.sources`."""
     layers: str
     clips: list[float]
     """Clipping factors, in standard deviations."""
@@ -297,6 +299,7 @@ def measure(
         ],
         workers=workers,
         methods={word: registry.call(method) for word, method in all_of.items()},
+        sources=words.sources(all_of),
         layers=layers,
         clips=list(clips),
         kept=list(kept),
