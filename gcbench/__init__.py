@@ -75,18 +75,21 @@ def __getattr__(name: str) -> Any:
 
 
 def get_compressor(name: str, **fields: Any) -> Compressor:
-    """Return the compressor registered as `name`, with its dataclass `fields` set.
+    """Return the compressor `name`, with its dataclass `fields` set.
+
+    `name` is a registered name, or a file with a compressor, such as ./mine.py.
 
     >>> import gcbench
     >>> gcbench.get_compressor("terngrad", clip=2.0).clip
     2.0
 
     Raises:
-        gcbench.core.errors.UsageError: unknown name or field; the message lists the known ones.
+        gcbench.core.errors.UsageError: unknown name or field, whose message lists the known ones;
+            or no such file.
     """
     from gcbench.core import registry
 
-    return registry.compressor(name, **fields)
+    return registry.compressor(registry.add_file(name), **fields)
 
 
 def run(

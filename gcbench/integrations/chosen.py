@@ -19,13 +19,13 @@ FREE = ("gcbench", "code of compressor", "between code of compressor", "check_ev
 
 
 def compressor(name: str | Compressor, options: Mapping[str, Any]) -> Compressor:
-    """Return the compressor of this name with these fields, or the one that is given.
+    """Return the compressor of this name or file with these fields, or the one that is given.
 
     Raises:
-        UsageError: an unknown name or field, or fields beside a compressor.
+        UsageError: an unknown name, file or field, or fields beside a compressor.
     """
     if isinstance(name, str):
-        return registry.compressor(name, **options)
+        return gcbench.get_compressor(name, **options)
     if options:
         raise UsageError(
             f"fields {', '.join(options)} came beside {name!r}, whose fields are set already. "

@@ -111,7 +111,8 @@ def comm_hook(
     the mean of what the ranks sent, the same bits on each.
 
     Args:
-        compressor: a registered name (`gcbench list compressors`), or a compressor.
+        compressor: a registered name (`gcbench list compressors`), a file (./mine.py), or a
+            compressor.
         memory: what is carried from step to step, by name; default what the method published. With
             `momentum` and `dgc` the optimizer must have none of its own.
         memory_options: fields of the memory.

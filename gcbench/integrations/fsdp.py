@@ -98,7 +98,7 @@ def shard_hook(
 
     Args:
         compressor: a registered name that `gcbench list compressors` shows with the collective
-            twoshot, or such a compressor.
+            twoshot, or such a compressor, or a file with one (./mine.py).
         memory: what is carried from step to step, by name; default what the method published. With
             `momentum` and `dgc` the optimizer must have none of its own.
         memory_options: fields of the memory.
