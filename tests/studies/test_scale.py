@@ -891,6 +891,25 @@ def test_a_prediction_stands_beside_the_published_bars_and_says_what_makes_the_d
         assert "published" not in predict(tmp_path, *words, "--workers", "8", *other)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0.953, "no method is more than 5% faster than reducing in bf16; 80 % of it computes."),
+        (0.951, "int8 is fastest, 3 times as fast as reducing in fp32 and 2 as in bf16; 90 % of"),
+    ],
+)
+def test_what_is_tied_with_an_uncompressed_step_is_not_called_fastest(seconds, said) -> None:
+    rows = [
+        {"method": method, "step_seconds": step, "efficiency": share, "workers": 8, "refused": None}
+        for method, step, share in (
+            *(("none", 1.1, 0.7), (prediction.HALF, 1.0, 0.8), ("int8", seconds, 0.9)),
+        )
+    ]
+    told = {"over_fp32": "3", "over_bf16": "2"}
+    (found,) = prediction._conclusions([{**row, **told} for row in rows])
+    assert found.startswith(f"8 workers: {said}")
+
+
 def test_a_hundred_thousand_workers_take_no_time_to_predict(tmp_path) -> None:
     words = ["--workers", "100000", "--compressor", "terngrad,onebit,powersgd", "--collective"]
     rows = predict(tmp_path, *words[:-1])["predictions"]

@@ -733,8 +733,9 @@ def _conclusions(rows: Sequence[Row]) -> list[str]:
         base = min(plain, key=lambda row: _number(row, "step_seconds"))
         best = min(alike, key=lambda row: _number(row, "step_seconds"))
         head = f"{workers:,.0f} workers: "
-        if best in plain:
-            told = f"no method is faster than {_plain_text(base)}"
+        if _number(base, "step_seconds") <= (1 + TIE) * _number(best, "step_seconds"):
+            told = f"no method is more than {TIE:.0%} faster than {_plain_text(base)}"
+            best = base
         else:
             told = (
                 f"{best['method']} is fastest, {best['over_fp32']} times as fast as reducing in "
