@@ -184,14 +184,13 @@ class _Arrived:
 class CommHook:
     """One model's compressed exchange, made by `comm_hook`.
 
-    `records` has the comparisons of `check_every`, oldest first. `lr` is the learning rate that the
-    next mean is applied with: set it with your schedule, so that residuals stand for the same
-    update after a change; left alone, residuals stay as they are.
+    `records` has the comparisons of `check_every`, oldest first.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.lr = 1.0
+        self._lr: float | None = None
+        """None: nobody has set a learning rate, nor has a state that was loaded."""
         self.step = 0
         """Steps that were exchanged: backward passes outside `no_sync`."""
         self.records: list[Comparison] = []
@@ -239,6 +238,20 @@ class CommHook:
         return self
 
     @property
+    def lr(self) -> float:
+        """The learning rate that the next mean is applied with; 1 at first.
+
+        Set it with your schedule, so that residuals stand for the same update after a change; left
+        alone, residuals stay as they are. A state that is loaded brings the rate that its residuals
+        were told last, unless one was set before.
+        """
+        return 1.0 if self._lr is None else self._lr
+
+    @lr.setter
+    def lr(self, rate: float) -> None:
+        self._lr = rate
+
+    @property
     def traffic(self) -> Traffic:
         """Bytes of this rank since the first step, those of `check_every` not among them."""
         return replace(self._world.traffic[0]) if self._worker else Traffic()
@@ -284,6 +297,8 @@ class CommHook:
                 "CommHook.state_dict returns it"
             )
         self._loaded = dict(state) or None
+        if self._lr is None and state:
+            self._lr = state["lr"]
 
     def close(self) -> None:
         """End the thread and the process group. The model cannot be trained on after that."""

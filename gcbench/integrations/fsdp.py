@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -217,15 +217,12 @@ def replica_lanes(
 
 
 class ShardHook:
-    """One FSDP2 model's compressed reduce-scatters, made by `shard_hook`.
-
-    `lr` is the learning rate that the next mean is applied with: set it with your schedule, so that
-    residuals stand for the same update after a change; left alone, residuals stay as they are.
-    """
+    """One FSDP2 model's compressed reduce-scatters, made by `shard_hook`."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.lr = 1.0
+        self._lr: float | None = None
+        """None: nobody has set a learning rate, nor has a state that was loaded."""
         self._modules: list[_Module] = []
         self._told: dict[str, Any] = {}
         self._registered = False
@@ -271,6 +268,20 @@ class ShardHook:
                 module.load(self._loaded["modules"][module.name])
         self._loaded = None
         return self
+
+    @property
+    def lr(self) -> float:
+        """The learning rate that the next mean is applied with; 1 at first.
+
+        Set it with your schedule, so that residuals stand for the same update after a change; left
+        alone, residuals stay as they are. A state that is loaded brings the rate that its residuals
+        were told last, unless one was set before.
+        """
+        return 1.0 if self._lr is None else self._lr
+
+    @lr.setter
+    def lr(self, rate: float) -> None:
+        self._lr = rate
 
     @property
     def step(self) -> int:
@@ -335,6 +346,8 @@ class ShardHook:
                 "ShardHook.state_dict returns it"
             )
         self._loaded = dict(state) or None
+        if self._lr is None and state:
+            self._lr = _last_rate(state["modules"].values())
 
     # -- registration ------------------------------------------------------------------------------
 
@@ -638,6 +651,16 @@ class _Module:
             if not piece.isfinite().all()
         )
         raise check.diverged(dist.get_rank(), name, self.step)
+
+
+def _last_rate(modules: Iterable[Mapping[str, Any]]) -> float | None:
+    """Return the learning rate that the module with the most exchanges was told last, if any.
+
+    `modules`: what `_Module.state` returned.
+    """
+    latest = max(modules, key=lambda module: module["step"], default=None)
+    rates = [level["lr"] for level in latest["levels"]] if latest else []
+    return next((rate for rate in rates if rate is not None), None)
 
 
 def _total(levels: Sequence[_Level]) -> Traffic:

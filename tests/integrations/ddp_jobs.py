@@ -174,10 +174,16 @@ def method(rank: int, size: int, name: str) -> dict[str, Any]:
     return found
 
 
-def resumed(rank: int, name: str, options: dict[str, Any]) -> Tensor:
-    """Return the parameters of a job that ended after step 3 and went on as a new one."""
+def resumed(rank: int, name: str, options: dict[str, Any], rates: tuple[float, ...] = ()) -> Tensor:
+    """Return the parameters of a job that ended after step 3 and went on as a new one.
+
+    `rates`: learning rates that the first hook is told, and the second if there is one more.
+    """
     ddp = wrapped(model())
-    hook = comm_hook(name, **options).register(ddp)
+    hook = comm_hook(name, **options)
+    for rate in rates[:1]:
+        hook.lr = rate
+    hook.register(ddp)
     optimizer = sgd(ddp)
     train(ddp, optimizer, range(3), rank)
     file = io.BytesIO()
@@ -192,6 +198,8 @@ def resumed(rank: int, name: str, options: dict[str, Any]) -> Tensor:
     optimizer = sgd(ddp)
     optimizer.load_state_dict(optimizer_state)
     hook = comm_hook(name, **options)
+    for rate in rates[1:]:
+        hook.lr = rate
     hook.load_state_dict(hook_state)
     hook.register(ddp)
     train(ddp, optimizer, range(3, STEPS), rank)
@@ -285,6 +293,19 @@ def learning_rate(rank: int, size: int) -> dict[str, Any]:
         ended.append(flat(ddp))
     own = alone(hook, model(), size, lrs=lambda step: 1 / (1 + step))
     return {"equal": torch.equal(ended[0], own), "matters": not torch.equal(*ended)}
+
+
+@job
+def resumed_rate(rank: int, size: int) -> dict[str, Any]:
+    """A job that told its hook a rate once goes on with it, or with one that is set again."""
+    hook = comm_hook("onebit", **METHOD)
+    ended = hooked(rank, hook)
+    own = alone(hook, model(), size, lrs=lambda step: 0.01 if step < 3 else 0.04)
+    return {
+        "kept": torch.equal(resumed(rank, "onebit", METHOD, (0.01,)), ended),
+        "set": torch.equal(resumed(rank, "onebit", METHOD, (0.01, 0.04)), own),
+        "matters": not torch.equal(ended, own),
+    }
 
 
 @job

@@ -193,11 +193,18 @@ def resumed(
     name: str,
     mesh: Any = None,
     replicas: Any = None,
+    lr: float | None = None,
     **options: Any,
 ) -> Tensor:
-    """Return the parameters of a job that ended after step 2 and went on as a new one."""
+    """Return the parameters of a job that ended after step 2 and went on as a new one.
+
+    `lr`: what the first hook is told, and the second learns from the state.
+    """
     net = sharded(mesh=mesh)
-    hook = gcbench.shard_hook(name, **DENSE, **options).register(net, replicas=replicas)
+    hook = gcbench.shard_hook(name, **DENSE, **options)
+    if lr is not None:
+        hook.lr = lr
+    hook.register(net, replicas=replicas)
     optimizer = train(net, range(2), rank)
     file = io.BytesIO()
     torch.save(hook.state_dict(), file)
@@ -483,8 +490,10 @@ def learning_rate(rank: int, size: int) -> dict[str, Any]:
     hook.register(net)
     train(net, range(STEPS), rank, hook)
     own = alone(hook, size, lrs=schedule)
+    constant = hooked(rank, gcbench.shard_hook("onebit", **DENSE))
     return {
         "equal": torch.equal(ended(net), own),
+        "resumed": torch.equal(resumed(rank, "onebit", lr=0.01), constant),
         "matters": not torch.equal(own, alone(hook, size)),
     }
 

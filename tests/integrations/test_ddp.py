@@ -103,6 +103,33 @@ def test_residuals_follow_the_learning_rate_that_the_hook_is_told():
         assert found["matters"]
 
 
+def test_a_resumed_job_goes_on_with_the_learning_rate_of_its_state():
+    for found in of("resumed_rate"):
+        assert found["kept"], "residuals were rescaled"
+        assert found["set"]
+        assert found["matters"]
+
+
+@pytest.mark.parametrize("make", [gcbench.comm_hook, gcbench.shard_hook])
+def test_a_rate_that_is_set_wins_over_that_of_a_state(make):
+    """In whichever order; a state from before the first exchange has none."""
+    for rate, told in ((0.01, 0.01), (None, 1.0)):
+        levels = [{"lr": None}, {"lr": rate}]
+        modules = {"a": {"step": 2, "levels": levels}, "b": {"step": 1, "levels": [{"lr": 3.0}]}}
+        state = {"format": 1, "lr": rate}
+        if make is gcbench.shard_hook:
+            state = {"format": 2, "modules": modules}
+        hook = make("onebit")
+        hook.load_state_dict(state)
+        assert hook.lr == told
+        hook.lr = 0.5
+        assert hook.lr == 0.5
+        hook = make("onebit")
+        hook.lr = 0.25
+        hook.load_state_dict(state)
+        assert hook.lr == 0.25
+
+
 # ---- traps ---------------------------------------------------------------------------------------
 
 

@@ -193,6 +193,7 @@ def test_what_the_hook_takes_ends_as_by_our_own_exchange(name):
 def test_residuals_follow_the_learning_rate_that_the_hook_is_told():
     for found in of("learning_rate"):
         assert found["equal"]
+        assert found["resumed"], "with the rate of its state"
         assert found["matters"]
 
 
