@@ -428,7 +428,8 @@ class CommHook:
         self._flat = torch.zeros(sum(placed.numel for placed in plan.tensors), device=device)
         state = self._loaded
         self.step = state["step"] if state else 0
-        lanes = settings.lanes(plan, self.step)
+        # Those of the step before: `_take` changes them at `start_step`, in a resumed job, too.
+        lanes = settings.lanes(plan, max(0, self.step - 1))
         self._exchange = Exchange(self._world, lanes, settings.seed, self._clock)
         if state:
             plans.load(self._exchange, plan, state)

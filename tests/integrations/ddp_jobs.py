@@ -309,6 +309,19 @@ def resumed_rate(rank: int, size: int) -> dict[str, Any]:
 
 
 @job
+def resumed_start(rank: int, size: int) -> dict[str, Any]:
+    """Resume a job that was saved before, at or after its first compressed step."""
+    found = {}
+    for step in (2, 3, 4):
+        for name in ("onebit", "powersgd", "topk"):
+            memory = {"memory": "dgc"} if name == "topk" else {}
+            options = {**METHOD, **memory, "start_step": step}
+            ended = hooked(rank, comm_hook(name, **options))
+            found[f"{name}, {step}"] = torch.equal(ended, resumed(rank, name, options))
+    return found
+
+
+@job
 def no_sync(rank: int, size: int) -> dict[str, Any]:
     """Two micro-batches a step, of which the first is not exchanged."""
     hook = comm_hook("onebit", **METHOD)

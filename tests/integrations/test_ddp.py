@@ -110,6 +110,13 @@ def test_a_resumed_job_goes_on_with_the_learning_rate_of_its_state():
         assert found["matters"]
 
 
+def test_a_job_is_resumed_around_its_first_compressed_step():
+    for found in of("resumed_start"):
+        found = {name: value for name, value in found.items() if name != "seconds"}
+        assert len(found) == 9
+        assert all(found.values()), found
+
+
 @pytest.mark.parametrize("make", [gcbench.comm_hook, gcbench.shard_hook])
 def test_a_rate_that_is_set_wins_over_that_of_a_state(make):
     """In whichever order; a state from before the first exchange has none."""

@@ -28,6 +28,7 @@ CASES = {
 
 STOPPED = {
     "a residual": {"compressor": "topk", "steps": 20},
+    "where compression begins": {"compressor": "topk", "steps": 20, "start_step": 10},
     "torch's hook": {"compressor": "none", "hook": "torch", "momentum": 0.9, "steps": 20},
 }
 COLLECTIVES = ("terngrad", "powersgd")
