@@ -382,6 +382,44 @@ def test_results_of_another_memory_or_field_do_not_count(tmp_path: Path) -> None
     assert (rows["terngrad"]["results"], rows["qsgd"]["results"]) == (0, 0)
 
 
+def imitation(tmp_path: Path) -> Path:
+    """Return the file of a method that is int8 but for its name and a fault."""
+    path = tmp_path / "mycodec.py"
+    path.write_text((ROOT / "compressors/int8.py").read_text().replace("TOP = 127", "TOP = 3"))
+    return path
+
+
+@pytest.mark.usefixtures("forget")
+def test_a_file_with_the_class_of_a_built_in_method_has_none_of_its_results(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.parquet", [*plain(), *lost("int8", [0.0] * 3)])
+    words = ("--runs", path, "--compressor", f"int8,{imitation(tmp_path)}")
+    found = advise(tmp_path, *words)
+    built_in, mine = (methods(found)[word] for word in words[-1].split(","))
+    assert built_in["compressor"] == mine["compressor"]
+    assert (built_in["advice"], built_in["results"]) == ("use", 1)
+    assert (mine["advice"], mine["results"], mine["accuracy"]) == ("untested", 0, "untested")
+    assert (built_in["over_fp32_low"] is None, mine["over_fp32_low"]) == (False, None)
+    learn = {line for line in found["conclusions"] if line.startswith("To learn it of")}
+    assert [line for line in learn if "--suite main" in line] == []
+
+
+@pytest.mark.usefixtures("forget")
+@pytest.mark.parametrize("told", ["same", "other", "nothing"])
+def test_results_of_a_file_count_while_its_source_is_the_same(tmp_path: Path, told: str) -> None:
+    name = registry.add_file(str(imitation(tmp_path)))
+    origin = registry.origin(registry.compressors()[name])
+    runs = lost(name, [0.0] * 3)
+    digest = "0" * 64 if told == "other" else origin["sha256"]
+    for one in runs:
+        if told != "nothing":
+            one["provenance"] = {"plugins": {"compressor": {**origin, "sha256": digest}}}
+    path = write(tmp_path / "r.parquet", [*plain(), *runs])
+    found = advise(tmp_path, "--runs", path, "--compressor", name)
+    assert methods(found)[name]["results"] == (told == "same")
+    said = "3 runs of mycodec are of another source than today's, and count for nothing."
+    assert (said in conclusions(found)) == (told != "same")
+
+
 @pytest.mark.parametrize(
     ("by", "loss", "expected"),
     [

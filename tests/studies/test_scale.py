@@ -487,11 +487,14 @@ def test_the_cost_model_says_what_the_paper_says() -> None:
     assert forth - back == pytest.approx(1 / 55)
 
 
+THROUGHPUT = [
+    word for each in ("Tm=300", "Tf=70", "Tp=34", "Ts=55") for word in ("--throughput", each)
+]
+
+
 def test_given_throughputs_and_a_resumed_timing(tmp_path) -> None:
     words = ["scale", "fft", "--results", tmp_path, "--elements", "2e4", "--compressor", "signsgd"]
-    words += ["--threads", "1", "--progress", "none", "--json"]
-    for each in ("Tm=300", "Tf=70", "Tp=34", "Ts=55"):
-        words += ["--throughput", each]
+    words += ["--threads", "1", "--progress", "none", "--json", *THROUGHPUT]
     found = invoke(*words).json
     tables = {table["name"]: table["rows"] for table in found["tables"]}
     symmetric = next(row for row in tables["readings"] if row["reading"] == "symmetric")
@@ -777,6 +780,83 @@ def test_predictions_and_the_table_of_links_have_one_definition(name) -> None:
         else:
             ((low, high),) = ranges
             assert (low, 1e9 * high) == (0, pytest.approx(row[f"pays_on_to{end}"], rel=1e-3))
+
+
+def measured_anew(word: str, sources: dict[str, str] | None) -> codec.Measured:
+    """Return the stored measurement with int8's rows under another word, and these sources."""
+    stored = codec.stored()
+    assert stored is not None
+    made = stored.analysis.model_copy(deep=True)
+    for table in made.tables:
+        for row in table.rows:
+            if row["method"] == "int8":
+                row["method"] = word
+    if sources is not None:
+        made.settings["sources"] = sources
+    return codec.of_analysis(made)
+
+
+@pytest.mark.usefixtures("forget")
+def test_times_are_those_of_a_method_s_own_name_and_source(tmp_path) -> None:
+    """A copy of int8's file has the class and fields of int8, and none of its times."""
+    path = tmp_path / "mycodec.py"
+    path.write_text((ROOT / "compressors/int8.py").read_text().replace("TOP = 127", "TOP = 3"))
+    mine, int8 = methods.parse(str(path)), methods.parse("int8")
+    assert registry.call(mine) == registry.call(int8)
+    stored = codec.stored()
+    assert stored is not None
+    assert (stored.of(int8, 1e6) is None, stored.of(mine, 1e6)) == (False, None)
+    now = registry.source_digest("mycodec")
+    for sources, taken, said in [
+        ({"./mycodec.py": now}, True, ""),
+        ({"./mycodec.py": "0123456789"}, False, f"its source 0123456789, which is now {now}."),
+        ({}, False, "which source they are, and the method is not built in."),
+        (None, False, "which source they are, and the method is not built in."),
+    ]:
+        known = measured_anew("./mycodec.py", sources)
+        assert known.of(int8, 1e6) is None
+        assert (known.of(mine, 1e6) is not None) == taken
+        told = " ".join(known.told([int8, mine]))
+        assert (told == "") == taken
+        assert told.endswith(said)
+    changed = measured_anew("int8", {"int8": "0123456789"})
+    assert changed.of(int8, 1e6) is None
+    assert changed.of(registry.compressor("qsgd"), 1e6) is not None
+    (told,) = changed.told([int8, registry.compressor("qsgd")])
+    assert told.startswith("Times of int8 in the measurement are not taken: they are of its source")
+
+
+def test_what_is_not_taken_of_a_measurement_is_told(tmp_path) -> None:
+    document = json.loads((ROOT / "results/bandwidth.json").read_text())
+    document["settings"]["sources"] = {"int8": "0123456789"}
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps(document))
+    for command in (("predict", "--workers", "8"), ("links",), ("fft", *THROUGHPUT)):
+        words = ("--compressor", "int8", "--kernels", path, "--results", tmp_path, "--json")
+        found = invoke("scale", *command, *words, "--progress", "none").json
+        notes = [note for table in found["tables"] for note in table["notes"]]
+        assert any(note.startswith("Times of int8 in the measurement") for note in notes), command
+
+
+@pytest.mark.usefixtures("forget")
+def test_a_file_with_the_class_of_a_built_in_method_is_timed_itself(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "mycodec.py"
+    path.write_text((ROOT / "compressors/int8.py").read_text())
+    timed = []
+
+    def measure(method, *_):
+        timed.append(method.name)
+        if timed == ["int8", "mycodec", "topk"]:
+            raise KeyboardInterrupt
+        return work.Rates({"encode": 1e-9}, "made up")
+
+    monkeypatch.setattr(work, "measure", measure)
+    words = ["scale", "predict", "--results", tmp_path, "--model", "resnet20", "--workers", "8"]
+    words += ["--compressor", f"int8,{path},topk", "--kernels", "measured", "--progress", "none"]
+    assert invoke(*words).code == 130
+    path.write_text(path.read_text() + "\n")
+    assert invoke(*words).code == 0
+    assert timed == ["int8", "mycodec", "topk", "mycodec", "topk"]
 
 
 def test_passes_over_payloads_grow_with_all_gather_alone() -> None:

@@ -113,7 +113,11 @@ def costs_of(settings: Settings, step: Step, known: Sequence[Evidence]) -> Costs
 
 
 def of_method(settings: Settings, method: Compressor, known: Sequence[Evidence]) -> list[Evidence]:
-    """Return the rows of exactly this method, as it would be used, by any collective."""
+    """Return the rows of exactly this method, as it would be used, by any collective.
+
+    The name and all fields are the same, and the source of a method that is not built in, too.
+    """
+    origin = registry.origin(registry.compressors()[method.name])
     asked = {
         "memory": method.memory,
         "memory_options": dict(method.memory_options),
@@ -126,11 +130,30 @@ def of_method(settings: Settings, method: Compressor, known: Sequence[Evidence])
 
     def fits(one: Evidence) -> bool:
         run = one.row.runs[0]
-        if run.summary.compressor != registry.call(method) or reader.schedules(run.summary):
+        if not named(run.summary, method) or reader.schedules(run.summary):
+            return False
+        if not all(same_source(each.summary, origin) for each in one.row.runs):
             return False
         return all(run.config.get(key, value) == value for key, value in asked.items())
 
     return [one for one in known if fits(one)]
+
+
+def named(run: reader.Summary, method: Compressor) -> bool:
+    """Return whether a run was of a method of this name with these fields."""
+    return (run.compressor_name, run.compressor) == (method.name, registry.call(method))
+
+
+def same_source(run: reader.Summary, origin: Mapping[str, str] | None) -> bool:
+    """Return whether a run was of the code that a method has now.
+
+    `origin` is by `registry.origin`. What is built in is taken to be the same in all versions.
+    """
+    then = (run.provenance.get("plugins") or {}).get("compressor")
+    if not isinstance(then, Mapping) or origin is None:
+        return then is origin
+    digest = origin["sha256"]  # empty for what has no source file
+    return bool(digest and then.get("sha256") == digest) or then == origin
 
 
 def _same_mean(method: Compressor, one: str, other: str) -> bool:
@@ -206,6 +229,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         answer=_advice(settings, found, rows, known, gathered.found),
         conclusions=[
             *_known(settings, found, gathered, seen),
+            *_other_sources(found, gathered.found),
             *_unruled(seen),
             *_unknown(settings, rows),
         ],
@@ -382,6 +406,19 @@ def _seen(settings: Settings, found: Prepared, known: Sequence[Evidence]) -> lis
     return rows
 
 
+def _other_sources(found: Prepared, known: Sequence[Evidence]) -> Iterator[str]:
+    """Yield a sentence on each method of which there are runs by another source than today's."""
+    for method in {step.method.name: step.method for step in found.steps.values()}.values():
+        origin = registry.origin(registry.compressors()[method.name])
+        runs = [run.summary for one in known for run in one.row.runs]
+        own = [run for run in runs if run.compressor_name == method.name]
+        if others := sum(not same_source(run, origin) for run in own):
+            yield (
+                f"{others:,} runs of {method.name} are of another source than today's, and count "
+                "for nothing."
+            )
+
+
 def _unruled(seen: Sequence[Row]) -> Iterator[str]:
     """Yield a sentence on rows of which it is not known how their learning rates were chosen."""
     if names := dict.fromkeys(str(row["suite"]) for row in seen if row["rate"] is None):
@@ -527,10 +564,12 @@ def _seen_at(row: Row) -> str:
 
 
 @cache
-def _entries() -> set[tuple[str, str, str]]:
-    """Return the methods of the suite, as expressions, each with its memory and collective."""
+def _entries() -> set[tuple[str, str, str, str]]:
+    """Return the methods of the suite: name, expression, memory and collective of each."""
     configs = [point.config for point in suites.load(SUITE).points()]
-    return {(registry.call(c.make_compressor()), c.memory, c.collective) for c in configs}
+    return {
+        (c.compressor, registry.call(c.make_compressor()), c.memory, c.collective) for c in configs
+    }
 
 
 def _in_suite(settings: Settings, row: Row) -> bool:
@@ -541,7 +580,8 @@ def _in_suite(settings: Settings, row: Row) -> bool:
     return any(
         (call, memory) == (registry.call(method), method.memory)
         and _same_mean(method, collective, str(row["collective"]))
-        for call, memory, collective in _entries()
+        for name, call, memory, collective in _entries()
+        if name == method.name
     )
 
 

@@ -184,7 +184,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     back = compress_seconds(speed, DECOMPRESS)
     readings["symmetric"] = 2 * forth
     readings["exact"] = forth + back
-    if registry.call(method) in known.found and (own := known.of(method, n)):
+    if (method.name, registry.call(method)) in known.found and (own := known.of(method, n)):
         readings[WHOLE] = (own.encode + own.each) / codec.FLOAT
 
     ratio = nbytes / traffic.gradient_bytes(method, shapes)
@@ -297,13 +297,12 @@ def _link_table(settings: Settings, readings: Mapping[str, float], ratio: float)
 def _method_table(
     settings: Settings, chosen: Mapping[str, Compressor], known: codec.Measured
 ) -> Table:
-    size = int(known.analysis.settings["sizes"][-1])
     return Table(
         name="methods",
         title=f"Links on which an exchange alone pays, {settings.workers} workers",
         shown=pays.SHOWN,
         which=2,
-        notes=pays.notes(known, size, settings.link_latency_us),
+        notes=pays.notes(known, chosen, settings.link_latency_us),
         rows=pays.rows(known, chosen, settings.workers, settings.link_latency_us * 1e-6),
     )
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from gcbench.core import registry
 from gcbench.core.compressor import Compressor
-from gcbench.core.errors import UsageError
+from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.reporting import analysis
 from gcbench.studies import methods
 from gcbench.studies.scale.clusters import Device
@@ -180,10 +180,12 @@ class Codec:
 class Measured:
     """The codecs that one run of `gcbench bandwidth` has measured."""
 
-    found: Mapping[str, Mapping[float, Codec]]
-    """Expression of the compressor (`registry.call`) -> number of elements -> codec."""
-    usual: Mapping[str, str]
-    """A method's name -> the expression of its default configuration."""
+    found: Mapping[tuple[str, str], Mapping[float, Codec]]
+    """Name and expression (`registry.call`) of the compressor -> number of elements -> codec."""
+    usual: Mapping[str, tuple[str, str]]
+    """A method's name -> name and expression of its default configuration."""
+    left: Mapping[str, str]
+    """A method's name -> why what was measured under that name is not taken."""
     source: str
     """What was measured, and where, as text for notes."""
     analysis: analysis.Analysis
@@ -194,16 +196,52 @@ class Measured:
 
         A configuration that was not measured gets the times of the method's default.
         """
-        own = self.found.get(registry.call(method))
+        own = self.found.get((method.name, registry.call(method)))
         if own is None and method.name in self.usual:
             own = self.found[self.usual[method.name]]
         if own is None:
             return None
         return own[min(own, key=lambda elements: abs(math.log(elements / n)))]
 
+    def told(self, chosen: Iterable[Compressor]) -> list[str]:
+        """Return a sentence for each of these methods that was measured with other code."""
+        names = dict.fromkeys(method.name for method in chosen)
+        return [
+            f"Times of {name} in the measurement are not taken: {self.left[name]}."
+            for name in names
+            if name in self.left
+        ]
+
+
+def _here(word: str) -> Compressor | None:
+    """Return the method that a word of a measurement means here; None for one that is not known.
+
+    A file's compressor is known by its name once it was asked for: a measurement that names a file
+    runs none.
+    """
+    start, *fields = word.split(":")
+    name = Path(start).stem if start.endswith(".py") else start
+    try:
+        return methods.parse(":".join([name, *fields]))
+    except GcbenchError:
+        return None
+
+
+def _apart(method: Compressor, measured: str | None) -> str | None:
+    """Return why times of a method with the source `measured` are not of today's; None if they are.
+
+    `measured` is by `methods.sources`, None in a measurement that does not tell.
+    """
+    if measured is None:
+        if registry.origin(registry.compressors()[method.name]) is None:
+            return None
+        return "it does not tell of which source they are, and the method is not built in"
+    now = registry.source_digest(method.name)
+    return None if measured == now else f"they are of its source {measured}, which is now {now}"
+
 
 def of_analysis(made: analysis.Analysis) -> Measured:
-    """Return the codecs of a finished `gcbench bandwidth`.
+    """Return the codecs of a finished `gcbench bandwidth`, of methods whose source is the same.
 
     Raises:
         GcbenchError: it has no table of phases or of transfers.
@@ -211,20 +249,23 @@ def of_analysis(made: analysis.Analysis) -> Measured:
     phases, transfers = made.table("phases").rows, made.table("transfers").rows
     copies = {row["size"]: float(row["p50"] or 0) for row in transfers if row["method"] == "memcpy"}
     workers = int(made.settings["workers"])
-    found: dict[str, dict[float, Codec]] = {}
-    usual: dict[str, str] = {}
+    sources = made.settings.get("sources") or {}
+    found: dict[tuple[str, str], dict[float, Codec]] = {}
+    usual: dict[str, tuple[str, str]] = {}
+    left: dict[str, str] = {}
     for row in phases:
-        if row["size"] not in copies:
+        method = _here(str(row["method"]))
+        if row["size"] not in copies or method is None:
             continue
-        try:
-            method = methods.parse(str(row["method"]))
-        except UsageError:
-            continue  # a plug-in that is not installed here
-        if row["method"] == method.name:
-            usual[method.name] = registry.call(method)
+        if (reason := _apart(method, sources.get(row["method"]))) is not None:
+            left[method.name] = reason
+            continue
+        key = method.name, registry.call(method)
+        if ":" not in str(row["method"]):
+            usual[method.name] = key
         n, collective = int(row["size"] or 0) / FLOAT, str(row["collective"])
         seconds = {part: float(row[part] or 0) for part in ("statistic", "encode", "decode")}
-        found.setdefault(registry.call(method), {}).setdefault(
+        found.setdefault(key, {}).setdefault(
             n,
             Codec(
                 (seconds["statistic"] + seconds["encode"]) / n,
@@ -239,16 +280,20 @@ def of_analysis(made: analysis.Analysis) -> Measured:
         f"inside exchanges of {workers} workers on {machine.get('gpu') or machine.get('cpu')}, "
         f"{threads} thread{'s' * (threads > 1)}, medians of {made.settings['iterations']}"
     )
-    return Measured(found, usual, source, made)
+    return Measured(found, usual, left, source, made)
 
 
-@cache
 def load(path: Path) -> Measured:
     """Read what `gcbench bandwidth --json` printed.
 
     Raises:
         UsageError: the file does not exist, or holds something else.
     """
+    return of_analysis(_read(path))
+
+
+@cache
+def _read(path: Path) -> analysis.Analysis:
     try:
         data = json.loads(path.read_text())
     except OSError as error:
@@ -257,7 +302,7 @@ def load(path: Path) -> Measured:
         raise UsageError(f"{path} is no JSON: {error}") from None
     if not isinstance(data, dict) or data.get("kind") != KIND:
         raise UsageError(f"{path} is no measurement: `gcbench bandwidth --json > {path}` makes one")
-    return of_analysis(analysis.parse(data, path))
+    return analysis.parse(data, path)
 
 
 def is_measurement(path: Path) -> bool:

@@ -121,8 +121,9 @@ SHOWN = [
 ]
 
 
-def notes(known: Measured, size: int, latency_us: float) -> list[str]:
-    """Return the notes of a table with the columns `SHOWN`."""
+def notes(known: Measured, chosen: Mapping[str, Compressor], latency_us: float) -> list[str]:
+    """Return the notes of a table of these methods with the columns `SHOWN`."""
+    size = int(known.analysis.settings["sizes"][-1])
     return [
         f"Encode and decode were measured {known.source}, on a gradient of {size_text(size)}B, in "
         "seconds a GB of the fp32 gradient; with more workers there are more payloads to decode.",
@@ -130,6 +131,7 @@ def notes(known: Measured, size: int, latency_us: float) -> list[str]:
         "than one of bf16, too, which has half the bytes and two casts at the speed of a copy; "
         f"with {latency_us:g} us a message, and no overlap with a backward pass. wire ratio: the "
         "bytes that leave a worker with fp32, divided by the method's; below 1 no kernel helps.",
+        *known.told(chosen.values()),
     ]
 
 
@@ -142,7 +144,6 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     known = measurement(settings.kernels)
     chosen = methods.all_of(",".join(settings.compressors))
     counts = settings.workers or [int(known.analysis.settings["workers"])]
-    size = int(known.analysis.settings["sizes"][-1])
     made: list[Row] = []
     for place, workers in enumerate(counts, 1):
         made += rows(known, chosen, workers, settings.link_latency_us * 1e-6)
@@ -159,7 +160,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
                 shown=SHOWN,
                 which=2,
                 by="workers",
-                notes=notes(known, size, settings.link_latency_us),
+                notes=notes(known, chosen, settings.link_latency_us),
                 rows=made,
             )
         ],

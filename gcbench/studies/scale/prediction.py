@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -324,14 +324,25 @@ def pays(
 # ---- the analysis --------------------------------------------------------------------------------
 
 
+class Times(NamedTuple):
+    """Measured times of encoding and decoding."""
+
+    spends: Mapping[str, Spend]
+    """By method; those without measured times are missing."""
+    source: str
+    """Where they come from, as text."""
+    left: Sequence[str] = ()
+    """Sentences on what was measured and is not taken."""
+
+
 def _measured(
     settings: Settings,
     chosen: Mapping[str, Compressor],
     shapes: Shapes,
     observer: progress.Observer,
     ledger: Ledger,
-) -> tuple[dict[str, Spend], str]:
-    """Return the measured times of each method, and where they come from, as text.
+) -> Times:
+    """Return the measured times of each method.
 
     Methods that are neither in the file nor in the ledger are timed, unless `kernels` is `ASSUMED`
     or a file of `gcbench bandwidth`: then a method may have no measured times.
@@ -345,7 +356,8 @@ def _measured(
         known = codec.stored() if settings.kernels == ASSUMED else codec.load(path)
         observer.step(len(chosen))
         if known is None:
-            return {}, "none"
+            return Times({}, "none")
+        left = known.told(chosen.values())
         own = {word: known.of(method, n) for word, method in chosen.items()}
         if settings.kernels == ASSUMED:
             device = settings.cluster.device
@@ -354,15 +366,16 @@ def _measured(
             word: partial(one.seconds, chosen[word]) for word, one in own.items() if one is not None
         }
         if settings.kernels != ASSUMED:
-            return spends, known.source
-        return spends, (
+            return Times(spends, known.source, left)
+        source = (
             f"as many times a copy of the gradient as {known.source}, on the memory of "
             f"{settings.cluster.device.name}"
         )
+        return Times(spends, source, left)
     timings = None if settings.kernels == TIMED else kernel_timings.load(path)
     found: dict[str, work.Rates] = {}
     for place, (word, method) in enumerate(chosen.items()):
-        key = registry.call(method)
+        key = f"{method.name} {registry.call(method)} {registry.source_digest(method.name)}"
         if timings and (rates := work.of_file(method, timings, n, settings.threads)):
             found[word] = rates
         elif key in ledger:
@@ -375,7 +388,7 @@ def _measured(
             ledger[key] = {"parts": found[word].parts, "source": found[word].source}
         observer.step(place + 1)
     told = dict.fromkeys(one.source for one in found.values())
-    return {word: _spend(one, chosen[word]) for word, one in found.items()}, "; ".join(told)
+    return Times({word: _spend(one, chosen[word]) for word, one in found.items()}, "; ".join(told))
 
 
 def _spend(rates: work.Rates, method: Compressor) -> Spend:
@@ -503,7 +516,7 @@ def prepare(
                 continue
             legal = ("twoshot",)
         cases += [(word, method, collective) for collective in legal]
-    spends, source = _measured(settings, chosen, network.shapes, observer, ledger)
+    times = _measured(settings, chosen, network.shapes, observer, ledger)
     steps = {
         (word, collective): Step(
             method,
@@ -511,7 +524,7 @@ def prepare(
             lanes,
             compute,
             _spend(work.assumed(method, cluster.device, network.shapes), method),
-            spends.get(word),
+            times.spends.get(word),
             sharded=settings.sharded,
         )
         for word, method, collective in cases
@@ -528,7 +541,7 @@ def prepare(
         plain,
         half,
         steps,
-        _assumptions(settings, network, batch, known, source),
+        [*_assumptions(settings, network, batch, known, times.source), *times.left],
         refused,
         free,
         settings.kernels != ASSUMED,

@@ -402,7 +402,8 @@ def _rates(settings: Settings, ledger: Ledger) -> Rate:
         machine = case.run.summary.provenance.get("machine", {})
         if machine.get("cpu") != here or case.config.device != "cpu":
             return None
-        key = f"{method!r} {shapes} {threads} {case.config.backend}"
+        source = f"{method.name} {registry.source_digest(method.name)}"
+        key = f"{source} {method!r} {shapes} {threads} {case.config.backend}"
         if key not in ledger:
             ops.use(case.config.backend)
             try:
