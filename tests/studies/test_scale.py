@@ -96,6 +96,40 @@ def test_any_module_gives_its_tensors(tmp_path, monkeypatch) -> None:
             networks.of_module(spec)
 
 
+FROZEN = """
+from torch import nn
+
+def make():
+    model = nn.Sequential(nn.Linear(300, 400), nn.Linear(400, 50), nn.Linear(50, 2, bias=False))
+    model[0].requires_grad_(False)
+    model[2].weight.requires_grad_(False)
+    return model
+
+def none_left():
+    return make().requires_grad_(False)
+"""
+
+
+def test_frozen_parameters_have_no_gradient(tmp_path, monkeypatch) -> None:
+    """By hand: 400 * 50 + 50 are trained, 300 * 400 + 400 + 100 are not, and FSDP gathers both."""
+    (tmp_path / "frozen_of_scale.py").write_text(FROZEN)
+    monkeypatch.chdir(tmp_path)
+    network = networks.of_module("frozen_of_scale:make")
+    assert network.shapes == ((50, 400), (50,))
+    assert (network.numel, network.frozen, network.last) == (20_050, 120_500, 0)
+    with pytest.raises(UsageError, match="no parameter has requires_grad"):
+        networks.of_module("frozen_of_scale:none_left")
+    words = ["scale", "predict", "--module", "frozen_of_scale:make", "--workers", "8", "--json"]
+    words += ["--compute-ms", "1", "--compressor", "signsgd", "--results", tmp_path]
+    found = invoke(*words).json["tables"][0]
+    assert found["rows"][0]["payload_bytes_up"] == 4 * 20_050
+    assert any("120,500 of 140,550 parameters are frozen" in note for note in found["notes"])
+    rows = invoke(*words, "--sharded", "--cluster", "a100x1-10g").json["tables"][0]["rows"]
+    ring = clusters.load("a100x1-10g").seconds("allgather", 2 * 140_550 / 8, 8)
+    assert [row["gather_seconds"] for row in rows] == pytest.approx([2 * ring] * 3)
+    assert [row["payload_bytes_up"] for row in rows[:2]] == [4 * 20_050, 2 * 20_050]
+
+
 # ---- bytes ---------------------------------------------------------------------------------------
 
 SHAPES = ((50, 40), (50,), (70, 13, 3, 3), (9,), (10, 64))

@@ -40,10 +40,12 @@ class Network:
     """"convolutional" or "transformer": networks that reach similar shares of a device's peak."""
     examples: str = "examples"
     """The word for its examples, in the plural: "images", ..."""
+    frozen: int = 0
+    """Number of further parameters that have no gradient, beside those of `shapes`."""
 
     @property
     def numel(self) -> int:
-        """Number of parameters."""
+        """Number of parameters that have a gradient."""
         return sum(map(math.prod, self.shapes))
 
     @property
@@ -250,10 +252,12 @@ def network(name: str) -> Network:
 def of_module(spec: str) -> Network:
     """Return the network of the `torch.nn.Module` that `package.module:callable` returns.
 
-    The working directory is searched first. The last layer is the last module with parameters.
+    The working directory is searched first. Parameters without `requires_grad` are not among its
+    tensors, but counted as `frozen`. The last layer is the last module with parameters.
 
     Raises:
-        UsageError: there is nothing of that name, the call fails, or it returns something else.
+        UsageError: there is nothing of that name, the call fails, or it returns something else, or
+            a module without parameters that have a gradient.
     """
     from torch import nn
 
@@ -278,7 +282,13 @@ def of_module(spec: str) -> Network:
     named = dict(made.named_parameters())
     if not named:
         raise UsageError(f"--module {spec}: a module without parameters")
-    last = set(classifier(made))
-    names = [name for name in named if name not in last] + [name for name in named if name in last]
-    shapes = tuple(tuple(named[name].shape) for name in names)
-    return Network(spec, spec, shapes, len(last & named.keys()))
+    trained = {name: one for name, one in named.items() if one.requires_grad}
+    frozen = sum(one.numel() for one in named.values()) - sum(o.numel() for o in trained.values())
+    if not any(one.numel() for one in trained.values()):
+        raise UsageError(
+            f"--module {spec}: no parameter has requires_grad, so there is no gradient to exchange"
+        )
+    last = set(classifier(made)) & trained.keys()
+    names = sorted(trained, key=lambda name: name in last)
+    shapes = tuple(tuple(trained[name].shape) for name in names)
+    return Network(spec, spec, shapes, len(last), frozen=frozen)

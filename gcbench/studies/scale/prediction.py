@@ -103,7 +103,7 @@ class Step:
 
     `lanes`: shapes that are compressed, and those exchanged in fp32; `compute`: seconds of forward
     and backward; `floor` and `measured`: times of encoding and decoding the compressed tensors, the
-    latter None if not known.
+    latter None if not known; `frozen`: parameters without a gradient, which `sharded` gathers, too.
     """
 
     def __init__(
@@ -116,11 +116,13 @@ class Step:
         measured: Spend | None = None,
         *,
         sharded: bool = False,
+        frozen: int = 0,
     ) -> None:
         self.method, self.collective, self.lanes = method, collective, lanes
         self.compute, self.floor, self.measured, self.sharded = compute, floor, measured, sharded
         self.numel = sum(map(traffic.dense_bytes, lanes)) / work.FLOAT
         self.elements = traffic.dense_bytes(lanes[0]) / work.FLOAT
+        self.frozen = frozen
         self.width = work.FLOAT
         """Bytes an element of gradients that are added inside a node before they are encoded."""
         self.cut = True
@@ -192,7 +194,7 @@ class Step:
             encode, decode = spend(way, self.elements / (inside if self.cut else 1), among)
         exposed = 0.0
         if self.sharded:
-            own = PARAMETER * self.numel / workers
+            own = PARAMETER * (self.numel + self.frozen) / workers
             gather = cluster.seconds("allgather", own, workers)
             exposed = cluster.exposed(gather, (1 - BACKWARD) * compute, pieces)
         exposed += cluster.exposed(gather + communicate, BACKWARD * compute, pieces)
@@ -230,13 +232,26 @@ class Plain(Step):
     """
 
     def __init__(
-        self, shapes: Shapes, compute: float, width: int, casts: float, *, sharded: bool
+        self,
+        shapes: Shapes,
+        compute: float,
+        width: int,
+        casts: float,
+        *,
+        sharded: bool,
+        frozen: int = 0,
     ) -> None:
         def spend(collective: str, n: float, workers: int) -> tuple[float, float]:
             return casts * n / 2, casts * n / 2
 
         super().__init__(
-            methods.parse("none"), "allreduce", (shapes, ()), compute, spend, sharded=sharded
+            methods.parse("none"),
+            "allreduce",
+            (shapes, ()),
+            compute,
+            spend,
+            sharded=sharded,
+            frozen=frozen,
         )
         self.width, self.cut = width, False  # casts come before all additions
 
@@ -526,12 +541,20 @@ def prepare(
             _spend(work.assumed(method, cluster.device, network.shapes), method),
             times.spends.get(word),
             sharded=settings.sharded,
+            frozen=network.frozen,
         )
         for word, method, collective in cases
     }
     casts = 0.0 if settings.sharded else 2 * codec.CAST / (cluster.device.memory_gbyte * 1e9)
     plain, half, free = (
-        Plain(network.shapes, compute, width, each, sharded=settings.sharded)
+        Plain(
+            network.shapes,
+            compute,
+            width,
+            each,
+            sharded=settings.sharded,
+            frozen=network.frozen,
+        )
         for width, each in ((work.FLOAT, 0.0), (work.FLOAT // 2, casts), (0, 0.0))
     )
     return Prepared(
@@ -583,6 +606,12 @@ def _assumptions(
         f"{said} Links: {links}; {hidden}; rounds: {cluster.algorithm}, topology: "
         f"{cluster.topology}."
     ]
+    if network.frozen:
+        gathered = " FSDP gathers them, too." if settings.sharded else ""
+        notes.append(
+            f"{network.frozen:,} of {network.frozen + network.numel:,} parameters are frozen "
+            f"(requires_grad is false): they have no gradient, and are left out.{gathered}"
+        )
     if settings.sharded:
         notes.append(
             "Sharded (FSDP): bf16 parameters are gathered before the forward pass and again before "
