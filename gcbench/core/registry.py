@@ -19,9 +19,10 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from gcbench.core.errors import GcbenchError, UsageError, unknown
@@ -144,36 +145,79 @@ def _named_files() -> dict[str, str]:
     return {Path(path).stem: path for path in paths}
 
 
+class _UsersFile(SourceFileLoader):
+    """Executes a user's file, and keeps the bytes that it executed.
+
+    Cached byte code is left aside: it is told from other code by the file's size and the second of
+    its last change, which an edit may leave as they are.
+    """
+
+    def __init__(self, name: str, path: str) -> None:
+        super().__init__(name, path)
+        self.source = Path(path).read_bytes()
+
+    def get_code(self, fullname: str) -> CodeType:
+        code: CodeType = self.source_to_code(self.source, self.path)
+        return code
+
+
+def _module_name(name: str) -> str:
+    return f"gcbench_file_{name}"
+
+
+def executed(module: ModuleType) -> bytes | None:
+    """Return the source that was executed to make the module of a user's file; None for others."""
+    loader = getattr(module, "__loader__", None)
+    return loader.source if isinstance(loader, _UsersFile) else None
+
+
 def _from_file(name: str, path: str) -> type[Any]:
-    """Return the compressor class that the user's file defines, imported once."""
+    """Return the compressor class that the user's file defines.
+
+    The file is imported once, and again after `add_file` found it changed.
+    """
     from gcbench.core.compressor import Compressor
 
-    module_name = f"gcbench_file_{name}"
+    module_name = _module_name(name)
     module = sys.modules.get(module_name)
-    if module is None:
-        spec = importlib.util.spec_from_file_location(module_name, path)
-        if spec is None or spec.loader is None:
-            raise GcbenchError(f"{path} cannot be imported as Python")
+    if module is None or module.__file__ != path:
+        try:
+            loader = _UsersFile(module_name, path)
+        except OSError as error:
+            raise GcbenchError(f"{path} cannot be read: {error}") from error
+        spec = importlib.util.spec_from_file_location(module_name, path, loader=loader)
+        assert spec is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module
         try:
-            spec.loader.exec_module(module)
+            loader.exec_module(module)
         except Exception as error:
             del sys.modules[module_name]
             raise GcbenchError(f"{path} does not load: {error!r}") from error
     return _only(module, Compressor, path)
 
 
+def _forget_changed(name: str, path: str) -> None:
+    """Have a user's file imported anew if it has other bytes than those that were executed."""
+    module = sys.modules.get(_module_name(name))
+    if module is not None and Path(path).is_file() and executed(module) != Path(path).read_bytes():
+        del sys.modules[_module_name(name)]
+
+
 def add_file(word: str) -> str:
     """Register the compressor of a Python file under the file's name, and return that name.
 
-    A word that does not end in .py is a name already, and is returned unchanged.
+    A word that does not end in .py is a name already, and is returned unchanged. Whoever names a
+    file, in either way, gets the code that it has now: if it was edited since it was imported, it
+    is imported again. Objects that were made before keep their code.
 
     Raises:
         UsageError: no such file, or the name is taken or has other characters than letters, digits,
             _ and -.
     """
     if not word.endswith(".py"):
+        if word in _named_files():
+            _forget_changed(word, _named_files()[word])
         return word
     path = Path(word).absolute()
     if not path.is_file():
@@ -187,6 +231,7 @@ def add_file(word: str) -> str:
     if name not in known:
         os.environ[FILES] = os.pathsep.join([*known.values(), str(path)])
         compressors.cache_clear()
+    _forget_changed(name, str(path))
     return name
 
 
@@ -223,7 +268,8 @@ def origin(entry: Entry) -> dict[str, str] | None:
 
     The keys are "distribution", "version", and "sha256", the hash of the names and bytes of the
     package's Python files, or of a single module's; "" if there is no source file. For a file that
-    the user named, "distribution" is `file` and its name, without the folder: it may be moved.
+    the user named, "distribution" is `file` and its name, without the folder: it may be moved; and
+    the bytes are those that were executed, whatever the file has become since.
     """
     if entry.source == "built-in":
         return None
@@ -234,7 +280,10 @@ def origin(entry: Entry) -> dict[str, str] | None:
         files = [(Path(str(module.__file__)), Path(Path(str(module.__file__)).name))]
     found = hashlib.sha256()
     for path, name in sorted(files, key=lambda each: each[1]):
-        found.update(f"{name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+        source = executed(module)
+        if source is None:
+            source = path.read_bytes()
+        found.update(f"{name}\0".encode() + hashlib.sha256(source).digest())
     named = _named_files().get(entry.name)
     return {
         "distribution": entry.source if named is None else f"file {Path(named).name}",

@@ -84,8 +84,11 @@ def check_state(state: Mapping[str, Any], rank: int, size: int, now: Mapping[str
 
 def _code(cls: type[Any]) -> str:
     """Return a digest of the source of the method's module; "" where the source is not found."""
-    try:
-        source = inspect.getsource(inspect.getmodule(cls) or cls)
-    except (OSError, TypeError):
-        return ""
-    return hashlib.sha256(source.encode()).hexdigest()[:12]
+    module = inspect.getmodule(cls)
+    source = None if module is None else registry.executed(module)
+    if source is None:
+        try:
+            source = inspect.getsource(module or cls).encode()
+        except (OSError, TypeError):
+            return ""
+    return hashlib.sha256(source).hexdigest()[:12]
