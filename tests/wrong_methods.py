@@ -12,9 +12,11 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from gcbench import ops
 from gcbench.core import registry
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Key, Payload
+from gcbench.core.compressor import Compressor, Key, Payload, Segments, fill
+from gcbench.core.errors import PayloadError
 
 BF16 = type(registry.compressor("bf16"))
 DEMO = type(registry.compressor("demo"))
@@ -315,6 +317,65 @@ class Additive(Compressor):
 
     def decode(self, payload, segments, shared, *, out=None):
         return payload.parts[0].clone()
+
+
+TOP = 7
+
+
+def spread(values: Tensor, segments: Segments) -> Tensor:
+    """Return each segment's value at all of its elements."""
+    return torch.repeat_interleave(values, torch.tensor(segments.lengths))
+
+
+class LevelsClaims(Claims):
+    unbiased = True
+
+    def variance(self, x, segments, shared):
+        step = spread(ops.statistics.absmax(x, segments), segments).double() / TOP
+        level = torch.where(step > 0, x.double().abs() / step, 0.0)
+        part = level - level.floor()
+        return step * step * part * (1 - part)
+
+
+@dataclass(frozen=True)
+class Levels(Compressor):
+    """No class of ours, and right: rounds at random to 15 levels of each segment's largest.
+
+    int8 codes and a float32 scale a segment. Other classes break one of its functions.
+    """
+
+    collectives: ClassVar[tuple[str, ...]] = ("allgather", "twoshot")
+    scratch = True
+
+    @property
+    def claims(self):
+        return LevelsClaims(self)
+
+    def draws(self, key, n):
+        return ops.random.uniform(key, n)
+
+    def scales(self, x, segments):
+        largest = ops.statistics.absmax(x, segments)
+        return torch.where(largest < 2.0**-100, 0.0, largest)
+
+    def codes(self, x, scale, draws):
+        level = torch.where(scale > 0, x.abs() / scale * TOP, 0.0)
+        return (torch.floor(level + draws).clamp(max=TOP) * x.sign()).to(torch.int8)
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        scale = self.scales(x, segments)
+        return fill(out, self.codes(x, spread(scale, segments), self.draws(key, len(x))), scale)
+
+    def decode(self, payload, segments, shared, *, out=None):
+        self.check(payload, segments)
+        codes, scale = payload.parts
+        if bool((codes.int().abs() > TOP).any()) or bool((scale < 0).any()):
+            raise PayloadError("codes or scales out of range")
+        self.check_finite(scale.double())
+        return codes.float() / TOP * spread(scale, segments)
+
+    def layout(self, segments, count=1):
+        return ((torch.int8, segments.numel), (torch.float32, len(segments)))
 
 
 class Wrong(NamedTuple):

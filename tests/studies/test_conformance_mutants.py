@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from wrong_methods import BF16, FFT, INT8, QSGD, RANDOMK, SIGN, TERN, TOPK
+from wrong_methods import BF16, FFT, INT8, QSGD, RANDOMK, SIGN, TERN, TOP, TOPK, Levels, spread
 
 from compressors.hadamard4 import rotate
 from gcbench.core import registry
@@ -230,7 +230,28 @@ class SameBf16(STOCHASTIC):
         return super().encode(x, segments, shared, key._replace(rank=0), out=out)
 
 
+class SummedLevels(Levels):
+    """Adds codes that have scales of their own, adds the scales, and divides by no one."""
+
+    collectives: ClassVar[tuple[str, ...]] = ("allreduce", "allgather", "twoshot")
+
+    def summand(self, payload, workers, segments):
+        codes, scale = payload.parts
+        return Payload((codes.float(), scale))
+
+    def decode_sum(self, payload, segments, shared, *, out=None):
+        codes, scale = payload.parts
+        return codes / TOP * spread(scale, segments)
+
+
+class SummedAlone(SummedLevels):
+    """The same, with no all-gather to compare it with."""
+
+    collectives: ClassVar[tuple[str, ...]] = ("allreduce", "twoshot")
+
+
 HEARD, LONG = "every worker heard", "long tensors"
+SAME = "same mean in collectives"
 WRONG = {
     ForgetfulNone: HEARD,
     ForgetfulTern: HEARD,
@@ -257,6 +278,8 @@ WRONG = {
     FirstSparse: "contraction",
     NearestBf16: "unbiased",
     SameBf16: "independent noise",
+    SummedLevels: SAME,
+    SummedAlone: SAME,
 }
 
 
@@ -269,7 +292,7 @@ def test_a_wrong_method_is_found(made):
 
 BASES = [
     *(NONE, TERN, INT8, FFT, SIGN, TOPK, QSGD, RANDOMK),
-    *(FP8, HADAMARD, SPARSE, STOCHASTIC),
+    *(FP8, HADAMARD, SPARSE, STOCHASTIC, Levels),
 ]
 
 
