@@ -132,9 +132,7 @@ def run(
     data = None if data_dir is None else Path(data_dir)
     made = runner.Runner(folder, data, 60.0, progress, force=force)
     made.all(configs, json=False)
-    hashes = [config.hash for config in configs]
-    found = {run.summary.config_hash: run for run in reader.load([folder])}
-    return reader.frame([found[name] for name in hashes])
+    return reader.frame([reader.load([folder / config.run_name])[0] for config in configs])
 
 
 def load_results(*places: str | Path) -> DataFrame:

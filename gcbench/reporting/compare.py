@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +16,7 @@ from gcbench.core.errors import UsageError, unknown
 from gcbench.core.schema import PHASES
 from gcbench.reporting import seeds
 from gcbench.reporting.reader import Modelled, Run, Summary, fields
-from gcbench.reporting.rendering import records
+from gcbench.reporting.rendering import MB, records
 from gcbench.reporting.seeds import BASELINE
 from gcbench.training.configuration import canonical, finite, text
 from gcbench.training.suites.tuning import TUNED_KEYS
@@ -36,6 +36,11 @@ METHOD_KEYS = frozenset(
     }
 )
 """Config keys in which a row and its baseline may differ; all the others are the budget."""
+_CHANGES_FP32 = (
+    *("start_step", "delay", "rebroadcast_every", "local_steps"),
+    *("outer_lr", "outer_momentum", "outer_nesterov", "memory", "memory_options"),
+)
+"""Those of METHOD_KEYS with which an uncompressed run ends elsewhere, too."""
 _TAG_KEYS = ("engine", "gradients", "device", "backend")
 _TAG_PAIRS = (
     *("start_step", "delay", "rebroadcast_every", "threads", "eval_every", "log_every"),
@@ -102,9 +107,9 @@ class Row:
     payload_ratio_up: float | None
     payload_ratio_down: float | None
     test_top5: float | None
-    payload_bytes_step: float
-    """Encoded, up and down together."""
-    wire_bytes_step: float
+    payload_bytes_step: float | None
+    """Encoded, up and down together, of the runs that ended; None where none did."""
+    wire_bytes_step: float | None
     """Over the network."""
     communicate_modelled_seconds: float | None
     """Communication as modelled from a link; None where it was measured or is not known."""
@@ -122,6 +127,11 @@ class Row:
 
     "open" while trials of the rule are missing.
     """
+
+    @property
+    def payload(self) -> float:
+        """`payload_bytes_step` in MB; NaN where no run ended."""
+        return math.nan if self.payload_bytes_step is None else self.payload_bytes_step / MB
 
     @property
     def first(self) -> Summary:
@@ -261,6 +271,9 @@ def _labels(runs: Sequence[Run], own: frozenset[str]) -> list[str]:
             words.append(f"dense<{config['dense_below']}")
         tags = [text(config[key]) for key in _TAG_KEYS if key in varying and config.get(key)]
         tags += [f"{key}={text(config.get(key))}" for key in _TAG_PAIRS if key in varying]
+        digests = {one.sources.get("compressor") for one in runs if one.summary in same}
+        if len(digests) > 1:
+            tags.append(f"source {run.sources.get('compressor', '')[:6]}")
         labels.append(" ".join(words + [f"[{tag}]" for tag in tags]))
     places = [
         canonical([_budget(run), label, {key: run.config.get(key) for key in own}])
@@ -287,15 +300,18 @@ def _baseline(
     """Return the `none` configuration of equal budget, and the tuned keys that differ.
 
     `firsts`: a run of each configuration; `table`: their statistics; `values`: their metric by
-    seed. Of several (other engines, collectives, ...) the one with most common seeds, then most
-    seeds, then most equal keys. Without one of equal budget: the best that differs in tuned keys
-    only; without that: None.
+    seed. Of several the one with most equal keys of `_CHANGES_FP32` (local steps, delay, ...), then
+    most common seeds, then most seeds, then most equal keys. Without one of equal budget: the best
+    that differs in tuned keys only; without that: None.
     """
 
-    def closeness(other: Run) -> tuple[int, int, int]:
-        equal = sum(other.config.get(key) == run.config.get(key) for key in METHOD_KEYS)
+    def alike(other: Run, keys: Iterable[str]) -> int:
+        return sum(other.config.get(key) == run.config.get(key) for key in keys)
+
+    def closeness(other: Run) -> tuple[int, int, int, int]:
         mine, theirs = values[run.method], values[other.method]
-        return len(mine.keys() & theirs.keys()), len(theirs), equal
+        common = len(mine.keys() & theirs.keys())
+        return alike(other, _CHANGES_FP32), common, len(theirs), alike(other, METHOD_KEYS)
 
     def differing(other: Run) -> tuple[str, ...]:
         theirs = _budget(other, own)

@@ -86,9 +86,9 @@ SCALARS = (str, int, float, bool, type(None))
 CONFIG = {name: dict for name in ("options", "task_options", "memory_options")}
 PROVENANCE: Mapping[str, type] = {
     **dict.fromkeys(
-        ("started", "finished", "command", "commit", "backend", "python", "times"), str
+        ("started", "finished", "command", "commit", "backend", "python", "times", "source"), str
     ),
-    **dict.fromkeys(("versions", "machine", "objects"), dict),
+    **dict.fromkeys(("versions", "machine", "objects", "plugins"), dict),
 }
 
 

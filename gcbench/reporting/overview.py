@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from gcbench.reporting import tables
 from gcbench.reporting.analysis import Analysis
 from gcbench.reporting.compare import Row
-from gcbench.reporting.rendering import MB, Column, ends, number
+from gcbench.reporting.rendering import Column, ends, number
 from gcbench.reporting.sections import Compared, Section, Sheet
 from gcbench.reporting.seeds import LEAST_SEEDS
 from gcbench.training.configuration import canonical, text
@@ -97,9 +97,9 @@ def front(rows: Sequence[Row]) -> list[Row]:
     kept: dict[tuple[object, ...], Row] = {}
     for row in largest if len(largest) > 1 else ():
         if row.on_front:
-            result = (row.first.compressor_name, row.mean, row.payload_bytes_step)
+            result = (row.first.compressor_name, row.mean, row.payload)
             kept.setdefault(result, row)
-    return sorted(kept.values(), key=lambda row: -row.payload_bytes_step)
+    return sorted(kept.values(), key=lambda row: -row.payload)
 
 
 def _front(chosen: Sequence[Compared], accuracy: Mapping[int, Section]) -> Section | None:
@@ -173,8 +173,8 @@ def findings(one: Compared) -> list[str]:
     )
     alike = [row for row in known if not row.below_baseline and not row.failed]
     if alike:
-        fewest = min(alike, key=lambda row: row.payload_bytes_step)
-        size = number(fewest.payload_bytes_step, 1 / MB)
+        fewest = min(alike, key=lambda row: row.payload)
+        size = number(fewest.payload)
         told.append(
             f"{one.title}: fewest bytes among the rows that are not worse by their interval: "
             f"{fewest.method}{f' ({fewest.place})' if fewest.place else ''}, {size} MB a step, "

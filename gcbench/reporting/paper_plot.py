@@ -10,7 +10,7 @@ from gcbench.core.errors import UsageError
 from gcbench.reporting import figures, foreign
 from gcbench.reporting.compare import Row, order
 from gcbench.reporting.figures import Mark
-from gcbench.reporting.rendering import MB, ends
+from gcbench.reporting.rendering import ends
 from gcbench.training.configuration import canonical, text
 from gcbench.training.suites.tuning import TUNED_KEYS
 
@@ -50,7 +50,7 @@ def draw(rows: Sequence[Row], path: Path, width: str) -> None:
             axes.axhspan(low, high, color="0.5", alpha=0.22, lw=0)
         marks = []
         for number, row in enumerate(drawn, 1):
-            x, y = row.payload_bytes_step / MB, scale * (row.mean or 0.0)
+            x, y = row.payload, scale * (row.mean or 0.0)
             spread, look = scale * row.half_interval, looks[row.method]
             bar = spread or None
             axes.errorbar(x, y, bar, ls="", capsize=2, marker=look["marker"], color=look["color"])

@@ -87,6 +87,13 @@ class Summary(BaseModel):
     provenance: dict[str, Any] = {}
 
 
+_OUTCOME = {
+    *("test_accuracy", "test_loss", "test_top5", "validation_accuracy", "validation_loss"),
+    *("train_loss", "failed", "skipped_steps"),
+    *("payload_bytes_up", "payload_bytes_down", "wire_bytes"),
+}
+
+
 @dataclass(frozen=True)
 class Run:
     """One finished run: its summary, and where it was read."""
@@ -112,7 +119,20 @@ class Run:
         """What tells this run from others except its seed, as canonical JSON."""
         config = {key: value for key, value in self.config.items() if key != "options"}
         by_step = schedules(self.summary)
-        return canonical([self.summary.compressor_name, self.summary.compressor, config, by_step])
+        name = self.summary.compressor_name
+        return canonical([name, self.summary.compressor, config, by_step, self.sources])
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Digests of the code of third parties' plug-ins, by kind ("compressor", "task", ...)."""
+        plugins = self.summary.provenance.get("plugins") or {}
+        named = {kind: own for kind, own in plugins.items() if isinstance(own, Mapping)}
+        return {kind: str(own.get("sha256")) for kind, own in named.items()}
+
+    @property
+    def outcome(self) -> str:
+        """What the run ended with, and what it sent; times and the machine are left out."""
+        return canonical(self.summary.model_dump(include=_OUTCOME))
 
     @property
     def is_trial(self) -> bool:
@@ -323,12 +343,26 @@ def load(folders: Sequence[Path]) -> list[Run]:
     for candidate in found:
         key = (candidate.method, candidate.summary.seed)
         other = kept.setdefault(key, candidate)
-        if canonical(other.summary.model_dump()) != canonical(candidate.summary.model_dump()):
+        if other.outcome != candidate.outcome:
             warn(
                 f"same config and seed, other results: {candidate.source} left out, "
                 f"{other.source} kept"
             )
+    _warn_of_sources(list(kept.values()))
     return list(kept.values())
+
+
+def _warn_of_sources(runs: Sequence[Run]) -> None:
+    """Tell of configurations whose runs were made by different files of a built-in compressor."""
+    digests: dict[str, dict[str, Run]] = {}
+    for run in runs:
+        if digest := run.summary.provenance.get("source"):
+            digests.setdefault(run.method, {}).setdefault(digest, run)
+    for made in digests.values():
+        if len(made) > 1:
+            name = next(iter(made.values())).summary.compressor_name
+            told = ", ".join(f"{run.source} by {digest}" for digest, run in made.items())
+            warn(f"runs of {name} by different versions of {name}.py are in one row: {told}")
 
 
 def frame(runs: Sequence[Run]) -> DataFrame:

@@ -13,7 +13,7 @@ from gcbench.reporting import figures, foreign
 from gcbench.reporting.compare import Row, rows
 from gcbench.reporting.figures import Mark
 from gcbench.reporting.reader import Run
-from gcbench.reporting.rendering import MB, ends
+from gcbench.reporting.rendering import ends
 from gcbench.training.configuration import canonical
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _quality(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]]
     from matplotlib.ticker import LogLocator, NullFormatter
 
     percent = 100 if panel[0].metric == "accuracy" else 1
-    sizes = [row.payload_bytes_step / MB for row in panel]
+    sizes = [row.payload for row in panel]
     bands = {row.band for row in panel if row.is_baseline and row.band}
     band = bands.pop() if len(bands) == 1 else None  # of one budget, or it would mislead
     if band:

@@ -93,7 +93,8 @@ def by_run(runs: Sequence[Run], metrics: Mapping[str, str], target: float | None
 
     Columns: `configuration`; `seed`; `uncompressed`; `sign`: 1 where a higher metric is better,
     else -1; `value`: the metric after the last step, NaN where the run diverged; bytes of a worker
-    in the whole run; ratios; seconds of a step and of its phases ("phase encode"); `TARGET`.
+    in the whole run, NaN where it ended early; ratios; seconds of a step and of its phases ("phase
+    encode"); `TARGET`.
     `metrics`: "accuracy" or "test_loss", by task. `target`: the metric to be met; None: none.
 
     Raises:
@@ -105,10 +106,11 @@ def by_run(runs: Sequence[Run], metrics: Mapping[str, str], target: float | None
     for run in runs:
         summary, metric = run.summary, metrics[run.summary.task]
         link = summary.communicate_modelled
+        sent = summary.payload_bytes_up + summary.payload_bytes_down
         numbers: dict[str, float | None] = {
             "value": _final(run, metric),
-            "payload_bytes": summary.payload_bytes_up + summary.payload_bytes_down,
-            "wire_bytes": summary.wire_bytes.per_worker,
+            "payload_bytes": None if summary.failed else sent,
+            "wire_bytes": None if summary.failed else summary.wire_bytes.per_worker,
             **{name: getattr(summary, name) for name in _MEANS},
             "step_seconds": summary.step_seconds,
             "communicate_modelled_seconds": None if link is None else link.seconds,

@@ -11,7 +11,7 @@ from gcbench.core.errors import UsageError
 from gcbench.reporting import figures, foreign
 from gcbench.reporting.compare import Row
 from gcbench.reporting.figures import Mark
-from gcbench.reporting.rendering import MB, ends
+from gcbench.reporting.rendering import ends
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +29,7 @@ def best(rows: Sequence[Row]) -> Row:
     """
     sign = 1 if rows[0].metric == "accuracy" else -1
     known = [row for row in rows if row.mean is not None]
-    return max(known, key=lambda row: (sign * (row.mean or 0.0), -row.payload_bytes_step))
+    return max(known, key=lambda row: (sign * (row.mean or 0.0), -row.payload))
 
 
 def draw(rows: Sequence[Row], title: str, path: Path) -> None:
@@ -53,7 +53,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
         raise UsageError("rows of several budgets are no one picture; choose by --where")
     accuracy = drawn[0].metric == "accuracy"
     scale = 100 if accuracy else 1
-    tiers = list(dict.fromkeys(row.tier for row in sorted(drawn, key=_bytes)))
+    tiers = list(dict.fromkeys(row.tier for row in sorted(drawn, key=lambda row: row.payload)))
     styles = figures.styles(map(str, tiers))
     with figures.canvas(11, 6.6) as figure:
         axes = figure.subplots()
@@ -67,7 +67,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
         for row in drawn:
             style = styles[str(row.tier)]
             opacity = 1.0 if row.on_front else FADED
-            x, y, spread = _bytes(row), scale * (row.mean or 0.0), scale * row.half_interval
+            x, y, spread = row.payload, scale * (row.mean or 0.0), scale * row.half_interval
             axes.errorbar(
                 x,
                 y,
@@ -83,7 +83,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
             )
             marks.append(Mark(x, y, spread, row.method, style["color"], short=_short(row, drawn)))
         winners = [best([row for row in drawn if row.tier == tier]) for tier in tiers]
-        line = [(_bytes(row), scale * (row.mean or 0.0)) for row in winners]
+        line = [(row.payload, scale * (row.mean or 0.0)) for row in winners]
         axes.plot(*zip(*line, strict=True), color="0.4", lw=1.2, zorder=1)
         for tier in tiers:
             style = styles[str(tier)]
@@ -123,15 +123,11 @@ def _short(row: Row, drawn: Sequence[Row]) -> str:
     return f"{name} {field}" if (field := next(own, None)) else row.method
 
 
-def _bytes(row: Row) -> float:
-    return row.payload_bytes_step / MB
-
-
 def _frame(axes: Axes, drawn: Sequence[Row]) -> None:
     """Set the x axis: bytes on a logarithmic scale, with room for names on both sides."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    sizes = [_bytes(row) for row in drawn]
+    sizes = [row.payload for row in drawn]
     axes.set_xscale("log")
     axes.set_xlim(min(sizes) / 2, max(sizes) * 2.2)
     axes.xaxis.set_major_formatter("{x:g}")

@@ -476,6 +476,7 @@ def provenance(config: Config) -> dict[str, Any]:
         "backend": serving(config),
         "objects": objects(config),
         **({"plugins": found} if (found := plugins(config)) else {}),
+        **({"source": digest} if (digest := source(config)) else {}),
         "threads": threads_per_worker(config),
         "python": sys.executable.rsplit("/", 1)[-1],
     }
@@ -507,6 +508,25 @@ def plugins(config: Config) -> dict[str, dict[str, str]]:
     }
     found = {kind: registry.origin(entry) for kind, entry in entries.items()}
     return {kind: own for kind, own in found.items() if own is not None}
+
+
+def source(config: Config) -> str:
+    """Return the digest of the file of a built-in compressor; "" for that of a third party."""
+    if registry.origin(registry.compressors()[config.compressor]) is not None:
+        return ""
+    return registry.source_digest(config.compressor)
+
+
+def other_source(config: Config, made: Mapping[str, Any]) -> str:
+    """Return words that follow a message if a stored run was made by another file of its method.
+
+    Such a run may have other results, or the same: a file of the package changes by its comments,
+    too. `made` is the run's summary, or its provenance under that key.
+    """
+    then, now = (made.get("provenance") or {}).get("source"), source(config)
+    if not (then and now) or then == now:
+        return ""
+    return f", made by another version of {config.compressor}.py ({then} then, {now} now)"
 
 
 def _origin(own: Mapping[str, str] | None) -> str:

@@ -20,17 +20,30 @@ from gcbench.training.store import explained, write_atomically
 KIND = b"gcbench rows 1"
 """The value in Parquet's metadata by which files of this module are recognized."""
 _MARK = b"gcbench"
+_NULLS = "nulls"
+"""A column with the names of the row's values that are null, as JSON: a column that the row does
+not have is null in Parquet, too. A null test loss was not finite."""
 Row = dict[str, Any]
 
 
 def row(summary: Mapping[str, Any], evaluations: Sequence[Mapping[str, Any]], suite: str) -> Row:
     """Return the row of a finished run.
 
-    `evaluations` are its records of kind "eval", of which null cells are left out; `suite` is the
-    suite for which it was made, as name/version, or "".
+    `evaluations` are its records of kind "eval", of which null cells are left out, except a loss
+    beside an accuracy: it was not finite. `suite` is the suite for which it was made, as
+    name/version, or "".
     """
-    curve = [{k: v for k, v in record.items() if v is not None} for record in evaluations]
+    curve = [
+        {k: v for k, v in record.items() if v is not None or _not_finite(record, k)}
+        for record in evaluations
+    ]
     return {**summary, "suite": suite, "evaluations": curve}
+
+
+def _not_finite(record: Mapping[str, Any], key: str) -> bool:
+    """Return whether a null is a loss that was measured: the accuracy beside it has a value."""
+    split, _, kind = key.rpartition("_")
+    return kind == "loss" and record.get(f"{split}_accuracy") is not None
 
 
 def holds(path: Path) -> bool:
@@ -68,9 +81,12 @@ def read(path: Path) -> list[Row]:
     try:
         return [
             {
-                key: json.loads(value) if key in nested else value
-                for key, value in record.items()
-                if value is not None
+                **dict.fromkeys(json.loads(record.pop(_NULLS, None) or "[]")),
+                **{
+                    key: json.loads(value) if key in nested else value
+                    for key, value in record.items()
+                    if value is not None
+                },
             }
             for record in table.to_pylist()
         ]
@@ -88,6 +104,8 @@ def write(path: Path, rows: Sequence[Row]) -> None:
     from pyarrow import parquet
 
     fields, arrays = [], []
+    nulls = [[key for key, value in one.items() if value is None] for one in rows]
+    rows = [{**one, _NULLS: own} if own else one for one, own in zip(rows, nulls, strict=True)]
     for key in dict.fromkeys(key for one in rows for key in one):
         values = [one.get(key) for one in rows]
         if any(isinstance(value, (dict, list)) for value in values):

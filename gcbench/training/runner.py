@@ -71,6 +71,8 @@ class Runner:
         self.checkpoint_seconds, self.progress = checkpoint_seconds, progress
         self.capture, self.sink_names = capture, sink_names
         self.rows_files, self.suite, self.show = tuple(rows_files), suite, show
+        self.stale: set[str] = set()
+        """The hashes of configs that `force` makes again, and that still have earlier results."""
         self.after = 0
         """How many steps the runs that are still to be made have together."""
 
@@ -81,6 +83,9 @@ class Runner:
             self._check(config)
         known = self._rows()
         pending = [one for one in configs if one.hash not in known and self._pending(one)]
+        if self.force:
+            there = [one for one in configs if Run(self.results / one.run_name).summary is not None]
+            self.stale = {config.hash for config in there}
         self.after = sum(config.steps for config in pending)
         if len(pending) > 1 and membership.leads():
             _say(f"{len(pending)} runs to make, {self.after:,} steps in all")
@@ -139,7 +144,8 @@ class Runner:
                     summary, path = known[config.hash]
                     configuration.check_objects(config, summary, path)
                     if leads:
-                        _say(f"{place} {config.run_name}: its row is in {path}, skipped")
+                        then = configuration.other_source(config, summary)
+                        _say(f"{place} {config.run_name}: its row is in {path}, skipped{then}")
                     _raise_if_failed(summary, f"row in {path}")
                 else:
                     summary = self.one(config, place, leads=leads)
@@ -197,11 +203,16 @@ class Runner:
             configuration.check_objects(config, finished, run.folder)
             if missing := self.capture.missing(run) if self.capture and leads else []:
                 raise captures.missed(config.run_name, missing)
+            if leads:
+                self._add_row(run, finished)
             _raise_if_failed(finished, f"found in {run.folder}; --force runs it again")
             if leads:
-                _say(f"{place} {config.run_name}: finished before, skipped (--force runs it again)")
+                then = configuration.other_source(config, finished)
+                _say(
+                    f"{place} {config.run_name}: finished before, skipped{then} (--force runs it "
+                    "again)"
+                )
                 self._retell(run, finished)
-                self._add_row(run, finished)
             return finished
         if not leads:
             self._engine(config, run)
@@ -216,9 +227,11 @@ class Runner:
                 threads = configuration.threads_to_resume(made, run.folder)
                 usual = configuration.threads_per_worker(config)
                 as_then = f", with {threads} thread(s) a worker as then" if threads != usual else ""
-                _say(f"{place} {config.run_name}: goes on from its checkpoint{as_then}")
+                then = configuration.other_source(config, {"provenance": made})
+                _say(f"{place} {config.run_name}: goes on from its checkpoint{as_then}{then}")
             else:
                 run.start(config.model_dump(mode="json"), configuration.provenance(config))
+                self.stale.discard(config.hash)
                 sinks.forget(run, sinks.registered().keys() - self.sink_names)
                 carried = "" if config.memory == "none" else f", memory {config.memory}"
                 _say(
@@ -270,6 +283,11 @@ class Runner:
         words = shlex.join(word for word in sys.argv[1:] if word != "--force")
         start = "the same torchrun command" if config.engine == "torchrun" else f"gcbench {words}"
         _say(f"{left} run(s) left. Go on with: {start}")
+        if self.stale:
+            _say(
+                f"It skips {len(self.stale)} of them, whose results are still those of before "
+                "--force: make these again by --force with their own settings, such as --seed"
+            )
 
     def _print(self, done: Sequence[dict[str, Any]], *, single: bool, json: bool) -> None:
         if json and not (single and not done):  # a single run that failed prints no document

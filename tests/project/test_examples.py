@@ -63,6 +63,12 @@ def test_a_grid_is_a_frame_with_a_row_a_run(tmp_path):
     assert again["params_sha256"].tolist() == first["params_sha256"].tolist()[2:]
     assert again["provenance.started"].tolist() == first["provenance.started"].tolist()[2:]
     assert len(gcbench.load_results(tmp_path)) == 3
+    # a default that is given is another config with the same result
+    default = gcbench.run(compressor="qsgd", **settings)
+    assert default["params_sha256"].tolist() == again["params_sha256"].tolist()
+    assert default["config_hash"].tolist() != again["config_hash"].tolist()
+    twice = gcbench.run(compressor="qsgd", options={"levels": [1, 7]}, **settings)
+    assert twice["config_hash"].tolist() == first["config_hash"].tolist()[1:]
 
 
 def test_an_unknown_setting_is_refused_with_the_known_ones(tmp_path):

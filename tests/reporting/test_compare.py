@@ -137,6 +137,25 @@ def test_the_baseline_with_most_common_seeds_is_taken(tmp_path: Path) -> None:
     assert row.difference == 0
 
 
+@pytest.mark.parametrize("over", [{"local_steps": 15}, {"delay": 1}, {"start_step": 50}])
+def test_fp32_with_the_same_local_steps_or_delay_is_the_baseline(
+    tmp_path: Path, over: dict[str, Any]
+) -> None:
+    """However many seeds the others have: these change what fp32 ends with, too."""
+
+    def made(name: str, seed: int, accuracy: float, **own: Any) -> Any:
+        found = summary(name, seed, accuracy)
+        found["config"] |= own
+        return found
+
+    others = [made("none", seed, 0.5, **over) for seed in range(5)]
+    found = table(tmp_path, *BASE, *others, made("x", 0, 0.9), made("y", 0, 0.4, **over))
+    x, y = (row for row in found if not row.is_baseline)
+    assert (x.baseline_n, y.baseline_n) == (3, 5)
+    assert x.difference == 0
+    assert y.difference == pytest.approx(-0.1)
+
+
 def test_loss_where_there_is_no_accuracy(tmp_path: Path) -> None:
     made = table(
         tmp_path,
@@ -251,6 +270,22 @@ def test_failed_seeds_are_counted_and_in_no_mean(tmp_path: Path, bad: dict[str, 
     assert "1 (1 failed)" in render([row], "table", 200)
 
 
+def test_bytes_are_of_the_seeds_that_ended(tmp_path: Path) -> None:
+    """One that failed at its third step has sent nearly nothing."""
+    failed = summary("x", 2, None) | {
+        "failed": {"step": 3, "reason": "not finite"},
+        "payload_bytes_up": 0,
+        "payload_bytes_down": 0,
+        "wire_bytes": {"per_worker": 0, "total": 0},
+    }
+    row = table(tmp_path / "a", summary("x", 0), summary("x", 1), failed)[0]
+    assert (row.n, row.failed) == (2, (2,))
+    assert (row.payload_bytes_step, row.wire_bytes_step, row.payload) == (5e5, 7.5e5, 0.5)
+    (alone,) = table(tmp_path / "b", failed)
+    assert (alone.payload_bytes_step, alone.wire_bytes_step) == (None, None)
+    assert math.isnan(alone.payload)
+
+
 def test_a_loss_that_was_not_measured_is_no_failure(tmp_path: Path) -> None:
     theirs = summary("x", 0, 0.92)
     del theirs["test_loss"]
@@ -288,6 +323,39 @@ def test_a_run_found_twice_is_taken_once(
     (run,) = load([folder, tmp_path / "other.json"])
     assert run.summary.test_accuracy == 0.5
     assert "same config and seed, other results" in capsys.readouterr().err
+
+
+def test_a_run_made_twice_with_one_result_is_no_contradiction(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with a field that is given at its default: times differ, and the hash of the config."""
+    again = summary(step_seconds=0.07, config_hash="other", provenance={"started": "later"})
+    for number, one in enumerate((summary(), again)):
+        (tmp_path / f"{number}.json").write_text(json.dumps(one))
+    assert len(load([tmp_path / "0.json", tmp_path / "1.json"])) == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_seeds_of_different_code_are_not_averaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a third party's plug-in; of a file of the package, which may differ by a comment, told."""
+
+    def by(key: str, digest: str, seed: int, accuracy: float) -> Any:
+        own = {"plugins": {"compressor": {"sha256": digest}}, "source": digest}
+        return summary("x", seed, accuracy, provenance={key: own[key]})
+
+    made = [by("plugins", "a1b2c3d4", 0, 0.93), by("plugins", "e5f6a7b8", 1, 0.09)]
+    found = table(tmp_path / "theirs", *BASE, *made)[1:]
+    assert {row.method: row.mean for row in found} == {
+        "x [source a1b2c3]": 0.93,
+        "x [source e5f6a7]": 0.09,
+    }
+    assert capsys.readouterr().err == ""
+    built_in = [by("source", "a1b2c3d4", 0, 0.93), by("source", "e5f6a7b8", 1, 0.09)]
+    (row,) = table(tmp_path / "ours", *BASE, *built_in)[1:]
+    assert row.n == 2
+    assert "runs of x by different versions of x.py are in one row: " in capsys.readouterr().err
 
 
 def test_third_party_rows_stand_beside_runs(tmp_path: Path) -> None:

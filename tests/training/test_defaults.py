@@ -207,3 +207,14 @@ def test_a_changed_plug_in_is_not_finished_before(tmp_path, third_party):
     (info / "METADATA").write_text(metadata.format("1.1"))
     third_party(str(info.parent))
     assert "then, somebodys 1.1 (source " in run(results, *words).err
+
+
+def test_another_version_of_a_built_in_file_is_told(tmp_path, monkeypatch):
+    """It may differ by a comment: the result is kept, and the message says that it is of before."""
+    before = run(tmp_path).json["provenance"]["source"]
+    monkeypatch.setattr(registry, "source_digest", lambda name: "0123456789")
+    done = run(tmp_path)
+    assert done.code == 0
+    told = f"skipped, made by another version of none.py ({before} then, 0123456789 now)"
+    assert told.replace("none.py", f"{done.json['compressor_name']}.py") in done.err
+    assert run(tmp_path, "--force").json["provenance"]["source"] == "0123456789"

@@ -13,7 +13,7 @@ import torch
 from commands import invoke
 
 from gcbench.core import registry
-from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.core.errors import GcbenchError, Interrupted, UsageError
 from gcbench.core.schema import ADDED
 from gcbench.core.world import SimulatedWorld
 from gcbench.reporting import compare, published
@@ -313,6 +313,50 @@ def test_rows_of_several_files_are_not_made_again(tmp_path):
     assert f"its row is in {second}, skipped" in last.err
 
 
+def test_a_run_that_failed_before_has_its_row_too(tmp_path):
+    """A table of the rows counts it, as one of the folder does."""
+    file = tmp_path / "rows.parquet"
+    words = ("run", "--task", "digits", "--steps", 40, "--workers", 2, "--lr", 1e30)
+    words += ("--compressor", "none", "--results", tmp_path / "runs", "--seed")
+    assert invoke(*words, 0).code == 1
+    assert invoke(*words, "0,1", "--rows", file).code == 1
+    assert sorted((one["seed"], "failed" in one) for one in rows.read(file)) == [
+        (0, True),
+        (1, True),
+    ]
+
+
+def test_a_loss_that_is_not_finite_fails_in_rows_as_in_the_folder(tmp_path):
+    """With --on-nonfinite skip such a run ends, with the accuracy of guessing."""
+    file, runs = tmp_path / "rows.parquet", tmp_path / "runs"
+    words = ("run", "--task", "digits", "--steps", 40, "--workers", 2, "--lr", 1e30)
+    words += ("--compressor", "none,terngrad", "--on-nonfinite", "skip", "--eval-every", 10)
+    assert invoke(*words, "--results", runs, "--rows", file).code == 0
+    told = [invoke("compare", place, "--target", 0.05, "--json").json for place in (runs, file)]
+    assert told[0] == told[1]
+    compressed = told[0][1]
+    assert (compressed["n"], compressed["failed"], compressed["target_reached"]) == (0, 1, 0)
+
+
+def test_an_interrupted_force_says_which_results_are_of_before(tmp_path, monkeypatch):
+    from gcbench.training.runner import Runner
+
+    words = ("run", "--steps", 4, "--workers", 2, "--results", tmp_path, "--seed", "0,1,2")
+    assert invoke(*words).code == 0
+
+    def stop(self, config, run, threads=None):
+        raise Interrupted("stopped after step 1 of 4")
+
+    monkeypatch.setattr(Runner, "_engine", stop)
+    done = invoke(*words, "--force")
+    assert done.code == 130
+    assert "3 run(s) left" in done.err
+    assert "It skips 2 of them, whose results are still those of before --force" in done.err
+    monkeypatch.undo()
+    again = invoke(*words)
+    assert again.err.count("finished before, skipped") == 2
+
+
 def test_a_rate_that_a_suite_chooses_is_not_given(own):
     done = invoke("run", "--suite", own, "--lr", "0.1")
     assert done.code == 2
@@ -406,17 +450,22 @@ SUMMARY = {
 
 def test_a_row_comes_back_as_it_was(tmp_path):
     file = tmp_path / "deep" / "rows.parquet"
-    curve = [{"kind": "eval", "step": 2, "validation_loss": 0.5, "train_loss": None}]
+    curve = [
+        {"kind": "eval", "step": 2, "validation_loss": 0.5, "train_loss": None},
+        {"kind": "eval", "step": 4, "validation_accuracy": 0.1, "validation_loss": None},
+    ]
     rows.add(file, rows.row(SUMMARY, curve, "own/1"))
     rows.add(file, rows.row({**SUMMARY, "config_hash": "b", "failed": {"step": 1}}, [], ""))
     rows.add(file, rows.row({**SUMMARY, "seed": 4}, curve, "own/1"))  # in place of the first
     second, first = rows.read(file)
     assert first == {
-        **{key: value for key, value in SUMMARY.items() if value is not None},
+        **SUMMARY,  # the test loss is null: it was not finite
         "seed": 4,
         "suite": "own/1",
-        "evaluations": [{"kind": "eval", "step": 2, "validation_loss": 0.5}],
+        "evaluations": [{"kind": "eval", "step": 2, "validation_loss": 0.5}, curve[1]],
     }
+    assert second["test_loss"] is None
+    assert "failed" not in first
     assert (second["config_hash"], second["failed"]) == ("b", {"step": 1})
 
 
