@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
@@ -401,6 +402,39 @@ def test_a_file_with_the_class_of_a_built_in_method_has_none_of_its_results(tmp_
     assert (built_in["over_fp32_low"] is None, mine["over_fp32_low"]) == (False, None)
     learn = {line for line in found["conclusions"] if line.startswith("To learn it of")}
     assert [line for line in learn if "--suite main" in line] == []
+
+
+@pytest.mark.usefixtures("forget")
+def test_only_measured_kernels_make_a_method_one_to_use(tmp_path: Path) -> None:
+    """A method of one's own, with results and a gain at the memory's floor: times are asked for."""
+    name = registry.add_file(str(imitation(tmp_path)))
+    runs = lost(name, [0.0] * 3)
+    for one in runs:
+        one["provenance"] = {
+            "plugins": {"compressor": registry.origin(registry.compressors()[name])}
+        }
+    words = ("--runs", write(tmp_path / "r.parquet", [*plain(), *runs]), "--compressor", name)
+    found = advise(tmp_path, *words)
+    row = methods(found)[name]
+    assert (row["advice"], row["results"], row["gain_low"]) == ("unclear", 1, None)
+    assert found["answer"][0].startswith(f"Do not compress yet: {name} by twoshot: predicted up to")
+    assert found["answer"][0].endswith(
+        f"Its kernels were not measured: `gcbench bandwidth --compressor {name} --json > m.json`, "
+        "then this command with --kernels m.json."
+    )
+    measured = json.loads((ROOT / "results/bandwidth.json").read_text())
+    measured["settings"]["sources"] = {name: registry.source_digest(name)}
+    for table in measured["tables"]:
+        for row in table["rows"]:
+            if row["method"] == "int8":
+                row["method"] = name
+                row |= {part: row[part] / 1e3 for part in ("encode", "decode") if row.get(part)}
+    (tmp_path / "m.json").write_text(json.dumps(measured))
+    found = advise(tmp_path, *words, "--kernels", tmp_path / "m.json")
+    row = methods(found)[name]
+    assert (row["advice"], row["gain_low"] > 1.05) == ("use", True)
+    untested = ("--runs", write(tmp_path / "p.parquet", plain()), "--compressor", f"{name},int8")
+    assert f", {name} by twoshot (by its upper bound)." in conclusions(advise(tmp_path, *untested))
 
 
 @pytest.mark.usefixtures("forget")

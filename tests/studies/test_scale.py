@@ -860,6 +860,49 @@ def test_times_are_those_of_a_method_s_own_name_and_source(tmp_path) -> None:
     assert told.startswith("Times of int8 in the measurement are not taken: they are of its source")
 
 
+def timed(path: Path, *names: str, faster: float = 1.0) -> Path:
+    """Write a file of `gcbench bandwidth --json` that has these methods, so many times as fast."""
+    document = json.loads((ROOT / "results/bandwidth.json").read_text())
+    for table in document["tables"]:
+        if table["name"] == "phases":
+            table["rows"] = [row for row in table["rows"] if row["method"] in names]
+            for row in table["rows"]:
+                row |= {p: row[p] / faster for p in ("statistic", "encode", "decode") if row[p]}
+    path.write_text(json.dumps(document))
+    return path
+
+
+def test_what_was_not_measured_is_called_so_and_wins_nothing(tmp_path) -> None:
+    """Without overlap powersgd wins; it does not where its times are a bound alone."""
+    words = ["scale", "predict", "--results", tmp_path, "--json", "--overlap", "0", "--workers"]
+    words += ["32", "--cluster", "a100x8-25g", "--model", "transformer-1.3b"]
+    words += ["--compressor", "int8,powersgd", "--progress", "none", "--kernels"]
+    both = timed(tmp_path / "both.json", "int8", "powersgd", faster=1e3)
+    found = invoke(*words, both).json
+    kinds = [row["kernels"] for row in found["tables"][0]["rows"]]
+    assert kinds == ["assumed", "assumed", "measured", "measured"]
+    assert "The answer is powersgd" in found["conclusions"][1]
+    alone = timed(tmp_path / "alone.json", "int8", faster=1e3)
+    found = invoke(*words, alone).json
+    int8, powersgd = found["tables"][0]["rows"][2:]
+    assert (int8["kernels"], powersgd["kernels"]) == ("measured", "assumed")
+    assert (int8["over_fp32_low"] is None, powersgd["over_fp32_low"]) == (False, None)
+    assert powersgd["step_seconds"] < int8["step_seconds"]
+    said = found["conclusions"][1]
+    assert "The answer is int8" in said
+    assert said.endswith("Left out, as their kernels were not measured: powersgd.")
+    assert prediction._kernels_text(found["tables"][0]["rows"]) == "measured or the memory's floor"
+    (note,) = (note for note in found["tables"][0]["notes"] if note.startswith("Kernels not"))
+    assert note.endswith(
+        "upper bounds: powersgd. To measure them: `gcbench bandwidth --compressor int8,powersgd "
+        "--json > m.json`, then this command with --kernels m.json."
+    )
+    none = invoke(*words, timed(tmp_path / "none.json")).json["conclusions"]
+    assert (
+        none[1] == "There is no answer by measured kernels: of int8, powersgd none were measured."
+    )
+
+
 def test_what_is_not_taken_of_a_measurement_is_told(tmp_path) -> None:
     document = json.loads((ROOT / "results/bandwidth.json").read_text())
     document["settings"]["sources"] = {"int8": "0123456789"}

@@ -4,8 +4,8 @@ The gain is that of `prediction`, over the better of the uncompressed steps that
 in bf16. A method is judged by the legal collective with the best advice, of equal ones the fastest.
 Of methods that are tied within the margin the simplest comes first (`prediction.SIMPLE`). The cost
 is the accuracy lost in runs by the protocol (`evidence`), of several rows the worst. A method whose
-accuracy was not measured is never recommended; the output has the command that would measure it. A
-row by another collective counts if both give the same mean.
+accuracy or kernels were not measured is never recommended; the output has the commands that would
+measure them. A row by another collective counts if both give the same mean.
 
 By all-gather a worker receives N - 1 payloads of b bits an element, by a ring all-reduce of fp32
 2 (N - 1) / N times 32 bits: an all-gather moves less only for fewer than N = 64 / b workers.
@@ -28,7 +28,7 @@ from gcbench.core.errors import UsageError
 from gcbench.reporting import figures, reader
 from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.studies import methods
-from gcbench.studies.scale import evidence, prediction, shipped, traffic
+from gcbench.studies.scale import codec, evidence, prediction, shipped, traffic
 from gcbench.studies.scale.clusters import Cluster
 from gcbench.studies.scale.evidence import Evidence, Tolerance
 from gcbench.studies.scale.prediction import HALF, Prepared, Step
@@ -196,20 +196,21 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         f"{prediction.batch_text(found.batch)}, {workers} workers of cluster "
         f"{settings.cluster.name}{', sharded' * settings.sharded}"
     )
-    by = "measured kernels" if found.by_measured else "the floor"
+    by = "measured kernels where there are any" if found.by_measured else "the floor"
     notes = [
         *found.notes,
         f"use: the method is predicted to gain at least {100 * settings.margin:g} % over the "
-        "better of reducing in fp32 and in bf16, and the 95 % interval of no result contains a "
-        f"loss beyond {_allowed(settings)}. unclear: it may gain as much, but not with its kernels "
-        "as measured, or such a loss is within an interval. untested: it is predicted to be "
-        "faster, but no stored run by that collective shows its accuracy. loses too much: a whole "
-        "interval is beyond that loss, or a seed diverged. no gain: it gains less.",
+        "better of reducing in fp32 and in bf16 by measured kernels, and the 95 % interval of no "
+        f"result contains a loss beyond {_allowed(settings)}. unclear: it may gain as much, but "
+        "not with its kernels as measured, or these were not measured, or such a loss is within "
+        "an interval. untested: it is predicted to be faster, but no stored run by that collective "
+        "shows its accuracy. loses too much: a whole interval is beyond that loss, or a seed "
+        "diverged. no gain: it gains less.",
         "over fp32 and over bf16: the uncompressed step that reduces in that format divided by "
         f"this step, from measured kernels to the upper bound; step is by {by}. Within a verdict a "
         f"simpler method stands before one that is less than {100 * settings.margin:g} % faster. "
         "worth it on links: the links between nodes with which it gains "
-        f"{100 * settings.margin:g} % by measured kernels.",
+        f"{100 * settings.margin:g} % by measured kernels where there are any.",
         "accuracy there: what the worst result of the method lost against `none`, as the mean over "
         "paired seeds with its 95 % interval. Results of a schedule, with other dense tensors, or "
         "by a collective with another mean do not count; but what loses too much by all-gather "
@@ -365,7 +366,7 @@ def _judged(
     row["gain"] = gains.sure
     if gains.better[1] < 1 + settings.margin:
         advice = NO_GAIN
-    elif gains.sure < 1 + settings.margin and advice == USE:
+    elif advice == USE and (step.measured is None or gains.sure < 1 + settings.margin):
         advice = UNCLEAR
     row["advice"], row["refused"] = advice, None
     return row
@@ -490,10 +491,13 @@ def _advice(
     elif unclear:
         best = unclear[0]
         why = "More seeds would tell."
-        if float(best["gain"] or 0) < 1 + margin:
+        if best["gain_low"] is None:
+            open_ = [str(row["method"]) for row in (*used, *unclear, *by[UNTESTED])]
+            why = f"Its kernels were not measured: {codec.measuring(open_)}."
+        elif float(best["gain"] or 0) < 1 + margin:
             why = f"By the measured kernels it gains less than {100 * margin:g} %."
         said.append(
-            f"Do not compress yet: {_told(best)}, but {best['accuracy']} ({_seen_at(best)}). {why}"
+            f"Do not compress yet: {_told(best)}, {best['accuracy']} ({_seen_at(best)}). {why}"
         )
     elif by[UNTESTED]:
         said.append("Do not compress yet: of the methods that gain, no run shows the accuracy.")
@@ -540,7 +544,8 @@ def _unknown(settings: Settings, rows: Sequence[Row]) -> list[str]:
     faster = [row for row in untested if float(row["gain"] or 0) > least]
     if not faster:
         return []
-    names = ", ".join(map(_by, faster))
+    bound = {True: " (by its upper bound)", False: ""}
+    names = ", ".join(f"{_by(row)}{bound[row['gain_low'] is None]}" for row in faster)
     return [
         f"Untested: predicted faster, no stored run shows their accuracy: {names}.",
         *_to_learn(settings, faster),

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -303,6 +304,12 @@ def _read(path: Path) -> analysis.Analysis:
     if not isinstance(data, dict) or data.get("kind") != KIND:
         raise UsageError(f"{path} is no measurement: `gcbench bandwidth --json > {path}` makes one")
     return analysis.parse(data, path)
+
+
+def measuring(words: Iterable[str]) -> str:
+    """Return in words how to measure the times of these methods."""
+    command = shlex.join(["gcbench", "bandwidth", "--compressor", ",".join(words), "--json"])
+    return f"`{command} > m.json`, then this command with --kernels m.json"
 
 
 def is_measurement(path: Path) -> bool:

@@ -467,7 +467,11 @@ class Prepared:
     free: Plain
     """The step if the exchange took no time: a bound for all methods."""
     by_measured: bool
-    """Whether times in rows are by measured kernels; else by the floor."""
+    """Whether times in rows are by measured kernels, where there are any; else by the floor."""
+
+    def kernels(self, step: Step) -> str:
+        """Return by what the times in a step's row are: `TIMED`, or `ASSUMED` for the floor."""
+        return TIMED if self.by_measured and step.measured is not None else ASSUMED
 
     @property
     def baselines(self) -> tuple[Plain, Plain]:
@@ -564,11 +568,25 @@ def prepare(
         plain,
         half,
         steps,
-        [*_assumptions(settings, network, batch, known, times.source), *times.left],
+        [
+            *_assumptions(settings, network, batch, known, times.source),
+            *times.left,
+            *_unmeasured(steps),
+        ],
         refused,
         free,
         settings.kernels != ASSUMED,
     )
+
+
+def _unmeasured(steps: Mapping[tuple[str, str], Step]) -> Iterator[str]:
+    """Yield a sentence on the methods whose kernels were not measured, if there are some."""
+    if left := dict.fromkeys(word for (word, _), step in steps.items() if step.measured is None):
+        every = dict.fromkeys(word for word, _ in steps)
+        yield (
+            f"Kernels not measured, so that times are by the floor, and speedups and links upper "
+            f"bounds: {', '.join(left)}. To measure them: {codec.measuring(every)}."
+        )
 
 
 def _assumptions(
@@ -644,7 +662,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         f"{network.title}, {network.numel:,} parameters, {batch_text(batch)}, cluster "
         f"{cluster.name}{', sharded' * settings.sharded}"
     )
-    by = "measured kernels" if found.by_measured else "the floor"
+    by = "measured kernels where there are any" if found.by_measured else "the floor"
     notes = [
         *found.notes,
         f"All of this is predicted, nothing was run; times are by {by}. over fp32 and over bf16: "
@@ -734,7 +752,7 @@ def _rows(
             "method": word,
             "compressor": registry.call(step.method),
             "collective": "reducescatter" if step.sharded else step.collective,
-            "kernels": "measured" if found.by_measured else "assumed",
+            "kernels": found.kernels(step),
         }
         try:
             made = step.at(workers, cluster, measured=found.by_measured)
@@ -851,22 +869,29 @@ def _word(answer: str) -> str:
 def _sensitivity(found: Prepared, workers: int, cluster: Cluster) -> list[str]:
     if cluster.nodes_of(workers) == 1:
         return []
+    measured = {word: step for (word, _), step in found.steps.items() if step.measured is not None}
+    left = [word for word, _ in found.steps if word not in measured]
+    if left and not measured:
+        return [f"There is no answer by measured kernels: of {', '.join(left)} none were measured."]
 
     def answer(there: Cluster, longer: float) -> tuple[str, float]:
         """Return the simplest of the fastest ways, and its gain over reducing in fp32."""
         base = found.plain.seconds(workers, there, longer=longer)
         gains = {"none": 1.0, HALF: base / found.half.seconds(workers, there, longer=longer)}
-        for (word, _), step in found.steps.items():
+        for word, step in measured.items():
             with suppress(UsageError):
                 own = step.seconds(workers, there, measured=True, longer=longer)
                 gains[word] = base / own
         word = simplest(gains)
         return word, gains[word]
 
-    return [
+    said = (
         f"By measured kernels at {workers:,} workers, the simplest of what is within {TIE:.0%} of "
         f"the fastest: {sensitivity(found, cluster, answer)}"
-    ]
+    )
+    if left:
+        said += f" Left out, as their kernels were not measured: {', '.join(left)}."
+    return [said]
 
 
 # ---- the picture ---------------------------------------------------------------------------------
@@ -904,7 +929,7 @@ def draw(analysis: Analysis, path: Path) -> None:
         left.set(xlabel="workers", ylabel="forward + backward, % of a step", ylim=(0, 104))
         _stacked(right, last)
         right.set(xlabel="ms", title=f"a step at {most:,.0f} workers, speedup over none")
-        how = "measured" if last and last[0]["kernels"] == "measured" else "the memory's floor"
+        how = _kernels_text(last)
         left.set_title(f"overlap {settings['cluster']['overlap']:.0%}, kernels: {how}")
         handles = left.get_legend_handles_labels()
         figure.legend(*handles, loc="outside lower left", ncols=5, fontsize="small")
@@ -912,6 +937,13 @@ def draw(analysis: Analysis, path: Path) -> None:
         figure.legend(*parts, loc="outside lower right", ncols=2, fontsize="small")
         figure.suptitle(f"{table.title} (predicted)", fontsize="medium")
         figures.save(figure, path)
+
+
+def _kernels_text(rows: Sequence[Row]) -> str:
+    """Return by which kernels the methods in a table's rows are."""
+    kinds = {row["kernels"] for row in rows if row["method"] not in ("none", HALF)}
+    floor = "the memory's floor"
+    return floor if TIMED not in kinds else TIMED if len(kinds) == 1 else f"{TIMED} or {floor}"
 
 
 _CUT = 3.0
