@@ -860,6 +860,26 @@ def test_times_are_those_of_a_method_s_own_name_and_source(tmp_path) -> None:
     assert told.startswith("Times of int8 in the measurement are not taken: they are of its source")
 
 
+def test_a_configuration_that_was_not_measured_has_no_times(tmp_path) -> None:
+    """The codes of omega-dense take ten times as long as the default's: these are not its times."""
+    words = ("--compressor", "qsgd,qsgd:coding=omega-dense", "--results", tmp_path, "--json")
+    (table,) = invoke("scale", "links", *words, "--progress", "none").json["tables"]
+    usual, dense = table["rows"]
+    assert usual["links"].startswith("below")
+    assert (dense["links"], dense["links_better"]) == ("not measured", "not measured")
+    assert "encode_seconds_per_byte" not in dense
+    assert table["notes"][-1] == (
+        "Not measured: qsgd:coding=omega-dense. To measure them: `gcbench bandwidth --compressor "
+        "qsgd,qsgd:coding=omega-dense --json > m.json`, then this command with --kernels m.json."
+    )
+    rows = predict(tmp_path, *words[:2], "--workers", "64")["predictions"][2:]
+    assert [row["over_fp32_low"] is None for row in rows] == [False, True]
+    for theta, known in [("0.85", True), ("0.5", False)]:
+        found = invoke("scale", "fft", "--theta", theta, *THROUGHPUT, *words[2:]).json
+        readings = {row["reading"] for table in found["tables"][1:2] for row in table["rows"]}
+        assert (breakeven.WHOLE in readings) == known
+
+
 def timed(path: Path, *names: str, faster: float = 1.0) -> Path:
     """Write a file of `gcbench bandwidth --json` that has these methods, so many times as fast."""
     document = json.loads((ROOT / "results/bandwidth.json").read_text())

@@ -184,7 +184,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     back = compress_seconds(speed, DECOMPRESS)
     readings["symmetric"] = 2 * forth
     readings["exact"] = forth + back
-    if (method.name, registry.call(method)) in known.found and (own := known.of(method, n)):
+    if own := known.of(method, n):
         readings[WHOLE] = (own.encode + own.each) / codec.FLOAT
 
     ratio = nbytes / traffic.gradient_bytes(method, shapes)

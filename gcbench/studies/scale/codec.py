@@ -183,8 +183,6 @@ class Measured:
 
     found: Mapping[tuple[str, str], Mapping[float, Codec]]
     """Name and expression (`registry.call`) of the compressor -> number of elements -> codec."""
-    usual: Mapping[str, tuple[str, str]]
-    """A method's name -> name and expression of its default configuration."""
     left: Mapping[str, str]
     """A method's name -> why what was measured under that name is not taken."""
     source: str
@@ -193,13 +191,12 @@ class Measured:
     """The analysis of that run."""
 
     def of(self, method: Compressor, n: float) -> Codec | None:
-        """Return the codec of a method at the size nearest to n; None if it was not measured.
+        """Return the codec of a method at the size nearest to n.
 
-        A configuration that was not measured gets the times of the method's default.
+        None if it was not measured with exactly these fields: another configuration may take ten
+        times as long.
         """
         own = self.found.get((method.name, registry.call(method)))
-        if own is None and method.name in self.usual:
-            own = self.found[self.usual[method.name]]
         if own is None:
             return None
         return own[min(own, key=lambda elements: abs(math.log(elements / n)))]
@@ -252,7 +249,6 @@ def of_analysis(made: analysis.Analysis) -> Measured:
     workers = int(made.settings["workers"])
     sources = made.settings.get("sources") or {}
     found: dict[tuple[str, str], dict[float, Codec]] = {}
-    usual: dict[str, tuple[str, str]] = {}
     left: dict[str, str] = {}
     for row in phases:
         method = _here(str(row["method"]))
@@ -262,8 +258,6 @@ def of_analysis(made: analysis.Analysis) -> Measured:
             left[method.name] = reason
             continue
         key = method.name, registry.call(method)
-        if ":" not in str(row["method"]):
-            usual[method.name] = key
         n, collective = int(row["size"] or 0) / FLOAT, str(row["collective"])
         seconds = {part: float(row[part] or 0) for part in ("statistic", "encode", "decode")}
         found.setdefault(key, {}).setdefault(
@@ -281,7 +275,7 @@ def of_analysis(made: analysis.Analysis) -> Measured:
         f"inside exchanges of {workers} workers on {machine.get('gpu') or machine.get('cpu')}, "
         f"{threads} thread{'s' * (threads > 1)}, medians of {made.settings['iterations']}"
     )
-    return Measured(found, usual, left, source, made)
+    return Measured(found, left, source, made)
 
 
 def load(path: Path) -> Measured:

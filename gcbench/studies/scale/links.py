@@ -124,6 +124,9 @@ SHOWN = [
 def notes(known: Measured, chosen: Mapping[str, Compressor], latency_us: float) -> list[str]:
     """Return the notes of a table of these methods with the columns `SHOWN`."""
     size = int(known.analysis.settings["sizes"][-1])
+    every = {word: method for word, method in chosen.items() if word != "none"}
+    left = [word for word in every if known.of(every[word], size / codec.FLOAT) is None]
+    measure = f"Not measured: {', '.join(left)}. To measure them: {codec.measuring(every)}."
     return [
         f"Encode and decode were measured {known.source}, on a gradient of {size_text(size)}B, in "
         "seconds a GB of the fp32 gradient; with more workers there are more payloads to decode.",
@@ -132,6 +135,7 @@ def notes(known: Measured, chosen: Mapping[str, Compressor], latency_us: float) 
         f"with {latency_us:g} us a message, and no overlap with a backward pass. wire ratio: the "
         "bytes that leave a worker with fp32, divided by the method's; below 1 no kernel helps.",
         *known.told(chosen.values()),
+        *([measure] if left else []),
     ]
 
 
