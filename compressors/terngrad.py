@@ -5,7 +5,7 @@ P(b_k = 1) = |f_k| / s, s the largest |f| of all workers;  all apply s * sum_i t
 
 Bias and variance: unbiased for f(g), hence for g without clipping; E||s t||^2 = s ||f||_1 exactly,
 so the variance is s ||f||_1 - ||f||^2. Not contractive. A segment of equal values, or of a single
-element, has sigma = 0 and is clipped to zeros: keep such tensors dense, or set clip=0.
+element, has sigma = 0, and eq. (21) would clip it to zeros; it is not clipped, and s is max |g|.
 Wire: up 2 bits an element (nominal: log2 3 = 1.585), down the sum of N codes in ceil(log2(2N + 1))
 bits (two-shot). All-reduce needs that width rounded up to a power of two, both ways. To agree on s
 takes one float32 a segment.

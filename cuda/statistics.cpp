@@ -162,7 +162,7 @@ GC_API int64_t gc_segment_absmax(const float* x, const int64_t* table, int64_t m
 GC_CALLED(gc_segment_absmax)
 
 // Thresholds and scales of ternary codes, (m,) each: `gcbench.ops.ternary.scales`. `limit` is null for
-// clip = 0, and with `at_limit` only `scale` is written.
+// clip = 0, and with `at_limit` only `scale` is written. Where all values are equal nothing is clipped.
 GC_API int64_t gc_ternary_scales(const float* x, const int64_t* table, int64_t m, float clip, int at_limit, float* limit,
                                  float* scale, int threads) try {
   const Segments segments(table, m);
@@ -171,11 +171,11 @@ GC_API int64_t gc_ternary_scales(const float* x, const int64_t* table, int64_t m
     const int64_t length = segments.offsets[s + 1] - segments.offsets[s];
     const double count = length > 0 ? (double)length : 1.0, mean = got.sum / count;
     const double spread = got.square / count - mean * mean;
-    float bound = (float)sqrt(spread < 0 ? 0.0 : spread) * clip;
+    const float sigma = (float)sqrt(spread < 0 ? 0.0 : spread), largest = float_of(got.top);
+    float bound = sigma == 0 ? FLOAT_MAX : sigma * clip;
     if (bound > FLOAT_MAX) bound = FLOAT_MAX;
-    const float largest = float_of(got.top);
     if (at_limit) {
-      scale[s] = bound;
+      scale[s] = sigma == 0 ? largest : bound;
     } else {
       limit[s] = bound;
       scale[s] = largest < bound || largest != largest ? largest : bound;

@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // The statistics of segments from those of their tiles; each output, (m,), may be null. `sums` and `squares` are
 // overwritten. `limit` and `scale` are those of `ops.ternary.scales`: with clip 0 the scale alone; at_limit: the limit
-// as scale.
+// as scale. Where all values are equal nothing is clipped.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     segment_statistics(const int64_t* __restrict__ table, const int64_t m, const uint32_t* __restrict__ tops,
                        double* sums, double* squares, float* __restrict__ absmax, double* __restrict__ sum,
@@ -145,10 +145,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   const int64_t length = table[s + 1] - table[s];
   const double count = length > 0 ? (double)length : 1.0, mean = total / count;
   const double spread = energy / count - mean * mean;
-  float bound = (float)sqrt(spread < 0.0 ? 0.0 : spread) * clip;
+  const float sigma = (float)sqrt(spread < 0.0 ? 0.0 : spread);
+  float bound = sigma == 0.0f ? FLOAT_MAX : sigma * clip;
   if (bound > FLOAT_MAX) bound = FLOAT_MAX;
   if (at_limit) {
-    scale[s] = bound;
+    scale[s] = sigma == 0.0f ? most : bound;
   } else {
     limit[s] = bound;
     scale[s] = most < bound || most != most ? most : bound;

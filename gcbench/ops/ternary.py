@@ -50,15 +50,15 @@ def _scales(
     limit: Tensor | None,
     scale: Tensor,
 ) -> None:
-    if clip:
-        bound = statistics.std(x, segments).mul_(clip).clamp_(max=FLOAT_MAX)
+    scale.copy_(statistics.absmax(x, segments))
+    if not clip:
+        return
+    sigma = statistics.std(x, segments)
+    even = sigma == 0
+    bound = torch.where(even, FLOAT_MAX, sigma.mul_(clip)).clamp_(max=FLOAT_MAX)
     if limit is not None:
         limit.copy_(bound)
-    if clip and at_limit:
-        scale.copy_(bound)
-    else:
-        largest = statistics.absmax(x, segments)
-        scale.copy_(torch.minimum(largest, bound) if clip else largest)
+    scale.copy_(torch.where(even, scale, bound) if at_limit else torch.minimum(scale, bound))
 
 
 def scales(
@@ -69,6 +69,9 @@ def scales(
     `x`: float32, shape (n,). The threshold is `clip` standard deviations (None for clip = 0), and
     the scale is the largest clipped magnitude. With `at_limit` the scale is that threshold, and the
     threshold None, as the scale then limits the codes.
+
+    A segment whose standard deviation is exactly 0, such as a single element, is not clipped: its
+    threshold is the largest float32, and its scale the largest magnitude, also with `at_limit`.
     """
     m, x = len(segments), vector(x, torch.float32, segments.numel)
     scale = output(None, torch.float32, m, x.device)

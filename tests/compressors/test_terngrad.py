@@ -277,6 +277,36 @@ def test_c_sigma_differs_from_the_paper_on_small_tensors():
     assert float(code) > float(paper)
 
 
+@pytest.mark.parametrize("scale", ["clipped-max", "c-sigma"])
+@pytest.mark.parametrize("share", [True, False])
+def test_segments_without_a_spread_arrive_exactly(scale, share):
+    """A single element, and equal values: clipped at c sigma = 0 they would never be trained."""
+    method = gcbench.get_compressor("terngrad", scale=scale, share=share)
+    segments = Segments.of([(1,), (64,), (8,), (1,)])
+    x = torch.cat([torch.tensor([-0.3]), torch.full((64,), 7e-5), normal(8), torch.tensor([2e30])])
+    shared = method.prepare(x, segments).statistic
+    arrived = method.decode(method.encode(x, segments, shared, Key(7, 1, 0)), segments, shared)
+    even = torch.ones(74, dtype=torch.bool)
+    even[65:73] = False
+    assert torch.equal(arrived[even], x[even])
+    assert torch.equal(method.claims.target(x, segments, shared)[even], x[even])
+    assert not method.claims.variance(x, segments, shared)[even].any()
+
+
+def test_a_worker_without_a_spread_draws_under_the_scale_of_another():
+    """Without clipping: P = |g| / s, so that the mean of many draws is g."""
+    method, segments = gcbench.get_compressor("terngrad"), Segments.of([(1000,)])
+    x = torch.full((1000,), -0.5)
+    limit, own = ops.ternary.scales(x, segments, 2.5)
+    assert limit.tolist() == [torch.finfo(torch.float32).max]
+    assert own.tolist() == [0.5]
+    assert ops.ternary.scales(x, segments, 2.5, at_limit=True)[1].tolist() == [0.5]
+    shared = torch.tensor([2.0])
+    arrived = method.decode(method.encode(x, segments, shared, Key(7, 1, 0)), segments, shared)
+    assert set(arrived.tolist()) == {-2.0, 0.0}
+    assert abs(float(arrived.mean()) + 0.5) < 5 * math.sqrt(0.75 / 1000)  # error probability 6e-7
+
+
 def test_clipping_sees_whole_segments_when_shards_are_cut():
     """Two-shot shards carry the codes that the whole bucket would get, wherever the cut falls."""
     method = gcbench.get_compressor("terngrad", clip=1.0)
