@@ -149,20 +149,33 @@ def shard_bounds(n: int, workers: int) -> list[int]:
 def dense_tensors(
     names: Sequence[str], shapes: Sequence[Sequence[int]], below: int, last: Sequence[str]
 ) -> list[bool]:
-    """Return for each tensor whether it stays dense: below `below` elements, or named in `last`."""
+    """Return for each tensor whether it stays dense: below `below` elements, or named in `last`.
+
+    Raises:
+        UsageError: `last` has names, and none of them is that of a tensor.
+    """
+    if last and not {*last} & {*names}:
+        raise UsageError(
+            f"dense_last: the last layer is {', '.join(last)}, which is not trained. Leave "
+            "dense_last out, or unfreeze the layer"
+        )
     return [
         math.prod(shape) < below or name in last for name, shape in zip(names, shapes, strict=True)
     ]
 
 
 def classifier(model: nn.Module) -> list[str]:
-    """Return the parameter names of the last module that has parameters of its own."""
-    names: list[str] = []
-    for prefix, module in model.named_modules():
-        own = [name for name, _ in module.named_parameters(recurse=False)]
-        if own:
-            names = [f"{prefix}.{name}" if prefix else name for name in own]
-    return names
+    """Return the parameter names of the last module that has parameters of its own.
+
+    They are those of `model.named_parameters()`, where a weight that two layers share has the name
+    that it has in the first of them.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    last: list[str] = []
+    for module in model.modules():
+        own = [names[id(parameter)] for parameter in module.parameters(recurse=False)]
+        last = own or last
+    return last
 
 
 class Piece(NamedTuple):

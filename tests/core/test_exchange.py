@@ -8,13 +8,21 @@ from typing import ClassVar
 
 import pytest
 import torch
+from torch import nn
 
 import gcbench
 from gcbench import ops
 from gcbench.core import memory, purposes, registry
 from gcbench.core.compressor import TILE, Compressor, Key, Payload, Segments
 from gcbench.core.errors import PayloadError, UsageError
-from gcbench.core.exchange import Exchange, Lane, check_legal, dense_tensors, shard_bounds
+from gcbench.core.exchange import (
+    Exchange,
+    Lane,
+    check_legal,
+    classifier,
+    dense_tensors,
+    shard_bounds,
+)
 
 
 @dataclass(frozen=True)
@@ -180,6 +188,38 @@ def test_dense_policy():
     names, shapes = ["a.weight", "a.bias", "b.weight"], [(30, 10), (30,), (5, 30)]
     assert dense_tensors(names, shapes, 0, []) == [False, False, False]
     assert dense_tensors(names, shapes, 151, ["b.weight"]) == [False, True, True]
+    with pytest.raises(UsageError, match=r"dense_last: the last layer is c\.weight, which is not"):
+        dense_tensors(names, shapes, 0, ["c.weight"])
+
+
+class Tied(nn.Module):
+    """A language model whose head has the weight of its embedding, or one of its own."""
+
+    def __init__(self, *, tied: bool, bias: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 4)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 10, bias=bias)
+        if tied:
+            self.head.weight = self.words.weight
+
+
+@pytest.mark.parametrize(
+    ("tied", "bias", "last"),
+    [
+        (False, False, ["head.weight"]),
+        (True, False, ["words.weight"]),
+        (True, True, ["words.weight", "head.bias"]),
+    ],
+)
+def test_the_last_layer_is_named_as_the_models_parameters_are(tied, bias, last):
+    """A head that is tied to the embedding is the embedding's weight, and stays dense as that."""
+    model = Tied(tied=tied, bias=bias)
+    assert classifier(model) == last
+    assert classifier(nn.Linear(2, 3)) == ["weight", "bias"]
+    names = [name for name, _ in model.named_parameters()]
+    dense = dense_tensors(names, [(8,)] * len(names), 0, classifier(model))
+    assert [name for name, kept in zip(names, dense, strict=True) if kept] == last
 
 
 def test_merge_by_decoding_and_encoding_again(simulated, clock):
