@@ -1068,23 +1068,67 @@ def test_a_prediction_stands_beside_the_published_bars_and_says_what_makes_the_d
         assert "published" not in predict(tmp_path, *words, "--workers", "8", *other)
 
 
+def concluded(steps: dict[str, tuple[float, float | None]]) -> str:
+    """Return the conclusion on methods' steps: by the floor, and by measured kernels."""
+    rows = []
+    for method, (floor, measured) in steps.items():
+        low = None if measured is None else steps["none"][0] / measured
+        row = {"method": method, "step_seconds": floor, "compute_seconds": 0.5, "workers": 8}
+        row |= {"over_fp32_low": low, "over_fp32_high": steps["none"][0] / floor, "refused": None}
+        rows.append(row | {"over_fp32": f"{method}/fp32", "over_bf16": f"{method}/bf16"})
+    (found,) = prediction._conclusions(rows)
+    return found
+
+
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("others", "said"),
     [
-        (0.953, "no method is more than 5% faster than reducing in bf16; 80 % of it computes."),
-        (0.951, "int8 is fastest, 3 times as fast as reducing in fp32 and 2 as in bf16; 90 % of"),
+        # tied with an uncompressed step: bf16 in 1, fp32 in 1.1
+        (
+            {"int8": (0.9, 0.953)},
+            "no method is more than 5% faster than reducing in bf16; 50 % of it computes.",
+        ),
+        (
+            {"int8": (0.9, 0.951)},
+            "int8 is fastest, int8/fp32 times as fast as reducing in fp32 and int8/bf16 as in "
+            "bf16; 52.6 % of it computes.",
+        ),
+        # fft is fastest at the floor, powersgd by measured kernels, and int8 is the simplest
+        (
+            {"fft": (0.5, 0.9), "powersgd": (0.6, 0.8), "int8": (0.7, 0.83), "qsgd": (0.7, 0.81)},
+            "3 methods are tied within 5%, of which powersgd is fastest; the simplest of them is "
+            "int8, int8/fp32 times as fast as reducing in fp32 and int8/bf16 as in bf16; 60.2 % of",
+        ),
+        # a bound does not win
+        (
+            {"powersgd": (0.6, None), "int8": (0.7, 0.83)},
+            "int8 is fastest, int8/fp32 times as fast as reducing in fp32 and int8/bf16 as in "
+            "bf16; 60.2 % of it computes. Not measured, and by its upper bound faster: powersgd, "
+            "powersgd/fp32.",
+        ),
+        (
+            {"powersgd": (0.9, None)},
+            "no method with measured kernels is more than 5% faster than reducing in bf16; 50 % of "
+            "it computes. Not measured, and by its upper bound faster: powersgd, powersgd/fp32.",
+        ),
     ],
 )
-def test_what_is_tied_with_an_uncompressed_step_is_not_called_fastest(seconds, said) -> None:
-    rows = [
-        {"method": method, "step_seconds": step, "efficiency": share, "workers": 8, "refused": None}
-        for method, step, share in (
-            *(("none", 1.1, 0.7), (prediction.HALF, 1.0, 0.8), ("int8", seconds, 0.9)),
-        )
-    ]
-    told = {"over_fp32": "3", "over_bf16": "2"}
-    (found,) = prediction._conclusions([{**row, **told} for row in rows])
-    assert found.startswith(f"8 workers: {said}")
+def test_what_is_tied_is_not_called_fastest(others, said) -> None:
+    plain = {"none": (1.1, None), prediction.HALF: (1.0, None)}
+    assert concluded({**plain, **others}).startswith(f"8 workers: {said}")
+
+
+@pytest.mark.parametrize("gbit", [1, 10, 25, 100])
+def test_conclusions_and_what_would_change_them_name_the_same_answer(tmp_path, gbit) -> None:
+    words = ["scale", "predict", "--results", tmp_path, "--json", "--progress", "none"]
+    words += ["--workers", "64", "--cluster-set", f"inter.gbit={gbit}", "--model", "bert-large"]
+    first, second = invoke(*words, "--cluster", "a100x8-25g").json["conclusions"]
+    answer = second.partition("The answer is ")[2].partition(".")[0].partition(",")[0]
+    names = {"not to compress": "`none`, reducing in fp32", prediction.HALF: "reducing in bf16"}
+    ending = f"than {names.get(answer)};" if answer in names else f"{answer}, "
+    assert any(f"{start}{ending}" in first for start in ("faster ", "them is ")) or (
+        first.startswith(f"64 workers: {answer} is fastest")
+    )
 
 
 def test_a_hundred_thousand_workers_take_no_time_to_predict(tmp_path) -> None:

@@ -785,24 +785,54 @@ def _number(row: Row, field: str) -> float:
 
 
 def _conclusions(rows: Sequence[Row]) -> list[str]:
-    """Return sentences on the fastest method at each number of workers, and its speedups."""
-    said = []
-    for workers in dict.fromkeys(_number(row, "workers") for row in rows):
-        alike = [row for row in rows if row["workers"] == workers and row["refused"] is None]
-        plain = [row for row in alike if row["method"] in ("none", HALF)]
-        base = min(plain, key=lambda row: _number(row, "step_seconds"))
-        best = min(alike, key=lambda row: _number(row, "step_seconds"))
-        head = f"{workers:,.0f} workers: "
-        if _number(base, "step_seconds") <= (1 + TIE) * _number(best, "step_seconds"):
-            told = f"no method is more than {TIE:.0%} faster than {_plain_text(base)}"
-            best = base
-        else:
-            told = (
-                f"{best['method']} is fastest, {best['over_fp32']} times as fast as reducing in "
-                f"fp32 and {best['over_bf16']} as in bf16"
-            )
-        said.append(f"{head}{told}; {100 * _number(best, 'efficiency'):.3g} % of it computes.")
+    """Return a sentence for each number of workers: which way is fastest, and what is tied with it.
+
+    Ways are compared by measured kernels, as in `_sensitivity`.
+    """
+    counts = dict.fromkeys(_number(row, "workers") for row in rows)
+    return [
+        f"{workers:,.0f} workers: "
+        + _fastest([row for row in rows if row["workers"] == workers and row["refused"] is None])
+        for workers in counts
+    ]
+
+
+def _fastest(rows: Sequence[Row]) -> str:
+    """Return in words the simplest of what is tied with the fastest, of rows of equal workers."""
+    by = {str(row["method"]): row for row in rows}
+    gains = {word: _sure(row) for word, row in by.items() if not math.isnan(_sure(row))}
+    bounds = {word: _number(row, "over_fp32_high") for word, row in by.items() if word not in gains}
+    most, choice = max(gains.values()), simplest(gains)
+    tied = [word for word, gain in gains.items() if gain * (1 + TIE) >= most]
+    best = by[choice]
+    speed = (
+        f"{best['over_fp32']} times as fast as reducing in fp32 and {best['over_bf16']} as in bf16"
+    )
+    if choice in ("none", HALF):
+        which = " with measured kernels" if bounds else ""
+        told = f"no method{which} is more than {TIE:.0%} faster than {_plain_text(best)}"
+    elif len(tied) == 1:
+        told = f"{choice} is fastest, {speed}"
+    else:
+        first = max(gains, key=lambda word: gains[word])
+        told = (
+            f"{len(tied)} methods are tied within {TIE:.0%}, of which {first} is fastest; the "
+            f"simplest of them is {choice}, {speed}"
+        )
+    computes = (
+        _number(best, "compute_seconds") * gains[choice] / _number(by["none"], "step_seconds")
+    )
+    said = f"{told}; {100 * computes:.3g} % of it computes."
+    perhaps = [f"{word}, {by[word]['over_fp32']}" for word in bounds if bounds[word] > most]
+    if perhaps:
+        said += f" Not measured, and by its upper bound faster: {'; '.join(perhaps)}."
     return said
+
+
+def _sure(row: Row) -> float:
+    """Return a row's speedup over reducing in fp32, by measured kernels; NaN without any."""
+    plain = row["method"] in ("none", HALF)
+    return _number(row, "over_fp32_high" if plain else "over_fp32_low")
 
 
 def _plain_text(row: Row) -> str:
