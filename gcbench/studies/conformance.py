@@ -4,9 +4,9 @@ Each check depends on what the method declares and never on its name, so that pl
 parties are checked in the same way. `gcbench verify NAME` prints the table; test_contract.py runs
 all checks on all registered methods.
 
-Statistical checks have fixed seeds. "unbiased" and "variance" have a bound of Z standard
-deviations: a correct method fails each with a probability below 1e-5 (normal approximation, 64
-coordinates).
+Statistical checks have fixed seeds. "unbiased" and "variance" each refuse a correct method with a
+probability below 2e-5, over all coordinates: the exact binomial distribution for codes that choose
+between two values, the normal one for means over many coordinates.
 """
 
 from __future__ import annotations
@@ -438,7 +438,7 @@ def _drawn(method: Compressor, sample: Tensor) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def _unbiased(method: Compressor) -> _Found:
-    """Each coordinate's mean over 4000 draws is the target, within Z standard deviations.
+    """Each coordinate's mean over 4000 draws is the target, within what chance allows.
 
     The same holds for means over coordinates of similar magnitude, from the largest to 2^-12 of it.
     """
@@ -458,9 +458,16 @@ def _unbiased(method: Compressor) -> _Found:
 
 
 def _deviations(errors: Tensor, least: float) -> float:
-    """Return the largest |mean over the draws| in units of its standard error; (DRAWS, n) given."""
+    """Return the largest |mean over the draws| of errors, (DRAWS, n), in standard errors.
+
+    A code of a probability of about 1 / DRAWS may never be drawn, so that the errors scatter too
+    little: a mean may be off by Z^2 gap / (2 DRAWS) besides, where the gap is the range of all
+    errors. Of a code that chooses between two values, no further apart, a mean is then beyond Z
+    with a probability of 2.4e-7 at most, whatever that of the values is.
+    """
+    rare = Z * float(errors.max() - errors.min()) / (2 * DRAWS)
     sd = errors.std(0) / math.sqrt(DRAWS)
-    return float((errors.mean(0).abs() / sd.clamp(min=least)).max())
+    return float((errors.mean(0).abs() / (sd.clamp(min=least) + rare)).max())
 
 
 def _variance(method: Compressor) -> _Found:

@@ -302,6 +302,13 @@ def test_what_they_are_derived_from_is_right(base):
         assert conformance.run(base(), check).verdict != "fails"
 
 
+@pytest.mark.parametrize("levels", [7, 14, 67])
+def test_a_code_that_no_draw_shows_is_no_bias(levels):
+    """An element is 3e-5 of a step from a level: 4000 draws never show the other one."""
+    outcome = conformance.run(QSGD(levels=levels, norm="2", granularity="tensor"), "unbiased")
+    assert outcome.verdict == "holds", outcome
+
+
 def test_a_method_by_its_definition_has_the_mean_of_the_contract():
     """What bandwidth compares with: the right mean of a method whose own is wrong."""
     xs = [conformance.normal(1000, rank) for rank in range(3)]
