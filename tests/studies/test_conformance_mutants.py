@@ -250,6 +250,13 @@ class SummedAlone(SummedLevels):
     collectives: ClassVar[tuple[str, ...]] = ("allreduce", "twoshot")
 
 
+class ShrunkLevels(Levels):
+    """Divides by a scale that is 1e-4 more than the one that it sends."""
+
+    def codes(self, x, scale, draws):
+        return super().codes(x * (scale / (scale + 1e-4)), scale, draws)
+
+
 HEARD, LONG = "every worker heard", "long tensors"
 SAME = "same mean in collectives"
 WRONG = {
@@ -280,6 +287,7 @@ WRONG = {
     SameBf16: "independent noise",
     SummedLevels: SAME,
     SummedAlone: SAME,
+    ShrunkLevels: "unbiased",
 }
 
 
