@@ -787,6 +787,22 @@ def test_the_picture_of_links_has_every_number_of_workers_and_what_pays_nowhere(
         assert (told != "no link") == pays
 
 
+@pytest.mark.parametrize("command", ["links", "fft"])
+def test_a_method_that_refuses_so_many_workers_leaves_the_others_theirs(tmp_path, command) -> None:
+    words = ["scale", command, "--workers", "100000", "--results", tmp_path, "--json"]
+    words += [*(THROUGHPUT if command == "fft" else ()), "--progress", "none", "--compressor"]
+    found = invoke(*words, "terngrad,signsgd").json
+    table = next(table for table in found["tables"] if table["name"] == "methods")
+    tern, sign = table["rows"]
+    assert (tern["links"], tern["links_better"]) == ("refused", "refused")
+    assert sign["links"].startswith("below")
+    assert sign["messages"] == 2 * 99_999
+    reason = "terngrad by twoshot among 100,000 workers: ternary codes of 32768 workers add up to"
+    assert tern["refused"].startswith(reason)
+    assert any(note.startswith(f"Refused: {reason}") for note in table["notes"])
+    assert invoke(*words, "terngrad").code == 0
+
+
 @pytest.mark.parametrize("name", ["int8", "qsgd", "randomk", "topk"])
 def test_predictions_and_the_table_of_links_have_one_definition(name) -> None:
     """Where nothing computes and nothing hides, `predict` pays where `scale links` says."""

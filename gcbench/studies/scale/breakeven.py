@@ -297,13 +297,14 @@ def _link_table(settings: Settings, readings: Mapping[str, float], ratio: float)
 def _method_table(
     settings: Settings, chosen: Mapping[str, Compressor], known: codec.Measured
 ) -> Table:
+    rows = pays.rows(known, chosen, settings.workers, settings.link_latency_us * 1e-6)
     return Table(
         name="methods",
         title=f"Links on which an exchange alone pays, {settings.workers} workers",
         shown=pays.SHOWN,
         which=2,
-        notes=pays.notes(known, chosen, settings.link_latency_us),
-        rows=pays.rows(known, chosen, settings.workers, settings.link_latency_us * 1e-6),
+        notes=pays.notes(known, chosen, settings.link_latency_us, rows),
+        rows=rows,
     )
 
 

@@ -82,7 +82,8 @@ def rows(
     """Return a row for each method but `none`, by its first collective, in the order given.
 
     `size`: bytes of the gradient, one of the measured sizes; the largest unless given. `latency`:
-    seconds a message. A method that was not measured has "not measured" as its links.
+    seconds a message. A method that was not measured has "not measured" as its links; one that
+    refuses so many workers "refused", and the reason in the field `refused`.
     """
     size = size or int(known.analysis.settings["sizes"][-1])
     n = size / codec.FLOAT
@@ -93,7 +94,12 @@ def rows(
         collective = check_legal(method)
         row: Row = {"workers": workers, "method": word, "collective": collective, "size": size}
         lanes = (tuple(shapes(size // codec.FLOAT)), ())
-        sent = traffic.exchange(method, collective, lanes, workers)
+        try:
+            sent = traffic.exchange(method, collective, lanes, workers)
+        except UsageError as error:
+            links = dict.fromkeys(("links", "links_better"), "refused")
+            made.append({**row, **links, "refused": str(error)})
+            continue
         wire = traffic.total(sent, workers).wire
         rounds = float(sum(ROUNDS[message.kind] for message in sent) * (workers - 1))
         row |= {"wire_bytes": wire, "messages": rounds}
@@ -121,11 +127,14 @@ SHOWN = [
 ]
 
 
-def notes(known: Measured, chosen: Mapping[str, Compressor], latency_us: float) -> list[str]:
-    """Return the notes of a table of these methods with the columns `SHOWN`."""
+def notes(
+    known: Measured, chosen: Mapping[str, Compressor], latency_us: float, found: Sequence[Row]
+) -> list[str]:
+    """Return the notes of a table of these methods, with the rows `found`."""
     size = int(known.analysis.settings["sizes"][-1])
     every = {word: method for word, method in chosen.items() if word != "none"}
     left = [word for word in every if known.of(every[word], size / codec.FLOAT) is None]
+    refused = dict.fromkeys(str(row["refused"]) for row in found if row.get("refused"))
     measure = f"Not measured: {', '.join(left)}. To measure them: {codec.measuring(every)}."
     return [
         f"Encode and decode were measured {known.source}, on a gradient of {size_text(size)}B, in "
@@ -136,6 +145,7 @@ def notes(known: Measured, chosen: Mapping[str, Compressor], latency_us: float) 
         "bytes that leave a worker with fp32, divided by the method's; below 1 no kernel helps.",
         *known.told(chosen.values()),
         *([measure] if left else []),
+        *(f"Refused: {reason}." for reason in refused),
     ]
 
 
@@ -164,7 +174,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
                 shown=SHOWN,
                 which=2,
                 by="workers",
-                notes=notes(known, chosen, settings.link_latency_us),
+                notes=notes(known, chosen, settings.link_latency_us, made),
                 rows=made,
             )
         ],
@@ -216,7 +226,8 @@ def bars(axes: Any, found: Sequence[Row], every: Sequence[Row] = ()) -> None:
     if not any(known):
         told = "no method saves time"
         if not any("pays_on_to" in row for row in found):
-            told = "not in this file: run its command again"
+            unknown = any(row.get("links") in ("refused", "not measured") for row in found)
+            told = "not measured" if unknown else "not in this file: run its command again"
         axes.text(0.5, 0.5, told, transform=axes.transAxes, ha="center")
         return
 
