@@ -629,6 +629,8 @@ class Exchange:
         if "owner" not in state:
             state["owner"] = torch.zeros_like(mean)
         left = state["owner"]  # the owner's residual
+        if lane.memory.owner_decay != 1:
+            left *= lane.memory.owner_decay
         if method.fused_feedback:
             sent = self._payloads(lane, name, mean, [alone], key, residual=left)
         else:

@@ -60,6 +60,11 @@ class Memory(ABC):
         """Whether the owner of a shard keeps the error of encoding the mean (two-shot exchange)."""
         return self.feedback
 
+    @property
+    def owner_decay(self) -> float:
+        """Share of an owner's residual that is offered again, with the next mean of its shard."""
+        return 1.0
+
     def state(self, like: Tensor) -> State:
         """Return the buffers before the first step, by name: zeros with the shape of `like`."""
         return {name: torch.zeros_like(like) for name in self.buffers}
@@ -114,7 +119,8 @@ class Residual(Memory):
     """Error feedback: p = g + decay * e; e = p - what was sent of p.
 
     Seide et al. 2014 (with the carried term that their formula leaves out), Karimireddy et al.
-    2019. On the owner of a shard: the same with the mean of all workers in the place of g.
+    2019. On the owner of a shard: the same, decay included, with the mean of all workers in place
+    of g.
     """
 
     decay: float = 1.0  # share of the residual that is offered again
@@ -130,6 +136,10 @@ class Residual(Memory):
     @property
     def owner(self) -> bool:  # noqa: D102
         return self.at_owner
+
+    @property
+    def owner_decay(self) -> float:  # noqa: D102
+        return self.decay
 
     def offer(self, gradient: Tensor, state: State, workers: int) -> Tensor:  # noqa: D102
         residual = state["residual"]

@@ -103,6 +103,26 @@ def test_the_residual_is_what_went_in_minus_what_was_sent(simulated, clock):
     assert carried(made, "residual")[0].tolist() == [1.5, 1.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+@pytest.mark.parametrize("name", ["largest", "onebit", "topk"])
+def test_owners_offer_the_same_share_of_their_residual_as_workers(simulated, clock, name, decay):
+    """With no gradient: what was sent + what is left = decay * what was carried.
+
+    Owners of onebit and topk encode and keep their residual in one operation.
+    """
+    method = Largest() if name == "largest" else gcbench.get_compressor(name)
+    assert method.fused_feedback == (name != "largest")
+    made = exchange(simulated, clock, method, "twoshot", Residual(decay=decay), 2, 2100)
+    made.mean(list(gradients(1, 2, 2100)[0]), 0)
+    workers = torch.stack(carried(made, "residual")).double().mean(0)
+    owners = torch.cat(carried(made, "owner")).double()
+    assert float(owners.abs().max()) > 0.01
+    sent = made.mean([torch.zeros(2100)] * 2, 1).double()
+    left = torch.stack(carried(made, "residual")).double().mean(0)
+    left = left + torch.cat(carried(made, "owner")).double()
+    torch.testing.assert_close(sent + left, decay * (workers + owners), rtol=0, atol=1e-5)
+
+
 def test_feedback_by_steps_leaves_the_payload_alone():
     """The payload of no compression is the tensor that was encoded: it must not be the residual."""
     method, segments = gcbench.get_compressor("none"), Segments.of([(3,)])
