@@ -37,16 +37,18 @@ def compressor(name: str | Compressor, options: Mapping[str, Any]) -> Compressor
 def memory(name: str | None, options: Mapping[str, Any] | None, method: Compressor) -> Memory:
     """Return the memory of this name with these fields; for None the one that `method` names.
 
+    Fields of that one that are not given are as the method sets them, whoever names it.
+
     Raises:
         UsageError: an unknown name or field, error feedback around a code that may diverge, or a
             mask where every element is sent.
     """
-    if name is None:
-        name, options = method.memory, {**method.memory_options, **(options or {})}
-    else:
+    if name is not None:
         memories.check_legal(name, method)
-    made = memories.make(name, options or {})
-    memories.check_masking(name, made, method)
+    carried = method.memory if name is None else name
+    own = method.memory_options if carried == method.memory else {}
+    made = memories.make(carried, {**own, **(options or {})})
+    memories.check_masking(carried, made, method)
     return made
 
 

@@ -289,6 +289,24 @@ def test_a_compressor_has_its_fields_already():
 # ---- the check -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["demo", "sparseloco"])
+def test_a_methods_own_memory_is_the_same_whoever_names_it(name):
+    """As `gcbench run` takes it: with the fields that the method sets, unless they are given."""
+    own = registry.compressor_class(name).memory_options["decay"]
+    for given, decay in (
+        ({}, own),
+        ({"memory": "residual"}, own),
+        ({"memory": "residual", "memory_options": {"decay": 0.5}}, 0.5),
+        ({"memory_options": {"decay": 0.5}}, 0.5),
+        ({"memory": memory.FORCED}, 1.0),
+    ):
+        made = gcbench.comm_hook(name, **given)
+        assert made.settings.memory == memory.Residual(decay=decay)
+    options = {"at_owner": False}
+    made = gcbench.comm_hook(name, memory="residual", memory_options=options)
+    assert made.settings.memory == memory.Residual(decay=own, at_owner=False)
+
+
 @pytest.mark.parametrize("how", [*ddp_jobs.WRONG, "sign by default", "nothing by default"])
 def test_a_broken_compressor_is_found_by_name(how):
     """In every checked step, with the tensor's name; one rank says it."""
