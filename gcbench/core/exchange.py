@@ -178,6 +178,17 @@ def classifier(model: nn.Module) -> list[str]:
     return last
 
 
+def checked_rate(lr: float) -> float:
+    """Return a learning rate as a float; UsageError if it is negative or not finite."""
+    try:
+        rate = float(lr)
+    except (TypeError, ValueError):
+        rate = math.nan
+    if not (math.isfinite(rate) and rate >= 0):
+        raise UsageError(f"learning rate {lr!r}: a finite number, at least 0, is expected")
+    return rate
+
+
 class Piece(NamedTuple):
     """A stretch of a lane that is encoded as one: all of it, or an owner's shard."""
 
@@ -293,8 +304,17 @@ class Exchange:
         return self._means()[0]
 
     def follow(self, lr: float) -> None:
-        """Rescale the residuals to the learning rate that the next means will be applied with."""
-        if self.lr is not None and lr != self.lr:
+        """Rescale the residuals to the learning rate that the next means will be applied with.
+
+        A rate of 0 rescales nothing, and the next positive rate is compared with the last one.
+
+        Raises:
+            UsageError: the rate is negative or not finite.
+        """
+        lr = checked_rate(lr)
+        if not lr:
+            return
+        if self.lr and lr != self.lr:
             for states in self.workers:
                 for lane, state in zip(self.lanes, states, strict=True):
                     lane.memory.rescale(state, self.lr / lr)

@@ -33,7 +33,15 @@ from torch.nn.parallel import DistributedDataParallel
 from gcbench.core.clock import Totals
 from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
-from gcbench.core.exchange import Exchange, Lane, check_legal, classifier, dense_tensors, lane_of
+from gcbench.core.exchange import (
+    Exchange,
+    Lane,
+    check_legal,
+    checked_rate,
+    classifier,
+    dense_tensors,
+    lane_of,
+)
 from gcbench.core.memory import Memory
 from gcbench.core.world import DistributedWorld, Traffic
 from gcbench.integrations import check, chosen, handshake
@@ -249,7 +257,7 @@ class CommHook:
 
     @lr.setter
     def lr(self, rate: float) -> None:
-        self._lr = rate
+        self._lr = checked_rate(rate)
 
     @property
     def traffic(self) -> Traffic:

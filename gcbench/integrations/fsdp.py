@@ -38,7 +38,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from gcbench.core.clock import Totals
 from gcbench.core.compressor import Compressor, Segments
 from gcbench.core.errors import GcbenchError, UsageError
-from gcbench.core.exchange import Buffers, Exchange, Lane, check_legal, exact_or, lane_of
+from gcbench.core.exchange import (
+    Buffers,
+    Exchange,
+    Lane,
+    check_legal,
+    checked_rate,
+    exact_or,
+    lane_of,
+)
 from gcbench.core.memory import Memory
 from gcbench.core.world import DistributedWorld, Traffic
 from gcbench.integrations import check, chosen, handshake, sharded
@@ -281,7 +289,7 @@ class ShardHook:
 
     @lr.setter
     def lr(self, rate: float) -> None:
-        self._lr = rate
+        self._lr = checked_rate(rate)
 
     @property
     def step(self) -> int:

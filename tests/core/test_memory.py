@@ -134,6 +134,35 @@ def test_feedback_by_steps_leaves_the_payload_alone():
     assert x.tolist() == [1.0, 2.0, 3.0]
 
 
+def test_a_learning_rate_of_zero_rescales_nothing(simulated, clock):
+    """Also as the first one; the next positive rate is compared with the last positive one."""
+    made = exchange(simulated, clock, Largest(), "twoshot", Residual(), 1, 4)
+    seen = []
+    for lr in (0.0, 0.5, 0.0, 0.0, 0.25):
+        before = carried(made, "residual")[0].clone() + made.workers[0][0].get("owner", 0)
+        made.follow(lr)
+        after = carried(made, "residual")[0] + made.workers[0][0].get("owner", 0)
+        seen.append((float(before.sum()), float(after.sum())))
+        made.mean([torch.tensor([1.0, -4.0, 2.0, 0.0])], len(seen), lr)
+    assert [after == before for before, after in seen] == [True] * 4 + [False]
+    assert seen[-1][1] == 2 * seen[-1][0] != 0
+    assert made.lr == 0.25
+
+
+@pytest.mark.parametrize("lr", [-0.1, math.nan, math.inf, None, "fast"])
+def test_learning_rates_that_are_none_are_refused_where_they_enter(simulated, clock, lr):
+    made = exchange(simulated, clock, Largest(), "twoshot", Residual(), 1, 4)
+    with pytest.raises(UsageError, match=r"learning rate .*: a finite number, at least 0"):
+        made.follow(lr)
+    assert made.lr is None
+    for hook in (gcbench.comm_hook("none"), gcbench.shard_hook("none")):
+        with pytest.raises(UsageError, match=r"learning rate .*: a finite number, at least 0"):
+            hook.lr = lr
+        assert hook.lr == 1.0
+        hook.lr = torch.tensor(0.5)
+        assert isinstance(hook.lr, float)
+
+
 @pytest.mark.parametrize("collective", ["allgather", "twoshot"])
 def test_learning_rate_changes_keep_the_update(simulated, clock, collective):
     """Sum of eta_t * applied_t + eta * carried = sum of eta_t * g_t: the virtual iterate."""
