@@ -386,6 +386,27 @@ def test_floors_move_each_byte_once() -> None:
     assert "assumed" in sign.source
 
 
+@pytest.mark.parametrize(
+    ("word", "collective", "nbytes"),
+    [
+        # bytes an element by hand, N workers; payloads of 1/8 and of 2/8 byte
+        ("signsgd", "allgather", lambda n: n / 8 + 4),
+        ("signsgd", "reducescatter", lambda n: 1 / 8 + 4 / n),
+        ("signsgd", "twoshot", lambda n: 1 / 8 + 1 / 8 / n + 1 / 8 + 4),  # a vote is one bit
+        ("terngrad", "allgather", lambda n: n / 4 + 4),
+        ("terngrad", "reducescatter", lambda n: 1 / 4 + 4 / n),
+    ],
+)
+@pytest.mark.parametrize("workers", [2, 8, 64, 10_000])
+def test_a_floor_reads_each_payload_and_writes_the_result_once(
+    word, collective, nbytes, workers
+) -> None:
+    method = registry.compressor(word)
+    floor = work.assumed(method, clusters.DEVICES["p100"], ((1024, 1000),))
+    _, decode = work.step(floor, method, collective, 1000.0, workers)
+    assert decode == pytest.approx(1000 * nbytes(workers) / 732e9, rel=1e-9)
+
+
 def test_a_file_of_timings_serves_the_default_configuration_alone() -> None:
     timings = kernel_timings.load(ROOT / "results/kernels.json")
     topk = registry.compressor("topk")

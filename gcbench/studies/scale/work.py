@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -46,9 +46,16 @@ class Rates:
 
     parts: dict[str, float]
     source: str
+    once: dict[str, float] = field(default_factory=dict)
+    """What a part takes however many payloads there are: known of the floor alone."""
 
     def __getitem__(self, part: str) -> float:
         return self.parts.get(part, 0.0)
+
+    def of(self, part: str, workers: int) -> float:
+        """Return the seconds an element of mean8 or merge8, of as many payloads as workers."""
+        once = self.once.get(part, 0.0)
+        return (self[part] - once) / MERGED * workers + once
 
 
 def hands_on(method: Compressor) -> bool:
@@ -92,7 +99,8 @@ def assumed(method: Compressor, device: Device, shapes: Shapes) -> Rates:
     }
     speed = device.memory_gbyte * 1e9
     seconds = {part: nbytes / speed for part, nbytes in moved.items()}
-    return Rates(seconds, f"assumed: floor of {device.memory_gbyte:g} GB/s")
+    once = {"mean8": FLOAT / speed, "merge8": merged / speed}  # what is written
+    return Rates(seconds, f"assumed: floor of {device.memory_gbyte:g} GB/s", once)
 
 
 def of_file(
@@ -221,8 +229,8 @@ def step(
 
     `n`: elements of the gradient; `carried`: the memory, the method's own unless given;
     `collective` may be "reducescatter", the first half of a two-shot exchange. A mean of N payloads
-    is assumed to cost N / 8 of one of eight. The time by which merge8 exceeds mean8 is taken for
-    the encoding of the merged result.
+    is assumed to cost N / 8 of one of eight, but for what the floor has once. The time by which
+    merge8 exceeds mean8 is taken for the encoding of the merged result.
     """
     if carried is None:
         carried = memory.make(method.memory, dict(method.memory_options))
@@ -234,11 +242,12 @@ def step(
     if isinstance(method, MultiRoundCompressor) or collective == "allreduce":
         return encode * n, rates["decode"] * n
     if collective == "allgather":
-        return encode * n, rates["mean8"] / MERGED * workers * n
+        return encode * n, rates.of("mean8", workers) * n
     if collective == "reducescatter":  # the owner's mean of its shards
-        return encode * n, rates["mean8"] / MERGED * n
+        return encode * n, rates.of("mean8", workers) * n / workers
     again = max(0.0, rates["merge8"] - rates["mean8"])
-    merge = min(rates["mean8"], rates["merge8"]) / MERGED * n + again * n / workers
+    merge = min(rates.of(part, workers) for part in ("mean8", "merge8"))
+    merge = (merge + again) * n / workers
     if carried.owner and method.requantizes:
         merge += max(0.0, rates["encode_feedback"] - rates["encode"]) * n / workers
     return encode * n, merge + rates["decode"] * n
