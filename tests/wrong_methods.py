@@ -2,6 +2,7 @@
 
 `WRONG` says of each what is wrong, which claims are run, and which of them must fail; the tests
 install the classes as a third party's package. Each keeps the declarations that it inherits.
+`Levels` and `TwoShotLevels` are right.
 """
 
 from __future__ import annotations
@@ -376,6 +377,12 @@ class Levels(Compressor):
 
     def layout(self, segments, count=1):
         return ((torch.int8, segments.numel), (torch.float32, len(segments)))
+
+
+class TwoShotLevels(Levels):
+    """Right, too: whatever arrives was encoded twice."""
+
+    collectives: ClassVar[tuple[str, ...]] = ("twoshot",)
 
 
 class Wrong(NamedTuple):

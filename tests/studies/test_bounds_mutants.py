@@ -11,10 +11,16 @@ from pathlib import Path
 
 import pytest
 from commands import invoke
-from wrong_methods import WRONG, Wrong
+from wrong_methods import EFSIGN, TERN, WRONG, Levels, Wrong
 
 from gcbench.studies import bounds
-from gcbench.studies.bounds import audit, codec_claims, quadratic_claims, quadratics, training
+from gcbench.studies.bounds import (
+    audit,
+    codec_claims,
+    quadratic_claims,
+    quadratics,
+    training,
+)
 from gcbench.studies.bounds.claims import Judged
 
 QUICK = ("--quadratic-only", "--seed", 0, "--strict")
@@ -29,6 +35,7 @@ def installed(tmp_path, third_party):
     points = "\n".join(
         f"{name} = wrong_methods:{wrong.made.__name__}" for name, wrong in WRONG.items()
     )
+    points += "\ntwoshotlevels = wrong_methods:TwoShotLevels"
     (info / "entry_points.txt").write_text(f"[gcbench.compressors]\n{points}\n")
     third_party(str(info.parent))
 
@@ -85,6 +92,42 @@ def test_right_methods_pass_every_check(small, tmp_path, monkeypatch) -> None:
     made = (*codec_claims.OF_METHODS, *quadratic_claims.OF_METHODS)
     theorems = {of("x").name[:-2] for of in made if of("x").kind == "theorem"}
     assert judged == theorems - {"contract"}  # which has rows where it fails alone
+
+
+class ResidualTern(TERN):
+    """Unbiased for what it is offered, which is more than the gradient."""
+
+    memory = "residual"
+
+
+@pytest.mark.parametrize(
+    ("base", "collectives", "why"),
+    [
+        (Levels, ("twoshot",), "two-shot alone"),
+        (EFSIGN, ("twoshot",), "two-shot alone"),
+        (ResidualTern, ("allgather",), "it sends its residual, too"),
+    ],
+)
+def test_what_no_audit_sees_is_not_judged(base, collectives, why, small) -> None:
+    """Right methods whose declared error is not that of what arrives: no row, but a reason."""
+    method = type("Right", (base,), {"collectives": collectives})()
+    judged = Judged(lambda _: True)
+    work = (codec_claims.units, quadratic_claims.units)
+    for unit in (unit for units in work for unit in units({"right": method}, (0,))):
+        unit.judge(judged)
+    skipped = {group for group, _, told in judged.absent if why in told}
+    assert not [row["claim"] for row in judged.rows if row["verdict"] == "fails"]
+    if method.claims.unbiased:
+        assert {"unbiased", "variance", "variance-bound"} <= skipped
+    else:
+        assert {"contraction", "error-bound", "identity", "descent", "biased-descent"} <= skipped
+
+
+def test_a_command_that_judges_nothing_says_why(installed, small, tmp_path) -> None:
+    words = (*QUICK, "--methods", "twoshotlevels", "--results", tmp_path)
+    done = invoke("bounds", *words)
+    assert done.code == 0
+    assert "owners encode the mean again" in " ".join(done.out.split())
 
 
 def test_a_class_derived_from_ours_fails_while_it_trains(installed, tmp_path) -> None:

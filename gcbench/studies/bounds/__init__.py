@@ -490,7 +490,7 @@ def draw(analysis: Analysis, path: Path) -> None:
     rows = list(analysis.table("claims").rows)
     if "gradients" in names:  # older files have all rows in one table
         rows += analysis.table("gradients").rows
-    places = list(dict.fromkeys(str(row["place"]) for row in rows))
+    places = list(dict.fromkeys(str(row["place"]) for row in rows)) or [codec_claims.PLACE]
     longest = max(sum(row["place"] == place for row in rows) for place in places)
     with figures.canvas(9.5 * len(places), 2.6 + 0.3 * longest) as figure:
         panels = figure.subplots(1, len(places), squeeze=False)[0]

@@ -19,10 +19,22 @@ def single(seed: int, device: torch.device, lane: Lane, world: World | None = No
 
 
 def lane_of(method: Compressor, segments: Segments, kept: memory.Memory | None = None) -> Lane:
-    """Return a lane for a method: by all-gather if that is legal, so that it encodes only once."""
+    """Return a lane for a method, by the collective of `once`."""
+    return Lane(method, once(method), 0, segments, kept or memory.NoMemory())
+
+
+def once(method: Compressor) -> str:
+    """Return a legal collective that encodes only once, if there is one: all-gather first."""
     legal = method.legal_collectives()
-    collective = "allgather" if "allgather" in legal else legal[0]
-    return Lane(method, collective, 0, segments, kept or memory.NoMemory())
+    return next((name for name in ("allgather", "allreduce") if name in legal), legal[0])
+
+
+AGAIN = "two-shot alone is legal, whose owners encode the mean again"
+
+
+def again(method: Compressor) -> bool:
+    """Return whether what arrives was always encoded twice, which no declared error is about."""
+    return once(method) == "twoshot" and method.requantizes
 
 
 def agreed(method: Compressor, x: Tensor, segments: Segments, key: Key) -> Tensor:

@@ -20,7 +20,16 @@ from gcbench.core.clock import Clock
 from gcbench.core.compressor import Compressor, Key, MultiRoundCompressor, Segments
 from gcbench.core.exchange import Lane
 from gcbench.core.world import Link, SimulatedWorld
-from gcbench.studies.bounds.alone import agreed, energy, lane_of, passed, random, single
+from gcbench.studies.bounds.alone import (
+    AGAIN,
+    again,
+    agreed,
+    energy,
+    lane_of,
+    passed,
+    random,
+    single,
+)
 from gcbench.studies.bounds.audit import DIRECTIONS, Audited, Record, directions, merged
 from gcbench.studies.bounds.claims import (
     ERROR,
@@ -488,10 +497,12 @@ def _absent(
     singly: Mapping[str, Record],
     judged: Judged,
 ) -> None:
-    """Record for which claims the method lacks the declaration."""
+    """Record which claims do not apply: the method lacks the declaration, or no audit sees it."""
     for make in MOMENTS:
         if not method.claims.unbiased:
             judged.skip(make(word).name, PLACE, "it does not claim to be unbiased")
+        elif "exact" not in record:
+            judged.skip(make(word).name, PLACE, _unseen(method))
         elif make is not unbiased and not record["exact"]:
             judged.skip(make(word).name, PLACE, "it declares no variance")
         elif make is variance_bound and not (record["bounded"] and record["spread"]["bound"]):
@@ -499,18 +510,28 @@ def _absent(
     for make, name in ((contraction, "by_delta"), (error_bound, "by_bound")):
         if not method.claims.contractive:
             judged.skip(make(word).name, PLACE, "it does not claim to contract")
+        elif again(method):
+            judged.skip(make(word).name, PLACE, AGAIN)
         elif not any(one.get(name) for one in singly.values()):
             why = "it declares no constant for every x" if name == "by_delta" else "no bound for x"
             judged.skip(make(word).name, PLACE, why)
     if "identity" not in record:
-        other = method.memory == "residual"
-        why = "what arrives is no mean of what is sent" if other else "it carries no residual"
+        why = _unseen(method) if method.memory == "residual" else "it carries no residual"
         judged.skip(identity(word).name, PLACE, why)
         judged.skip(residual(word).name, PLACE, why)
     elif "residual" not in record:
         judged.skip(residual(word).name, PLACE, "it contracts in expectation, or by no constant")
     if not method.claims.signs:
         judged.skip(sign(word).name, PLACE, "it does not claim to send signs")
+
+
+def _unseen(method: Compressor) -> str:
+    """Return why what arrives is not compared with what the method declares of one encoding."""
+    if again(method):
+        return AGAIN
+    if method.claims.aggregate != "mean":
+        return "what arrives is no mean of what is sent"
+    return "it sends its residual, too"
 
 
 def _normal_loss(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 
 from gcbench.core.compressor import Compressor
 from gcbench.studies.bounds import quadratics
+from gcbench.studies.bounds.alone import AGAIN, again
 from gcbench.studies.bounds.claims import (
     STRICT,
     Claim,
@@ -216,6 +217,8 @@ def _plateau(word: str, method: Compressor, seeds: Sequence[int], judged: Judged
     why = ""
     if not method.claims.unbiased:
         why = "it does not claim to be unbiased"
+    elif again(method):
+        why = AGAIN
     elif own is None:
         why = "one segment spans all copies"
     elif not quadratics.declares_variance(own):
@@ -235,8 +238,8 @@ def _plateau(word: str, method: Compressor, seeds: Sequence[int], judged: Judged
 def _rate(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
     own, name = quadratics.by_copy(method), rates(word).name
     tight = None if own is None else quadratics.tight_omega(own)
-    if not method.claims.unbiased or own is None or tight is None:
-        known = "it declares no relative variance for every x"
+    if not method.claims.unbiased or again(method) or own is None or tight is None:
+        known = AGAIN if again(method) else "it declares no relative variance for every x"
         why = known if method.claims.unbiased else "it does not claim to be unbiased"
         _none(judged, (name,), why)
         return
@@ -254,6 +257,8 @@ def _tight(method: Compressor) -> tuple[Compressor, quadratics.Shape, float] | s
     own = quadratics.by_copy(method)
     if not method.claims.contractive:
         return "it does not claim to contract"
+    if again(method):
+        return AGAIN
     if method.claims.aggregate != "mean":
         return "what arrives is no mean of what is sent"
     if own is None:

@@ -1,7 +1,7 @@
 """Compressed training: every method trains the task, and each exchange is compared with its claims.
 
-The method trains with the memory of its source, by all-gather where that is legal, so that it
-encodes only once. The claims that `codec_claims` tests on known inputs are tested here on real
+The method trains with the memory of its source, by a collective that encodes only once
+where one is legal. The claims that `codec_claims` tests on known inputs are tested here on real
 gradients, on the trajectory of a training with the method itself.
 """
 
@@ -15,6 +15,7 @@ import torch
 from gcbench.core.compressor import Compressor
 from gcbench.core.errors import GcbenchError, PayloadError
 from gcbench.core.world import Link, SimulatedWorld
+from gcbench.studies.bounds.alone import once
 from gcbench.studies.bounds.audit import Audited, Record
 from gcbench.training import configuration, grid
 from gcbench.training.configuration import Config
@@ -29,10 +30,9 @@ def config_of(base: Config, word: str, method: Compressor, steps: int) -> Config
         UsageError: see `Config.make`.
     """
     name, options = grid.method(word)
-    legal = method.legal_collectives()
     given = {field: getattr(base, field) for field in ("task", "task_options", "workers", "seed")}
     given |= {"batch": base.batch, "compressor": name, "options": options}
-    given["collective"] = "allgather" if "allgather" in legal else legal[0]
+    given["collective"] = once(method)
     return Config.make({**given, "memory": "auto", "steps": steps, "lr": base.lr})
 
 
