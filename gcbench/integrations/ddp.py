@@ -209,14 +209,17 @@ class CommHook:
         self._loaded: dict[str, Any] | None = None
         self._failed: BaseException | None = None
         self._worker: Worker | None = None
+        """None: not registered, or nothing is exchanged, as there is one rank."""
         self._checked = Traffic()
+        self._told_all: dict[str, Any] = {}
+        self._size = 0
 
     # -- for the user ------------------------------------------------------------------------------
 
     def register(self, model: DistributedDataParallel) -> Self:
         """Exchange the gradients of `model` from its next backward on. All ranks call it.
 
-        With one rank nothing is registered and nothing changes.
+        With one rank nothing is sent and nothing changes, but steps are counted.
 
         Raises:
             gcbench.core.errors.UsageError: what this model has cannot be compressed, or the ranks
@@ -238,7 +241,11 @@ class CommHook:
         timeout = self.settings.timeout
         store = handshake.meet(model.process_group, told, refused, timeout)
         self._registered = True
-        if model.process_group.size() == 1:
+        self._told_all, self._size = told, model.process_group.size()
+        self.step = told["step"]
+        if self._size == 1:
+            self._loaded = None
+            model.register_comm_hook(None, self._count)
             return self
         self._begin(model, plan, named, told, store)
         model.register_forward_pre_hook(self._before_forward)
@@ -282,10 +289,13 @@ class CommHook:
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank carries: numbers, strings and tensors, for `torch.save`.
 
-        Every rank has its own and saves its own; between steps, after backward.
+        Every rank has its own and saves its own; between steps, after backward. After `close` it is
+        the state at the end.
         """
-        if self._worker is None:
+        if not self._registered:
             return {} if self._loaded is None else self._loaded
+        if self._worker is None or self._closed:
+            return self._state()
         return self._worker.submit(self._state).result()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -429,13 +439,12 @@ class CommHook:
             *(device, store, limit), watched=False, group=group, limit="comm_hook(timeout=...)"
         )
         self._clock = Totals(device)
-        self._told_all, self._plan_made = told, plan
+        self._plan_made = plan
         self._partial = bool(told["unused parameters"])
         self._placed = {id(named[placed.name]): placed for placed in plan.tensors}
         self._parameters = list(named.values())  # so that no other tensor gets their ids
         self._flat = torch.zeros(sum(placed.numel for placed in plan.tensors), device=device)
         state = self._loaded
-        self.step = state["step"] if state else 0
         # Those of the step before: `_take` changes them at `start_step`, in a resumed job, too.
         lanes = settings.lanes(plan, max(0, self.step - 1))
         self._exchange = Exchange(self._world, lanes, settings.seed, self._clock)
@@ -453,17 +462,19 @@ class CommHook:
         self._worker = Worker("gcbench comm_hook")
 
     def _state(self) -> dict[str, Any]:
-        traffic, checked = self._world.traffic[0], self._checked
+        """Return what is carried; of one rank that is the number of steps."""
+        traffic, checked, some = self.traffic, self._checked, self._worker is not None
+        carried = plans.save(self._exchange, self._plan_made) if some else plans.nothing()
         return {
             "format": FORMAT,
             "step": self.step,
-            "lr": self._exchange.lr,
-            "rank": self._world.ranks[0],
-            "world_size": self._world.size,
+            "lr": self._exchange.lr if some else self._lr,
+            "rank": self._world.ranks[0] if some else 0,
+            "world_size": self._size,
             "told": self._told_all,
             "traffic": [traffic.payload_up, traffic.payload_down, traffic.wire],
             "checked": [checked.payload_up, checked.payload_down, checked.wire],
-            **plans.save(self._exchange, self._plan_made),
+            **carried,
         }
 
     # -- called by DDP, in its threads -------------------------------------------------------------
@@ -504,6 +515,14 @@ class CommHook:
         lr = self.lr
         self._worker.submit(lambda: self._arrive(buffer, parameters, last, lr, done, ready))
         return done.then(_result)
+
+    def _count(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Hand a bucket back as it is, which is the mean of one rank; count the step."""
+        self.ready = time.perf_counter()
+        self.step += bucket.is_last()
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
 
     # -- in the thread -----------------------------------------------------------------------------
 

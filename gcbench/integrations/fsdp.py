@@ -272,8 +272,10 @@ class ShardHook:
         self._registered = True
         self._begin(found, layouts, group, stores)
         if self._loaded is not None:
+            kept = self._loaded["modules"]
             for module in self._modules:
-                module.load(self._loaded["modules"][module.name])
+                if module.levels or module.name in kept:  # once steps of others were not counted
+                    module.load(kept[module.name])
         self._loaded = None
         return self
 
@@ -293,7 +295,10 @@ class ShardHook:
 
     @property
     def step(self) -> int:
-        """The most exchanges that a module had: backward passes that reduce gradients."""
+        """The most exchanges that a module had: backward passes that reduce gradients.
+
+        One shard without replicas exchanges nothing, and its backward passes are counted.
+        """
         return max((module.step for module in self._modules), default=0)
 
     @property
@@ -455,8 +460,10 @@ class ShardHook:
                 seed = settings.seed + (count + rank << 32)
                 module.between = _Level(world, plan, seed, module.clock, buffers[1])
                 each.module.set_all_reduce_hook(module.over_replicas)
-            if module.levels:
-                self._modules.append(module)
+            if not module.levels:
+                module.theirs = each.known._all_reduce_hook
+                each.module.set_all_reduce_hook(module.count)
+            self._modules.append(module)
             start += layout.numel
 
     @contextmanager
@@ -523,6 +530,8 @@ class _Module:
         """None: the module has one shard."""
         self.between: _Level | None = None
         """None: a shard has no replicas."""
+        self.theirs: Callable[[Tensor], None] | None = None
+        """The user's all-reduce hook, whose place is taken to count steps without an exchange."""
 
     @property
     def levels(self) -> list[_Level]:
@@ -578,6 +587,12 @@ class _Module:
             else:
                 self._exchange(shard, self.between)
             self.step += 1
+
+    def count(self, shard: Tensor) -> None:
+        """Count a step of one shard without replicas, whose gradient is the mean as it is."""
+        if self.theirs is not None:
+            self.theirs(shard)
+        self.step += 1
 
     # -- exchanges ---------------------------------------------------------------------------------
 

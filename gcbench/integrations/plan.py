@@ -155,6 +155,11 @@ def save(exchange: Exchange, plan: Plan) -> dict[str, Any]:
     return {"tensors": tensors, "rounds": rounds}
 
 
+def nothing() -> dict[str, Any]:
+    """Return what `save` returns where nothing is carried."""
+    return {"tensors": {}, "rounds": {}}
+
+
 def load(exchange: Exchange, plan: Plan, state: dict[str, Any]) -> None:
     """Carry on from what `save` returned for the same plan, rank and number of workers.
 

@@ -440,14 +440,53 @@ def unused(rank: int, size: int) -> dict[str, Any]:
 
 @job
 def one_rank(rank: int, size: int) -> dict[str, Any]:
-    """With one rank in the group nothing is compressed and nothing is registered."""
+    """With one rank in the group nothing is compressed; steps are counted, over a restart, too."""
     groups = [dist.new_group([each]) for each in range(size)]
-    hook = comm_hook("onebit")
-    one = hooked(rank, hook, process_group=groups[rank])
-    ddp = wrapped(model(), process_group=groups[rank])
+    alone = {"process_group": groups[rank]}
+    hook = comm_hook("onebit", check_every=1)
+    hook.lr = 0.5
+    one = hooked(rank, hook, **alone)
+    ddp = wrapped(model(), **alone)
     train(ddp, sgd(ddp), range(STEPS), rank)
     hook.close()
-    return {"equal": torch.equal(one, flat(ddp)), "state": hook.state_dict()}
+    state = hook.state_dict()
+    again = comm_hook("onebit", check_every=1)
+    again.load_state_dict(state)
+    net = wrapped(model(), **alone)
+    again.register(net)
+    resumed = again.step, again.lr
+    with net.no_sync():
+        net(batch(0, rank)[0]).sum().backward()
+    train(net, sgd(net), range(2), rank)
+    other = comm_hook("onebit", check_every=1)
+    other.load_state_dict(state)
+    return {
+        "equal": torch.equal(one, flat(ddp)),
+        "bytes": (hook.traffic.payload_up, hook.plain_bytes, hook.records),
+        "state": {key: value for key, value in state.items() if key != "told"},
+        "resumed": resumed,
+        "then": again.step,
+        "more ranks": refused(lambda: register(other)),
+    }
+
+
+@job
+def closed(rank: int, size: int) -> dict[str, Any]:
+    """The state that a closed hook returns is that of before."""
+    hook = comm_hook("onebit", **METHOD)
+    hooked(rank, hook, steps=range(2))
+    before = hook.state_dict()
+    hook.close()
+    file = io.BytesIO()
+    torch.save(hook.state_dict(), file)
+    file.seek(0)
+    after = torch.load(file, weights_only=True)
+    tensors = [state["tensors"]["hidden.weight"]["residual"] for state in (before, after)]
+    return {
+        "step": after["step"],
+        "keys": before.keys() == after.keys(),
+        "same": torch.equal(*tensors) and bool(tensors[0].any()),
+    }
 
 
 @job

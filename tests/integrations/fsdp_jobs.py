@@ -499,6 +499,30 @@ def learning_rate(rank: int, size: int) -> dict[str, Any]:
 
 
 @job
+def one_shard(rank: int, size: int) -> dict[str, Any]:
+    """A shard on each rank that is the whole: nothing is exchanged, and steps are counted."""
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))["shard"]
+    without, net, seen = sharded(mesh=mesh), sharded(mesh=mesh), []
+    net.hidden.set_all_reduce_hook(lambda shard: seen.append(shard.numel()))
+    hook = gcbench.shard_hook("onebit").register(net)
+    for each in (without, net):
+        train(each, range(STEPS), rank)
+    state = hook.state_dict()
+    again = gcbench.shard_hook("onebit")
+    again.load_state_dict(state)
+    again.register(sharded(mesh=mesh))
+    before = gcbench.shard_hook("onebit")
+    before.load_state_dict({**state, "modules": {}})
+    before.register(sharded(mesh=mesh))
+    return {
+        "equal": torch.equal(ended(net), ended(without)),
+        "bytes": [hook.traffic.payload_up, hook.plain_bytes],
+        "steps": [hook.step, again.step, before.step],
+        "theirs": len(seen),
+    }
+
+
+@job
 def accumulation(rank: int, size: int) -> dict[str, Any]:
     """Two backward passes a step, of which FSDP reduces the second: the hook is called once."""
     hook = gcbench.shard_hook("onebit")

@@ -155,10 +155,23 @@ def test_what_is_carried_for_an_unused_parameter_waits(name, size):
     assert len({found["sum"] for found in every}) == 1, "replicas are the same"
 
 
-def test_with_one_rank_nothing_happens():
+def test_with_one_rank_nothing_happens_but_steps_are_counted():
     for found in of("one_rank"):
         assert found["equal"]
-        assert found["state"] == {}
+        assert found["bytes"] == [0, 0, []]
+        carried = {"lr": 0.5, "rank": 0, "world_size": 1, "tensors": {}, "rounds": {}}
+        zeros = {"traffic": [0, 0, 0], "checked": [0, 0, 0]}
+        assert found["state"] == {"format": 1, "step": ddp_jobs.STEPS, **carried, **zeros}
+        assert found["resumed"] == [ddp_jobs.STEPS, 0.5]
+        assert found["then"] == ddp_jobs.STEPS + 2
+        assert "that of rank 0 of 1, and this is rank" in found["more ranks"]["text"]
+
+
+def test_a_closed_hook_still_has_its_state():
+    for found in of("closed"):
+        assert found["step"] == 2
+        assert found["keys"]
+        assert found["same"]
 
 
 def test_two_models_at_once_one_of_them_on_a_part_of_the_ranks():

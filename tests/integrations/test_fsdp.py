@@ -197,6 +197,15 @@ def test_residuals_follow_the_learning_rate_that_the_hook_is_told():
         assert found["matters"]
 
 
+def test_steps_of_one_shard_are_counted_though_nothing_is_exchanged():
+    """The user's own all-reduce hook is called as before. An earlier version counted no steps."""
+    for found in of("one_shard"):
+        assert found["equal"]
+        assert found["bytes"] == [0, 0]
+        assert found["steps"] == [fsdp_jobs.STEPS, fsdp_jobs.STEPS, 0]
+        assert found["theirs"] == fsdp_jobs.STEPS
+
+
 def test_gradients_that_are_accumulated_are_exchanged_once():
     for found in of("accumulation"):
         assert found["equal"]
