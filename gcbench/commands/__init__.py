@@ -9,7 +9,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
@@ -138,8 +138,10 @@ def numbers(flag: str, text: str, cast: Callable[[float], Any]) -> list[Any]:
     return list(dict.fromkeys(found))
 
 
-def make(kind: type[Any], /, **given: Any) -> Any:
+def make(kind: type[Any], flags: Mapping[str, str] | None = None, /, **given: Any) -> Any:
     """Return settings of class `kind`.
+
+    `flags`: those of fields whose flag is not their own name with hyphens.
 
     Raises:
         UsageError: a value is out of range; the message names its flag.
@@ -150,9 +152,8 @@ def make(kind: type[Any], /, **given: Any) -> Any:
         return kind(**given)
     except ValidationError as error:
         first = error.errors()[0]
-        flag = "--" + str(first["loc"][0]).replace("_", "-").removesuffix("s")
-        if f"{flag[2:]}s" in ("workers", "kernels", "threads"):
-            flag += "s"
+        field = str(first["loc"][0])
+        flag = (flags or {}).get(field, f"--{field.replace('_', '-')}")
         raise UsageError(f"{flag}: {first['msg']} (came: {first['input']!r})") from None
 
 

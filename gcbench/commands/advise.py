@@ -24,6 +24,7 @@ from gcbench.commands import (
     numbers,
 )
 from gcbench.commands.scale import (
+    FLAGS,
     Batch,
     Compute,
     DenseBelow,
@@ -38,6 +39,7 @@ from gcbench.commands.scale import (
     Sharded,
     Threads,
     cluster_changes,
+    compressed,
 )
 
 
@@ -87,14 +89,14 @@ def advise(
     Gains are predicted as by `gcbench scale predict`. The loss of accuracy is taken from runs that
     were made for a suite with a holdout, with at least 3 seeds: results/PROTOCOL.md.
     """
-    from gcbench.studies import methods
     from gcbench.studies.scale import advice, clusters
     from gcbench.training import configuration
 
-    chosen = [word for word in methods.all_of(compressor) if word != "none"]
+    chosen = compressed(compressor)
     places = runs if runs is not None else advice.usual_places(RUNS)
     settings = make(
         advice.Settings,
+        FLAGS,
         model=model,
         module=module,
         compressors=chosen,

@@ -110,6 +110,27 @@ Kernels = Annotated[
 ]
 
 
+FLAGS = {"compressors": "--compressor", "code_bits": "--bits"}
+"""Flags of settings that have another name than theirs."""
+
+
+def compressed(words: str | None) -> list[str]:
+    """Return the methods of a list but `none`, by their words; without a list all of them.
+
+    Raises:
+        UsageError: see `methods.all_of`, or none is left.
+    """
+    from gcbench.studies import methods
+
+    chosen = [word for word in methods.all_of(words) if word != "none"]
+    if not chosen:
+        raise UsageError(
+            f"--compressor {words}: `none` is what methods are compared with; name a method, e.g. "
+            "--compressor int8, or leave it out for all"
+        )
+    return chosen
+
+
 def cluster_changes(settings: list[str] | None, overlap: float | None) -> dict[str, Any]:
     """Return the settings of a cluster that the options change, as `clusters.load` takes them."""
     from gcbench.training import grid
@@ -169,6 +190,7 @@ def predict(
     chosen = list(methods.all_of(compressor))
     settings = make(
         prediction.Settings,
+        FLAGS,
         model=model,
         module=module,
         compressors=chosen,
@@ -210,7 +232,7 @@ def figure5(
     from gcbench.training import progress as watching
 
     chosen = list(methods.all_of(compressor)) if compressor.strip() else []
-    settings = make(published.Settings, compressors=chosen, collective=collective)
+    settings = make(published.Settings, FLAGS, compressors=chosen, collective=collective)
     observer = watching.observer(progress.value, published.KIND, published.PLACES)
     try:
         made = published.run(settings, command_line(), observer)
@@ -267,6 +289,7 @@ def fft(
     chosen = list(methods.all_of(compressor))
     settings = make(
         breakeven.Settings,
+        FLAGS,
         theta=theta,
         code_bits=bits,
         mantissa=mantissa,
@@ -307,13 +330,13 @@ def pays(
     in `bandwidth` and `scale fft`, an exchange is judged alone; `advise` judges a training step,
     whose backward pass hides communication.
     """
-    from gcbench.studies import methods
     from gcbench.studies.scale import links
 
-    chosen = [word for word in methods.all_of(compressor) if word != "none"]
+    chosen = compressed(compressor)
     known = links.measurement(kernels)
     settings = make(
         links.Settings,
+        FLAGS,
         kernels=kernels,
         compressors=chosen,
         workers=numbers("--workers", workers, int) if workers.strip() else [],
@@ -361,6 +384,7 @@ def validate(
     found = reader.load(folders)
     settings = make(
         validation.Settings,
+        FLAGS,
         runs=[str(folder) for folder in folders],
         hashes=sorted(f"{run.summary.config_hash}-{run.summary.seed}" for run in found),
         kernels=kernels,

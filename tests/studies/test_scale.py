@@ -14,6 +14,8 @@ import torch
 from commands import invoke
 
 from gcbench import ops
+from gcbench.commands import make
+from gcbench.commands.scale import FLAGS
 from gcbench.core import registry
 from gcbench.core.compressor import Compressor, Key, Payload, Segments
 from gcbench.core.errors import UsageError
@@ -1178,6 +1180,41 @@ def test_a_hundred_thousand_workers_take_no_time_to_predict(tmp_path) -> None:
     refused = next(row for row in one if row["method"] == "terngrad")
     assert refused["topology"] == "refused"
     assert "100,000 workers" in refused["refused"]
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        ("predict --compute-ms 0", "--compute-ms"),
+        ("predict --batch 0", "--batch"),
+        ("fft --elements 5", "--elements"),
+        ("fft --workers 1", "--workers"),
+        ("fft --link-latency-us inf", "--link-latency-us"),
+        ("fft --throughput Tm=0 " + " ".join(THROUGHPUT[2:]), "--throughput"),
+        ("links --link-latency-us inf", "--link-latency-us"),
+        (f"validate {ROOT}/results/digits-methods.json --link-gbit 0", "--link-gbit"),
+    ],
+)
+def test_a_message_names_the_flag_that_was_given(tmp_path, words, flag) -> None:
+    found = invoke("scale", *words.split(), "--results", tmp_path)
+    assert (found.code, f"usage: {flag}: " in found.err) == (2, True), found.err
+    assert f"{flag} " in invoke("scale", words.split()[0], "--help").out
+
+
+def test_fields_with_a_flag_of_another_name_are_told_by_it() -> None:
+    given = {"theta": 0.5, "code_bits": "x", "mantissa": 5, "granularity": "model"}
+    given |= {"elements": 10**6, "threads": 1, "links": [1.0], "workers": 8, "compressors": []}
+    with pytest.raises(UsageError, match=r"^--bits: "):
+        make(breakeven.Settings, FLAGS, **given)
+    with pytest.raises(UsageError, match=r"^--links: "):
+        make(breakeven.Settings, FLAGS, **{**given, "code_bits": 10, "links": [0.0]})
+
+
+@pytest.mark.parametrize("words", ["none", " none ,"])
+def test_the_uncompressed_step_alone_is_no_table_of_links(tmp_path, words) -> None:
+    found = invoke("scale", "links", "--compressor", words, "--results", tmp_path)
+    assert found.code == 2
+    assert "`none` is what methods are compared with" in found.err
 
 
 @pytest.mark.parametrize(
