@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.core import exchange, memory, registry
+from gcbench.core import exchange, memory, purposes, registry
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import (
     COLLECTIVES,
@@ -57,6 +57,21 @@ DRAWS = 4000
 SCALES = (0, -30, 30)
 """Powers of two by which the magnitudes of "unbiased" are multiplied."""
 STEPS = 200
+FIRST = Key(seed=1, step=1, rank=0)
+APART: Mapping[str, tuple[Key, ...]] = {
+    "seeds": tuple(Key(2**k, 0, 0) for k in (0, 1, 8, 16, 31)),
+    "steps": tuple(Key(0, 2**k, 0) for k in (0, 1, 6, 8, 16, 24)),
+    "ranks": tuple(Key(0, 0, 2**k) for k in (0, 1, 2, 6, 8, 16)),
+    "offsets": tuple(Key(0, 0, 0, TILE * 2**k) for k in (0, 1, 8, 10, 20)),
+    "streams": (Key(0, 0, 0, 0, purposes.MERGE),),
+}
+"""What is added to a key, by its field, for numbers that must be drawn apart."""
+AGAIN = 24
+"""Other keys at which two additions must draw alike, too, to be refused."""
+NEAR = 10.0
+"""Standard deviations of a correlation of independent noise, on 2^16 elements 0.04 in all; ours of
+neighbouring rows is 0.004 (`ops.random`). By Bernstein's inequality for normalized errors that are
+clipped at 4, one of 2^15 correlations is beyond with a probability below 1e-8."""
 
 
 class Outcome(NamedTuple):
@@ -380,27 +395,96 @@ def _bucketing(method: Compressor) -> _Found:
 
 
 def _independent(method: Compressor) -> _Found:
-    """Noise differs between steps, seeds and ranks; otherwise averaging workers would not help."""
-    if not _random(method):
+    """Noise differs between keys, as averaging would not help otherwise, and between elements.
+
+    The keys are of several seeds, steps, ranks, offsets and purposes; if one is ignored, cut short
+    or added to another, two of them draw alike. Elements are compared where a variance is declared.
+    """
+    keys = _keys(method)
+    drawn = _drawn_at(method, FIRST, keys)
+    if len(set(drawn)) == 1:
         raise _NotDeclaredError("draws no random numbers")
-    segments, x = _segments(method, [(40, 50)]), normal(2000)
-    first = Key(1, 1, 0)
-    others = {"steps": Key(1, 2, 0), "seeds": Key(2, 1, 0), "ranks": Key(1, 1, 1)}
-    if method.draw_shared(segments, first) is not None:
-        del others["ranks"]  # all workers draw the same numbers on purpose
-    own = _pass(method, x, segments, first)
-    faults = [
-        f"two {what} draw alike"
-        for what, key in others.items()
-        if torch.equal(own, _pass(method, x, segments, key))
+    faults = []
+    for i, (what, key) in enumerate(keys):
+        other, twin = keys[drawn.index(drawn[i])]
+        if twin != key and _always(method, (other, twin), (what, key)):
+            faults.append(f"{_told(key)} and {_told(twin)} draw alike")
+    found, bound = _correlation(method)
+    if found > bound:
+        faults.append(f"elements apart have a correlation of {found:.2f}, {bound:.2f} allowed")
+    fields = ", ".join(dict.fromkeys(what for what, _ in keys[1:]))
+    right = f"{len(keys)} keys differ"
+    return _Found("; ".join(faults[:3]) or right, "all differ", not faults, fields)
+
+
+def _told(added: Key) -> str:
+    fields = zip(added._fields, added, strict=True)
+    return "the first" if added == NOTHING else ", ".join(f"{n} + {by}" for n, by in fields if by)
+
+
+NOTHING = Key(0, 0, 0)
+
+
+def _keys(method: Compressor) -> list[tuple[str, Key]]:
+    """Return the additions of `APART` that must draw apart, with their fields; first comes none.
+
+    All workers draw `shared` alike, on purpose; what is in rounds is drawn for the whole bucket;
+    and none but an owner that encodes the mean again draws for a second purpose.
+    """
+    left_out = set()
+    if method.draw_shared(_segments(method, [(4,)]), FIRST) is not None:
+        left_out = {"ranks", "streams"}
+    if isinstance(method, MultiRoundCompressor):
+        left_out.add("offsets")
+    if "twoshot" not in method.legal_collectives() or not method.requantizes:
+        left_out.add("streams")
+    return [
+        ("", NOTHING),
+        *((what, key) for what, keys in APART.items() if what not in left_out for key in keys),
     ]
-    return _Found(", ".join(faults) or f"{', '.join(others)} differ", "all differ", not faults)
+
+
+def _drawn_at(method: Compressor, first: Key, keys: Sequence[tuple[str, Key]]) -> list[bytes]:
+    """Return what arrives of the same 2000 values with each of the keys `first` + an addition."""
+    segments, x = _segments(method, [(40, 50)]), normal(2000)
+    added = [Key(*map(sum, zip(first, key, strict=True))) for _, key in keys]
+    return [_raw(_pass(method, x, segments, key)) for key in added]
+
+
+def _always(method: Compressor, *keys: tuple[str, Key]) -> bool:
+    """Return whether two additions draw alike at all of `AGAIN` other keys.
+
+    Of numbers that are alike by chance, as some of a few, this has the probability p^AGAIN.
+    """
+    firsts = (Key(11 + i, 7 + 101 * i, 3 * i, 5 * TILE * i) for i in range(AGAIN))
+    return all(len(set(_drawn_at(method, first, keys))) == 1 for first in firsts)
 
 
 def _random(method: Compressor) -> bool:
-    segments = _segments(method, [(2000,)])
-    x = normal(2000)
-    return not torch.equal(*(_pass(method, x, segments, Key(1, s, 0)) for s in (1, 2)))
+    """Return whether the method draws random numbers: whether any of the keys matters."""
+    return len(set(_drawn_at(method, FIRST, _keys(method)))) > 1
+
+
+def _correlation(method: Compressor) -> tuple[float, float]:
+    """Return the largest correlation of the noise of elements apart, and the largest allowed.
+
+    Neighbours may be drawn together, as in blocks: what is allowed then counts fewer draws
+    (Bartlett's formula), and lags below the first without correlation are left out.
+    """
+    n = 1 << 16
+    segments, x = _segments(method, [(n,)]), normal(n)
+    payload, shared = _encode(method, x, segments, FIRST)
+    v = method.claims.variance(x, segments, shared) if method.claims.unbiased else None
+    if v is None or not bool((v > 0).any()):
+        return 0.0, 1.0
+    away = method.decode(payload, segments, shared) - method.claims.target(x, segments, shared)
+    e = torch.where(v > 0, away.double() / v.clamp(min=1e-300).sqrt(), 0.0).clamp(-4, 4) * x.sign()
+    spectrum = torch.fft.rfft(e - e.mean(), 2 * n).abs().square()
+    lags = torch.fft.irfft(spectrum)[: n // 2]
+    lags = (lags / lags[0]).abs()
+    together = int((lags > NEAR / math.sqrt(n)).int().argmin())
+    bound = NEAR * math.sqrt((2 * float(lags[:together].square().sum()) - 1) / n)
+    return float(lags[together:].max()), bound
 
 
 def _sample() -> Tensor:

@@ -13,7 +13,9 @@ import torch
 from wrong_methods import BF16, FFT, INT8, QSGD, RANDOMK, SIGN, TERN, TOP, TOPK, Levels, spread
 
 from compressors.hadamard4 import rotate
+from gcbench import ops
 from gcbench.core import registry
+from gcbench.core.claims import Claims
 from gcbench.core.compressor import Compressor, Key, Payload, Segments
 from gcbench.studies import conformance
 
@@ -257,7 +259,102 @@ class ShrunkLevels(Levels):
         return super().codes(x * (scale / (scale + 1e-4)), scale, draws)
 
 
+class Stepless(Levels):
+    """Draws alike at all steps and on all ranks, and declares no variance."""
+
+    @property
+    def claims(self):
+        return Unbiased(self)
+
+    def draws(self, key, n):
+        return super().draws(key._replace(step=0, rank=0), n)
+
+
+class Unbiased(Claims):
+    unbiased = True
+
+
+class FewSteps(Levels):
+    def draws(self, key, n):
+        return super().draws(key._replace(step=key.step % 64), n)
+
+
+class FewRanks(Levels):
+    def draws(self, key, n):
+        return super().draws(key._replace(rank=key.rank % 4), n)
+
+
+class AddedRanks(Levels):
+    """A worker draws at a step what its neighbour drew at the step before."""
+
+    def draws(self, key, n):
+        return super().draws(key._replace(step=key.step + key.rank, rank=0), n)
+
+
+class OnePurpose(Levels):
+    """An owner draws again what it drew as a worker."""
+
+    def draws(self, key, n):
+        return super().draws(key._replace(stream=0), n)
+
+
+class Offsetless(Levels):
+    """Every bucket draws the same."""
+
+    granularity = "model"
+
+    def draws(self, key, n):
+        return super().draws(key._replace(offset=0), n)
+
+
+class Periodic(Levels):
+    """Draws repeat after 2^18 elements."""
+
+    def draws(self, key, n):
+        places = (key.offset + torch.arange(n)) % 2**18
+        return super().draws(key._replace(offset=0), 2**18)[places]
+
+
+class Pairs(Levels):
+    """The elements i and i + 512 of a tile share a draw."""
+
+    def draws(self, key, n):
+        place = key.offset % 1024 + torch.arange(n)
+        tiles = super().draws(key._replace(offset=key.offset // 1024 * 1024), n + 2048)
+        return tiles[place // 1024 * 1024 + place % 512]
+
+
+class BlocksClaims(Claims):
+    unbiased = True
+
+    def variance(self, x, segments, shared):
+        return 3 * x.double().square()
+
+
+@dataclass(frozen=True)
+class Blocks(Compressor):
+    """Right: sends one in four of the blocks of 16 elements, times 4."""
+
+    collectives: ClassVar[tuple[str, ...]] = ("allgather",)
+
+    @property
+    def claims(self):
+        return BlocksClaims(self)
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        drawn = ops.random.uniform(key, len(x))[torch.arange(len(x)) // 16 * 16]
+        return Payload((torch.where(drawn < 0.25, 4 * x, 0.0),))
+
+    def decode(self, payload, segments, shared, *, out=None):
+        self.check(payload, segments)
+        return self.check_finite(payload.parts[0]).clone()
+
+    def layout(self, segments, count=1):
+        return ((torch.float32, segments.numel),)
+
+
 HEARD, LONG = "every worker heard", "long tensors"
+APART = "independent noise"
 SAME = "same mean in collectives"
 WRONG = {
     ForgetfulNone: HEARD,
@@ -284,10 +381,18 @@ WRONG = {
     SwappedSparse: "contraction",
     FirstSparse: "contraction",
     NearestBf16: "unbiased",
-    SameBf16: "independent noise",
+    SameBf16: APART,
     SummedLevels: SAME,
     SummedAlone: SAME,
     ShrunkLevels: "unbiased",
+    Stepless: APART,
+    FewSteps: APART,
+    FewRanks: APART,
+    AddedRanks: APART,
+    OnePurpose: APART,
+    Offsetless: APART,
+    Periodic: APART,
+    Pairs: APART,
 }
 
 
@@ -300,7 +405,7 @@ def test_a_wrong_method_is_found(made):
 
 BASES = [
     *(NONE, TERN, INT8, FFT, SIGN, TOPK, QSGD, RANDOMK),
-    *(FP8, HADAMARD, SPARSE, STOCHASTIC, Levels),
+    *(FP8, HADAMARD, SPARSE, STOCHASTIC, Levels, Blocks),
 ]
 
 

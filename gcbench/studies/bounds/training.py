@@ -1,8 +1,8 @@
 """Compressed training: every method trains the task, and each exchange is compared with its claims.
 
-The method trains with the memory of its source, by a collective that encodes only once
-where one is legal. The claims that `codec_claims` tests on known inputs are tested here on real
-gradients, on the trajectory of a training with the method itself.
+The method trains with the memory of its source, by a collective that encodes only once where one is
+legal. The claims that `codec_claims` tests on known inputs are tested here on real gradients, on
+the trajectory of a training with the method itself.
 """
 
 from __future__ import annotations
