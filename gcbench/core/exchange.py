@@ -677,12 +677,16 @@ class Exchange:
             raise UsageError(f"{method.name}: a method in rounds declares a layout: a part a round")
         rounds = [method.in_rounds(x, lane.segments, joint["state"], later, out) for x in xs]
 
+        def summand(i: int, turn: int) -> Tensor:
+            try:
+                return rounds[i].send(means[-1]) if turn else next(rounds[i])
+            except StopIteration:
+                said = f"{method.name}: fewer rounds than the {len(layout)} of its layout"
+                raise UsageError(said) from None
+
         def received(turn: int) -> Tensor:
             """Return the mean over all workers of the summands of round `turn`."""
-            begun = turn > 0
-            summands = self._workers(
-                "encode", lambda i: rounds[i].send(means[-1]) if begun else next(rounds[i])
-            )
+            summands = self._workers("encode", lambda i: summand(i, turn))
             with self.clock.phase("communicate"):
                 room = self.buffers.floats((number, "round", turn), summands[0].numel())
                 return world.all_reduce(summands, "sum", out=room).div_(world.size)

@@ -13,7 +13,14 @@ from torch import nn
 import gcbench
 from gcbench import ops
 from gcbench.core import memory, purposes, registry
-from gcbench.core.compressor import TILE, Compressor, Key, Payload, Segments
+from gcbench.core.compressor import (
+    TILE,
+    Compressor,
+    Key,
+    MultiRoundCompressor,
+    Payload,
+    Segments,
+)
 from gcbench.core.errors import PayloadError, UsageError
 from gcbench.core.exchange import (
     Exchange,
@@ -290,6 +297,44 @@ def test_the_state_of_a_method_in_rounds_is_kept(simulated, clock):
 def test_a_method_in_rounds_may_draw_anew_at_every_step(simulated, clock):
     errors = low_rank_errors(simulated, clock, 6, warm_start=False)
     assert len(set(errors)) == 6
+
+
+@dataclass(frozen=True)
+class Rounds(MultiRoundCompressor):
+    """Sends the gradient in a number of rounds that its layout may not have."""
+
+    sent: int = 1
+    name = "rounds"
+
+    def initial_state(self, segments, key):
+        return torch.empty(0)
+
+    def in_rounds(self, x, segments, state, key, out):
+        for _ in range(self.sent):
+            out.copy_((yield x))
+        return state
+
+    def layout(self, segments, count=1):
+        return ((torch.float32, segments.numel),) * 2
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (0, "rounds: fewer rounds than the 2 of its layout"),
+        (1, "rounds: fewer rounds than the 2 of its layout"),
+        (3, "rounds: more rounds than the 2 of its layout"),
+    ],
+)
+def test_rounds_that_the_layout_does_not_have_are_an_error(simulated, clock, sent, said):
+    lane = Lane(Rounds(sent), "allreduce", 0, Segments.of([(5,)]))
+    exchange = Exchange(simulated(3), [lane], 0, clock)
+    clock.start_step()
+    with pytest.raises(UsageError, match=said):
+        exchange.mean(integers(3, 5), 0)
+    lane = Lane(Rounds(2), "allreduce", 0, Segments.of([(5,)]))
+    exchange = Exchange(simulated(3), [lane], 0, clock)
+    assert torch.equal(exchange.mean(integers(3, 5), 0), sum(integers(3, 5)) / 3)
 
 
 class Greedy(type(gcbench.get_compressor("signsgd"))):
