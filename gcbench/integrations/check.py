@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gcbench.core import registry
 from gcbench.core.compressor import Compressor
 from gcbench.core.errors import DivergedError
 
@@ -103,7 +104,7 @@ def warn(method: Compressor, bounds: Bounds, found: Sequence[Comparison]) -> Non
         warnings.warn(
             f"step {found[0].step}: the mean by {method!r} is far from the plain mean. "
             f"{'; '.join(wrong[:5])}{more}. If the method is not meant to be so inexact, check it: "
-            f"gcbench verify {method.name or type(method).__name__}",
+            f"gcbench verify {registry.word(method.name or type(method).__name__)}",
             stacklevel=2,
         )
 

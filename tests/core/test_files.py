@@ -11,7 +11,7 @@ import torch
 import gcbench
 from gcbench.core import registry
 from gcbench.core.errors import GcbenchError
-from gcbench.integrations import chosen
+from gcbench.integrations import check, chosen
 
 TIMES = """
 import torch
@@ -106,3 +106,12 @@ def test_an_edit_that_does_not_load_is_said(times):
         gcbench.get_compressor("times")
     edit(times, 5)
     assert factor(gcbench.get_compressor(str(times))) == 5
+
+
+def test_a_warning_names_the_file_to_verify(times, monkeypatch):
+    method = gcbench.get_compressor(str(times))
+    monkeypatch.chdir(times.parent)
+    found = check.compare(0, "weight", torch.ones(300), -torch.ones(300), 32.0)
+    for made, word in ((method, "./times.py"), (gcbench.get_compressor("topk"), "topk")):
+        with pytest.warns(UserWarning, match=f"gcbench verify {word}$"):
+            check.warn(made, check.Bounds(1.0), [found])
