@@ -258,7 +258,9 @@ class Dgc(Memory):
     u <- m u + g; v <- v + u (Nesterov: u <- m (u + g); v <- v + u + g). v is compressed, what was
     sent is subtracted from v, and with masking u is set to 0 where something was sent. The
     optimizer adds no further momentum. First g is clipped to a 2-norm of clip / sqrt(N), where
-    the compressed tensors count as one vector and the dense ones as another.
+    the compressed tensors count as one vector and the dense ones as another. In the hooks for DDP
+    and FSDP2, which send gradients before all have come, each lane is clipped by itself: in
+    `comm_hook` tensors of together about `bucket_mb`, in `shard_hook` those of a module.
 
     Tensors that stay dense send u (with Nesterov u + g), which is plain momentum. So do all tensors
     in exact steps: before `start_step`, or while the ratio of a schedule keeps every element.
