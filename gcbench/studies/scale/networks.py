@@ -7,6 +7,7 @@ backward of an example take about 6 floating-point operations a MAC.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import sys
@@ -252,12 +253,13 @@ def network(name: str) -> Network:
 def of_module(spec: str) -> Network:
     """Return the network of the `torch.nn.Module` that `package.module:callable` returns.
 
-    The working directory is searched first. Parameters without `requires_grad` are not among its
-    tensors, but counted as `frozen`. The last layer is the last module with parameters.
+    The working directory is searched first; what import and call print goes to stderr. Parameters
+    without `requires_grad` are not among its tensors, but counted as `frozen`. The last layer is
+    the last module with parameters.
 
     Raises:
-        UsageError: there is nothing of that name, the call fails, or it returns something else, or
-            a module without parameters that have a gradient.
+        UsageError: there is nothing of that name, the call fails or ends the program, or it returns
+            something else, or a module without parameters that have a gradient, or with lazy ones.
     """
     from torch import nn
 
@@ -269,7 +271,13 @@ def of_module(spec: str) -> Network:
     before = list(sys.path)
     sys.path.insert(0, str(Path.cwd()))
     try:
-        made = getattr(importlib.import_module(place), attribute)()
+        with contextlib.redirect_stdout(sys.stderr):
+            made = getattr(importlib.import_module(place), attribute)()
+    except SystemExit as ended:
+        raise UsageError(
+            f"--module {spec} ends the program (exit {ended.code}) where it is imported or called: "
+            'put what a script does under `if __name__ == "__main__":`'
+        ) from ended
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
         raise UsageError(
@@ -282,6 +290,11 @@ def of_module(spec: str) -> Network:
     named = dict(made.named_parameters())
     if not named:
         raise UsageError(f"--module {spec}: a module without parameters")
+    if lazy := [name for name, one in named.items() if nn.parameter.is_lazy(one)]:
+        raise UsageError(
+            f"--module {spec}: {', '.join(lazy)} of a lazy module has no shape yet: call the "
+            "module on an example before it is returned"
+        )
     trained = {name: one for name, one in named.items() if one.requires_grad}
     frozen = sum(one.numel() for one in named.values()) - sum(o.numel() for o in trained.values())
     if not any(one.numel() for one in trained.values()):
