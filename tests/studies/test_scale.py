@@ -373,6 +373,20 @@ def test_clusters_say_what_is_wrong(tmp_path) -> None:
             clusters.load(str(path))
     with pytest.raises(UsageError, match="No such file"):
         clusters.load(str(tmp_path / "absent.yaml"))
+    v100 = clusters.load("v100x8-25g").device
+    changed = clusters.load("v100x8-25g", {"device.memory_gbyte": 1500}).device
+    assert changed == v100.model_copy(update={"memory_gbyte": 1500})
+    other = clusters.load("v100x8-25g", {"device.tflops": 99, "device": "a100"}).device
+    assert other == clusters.DEVICES["a100"].model_copy(update={"tflops": 99})
+    with pytest.raises(UsageError, match=r"device\.memory_gbyte: .* greater than 0"):
+        clusters.load("v100x8-25g", {"device.memory_gbyte": 0})
+    with pytest.raises(UsageError, match="unknown device 'a10'"):
+        clusters.load("v100x8-25g", {"device": "a10", "device.tflops": 99})
+    path.write_text(whole.replace("a100", "{name: mine, tflops: 1, memory_gbyte: 2}"))
+    mine = clusters.load(str(path), {"device.tflops": 3}).device
+    assert (mine.name, mine.tflops, mine.memory_gbyte) == ("mine", 3, 2)
+    with pytest.raises(UsageError, match="unknown cluster 'p100'"):
+        clusters.load("p100")
 
 
 # ---- work ----------------------------------------------------------------------------------------

@@ -221,6 +221,14 @@ RENAMED: dict[str, str] = _DATA["renamed"]
 """Earlier name of a cluster -> present name; both are accepted."""
 
 
+def _device(name: str) -> Device:
+    """Return a built-in device; UsageError for an unknown name."""
+    if name not in DEVICES:
+        hint = "Any other: device: {name: mine, tflops: 100, memory_gbyte: 900}."
+        raise unknown("device", name, DEVICES, hint)
+    return DEVICES[name]
+
+
 def make(settings: Mapping[str, Any], where: str) -> Cluster:
     """Return the cluster with these settings; `where` says in errors where they came from.
 
@@ -228,16 +236,8 @@ def make(settings: Mapping[str, Any], where: str) -> Cluster:
         UsageError: a setting is missing, unknown or out of its range.
     """
     found = dict(settings)
-    device = found.get("device")
-    if isinstance(device, str):
-        if device not in DEVICES:
-            raise unknown(
-                "device",
-                device,
-                DEVICES,
-                "Any other: device: {name: mine, tflops: 100, memory_gbyte: 900}.",
-            )
-        found["device"] = DEVICES[device]
+    if isinstance(found.get("device"), str):
+        found["device"] = _device(found["device"])
     try:
         return Cluster.model_validate(found)
     except ValidationError as error:
@@ -252,6 +252,8 @@ def make(settings: Mapping[str, Any], where: str) -> Cluster:
 
 def load(spec: str, changes: Mapping[str, Any] | None = None) -> Cluster:
     """Return a built-in cluster, or that of a YAML file, with `changes` like {"inter.gbit": 25}.
+
+    A change of a part, as {"device.memory_gbyte": 1500}, leaves the part's other numbers.
 
     Raises:
         UsageError: `spec` is neither, the file cannot be read; or see `make`.
@@ -275,10 +277,12 @@ def load(spec: str, changes: Mapping[str, Any] | None = None) -> Cluster:
     else:
         raise unknown("cluster", spec, NAMES, "Or name a .yaml file.")
     made: dict[str, Any] = {"name": path.stem, **settings}
-    for key, value in (changes or {}).items():
+    for key, value in sorted((changes or {}).items(), key=lambda change: "." in change[0]):
         outer, dot, inner = key.partition(".")
         if dot:
             part = made.get(outer)
+            if outer == "device" and isinstance(part, str):
+                part = _device(part).model_dump()
             made[outer] = {**(part if isinstance(part, dict) else {}), inner: value}
         else:
             made[outer] = value
