@@ -324,6 +324,29 @@ class Pairs(Levels):
         return tiles[place // 1024 * 1024 + place % 512]
 
 
+class Halving(Claims):
+    contractive = True
+
+    def error_bound(self, x, segments):
+        return 0.5 * float(x.double().square().sum())
+
+
+class Clipping(Levels):
+    """Clips at three times the rms, so that a spike loses nearly all, and claims to lose half."""
+
+    @property
+    def claims(self):
+        return Halving(self)
+
+    def scales(self, x, segments):
+        squares = ops.statistics.moments(x, segments)[1]
+        rms = (squares / torch.tensor(segments.lengths).clamp(min=1)).sqrt().float()
+        return torch.minimum(3 * rms, super().scales(x, segments))
+
+    def codes(self, x, scale, draws):
+        return super().codes(x.clamp(-scale, scale), scale, draws)
+
+
 class BlocksClaims(Claims):
     unbiased = True
 
@@ -393,6 +416,7 @@ WRONG = {
     Offsetless: APART,
     Periodic: APART,
     Pairs: APART,
+    Clipping: "contraction",
 }
 
 
