@@ -465,6 +465,8 @@ def options(rank: int, size: int) -> dict[str, Any]:
     ):
         hook = gcbench.shard_hook(**fields)
         found[name] = torch.equal(hooked(rank, hook), alone(hook, size))
+    end = hooked(rank, gcbench.shard_hook("onebit", start_step=2, **DENSE))
+    found["resumed at the start"] = torch.equal(end, resumed(rank, "onebit", start_step=2))
     return found
 
 

@@ -184,7 +184,10 @@ def test_a_gradient_that_is_not_finite_is_found_where_a_module_has_one_shard():
         assert f"rank {rank}: the gradient of branch.weight is not" in found["nan"]["text"]
 
 
-@pytest.mark.parametrize("name", ["start", "seed", "field", "model", "memory", "decay"])
+OPTIONS = ("start", "seed", "field", "model", "memory", "decay", "resumed at the start")
+
+
+@pytest.mark.parametrize("name", OPTIONS)
 def test_what_the_hook_takes_ends_as_by_our_own_exchange(name):
     for found in of("options"):
         assert found[name]
