@@ -10,7 +10,20 @@ from typing import ClassVar
 
 import pytest
 import torch
-from wrong_methods import BF16, FFT, INT8, QSGD, RANDOMK, SIGN, TERN, TOP, TOPK, Levels, spread
+from wrong_methods import (
+    BF16,
+    FFT,
+    INT8,
+    QSGD,
+    RANDOMK,
+    SIGN,
+    TERN,
+    TOP,
+    TOPK,
+    Levels,
+    LevelsClaims,
+    spread,
+)
 
 from compressors.hadamard4 import rotate
 from gcbench import ops
@@ -324,6 +337,33 @@ class Pairs(Levels):
         return tiles[place // 1024 * 1024 + place % 512]
 
 
+class FlatClaims(LevelsClaims):
+    def variance(self, x, segments, shared):
+        exact = super().variance(x, segments, shared)
+        return torch.cat([p.mean().expand(len(p)) for p in exact.split(list(segments.lengths))])
+
+
+class Flat(Levels):
+    """Declares of each element the mean variance of its segment."""
+
+    @property
+    def claims(self):
+        return FlatClaims(self)
+
+
+class LowOmega(Levels):
+    """Declares half of the bound on its relative variance that p (1 - p) <= 1/4 gives."""
+
+    @property
+    def claims(self):
+        return LowOmegaClaims(self)
+
+
+class LowOmegaClaims(LevelsClaims):
+    def omega(self, segments):
+        return 0.5 * max(segments.lengths) / (4 * TOP**2)
+
+
 class Halving(Claims):
     contractive = True
 
@@ -417,6 +457,8 @@ WRONG = {
     Periodic: APART,
     Pairs: APART,
     Clipping: "contraction",
+    Flat: "variance",
+    LowOmega: "variance",
 }
 
 
