@@ -29,7 +29,7 @@ from compressors.hadamard4 import rotate
 from gcbench import ops
 from gcbench.core import registry
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Key, Payload, Segments
+from gcbench.core.compressor import Compressor, Key, Payload, Prepared, Segments, fill
 from gcbench.studies import conformance
 
 NONE = type(registry.compressor("none"))
@@ -337,6 +337,46 @@ class Pairs(Levels):
         return tiles[place // 1024 * 1024 + place % 512]
 
 
+class WrappingLevels(Levels):
+    """All use the largest scale; the codes are added in int8, which 18 workers of 7 fill."""
+
+    @property
+    def claims(self):
+        return Unbiased(self)
+
+    def prepare(self, x, segments):
+        return Prepared(self.scales(x, segments))
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        return fill(out, self.codes(x, spread(shared, segments), self.draws(key, len(x))))
+
+    def decode(self, payload, segments, shared, *, out=None):
+        whole = payload._replace(parts=(*payload.parts, shared))
+        return super().decode(whole, segments, shared)
+
+    def check(self, payload, segments):
+        super().check(payload._replace(parts=payload.parts[:1]), segments)
+
+    def mean(self, payloads, segments, shared, *, out=None):
+        total = torch.zeros(segments.numel, dtype=torch.int8)
+        for payload in payloads:
+            total += payload.parts[0]
+        return total.float() / (TOP * len(payloads)) * spread(shared, segments)
+
+    def layout(self, segments, count=1):
+        return ((torch.int8, segments.numel),)
+
+
+class WrappingVote(SIGN):
+    """Counts votes in int8."""
+
+    def mean(self, payloads, segments, shared, *, out=None):
+        decoded = [self.decode(payload, segments, shared) for payload in payloads]
+        votes = torch.stack(decoded).sum(0).to(torch.int64).to(torch.int8)
+        tied = super().mean(payloads, segments, shared)
+        return torch.where(votes == 0, tied, votes.sign().float())
+
+
 class FlatClaims(LevelsClaims):
     def variance(self, x, segments, shared):
         exact = super().variance(x, segments, shared)
@@ -458,6 +498,8 @@ WRONG = {
     Pairs: APART,
     Clipping: "contraction",
     Flat: "variance",
+    WrappingLevels: HEARD,
+    WrappingVote: HEARD,
     LowOmega: "variance",
 }
 
