@@ -337,6 +337,33 @@ class Pairs(Levels):
         return tiles[place // 1024 * 1024 + place % 512]
 
 
+class Tripled(Compressor):
+    """Decodes what lies behind element 65,536 of a segment to three times what it is."""
+
+    def decode(self, payload, segments, shared, *, out=None):
+        decoded = super().decode(payload, segments, shared)
+        for part in decoded.split(list(segments.lengths)):
+            part[65_536:] *= 3
+        return decoded
+
+
+class TripledLevels(Tripled, Levels):
+    pass
+
+
+class TripledTopK(Tripled, TOPK):
+    """Has no closed form of its error, either."""
+
+    @property
+    def claims(self):
+        return Open(self)
+
+
+class Open(type(TOPK().claims)):
+    def gaussian_error(self):
+        return None
+
+
 class WrappingLevels(Levels):
     """All use the largest scale; the codes are added in int8, which 18 workers of 7 fill."""
 
@@ -498,6 +525,8 @@ WRONG = {
     Pairs: APART,
     Clipping: "contraction",
     Flat: "variance",
+    TripledLevels: LONG,
+    TripledTopK: LONG,
     WrappingLevels: HEARD,
     WrappingVote: HEARD,
     LowOmega: "variance",
