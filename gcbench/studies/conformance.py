@@ -382,6 +382,25 @@ def _biased(arrived: Tensor, target: Tensor, variance: Tensor) -> Tensor:
     return torch.tensor(found)
 
 
+def _threads(method: Compressor) -> _Found:
+    """The bytes, and what they decode to, are the same with one thread as with two."""
+    if not method.claims.portable:
+        raise _NotDeclaredError("a library decides its last bits")
+    segments, x = _segments(method, LONG), _many().clone()
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            payload, shared = _encode(method, x, segments)
+            decoded = method.decode(payload, segments, shared)
+            found.append((_raw(payload.to_bytes()), _raw(decoded)))
+    finally:
+        torch.set_num_threads(before)
+    pairs = zip(("payload", "decoded values"), *found, strict=True)
+    wrong = [f"other {what}" for what, one, two in pairs if one != two]
+    return _Found(", ".join(wrong) or f"{segments.numel:,} elements", "the same bits", not wrong)
+
+
 def _nominal(method: Compressor) -> _Found:
     """The bits that the source quotes are within a factor of two of those that are sent.
 
@@ -1122,6 +1141,7 @@ CHECKS: Mapping[str, Callable[[Compressor], _Found]] = {
     "purity": _pure,
     "every size and input": _sizes,
     "long tensors": _long,
+    "number of threads": _threads,
     "bytes": _bytes,
     "nominal bits": _nominal,
     "bucketing": _bucketing,

@@ -364,6 +364,33 @@ class Open(type(TOPK().claims)):
         return None
 
 
+class MeanClaims(Claims):
+    contractive = True
+
+    def error_bound(self, x, segments):
+        lost = [p.square().sum() - p.abs().sum() ** 2 / max(1, len(p)) for p in pieces(x, segments)]
+        return float(sum(lost).clamp(min=0)) + 1e-6 * float(x.double().square().sum())
+
+
+def pieces(x: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, ...]:
+    return x.double().split(list(segments.lengths))
+
+
+class TorchMean(Levels):
+    """The sign times the mean magnitude, which torch adds in an order that depends on threads."""
+
+    @property
+    def claims(self):
+        return MeanClaims(self)
+
+    def scales(self, x, segments):
+        parts = x.split(list(segments.lengths))
+        return torch.stack([p.abs().mean() if len(p) else x.new_zeros(()) for p in parts])
+
+    def codes(self, x, scale, draws):
+        return (TOP * x.sign()).to(torch.int8)
+
+
 class WrappingLevels(Levels):
     """All use the largest scale; the codes are added in int8, which 18 workers of 7 fill."""
 
@@ -527,6 +554,7 @@ WRONG = {
     Flat: "variance",
     TripledLevels: LONG,
     TripledTopK: LONG,
+    TorchMean: "number of threads",
     WrappingLevels: HEARD,
     WrappingVote: HEARD,
     LowOmega: "variance",
