@@ -872,6 +872,22 @@ def test_a_method_that_refuses_so_many_workers_leaves_the_others_theirs(tmp_path
     assert invoke(*words, "terngrad").code == 0
 
 
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"links": "refused"}, "not measured"),
+        ({"links": "not measured"}, "not measured"),
+        ({"break_even_gbit": 3.0}, "not in this file: run its command again"),
+        ({"pays_on_from": None, "pays_on_to": None}, "no method saves time"),
+    ],
+)
+def test_a_picture_without_links_says_why(row, said) -> None:
+    with links.figures.canvas(3, 3) as figure:
+        axes = figure.subplots()
+        links.bars(axes, [{"method": "int8", "collective": "twoshot", **row}])
+        assert [text.get_text() for text in axes.texts] == [said]
+
+
 @pytest.mark.parametrize("name", ["int8", "qsgd", "randomk", "topk"])
 def test_predictions_and_the_table_of_links_have_one_definition(name) -> None:
     """Where nothing computes and nothing hides, `predict` pays where `scale links` says."""
