@@ -418,13 +418,19 @@ def _nominal(method: Compressor) -> _Found:
 
 
 def _bytes(method: Compressor) -> _Found:
-    """A payload restored from its bytes decodes to the same bits; merged ones have their size."""
+    """A payload restored from its bytes decodes to the same bits; merged ones have their size.
+
+    So does each shard of a payload that is cut.
+    """
     segments = _segments(method, SHAPES)
     x = normal(segments.numel)
     payload, shared = _encode(method, x, segments)
     moved = Payload.from_bytes(payload.to_bytes(), payload.layout)
-    same = _same(method.decode(payload, segments, shared), method.decode(moved, segments, shared))
+    decoded = method.decode(payload, segments, shared)
+    same = _same(decoded, method.decode(moved, segments, shared))
     faults = [] if same else ["other values after bytes"]
+    if method.cuttable and _miscut(method, payload, segments, shared):
+        faults.append("other values after a cut")
     if "twoshot" in method.legal_collectives():
         payloads = [method.encode(x, segments, shared, Key(7, 3, r)) for r in range(5)]
         merged = method.merge(payloads, segments, shared, Key(7, 3, 0, 0, 1))
@@ -435,6 +441,19 @@ def _bytes(method: Compressor) -> _Found:
             faults.append(f"merged: {8 * merged.nbytes} bits, {declared} declared")
     bits = 8 * payload.nbytes / segments.numel
     return _Found(", ".join(faults) or f"{bits:.3f} bits an element", "as declared", not faults)
+
+
+def _miscut(method: Compressor, payload: Payload, segments: Segments, shared: Tensor) -> bool:
+    """Return whether a shard of the payload decodes to other values than the whole has there."""
+    decoded = method.decode(payload, segments, shared)
+    bounds = [*range(0, segments.numel, TILE), segments.numel]
+    wrong = False
+    edges = itertools.pairwise(bounds)
+    for (start, stop), piece in zip(edges, method.cut(payload, bounds), strict=True):
+        inside, which = segments.shard(start, stop)
+        own = shared[which.start : which.stop] if shared.numel() else shared
+        wrong |= not _same(method.decode(piece, inside, own), decoded[start:stop])
+    return wrong
 
 
 def _bucketing(method: Compressor) -> _Found:

@@ -5,6 +5,7 @@ Each is derived from one of ours, keeps the declarations that it inherits, and d
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -391,8 +392,8 @@ class TorchMean(Levels):
         return (TOP * x.sign()).to(torch.int8)
 
 
-class WrappingLevels(Levels):
-    """All use the largest scale; the codes are added in int8, which 18 workers of 7 fill."""
+class SharedLevels(Levels):
+    """Right: all use the largest scale."""
 
     @property
     def claims(self):
@@ -411,14 +412,28 @@ class WrappingLevels(Levels):
     def check(self, payload, segments):
         super().check(payload._replace(parts=payload.parts[:1]), segments)
 
+    def layout(self, segments, count=1):
+        return ((torch.int8, segments.numel),)
+
+
+class WrappingLevels(SharedLevels):
+    """Adds the codes in int8, which 18 workers of 7 fill."""
+
     def mean(self, payloads, segments, shared, *, out=None):
         total = torch.zeros(segments.numel, dtype=torch.int8)
         for payload in payloads:
             total += payload.parts[0]
         return total.float() / (TOP * len(payloads)) * spread(shared, segments)
 
-    def layout(self, segments, count=1):
-        return ((torch.int8, segments.numel),)
+
+class MiscutLevels(SharedLevels):
+    """Every owner gets the beginning of the bucket."""
+
+    cuttable = True
+
+    def cut(self, payload, bounds):
+        codes = payload.parts[0]
+        return [Payload((codes[: b - a].clone(),)) for a, b in itertools.pairwise(bounds)]
 
 
 class WrappingVote(SIGN):
@@ -557,6 +572,7 @@ WRONG = {
     TorchMean: "number of threads",
     WrappingLevels: HEARD,
     WrappingVote: HEARD,
+    MiscutLevels: "bytes",
     LowOmega: "variance",
 }
 
@@ -570,7 +586,7 @@ def test_a_wrong_method_is_found(made):
 
 BASES = [
     *(NONE, TERN, INT8, FFT, SIGN, TOPK, QSGD, RANDOMK),
-    *(FP8, HADAMARD, SPARSE, STOCHASTIC, Levels, Blocks),
+    *(FP8, HADAMARD, SPARSE, STOCHASTIC, Levels, SharedLevels, Blocks),
 ]
 
 
