@@ -606,7 +606,7 @@ def _unbiased(method: Compressor) -> _Found:
     """Each coordinate's mean over 4000 draws is the target, within what chance allows.
 
     The same holds for means over coordinates of similar magnitude, from the largest to 2^-12 of it,
-    where the largest is about 1, 2^-30 or 2^30.
+    where the largest is about 1, 2^-30 or 2^30: of errors away from 0, and of errors upwards.
     """
     decoded, target, *_ = _drawn(method, _sample())
     worst = _deviations(decoded - target, 1e-7)
@@ -614,9 +614,9 @@ def _unbiased(method: Compressor) -> _Found:
     note = ""
     for power in SCALES:
         decoded, target, *_ = _drawn(method, values * 2.0**power)
-        errors = (decoded - target) * values.sign() * 2.0**-power
-        for i in range(5):
-            pooled = errors[:, band == i].mean(1, keepdim=True)
+        errors = (decoded - target) * 2.0**-power
+        for i, turned in itertools.product(range(5), (values.sign(), torch.ones(256))):
+            pooled = (errors * turned)[:, band == i].mean(1, keepdim=True)
             off = _deviations(pooled, 1e-6 * 2.0 ** (-3 * i))
             if off > max(worst, Z):
                 note = f"of elements of about 2^-{3 * i} of the largest, which is 2^{power}"

@@ -273,6 +273,14 @@ class ShrunkLevels(Levels):
         return super().codes(x * (scale / (scale + 1e-4)), scale, draws)
 
 
+class Drifting(Levels):
+    """Its draws begin 1/256 below 0, so that all is rounded down too often."""
+
+    def codes(self, x, scale, draws):
+        level = torch.where(scale > 0, x / scale * TOP, 0.0)
+        return torch.floor(level + draws - 2.0**-8).clamp(-TOP, TOP).to(torch.int8)
+
+
 class Stepless(Levels):
     """Draws alike at all steps and on all ranks, and declares no variance."""
 
@@ -557,6 +565,7 @@ WRONG = {
     SummedLevels: SAME,
     SummedAlone: SAME,
     ShrunkLevels: "unbiased",
+    Drifting: "unbiased",
     Stepless: APART,
     FewSteps: APART,
     FewRanks: APART,
