@@ -310,11 +310,20 @@ def named(kind: str, entries: dict[str, Entry], name: str) -> type[Any]:
     """Return the class registered as `name` among `entries`; UsageError for an unknown name.
 
     `kind`: what the message calls it, such as "compressor".
+
+    Raises:
+        GcbenchError: the class calls itself by another name, under which results would be stored.
     """
     if name not in entries:
         raise unknown(kind, name, entries)
     cls = entries[name].load()
-    if not vars(cls).get("name"):  # a subclass does not inherit its parent's
+    own = vars(cls).get("name")  # a subclass does not inherit its parent's
+    if own and own != name:
+        raise GcbenchError(
+            f"{kind} {name!r} ({entries[name].source}): its class {cls.__qualname__} calls itself "
+            f"{own!r}. Leave `name` out of the class, or register it as {own!r} alone"
+        )
+    if not own:
         cls.name = name
     return cls
 

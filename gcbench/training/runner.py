@@ -84,8 +84,8 @@ class Runner:
         known = self._rows()
         pending = [one for one in configs if one.hash not in known and self._pending(one)]
         if self.force:
-            there = [one for one in configs if Run(self.results / one.run_name).summary is not None]
-            self.stale = {config.hash for config in there}
+            places = {one.hash: self.results / one.run_name / "summary.json" for one in configs}
+            self.stale = {name for name, path in places.items() if path.exists()}
         self.after = sum(config.steps for config in pending)
         if len(pending) > 1 and membership.leads():
             _say(f"{len(pending)} runs to make, {self.after:,} steps in all")

@@ -422,7 +422,7 @@ class Trainer:
             return  # sums of such gradients may overflow; the next step's gradients will show it
         pieces = zip(self.names, torch.split(mean, self.sizes), strict=True)
         layer = next(name for name, piece in pieces if not piece.isfinite().all())
-        name = self.config.compressor
+        name = registry.word(self.config.compressor)
         raise DivergedError(
             f"the mean that {name} made is not finite in layer {layer} at step {self.step}, and "
             f"every gradient was: the method or its memory is at fault. gcbench verify {name} "

@@ -610,6 +610,8 @@ def test_files_that_are_no_compressor(mine, tmp_path):
     two.write_text(MINE + MINE.replace("Halves", "Others").replace("import", "import", 1))
     taken = tmp_path / "topk.py"
     taken.write_text(MINE)
+    renamed = tmp_path / "renamed.py"
+    renamed.write_text(MINE.replace("    most:", '    name = "int8"\n    most:'))
     strange = tmp_path / "a b.py"
     strange.write_text(MINE)
     for path, code, said in [
@@ -617,6 +619,7 @@ def test_files_that_are_no_compressor(mine, tmp_path):
         (taken, 2, "the name 'topk' is taken by built-in; rename the file"),
         (strange, 2, "letters, digits, _ and - are allowed"),
         (two, 1, "defines 2 Compressor classes"),
+        (renamed, 1, "its class Halves calls itself 'int8'. Leave `name` out of the class"),
         (broken, 1, "does not load: ZeroDivisionError"),
     ]:
         refused(invoke("run", "--compressor", path, "--steps", 1), code, said)
