@@ -141,7 +141,7 @@ def of_method(settings: Settings, method: Compressor, known: Sequence[Evidence])
 
 def named(run: reader.Summary, method: Compressor) -> bool:
     """Return whether a run was of a method of this name with these fields."""
-    return (run.compressor_name, run.compressor) == (codec.name_of(method), registry.call(method))
+    return (run.compressor_name, run.compressor) == (method.name, registry.call(method))
 
 
 def same_source(run: reader.Summary, origin: Mapping[str, str] | None) -> bool:
@@ -586,7 +586,7 @@ def _in_suite(settings: Settings, row: Row) -> bool:
         (call, memory) == (registry.call(method), method.memory)
         and _same_mean(method, collective, str(row["collective"]))
         for name, call, memory, collective in _entries()
-        if name == codec.name_of(method)
+        if name == method.name
     )
 
 

@@ -177,12 +177,6 @@ class Codec:
         return Codec(self.encode * factor, self.each * factor, self.collective, self.copy * factor)
 
 
-def name_of(method: Compressor) -> str:
-    """Return a method's name; empty if that is the name of another class, by which it goes."""
-    entry = registry.compressors().get(method.name)
-    return method.name if entry is not None and entry.load() is type(method) else ""
-
-
 @dataclass(frozen=True)
 class Measured:
     """The codecs that one run of `gcbench bandwidth` has measured."""
@@ -202,7 +196,7 @@ class Measured:
         None if it was not measured with exactly these fields: another configuration may take ten
         times as long.
         """
-        own = self.found.get((name_of(method), registry.call(method)))
+        own = self.found.get((method.name, registry.call(method)))
         if own is None:
             return None
         return own[min(own, key=lambda elements: abs(math.log(elements / n)))]
@@ -263,7 +257,7 @@ def of_analysis(made: analysis.Analysis) -> Measured:
         if (reason := _apart(method, sources.get(row["method"]))) is not None:
             left[method.name] = reason
             continue
-        key = name_of(method), registry.call(method)
+        key = method.name, registry.call(method)
         n, collective = int(row["size"] or 0) / FLOAT, str(row["collective"])
         seconds = {part: float(row[part] or 0) for part in ("statistic", "encode", "decode")}
         found.setdefault(key, {}).setdefault(

@@ -390,8 +390,7 @@ def _measured(
     timings = None if settings.kernels == TIMED else kernel_timings.load(path)
     found: dict[str, work.Rates] = {}
     for place, (word, method) in enumerate(chosen.items()):
-        digest = registry.source_digest(method.name)
-        key = f"{codec.name_of(method)} {registry.call(method)} {digest}"
+        key = f"{method.name} {registry.call(method)} {registry.source_digest(method.name)}"
         if timings and (rates := work.of_file(method, timings, n, settings.threads)):
             found[word] = rates
         elif key in ledger:
