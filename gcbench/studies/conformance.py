@@ -70,10 +70,11 @@ APART: Mapping[str, tuple[Key, ...]] = {
 """What is added to a key, by its field, for numbers that must be drawn apart."""
 AGAIN = 24
 """Other keys at which two additions must draw alike, too, to be refused."""
-NEAR = 10.0
-"""Standard deviations of a correlation of independent noise, on 2^16 elements 0.04 in all; ours of
-neighbouring rows is 0.004 (`ops.random`). By Bernstein's inequality for normalized errors that are
-clipped at 4, one of 2^15 correlations is beyond with a probability below 1e-8."""
+ROWS = 0.004
+"""Correlation of the draws of neighbouring rows (`ops.random`)."""
+UNLIKELY = 30.0
+"""By Bernstein's inequality a correlation of independent noise is beyond what is allowed with a
+probability of 2 exp(-30), and one of 2^15 with 6e-9."""
 
 
 class Outcome(NamedTuple):
@@ -558,11 +559,16 @@ def _correlation(method: Compressor) -> tuple[float, float]:
         return 0.0, 1.0
     away = method.decode(payload, segments, shared) - method.claims.target(x, segments, shared)
     e = torch.where(v > 0, away.double() / v.clamp(min=1e-300).sqrt(), 0.0).clamp(-4, 4) * x.sign()
-    spectrum = torch.fft.rfft(e - e.mean(), 2 * n).abs().square()
-    lags = torch.fft.irfft(spectrum)[: n // 2]
+    e -= e.mean()
+    lags = torch.fft.irfft(torch.fft.rfft(e, 2 * n).abs().square())[: n // 2]
+    largest = float(e.square().max() / lags[0])
     lags = (lags / lags[0]).abs()
-    together = int((lags > NEAR / math.sqrt(n)).int().argmin())
-    bound = NEAR * math.sqrt((2 * float(lags[:together].square().sum()) - 1) / n)
+
+    def allowed(squares: float) -> float:
+        return ROWS + math.sqrt(2 * UNLIKELY * squares / n) + 2 / 3 * UNLIKELY * largest
+
+    together = int((lags > allowed(1.0)).int().argmin())
+    bound = allowed(2 * float(lags[:together].square().sum()) - 1)
     return float(lags[together:].max()), bound
 
 
@@ -615,24 +621,26 @@ def _unbiased(method: Compressor) -> _Found:
     for power in SCALES:
         decoded, target, *_ = _drawn(method, values * 2.0**power)
         errors = (decoded - target) * 2.0**-power
+        gap = float(errors.max() - errors.min())
         for i, turned in itertools.product(range(5), (values.sign(), torch.ones(256))):
-            pooled = (errors * turned)[:, band == i].mean(1, keepdim=True)
-            off = _deviations(pooled, 1e-6 * 2.0 ** (-3 * i))
+            own = (errors * turned)[:, band == i]
+            off = _deviations(own.mean(1, keepdim=True), 1e-6 * 2.0 ** (-3 * i), gap / own.shape[1])
             if off > max(worst, Z):
                 note = f"of elements of about 2^-{3 * i} of the largest, which is 2^{power}"
             worst = max(worst, off)
     return _Found(f"{worst:.2f} sd", f"{Z} sd", worst <= Z, note)
 
 
-def _deviations(errors: Tensor, least: float) -> float:
+def _deviations(errors: Tensor, least: float, gap: float = 0.0) -> float:
     """Return the largest |mean over the draws| of errors, (DRAWS, n), in standard errors.
 
     A code of a probability of about 1 / DRAWS may never be drawn, so that the errors scatter too
     little: a mean may be off by Z^2 gap / (2 DRAWS) besides, where the gap is the range of all
-    errors. Of a code that chooses between two values, no further apart, a mean is then beyond Z
-    with a probability of 2.4e-7 at most, whatever that of the values is.
+    errors, or what is given if that is more. Of a code that chooses between two values, no further
+    apart, a mean is then beyond Z with a probability of 2.4e-7 at most, whatever that of the values
+    is.
     """
-    rare = Z * float(errors.max() - errors.min()) / (2 * DRAWS)
+    rare = Z * max(gap, float(errors.max() - errors.min())) / (2 * DRAWS)
     sd = errors.std(0) / math.sqrt(DRAWS)
     return float((errors.mean(0).abs() / (sd.clamp(min=least) + rare)).max())
 
