@@ -638,6 +638,12 @@ def test_noise_of_few_elements_is_not_compared():
     assert outcome.verdict == "holds", outcome
 
 
+def test_a_payload_that_fits_two_tensors_is_not_refused():
+    """Five elements are kept of 1391, and of 1424."""
+    outcome = conformance.run(RANDOMK(ratio=0.003, granularity="model"), "corrupt payloads")
+    assert outcome.verdict == "holds", outcome
+
+
 def test_a_method_by_its_definition_has_the_mean_of_the_contract():
     """What bandwidth compares with: the right mean of a method whose own is wrong."""
     xs = [conformance.normal(1000, rank) for rank in range(3)]
