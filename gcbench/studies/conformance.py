@@ -361,7 +361,7 @@ def _long(method: Compressor) -> _Found:
     lost = wrong.nonzero().flatten().tolist()
     notes = [f"{', '.join(notes)}: of the stretches {lost}"] if lost else []
     if method.claims.contractive and not _random(method):
-        error, bound = _energy(x - arrived), method.claims.error_bound(x, segments)
+        error, bound = _energy(x.double() - arrived), method.claims.error_bound(x, segments)
         if bound is not None and _beyond([error], bound, _energy(x)):
             notes.append(f"||x - C(x)||^2 = {error:.6g} is above {bound:.6g}")
     right = f"{STRETCHES - len(lost)} of {STRETCHES} stretches of {segments.numel:,} elements"
@@ -534,7 +534,8 @@ def _drawn_at(method: Compressor, first: Key, keys: Sequence[tuple[str, Key]]) -
 def _always(method: Compressor, *keys: tuple[str, Key]) -> bool:
     """Return whether two additions draw alike at all of `AGAIN` other keys.
 
-    Of numbers that are alike by chance, as some of a few, this has the probability p^AGAIN.
+    Numbers of few values are alike by chance, too: with the probability p at one key, but p^24 at
+    all of these.
     """
     firsts = (Key(11 + i, 7 + 101 * i, 3 * i, 5 * TILE * i) for i in range(AGAIN))
     return all(len(set(_drawn_at(method, first, keys))) == 1 for first in firsts)
