@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import invoke
+from commands import ROOT, invoke
 from wrong_methods import EFSIGN, TERN, WRONG, Levels, Wrong
 
 from gcbench.studies import bounds
@@ -162,3 +162,8 @@ def test_wrong_methods_are_caught_in_training_alone(name: str, installed, tmp_pa
     judged = Judged(lambda _: True)
     codec_claims.judge(name, audit.merged(records), judged, "training", "60 steps")
     assert any(row["verdict"] == "fails" for row in judged.rows)
+
+
+def test_readme_tells_how_many_wrong_methods_are_found() -> None:
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"in the tests it finds {len(WRONG)} of {len(WRONG)} broken methods" in text

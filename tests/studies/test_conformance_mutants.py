@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from commands import ROOT
 from wrong_methods import (
     BF16,
     FFT,
@@ -666,3 +667,9 @@ def test_every_method_has_a_definition_that_ends(name):
     if "allgather" in method.legal_collectives() and method.claims.aggregate == "mean":
         mean = method.mean([payload, payload], segments, shared)
         torch.testing.assert_close(mean, method.decode(payload, segments, shared))
+
+
+def test_readme_tells_how_many_wrong_methods_are_found():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert "`gcbench verify NAME`** holds any method" in text
+    assert f"in the tests it refuses {len(WRONG)} of {len(WRONG)} broken methods" in text
