@@ -68,7 +68,7 @@ class Volatile:
 
 VOLATILE = (
     Volatile("*", r"\.provenance\.(started|finished)", "time of day"),
-    Volatile("*", r"\.provenance\.commit", "the commits are what is compared"),
+    Volatile("*", r"\.provenance\.(commit|code)", "the commits are what is compared"),
     Volatile("*", r"\.provenance\.versions\.\w[\w-]*", "a restructuring may raise the version"),
     Volatile("*", r"\.provenance\.machine\.\w+", "named once in the document"),
     Volatile("runs/*", r"\.phase_seconds\.\w+", "measured time; null stays null"),

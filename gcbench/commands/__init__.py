@@ -157,6 +157,9 @@ def make(kind: type[Any], flags: Mapping[str, str] | None = None, /, **given: An
         raise UsageError(f"{flag}: {first['msg']} (came: {first['input']!r})") from None
 
 
+OTHER = ", made by another version of the code"
+
+
 def long_work(
     kind: str,
     settings: Any,
@@ -166,19 +169,32 @@ def long_work(
     work: Callable[[Any, str, progress.Observer, Ledger], Analysis],
     *,
     force: bool,
+    code: str = "",
 ) -> Analysis:
     """Run an analysis that keeps its finished parts in a ledger, and show its progress.
 
-    `steps` is how many steps the progress has; with `force` the ledger starts empty.
+    `steps` is how many steps the progress has; with `force` the ledger starts empty. An analysis
+    whose result follows from its settings alone gives the digest of its `code`: a finished one is
+    then read and not made again, and a message says so if other code made it. Others also depend
+    on files that change, such as the rows of runs, and are made anew.
     """
     from gcbench.reporting import analysis as measuring
     from gcbench.training import progress
 
     name = f"{kind}-{measuring.digest(settings.model_dump(mode='json'))}"
+    if code and not force and measuring.finished(results / name):
+        made = measuring.load(results / name)
+        other = made.provenance.get("code") != code
+        say(f"{results / name} is finished{other * OTHER}; --force does it again")
+        return made
     observer = progress.observer(shown.value, name, steps)
     try:
-        with measuring.Ledger(results / name).open(afresh=force) as ledger:
-            return work(settings, command_line(), observer, ledger)
+        with measuring.Ledger(results / name, code).open(afresh=force) as ledger:
+            if ledger.code != code:
+                say(f"{results / name} goes on from parts{OTHER}; --force begins it again")
+            made = work(settings, command_line(), observer, ledger)
+            made.provenance |= {"started": ledger.started} | ({"code": code} if code else {})
+            return made
     finally:
         observer.close()
         with suppress(OSError):  # an analysis that was refused leaves no empty folder behind

@@ -101,6 +101,8 @@ def command(kind: str, module: str) -> Callable[..., None]:
         return broken
 
     def call(**given: Any) -> None:
+        from gcbench.reporting import analysis as measuring
+
         chosen = {name: given.pop(name) for name in common}
         for name in lists:
             given[name] = [word for word in given[name].split(",") if word]
@@ -113,6 +115,7 @@ def command(kind: str, module: str) -> Callable[..., None]:
             getattr(study, "steps", lambda settings: 1)(settings),
             partial(study.run, data_dir=chosen[DATA]) if trains else study.run,
             force=chosen["force"],
+            code=measuring.code(study),
         )
         deliver(made, chosen["results"], chosen["plot"], chosen["format_"], as_json=chosen["json"])
         if made.failed:

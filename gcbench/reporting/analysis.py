@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib
 import io
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -31,6 +33,9 @@ SCHEMA = 1
 FORMATS = ("table", "markdown", "csv", "json", "latex")
 HEAD = "analysis.json"
 LEDGER = "ledger.jsonl"
+PACKAGES = ("gcbench", "compressors", "tasks")
+MADE = "made"
+"""The key of the ledger's first line."""
 
 Value = str | bool | int | float | None
 Row = dict[str, Value]
@@ -142,10 +147,29 @@ def digest(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
+def now() -> str:
+    """Return the time in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def code(module: ModuleType) -> str:
+    """Return the first ten hex digits of the SHA-256 of this package's code and of a module's.
+
+    It is that of all Python files of gcbench, its compressors and tasks, by name and contents, and
+    of the module's file. Kernels are left out: they give the bytes of the code in Python.
+    """
+    found = hashlib.sha256()
+    folders = [Path(str(importlib.import_module(name).__file__)).parent for name in PACKAGES]
+    files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    for path in (*files, Path(str(module.__file__))):
+        found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()[:10]
+
+
 def provenance() -> dict[str, Any]:
     """Return when, where and with what an analysis is made."""
     return {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "started": now(),
         "commit": configuration.commit(),
         "versions": configuration.versions(),
         "machine": configuration.machine(),
@@ -159,12 +183,14 @@ class Ledger:
     """Results of long work as they come: what an interrupted command has made is not made again.
 
     A record is a JSON object under a key, and a line of the file. If the process crashes, no record
-    is lost; if the machine does, those of the last seconds may be, as the file is not synced.
+    is lost; if the machine does, those of the last seconds may be, as the file is not synced. The
+    first line tells when the work was begun, and by which code.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, code: str = "") -> None:
         self.path = folder / LEDGER
         self._found: dict[str, Any] = {}
+        self._made = {"started": now(), "code": code}
 
     @contextlib.contextmanager
     def open(self, *, afresh: bool = False) -> Iterator[Ledger]:
@@ -196,7 +222,18 @@ class Ledger:
                 whole += len(line)
             file.truncate(whole)
             self._file = file
+            self._made = self._found.get(MADE, self._made)
             yield self
+
+    @property
+    def started(self) -> str:
+        """When the first process began this work, in UTC."""
+        return self._made["started"]
+
+    @property
+    def code(self) -> str:
+        """The digest of the code that began it, "" if it was not told."""
+        return self._made["code"]
 
     def __contains__(self, key: str) -> bool:
         return key in self._found
@@ -206,7 +243,13 @@ class Ledger:
 
     def __setitem__(self, key: str, record: Any) -> None:
         """Keep a record; it is in the file when this returns, or GcbenchError says why not."""
+        if MADE not in self._found:
+            self._found[MADE] = self._made
+            self._write(MADE, self._made)
         self._found[key] = record
+        self._write(key, record)
+
+    def _write(self, key: str, record: Any) -> None:
         line = (json.dumps({"key": key, "record": record}, allow_nan=False) + "\n").encode()
         with explained(self.path):
             while line:  # a full disk may take a part
@@ -241,6 +284,12 @@ def save(analysis: Analysis, results: Path) -> Path:
 def _lines(rows: Sequence[Row]) -> str:
     """Return rows as a JSON list, one a line."""
     return "[\n" + ",\n".join(json.dumps(row, allow_nan=False) for row in rows) + "\n]\n"
+
+
+def finished(folder: Path) -> bool:
+    """Return whether an analysis is there, and none that was begun again after it."""
+    begun = folder / LEDGER
+    return (folder / HEAD).exists() and not (begun.exists() and begun.stat().st_size)
 
 
 def load(folder: Path) -> Analysis:

@@ -9,6 +9,7 @@ import torch
 from commands import invoke
 
 from gcbench.core.errors import UsageError
+from gcbench.reporting import analysis as measuring
 from gcbench.studies import densities
 from gcbench.studies.bounds.observe import density
 
@@ -109,7 +110,7 @@ def test_one_seed_tells_nothing():
     assert verdict(one) == ["cannot tell"] * 4
 
 
-def test_the_command(tmp_path):
+def test_the_command(tmp_path, monkeypatch):
     words = ("densities", "--steps", 7, "--snapshots", 3, "--batches", 8, "--seed", "0,1")
     done = invoke(*words, "--results", tmp_path, "--json")
     made = done.json
@@ -122,8 +123,19 @@ def test_the_command(tmp_path):
     assert all(row["n"] == 2 for row in claims["rows"])
     (folder,) = tmp_path.glob("densities-*")
     assert (folder / "densities.png").stat().st_size > 10_000
-    again = invoke(*words, "--results", tmp_path, "--json").json
-    assert again["tables"] == made["tables"]
+
+    def trained(*_):
+        raise UsageError("it trains")
+
+    monkeypatch.setattr(densities, "_train", trained)
+    again = invoke(*words, "--results", tmp_path, "--json")
+    assert again.json == made
+    assert f"{folder} is finished; --force does it again" in again.err
+    assert "it trains" in invoke(*words, "--results", tmp_path, "--force").err
+    monkeypatch.setattr(measuring, "code", lambda module: "other")
+    again = invoke(*words, "--results", tmp_path, "--json")
+    assert again.json == made
+    assert "is finished, made by another version of the code; --force" in again.err
     bad = invoke("densities", "--seed", "0,0", "--results", tmp_path)
     assert bad.code == 2
     assert "each seed once" in bad.err
@@ -136,3 +148,24 @@ def test_fisher_is_finite_for_perfect_lines():
     assert math.isfinite(densities._fisher(1.0))
     assert math.tanh(densities._fisher(0.5)) == pytest.approx(0.5)
     assert math.isnan(densities._fisher(math.nan))
+
+
+def test_what_was_trained_before_a_stop_is_kept_and_dated(tmp_path, monkeypatch):
+    """The second of two seeds ends the command; the next one trains that seed alone."""
+    words = ("densities", "--steps", 4, "--snapshots", 2, "--batches", 8, "--seed", "0,1")
+    train, seeds, times = densities._train, [], iter(range(100))
+
+    def trained(settings, seed, *others):
+        seeds.append(seed)
+        if len(seeds) == 2:
+            raise UsageError("stopped")
+        return train(settings, seed, *others)
+
+    monkeypatch.setattr(densities, "_train", trained)
+    monkeypatch.setattr(measuring, "now", lambda: f"{next(times):03}")
+    assert "stopped" in invoke(*words, "--results", tmp_path).err
+    monkeypatch.setattr(measuring, "code", lambda module: "other")
+    done = invoke(*words, "--results", tmp_path, "--json")
+    assert seeds == [0, 1, 1]
+    assert done.json["provenance"]["started"] == "000"
+    assert "goes on from parts, made by another version of the code; --force" in done.err

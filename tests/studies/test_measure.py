@@ -147,11 +147,41 @@ def test_a_ledger_keeps_what_was_made_before_a_crash(tmp_path: Path) -> None:
     assert path.read_bytes() == b""
 
 
+def test_a_ledger_tells_when_and_by_what_code_it_was_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter("abcd")
+    monkeypatch.setattr(measuring, "now", lambda: next(times))
+    with Ledger(tmp_path, "old").open():
+        pass  # nothing was kept: the next process begins
+    with Ledger(tmp_path, "old").open() as ledger:
+        ledger["one"] = 1
+        assert (ledger.started, ledger.code) == ("b", "old")
+    with Ledger(tmp_path, "new").open() as ledger:
+        ledger["two"] = 2
+        assert (ledger.started, ledger.code) == ("b", "old")
+    with Ledger(tmp_path, "new").open(afresh=True) as ledger:
+        assert (ledger.started, ledger.code) == ("d", "new")
+
+
+def test_an_analysis_that_is_made_again_is_not_finished(tmp_path: Path) -> None:
+    folder = tmp_path / made().name
+    assert not measuring.finished(folder)
+    measuring.save(made(), tmp_path)
+    assert measuring.finished(folder)
+    with Ledger(folder).open(afresh=True) as ledger:
+        assert measuring.finished(folder)  # nothing was made yet
+        ledger["one"] = 1
+    assert not measuring.finished(folder)
+    measuring.save(made(), tmp_path)
+    assert measuring.finished(folder)
+
+
 def test_a_full_disk_is_told_and_keeps_what_was_made(tmp_path: Path) -> None:
-    with files_of_at_most(100), Ledger(tmp_path).open() as ledger:
+    with files_of_at_most(200), Ledger(tmp_path).open() as ledger:
         ledger["one"] = 1
         with pytest.raises(GcbenchError, match=r"cannot write .*: File too large. Free space"):
-            ledger["two"] = "x" * 100
+            ledger["two"] = "x" * 200
     with Ledger(tmp_path).open() as ledger:
         assert ledger["one"] == 1
         assert "two" not in ledger  # a part of it lies there

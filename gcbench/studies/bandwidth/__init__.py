@@ -43,7 +43,7 @@ def _worker(
 
 def _finished(folder: Path) -> Analysis | None:
     """Return the analysis in a folder if it is finished, else None."""
-    return analysis.load(folder) if (folder / analysis.HEAD).exists() else None
+    return analysis.load(folder) if analysis.finished(folder) else None
 
 
 def run(
@@ -77,4 +77,6 @@ def run(
     with analysis.Ledger(folder).open() as ledger:
         pairs = [(size, item) for size in settings.sizes for item in items(settings)]
         records = {(size, item): ledger[item.key(size)] for size, item in pairs}
-    return summarize(settings, records), True
+    made = summarize(settings, records)
+    made.provenance["started"] = ledger.started
+    return made, True

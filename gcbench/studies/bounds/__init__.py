@@ -149,7 +149,7 @@ def make(**given: Any) -> Settings:
 def finished(settings: Settings, results: Path) -> Path | None:
     """Return the folder with this analysis if it is finished, else None."""
     folder = results / f"{KIND}-{measuring.digest(settings.model_dump(mode='json'))}"
-    return folder if (folder / measuring.HEAD).exists() else None
+    return folder if measuring.finished(folder) else None
 
 
 def check(settings: Settings) -> None:
@@ -247,6 +247,7 @@ def run(
         finally:
             shown.close()
         judged.sort()
+        made.provenance["started"] = ledger.started
         made.tables = [*_tables(settings, judged, records, audits)]
         made.conclusions = _conclusions(judged.rows)
         made.failed = any(

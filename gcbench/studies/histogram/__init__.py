@@ -332,6 +332,7 @@ def measure(
                     watch.step(done, f"step {one.step}, {word}")
         finally:
             watch.close()
+        made.provenance["started"] = ledger.started
         made.tables, made.conclusions = tables.of(rows, settings)
     return made
 
