@@ -616,10 +616,15 @@ class _Module:
     def _check_elements(self, came: int, expected: int) -> None:
         """Raise UsageError if not all parameters that were registered have a gradient."""
         if came != expected:
+            told = (
+                sharded.UNUSED
+                if sharded.takes_unused()
+                else "use all of them, or take a newer torch"
+            )
             raise UsageError(
                 f"{self.name}: {came} elements came and {expected} are those of all its "
-                "parameters. Does the loss not use some of them? Then call "
-                "model.set_reduce_scatter_unused_params(True). Freeze parameters before register"
+                f"parameters. Does the loss not use some of them? Then {told}. Freeze parameters "
+                "before register"
             )
 
     def _reduce(self, output: Tensor, given: Tensor, group: dist.ProcessGroup, op: Any) -> None:

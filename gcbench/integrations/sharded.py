@@ -19,7 +19,7 @@ from gcbench.core.errors import UsageError
 from gcbench.integrations import handshake
 from gcbench.integrations.layout import Layout, Parameter
 
-TRIED = "2.13"
+TRIED = "2.11, 2.13 and 2.15"
 """Versions of torch whose internals are known here."""
 DTYPES = (torch.float32, torch.bfloat16)
 """The types in which FSDP may reduce: the exchange works in float32, which holds both exactly."""
@@ -93,6 +93,16 @@ REDUCE = (
 )
 
 
+UNUSED = "call model.set_reduce_scatter_unused_params(True)"
+
+
+def takes_unused() -> bool:
+    """Return whether this torch can be told to send zeros for parameters without a gradient."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+
+
 def modules(model: nn.Module) -> list[Sharded]:
     """Return the modules of a model that have a reduce-scatter of their own.
 
@@ -138,7 +148,10 @@ def _read(name: str, module: Any, state: Any, prefixes: Mapping[int, str]) -> Sh
         AttributeError: the state is not that of a torch that is known here.
         UsageError: its parameters are not in one group of ranks, or in none.
     """
-    groups = state._fsdp_param_groups
+    if hasattr(state, "_fsdp_param_groups"):
+        groups = state._fsdp_param_groups
+    else:  # torch 2.11 has one at most
+        groups = list(filter(None, [state._fsdp_param_group]))
     if len(groups) > 1:
         raise UsageError(
             f"{name} has parameters on several meshes, and torch takes a custom reduce-scatter "
@@ -154,12 +167,15 @@ def _read(name: str, module: Any, state: Any, prefixes: Mapping[int, str]) -> Sh
             "take gcbench.comm_hook"
         )
     group = known.mesh_info.shard_process_group
-    policy, parameters, dtypes = known.mp_policy, [], []
+    parameters, dtypes = [], []
     for each in trained:
         prefix = prefixes.get(id(each._module_info.module), "")
         full = ".".join(filter(None, [prefix, each._module_info.param_name]))
         dim = each.fsdp_placement.dim
         parameters.append(Parameter.of(full, each._orig_size, dim, group.size()))
+        policy = (
+            known if hasattr(known, "mp_policy") else each
+        ).mp_policy  # torch 2.15: by parameter
         dtypes.append(policy.reduce_dtype or policy.param_dtype or each.sharded_param.dtype)
     parallel = any(each.is_dtensor for each in trained)
     return Sharded(

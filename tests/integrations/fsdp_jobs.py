@@ -28,6 +28,7 @@ from gcbench.core.compressor import Key, MultiRoundCompressor, Segments
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.world import Link, SimulatedWorld
 from gcbench.integrations import fsdp, handshake
+from gcbench.integrations.sharded import takes_unused
 
 STEPS = 4
 DENSE = {"dense_below": 50}
@@ -562,13 +563,16 @@ def unused(rank: int, size: int) -> dict[str, Any]:
             net.hidden(torch.relu(net.norm(net.conv(x))).flatten(1))
         )[:, :5].clone()
         sharded(net)
-        net.set_reduce_scatter_unused_params(told)
+        if told:
+            net.set_reduce_scatter_unused_params(True)
         hook.register(net)
         train(net, range(STEPS), rank)
         return ended(net)
 
     one = gcbench.shard_hook("onebit")
     found["refused"] = refused(lambda: run(one, told=False))
+    if not takes_unused():
+        return found
     other = gcbench.shard_hook("terngrad")
     end = run(other, told=True)
     other._modules = [each for each in other._modules if each.step]
@@ -644,7 +648,7 @@ def refusals(rank: int, size: int) -> dict[str, Any]:
 def refused_kinds(rank: int, size: int) -> dict[str, Any]:
     """Models that FSDP2 takes and the hook does not."""
     from torch.distributed._composable.replicate_with_fsdp import replicate
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+    from torch.distributed.fsdp._fully_shard import _fsdp_common
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers "fake"
 
     hook, found = gcbench.shard_hook, {}
@@ -665,12 +669,16 @@ def refused_kinds(rank: int, size: int) -> dict[str, Any]:
     found["backend of replicas"] = refused(
         lambda: hook("none").register(sharded(mesh=alone), replicas=fake)
     )
-    other = FSDPMeshInfo(mesh=alone, shard_mesh_dim=0)
+    if not hasattr(_fsdp_common, "ShardPlacementResult"):
+        found["several meshes"] = {"skipped": "this torch takes one mesh for a module"}
+        return found
+    other = _fsdp_common.FSDPMeshInfo(mesh=alone, shard_mesh_dim=0)
+    elsewhere = _fsdp_common.ShardPlacementResult(Shard(0), other)
     net = model()
     fully_shard(
         net,
         mesh=init_device_mesh("cpu", (size,)),
-        shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), other) if p.ndim > 3 else None,
+        shard_placement_fn=lambda p: elsewhere if p.ndim > 3 else None,
     )
     found["several meshes"] = refused(lambda: hook("none").register(net))
     return found

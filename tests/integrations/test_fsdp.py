@@ -22,7 +22,7 @@ import gcbench
 from gcbench.core import memory, registry
 from gcbench.core.compressor import MultiRoundCompressor, Segments, layout_bytes
 from gcbench.core.errors import UsageError
-from gcbench.integrations import chosen, fsdp
+from gcbench.integrations import chosen, fsdp, sharded
 from gcbench.integrations.layout import Layout, Parameter
 
 ROOT = Path(__file__).parents[2]
@@ -218,8 +218,13 @@ def test_gradients_that_are_accumulated_are_exchanged_once():
 def test_a_parameter_without_a_gradient_is_named_as_the_cause_or_sent_as_zeros():
     for found in of("unused"):
         assert found["refused"]["kind"] == "UsageError"
-        said = "the root module: 240 elements came and 486 .*set_reduce_scatter_unused_params"
+        said = "the root module: 240 elements came and 486 .*Does the loss not use some"
         assert re.search(said, found["refused"]["text"])
+        tells = "set_reduce_scatter_unused_params" in found["refused"]["text"]
+        assert tells == sharded.takes_unused()
+    if not sharded.takes_unused():
+        pytest.skip("this torch has no set_reduce_scatter_unused_params")
+    for found in of("unused"):
         assert found["equal"]
 
 
@@ -270,6 +275,8 @@ def test_what_cannot_be_carried_is_refused_on_every_rank(name):
 @pytest.mark.parametrize("name", KINDS_REFUSED)
 def test_models_that_cannot_be_carried_are_refused_on_every_rank(name):
     for found in of("refused_kinds"):
+        if "skipped" in found[name]:
+            pytest.skip(found[name]["skipped"])
         assert found[name]["kind"] == "UsageError"
         assert re.search(KINDS_REFUSED[name], found[name]["text"])
         assert found[name]["seconds"] < 5
@@ -342,7 +349,7 @@ def test_a_torch_with_other_internals_is_refused_with_the_versions_tried(monkeyp
             return object()
 
     net = Sharded(2, 3)
-    with pytest.raises(UsageError, match=r"does not hold parameters .*_fsdp_param_groups.*2\.13"):
+    with pytest.raises(UsageError, match=r"does not hold parameters .*_fsdp_param_group.*2\.13"):
         gcbench.shard_hook("none").register(net)
     monkeypatch.delattr(FSDPModule, "set_custom_reduce_scatter")
     with pytest.raises(UsageError, match=r"has no FSDPModule.set_custom_reduce_scatter.*2\.13"):

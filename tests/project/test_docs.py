@@ -247,8 +247,9 @@ def differences(rows: list[dict[str, Any]]) -> set[tuple[float, ...]]:
 def over_workers(rows: list[dict[str, Any]]) -> set[tuple[float, ...]]:
     """Return mean and 95 % interval of what is seen over all numbers of workers, in points.
 
-    To two decimals and to three. By optimizer: the mean over the numbers of workers less the uncompressed result, and the change
-    from the least to the most of a line through the accuracies over log2 of the workers.
+    To two decimals and to three. By optimizer: the mean over the numbers of workers less the
+    uncompressed result, and the change from the least to the most of a line through the accuracies
+    over log2 of the workers.
     """
     found = set()
     for momentum in {row["momentum"] for row in rows}:
