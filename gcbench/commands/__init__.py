@@ -158,6 +158,7 @@ def make(kind: type[Any], flags: Mapping[str, str] | None = None, /, **given: An
 
 
 OTHER = ", made by another version of the code"
+"""What a message says of stored work, which serves: any edit of a file changes the digest."""
 
 
 def long_work(
@@ -193,7 +194,7 @@ def long_work(
             if ledger.code != code:
                 say(f"{results / name} goes on from parts{OTHER}; --force begins it again")
             made = work(settings, command_line(), observer, ledger)
-            made.provenance |= {"started": ledger.started} | ({"code": code} if code else {})
+            made.provenance |= {"started": ledger.started} | ({"code": ledger.code} if code else {})
             return made
     finally:
         observer.close()

@@ -616,11 +616,9 @@ class _Module:
     def _check_elements(self, came: int, expected: int) -> None:
         """Raise UsageError if not all parameters that were registered have a gradient."""
         if came != expected:
-            told = (
-                sharded.UNUSED
-                if sharded.takes_unused()
-                else "use all of them, or take a newer torch"
-            )
+            told = "use all of them, or take a newer torch"
+            if sharded.takes_unused():
+                told = "call model.set_reduce_scatter_unused_params(True)"
             raise UsageError(
                 f"{self.name}: {came} elements came and {expected} are those of all its "
                 f"parameters. Does the loss not use some of them? Then {told}. Freeze parameters "

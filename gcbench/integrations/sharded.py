@@ -93,9 +93,6 @@ REDUCE = (
 )
 
 
-UNUSED = "call model.set_reduce_scatter_unused_params(True)"
-
-
 def takes_unused() -> bool:
     """Return whether this torch can be told to send zeros for parameters without a gradient."""
     from torch.distributed.fsdp import FSDPModule
@@ -173,9 +170,8 @@ def _read(name: str, module: Any, state: Any, prefixes: Mapping[int, str]) -> Sh
         full = ".".join(filter(None, [prefix, each._module_info.param_name]))
         dim = each.fsdp_placement.dim
         parameters.append(Parameter.of(full, each._orig_size, dim, group.size()))
-        policy = (
-            known if hasattr(known, "mp_policy") else each
-        ).mp_policy  # torch 2.15: by parameter
+        holder = known if hasattr(known, "mp_policy") else each  # torch 2.15: by parameter
+        policy = holder.mp_policy
         dtypes.append(policy.reduce_dtype or policy.param_dtype or each.sharded_param.dtype)
     parallel = any(each.is_dtensor for each in trained)
     return Sharded(

@@ -34,6 +34,7 @@ FORMATS = ("table", "markdown", "csv", "json", "latex")
 HEAD = "analysis.json"
 LEDGER = "ledger.jsonl"
 PACKAGES = ("gcbench", "compressors", "tasks")
+"""What the digest of the code is taken of."""
 MADE = "made"
 """The key of the ledger's first line."""
 
@@ -222,7 +223,8 @@ class Ledger:
                 whole += len(line)
             file.truncate(whole)
             self._file = file
-            self._made = self._found.get(MADE, self._made)
+            if self._found:  # a ledger without its first line is of a version that wrote none
+                self._made = self._found.get(MADE, {**self._made, "code": ""})
             yield self
 
     @property

@@ -169,3 +169,7 @@ def test_what_was_trained_before_a_stop_is_kept_and_dated(tmp_path, monkeypatch)
     assert seeds == [0, 1, 1]
     assert done.json["provenance"]["started"] == "000"
     assert "goes on from parts, made by another version of the code; --force" in done.err
+    again = invoke(
+        *words, "--results", tmp_path, "--json"
+    )  # of which a part still is the old one's
+    assert "is finished, made by another version of the code; --force" in again.err
