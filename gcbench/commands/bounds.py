@@ -65,9 +65,12 @@ def bounds(
     weights: Annotated[
         str | None, _opt("Weights whose noise is tested, e.g. '1.weight[3],3.weight[0]'.", LOOK)
     ] = None,
-    strict: Annotated[bool, typer.Option(help="Exit code 1 if a theorem's bound is violated.")] = (
-        False
-    ),
+    strict: Annotated[
+        bool,
+        typer.Option(
+            help="Exit code 1 if a theorem's bound is violated, or no theorem judges a method."
+        ),
+    ] = False,
     data_dir: DataDir = None,
     results: Results = ANALYSES,
     plot: Plot = None,
@@ -80,7 +83,8 @@ def bounds(
 
     Compressors run on known inputs, in compressed training, and on quadratics with known constants.
 
-    --strict looks at theorems alone. A theorem can fail only where code is wrong, or where a method
+    --strict looks at theorems alone, and at methods that none of them judges (unless --claims chose
+    theorems). A theorem can fail only where code is wrong, or where a method
     declares what is not true of it: a method of your own is judged by what its class declares, or
     inherits.
     """
@@ -126,4 +130,7 @@ def bounds(
     deliver(found, results, plot, format_, as_json=json)
     if strict and found.failed:
         say("a theorem's bound is violated; see the verdicts above")
+        raise typer.Exit(1)
+    if strict and (left := measure.unjudged(settings, found.table("claims").rows)):
+        say(f"no theorem judged {', '.join(left)}; gcbench verify checks what a method declares")
         raise typer.Exit(1)

@@ -435,7 +435,7 @@ class Compressor(ABC):
     def recipe(self) -> Mapping[str, Any]:
         """Settings of the optimizer that belong to the published method, by their names in a run.
 
-        They are the defaults of a run with this method; a run with other values is marked as such.
+        They are the defaults of a run with this method.
         """
         return {}
 

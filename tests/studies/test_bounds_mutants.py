@@ -124,10 +124,17 @@ def test_what_no_audit_sees_is_not_judged(base, collectives, why, small) -> None
 
 
 def test_a_command_that_judges_nothing_says_why(installed, small, tmp_path) -> None:
-    words = (*QUICK, "--methods", "twoshotlevels", "--results", tmp_path)
-    done = invoke("bounds", *words)
-    assert done.code == 0
-    assert "owners encode the mean again" in " ".join(done.out.split())
+    """A method that no theorem judges, whatever its code does, does not pass --strict."""
+    words = ("bounds", *QUICK, "--methods", "none,twoshotlevels", "--results", tmp_path)
+    done = invoke(*words)
+    said = " ".join(done.out.split())
+    assert "owners encode the mean again" in said
+    assert "No theorem judged twoshotlevels: " in said
+    assert done.code == 1
+    assert "no theorem judged twoshotlevels; gcbench verify" in done.err
+    again = invoke(*words)
+    assert (again.code, "is finished" in again.err) == (1, True)
+    assert invoke(*(word for word in words if word != "--strict")).code == 0
 
 
 def test_a_class_derived_from_ours_fails_while_it_trains(installed, tmp_path) -> None:

@@ -250,6 +250,11 @@ def run(
         made.provenance["started"] = ledger.started
         made.tables = [*_tables(settings, judged, records, audits)]
         made.conclusions = _conclusions(judged.rows)
+        if left := unjudged(settings, judged.rows):
+            made.conclusions.append(
+                f"No theorem judged {', '.join(left)}: it claims nothing that one is about, or is "
+                "exchanged by two-shot alone. That says nothing of its code: `gcbench verify` does."
+            )
         made.failed = any(
             row["kind"] == "theorem" and row["verdict"] == "fails" for row in judged.rows
         )
@@ -442,6 +447,17 @@ def _group(name: str) -> str:
 
 
 TOLD = {"holds": "hold", LOOSELY: "hold loosely", "fails": "fail", "undecided": "undecided"}
+
+
+def unjudged(settings: Settings, rows: Sequence[Row]) -> list[str]:
+    """Return the methods, by their words, that ran in no theorem row; none if claims were chosen.
+
+    `rows`: those of the table `claims`.
+    """
+    if settings.claims != Settings.model_fields["claims"].default:
+        return []
+    ran = {row["ran"] for row in rows if row["kind"] == "theorem"}
+    return [word for word in settings.chosen() if word not in ran]
 
 
 def _conclusions(rows: Sequence[Row]) -> list[str]:
