@@ -70,6 +70,20 @@ def clock():
     return Clock(torch.device("cpu"))
 
 
+@pytest.fixture(autouse=True)
+def own_files():
+    """Have a test's files of compressors forgotten after it, which a command registers."""
+    from gcbench.core import registry
+
+    before = os.environ.get(registry.FILES)
+    yield
+    if os.environ.get(registry.FILES) != before:
+        os.environ.pop(registry.FILES)
+        if before is not None:
+            os.environ[registry.FILES] = before
+        registry.compressors.cache_clear()
+
+
 @pytest.fixture
 def forget():
     """Return a function that forgets the files of compressors, as a new process does."""
