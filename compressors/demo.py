@@ -137,11 +137,32 @@ class DeMoClaims(Claims[DeMo]):
     portable = False
 
     def error_bound(self, x: Tensor, segments: Segments) -> float:
-        """Return the bound on the dropped energy, with room for rounding and for denormals."""
-        return 2.0**-296 * x.count_nonzero().item() + sum(
-            (1 - cut.kept / cut.size + 2**-18) * float(x[cut.place].double().square().sum())
-            for cut in self.codec._cuts(segments)
-        )
+        """Return the energy of the smallest coefficients, with room for rounding and denormals."""
+        dropped = 2.0**-290 * x.count_nonzero().item()
+        for cut in self.codec._cuts(segments):
+            energies = exact_dct(x, cut).square()
+            least = energies.sort(dim=1).values[:, : cut.size - cut.kept]
+            dropped += float(least.sum()) + 2.0**-18 * float(energies.sum())
+        return dropped
+
+    def aggregated(self, decoded: Sequence[Tensor], segments: Segments) -> Tensor:
+        """Return the sign of each coefficient's mean over the workers that sent it.
+
+        A worker sent the coefficients of what it decodes to that are not 0, up to rounding. NaN: an
+        element below 1e-4 of the largest, whose sign is left to rounding; without the sign it is
+        what it is.
+        """
+        update = torch.zeros(segments.numel, dtype=torch.float64)
+        for cut in self.codec._cuts(segments):
+            found = torch.stack([exact_dct(one, cut) for one in decoded])
+            all_sent = cut.kept == cut.size
+            sent = (found.abs() > 1e-5 * found.abs().amax((1, 2), keepdim=True)) | all_sent
+            total = torch.where(sent, found, 0.0).sum(0)
+            update[cut.place] = exact_dct(total / sent.sum(0).clamp(min=1), cut, inverse=True)
+        if not self.codec.sign:
+            return update.float()
+        small = update.abs() < 1e-4 * update.abs().amax() if len(update) else update.bool()
+        return torch.where(small & (update != 0), torch.nan, update.sign()).float()
 
     def delta(self, segments: Segments) -> float | None:
         """Return the least topk / size of a chunk, with room for rounding."""
@@ -254,6 +275,24 @@ def inverse_dct(coefficients: Tensor, cuts: Sequence[Chunks]) -> Tensor:
             blocks = blocks @ dct_matrix(cut.width).to(out.device)
         out[cut.place].view(blocks.shape).copy_(blocks)
     return out.nan_to_num_()
+
+
+def exact_dct(x: Tensor, cut: Chunks, *, inverse: bool = False) -> Tensor:
+    """Return one tensor's coefficients by SciPy in float64, shape (chunks, size); or the inverse.
+
+    What `dct` and `inverse_dct` are held to. The inverse takes that shape, and returns the tensor's
+    elements, float64, flat.
+    """
+    from scipy import fft
+
+    if inverse:
+        blocks = x.view(cut.down, cut.across, cut.height, cut.width).numpy()
+        restored = torch.from_numpy(fft.idctn(blocks, axes=(2, 3), norm="ortho"))
+        return restored.transpose(1, 2).reshape(-1)
+    blocks = x[cut.place].double().view(cut.down, cut.height, cut.across, cut.width)
+    chunks = blocks.transpose(1, 2).contiguous().numpy()
+    found = fft.dctn(chunks, axes=(2, 3), norm="ortho")
+    return torch.from_numpy(found).view(cut.number, cut.size)
 
 
 def kept_runs(cuts: Sequence[Chunks]) -> list[KeptRun]:

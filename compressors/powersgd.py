@@ -128,6 +128,27 @@ class PowerSGDClaims(Claims[PowerSGD]):
     contractive = True
     portable = False
 
+    @property
+    def exact_for(self) -> tuple[str, ...]:
+        """Return the ranks of matrices that arrive exactly: up to the method's own."""
+        return tuple(f"rank {rank}" for rank in (1, 2, 4) if rank <= self.codec.rank)
+
+    def settled_error(self, x: Tensor, segments: Segments) -> float | None:
+        """Return the error of the best approximation, to 1 % (Eckart and Young 1936).
+
+        Power iteration converges to it, if singular value r + 1 is well below the r-th; 1e-6 of the
+        energy is left to rounding. None without a warm start.
+        """
+        if not self.codec.warm_start:
+            return None
+        total = 0.0
+        for place, n, m in self.codec._tensors(segments):
+            if m:
+                squares = torch.linalg.svdvals(x[place].double().view(n, m)).square()
+                best = float(squares[self.codec.rank :].sum())
+                total += 1.01 * best + 1e-6 * float(squares.sum())
+        return total
+
     def error_bound(self, x: Tensor, segments: Segments) -> float:
         """Return the bound in expectation over Q, with a margin for float32's rounding."""
         return sum(

@@ -159,6 +159,14 @@ class SignSGDClaims(Claims[SignSGD]):
     def signs(self) -> bool:
         return self.codec.quorum == 1 and not self.codec.abstain
 
+    def aggregated(self, decoded: Sequence[Tensor], segments: Segments) -> Tensor:
+        """Return the winner of at least min(quorum, M) votes, else 0; of ties +1, or a coin."""
+        votes = torch.stack([one.double() for one in decoded]).sum(0)
+        won = torch.where(votes.abs() >= min(self.codec.quorum, len(decoded)), votes.sign(), 0.0)
+        if not self.signs:
+            return won.float()
+        return torch.where(votes == 0, 1.0 if self.codec.ties == "plus" else torch.nan, won).float()
+
     @property
     def exact_for(self) -> tuple[str, ...]:
         # All magnitudes are 1 = rms, at which a worker must not abstain; zeros need abstention.

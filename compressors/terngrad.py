@@ -166,11 +166,30 @@ class TernGradClaims(Claims[TernGrad]):
         known = {2.0: 0.65281, 2.5: 1.00953, 3.0: 1.39676}  # tests compute the integrals
         return None if isinstance(self.codec.granularity, int) else known.get(self.codec.clip)
 
+    def _limits(self, x: Tensor, segments: Segments) -> Tensor:
+        """Return each element's threshold, float64, shape (n,); none is infinity.
+
+        The equations in float64, and not the encoder's own: what it does is held to them.
+        """
+        limits = torch.full((len(segments),), math.inf, dtype=torch.float64)
+        for which, start, length in segments.runs:
+            if length and self.codec.clip:
+                rows = x[start : start + length * (which.stop - which.start)].double()
+                rows = rows.view(-1, length)
+                apart = rows.amin(1) < rows.amax(1)
+                sigma = rows.std(1, correction=0)
+                limits[which] = torch.where(apart, self.codec.clip * sigma, math.inf)
+        return limits.repeat_interleave(torch.tensor(segments.lengths))
+
     def target(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
-        limit, own = self.codec._own(x, segments)
-        if self.codec.scale == "c-sigma":
-            limit = shared if self.codec.share else own  # the scale is the clipping threshold
-        return x if limit is None else ops.statistics.clamp_(x.clone(), limit, segments)
+        """Return x clipped at c standard deviations of its segment, unless all of it is equal.
+
+        With `scale="c-sigma"` the scale that all agreed on is the threshold.
+        """
+        if self.codec.scale == "c-sigma" and self.codec.share:
+            return ops.statistics.clamp_(x.clone(), shared, segments)
+        limits = self._limits(x, segments)
+        return x.double().clamp(-limits, limits).float()
 
     def omega(self, segments: Segments) -> float | None:
         """Return (sqrt(d) - 1) / 2 for the longest segment of d elements; None with clipping.
@@ -181,6 +200,16 @@ class TernGradClaims(Claims[TernGrad]):
         return None if self.codec.clip else (math.sqrt(max(1, *segments.lengths, 1)) - 1) / 2
 
     def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
+        """Return s |f| - f^2: s is the scale that all agreed on, or the segment's own.
+
+        Its own is the largest |f|, or the threshold with `scale="c-sigma"`.
+        """
         f = self.target(x, segments, shared).double()
-        scale = shared if self.codec.share else self.codec._own(x, segments)[1]
-        return ops.statistics.scale_(f.abs(), scale.double(), segments) - f * f
+        if self.codec.share:
+            return ops.statistics.scale_(f.abs(), shared.double(), segments) - f * f
+        scale = ops.statistics.absmax(f.float(), segments).double()
+        scale = scale.repeat_interleave(torch.tensor(segments.lengths))
+        if self.codec.scale == "c-sigma":
+            limits = self._limits(x, segments)
+            scale = torch.where(limits.isinf(), scale, limits)
+        return scale * f.abs() - f * f

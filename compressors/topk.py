@@ -156,11 +156,19 @@ class TopKClaims(Claims[TopK]):
         return dropped if dropped >= 100 * ROUNDING[self.codec.values] else None
 
     def error_bound(self, x: Tensor, segments: Segments) -> float:
-        """Return sum (1 - k/d) ||x||^2 over the segments, plus a bound on the values' rounding."""
+        """Return the energy of the smallest d - k of each segment, plus that of values' rounding.
+
+        It is at most (1 - k/d) ||x||^2, and that where all magnitudes are equal.
+        """
         runs = ops.selection.kept_runs(segments, self.codec.ratio)
+        total = kept = 0.0
+        for run in runs:
+            stop = run.start + run.rows * run.length
+            energies = x[run.start : stop].double().square().view(run.rows, run.length)
+            total += float(energies.sum())
+            kept += float(energies.topk(run.keep, dim=1).values.sum() if run.length else 0)
         rounding = ops.selection.value_error(x, segments, self.codec.values, runs)
-        square = float(ops.statistics.moments(x, segments)[1].sum())
-        return min(ops.selection.dropped_energy(x, segments, runs) + rounding, square)
+        return min(max(0.0, total - kept) + 1e-13 * total + rounding, total)
 
     def delta(self, segments: Segments) -> float | None:
         """Return the least k/d of a segment, attained where all magnitudes are equal.

@@ -7,8 +7,10 @@ claims can be trained all the same, but less of it can be checked.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -105,12 +107,34 @@ class Claims(Generic[C]):
         """Families of inputs that are decoded without error, by their names in `gcbench verify`."""
         return ()
 
+    def settled_error(self, x: Tensor, segments: Segments) -> float | None:
+        """Return a bound on ||x - x'||^2 after 50 steps with the same x, each without feedback.
+
+        For methods that carry what they learn of the gradient from step to step. None: a step is
+        like any other.
+        """
+        return None
+
     # The mean of several workers.
 
     @property
     def aggregate(self) -> str:
         """What `mean` is: "mean" of the decoded payloads, their majority "vote", or "other"."""
         return "mean"
+
+    def aggregated(self, decoded: Sequence[Tensor], segments: Segments) -> Tensor | None:
+        """Return what `mean` must be, by what each worker's payload decodes to, float32, (n,) each.
+
+        float32, shape (n,). NaN stands for a fair coin, +1 or -1, in a vote, and elsewhere for an
+        element where rounding decides. The mean by default, or the sign of the sum with a coin for
+        ties. None: an "other" aggregate that says no more of itself.
+        """
+        if self.aggregate == "other":
+            return None
+        total = torch.stack([one.double() for one in decoded]).sum(0)
+        if self.aggregate == "vote":
+            return torch.where(total == 0, torch.nan, total.sign()).float()
+        return (total / len(decoded)).float()
 
     @property
     def signs(self) -> bool:

@@ -46,13 +46,23 @@ from gcbench.training.membership import Membership
 SIZES = (0, 1, 31, 32, 33, 1023, 1025, 10_007)
 LONG = ((1050, 1000), (33,), (50_001,))
 """More than a million elements, for errors that appear only far from the beginning."""
+FAR = ((4201, 4129),)
+"""Of 32 stretches the last lies beyond 2^24, where float32 does not hold every position."""
+TENSORS = tuple(
+    [((3, 7), (5,), (40,), (), (2, 3, 3, 3), (1,), (33, 4), (64,))[i % 8] for i in range(300)]
+)
+"""A model of 300 tensors, for errors that appear only behind the first few, or the first 256."""
 STRETCHES = 32
 SHAPES = ((3, 5), (0,), (1,), (), (40, 33), (7,), (2, 3, 3, 3), (1030,), (0, 4))
 """Shapes of a test bucket: empty, of one element, a scalar, matrices, a kernel, vectors."""
 WORKERS = (1, 2, 3, 5, 8, 64)
+HEARD = (1, 2, 3, 4, 5, 6, 8, 16)
+TOSSES = 20_000
+"""Tied votes, at least, whose coin is tested."""
 MANY = 401
 """Workers whose codes of up to 127 do not add up in 16 bits, and whose votes change sign in 8."""
 KEY = Key(seed=7, step=3, rank=0)
+LATE = Key(seed=7, step=1_000_003, rank=77)
 Z = 5.5
 """Standard deviations: a normal variable lies outside with probability 4e-8, one of 64 with 2e-6"""
 DRAWS = 4000
@@ -114,9 +124,14 @@ def normal(n: int, seed: int = 0) -> Tensor:
 
 
 @cache
-def _many() -> Tensor:
-    """Return the normal values of the tensors of `LONG`; whoever changes them takes a copy."""
-    return normal(sum(map(math.prod, LONG)))
+def _many(shapes: Sequence[Sequence[int]]) -> Tensor:
+    """Return normal values of the tensors of `LONG`, or `FAR`; whoever changes them takes a copy.
+
+    Those of `FAR` repeat after a stretch of odd length.
+    """
+    n, own = sum(map(math.prod, shapes)), sum(map(math.prod, LONG))
+    values = normal(min(n, own))
+    return values if n <= own else values[: own - 1].repeat(-(-n // (own - 1)))[:n]
 
 
 def _denormal(n: int) -> Tensor:
@@ -135,6 +150,7 @@ def inputs(n: int) -> Iterator[tuple[str, Tensor]]:
     yield "negative constant", torch.full((n,), -2.5)
     yield "denormal", _denormal(n)
     yield "huge", x * 1e30
+    yield "small", x * 1e-7
     yield "mixed scales", x * torch.pow(10.0, (torch.arange(n) % 13 - 6).float())
     yield "heavy tails", x**5
 
@@ -169,16 +185,37 @@ def _sparse(segments: Segments, seed: int) -> Tensor:
     return out
 
 
+def _of_rank(rank: int) -> Callable[[Segments, int], Tensor]:
+    """Return a function that makes matrices of this rank at most, sums of products of signs."""
+
+    def make(segments: Segments, seed: int) -> Tensor:
+        out = _signs(segments, seed)
+        for start, shape in segments.tensors:
+            n, size = shape[0] if shape else 1, math.prod(shape)
+            if len(shape) > 1 and size:
+                place, m = slice(start, start + size), size // n
+                draws = ops.random.draws24(Key(seed, 2, 0, start, 254), rank * (n + m)) % 2
+                left, right = (1.0 - 2.0 * draws).split([rank * n, rank * m])
+                weights = torch.arange(1.0, rank + 1)[:, None]
+                product = (weights * left.view(rank, n)).T @ right.view(rank, m)
+                out[place] = product.reshape(-1)
+        return out
+
+    return make
+
+
 FAMILIES: Mapping[str, Callable[[Segments, int], Tensor]] = {
     "signs": _signs,
     "ternary": lambda segments, seed: _with_extreme(_refined(segments), -1, 1, seed),
     "integers": lambda segments, seed: _with_extreme(_refined(segments), -7, 7, seed),
     "bytes": lambda segments, seed: _with_extreme(_refined(segments), -127, 127, seed),
     "sparse": _sparse,
+    **{f"rank {rank}": _of_rank(rank) for rank in (1, 2, 4)},
 }
 """Families of inputs that a method may declare to transmit exactly (`Claims.exact_for`): +-1; {-1,
 0, 1} and integers up to 7 and to 127 in magnitude, with an extreme in every segment; one nonzero
-integer in every segment."""
+integer in every segment; matrices of integers of a low rank, with vectors of +-1. What is not
+portable, whose last bits a library decides, transmits them up to rounding, 1e-5 of the largest."""
 
 
 # ---- running a method ----------------------------------------------------------------------------
@@ -341,23 +378,38 @@ def _sizes(method: Compressor) -> _Found:
 def _long(method: Compressor) -> _Found:
     """Of more than a million elements all parts arrive: in each stretch, <decoded, x> is above 0.
 
-    Where a variance is declared <decoded - t, t> is 0 in each stretch within Z standard deviations,
-    t being the target: by the declared variance of independent elements, or, if that is more, by
-    the scatter of 64 parts of the stretch. What contracts without draws is held to `error_bound`.
+    Of an unbiased method <decoded - t, t> is 0 in each stretch within Z standard deviations, t
+    being the target: by the declared variance of independent elements, or, if that is more, by the
+    scatter of 64 parts of the stretch. What contracts without draws is held to `error_bound`, and
+    signs are compared one by one. With its defaults a method gets more than 2^24 elements as well,
+    at a late step and of another rank.
     """
-    segments, x = _segments(method, LONG), _many().clone()
-    payload, shared = _encode(method, x, segments)
+    found = _arrived(method, LONG)
+    if not found.holds or method != type(method)():
+        return found
+    return _arrived(method, FAR, LATE)
+
+
+def _arrived(method: Compressor, shapes: Sequence[Sequence[int]], key: Key = KEY) -> _Found:
+    segments, x = _segments(method, shapes), _many(shapes).clone()
+    payload, shared = _encode(method, x, segments, key)
     arrived = method.decode(payload, segments, shared)
     along = torch.stack([part.sum() for part in (arrived.double() * x).tensor_split(STRETCHES)])
     wrong, notes = ~(along > 0), []
     if bool(wrong.any()):
         notes.append("nothing arrives")
-    v = method.claims.variance(x, segments, shared) if method.claims.unbiased else None
-    if v is not None:
+    if method.claims.unbiased:
+        v = method.claims.variance(x, segments, shared)
+        v = torch.zeros(len(x)) if v is None else v
         biased = _biased(arrived, method.claims.target(x, segments, shared), v)
         wrong |= biased
         if bool(biased.any()):
             notes.append("the mean is not the target")
+    if method.claims.signs:
+        other = torch.stack([p.any() for p in (arrived != x.sign()).tensor_split(STRETCHES)])
+        wrong |= other
+        if bool(other.any()):
+            notes.append("other signs")
     lost = wrong.nonzero().flatten().tolist()
     notes = [f"{', '.join(notes)}: of the stretches {lost}"] if lost else []
     if method.claims.contractive and not _random(method):
@@ -387,7 +439,7 @@ def _threads(method: Compressor) -> _Found:
     """The bytes, and what they decode to, are the same with one thread as with two."""
     if not method.claims.portable:
         raise _NotDeclaredError("a library decides its last bits")
-    segments, x = _segments(method, LONG), _many().clone()
+    segments, x = _segments(method, LONG), _many(LONG).clone()
     found, before = [], torch.get_num_threads()
     try:
         for threads in (1, 2):
@@ -411,7 +463,7 @@ def _nominal(method: Compressor) -> _Found:
     if nominal is None:
         raise _NotDeclaredError("the source quotes no number of bits")
     segments = _segments(method, LONG)
-    payload, _ = _encode(method, _many().clone(), segments)
+    payload, _ = _encode(method, _many(LONG).clone(), segments)
     sent = 8 * payload.nbytes / segments.numel
     factor = 2 if method == type(method)() else 4
     low, high = nominal / factor, nominal * factor
@@ -458,19 +510,23 @@ def _miscut(method: Compressor, payload: Payload, segments: Segments, shared: Te
 
 
 def _bucketing(method: Compressor) -> _Found:
-    """A tensor arrives as the same bits alone (at its place) and in a bucket with others."""
+    """A tensor arrives as the same bits alone (at its place) and in a bucket with others.
+
+    Of two long tensors, and of 300 short ones.
+    """
     if method.granularity == "model":
         raise _NotDeclaredError("one segment spans all tensors")
     if isinstance(method, MultiRoundCompressor):
         raise _NotDeclaredError("the state of all tensors is drawn as one")
-    shapes = [(2, TILE // 2), (TILE + 206,)]
-    x = normal(2 * TILE + 206)
-    together = _pass(method, x, _segments(method, shapes))
     wrong = 0
-    for start, stop, shape in ((0, TILE, shapes[0]), (TILE, len(x), shapes[1])):
-        key = KEY._replace(offset=start)
-        alone = _pass(method, x[start:stop], _segments(method, [shape]), key)
-        wrong += int((alone != together[start:stop]).sum())
+    for shapes in (((2, TILE // 2), (TILE + 206,)), TENSORS):
+        segments = _segments(method, shapes)
+        x = normal(segments.numel)
+        together = _pass(method, x, segments)
+        for start, shape in segments.tensors:
+            stop, key = start + math.prod(shape), KEY._replace(offset=start)
+            alone = _pass(method, x[start:stop], _segments(method, [shape]), key)
+            wrong += int((alone != together[start:stop]).sum())
     return _Found(f"{wrong} elements differ", "0", wrong == 0)
 
 
@@ -532,13 +588,19 @@ def _drawn_at(method: Compressor, first: Key, keys: Sequence[tuple[str, Key]]) -
 
 
 def _always(method: Compressor, *keys: tuple[str, Key]) -> bool:
-    """Return whether two additions draw alike at all of `AGAIN` other keys.
+    """Return whether two additions draw alike at all of `AGAIN` other keys, even or odd.
 
     Numbers of few values are alike by chance, too: with the probability p at one key, but p^24 at
-    all of these.
+    all of these. Even and odd keys are apart, as the steps 2k and 2k + 1 may share a draw where 2k
+    + 1 and 2k + 2 do not.
     """
-    firsts = (Key(11 + i, 7 + 101 * i, 3 * i, 5 * TILE * i) for i in range(AGAIN))
-    return all(len(set(_drawn_at(method, first, keys))) == 1 for first in firsts)
+    return any(
+        all(
+            len(set(_drawn_at(method, Key(11 + i, 7 + 101 * i, 3 * i, 5 * TILE * i), keys))) == 1
+            for i in range(odd, 2 * AGAIN, 2)
+        )
+        for odd in (0, 1)
+    )
 
 
 def _random(method: Compressor) -> bool:
@@ -699,6 +761,7 @@ def _beyond_omega(method: Compressor) -> str:
 def _contraction(method: Compressor) -> _Found:
     """||x - C(x)||^2 stays within the declared bound, and the bound below ||x||^2.
 
+    So it does within (1 - delta) ||x||^2, but for denormals, where a delta is declared.
     Of random methods the mean of 48 draws is judged, see `_beyond`; of 12, if that is within it.
     """
     if not method.claims.contractive:
@@ -713,6 +776,9 @@ def _contraction(method: Compressor) -> _Found:
             if bound is None:
                 faults.append("no error_bound")
                 continue
+            delta = method.claims.delta(segments)
+            if delta is not None and name != "denormal":
+                bound = min(bound, (1 - delta) * size * (1 + 1e-6))
             for few in (keys[:12], keys):
                 errors = [_energy(x.double() - _pass(method, x, segments, key)) for key in few]
                 mean = math.fsum(errors) / len(errors)
@@ -780,7 +846,7 @@ def _exact(method: Compressor) -> _Found:
     for family in method.claims.exact_for:
         make = FAMILIES[family]
         x = make(segments, 0)
-        if not torch.equal(_pass(method, x, segments), x):
+        if inexact(_pass(method, x, segments), x, method.claims.portable, one=True):
             faults.append(f"{family}, one worker")
         if method.claims.aggregate == "other":
             continue  # its aggregate is no mean, and not defined by the contract
@@ -790,7 +856,7 @@ def _exact(method: Compressor) -> _Found:
                 continue  # many workers only with the defaults, to save time
             xs, expected = exact_mean(method, collective, family, segments, workers)
             done += 1
-            if inexact(_mean(method, collective, xs, shapes), expected):
+            if inexact(_mean(method, collective, xs, shapes), expected, method.claims.portable):
                 faults.append(f"{family}, {workers} workers, {collective}")
     what = f"{done} means, {len(method.claims.exact_for)} round trips"
     return _Found(", ".join(faults[:3]) or f"{what} exact", what, not faults)
@@ -804,7 +870,7 @@ def exact_mean(
     All float32, shape (n,). For a vote the mean is the majority's sign, and NaN at ties, where
     nothing is promised.
     """
-    alike = collective == "twoshot" and method.requantizes
+    alike = (collective == "twoshot" and method.requantizes) or family.startswith("rank")
     xs = [FAMILIES[family](segments, 0 if alike else rank) for rank in range(workers)]
     total = torch.stack(xs).sum(0)
     if method.claims.aggregate == "vote":
@@ -812,10 +878,18 @@ def exact_mean(
     return xs, total / workers
 
 
-def inexact(got: Tensor, expected: Tensor) -> int:
-    """Return how many elements differ by more than the rounding of a scale, 1e-6 relative."""
+def inexact(got: Tensor, expected: Tensor, portable: bool = True, *, one: bool = False) -> int:
+    """Return how many elements differ; NaN promises nothing.
+
+    Means of several workers may differ by the rounding of a scale, 1e-6 relative; those of `one`
+    not at all. What is not portable may by 1e-5 of the largest.
+    """
     promised = ~expected.isnan()
-    return int((promised & ~torch.isclose(got, expected, rtol=1e-6, atol=0)).sum())
+    if not portable:
+        near = (got - expected).abs() <= 1e-5 * expected[promised].abs().max()
+        return int((promised & ~near).sum())
+    same = got == expected if one else torch.isclose(got, expected, rtol=1e-6, atol=0)
+    return int((promised & ~same).sum())
 
 
 def _collectives(method: Compressor) -> _Found:
@@ -860,62 +934,158 @@ def _alike(method: Compressor) -> _Found:
 
 
 def _heard(method: Compressor) -> _Found:
-    """Every worker's payload counts in the method's mean and merge.
+    """Every worker's payload counts in the method's mean and merge, as its card says.
 
-    The mean is that of the contract, up to rounding; for a vote it is the majority, and for another
-    aggregate it changes with each worker's payload. The merge decodes to the same. Of 401 workers
-    three have payloads of their own, of nearly equal gradients, whose codes add up.
+    The mean is that of the decoded payloads, up to rounding, a vote their majority, with ties as
+    declared, and another aggregate what the method says of itself (`Claims.aggregated`), or else
+    it changes with each worker's payload. The merge decodes to the same. With 1 to 16 workers, in
+    a model of 300 tensors, too; of 401 workers three have payloads of their own, of nearly equal
+    gradients, whose codes add up.
     """
     if isinstance(method, MultiRoundCompressor):
         raise _NotDeclaredError("the engine adds what is sent in rounds")
     own = any(getattr(type(method), f) is not getattr(Compressor, f) for f in ("mean", "merge"))
-    workers = (3, 5, MANY) if own and method.claims.aggregate != "other" else (3, 5)
-    faults = [fault for count in workers for fault in _unheard(method, count)]
-    right = f"{', '.join(map(str, workers))} workers heard"
+    shapes = ((40, 33), (0,), (1,), (1030,))
+    faults = [fault for count in HEARD for fault in _unheard(method, count, shapes)]
+    faults += [f"{fault}, 300 tensors" for fault in _unheard(method, 3, TENSORS)]
+    if own and method.claims.aggregate != "other":
+        faults += _unheard(method, MANY, shapes)
+    if method.claims.aggregate == "vote":
+        faults += _unfair(method)
+    if method.claims.aggregate == "mean":
+        faults += _uncounted(method, shapes)
+    right = f"{HEARD[0]} to {MANY if own else HEARD[-1]} workers heard"
     return _Found(", ".join(faults) or right, "the definition", not faults)
 
 
-def _unheard(method: Compressor, workers: int) -> Iterator[str]:
-    """Yield what is wrong with the mean and the merge of an odd number of workers: no ties."""
-    segments, few = _segments(method, [(40, 33), (0,), (1,), (1030,)]), min(workers, 5)
+def _sent(
+    method: Compressor, workers: int, shapes: Sequence[Sequence[int]], step: int = KEY.step
+) -> tuple[list[Tensor], list[Payload], Segments, Tensor]:
+    """Return the gradients of up to 5 workers, and the payloads of all, which repeat theirs."""
+    segments, few = _segments(method, shapes), min(workers, 5)
     xs = [normal(segments.numel, 30 + rank) for rank in range(few)]
     if workers == MANY:
         xs = [normal(segments.numel) + 0.1 * x for x in xs[:3]]
     shared = _shared(method, xs, segments, KEY)
-    keys = [KEY._replace(rank=rank) for rank in range(len(xs))]
-    sent = [method.encode(x, segments, shared, key) for x, key in zip(xs, keys, strict=True)]
-    payloads = [sent[rank % len(sent)] for rank in range(workers)]
-    mean = method.mean(payloads, segments, shared).clone()
-    match method.claims.aggregate:
-        case "mean":
-            right = _near(mean, Compressor.mean(method, payloads, segments, shared))
-        case "vote":
-            decoded = [method.decode(payload, segments, shared) for payload in payloads]
-            votes = torch.stack(decoded).sum(0)
-            right = torch.equal(mean.sign()[votes != 0], votes.sign()[votes != 0])
-        case _:
-            right = True
-            for rank, (x, key) in enumerate(zip(xs, keys, strict=True)):
-                other = list(payloads)
-                other[rank] = method.encode(-x, segments, shared, key)
-                right &= not torch.equal(mean, method.mean(other, segments, shared))
-    if not right:
-        yield f"mean of {workers} workers"
-    if "twoshot" in method.legal_collectives():
+    sent = [
+        method.encode(x, segments, shared, KEY._replace(step=step, rank=rank))
+        for rank, x in enumerate(xs)
+    ]
+    return xs, [sent[rank % len(sent)] for rank in range(workers)], segments, shared
+
+
+def _unheard(method: Compressor, workers: int, shapes: Sequence[Sequence[int]]) -> Iterator[str]:
+    """Yield what is wrong with the mean and the merge of so many workers."""
+    xs, payloads, segments, shared = _sent(method, workers, shapes)
+    decoded = [method.decode(payload, segments, shared).clone() for payload in payloads]
+    defined = method.claims.aggregated(decoded, segments)
+
+    def right(got: Tensor) -> bool:
+        if defined is None:
+            return got.shape == decoded[0].shape
+        sure = ~defined.isnan()
+        if method.claims.aggregate == "vote" and bool((got[~sure].abs() != 1).any()):
+            return False
+        return got.shape == defined.shape and _near(got[sure], defined[sure])
+
+    legal = method.legal_collectives()
+    mean = None
+    if "allgather" in legal or method.requantizes or workers % 2:  # an even vote may need a coin
+        mean = method.mean(payloads, segments, shared).clone()
+        heard = right(mean)
+        for rank, x in enumerate(xs if defined is None else ()):
+            other = list(payloads)
+            other[rank] = method.encode(-x, segments, shared, KEY._replace(rank=rank))
+            heard &= not torch.equal(mean, method.mean(other, segments, shared))
+        if not heard:
+            yield f"mean of {workers} workers"
+    if "twoshot" in legal:
         key = Key(7, 3, 0, 0, 1)
         merged = method.merge(payloads, segments, shared, key)
         if method.requantizes:
-            defined = Compressor.merge(method, payloads, segments, shared, key)
-            right = _same(merged.to_bytes(), defined.to_bytes())
+            by_contract = Compressor.merge(method, payloads, segments, shared, key)
+            heard = _same(merged.to_bytes(), by_contract.to_bytes())
         else:
-            right = _near(method.decode(merged, segments, shared), mean)
-        if not right:
+            got = method.decode(merged, segments, shared)
+            heard = right(got) and (mean is None or bool((defined is not None) or _near(got, mean)))
+        if not heard:
             yield f"merge of {workers} workers"
+
+
+def _uncounted(method: Compressor, shapes: Sequence[Sequence[int]]) -> Iterator[str]:
+    """Yield whether a payload that stands for three workers counts as one in a mean."""
+    _, payloads, segments, shared = _sent(method, 3, shapes)
+    merged = payloads[-1]._replace(count=3)
+    if method.layout(segments, 3) == merged.layout:
+        decoded = [
+            method.decode(p, segments, shared).clone() for p in (*payloads[:2], *[merged] * 3)
+        ]
+        defined = method.claims.aggregated(decoded, segments)
+        mean = method.mean([*payloads[:2], merged], segments, shared)
+        if defined is None or not _near(mean, defined):
+            yield "mean of a payload of three workers"
+
+
+def _unfair(method: Compressor) -> Iterator[str]:
+    """Yield what is wrong with the coin that decides tied votes; nothing where there is none.
+
+    The vote of two workers, x and -x, is tied everywhere. A fair coin is beyond Z standard
+    deviations with a probability of 4e-8.
+    """
+    segments = _segments(method, [(TOSSES,)])
+    x = normal(TOSSES, 40)
+    shared = _shared(method, [x, -x], segments, KEY)
+    payloads = [
+        method.encode(one, segments, shared, KEY._replace(rank=rank))
+        for rank, one in enumerate((x, -x))
+    ]
+    decoded = [method.decode(payload, segments, shared).clone() for payload in payloads]
+    defined = method.claims.aggregated(decoded, segments)
+    if defined is None or not bool(defined.isnan().any()):
+        return
+    tied = defined.isnan()
+    tosses = [
+        method.decode(
+            method.merge(payloads, segments, shared, Key(7, step, 0, 0, 1)), segments, shared
+        )[tied]
+        for step in (3, 4)
+    ]
+    limit = Z / math.sqrt(int(tied.sum()))
+    for what, mean in (
+        ("ties are no fair coin", float(tosses[0].mean())),
+        ("ties at two steps fall alike", float((tosses[0] * tosses[1]).mean())),
+        ("ties follow worker 0", float((tosses[0] * x[tied].sign()).mean())),
+    ):
+        if abs(mean) > limit:
+            yield f"{what}: {mean:+.3f} beyond {limit:.3f}"
 
 
 def _near(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors are equal up to 1e-5 of the largest element (rounding of sums)."""
     return a.shape == b.shape and bool(((a - b).abs() <= 1e-5 * b.abs().max()).all())
+
+
+def _settled(method: Compressor) -> _Found:
+    """After 50 steps with the same gradient the error is within `Claims.settled_error`.
+
+    The gradient's matrices have singular values that halve.
+    """
+    shapes = [(24, 36), (33,), (12, 3, 3, 3)]
+    segments, x = _segments(method, shapes), normal(24 * 36 + 33 + 12 * 27, 5)
+    for start, shape in segments.tensors:
+        if len(shape) > 1:
+            place = slice(start, start + math.prod(shape))
+            u, _, v = torch.linalg.svd(x[place].double().view(shape[0], -1), full_matrices=False)
+            sizes = torch.exp2(-torch.arange(len(v), dtype=torch.float64))
+            x[place] = (u @ (sizes[:, None] * v)).float().view(-1)
+    bound = method.claims.settled_error(x, segments)
+    if bound is None:
+        raise _NotDeclaredError("a step is like any other")
+    means, _ = _exchanged(
+        method, method.legal_collectives()[0], [[x]] * 50, shapes, memory.NoMemory()
+    )
+    error = [_energy(x.double() - mean) for mean in means][-1]
+    return _Found(f"{error:.4g}", f"{bound:.4g}", error <= bound)
 
 
 def _telescoping(method: Compressor) -> _Found:
@@ -1183,6 +1353,7 @@ CHECKS: Mapping[str, Callable[[Compressor], _Found]] = {
     "contraction": _contraction,
     "error on normal input": _gaussian,
     "exact small integers": _exact,
+    "same gradient again": _settled,
     "same mean in collectives": _collectives,
     "equal workers": _alike,
     "every worker heard": _heard,

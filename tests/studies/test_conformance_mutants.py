@@ -14,8 +14,10 @@ import torch
 from commands import ROOT
 from wrong_methods import (
     BF16,
+    DEMO,
     FFT,
     INT8,
+    POWER,
     QSGD,
     RANDOMK,
     SIGN,
@@ -24,9 +26,12 @@ from wrong_methods import (
     TOPK,
     Levels,
     LevelsClaims,
+    NegatedMean,
+    drawn,
     spread,
 )
 
+from compressors.demo import dct
 from compressors.hadamard4 import rotate
 from gcbench import ops
 from gcbench.core import registry
@@ -539,8 +544,10 @@ class Blocks(Compressor):
         return BlocksClaims(self)
 
     def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        drawn = ops.random.uniform(key, len(x))[torch.arange(len(x)) // 16 * 16]
-        return Payload((torch.where(drawn < 0.25, 4 * x, 0.0),))
+        first = key.offset % 16
+        draws = ops.random.uniform(key._replace(offset=key.offset - first), len(x) + 16)
+        sent = draws[(first + torch.arange(len(x))) // 16 * 16] < 0.25
+        return Payload((torch.where(sent, 4 * x, 0.0),))
 
     def decode(self, payload, segments, shared, *, out=None):
         self.check(payload, segments)
@@ -550,7 +557,236 @@ class Blocks(Compressor):
         return ((torch.float32, segments.numel),)
 
 
-HEARD, LONG = "every worker heard", "long tensors"
+class PairLevels(Levels):
+    """Forgets to halve the sum of exactly two workers."""
+
+    def mean(self, payloads, segments, shared, *, out=None):
+        return super().mean(payloads, segments, shared) * (1 + (len(payloads) == 2))
+
+
+class EvenLevels(Levels):
+    """Of an even number of workers above four the last is left out."""
+
+    def mean(self, payloads, segments, shared, *, out=None):
+        even = len(payloads) % 2 == 0 and len(payloads) > 4
+        return super().mean(payloads[: len(payloads) - even], segments, shared)
+
+
+class CountlessInt8(INT8):
+    """A payload of several workers counts as one."""
+
+    def mean(self, payloads, segments, shared, *, out=None):
+        return super().mean([p._replace(count=1) for p in payloads], segments, shared, out=out)
+
+
+class UphillDemo(NegatedMean, DEMO):
+    pass
+
+
+class LargeDemo(DEMO):
+    """Moves by a hundred times the sign."""
+
+    def mean(self, payloads, segments, shared, *, out=None):
+        return 100 * super().mean(payloads, segments, shared)
+
+
+class SpectralDemo(DEMO):
+    """Applies the signs of coefficients to the elements."""
+
+    def mean(self, payloads, segments, shared, *, out=None):
+        return dct(super().mean(payloads, segments, shared), self._cuts(segments))
+
+
+class FlippedDemo(DEMO):
+    """A tenth of the elements changes its sign before the transform."""
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        wrong = torch.where(drawn(x, key, 0.1), -x, x)
+        return super().encode(wrong, segments, shared, key, out=out)
+
+
+@dataclass(frozen=True)
+class CoinlessVote(SIGN):
+    """Says that a coin decides tied votes, and counts them as plus."""
+
+    ties: str = "coin"
+
+    def merge(self, payloads, segments, shared, key, *, out=None):
+        return SIGN().merge(payloads, segments, shared, key, out=out)
+
+
+@dataclass(frozen=True)
+class SameCoinVote(SIGN):
+    """Tosses the same coins at every step."""
+
+    ties: str = "coin"
+
+    def merge(self, payloads, segments, shared, key, *, out=None):
+        return super().merge(payloads, segments, shared, key._replace(step=0), out=out)
+
+
+class MinusVote(SIGN):
+    """Tied votes are minus."""
+
+    def _vote(self, payloads, segments, key, out=None):
+        shared = torch.empty(0)
+        turned = [
+            super(MinusVote, self)
+            .encode(-self.decode(p, segments, shared), segments, shared, key)
+            ._replace(count=p.count)
+            for p in payloads
+        ]
+        won = self.decode(super()._vote(turned, segments, key), segments, shared)
+        made = super().encode(-won, segments, shared, key, out=out)
+        return made._replace(count=sum(p.count for p in payloads))
+
+
+@dataclass(frozen=True)
+class NegatedQuorum(SIGN):
+    """With a quorum the vote has the wrong sign."""
+
+    quorum: int = 2
+
+    def decode(self, payload, segments, shared, *, out=None):
+        decoded = super().decode(payload, segments, shared)
+        return -decoded if payload.count > 1 else decoded
+
+
+class LateSigns(SIGN):
+    """Nearly half of the signs behind element 2^19 are random."""
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        wrong = drawn(x, key, 0.45)
+        wrong[: 2**19] = False
+        return super().encode(torch.where(wrong, -x, x), segments, shared, key, out=out)
+
+
+class FewTensors(Compressor):
+    """What lies behind so many tensors is sent as something else."""
+
+    most: ClassVar[int] = 64
+    sent: ClassVar[float] = 0.0
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        x = x.clone()
+        if len(segments) > self.most:
+            x[segments.offsets[self.most] :] = self.sent
+        return super().encode(x, segments, shared, key, out=out)
+
+
+class FewTensorsVote(FewTensors, SIGN):
+    sent = 1.0
+
+
+class FewTensorsTern(FewTensors, TERN):
+    most = 32
+
+
+class FewTensorsTopK(FewTensors, TOPK):
+    """Counts tensors in 8 bits."""
+
+    most = 256
+
+
+class ShortTensors(TOPK):
+    """The last fiftieth of a long tensor is never among the largest."""
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        x = x.clone()
+        for part in x.split(list(segments.lengths)):
+            if len(part) > 5000:
+                part[int(0.98 * len(part)) :] = 0
+        return super().encode(x, segments, shared, key, out=out)
+
+
+class FarTopK(TOPK):
+    """Positions pass through float32."""
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        x = x.clone()
+        x[2**24 :] = 0
+        return super().encode(x, segments, shared, key, out=out)
+
+
+class LateTern(TERN):
+    """Sends a tenth from step 1500 on."""
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        x = 0.1 * x if key.step >= 1500 else x
+        return super().encode(x, segments, shared, key, out=out)
+
+
+@dataclass(frozen=True)
+class OverclippedTern(TERN):
+    """Declares to clip at 4 standard deviations, and clips at 1.2."""
+
+    clip: float = 4.0
+
+    def _own(self, x, segments):
+        return ops.ternary.scales(x, segments, 1.2)
+
+
+class TripledUnclaimed(Tripled, Levels):
+    """Declares no variance, either."""
+
+    @property
+    def claims(self):
+        return Unbiased(self)
+
+
+class PairedSteps(QSGD):
+    """The steps 2k and 2k + 1 draw alike."""
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        return super().encode(x, segments, shared, key._replace(step=key.step // 2), out=out)
+
+
+class FlushingInt8(INT8):
+    """What is below 1e-5 is 0, as if no gradient were that small."""
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        return super().encode(x.masked_fill(x.abs() < 1e-5, 0), segments, shared, key, out=out)
+
+
+class BoastfulDelta(TOPK):
+    """Declares to keep three times what it keeps."""
+
+    @property
+    def claims(self):
+        return BoastfulDeltaClaims(self)
+
+
+class BoastfulDeltaClaims(type(TOPK().claims)):
+    def delta(self, segments):
+        return min(1.0, 3 * super().delta(segments))
+
+
+class FirstFactor(POWER):
+    """Of the products of columns and rows only the first is added."""
+
+    def in_rounds(self, x, segments, state, key, out):
+        rounds = super().in_rounds(x, segments, state, key, out)
+        mean = yield next(rounds)
+        mean = (yield rounds.send(mean)).clone()
+        pieces = torch.split(mean, self._sizes(segments, 1))
+        for piece, (_, _, m) in zip(pieces, self._tensors(segments), strict=True):
+            if m:
+                piece.view(self.rank, m)[1:] = 0
+        try:
+            rounds.send(mean)
+        except StopIteration as done:
+            return done.value
+
+
+class ColdPower(POWER):
+    """Starts from the same Q at every step, and says that it goes on from the last."""
+
+    def in_rounds(self, x, segments, state, key, out):
+        yield from super().in_rounds(x, segments, state, key, out)
+        return state
+
+
+HEARD, LONG, MANY = "every worker heard", "long tensors", "bucketing"
 APART = "independent noise"
 SAME = "same mean in collectives"
 WRONG = {
@@ -601,6 +837,31 @@ WRONG = {
     WrappingVote: HEARD,
     MiscutLevels: "bytes",
     LowOmega: "variance",
+    PairLevels: HEARD,
+    EvenLevels: HEARD,
+    CountlessInt8: HEARD,
+    UphillDemo: HEARD,
+    LargeDemo: HEARD,
+    SpectralDemo: HEARD,
+    FlippedDemo: "contraction",
+    CoinlessVote: HEARD,
+    SameCoinVote: HEARD,
+    MinusVote: HEARD,
+    NegatedQuorum: HEARD,
+    LateSigns: LONG,
+    FewTensorsVote: MANY,
+    FewTensorsTern: MANY,
+    FewTensorsTopK: MANY,
+    ShortTensors: LONG,
+    FarTopK: LONG,
+    LateTern: LONG,
+    OverclippedTern: "unbiased",
+    TripledUnclaimed: LONG,
+    PairedSteps: APART,
+    FlushingInt8: "contraction",
+    BoastfulDelta: "contraction",
+    FirstFactor: "exact small integers",
+    ColdPower: "same gradient again",
 }
 
 
@@ -614,6 +875,7 @@ def test_a_wrong_method_is_found(made):
 BASES = [
     *(NONE, TERN, INT8, FFT, SIGN, TOPK, QSGD, RANDOMK),
     *(FP8, HADAMARD, SPARSE, STOCHASTIC, Levels, SharedLevels, Blocks),
+    *(DEMO, POWER),
 ]
 
 

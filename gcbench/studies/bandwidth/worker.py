@@ -198,7 +198,7 @@ class Subject:
         clock.start_step()
         own = xs[self.world.ranks[0]].to(self.world.device)
         got = self._made(self.world, NoMemory(), clock).mean([own], 0)
-        return wrong + conformance.inexact(got.cpu(), mean), f"{how}, exact"
+        return wrong + conformance.inexact(got.cpu(), mean, method.claims.portable), f"{how}, exact"
 
     def unlike(self) -> int:
         """Return how many elements of the last mean have other bits than on worker 0."""
