@@ -77,6 +77,7 @@ class StochasticClaims(HalfPrecisionClaims):
     """Unbiased; not contractive, as the error of a denormal may exceed it."""
 
     unbiased = True
+    two_levels = True
     contractive = False
 
     def gaussian_error(self) -> float:

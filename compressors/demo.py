@@ -286,11 +286,11 @@ def exact_dct(x: Tensor, cut: Chunks, *, inverse: bool = False) -> Tensor:
     from scipy import fft
 
     if inverse:
-        blocks = x.view(cut.down, cut.across, cut.height, cut.width).numpy()
-        restored = torch.from_numpy(fft.idctn(blocks, axes=(2, 3), norm="ortho"))
+        chunks = x.view(cut.down, cut.across, cut.height, cut.width).numpy()
+        restored = torch.from_numpy(fft.idctn(chunks, axes=(2, 3), norm="ortho"))
         return restored.transpose(1, 2).reshape(-1)
     blocks = x[cut.place].double().view(cut.down, cut.height, cut.across, cut.width)
-    chunks = blocks.transpose(1, 2).contiguous().numpy()
+    chunks = blocks.transpose(1, 2).numpy()
     found = fft.dctn(chunks, axes=(2, 3), norm="ortho")
     return torch.from_numpy(found).view(cut.number, cut.size)
 

@@ -121,6 +121,8 @@ class Int8Claims(Claims[Int8]):
 
     exact_for = ("signs", "ternary", "bytes", "sparse")
 
+    two_levels = True
+
     @property
     def unbiased(self) -> bool:
         return self.codec.rounding == "stochastic"

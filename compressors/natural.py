@@ -77,6 +77,7 @@ class NaturalClaims(Claims[Natural]):
     """Unbiased, and contracts: the variance is at most an eighth."""
 
     unbiased = True
+    two_levels = True
     contractive = True
     exact_for = ("signs", "ternary")
 

@@ -88,6 +88,7 @@ class NoCompressionClaims(Claims[NoCompression]):
     """Exact."""
 
     unbiased = True
+    two_levels = True
     contractive = True
     exact_for = ("ternary", "integers", "bytes", "sparse", "signs")
 

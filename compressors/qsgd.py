@@ -135,6 +135,7 @@ class QSGDClaims(Claims[QSGD]):
     """Unbiased; the variance is exact, and bounded by lemma 3.1 or the card."""
 
     unbiased = True
+    two_levels = True
 
     @property
     def exact_for(self) -> tuple[str, ...]:

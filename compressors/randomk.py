@@ -124,6 +124,8 @@ class RandomK(Compressor):
 class RandomKClaims(Claims[RandomK]):
     """Unbiased if scaled; otherwise it contracts in expectation."""
 
+    two_levels = True
+
     @property
     def unbiased(self) -> bool:
         return self.codec.scaled

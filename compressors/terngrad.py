@@ -158,6 +158,7 @@ class TernGradClaims(Claims[TernGrad]):
     """Unbiased for the clipped gradient; the variance is exact."""
 
     unbiased = True
+    two_levels = True
 
     def nominal_bits(self) -> float:
         return math.log2(3)
@@ -206,10 +207,11 @@ class TernGradClaims(Claims[TernGrad]):
         """
         f = self.target(x, segments, shared).double()
         if self.codec.share:
-            return ops.statistics.scale_(f.abs(), shared.double(), segments) - f * f
+            spread = ops.statistics.scale_(f.abs(), shared.double(), segments)
+            return (spread - f * f).clamp(min=0)  # f may be s, rounded up
         scale = ops.statistics.absmax(f.float(), segments).double()
         scale = scale.repeat_interleave(torch.tensor(segments.lengths))
         if self.codec.scale == "c-sigma":
             limits = self._limits(x, segments)
             scale = torch.where(limits.isinf(), scale, limits)
-        return scale * f.abs() - f * f
+        return (scale * f.abs() - f * f).clamp(min=0)

@@ -2,7 +2,7 @@
 
 `WRONG` says of each what is wrong, which claims are run, and which of them must fail; the tests
 install the classes as a third party's package. Each keeps the declarations that it inherits.
-`Levels` and `TwoShotLevels` are right.
+`Levels`, `TwoShotLevels` and `Dither` are right.
 """
 
 from __future__ import annotations
@@ -300,6 +300,102 @@ class NegatedDemo(DEMO):
         return super().encode(-x, segments, shared, key)
 
 
+class UphillDemo(NegatedMean, DEMO):
+    """What all apply has the wrong sign."""
+
+
+class FlippedDemo(DEMO):
+    """A tenth of the elements changes its sign before the transform."""
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        wrong = torch.where(drawn(x, key, 0.1), -x, x)
+        return super().encode(wrong, segments, shared, key, out=out)
+
+
+class MinusVote(SIGN):
+    """Tied votes are minus."""
+
+    def _vote(self, payloads, segments, key, out=None):
+        shared, turned = torch.empty(0), []
+        for payload in payloads:
+            signs = self.decode(payload, segments, shared)
+            sent = super().encode(-signs, segments, shared, key)
+            turned.append(sent._replace(count=payload.count))
+        won = self.decode(super()._vote(turned, segments, key), segments, shared)
+        made = super().encode(-won, segments, shared, key, out=out)
+        return made._replace(count=sum(payload.count for payload in payloads))
+
+
+@dataclass(frozen=True)
+class CoinlessVote(SIGN):
+    """Says that a coin decides tied votes, and counts them as plus."""
+
+    ties: str = "coin"
+
+    def merge(self, payloads, segments, shared, key, *, out=None):
+        return SIGN().merge(payloads, segments, shared, key, out=out)
+
+
+@dataclass(frozen=True)
+class OverclippedTern(TERN):
+    """Declares to clip at 4 standard deviations, and clips at 1.2."""
+
+    clip: float = 4.0
+
+    def _own(self, x, segments):
+        return ops.ternary.scales(x, segments, 1.2)
+
+
+class FarTern(TERN):
+    """One element in a hundred arrives with twice its level."""
+
+    def decode(self, payload, segments, shared, *, out=None):
+        decoded = super().decode(payload, segments, shared)
+        decoded[::100] *= 2
+        return decoded
+
+    def mean(self, payloads, segments, shared, *, out=None):
+        return Compressor.mean(self, payloads, segments, shared)
+
+
+class Backwards(Compressor):
+    """Sends -x, and says that it is meant to."""
+
+    @property
+    def claims(self):
+        return BackwardsClaims(self)
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        return fill(out, -x)
+
+    def decode(self, payload, segments, shared, *, out=None):
+        return payload.parts[0].clone()
+
+
+class BackwardsClaims(Claims):
+    unbiased = True
+
+    def target(self, x, segments, shared):
+        return -x
+
+    def variance(self, x, segments, shared):
+        return torch.zeros_like(x).double()
+
+
+class BrokenLevels(Compressor):
+    """Divides by nothing."""
+
+    @property
+    def claims(self):
+        return AdditiveClaims(self)
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        raise ZeroDivisionError("a mean of nothing")
+
+    def decode(self, payload, segments, shared, *, out=None):
+        return payload.parts[0].clone()
+
+
 class AdditiveClaims(Claims):
     unbiased = True
 
@@ -328,8 +424,39 @@ def spread(values: Tensor, segments: Segments) -> Tensor:
     return torch.repeat_interleave(values, torch.tensor(segments.lengths))
 
 
+class DitherClaims(Claims):
+    unbiased = True
+
+    def variance(self, x, segments, shared):
+        step = spread(ops.statistics.absmax(x, segments), segments).double() / TOP
+        return step * step / 12
+
+
+@dataclass(frozen=True)
+class Dither(Compressor):
+    """No class of ours, and right: subtractive dither, whose error does not depend on x."""
+
+    @property
+    def claims(self):
+        return DitherClaims(self)
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        step = spread(ops.statistics.absmax(x, segments), segments) / TOP
+        dither = ops.random.uniform(key, len(x)) - 0.5
+        code = torch.where(step > 0, torch.round(x / step + dither), 0.0)
+        return fill(out, torch.where(step > 0, (code - dither) * step, 0.0))
+
+    def decode(self, payload, segments, shared, *, out=None):
+        self.check(payload, segments)
+        return self.check_finite(payload.parts[0]).clone()
+
+    def layout(self, segments, count=1):
+        return ((torch.float32, segments.numel),)
+
+
 class LevelsClaims(Claims):
     unbiased = True
+    two_levels = True
 
     def variance(self, x, segments, shared):
         step = spread(ops.statistics.absmax(x, segments), segments).double() / TOP
@@ -426,5 +553,13 @@ WRONG = {
     "truncatingbf16": Wrong(TruncatingBf16, "[cn]*", ("normal-loss",)),
     "negateddemo": Wrong(NegatedDemo, "[ce]*", ("contraction", "error-bound")),
     "additive": Wrong(Additive, "[uv]*", ("unbiased",)),
+    "uphilldemo": Wrong(UphillDemo, "[ae]*", ("applied",)),
+    "flippeddemo": Wrong(FlippedDemo, "[ae]*", ("error-bound",)),
+    "minusvote": Wrong(MinusVote, "[sv]*", ("vote",)),
+    "coinlessvote": Wrong(CoinlessVote, "vote", ("vote",)),
+    "overclippedtern": Wrong(OverclippedTern, "[uv]*", ("unbiased", "variance")),
+    "fartern": Wrong(FarTern, "[cuv]*", ("contract", "unbiased")),
+    "backwards": Wrong(Backwards, "[cuv]*", ("contract",)),
+    "brokenlevels": Wrong(BrokenLevels, "[cuv]*", ("contract",)),
 }
 """By the name under which a class is installed."""

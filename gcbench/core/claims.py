@@ -58,6 +58,15 @@ class Claims(Generic[C]):
         """
         return None
 
+    @property
+    def two_levels(self) -> bool:
+        """Whether each element is rounded at random to one of the two levels around its target.
+
+        0 is one of the levels, so that a target t of variance V is missed by at most |t| + V / |t|.
+        `gcbench bounds` then has intervals that need no normal distribution.
+        """
+        return False
+
     def variance_bound(self, x: Tensor, segments: Segments, shared: Tensor) -> float | None:
         """Return the published bound on the sum of `variance`; None: the source has none."""
         return None

@@ -195,9 +195,9 @@ def _of_rank(rank: int) -> Callable[[Segments, int], Tensor]:
             if len(shape) > 1 and size:
                 place, m = slice(start, start + size), size // n
                 draws = ops.random.draws24(Key(seed, 2, 0, start, 254), rank * (n + m)) % 2
-                left, right = (1.0 - 2.0 * draws).split([rank * n, rank * m])
+                signs = (1.0 - 2.0 * draws).view(rank, n + m)
                 weights = torch.arange(1.0, rank + 1)[:, None]
-                product = (weights * left.view(rank, n)).T @ right.view(rank, m)
+                product = (weights * signs[:, :n]).T @ signs[:, n:]
                 out[place] = product.reshape(-1)
         return out
 

@@ -572,10 +572,18 @@ def test_an_audit_of_error_feedback_by_hand() -> None:
 
 
 def test_an_audit_counts_signs_where_they_are_declared() -> None:
-    """Zeros and ties are left out: of four elements of two workers two are sure."""
+    """Zeros are left out, and ties that a coin decides: the last of four elements is tied."""
     xs = [[1.0, -2.0, 0.0, 3.0], [2.0, -1.0, 1.0, -3.0]]
-    found = audited(registry.compressor("signsgd"), [xs])
-    assert (found["checked"], found["wrong"]) == (2, 0)
+    for ties, sure in (("plus", 3), ("coin", 2)):
+        found = audited(registry.compressor("signsgd", ties=ties), [xs])
+        assert (found["checked"], found["wrong"]) == (sure, 0)
+
+
+def test_an_audit_of_an_aggregate_that_is_no_mean() -> None:
+    """DeMo's update is the sign of what the workers sent; zeros at the ends are no signs."""
+    xs = [[[1.0, 2.0, 3.0, 4.0], [3.0, -1.0, 2.0, 0.5]]]
+    found = audited(registry.compressor("demo", topk=2), xs, memory.Residual(0.999))
+    assert (found["compared"], found["unlike"]) == (4, 0)
 
 
 def test_an_audit_of_an_unbiased_code_by_hand() -> None:
@@ -666,7 +674,7 @@ def test_the_command_prints_rows_saves_them_and_draws(tmp_path, only_small) -> N
     assert again.code == 0
     assert "is finished" in again.err
     said = ("Verdicts on compressors: known inputs", "Properties of gradients", "slack")
-    for text in (*said, "Not applicable", "Clipping at 2.5 sigma", "rows could not be decided"):
+    for text in (*said, "Not applicable", "Clipping at 2.5 sigma", "could not be decided"):
         assert text in again.out
 
 
@@ -709,12 +717,14 @@ def test_conclusions_count_undecided_and_loose_rows() -> None:
         row("theorem", Interval(0.9, 0.0, 2.0, 3, "x"), 1.0),
         row("observation", always(2.0, 3), 1.0),
     ]
-    first, undecided, loose, fails = bounds._conclusions(rows)
+    first, undecided, loose, fails, verify = bounds._conclusions(rows)
     assert first == (
         "3 theorem rows: 1 hold, 1 hold loosely, 1 undecided; 1 observation row: 1 fail."
     )
-    assert undecided.startswith("1 theorem rows could not be decided")
-    assert loose.startswith("1 theorem rows hold with a slack above 10")
+    assert undecided.startswith("1 theorem row could not be decided")
+    assert undecided.endswith("a (b).")
+    assert loose.startswith("1 theorem row held with a slack above 10")
+    assert "gcbench verify" in verify
     assert fails.startswith("a/b, observation, fails on here: 2.00 against 1.00")
 
 

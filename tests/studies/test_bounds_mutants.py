@@ -35,7 +35,7 @@ def installed(tmp_path, third_party):
     points = "\n".join(
         f"{name} = wrong_methods:{wrong.made.__name__}" for name, wrong in WRONG.items()
     )
-    points += "\ntwoshotlevels = wrong_methods:TwoShotLevels"
+    points += "\ntwoshotlevels = wrong_methods:TwoShotLevels\ndither = wrong_methods:Dither"
     (info / "entry_points.txt").write_text(f"[gcbench.compressors]\n{points}\n")
     third_party(str(info.parent))
 
@@ -135,6 +135,16 @@ def test_a_command_that_judges_nothing_says_why(installed, small, tmp_path) -> N
     again = invoke(*words)
     assert (again.code, "is finished" in again.err) == (1, True)
     assert invoke(*(word for word in words if word != "--strict")).code == 0
+
+
+def test_a_right_method_of_no_levels_is_judged(installed, small, tmp_path) -> None:
+    """Subtractive dither: the error of an element near 0 is as large as that of any other."""
+    words = ("bounds", *QUICK, "--methods", "dither", "--results", tmp_path, "--json")
+    done = invoke(*words)
+    rows = [row for row in json.loads(done.out)["tables"][0]["rows"] if row["kind"] == "theorem"]
+    verdicts = {(str(row["claim"]).partition("/")[0], row["verdict"]) for row in rows}
+    assert {("unbiased", "holds"), ("variance", "holds")} <= verdicts
+    assert done.code == 0
 
 
 def test_a_class_derived_from_ours_fails_while_it_trains(installed, tmp_path) -> None:

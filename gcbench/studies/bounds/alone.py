@@ -55,12 +55,12 @@ def energy(x: Tensor) -> float:
 
 
 def random(method: Compressor, x: Tensor, segments: Segments) -> bool:
-    """Return whether the method is random: whether encodings of x with two keys differ."""
-    keys = Key(0, 0, 0), Key(0, 1, 0)
+    """Return whether the method is random: whether encodings of x at three steps differ."""
+    keys = [Key(0, step, 0) for step in range(3)]
     if isinstance(method, MultiRoundCompressor):  # its initial state is drawn
         return True
-    first, second = (
+    first, *others = (
         method.encode(x, segments, agreed(method, x, segments, key), key).to_bytes() for key in keys
     )
     drawn = method.draw_shared(segments, keys[0]) is not None
-    return drawn or not torch.equal(first, second)
+    return drawn or not all(torch.equal(first, other) for other in others)

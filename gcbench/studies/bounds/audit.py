@@ -47,6 +47,9 @@ class Audit:
         self.contractive = once and method.claims.contractive and (mean or self.decay is not None)
         self.identity = once and mean and self.decay is not None
         self.signs = known and method.claims.signs and self.decay is None
+        # What a worker sent is what it was offered less its residual.
+        self.applied = once and method.claims.aggregate == "other" and self.decay is not None
+        self.fault = ""
         self.random: bool | None = None
         self.steps = 0
         self.delta: float | None = None
@@ -67,7 +70,7 @@ class Audit:
         self.by_bound: list[float] = []
         self.gap = self.kept = 0.0
         self.limits = [0.0] * workers
-        self.wrong = self.checked = 0
+        self.wrong = self.checked = self.unlike = self.compared = 0
         self.alpha: list[float] = []
 
     # -- one step ----------------------------------------------------------------------------------
@@ -110,6 +113,8 @@ class Audit:
             self._residuals(gradients, after, factor)
         if self.signs:
             self._signs(offered, got)
+        if self.applied:
+            self._applied([x - e for x, e in zip(offered, after, strict=True)], arrived)
         if self.contractive and self.decay is None and energy(mean):
             self.alpha.append(float((got - mean).norm() / mean.norm()))
 
@@ -124,6 +129,8 @@ class Audit:
             shared, xs = torch.stack(own).amax(0) if own[0].numel() else own[0], list(offered)
         targets = [method.claims.target(x, segments, shared).double() for x in xs]
         target = torch.stack(targets).mean(0)
+        if any(float(t @ x.double()) <= 0 < energy(x) for t, x in zip(targets, xs, strict=True)):
+            self.fault = "the declared target does not point where the gradient does"
         away = got - target
         declared = [method.claims.variance(x, segments, shared) for x in xs]
         known = [v.double() for v in declared if v is not None]
@@ -138,16 +145,21 @@ class Audit:
             self.exact = False
             return
         variance = torch.stack(known).sum(0) / len(xs) ** 2
-        jump = torch.stack([jumps(t, v) for t, v in zip(targets, known, strict=True)]).sum(0)
-        jump /= len(xs)
         for place, u in enumerate(along):
             self.bias["variance"][place] += float(u.square() @ variance)
-            largest = float((u.abs() * jump).max()) if u.numel() else 0.0
-            self.bias["largest"][place] = max(self.bias["largest"][place], largest)
         self.excess.append(self.errors[-1] - float(variance.sum()))
         self.spread["declared"] += float(variance.sum())
-        self.spread["variance"] += float(jump.square() @ variance)
-        self.spread["largest"] = max(self.spread["largest"], float(jump.square().max()))
+        if method.claims.two_levels:
+            jump = torch.stack([jumps(t, v) for t, v in zip(targets, known, strict=True)]).sum(0)
+            jump /= len(xs)
+            # A scale may differ by float32's rounding, also between the workers' and the target's.
+            if bool((away.abs() > jump * (1 + 1e-4) + 1e-6 * target.abs().max()).any()):
+                self.fault = "an element is further from its target than its two levels"
+            for place, u in enumerate(along):
+                largest = float((u.abs() * jump).max()) if u.numel() else 0.0
+                self.bias["largest"][place] = max(self.bias["largest"][place], largest)
+            self.spread["variance"] += float(jump.square() @ variance)
+            self.spread["largest"] = max(self.spread["largest"], float(jump.square().max()))
         bounds = [method.claims.variance_bound(x, segments, shared) for x in xs]
         total = [bound for bound in bounds if bound is not None]
         self.bounded &= len(total) == len(xs)
@@ -194,13 +206,27 @@ class Audit:
     def _signs(self, offered: Sequence[Tensor], got: Tensor) -> None:
         """Count the elements where the sign that arrived is not that of the majority.
 
-        Elements where a worker has 0, or where there is no majority, are left out.
+        A tie is decided as the method says; elements where a worker has 0, or where a coin decides,
+        are left out.
         """
-        votes = torch.stack([x.sign() for x in offered])
-        total = votes.sum(0)
-        sure = (votes != 0).all(0) & (total != 0)
+        signs = [x.sign() for x in offered]
+        won = self.lane.compressor.claims.aggregated(signs, self.lane.segments)
+        if won is None:
+            return
+        sure = (torch.stack(signs) != 0).all(0) & ~won.isnan()
         self.checked += int(sure.sum())
-        self.wrong += int((got[sure] != total[sure].sign()).sum())
+        self.wrong += int((got[sure] != won[sure]).sum())
+
+    def _applied(self, sent: Sequence[Tensor], arrived: Tensor) -> None:
+        """Count the elements that are not what the method says that the aggregate is."""
+        defined = self.lane.compressor.claims.aggregated(sent, self.lane.segments)
+        if defined is None:
+            return
+        sure = ~defined.isnan()
+        largest = float(defined[sure].abs().max()) if bool(sure.any()) else 0.0
+        self.compared += int(sure.sum())
+        near = (arrived[sure] - defined[sure]).abs() <= 1e-3 * largest
+        self.unlike += int((~near).sum())
 
     def record(self) -> Record:
         """Return all sums as values that JSON can hold; None for a number that is not finite."""
@@ -209,7 +235,8 @@ class Audit:
             found["bias"] = {name: [*map(finite, values)] for name, values in self.bias.items()}
             found["bias"]["each"] = [[*map(finite, values)] for values in self.each]
             found["spread"] = {name: finite(value) for name, value in self.spread.items()}
-            found |= {"exact": self.exact, "bounded": self.bounded}
+            levels = self.exact and self.lane.compressor.claims.two_levels
+            found |= {"exact": self.exact, "bounded": self.bounded, "levels": levels}
             found["excess"] = [*map(finite, self.excess)]
         if self.contractive:
             found["lost"] = [*map(finite, self.lost)]
@@ -221,6 +248,10 @@ class Audit:
                 found["residual"] = finite(self.kept)
         if self.signs:
             found |= {"wrong": self.wrong, "checked": self.checked}
+        if self.applied:
+            found |= {"unlike": self.unlike, "compared": self.compared}
+        if self.fault:
+            found["refused"] = self.fault
         if self.alpha:
             found["alpha"] = [*map(finite, self.alpha)]
             if self.delta is not None:
@@ -237,7 +268,7 @@ def directions(target: Tensor) -> tuple[Tensor, ...]:
 def jumps(target: Tensor, variance: Tensor) -> Tensor:
     """Return, element by element, a bound on the distance of a decoded element from its target.
 
-    It holds for codes that round t at random to one of the two levels around it: |t| + V / |t|. The
+    It holds for codes with `Claims.two_levels`: |t| + V / |t|. The
     levels 0 and a have the variance V = t (a - t), and other neighbours are no further apart.
     """
     return target.abs() + torch.where(variance > 0, variance / target.abs().clamp(min=1e-300), 0.0)

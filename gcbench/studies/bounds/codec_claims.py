@@ -41,8 +41,8 @@ from gcbench.studies.bounds.claims import (
     Unit,
     always,
     bernstein,
+    bounded,
     interval,
-    nonnegative,
 )
 
 PLACE = "known inputs"
@@ -66,13 +66,19 @@ STRENGTHS = (0.1, 0.25, 0.5, 1.0, 2.0)
 GAUSS = STRENGTHS[:3]
 """The strengths at which uniform noise attains Gauss' bound, so that an excess would be seen."""
 VOTES = 60_000
-"""Number of elements of each strength, for each seed."""
+"""Number of elements of each strength, for each seed; half of them have a positive mean."""
+VOTERS = (1, 2, 3, 4, 7)
 
 
 def contract(word: str) -> Claim:
-    """Return the claim that a method decodes what it sends."""
+    """Return the claim that a method decodes what it sends, as its levels and its target say."""
     return Claim(
-        f"contract/{word}", "theorem", "the method decodes its own payloads", CARD, equality=True
+        f"contract/{word}",
+        "theorem",
+        "the method decodes its own payloads, no further from the target than its levels, and the "
+        "target points where x does",
+        CARD,
+        equality=True,
     )
 
 
@@ -171,12 +177,24 @@ def sign(word: str) -> Claim:
     )
 
 
+def applied(word: str) -> Claim:
+    """Return the claim that what all apply follows from what was sent as the method says."""
+    return Claim(
+        f"applied/{word}",
+        "theorem",
+        "share of elements where what arrives is not the declared aggregate of what was sent",
+        CARD,
+        equality=True,
+    )
+
+
 def vote(word: str) -> Claim:
     """Return the claim that a vote fails as often as independent voters do."""
     return Claim(
         f"vote/{word}",
         "theorem",
-        "normal noise, |g| / sigma from .1 to 2: P[vote wrong] less that of M independent voters",
+        "normal noise, |g| / sigma from .1 to 2, g > 0 and g < 0: P[vote wrong] less that of M "
+        "independent voters, with ties as declared",
         f"{BERNSTEIN}, section 3.3; the binomial distribution",
         equality=True,
     )
@@ -204,7 +222,7 @@ def alpha(word: str) -> Claim:
 
 
 MOMENTS = (unbiased, variance, variance_bound)
-AUDITED = (contract, *MOMENTS, contraction, error_bound, identity, residual, sign, alpha)
+AUDITED = (contract, *MOMENTS, contraction, error_bound, identity, residual, sign, applied, alpha)
 OF_METHODS = (*AUDITED, normal_loss, vote, vote_bound)
 
 
@@ -239,7 +257,7 @@ def judge(
     for make, name in ((contraction, "by_delta"), (error_bound, "by_bound")):
         if record.get(name):
             values = [*map(_number, record[name])]
-            found = nonnegative(values, "steps") if record["random"] else _largest(values)
+            found = bounded(values, "steps") if record["random"] else _largest(values)
             add(make(word), found, 1.0)
     if "identity" in record:
         add(identity(word), always(_number(record["identity"]), record["steps"]), ROUNDING)
@@ -248,6 +266,9 @@ def judge(
     if record.get("checked"):
         share = record["wrong"] / record["checked"]
         add(sign(word), always(share, record["checked"])._replace(over=EVERY), 0.0)
+    if record.get("compared"):
+        share = record["unlike"] / record["compared"]
+        add(applied(word), always(share, record["compared"])._replace(over=EVERY), 0.0)
     # The assumption is about every step, so not about methods that contract in expectation only;
     # and a code that loses nothing has no error to compare.
     applies = not record["random"] and record.get("limit", 0.0) > ROUNDING
@@ -269,9 +290,9 @@ def _largest(values: Sequence[float]) -> Interval:
 def _moments(word: str, record: Record, add: Any, *, alone: bool) -> None:
     """Judge bias and variance.
 
-    Where a variance is declared the intervals are by Bernstein's inequality. The variance on known
-    inputs has an interval by Student's t over steps, which are identically distributed sums over
-    thousands of elements.
+    Where a variance and two levels are declared intervals are by Bernstein's inequality, else by
+    Student's t over steps. So is that of the variance on known inputs, whose steps are identically
+    distributed sums over thousands of elements.
     """
     bias, spread, steps = record["bias"], record["spread"], record["steps"]
     found = []
@@ -279,7 +300,7 @@ def _moments(word: str, record: Record, add: Any, *, alone: bool) -> None:
         total, scale = _number(bias["sum"][k]), _number(bias["scale"][k])
         if not scale:
             continue
-        if record["exact"]:
+        if record["levels"]:
             given = _number(bias["variance"][k]), _number(bias["largest"][k])
             half = bernstein(*given, ERROR / DIRECTIONS) / scale
             found.append(_about(total / scale, half, steps))
@@ -298,7 +319,7 @@ def _moments(word: str, record: Record, add: Any, *, alone: bool) -> None:
         found_error = always(error / scale if scale else error, steps)
         add(variance(word), found_error, ROUNDING**2, "declared to be exact")
         return
-    if alone:
+    if alone or not record["levels"]:
         seen = interval([*map(_number, record["excess"])], "steps", STRICT)
         half = (seen.high - seen.mean) * steps / declared
     else:
@@ -523,6 +544,13 @@ def _absent(
         judged.skip(residual(word).name, PLACE, "it contracts in expectation, or by no constant")
     if not method.claims.signs:
         judged.skip(sign(word).name, PLACE, "it does not claim to send signs")
+    if "compared" not in record:
+        why = (
+            "what arrives is a mean, or a vote"
+            if method.claims.aggregate != "other"
+            else ("what a worker sent is not seen without a residual")
+        )
+        judged.skip(applied(word).name, PLACE, why)
 
 
 def _unseen(method: Compressor) -> str:
@@ -566,18 +594,28 @@ def _votes(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) 
         for make in (vote, vote_bound):
             judged.skip(make(word).name, PLACE, "it does not claim to send signs")
         return
-    for workers in (1, 3, 7):
-        rates = failures(method, workers, seeds, uniform=False)
-        n = VOTES * len(seeds)
+    tie = tied(method)
+    for workers in VOTERS:
+        n = VOTES // 2 * len(seeds)
         seen = []
-        for strength, rate in zip(STRENGTHS, rates, strict=True):
-            p = failing(strength, workers)
-            half = bernstein(n * p * (1 - p), 1.0, ERROR / len(STRENGTHS)) / n
-            size = abs(rate - p)
-            seen.append(Interval(size, max(0.0, size - half), size + half, n, "elements"))
+        for turn in (1, -1):
+            rates = failures(method, workers, seeds, uniform=False, turn=turn)
+            for strength, rate in zip(STRENGTHS, rates, strict=True):
+                p = failing(strength, workers, turn * tie)
+                half = bernstein(n * p * (1 - p), 1.0, ERROR / (2 * len(STRENGTHS))) / n
+                size = abs(rate - p)
+                seen.append(Interval(size, max(0.0, size - half), size + half, n, "elements"))
         found = max(seen, key=_excess)
         judged.add(vote(word), PLACE, found, WRONG, setting=f"M={workers}", ran=word)
-        _vote_bound(word, method, workers, seeds, judged)
+        if workers % 2:  # the lemmas leave ties aside
+            _vote_bound(word, method, workers, seeds, judged)
+
+
+def tied(method: Compressor) -> float:
+    """Return what a method says that a tied vote is: +1, -1, 0, or NaN for a fair coin."""
+    segments, plus = Segments.of([(1,)], method.granularity), torch.ones(1)
+    won = method.claims.aggregated([plus, -plus], segments)
+    return math.nan if won is None else float(won)
 
 
 def _vote_bound(
@@ -586,10 +624,9 @@ def _vote_bound(
     """Judge the lemmas: one worker with uniform noise, which attains Gauss' bound, else normal."""
     uniform = workers == 1
     worst = []
-    n = VOTES * len(seeds)
-    for strength, rate in zip(
-        STRENGTHS, failures(method, workers, seeds, uniform=uniform), strict=True
-    ):
+    n = VOTES // 2 * len(seeds)
+    sides = [failures(method, workers, seeds, uniform=uniform, turn=turn) for turn in (1, -1)]
+    for strength, rate in ((s, max(pair)) for s, *pair in zip(STRENGTHS, *sides, strict=True)):
         limit = 1 / (math.sqrt(workers) * strength)
         if uniform:
             limit = 0.5 - strength / (2 * math.sqrt(3)) if strength in GAUSS else 0.5
@@ -604,32 +641,35 @@ def _vote_bound(
     judged.add(vote_bound(word), PLACE, found, 1.0, setting=told, ran=word)
 
 
-def failing(strength: float, workers: int) -> float:
-    """Return the exact P[vote wrong] of an odd number of workers with normal noise.
+def failing(strength: float, workers: int, tie: float = 0.0) -> float:
+    """Return the exact P[vote wrong] of workers with normal noise, where the true sign is +1.
 
-    `strength` is |g| / sigma.
+    `strength` is |g| / sigma; `tie`: what a tied vote of an even number is, NaN for a fair coin.
     """
     q = 0.5 * math.erfc(strength / math.sqrt(2))
-    return sum(
-        math.comb(workers, k) * q**k * (1 - q) ** (workers - k)
-        for k in range((workers + 1) // 2, workers + 1)
-    )
+    chances = [math.comb(workers, k) * q**k * (1 - q) ** (workers - k) for k in range(workers + 1)]
+    wrong = math.fsum(chances[workers // 2 + 1 :])
+    if workers % 2 == 0 and tie != 1:
+        wrong += chances[workers // 2] * (0.5 if math.isnan(tie) else 1.0)
+    return wrong
 
 
 def failures(
-    method: Compressor, workers: int, seeds: Sequence[int], *, uniform: bool
+    method: Compressor, workers: int, seeds: Sequence[int], *, uniform: bool, turn: int
 ) -> list[float]:
-    """Return the share of wrong signs for each of `STRENGTHS`; the noise has variance 1."""
+    """Return the share of wrong signs for each of `STRENGTHS`; the noise has variance 1.
+
+    `turn`: the true sign, +1 or -1, of all elements.
+    """
     wrong = torch.zeros(len(STRENGTHS), dtype=torch.float64)
     world = SimulatedWorld(workers, torch.device("cpu"), Link(10.0, 50.0), 1, 1)
-    segments = Segments.of([(len(STRENGTHS), VOTES)], method.granularity)
+    size = (len(STRENGTHS), VOTES // 2)
+    segments = Segments.of([size], method.granularity)
     for seed in seeds:
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(2 * seed + (turn > 0))
         lane = lane_of(method, segments)
         ran = single(seed, world.device, lane, world)
-        size = (len(STRENGTHS), VOTES)
-        signs = torch.randint(2, size, generator=generator) * 2 - 1
-        mean = signs * torch.tensor(STRENGTHS)[:, None]
+        mean = turn * torch.tensor(STRENGTHS)[:, None]
         buckets = []
         for _ in range(workers):
             if uniform:
@@ -638,5 +678,5 @@ def failures(
                 noise = torch.randn(size, generator=generator)
             buckets.append((mean + noise).float().view(-1))
         got = ran.mean(buckets, 0).view(size)
-        wrong += (got.sign() != signs).double().mean(1)
+        wrong += (got.sign() != turn).double().mean(1)
     return [*(wrong / len(seeds)).tolist()]

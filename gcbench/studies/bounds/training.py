@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from gcbench.core.compressor import Compressor
-from gcbench.core.errors import GcbenchError, PayloadError
+from gcbench.core.errors import GcbenchError, Interrupted, PayloadError
 from gcbench.core.world import Link, SimulatedWorld
 from gcbench.studies.bounds.alone import once
 from gcbench.studies.bounds.audit import Audited, Record
@@ -48,8 +48,8 @@ def train(
     """Return the audit's record of `steps` steps of compressed training.
 
     `told` is called with each step. A gradient that is not finite ends the training; the record has
-    the step as `stopped`. So does a payload that the method itself refuses; the record has the
-    error's text as `refused`.
+    the step as `stopped`. So does an exception in the method, or a payload that it refuses; the
+    record has the error's text as `refused`.
     """
     config = config_of(base, word, method, steps)
     threads = configuration.threads_per_worker(config)
@@ -69,10 +69,13 @@ def train(
             except PayloadError as error:
                 ended = {"refused": str(error)}
                 break
-            except GcbenchError:
-                if not audited.audit.steps:
+            except GcbenchError as error:
+                if not audited.audit.steps or isinstance(error, Interrupted):
                     raise  # the first gradients are not finite: the compressor is not the cause
                 ended = {"stopped": step}
+                break
+            except Exception as error:  # the method's, whoever wrote it
+                ended = {"refused": f"{type(error).__name__}: {error}"}
                 break
     finally:
         world.close()
