@@ -531,6 +531,11 @@ def verify(
     verdicts = [row["verdict"] for row in rows]
     hold, fail = verdicts.count("holds"), verdicts.count("fails")
     say(f"{name}: {hold} hold, {fail} fail, {len(rows) - hold - fail} not declared")
+    if not verifying.claims_anything(name, options):
+        say(
+            f"{name} claims nothing of what arrives (unbiased, contractive, signs, exact_for): no "
+            "check says whether its values are right"
+        )
     if fail:
         raise typer.Exit(1)
 

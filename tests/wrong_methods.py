@@ -70,6 +70,8 @@ class SameDraws(Compressor):
 
 
 class Flipped(SIGN):
+    """Half of the signs are flipped at random."""
+
     share: ClassVar[float] = 0.5
 
     def encode(self, x, segments, shared, key, *, prepared=None, out=None):
@@ -78,10 +80,14 @@ class Flipped(SIGN):
 
 
 class SlightlyFlipped(Flipped):
+    """5 % of the signs are flipped at random."""
+
     share: ClassVar[float] = 0.05
 
 
 class NegatedSigns(SIGN):
+    """Sends the sign of -x."""
+
     def encode(self, x, segments, shared, key, *, prepared=None, out=None):
         return super().encode(-x, segments, shared, key)
 
@@ -97,14 +103,20 @@ class FirstWorkersVote(SIGN):
 
 
 class HalfTern(Scaled, TERN):
+    """Half of it arrives."""
+
     factor = 0.5
 
 
 class TripleTern(Scaled, TERN):
+    """Three times as much arrives."""
+
     factor = 3.0
 
 
 class SlowTern(Scaled, TERN):
+    """A tenth of it arrives."""
+
     factor = 0.1
 
 
@@ -144,6 +156,8 @@ class BoastfulTernClaims(type(TERN().claims)):
 
 
 class WrongScaleQsgd(Scaled, QSGD):
+    """10 % more arrives."""
+
     factor = 1.1
 
 
@@ -229,6 +243,8 @@ class ForgetfulTopK(TOPK):
 
 
 class BackwardTopK(Scaled, TOPK):
+    """What arrives has the wrong sign."""
+
     factor = -1.0
 
 
@@ -263,6 +279,8 @@ class UnscaledEFSign(EFSIGN):
 
 
 class NegatedFFT(Scaled, FFT):
+    """What arrives has the wrong sign."""
+
     factor = -1.0
 
 

@@ -1397,17 +1397,27 @@ def verify(
     With `processes` three processes are started first, and their exchanges compared with simulated
     ones.
     """
-    if options:
-        given = " ".join(f"{key}={value}" for key, value in options.items())
-        chosen = [(given, registry.compressor(name, **options))]
-    else:
-        chosen = list(configurations(name))
+    chosen = _chosen(name, options)
     there = in_processes([(name, dict(m)) for m in _options(name, options)]) if processes else None
     for i, (text, method) in enumerate(chosen):
         outcomes = [run(method, check) for check in CHECKS]
         if there is not None:
             outcomes.append(_compared(_digests(method), there[i]))
         yield [{"configuration": text or "default", **each._asdict()} for each in outcomes]
+
+
+def _chosen(name: str, options: Mapping[str, Any] | None) -> list[tuple[str, Compressor]]:
+    """Return what is checked: one configuration, or each declared variant, with its words."""
+    if not options:
+        return list(configurations(name))
+    given = " ".join(f"{key}={value}" for key, value in options.items())
+    return [(given, registry.compressor(name, **options))]
+
+
+def claims_anything(name: str, options: Mapping[str, Any] | None = None) -> bool:
+    """Return whether some of what is checked claims something of the values that arrive."""
+    claims = [method.claims for _, method in _chosen(name, options)]
+    return any(c.unbiased or c.contractive or c.signs or c.exact_for for c in claims)
 
 
 def _options(name: str, options: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:

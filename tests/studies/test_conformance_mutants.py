@@ -5,13 +5,15 @@ Each is derived from one of ours, keeps the declarations that it inherits, and d
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
 import torch
-from commands import ROOT
+import wrong_methods
+from commands import ROOT, invoke
 from wrong_methods import (
     BF16,
     DEMO,
@@ -267,7 +269,7 @@ class SummedLevels(Levels):
 
 
 class SummedAlone(SummedLevels):
-    """The same, with no all-gather to compare it with."""
+    """Adds codes of scales of their own; there is no all-gather to compare it with."""
 
     collectives: ClassVar[tuple[str, ...]] = ("allreduce", "twoshot")
 
@@ -303,11 +305,15 @@ class Unbiased(Claims):
 
 
 class FewSteps(Levels):
+    """Draws repeat after 64 steps."""
+
     def draws(self, key, n):
         return super().draws(key._replace(step=key.step % 64), n)
 
 
 class FewRanks(Levels):
+    """Draws repeat after 4 workers."""
+
     def draws(self, key, n):
         return super().draws(key._replace(rank=key.rank % 4), n)
 
@@ -367,7 +373,7 @@ class TripledLevels(Tripled, Levels):
 
 
 class TripledTopK(Tripled, TOPK):
-    """Has no closed form of its error, either."""
+    """The same, without a closed form of its error."""
 
     @property
     def claims(self):
@@ -580,7 +586,7 @@ class CountlessInt8(INT8):
 
 
 class UphillDemo(NegatedMean, DEMO):
-    pass
+    """What all apply has the wrong sign."""
 
 
 class LargeDemo(DEMO):
@@ -675,10 +681,14 @@ class FewTensors(Compressor):
 
 
 class FewTensorsVote(FewTensors, SIGN):
+    """Behind the 64th tensor all signs are plus."""
+
     sent = 1.0
 
 
 class FewTensorsTern(FewTensors, TERN):
+    """Behind the 32nd tensor nothing is sent."""
+
     most = 32
 
 
@@ -727,7 +737,7 @@ class OverclippedTern(TERN):
 
 
 class TripledUnclaimed(Tripled, Levels):
-    """Declares no variance, either."""
+    """The same, without a declared variance."""
 
     @property
     def claims(self):
@@ -929,6 +939,52 @@ def test_every_method_has_a_definition_that_ends(name):
     if "allgather" in method.legal_collectives() and method.claims.aggregate == "mean":
         mean = method.mean([payload, payload], segments, shared)
         torch.testing.assert_close(mean, method.decode(payload, segments, shared))
+
+
+def test_the_list_of_wrong_methods_is_what_the_tests_run():
+    """results/MUTANTS.md has a line for each, in this order: what is wrong, what must find it."""
+    text = (ROOT / "results" / "MUTANTS.md").read_text()
+    told = [line for line in text.splitlines() if line.startswith("| `")]
+    assert told == [*map(listed, [*wrong_methods.WRONG.values()])] + [
+        listed(wrong_methods.Wrong(made, "", (WRONG[made],))) for made in WRONG
+    ]
+    for name, wrong in (("bounds", wrong_methods.WRONG), ("verify", WRONG)):
+        assert f"`gcbench {name}` finds {len(wrong)} of {len(wrong)}" in text
+
+
+def listed(wrong: wrong_methods.Wrong) -> str:
+    """Return the line of a wrong method: its class and ours, what is wrong, who must find it."""
+    known = {type(registry.compressor(name)): name for name in registry.compressors()}
+    ours = next((known[kind] for kind in wrong.made.__mro__ if kind in known), "-")
+    what = inspect.getdoc(wrong.made).splitlines()[0]
+    return f"| `{wrong.made.__name__}` | {ours} | {what} | {', '.join(wrong.caught)} |"
+
+
+SILENT = """
+from gcbench.core.compressor import Compressor, Payload
+from gcbench.ops import random
+import torch
+
+class Coin(Compressor):
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        return Payload((torch.where(random.uniform(key, len(x)) < 0.45, -x, x),))
+
+    def decode(self, payload, segments, shared, *, out=None):
+        self.check(payload, segments)
+        return self.check_finite(payload.parts[0]).clone()
+
+    def layout(self, segments, count=1):
+        return ((torch.float32, segments.numel),)
+"""
+
+
+def test_of_a_method_that_claims_nothing_nothing_is_said(tmp_path):
+    """45 % of its signs are wrong, and no declaration is broken: the summary says so."""
+    (tmp_path / "silent.py").write_text(SILENT)
+    done = invoke("verify", tmp_path / "silent.py", "--no-processes")
+    assert done.code == 0
+    assert "silent claims nothing of what arrives" in done.err
+    assert "claims nothing" not in invoke("verify", "signsgd", "--no-processes").err
 
 
 def test_readme_tells_how_many_wrong_methods_are_found():
