@@ -26,9 +26,13 @@ from wrong_methods import (
     TERN,
     TOP,
     TOPK,
+    CoinlessVote,
+    FlippedDemo,
     Levels,
     LevelsClaims,
-    NegatedMean,
+    MinusVote,
+    OverclippedTern,
+    UphillDemo,
     drawn,
     spread,
 )
@@ -585,10 +589,6 @@ class CountlessInt8(INT8):
         return super().mean([p._replace(count=1) for p in payloads], segments, shared, out=out)
 
 
-class UphillDemo(NegatedMean, DEMO):
-    """What all apply has the wrong sign."""
-
-
 class LargeDemo(DEMO):
     """Moves by a hundred times the sign."""
 
@@ -603,24 +603,6 @@ class SpectralDemo(DEMO):
         return dct(super().mean(payloads, segments, shared), self._cuts(segments))
 
 
-class FlippedDemo(DEMO):
-    """A tenth of the elements changes its sign before the transform."""
-
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        wrong = torch.where(drawn(x, key, 0.1), -x, x)
-        return super().encode(wrong, segments, shared, key, out=out)
-
-
-@dataclass(frozen=True)
-class CoinlessVote(SIGN):
-    """Says that a coin decides tied votes, and counts them as plus."""
-
-    ties: str = "coin"
-
-    def merge(self, payloads, segments, shared, key, *, out=None):
-        return SIGN().merge(payloads, segments, shared, key, out=out)
-
-
 @dataclass(frozen=True)
 class SameCoinVote(SIGN):
     """Tosses the same coins at every step."""
@@ -629,22 +611,6 @@ class SameCoinVote(SIGN):
 
     def merge(self, payloads, segments, shared, key, *, out=None):
         return super().merge(payloads, segments, shared, key._replace(step=0), out=out)
-
-
-class MinusVote(SIGN):
-    """Tied votes are minus."""
-
-    def _vote(self, payloads, segments, key, out=None):
-        shared = torch.empty(0)
-        turned = [
-            super(MinusVote, self)
-            .encode(-self.decode(p, segments, shared), segments, shared, key)
-            ._replace(count=p.count)
-            for p in payloads
-        ]
-        won = self.decode(super()._vote(turned, segments, key), segments, shared)
-        made = super().encode(-won, segments, shared, key, out=out)
-        return made._replace(count=sum(p.count for p in payloads))
 
 
 @dataclass(frozen=True)
@@ -724,16 +690,6 @@ class LateTern(TERN):
     def encode(self, x, segments, shared, key, *, prepared=None, out=None):
         x = 0.1 * x if key.step >= 1500 else x
         return super().encode(x, segments, shared, key, out=out)
-
-
-@dataclass(frozen=True)
-class OverclippedTern(TERN):
-    """Declares to clip at 4 standard deviations, and clips at 1.2."""
-
-    clip: float = 4.0
-
-    def _own(self, x, segments):
-        return ops.ternary.scales(x, segments, 1.2)
 
 
 class TripledUnclaimed(Tripled, Levels):
