@@ -446,8 +446,9 @@ class WrappingLevels(SharedLevels):
     def mean(self, payloads, segments, shared, *, out=None):
         total = torch.zeros(segments.numel, dtype=torch.int8)
         for payload in payloads:
-            total += payload.parts[0]
-        return total.float() / (TOP * len(payloads)) * spread(shared, segments)
+            total += payload.count * payload.parts[0]
+        workers = sum(payload.count for payload in payloads)
+        return total.float() / (TOP * workers) * spread(shared, segments)
 
 
 class MiscutLevels(SharedLevels):
