@@ -90,7 +90,6 @@ FLAT = {
     "sparse_layout": "selection.sparse_layout",
     "sparse_unpack": "selection.sparse_unpack",
     "spectrum_bins": "spectrum.count_bins",
-    "spectrum_error": "spectrum.error",
     "spectrum_fold": "transform.fold",
     "spectrum_forward": "spectrum.forward",
     "spectrum_inverse": "spectrum.inverse",

@@ -45,7 +45,7 @@ from gcbench.ops.selection import (
     unpack_positions,
 )
 from gcbench.ops.statistics import TINY
-from gcbench.ops.transform import padded_length, real_forward, real_inverse, transform_error
+from gcbench.ops.transform import padded_length, real_forward, real_inverse
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 PEAK = 2.0**13
@@ -462,34 +462,6 @@ def largest(energy: Tensor, runs: Sequence[KeptRun]) -> Tensor:
     `energy`: float32, not negative, shape (bins,). Of equal energies the lowest bins are taken.
     """
     return largest_elements(energy, runs)[0]
-
-
-def error(
-    x: Tensor, segments: Segments, kept: Tensor, values: Tensor, *, half: bool, pad: bool = True
-) -> float:
-    """Return a bound on ||x - x'||^2, where x' has `values`, (K, 2), at the bins `kept`, (K,).
-
-    Let P be the projection on these bins, q = values - P spectrum(x), and h the relative rounding
-    error of the input and the transforms. The bound is ||x||^2 - (||P x|| - h ||x||)^2 + (||q|| +
-    h ||x||)^2 for each segment, since dropped bins and errors of kept bins are orthogonal. Removing
-    the padding can only reduce the error.
-    """
-    bins = forward(x, segments, half=half, pad=pad)[0][kept].double()
-    bins.clamp_(-FLOAT_MAX, FLOAT_MAX)
-    weights = weight(segments, pad).to(x.device)[kept]
-    lengths = padded_lengths(segments, pad)
-    each = torch.tensor([_bins(length) for length in lengths], device=x.device)
-    owner = torch.arange(len(segments), device=x.device).repeat_interleave(each)[kept]
-    square = statistics.moments(x, segments)[1]
-    errors = [HALF_ERROR * half + transform_error(length) for length in lengths]
-    rounding = square.sqrt() * torch.tensor(errors, dtype=torch.float64, device=x.device)
-
-    def norm(rows: Tensor) -> Tensor:
-        energy = weights * rows.square().sum(1)
-        return torch.zeros_like(square).index_add_(0, owner, energy).sqrt_()
-
-    kept_norm = (norm(bins) - rounding).clamp_(min=0)
-    return float((square - kept_norm**2 + (norm(values.double() - bins) + rounding) ** 2).sum())
 
 
 # ---- the wire ------------------------------------------------------------------------------------

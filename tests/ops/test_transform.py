@@ -58,7 +58,7 @@ def off(found: torch.Tensor, exact: np.ndarray) -> float:
 
 @pytest.mark.parametrize("d", [*LENGTHS, 270_336])
 def test_values_in_float64(d, own):
-    """Error below half of what `spectrum_error` allows for a transform, whatever the input."""
+    """Error below half of what `transform_error` allows for a transform, whatever the input."""
     for name, x in inputs(d).items():
         if not x.any():
             continue

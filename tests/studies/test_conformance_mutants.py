@@ -753,6 +753,17 @@ class ColdPower(POWER):
         return state
 
 
+class ShiftedFft(FFT):
+    """Keeps the neighbours of the largest bins."""
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        runs = self._runs(segments)
+        bins, energy = ops.spectrum.forward(x, segments, half=self.half, pad=self.pad)
+        kept = ops.spectrum.largest(energy.roll(1), runs)
+        form = self.code_bits, self.mantissa, 1
+        return fill(out, *ops.spectrum.pack(bins, kept, runs, *form, grids=None))
+
+
 HEARD, LONG, MANY = "every worker heard", "long tensors", "bucketing"
 APART = "independent noise"
 SAME = "same mean in collectives"
@@ -827,6 +838,7 @@ WRONG = {
     PairedSteps: APART,
     FlushingInt8: "contraction",
     BoastfulDelta: "contraction",
+    ShiftedFft: "contraction",
     FirstFactor: "exact small integers",
     ColdPower: "same gradient again",
 }
