@@ -753,6 +753,17 @@ class ColdPower(POWER):
         return state
 
 
+class FewTensorsFed(TOPK):
+    """With error feedback, tensors behind the 256th are neither sent nor kept."""
+
+    def encode_feedback(self, x, residual, segments, shared, key, *, out=None):
+        if len(segments) > 256:
+            x, end = x.clone(), segments.offsets[256]
+            x[end:] = 0
+            residual[end:] = 0
+        return super().encode_feedback(x, residual, segments, shared, key, out=out)
+
+
 class ShiftedFft(FFT):
     """Keeps the neighbours of the largest bins."""
 
@@ -838,6 +849,7 @@ WRONG = {
     PairedSteps: APART,
     FlushingInt8: "contraction",
     BoastfulDelta: "contraction",
+    FewTensorsFed: "fused operations",
     ShiftedFft: "contraction",
     FirstFactor: "exact small integers",
     ColdPower: "same gradient again",
