@@ -245,7 +245,8 @@ def run(
                         said = str(error)
                         if not isinstance(error, PayloadError):
                             said = f"{type(error).__name__}: {error}"
-                        own.refused(claim, unit.place, unit.key.split()[0], word, said)
+                        where = unit.key.replace(f" {word}", "")
+                        own.refused(claim, unit.place, where, word, said)
                     ledger[unit.key] = own.record()
                 judged.take(ledger[unit.key])
             shown.step(sum(steps) + len(units), "done")
