@@ -626,7 +626,7 @@ class Forgetful(Doubling):
         return payload.parts[0]
 
     def mean(self, payloads, segments, shared, *, out=None):
-        return super().mean(payloads[:-1], segments, shared)
+        return super().mean(payloads[:-1] or payloads, segments, shared)
 
 
 class Diverging(Raising):
@@ -694,10 +694,7 @@ def test_a_method_is_compared_with_the_definition_and_not_with_itself(site, thir
     done = invoke(*words, "--compressor", "forgetful", "--results", tmp_path / "r", "--json")
     assert done.code == 1
     (row,) = (r for r in table(json.loads(done.out), "transfers") if r["method"] == "forgetful")
-    assert (
-        row["failed"]
-        == "it is not the definition: mean of 3 workers, mean of 5 workers, mean of 401 workers"
-    )
+    assert row["failed"].startswith("it is not the definition: mean of 2 workers, mean of 3")
 
 
 def test_a_worker_that_fails_alone_is_named_and_no_one_waits_for_it(site, third_party, tmp_path):
