@@ -464,14 +464,15 @@ def compare(
         beside = published.beside(suites.load(name), made) if name and tested else None
         if beside is not None:
             runs = beside.runs
-            if suite is None:
-                say(f"suite {beside.suite.name}: {beside.suite.title}")
         elif not trials:
             runs = reader.without_trials(runs)
-        rows = comparing.chosen(runs, asked, beside.suite.choices if beside else frozenset())
-        if beside is not None:
-            rows = beside.rows(rows)
-        print(comparing.told(rows, asked))
+        title = ""
+        if beside is None:
+            rows = comparing.chosen(runs, asked)
+        else:
+            rows = comparing.chosen(runs, asked, beside.suite.choices, beside.rows)
+            title = f"Suite {beside.suite.name}: {beside.suite.title}" if suite is None else ""
+        print(("\n" if shown else "") + comparing.told(rows, asked, title))
         if beside is not None and beside.missing:
             say("\n  ".join(beside.unmade()))
         shown += rows

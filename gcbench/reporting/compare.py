@@ -16,7 +16,7 @@ from gcbench.core.errors import UsageError, unknown
 from gcbench.core.schema import PHASES
 from gcbench.reporting import seeds
 from gcbench.reporting.reader import Modelled, Run, Summary, fields
-from gcbench.reporting.rendering import MB, records
+from gcbench.reporting.rendering import MB, records, sentence
 from gcbench.reporting.seeds import BASELINE
 from gcbench.training.configuration import canonical, finite, text
 from gcbench.training.suites.tuning import TUNED_KEYS
@@ -83,6 +83,8 @@ class Row:
     pairs: int
     above_baseline: bool
     below_baseline: bool
+    faster: bool
+    """Whether the target was met in fewer steps than uncompressed, interval included."""
     tuned: tuple[str, ...]
     """The keys of TUNED_KEYS in which the baseline differs, where none has equal ones."""
     on_front: bool
@@ -229,7 +231,7 @@ class Row:
 
 _COMPARED = (
     *("difference", "difference_sd", "difference_low", "difference_high", "pairs", "on_front"),
-    *("target", "target_reached", "target_runs"),
+    *("target", "target_reached", "target_runs", "faster"),
 )
 _MEASURED = (
     *("baseline_n", "band_low", "band_high", "in_band"),
@@ -420,7 +422,7 @@ def rows(
         "tuned": [keys for _, keys in baselines],
     }
     table = table.assign(**columns)
-    table["on_front"] = seeds.on_front(table)
+    table["on_front"] = seeds.on_front(by_run, table)
     table = seeds.against_baselines(by_run, table)
     made = [
         _row(groups[name], values[name], target, known)
@@ -504,27 +506,40 @@ class Asked(NamedTuple):
     width: str = ""
 
 
-def chosen(runs: Sequence[Run], asked: Asked, own: frozenset[str] = frozenset()) -> list[Row]:
+def chosen(
+    runs: Sequence[Run],
+    asked: Asked,
+    own: frozenset[str] = frozenset(),
+    complete: Callable[[list[Row]], list[Row]] = list,
+) -> list[Row]:
     """Return the rows that were asked for; `own` as for `rows`.
+
+    `complete` adds to all rows, before any is left out, what it takes all of them to know.
 
     Raises:
         UsageError: no row has all that was asked for, or see `where`, `level` and `rows`.
     """
     runs, meets = where(runs, asked.conditions)
-    found = list(filter(meets, rows(runs, level(asked.target, runs), own)))
+    found = list(filter(meets, complete(rows(runs, level(asked.target, runs), own))))
     if not found:
         words = (f"{key}={','.join(values)}" for key, values in asked.conditions.items())
         raise UsageError(f"no row has all of {' and '.join(words)}")
     return found
 
 
-def told(rows: Sequence[Row], asked: Asked) -> str:
-    """Return the rows as text; those of a suite with tiers have a table for each."""
+def told(rows: Sequence[Row], asked: Asked, title: str = "") -> str:
+    """Return the rows as text; those of a suite with tiers have a table for each.
+
+    A `title` stands above tables, not in CSV or JSON.
+    """
     from gcbench.reporting import tables
 
     tiers = asked.by is None and any(row.tier is not None for row in rows)
     layout = tables.Layout(asked.sort, asked.columns, asked.width)
-    return tables.render(rows, asked.format, by="tier" if tiers else asked.by, layout=layout)
+    made = tables.render(rows, asked.format, by="tier" if tiers else asked.by, layout=layout)
+    if not title or asked.format in ("csv", "json"):
+        return made
+    return f"{sentence(title, asked.format, tables.columns())}\n\n{made}"
 
 
 # ---- filters and groups --------------------------------------------------------------------------

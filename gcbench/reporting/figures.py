@@ -163,6 +163,12 @@ class Mark(NamedTuple):
     across: float = 0.0
 
 
+def _off(box: Any, point: tuple[float, float]) -> float:
+    """Return the distance of a point from a box, in pixels."""
+    x, y = point
+    return hypot(max(box.x0 - x, 0, x - box.x1), max(box.y0 - y, 0, y - box.y1))
+
+
 FAR = 24  # points from a mark, beyond which a line joins it and its label
 
 
@@ -193,34 +199,38 @@ def write_labels(axes: Axes, marks: Sequence[Mark]) -> int:
         (left, low), (right, high) = axes.transData.transform(sides)
         around = 4 * points if len(marks) > 20 else 5.5 * points
         taken.append(Bbox([[left - around, low - around], [right + around, high + around]]))
+    centres = [tuple(axes.transData.transform((mark.x, mark.y))) for mark in marks]
     collisions = 0
     for mark in marks:
-        (hits, far), label, box = _place(axes, mark, mark.text, taken)
+        (hits, far), label, box = _place(axes, mark, mark.text, taken, centres)
         if (hits or far > FAR) and mark.short:
-            shorter = _place(axes, mark, mark.short, taken)
+            shorter = _place(axes, mark, mark.short, taken, centres)
             if shorter[0] < (hits, far):
                 label.remove()
                 (hits, _), label, box = shorter
             else:
                 shorter[1].remove()
-        collisions += bool(hits)
+        collisions += hits >= 1
         taken.append(box)
     return collisions
 
 
 def _place(
-    axes: Axes, mark: Mark, text: str, taken: Sequence[Any]
-) -> tuple[tuple[int, float], Any, Any]:
+    axes: Axes, mark: Mark, text: str, taken: Sequence[Any], centres: Sequence[tuple[float, float]]
+) -> tuple[tuple[float, float], Any, Any]:
     """Write a label at the nearest free spot.
 
-    Returns how many boxes it overlaps and its distance in points, the label and its box.
+    A line joins it to its mark if it is far away, or another one of `centres`, pixels, is nearer.
+    Returns how many boxes it overlaps (and a half if another mark is nearer) and its distance in
+    points, the label and its box.
     """
+    from matplotlib.patheffects import withStroke
     from matplotlib.text import Text
 
     figure: Any = axes.figure
     renderer = figure.canvas.get_renderer()
     frame = axes.get_window_extent(renderer)
-    best: tuple[tuple[int, float], Any, Any] | None = None
+    best: tuple[tuple[float, float], Any, Any] | None = None
     for across, along in _spots():
         distance = hypot(across, along)
         label = axes.annotate(
@@ -241,13 +251,17 @@ def _place(
                     0.0 if across > 0 else 1.0 if across else 0.5,
                     0.5 if across else float(along < 0),
                 ),
-            }
-            if distance > FAR
-            else None,
+            },
+            path_effects=[withStroke(linewidth=2.5, foreground="white", alpha=0.8)],
         )
         label.update_positions(renderer)
         box = Text.get_window_extent(label, renderer)  # without the line to the mark
-        hits = sum(box.overlaps(other) for other in taken)
+        own = tuple(axes.transData.transform((mark.x, mark.y)))
+        others = [centre for centre in centres if centre != own]
+        near = all(_off(box, own) < _off(box, other) for other in others)
+        if (arrow := label.arrow_patch) is not None:
+            arrow.set_visible(distance > FAR or not near)
+        hits = sum(box.overlaps(other) for other in taken) + 0.5 * (not near)
         inside = frame.x0 <= box.x0 and box.x1 <= frame.x1
         hits += 10 * (not (inside and frame.y0 <= box.y0 and box.y1 <= frame.y1))
         if best is not None and hits >= best[0][0]:

@@ -36,8 +36,8 @@ WORDS: dict[str, str] = {
     "these.",
     "error feedback": "What a step's code has lost, the residual, is kept by the worker and added "
     "to its next gradient, so that nothing is lost for good. Also called memory.",
-    "front": "The rows that no other row of equal budget beats in both, a better mean and fewer "
-    "bytes (the Pareto front).",
+    "front": "The rows that no other row of equal budget beats: none is better, by the interval of "
+    "the paired difference, for as few bytes (the Pareto front).",
     "hybrid sharding": "Each node holds the whole model, cut into shards over its ranks, so that a "
     "shard has replicas on the other nodes. Gradients are exchanged inside a node, then between "
     "the replicas: the two-level exchange.",

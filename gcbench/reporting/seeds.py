@@ -188,8 +188,10 @@ def against_baselines(runs: DataFrame, configurations: DataFrame) -> DataFrame:
     differences, or the difference of the two means where there is no pair; `difference_sd`;
     `difference_low` and `difference_high`, its 95 % interval, NaN below two pairs;
     `above_baseline` and `below_baseline`: whether the interval lies on one side of zero, the better
-    or the worse; `band_low` and `band_high`: the lowest and the highest value of the uncompressed
-    seeds, NaN below two; `in_band`: whether the mean lies there, in words.
+    or the worse; `faster`: whether the target was met in fewer steps, by the interval of the paired
+    differences of steps where both met it, at least two; `band_low` and `band_high`: the lowest and
+    the highest value of the uncompressed seeds, NaN below two; `in_band`: whether the mean lies
+    there, in words; of a mean outside whose interval of the difference holds zero, no side is told.
     """
     import numpy as np
 
@@ -211,6 +213,14 @@ def against_baselines(runs: DataFrame, configurations: DataFrame) -> DataFrame:
     made["above_baseline"] = better.where(made["sign"] > 0, worse)
     made["below_baseline"] = worse.where(made["sign"] > 0, better)
 
+    told = runs.loc[runs["target_step"] < math.inf, ["configuration", "seed", "target_step"]]
+    told = told.join(names[compressed], on="configuration", how="inner").merge(
+        told, left_on=["baseline", "seed"], right_on=["configuration", "seed"]
+    )
+    later = (told["target_step_x"] - told["target_step_y"]).groupby(told["configuration_x"])
+    sooner = later.mean() + half_width(later.std(), later.count()) < 0
+    made["faster"] = sooner.reindex(made.index, fill_value=False)
+
     made["baseline_n"] = names.map(made["n"]).fillna(0).astype(int)
     several = made["baseline_n"] > 1
     made["band_low"] = names.map(made["low"]).where(several)
@@ -223,25 +233,37 @@ def against_baselines(runs: DataFrame, configurations: DataFrame) -> DataFrame:
             made["baseline_n"] == 0,
             made["baseline_n"] == 1,
             (low <= mean) & (mean <= high),
+            made["difference_low"].notna() & ~better & ~worse,
             (mean > high) == (made["sign"] > 0),
         ],
-        ["baseline", "no: failed", "no baseline", "n/a (1 seed)", "yes", "no: better"],
+        [
+            *("baseline", "no: failed", "no baseline", "n/a (1 seed)", "yes"),
+            *("no: not told apart", "no: better"),
+        ],
         "no: worse",
     )
     return made
 
 
-def on_front(configurations: DataFrame) -> Series[bool]:
-    """Return whether no other line of equal `budget` is as good in mean and bytes, better in one.
+def on_front(runs: DataFrame, configurations: DataFrame) -> Series[bool]:
+    """Return whether no other line of equal `budget` beats this one.
 
-    Lines with a seed that diverged are not on the front, and keep no other line from it.
+    With two seeds or more in common, another one beats it if it is better, by the 95 % interval of
+    the paired difference, for no more bytes. Else there is no interval: it beats it by being as
+    good in mean and bytes, and better in one. Lines with a seed that diverged are not on the front,
+    and keep no other line from it.
     """
     found = configurations["diverged"] == 0
+    values = runs.pivot_table(index="seed", columns="configuration", values="value")
     for _, alike in configurations[found].groupby("budget"):
         scores, sizes = alike["sign"] * alike["mean"], alike["payload_bytes_step"]
         for name in alike.index:
             better, fewer = scores - scores[name], sizes[name] - sizes
-            found[name] = not ((better >= 0) & (fewer >= 0) & ((better > 0) | (fewer > 0))).any()
+            by_mean = (better >= 0) & (fewer >= 0) & ((better > 0) | (fewer > 0))
+            leads = values[[*alike.index]].sub(values[name], axis="index").mul(alike["sign"])
+            n = leads.count()
+            told = (leads.mean() > half_width(leads.std(), n)) & (fewer >= 0)
+            found[name] = not told.where(n > 1, by_mean).drop(name).any()
     return found
 
 

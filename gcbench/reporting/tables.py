@@ -143,8 +143,8 @@ def _tier_notes(rows: Sequence[Row]) -> list[str]:
     if any(row.rank is not None for row in rows):
         made.append(
             "rank: the places within the tier that a method may have, by paired intervals over at "
-            "least 5 seeds, at 95 % for all pairs together; those of two methods that are not "
-            "told apart overlap; - too few seeds."
+            "least 5 seeds, at 95 % for all pairs together, rows that are not shown among them; "
+            "those of two methods that are not told apart overlap; - too few seeds."
         )
     if any(row.rate in ("edge", "untuned", "open") for row in rows):
         made.append(
@@ -286,7 +286,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
         "difference from the uncompressed runs of equal budget (accuracy in points), paired by "
         "seed, with its 95 % confidence interval (Student's t) where there are two pairs or more. "
         "in band: whether the mean lies between the lowest and the highest of the uncompressed "
-        "seeds. front: no row of equal budget has a better mean for fewer payload bytes.",
+        "seeds. front: no row of equal budget is better for as few payload bytes, by the paired "
+        "95 % interval, or by its value where there is one seed.",
         "Bytes are those of a worker and step, MB = 10^6 bytes. payload: encoded, up and down "
         "together; wire: what a worker sends over the network, by this collective.",
     ]
@@ -304,6 +305,11 @@ def notes(rows: Sequence[Row]) -> list[str]:
             "seeds, a miss being infinite (never: half or more of them missed it); evaluations are "
             "--eval-every steps apart, on validation examples where some were held out. link: "
             "communication alone, as modelled."
+        )
+    if faster := [row.method for row in rows if row.faster]:
+        made.append(
+            f"Meets the target in fewer steps than uncompressed, interval included: "
+            f"{', '.join(faster)}. Look for the reason before believing it."
         )
     if any(row.failed for row in rows):
         made.append("failed: the run diverged; such seeds are in no mean.")
@@ -356,6 +362,11 @@ def _table(rows: Sequence[Row], width: int, asked: Layout) -> str:
     """Return as few tables as fit into `width` columns."""
     found = _laid_out(rows, asked)
     which = found.pop("which")
+    own = which[len(rows[0].context) + 1 :]
+    if own and len({(row.place, row.method) for row in rows}) == len(rows):
+        # Without them a row is known, too: they need not stand in every table.
+        which = which[: -len(own)]
+        found = {"quality": found.pop("quality", []), "own": own, **found}
     return terminal(which, list(filter(None, found.values())), width)
 
 
@@ -556,7 +567,7 @@ def render(
             raise UsageError(f"--columns: {format} has every field of a row; choose among them")
         records = [row.record() for group in tabled.values() for row in group]
         return csv_text(records) if format == "csv" else json_text(records)
-    width = width or shutil.get_terminal_size((200, 24)).columns
+    width = width or columns()
     titles = {"table": "{}", "markdown": "**{}**", "latex": "% {}"}
     shown = {value: constants(group) for value, group in tabled.items()}
     said = [notes(told) for _, told in shown.values()]
@@ -577,6 +588,11 @@ def render(
     if format == "table" and any(len(told) > glossary.LONG for _, told in shown.values()):
         every.append(glossary.POINTER)
     return "\n\n".join([*blocks, *_told(every, format, width)])
+
+
+def columns() -> int:
+    """Return how many columns the terminal has, or 200 where the output is no terminal."""
+    return shutil.get_terminal_size((200, 24)).columns
 
 
 def constants(rows: Sequence[Row]) -> tuple[str, list[Row]]:

@@ -19,17 +19,34 @@ if TYPE_CHECKING:
 SOFT = {True: 2.0, False: 0.02}
 """Distance from fp32 up to which the y axis is nearly linear: points of accuracy, or loss."""
 FADED = 0.35
-"""Opacity of points that are not on the front: another has a better mean for fewer bytes."""
+"""Opacity of points that are not on the front: another is better for as few bytes."""
 
 
-def best(rows: Sequence[Row]) -> Row:
-    """Return the row with the best mean; of equal ones the one with fewer bytes.
+def best(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of one tier that may be its best one, by their ranks; none if none has any.
 
-    Rows without a finished seed do not count; there must be one that has some.
+    No interval tells them apart from it, so there is no first among them.
     """
-    sign = 1 if rows[0].metric == "accuracy" else -1
-    known = [row for row in rows if row.mean is not None]
-    return max(known, key=lambda row: (sign * (row.mean or 0.0), -row.payload))
+    return [row for row in rows if row.rank and row.rank.partition("-")[0] == "1"]
+
+
+def line(rows: Sequence[Row], scale: float) -> list[tuple[float, float]]:
+    """Return the points of the line through the best rows of each tier, from few bytes to many.
+
+    A tier has the fewest and the most bytes of its best rows, at the mean of their means. Each
+    counts by 1 / variance, so that one of which little is known does not move it.
+    """
+    points = []
+    tiers = dict.fromkeys(row.tier for row in rows)
+    for first in (best([row for row in rows if row.tier == tier]) for tier in tiers):
+        if first:
+            known = all(row.half_interval for row in first)
+            weights = [1 / row.half_interval**2 if known else 1.0 for row in first]
+            pairs = zip(weights, first, strict=True)
+            middle = scale * sum(w * (row.mean or 0.0) for w, row in pairs) / sum(weights)
+            sizes = [row.payload for row in first]
+            points += [(size, middle) for size in dict.fromkeys((min(sizes), max(sizes)))]
+    return sorted(points, key=lambda point: point[0])
 
 
 def draw(rows: Sequence[Row], title: str, path: Path) -> None:
@@ -37,8 +54,8 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
 
     The x axis has the encoded bytes of a worker and step, up and down together; the y axis the
     metric after the last step, mean over seeds with its 95 % interval, on a scale that is stretched
-    near the uncompressed runs (asinh), where most methods are. Each tier has a colour; a line joins
-    the best row of each. Grey is the interval of the uncompressed runs. Rows without a
+    near the uncompressed runs (asinh), where most methods are. Each tier has a colour. A line joins
+    the best of each, see `line`. Grey is the interval of the uncompressed runs. Rows without a
     finished seed are named below.
 
     Raises:
@@ -82,9 +99,9 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
                 mew=0.7,
             )
             marks.append(Mark(x, y, spread, row.method, style["color"], short=_short(row, drawn)))
-        winners = [best([row for row in drawn if row.tier == tier]) for tier in tiers]
-        line = [(row.payload, scale * (row.mean or 0.0)) for row in winners]
-        axes.plot(*zip(*line, strict=True), color="0.4", lw=1.2, zorder=1)
+        joined = line(drawn, scale)
+        if joined:
+            axes.plot(*zip(*joined, strict=True), color="0.6", lw=1.2, zorder=1)
         for tier in tiers:
             style = styles[str(tier)]
             axes.plot(
@@ -95,7 +112,14 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
                 color=style["color"],
                 label=foreign.label(str(tier)),
             )
-        axes.plot([], [], color="0.4", lw=1.2, label="best of each tier")
+        if joined:
+            told = (
+                "best of each tier: mean, by 1 / variance,\nof those that no interval tells apart"
+            )
+            axes.plot([], [], color="0.6", lw=1.2, label=told)
+        if not all(row.on_front for row in drawn):
+            told = "faded: another is better\nfor as few bytes"
+            axes.plot([], [], ls="", marker="o", color="0.4", alpha=FADED, label=told)
         _frame(axes, drawn)
         _stretch(axes, drawn, scale)
         seeds = ends(len(row.values) for row in drawn)
@@ -105,7 +129,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
         failed = [row.method for row in rows if row.failed]
         told = f"\nfailed seeds: {', '.join(map(foreign.label, failed))}" if failed else ""
         axes.set_xlabel(f"encoded bytes per worker and step, up + down (MB){told}")
-        axes.legend(frameon=False, fontsize="small", loc="lower right")
+        figure.legend(frameon=False, fontsize="small", loc="outside lower center", ncols=3)
         figure.draw_without_rendering()
         figure.set_layout_engine("none")
         figures.write_labels(axes, marks)
@@ -140,7 +164,9 @@ def _stretch(axes: Axes, drawn: Sequence[Row], scale: float) -> None:
     import numpy as np
 
     accuracy = drawn[0].metric == "accuracy"
-    plain = next((row for row in drawn if row.is_baseline), best(drawn))
+    sign = 1 if accuracy else -1
+    first = max(drawn, key=lambda row: sign * (row.mean or 0.0))
+    plain = next((row for row in drawn if row.is_baseline), first)
     middle, soft = scale * (plain.mean or 0.0), SOFT[accuracy]
 
     def there(y: Any) -> Any:

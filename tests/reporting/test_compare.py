@@ -632,7 +632,29 @@ def test_a_short_label_beside_its_mark_is_better_than_a_long_one_far_away() -> N
     assert figures.write_labels(axes, marks) == 0
     (label,) = [one for one in axes.texts if one.get_text() == "short"]
     assert abs(label.get_position()[1]) < figures.FAR
-    assert label.arrow_patch is None
+    assert not label.arrow_patch.get_visible()
+
+
+def test_a_label_nearer_to_another_mark_is_joined_to_its_own() -> None:
+    """The lower of two marks leaves room for both labels below it alone."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3, 3))
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.set(xlim=(0, 10), ylim=(0, 10))
+    wall = [figures.Mark(5, y, 0.4, "x", "C0") for y in (6.4, 7.2, 8.0, 8.8)]
+    marks = [figures.Mark(5, 5.6, 0, "the upper of two", "C0"), figures.Mark(5, 4.6, 0, "b", "C0")]
+    figures.write_labels(axes, [*marks, *wall])
+    for mark, text in zip(marks, axes.texts, strict=False):
+        box = text.get_window_extent()
+        own = tuple(axes.transData.transform((mark.x, mark.y)))
+        others = [
+            tuple(axes.transData.transform((m.x, m.y))) for m in (*marks, *wall) if m is not mark
+        ]
+        near = all(figures._off(box, own) < figures._off(box, other) for other in others)
+        assert near or text.arrow_patch.get_visible()
 
 
 def test_the_short_label_of_a_method_is_its_first_field_of_its_own() -> None:

@@ -93,15 +93,51 @@ def test_in_band_says_on_which_side() -> None:
     assert list(found) == ["baseline", "yes", "no: worse", "no: better"]
 
 
+def test_in_band_tells_no_side_where_the_interval_holds_zero() -> None:
+    """Below the band's 0.5 by the mean, but from 0.3 below to 0.1 above seed by seed."""
+    runs = frame(none={0: 0.5, 1: 0.5, 2: 0.5}, x={0: 0.2, 1: 0.6, 2: 0.5}, y={0: 0.4, 1: 0.4})
+    found = against_none(runs)["in_band"]
+    assert list(found) == ["baseline", "no: not told apart", "no: worse"]
+
+
 def test_the_front_of_each_budget() -> None:
     runs = frame(a={0: 0.9}, b={0: 0.9}, c={0: 0.8}, d={0: math.nan}, e={0: 0.1})
     found = seeds.by_configuration(runs)
     found["budget"] = [0, 0, 0, 0, 1]
-    assert list(seeds.on_front(found)) == [True, True, False, False, True]
+    assert list(seeds.on_front(runs, found)) == [True, True, False, False, True]
     found.loc["c", "payload_bytes_step"] = 1.0
-    assert list(seeds.on_front(found)) == [True, True, True, False, True]
+    assert list(seeds.on_front(runs, found)) == [True, True, True, False, True]
     found.loc["b", "payload_bytes_step"] = 2.0  # as good as a, for fewer bytes
-    assert list(seeds.on_front(found)) == [False, True, True, False, True]
+    assert list(seeds.on_front(runs, found)) == [False, True, True, False, True]
+
+
+def test_the_front_of_several_seeds_is_by_intervals() -> None:
+    """b is better than a by its mean alone, c by its interval; both have fewer bytes."""
+    a = {0: 0.5, 1: 0.5, 2: 0.5}
+    runs = frame(a=a, b={0: 0.4, 1: 0.7, 2: 0.5})
+    found = seeds.by_configuration(runs).assign(budget=0)
+    found.loc["b", "payload_bytes_step"] = 1.0
+    assert list(seeds.on_front(runs, found)) == [True, True]
+    runs = frame(a=a, c={0: 0.6, 1: 0.61, 2: 0.6})
+    found = seeds.by_configuration(runs).assign(budget=0)
+    assert list(seeds.on_front(runs, found)) == [False, True]  # for as many bytes
+    assert list(seeds.on_front(runs.assign(sign=-1), found.assign(sign=-1))) == [True, False]
+    found.loc["c", "payload_bytes_step"] *= 2
+    assert list(seeds.on_front(runs, found)) == [True, True]
+
+
+def test_a_target_met_in_fewer_steps_is_told_by_its_interval() -> None:
+    """Always 100 steps sooner; or on average, but not surely; or not met at all by a seed."""
+    names = ("none", "sooner", "mixed", "missed")
+    runs = frame(**{name: {0: 0.5, 1: 0.6, 2: 0.7} for name in names})
+    runs["target_step"] = [
+        *(300, 400, 500),
+        *(200, 310, 390),
+        *(100, 500, 500),
+        *(200, math.inf, math.inf),
+    ]
+    found = against_none(runs)["faster"]
+    assert found.to_dict() == {"none": False, "sooner": True, "mixed": False, "missed": False}
 
 
 def values(**leads: list[float]) -> pd.DataFrame:

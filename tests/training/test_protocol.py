@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import invoke
+from commands import ROOT, invoke
 
 from gcbench.core import registry
 from gcbench.core.errors import GcbenchError, Interrupted, UsageError
@@ -602,7 +602,10 @@ def test_the_picture_of_tiers(tmp_path, monkeypatch):
         tier = "few" if sizes[name] < 1 else "two" if sizes[name] < 3 else "many"
         front = name != "qsgd"
         size = 1e6 * sizes[name]
-        placed.append(compare.replace(row, payload_bytes_step=size, tier=tier, on_front=front))
+        rank = {"few": "1", "two": "1-2", "many": "-"}[tier]
+        placed.append(
+            compare.replace(row, payload_bytes_step=size, tier=tier, on_front=front, rank=rank)
+        )
     drawn = []
     monkeypatch.setattr(tier_plot.figures, "save", lambda figure, path: drawn.append(figure))
     tier_plot.draw(placed, "mine", tmp_path / "tiers.png")
@@ -610,7 +613,11 @@ def test_the_picture_of_tiers(tmp_path, monkeypatch):
     names = {label.get_text() for label in axes.texts}
     assert names == {"none", "terngrad", "qsgd", "topk"}
     (line,) = [line for line in axes.lines if len(line.get_xdata()) == 3]
-    assert list(line.get_ydata()) == pytest.approx([65.0, 66.8, 70.0])  # the best of each tier
+    # One row, two that no interval tells apart, and a tier whose ranks are not known.
+    weights = [1 / made[name].half_interval ** 2 for name in ("terngrad", "qsgd")]
+    tied = (66.8 * weights[0] + 60.8 * weights[1]) / sum(weights)
+    assert list(line.get_xdata()) == pytest.approx([0.4, 2.0, 2.1])
+    assert list(line.get_ydata()) == pytest.approx([65.0, tied, tied])
     faded = [c.lines[0].get_alpha() for c in axes.containers]
     assert sorted(faded) == [tier_plot.FADED, 1.0, 1.0, 1.0]
     spread = 2.776445 * made["terngrad"].sd / 5**0.5  # Student's t, 4 degrees of freedom
@@ -624,3 +631,22 @@ def test_the_picture_of_tiers(tmp_path, monkeypatch):
     assert {60, 65, 70} <= set(axes.get_yticks())
     with pytest.raises(UsageError, match="no finished row of a tier"):
         tier_plot.draw([compare.replace(made["none"], tier=None)], "mine", tmp_path / "t.png")
+
+
+def test_ranks_are_of_the_whole_tier_whatever_is_shown():
+    """Of bf16 alone the rank is 1 to 5, as in the table of all five."""
+    reference = ROOT / "results" / "reference"
+    words = ("compare", reference, "--suite", "main", "--json")
+    every = {row["method"]: row["rank"] for row in invoke(*words).json}
+    (alone,) = invoke(*words, "--where", "compressor=bf16").json
+    assert alone["rank"] == every["bf16"] == "1-5"
+
+
+def test_tables_of_several_suites_have_their_titles_and_fit_into_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    done = invoke("compare", ROOT / "results" / "reference")
+    titles = [line for line in done.out.splitlines() if line.startswith("Suite ")]
+    assert [title.split(":")[0] for title in titles] == [
+        f"Suite {path.stem}" for path in sorted((ROOT / "results" / "reference").glob("*.parquet"))
+    ]
+    assert max(map(len, done.out.splitlines())) <= 80
