@@ -31,6 +31,9 @@ from gcbench.core.errors import GcbenchError, PayloadError, UsageError
 
 T = TypeVar("T")
 COLLECTIVES = ("allreduce", "allgather", "twoshot")
+UPDATE_RULE = ("optimizer", "momentum", "nesterov")
+"""Settings of a `recipe` by which a run is marked if it has others: they say what is done with the
+decoded result."""
 TILE = 1024
 """Elements of a tile, the unit in which codes are packed and random numbers drawn; shards of a
 bucket start at multiples of it."""
@@ -435,7 +438,9 @@ class Compressor(ABC):
     def recipe(self) -> Mapping[str, Any]:
         """Settings of the optimizer that belong to the published method, by their names in a run.
 
-        They are the defaults of a run with this method.
+        They are the defaults of a run with this method. Those named in `UPDATE_RULE` say how its
+        source applies the update. A run may be given others, and is then marked: it says so when it
+        starts, and so does `gcbench compare`. `lr` and all else are mere defaults.
         """
         return {}
 

@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gcbench.core.errors import UsageError, unknown
@@ -18,6 +19,7 @@ from gcbench.reporting import seeds
 from gcbench.reporting.reader import Modelled, Run, Summary, fields
 from gcbench.reporting.rendering import MB, records, sentence
 from gcbench.reporting.seeds import BASELINE
+from gcbench.training import update_rule
 from gcbench.training.configuration import canonical, finite, text
 from gcbench.training.suites.tuning import TUNED_KEYS
 
@@ -180,6 +182,12 @@ class Row:
         """Whether the published number took another number of steps."""
         return self.published is not None and self.published.steps != self.first.steps
 
+    @cached_property
+    def other_rule(self) -> str:
+        """In which settings the update is not applied as the method declares; "" if it is."""
+        found = update_rule.other(self.first.config | {"compressor": self.first.compressor_name})
+        return "" if found is None else found.words
+
     @property
     def disowned(self) -> str:
         """Why whoever made these runs says that their times are not to be quoted; "" if not."""
@@ -198,6 +206,7 @@ class Row:
             **dict(self.own),
             **({} if self.tier is None else {"tier": self.tier, "rank": self.rank}),
             **({} if self.rate is None else {"rate": self.rate}),
+            **({"other_rule": self.other_rule} if self.other_rule else {}),
             **{name: getattr(self, name) for name in ("bits_up", "metric", "mean", "sd", "n")},
             "failed": len(self.failed),
             "seeds": [*self.values],

@@ -235,6 +235,8 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
         ],
         "times": [] if _withheld(rows) else _times(rows),
     }
+    if any(row.other_rule for row in rows):
+        groups["quality"].append(Column("update", [row.other_rule for row in rows]))
     if any(row.skipped_steps for row in rows):
         groups["quality"].append(Column("skipped\nsteps", [str(row.skipped_steps) for row in rows]))
     return groups
@@ -310,6 +312,11 @@ def notes(rows: Sequence[Row]) -> list[str]:
         made.append(
             f"Meets the target in fewer steps than uncompressed, interval included: "
             f"{', '.join(faster)}. Look for the reason before believing it."
+        )
+    if any(row.other_rule for row in rows):
+        made.append(
+            "update: with what a row applies its update, and what its method's source has: such a "
+            "row says little of the method as published."
         )
     if any(row.failed for row in rows):
         made.append("failed: the run diverged; such seeds are in no mean.")

@@ -11,7 +11,15 @@ from typing import Any
 
 from gcbench.core.errors import DivergedError, GcbenchError, Interrupted, UsageError
 from gcbench.core.schema import SCHEMA
-from gcbench.training import captures, configuration, engines, membership, rows, sinks
+from gcbench.training import (
+    captures,
+    configuration,
+    engines,
+    membership,
+    rows,
+    sinks,
+    update_rule,
+)
 from gcbench.training.configuration import Config
 from gcbench.training.progress import Mode
 from gcbench.training.store import Run
@@ -73,6 +81,8 @@ class Runner:
         self.rows_files, self.suite, self.show = tuple(rows_files), suite, show
         self.stale: set[str] = set()
         """The hashes of configs that `force` makes again, and that still have earlier results."""
+        self.marked: set[str] = set()
+        """What was said of runs that have another update rule than their method."""
         self.after = 0
         """How many steps the runs that are still to be made have together."""
 
@@ -112,6 +122,19 @@ class Runner:
         if self.capture is not None:
             self.capture.check(config.run_name, config.steps)
 
+    def _mark(self, config: Config) -> None:
+        """Say once that a run applies its update otherwise than the method's source, if it does."""
+        found = update_rule.other(config.model_dump(mode="json"))
+        if found is None:
+            return
+        said = (
+            f"{config.compressor} does not move here as in its source: {found.words}. "
+            f"`gcbench compare` marks the run; as in its source: {found.flags}"
+        )
+        if said not in self.marked:
+            self.marked.add(said)
+            _say(said)
+
     def work(self, work: Work, count: int, *, json: bool, tuned: bool = False) -> None:
         """Make the runs that `work` yields, then print their summaries.
 
@@ -136,6 +159,8 @@ class Runner:
             except StopIteration:
                 break
             self._check(config)
+            if leads:
+                self._mark(config)
             trial = tuned and not config.test
             number += not trial
             place = "[trial]" if trial else f"[{number}/{count}]"

@@ -13,12 +13,13 @@ import torch
 from commands import ROOT, invoke
 
 from gcbench.core import registry
+from gcbench.core.compressor import UPDATE_RULE
 from gcbench.core.errors import GcbenchError, Interrupted, UsageError
 from gcbench.core.schema import ADDED
 from gcbench.core.world import SimulatedWorld
 from gcbench.reporting import compare, published
 from gcbench.reporting.reader import load
-from gcbench.training import rows, suites
+from gcbench.training import rows, suites, update_rule
 from gcbench.training.configuration import Config, command
 from gcbench.training.store import Run
 from gcbench.training.suites import tuning
@@ -124,6 +125,86 @@ def test_signs_take_the_steps_of_their_source_unless_others_are_given():
     assert (
         Config.make({"task": "digits", "compressor": "demo", "options": {"sign": False}}).lr > 1e-3
     )
+
+
+def _declared() -> dict[str, dict[str, object]]:
+    """Return what each method declares of its update, {} where it declares nothing."""
+    rules = {}
+    for name in registry.compressors():
+        recipe = registry.compressor(name).recipe
+        rules[name] = {key: recipe[key] for key in UPDATE_RULE if key in recipe}
+    return rules
+
+
+@pytest.mark.parametrize("name", registry.compressors())
+def test_a_run_is_marked_where_it_leaves_the_rule_that_its_method_declares(name):
+    rule = _declared()[name]
+    for other in ({"optimizer": "adam"}, {"momentum": 0.7}, {"momentum": 0.7, "nesterov": True}):
+        given = {"task": "digits", "compressor": name, **other}
+        found = update_rule.other(Config.make(given).model_dump(mode="json"))
+        apart = {key for key, value in other.items() if key in rule and rule[key] != value}
+        assert (set() if found is None else set(found.came)) == apart
+        if found is not None:  # its flags lead back to the rule, and nothing else changes
+            assert found.declared == {key: rule[key] for key in apart}
+            back = Config.make({**given, **found.declared}).model_dump(mode="json")
+            assert update_rule.other(back) is None
+    assert update_rule.other(Config.make({"compressor": name}).model_dump(mode="json")) is None
+
+
+def test_some_methods_declare_a_rule_and_others_none():
+    assert 0 < sum(map(bool, _declared().values())) < len(_declared())
+
+
+def test_the_mark_follows_fields_memory_and_local_steps():
+    name = next(name for name, rule in _declared().items() if rule.get("optimizer") == "sgd")
+    given = {"task": "digits", "compressor": name, "memory": "none"}
+
+    def marked(**over) -> set[str]:
+        found = update_rule.other(Config.make({**given, **over}).model_dump(mode="json"))
+        return set() if found is None else set(found.came)
+
+    assert marked(memory="momentum") == set()  # Signum: the momentum is the memory's
+    rounds = {"local_steps": 2, "outer_lr": 0.01}  # signs go to the outer step, which is SGD
+    assert marked(**rounds, optimizer="adam") == set()
+    assert marked(**rounds, outer_momentum=0.9) == {"outer_momentum"}
+    mean = {"compressor": "demo", "options": {"sign": False}, "optimizer": "adam"}
+    assert marked(**mean) == set()  # without the sign it is a mean, for any optimizer
+    assert update_rule.other({"compressor": "nobodys", "optimizer": "adam"}) is None
+
+
+def test_a_run_off_its_methods_rule_says_so_and_its_row_is_marked(tmp_path):
+    rules = _declared()
+    name = next(name for name, rule in rules.items() if rule.get("optimizer") == "sgd")
+    free = next(name for name, rule in rules.items() if not rule and name != "none")
+    sizes = ("--task", "digits", "--steps", 2, "--workers", 2, "--threads", 1, "--progress", "none")
+    grid = (*sizes, "--compressor", f"none,{name},{free}", "--seed", "0,1", "--results", tmp_path)
+    adam = invoke("run", *grid, "--optimizer", "adam", "--lr", 0.001)
+    assert adam.code == 0, adam.err
+    said = [line for line in adam.err.splitlines() if "as in its source" in line]
+    assert said == [
+        f"{name} does not move here as in its source: optimizer=adam, not sgd. `gcbench compare` "
+        "marks the run; as in its source: --optimizer sgd"
+    ]
+    shown = {row["compressor_name"]: row for row in invoke("compare", tmp_path, "--json").json}
+    assert shown[name]["other_rule"] == "optimizer=adam, not sgd"
+    assert not shown.keys() - {"none", name, free}
+    assert all("other_rule" not in shown[other] for other in ("none", free))
+    told = invoke("compare", tmp_path).out
+    assert "optimizer=adam, not sgd" in told
+    assert "update: with what a row applies" in told
+
+    plain = tmp_path / "plain"
+    own = invoke("run", *grid[:-1], plain, "--optimizer", "sgd", "--momentum", 0)
+    assert own.code == 0
+    assert "as in its source" not in own.err
+    assert "update: with what" not in invoke("compare", plain).out
+
+
+def test_no_committed_row_is_marked():
+    found = load([Path(__file__).parents[2] / "results" / "reference"])
+    assert any(run.config["optimizer"] == "adam" for run in found)
+    marked = [run.source for run in found if update_rule.other(run.config)]
+    assert marked == []
 
 
 @pytest.mark.parametrize("carried", ["momentum", "dgc"])
