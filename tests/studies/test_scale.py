@@ -8,6 +8,7 @@ import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -1382,6 +1383,48 @@ def test_runs_that_cannot_be_made_here_are_named(tmp_path) -> None:
     assert "unknown compressor 'theirs'" in found.err
     missing = invoke("scale", "validate", tmp_path / "absent", "--results", tmp_path)
     assert (missing.code, "does not exist" in missing.err) == (2, True)
+
+
+def test_a_method_without_a_mean_is_predicted_and_what_fails_is_left_out(
+    tmp_path, monkeypatch
+) -> None:
+    runs = tmp_path / "runs"
+    words = ["run", "--task", "digits", "--steps", "2", "--eval-every", "0", "--workers", "2"]
+    words += ["--results", runs, "--progress", "none", "--compressor"]
+    for more in (["signsgd", "--set", "ties=coin"], ["none,terngrad,topk"]):
+        assert invoke(*words, *more).code == 0
+    diverged = next(runs.glob("*topk*/summary.json"))
+    failed = {"failed": {"step": 1, "reason": "loss"}, "test_accuracy": None, "test_loss": None}
+    diverged.write_text(json.dumps(json.loads(diverged.read_text()) | failed))
+    words = ["scale", "validate", runs, "--results", tmp_path, "--progress", "none", "--json"]
+
+    def told(*more: str) -> tuple[dict[str, list[Any]], str]:
+        made = invoke(*words, *more).json
+        tables = {table["name"]: table for table in made["tables"]}
+        by_method: dict[str, list[Any]] = {}
+        for row in tables["quantities"]["rows"]:
+            by_method.setdefault(row["method"], []).append(row)
+        return by_method, " ".join([*tables["quantities"]["notes"], *made["conclusions"]])
+
+    rows, notes = told()
+    assert sorted(rows) == ["none", "signsgd", "terngrad"]
+    assert notes.count("Left out") == 1
+    assert "topk, seed 0, diverged at step 1" in notes
+    assert "1 of 4 runs left out, see the notes." in notes
+    decode = next(row for row in rows["signsgd"] if row["quantity"] == "decode")
+    assert decode["predicted"] > 0
+
+    real = work.measure
+
+    def broken(method: Any, *others: Any) -> work.Rates:
+        if method.name == "terngrad":
+            raise UsageError("its kernels are not to be had")
+        return real(method, *others)
+
+    monkeypatch.setattr(work, "measure", broken)
+    rows, notes = told("--force")
+    assert sorted(rows) == ["none", "signsgd"]
+    assert "terngrad, twoshot, simulate 2, seed 0: its kernels are not to be had" in notes
 
 
 def test_a_timed_call_finds_other_numbers_in_the_caches(monkeypatch) -> None:

@@ -17,6 +17,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -108,29 +109,46 @@ class Case:
         return sum(each[sent.kind] for sent in self.messages) * (self.config.workers - 1)
 
 
-def read(run: reader.Run) -> Case:
-    """Return the case of a run.
+Layers = tuple[dict[str, tuple[int, ...]], list[str]]
+
+
+def _layers(task: str, options: str) -> Layers:
+    """Return the shapes of a task's parameters by name, and the names of its classifier's.
+
+    `options`: the task's, as JSON.
+    """
+    model = registry.task(task, **json.loads(options)).model()
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return shapes, classifier(model)
+
+
+def read(run: reader.Run, layers: Callable[[str, str], Layers] = _layers) -> Case:
+    """Return the case of a run; `layers` may remember what it returned for the same task.
 
     Raises:
-        GcbenchError: its task, model or method cannot be made here.
+        GcbenchError: its task, model or method cannot be made here, or it diverged.
     """
     summary = run.summary
     known = {key: value for key, value in summary.config.items() if key in Config.model_fields}
     try:
         config = Config.model_validate({**ADDED, **known})
-        named = dict(config.make_task().model().named_parameters())
+        named, head = layers(config.task, json.dumps(config.task_options, sort_keys=True))
         config.make_compressor()
     except (GcbenchError, ValueError, TypeError) as error:
         said = " ".join(str(error).split())
         raise GcbenchError(f"{run.source}: its config cannot be made here ({said})") from None
-    model = config.make_task().model()
-    shapes = [tuple(parameter.shape) for parameter in named.values()]
+    if summary.failed is not None:
+        raise GcbenchError(
+            f"{run.source}: {config.compressor}, seed {config.seed}, diverged at step "
+            f"{summary.failed.step}, and has no times, nor the bytes of all of its steps"
+        )
+    shapes = [*named.values()]
     if summary.params not in (None, params := sum(map(math.prod, shapes))):
         raise GcbenchError(
             f"{run.source}: its model had {summary.params:,} parameters, the task's own has "
             f"{params:,}: it was fitted to data, and its layers cannot be told"
         )
-    last = classifier(model) if config.dense_last else []
+    last = head if config.dense_last else []
     dense = dense_tensors(list(named), shapes, config.dense_below, last)
     pairs = list(zip(shapes, dense, strict=True))
     lanes = tuple(s for s, kept in pairs if not kept), tuple(s for s, kept in pairs if kept)
@@ -317,39 +335,53 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
 
     Raises:
         UsageError: no run, or timings that cannot be read.
-        GcbenchError: none of the runs can be made here.
+        GcbenchError: none of the runs can be predicted here.
     """
-    cases, left_out = [], []
+    read_cases, left_out = [], []
+    layers = cache(_layers)  # many rows are of one task, and making its model takes a second
     for found in reader.load([Path(run) for run in settings.runs]):
         try:
-            cases.append(read(found))
+            read_cases.append(read(found, layers))
         except GcbenchError as error:
             left_out.append(f"Left out: {error}.")
-    if not cases:
-        raise GcbenchError(" ".join(left_out))
     rate = _rates(settings, ledger)
     link = None
     if settings.link_gbit is not None:
         link = _link(settings.link_gbit, settings.link_latency_us)
+    cases: list[Case] = []
     groups: dict[str, list[Case]] = {}
-    for place, case in enumerate(cases):
-        groups.setdefault(case.group, []).append(case)
+    for place, case in enumerate(read_cases):
         observer.step(place, f"timing the kernels of {case.config.compressor}")
-        predict_bytes(case)
-        predict_kernels(case, rate)
+        try:
+            predict_bytes(case)
+            predict_kernels(case, rate)
+        except GcbenchError as error:
+            left_out.append(f"Left out: {case.run.source}: {case.name}: {error}.")
+        else:
+            cases.append(case)
+            groups.setdefault(case.group, []).append(case)
         observer.step(place + 1)
+    if not cases:
+        raise GcbenchError(" ".join(left_out))
     for group in groups.values():
         for case in group:
             predict_from_others(case, [other for other in group if other is not case], link)
         _speedups(group)
+    count = len(cases) + len(left_out)
     quantities = [row for case in cases for row in _quantities(case)]
     summary = list(_errors(quantities))
-    notes = [*left_out, *dict.fromkeys(note for case in cases for note in case.notes)]
+    notes = [
+        *dict.fromkeys(left_out),
+        *dict.fromkeys(note for case in cases for note in case.notes),
+    ]
     return Analysis.of(
         KIND,
         settings,
         command,
-        conclusions=_conclusions(summary, quantities),
+        conclusions=[
+            *_conclusions(summary, quantities),
+            *([f"{len(left_out)} of {count} runs left out, see the notes."] if left_out else []),
+        ],
         tables=[
             Table(
                 name="quantities",
