@@ -6,7 +6,7 @@ import gc
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,6 +38,8 @@ from gcbench.reporting import foreign
 
 if TYPE_CHECKING:
     from gcbench.reporting.compare import Row
+    from gcbench.training.runner import Runner
+    from gcbench.training.suites import Suite
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -285,7 +287,8 @@ def run(
         list[Path] | None,
         typer.Option(
             help="Parquet file with one row a run: runs that are in it are skipped, others added. "
-            "May be given several times: others are added to the first."
+            "May be given several times: others are added to the first. A suite that shares runs "
+            "with another one (`gcbench list suites` says so) takes that one's file, too."
         ),
     ] = None,
     checkpoint_seconds: Annotated[
@@ -334,6 +337,9 @@ def run(
         suite="" if chosen is None else f"{chosen.name}/{chosen.version}",
         show=catalog.show_runs,
     )
+    if chosen is not None and membership.leads():
+        for name in () if force else chosen.shares:
+            _say_shared(made, chosen, name, given)
     if chosen is None or chosen.tune is None:
         configs = grid.expand(given, config) if chosen is None else chosen.configs(given)
         made.all(configs, json=json)
@@ -349,6 +355,27 @@ def run(
     if suite is not None and membership.leads():
         places = shlex.join(map(str, rows or [results]))
         say(f"as the suite's table: gcbench compare {places} --suite {suite}")
+
+
+def _say_shared(made: Runner, suite: Suite, other: str, given: Mapping[str, Any]) -> None:
+    """Say which runs of a suite another one's rows have, if these were not given."""
+    from gcbench.training import suites
+
+    path = suites.ROWS / f"{other}.parquet"
+    twice = made.stored_elsewhere(suite.runs(given), path)
+    steps = sum(config.steps for config in twice)
+    if twice:
+        say(
+            f"suite {suite.name} shares runs with suite {other}, whose rows were not given: "
+            f"{len(twice)} of its runs and trials ({steps:,} steps) are made again; to take them "
+            f"from there: Ctrl-C, and once more with a last --rows {path}"
+        )
+    elif not path.exists():
+        say(
+            f"suite {suite.name} shares runs with suite {other}: whoever has its file of rows "
+            f"({path} in gcbench's folder) gives it as a last --rows, so that they are not made "
+            "again"
+        )
 
 
 _NOT_SETTINGS = {

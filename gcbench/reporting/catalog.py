@@ -126,6 +126,7 @@ def suites() -> list[Row]:
                 "steps": [ours for ours, _ in budgets],
                 "paper_steps": [theirs for _, theirs in budgets if theirs is not None],
                 "takes": suite.takes,
+                "shares": suite.shares,
                 "differs": suite.differs,
                 "file": str(suite.file),
             }

@@ -112,6 +112,34 @@ class Runner:
                 found.setdefault(one["config_hash"], (one, path))
         return found
 
+    def stored_elsewhere(self, work: Work, path: Path) -> list[Config]:
+        """Return the runs, trials too, that `work` would have made though `path` has their rows.
+
+        Runs that have a row in one of the files given, or are finished, would not be made. A run
+        that has a row nowhere counts as failed.
+
+        Raises:
+            GcbenchError: the file cannot be read, or holds something else.
+        """
+        known, elsewhere = self._rows(), {one["config_hash"]: one for one in rows.read(path)}
+        found: list[Config] = []
+        summary: Mapping[str, Any] = {}
+        while True:
+            try:
+                config = work.send(summary) if summary else next(work)
+            except StopIteration:
+                return found
+            finished = None if self.force else Run(self.results / config.run_name).summary
+            if config.hash in known:
+                summary = known[config.hash][0]
+            elif finished is not None:
+                summary = finished
+            elif config.hash in elsewhere:
+                summary = elsewhere[config.hash]
+                found.append(config)
+            else:
+                summary = {"failed": {"reason": "not made yet"}}
+
     def _pending(self, config: Config) -> bool:
         """Return whether a run is not finished yet, or is to be repeated."""
         return self.force or Run(self.results / config.run_name).summary is None

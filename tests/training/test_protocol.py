@@ -394,6 +394,64 @@ def test_rows_of_several_files_are_not_made_again(tmp_path):
     assert f"its row is in {second}, skipped" in last.err
 
 
+def test_rows_of_a_suite_that_shares_runs_are_asked_for_before_anything_is_trained(
+    own, tmp_path, monkeypatch
+):
+    from gcbench.training.runner import Runner
+
+    mine = tmp_path / "mine.yaml"
+    entry = "  - config: {compressor: none}\n  - config: {compressor: topk}\n"
+    mine.write_text(OWN.partition("entries:")[0] + f"shares: [own]\nentries:\n{entry}")
+    with pytest.raises(
+        UsageError, match=r"shares.*'own' is no suite of gcbench's own: fft-accuracy"
+    ):
+        suites.load(str(mine))
+    names = suites.names()
+    monkeypatch.setattr(suites, "names", lambda: [*names, "own"])
+    theirs, first = tmp_path / "own.parquet", tmp_path / "its rows.parquet"
+    words = ("run", "--results", tmp_path / "runs", "--progress", "none", "--suite")
+    assert invoke(*words, own, "--compressor", "none", "--rows", theirs).code == 0
+    made = len(rows.read(theirs))
+    assert made >= 3 + 2  # trials, and a run a seed
+    shutil.rmtree(tmp_path / "runs")
+
+    def stop(self, config, run, threads=None):
+        raise Interrupted("stopped after step 1 of 20")
+
+    monkeypatch.setattr(Runner, "_engine", stop)
+    monkeypatch.setattr(suites, "ROWS", tmp_path)
+    alone = invoke(*words, mine, "--rows", first)
+    assert alone.err.startswith(
+        f"suite mine shares runs with suite own, whose rows were not given: {made} of its runs and "
+        f"trials ({20 * made} steps) are made again;"
+    )
+    assert f"--rows {theirs}\n[trial]" in alone.err
+    both = invoke(*words, mine, "--rows", first, "--rows", theirs)
+    assert "shares runs" not in both.err
+    assert "[trial] digits-topk" in both.err, "what the other suite has is not made"
+    typed = f"--suite {mine} --rows '{first}' --rows {theirs}\n"
+    assert f"Go on with: gcbench run --results {tmp_path}/runs --progress none {typed}" in both.err
+    monkeypatch.setattr(suites, "ROWS", tmp_path / "nowhere")
+    assert "whoever has its file of rows" in invoke(*words, mine, "--rows", first).err
+
+
+def test_suites_say_which_others_share_their_runs():
+    """Each run that two tuned suites have is in one that is declared, and no suite in vain."""
+    every = [suites.load(name) for name in suites.names()]
+    runs = {s.name: {p.identity for p in s.points()} for s in every if s.tune is not None}
+    shares = {suite.name: suite.shares for suite in every}
+    assert sum(map(bool, shares.values())) >= 2
+    for suite in every:
+        for other in suite.shares:
+            assert runs[suite.name] & runs[other]
+            assert str(suites.ROWS / f"{other}.parquet") in suite.differs
+    for one, own in runs.items():
+        for other in runs.keys() - {one, *shares[one]}:
+            if one not in shares[other]:
+                known = set().union(*(runs[third] for third in shares[one]))
+                assert own & runs[other] <= known
+
+
 def test_a_run_that_failed_before_has_its_row_too(tmp_path):
     """A table of the rows counts it, as one of the folder does."""
     file = tmp_path / "rows.parquet"

@@ -10,7 +10,9 @@ settings given by flags.
 
 A suite of gcbench's own has no published numbers: it compares methods by results/PROTOCOL.md.
 `tune` is the rule by which each entry's learning rate is chosen (`tuning`), and `tiers` are ranges
-of measured bits an element, up, within which methods are compared.
+of measured bits an element, up, within which methods are compared. `shares` names suites of
+gcbench's own that have some of its runs: their rows are given beside its own, so that nothing is
+trained twice.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ from gcbench.training.suites.tuning import (
 )
 
 FOLDER = Path(__file__).parent
+ROWS = Path("results/reference")
+"""Where the committed rows of suites are, in gcbench's folder: NAME.parquet."""
 FREE = frozenset(
     {
         *("seed", "steps", "eval_every", "log_every", "engine", "gradients", "threads", "device"),
@@ -170,6 +174,7 @@ class Suite(BaseModel):
     place: str
     differs: str
     takes: str | None = None  # how long, on which machine
+    shares: list[str] = []  # names of suites that have some of its runs
     version: Annotated[int, Field(ge=1)] = 1  # increased when the definition changes results
     paper_steps: Steps | None = None
     tune: Tune | None = None
@@ -182,6 +187,14 @@ class Suite(BaseModel):
     def paper(self) -> str:
         """The paper, and where in it."""
         return f"{self.source}, {self.place}"
+
+    @field_validator("shares")
+    @classmethod
+    def _are_suites(cls, given: list[str]) -> list[str]:
+        for name in given:
+            if name not in names():
+                raise ValueError(f"{name!r} is no suite of gcbench's own: {', '.join(names())}")
+        return given
 
     @property
     def choices(self) -> frozenset[str]:
