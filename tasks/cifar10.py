@@ -93,6 +93,7 @@ def normalize(images: Tensor) -> Tensor:
 class Cifar10(Task):
     """Small photographs, with the network of TernGrad or those of He et al."""
 
+    inputs: ClassVar[str] = "images"
     paper_steps: ClassVar[str] = (
         "cifarnet: 300,000 steps at batch 128; resnet20 and resnet32: 64,000 steps at batch 128"
     )

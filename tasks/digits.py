@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -49,6 +49,8 @@ def _table() -> np.ndarray:
 @dataclass(frozen=True)
 class Digits(Task):
     """scikit-learn's digits."""
+
+    inputs: ClassVar[str] = "images"
 
     network: str = "mlp"  # mlp or conv
     hidden: int = 128  # units of the hidden layer

@@ -90,6 +90,7 @@ class Photos(Split):
 class ImageNet(Task):
     """Photographs in class folders, with the ImageNet networks of TernGrad and with ResNet-50."""
 
+    inputs: ClassVar[str] = "images"
     paper_steps: ClassVar[str] = (
         "alexnet: 370,000 steps at batch 256; googlenet: 600,000 at batch 128; resnet50: 600,000 "
         "at batch 256"

@@ -38,6 +38,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {"lenet": LeNet, "lenet-caffe": C
 class Mnist(Task):
     """Handwritten digits with LeNet."""
 
+    inputs: ClassVar[str] = "images"
     paper_steps: ClassVar[str] = "10,000 steps at batch 64"
 
     network: str = "lenet"  # lenet or lenet-caffe

@@ -26,7 +26,7 @@ import string
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -126,6 +126,8 @@ class Transformer(nn.Module):
 @dataclass(frozen=True)
 class Shakespeare(Task):
     """Predict the next character of Shakespeare's plays."""
+
+    inputs: ClassVar[str] = "text"
 
     layers: int = 4
     width: int = 128  # of the residual stream

@@ -60,6 +60,10 @@ class Task(ABC):
     """
     paper_steps: ClassVar[str] = ""
     """The steps and batch of the source, in words, if the default number of steps is smaller."""
+    inputs: ClassVar[str] = ""
+    """What its model reads: "images", "text", or another word; "" for numbers of no such kind.
+    `gcbench advise` judges a model by the runs of tasks that read the same.
+    """
     evaluation_batch: ClassVar[int] = 500
     """Batch size of the evaluation."""
 

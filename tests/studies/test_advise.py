@@ -12,11 +12,12 @@ import pytest
 from builders import summary
 from builders import write as write_runs
 from commands import invoke
+from torch import nn
 
 from gcbench.core import registry
 from gcbench.reporting import reader, sections
 from gcbench.reporting.analysis import load
-from gcbench.studies.scale import codec, evidence
+from gcbench.studies.scale import codec, evidence, networks
 from gcbench.training import rows, suites
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +116,7 @@ def test_advice_weighs_gain_against_cost(tmp_path: Path, known: Path) -> None:
     assert "Use terngrad by " in said
     assert "times as fast as reducing in fp32" in said
     assert "loses 0.4 [0.27, 0.53] points there (digits, 1,000 parameters, 100 steps" in said
-    assert "4 seeds; your model has 25.6M, 26,000 times as many)" in said
+    assert "4 seeds; your model has 25.6M, 26,000 times as many; a step of yours has" in said
     assert (
         "Untested: predicted faster, no stored run shows their accuracy: topk by twoshot." in said
     )
@@ -138,7 +139,8 @@ def test_each_result_is_told_with_its_task_budget_and_distance(tmp_path: Path) -
     assert row["size"] == pytest.approx(5, rel=1e-6)
     place = "lenet on mnist, 5.11M parameters, 2,000 steps of 64, 8 workers, 3 seeds"
     assert methods(found)["terngrad"]["accuracy_from"] == place
-    assert methods(found)["terngrad"]["distance"] == "your model has 25.6M, 5 times as many"
+    distance = "your model has 25.6M, 5 times as many; a step of yours has 8,192 examples, 130 "
+    assert methods(found)["terngrad"]["distance"] == f"{distance}times as many"
 
 
 def test_equal_means_are_a_loss_of_nothing(tmp_path: Path) -> None:
@@ -371,6 +373,99 @@ def test_of_several_results_the_worst_counts(tmp_path: Path, known: Path) -> Non
     assert (row["advice"], row["results"]) == ("loses too much", 2)
     assert row["accuracy_difference"] == pytest.approx(-0.31 / 3)
     assert row["accuracy_from"].startswith("mnist")
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> Path:
+    """TernGrad loses 3 points on images and nothing on text, int8 nothing on either."""
+
+    def language(name: str, losses: Iterable[float]) -> list[Any]:
+        made = [run(name, seed, None, task="shakespeare") for seed, _ in enumerate(losses)]
+        return [{**one, "test_loss": 2.0 + x} for one, x in zip(made, losses, strict=True)]
+
+    return write(
+        tmp_path / "both.parquet",
+        [
+            *plain(task="cifar10"),
+            *lost("terngrad", (0.030, 0.031, 0.029, 0.030), task="cifar10"),
+            *lost("int8", (0.0, 0.001, 0.0, 0.0), task="cifar10"),
+            *language("none", [0.0] * 4),
+            *language("terngrad", (0.001, 0.0, 0.002, 0.001)),
+            *language("int8", (0.001, 0.0, 0.001, 0.002)),
+        ],
+    )
+
+
+def test_the_task_that_reads_the_same_decides_and_the_other_warns(
+    tmp_path: Path, both: Path
+) -> None:
+    text = ("--runs", both, "--model", "bert-large", "--cluster", "a100x1-10g", "--workers", 32)
+    found = invoke(
+        *("advise", "--compressor", "terngrad,int8", "--results", tmp_path, *text),
+        *("--progress", "none", "--json"),
+    ).json
+    row = methods(found)["terngrad"]
+    assert (row["advice"], row["accuracy_task"], row["results"]) == ("use", "shakespeare", 2)
+    assert row["elsewhere"] == "cifar10: loses 3 [2.9, 3.1] points"
+    assert row["distance"].startswith("your model has 336M, ")
+    assert row["distance"].endswith("a step of yours has 1,024 examples, 32 times as many")
+    told = " ".join(found["answer"])
+    assert "Use terngrad" in told
+    assert "Warning: terngrad on cifar10: loses 3 [2.9, 3.1] points. Without such a" in told
+    assert "Without such a result: int8 by " in told
+    taken = (
+        "BERT large reads text: judged by shakespeare (text), the nearest that there is; cifar10"
+    )
+    assert taken in conclusions(found)
+    judged = {(row["method"], row["task"]): row["judged_by"] for row in found["tables"][1]["rows"]}
+    assert judged["terngrad", "shakespeare"] == judged["int8", "shakespeare"] == "yes"
+    assert judged["terngrad", "cifar10"] == judged["int8", "cifar10"] == "no"
+
+    images = methods(advise(tmp_path, "--runs", both, "--compressor", "terngrad,int8"))
+    assert images["terngrad"]["advice"] == "loses too much"
+    assert images["terngrad"]["accuracy_task"] == images["int8"]["accuracy_task"] == "cifar10"
+    assert images["terngrad"]["elsewhere"].startswith("shakespeare: no loss seen within")
+    assert images["int8"]["advice"] == "use"
+
+
+def test_a_model_of_no_known_kind_is_judged_by_the_worst_of_all(
+    tmp_path: Path, both: Path, monkeypatch
+) -> None:
+    (tmp_path / "ownmodel.py").write_text(
+        "from torch import nn\ndef build(): return nn.Linear(5000, 5000)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    words = ("--runs", both, "--compressor", "terngrad", "--module", "ownmodel:build")
+    found = advise(tmp_path, *words, "--compute-ms", 5)
+    row = methods(found)["terngrad"]
+    assert (row["advice"], row["accuracy_task"], row.get("elsewhere")) == (
+        *("loses too much", "cifar10"),
+        None,
+    )
+    assert "reads what cannot be told from its layers" in conclusions(found)
+    assert row["distance"].endswith("the batch of your steps was not given")
+
+
+@pytest.mark.parametrize(
+    ("layers", "inputs"),
+    [
+        ([nn.Embedding(9, 4), nn.Linear(4, 4)], "text"),
+        ([nn.Conv2d(3, 4, 3), nn.Linear(4, 4)], "images"),
+        ([nn.Embedding(9, 4), nn.Conv2d(3, 4, 3)], ""),
+        ([nn.Linear(4, 4)], ""),
+    ],
+)
+def test_what_a_module_reads_is_told_by_its_layers(layers, inputs) -> None:
+    assert networks.inputs_of(nn.Sequential(*layers)) == inputs
+
+
+def test_networks_and_tasks_say_what_they_read() -> None:
+    """Each built-in network has rows to be judged by, and a task of known inputs says the same."""
+    told = {name: registry.task_class(name).inputs for name in registry.tasks()}
+    for name in networks.NAMES:
+        assert networks.network(name).inputs in set(told.values()) - {""}
+    for name in ("cifar10", "mnist", "shakespeare"):
+        assert networks.inputs_of(registry.task(name).model()) == told[name]
 
 
 def test_results_of_another_memory_or_field_do_not_count(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 The gain is that of `prediction`, over the better of the uncompressed steps that reduce in fp32 and
 in bf16. A method is judged by the legal collective with the best advice, of equal ones the fastest.
 Of methods that are tied within the margin the simplest comes first (`prediction.SIMPLE`). The cost
-is the accuracy lost in runs by the protocol (`evidence`), of several rows the worst. A method whose
-accuracy or kernels were not measured is never recommended; the output has the commands that would
-measure them. A row by another collective counts if both give the same mean.
+is the accuracy lost in runs by the protocol (`evidence`): those of tasks that read what the model
+reads, images or text (`evidence.nearest`), of several rows the worst. What the others show is told
+beside it, as a warning. A method whose accuracy or kernels were not measured is never recommended;
+the output has the commands that would measure them. A row by another collective counts if both give
+the same mean.
 
 By all-gather a worker receives N - 1 payloads of b bits an element, by a ring all-reduce of fp32
 2 (N - 1) / N times 32 bits: an all-gather moves less only for fewer than N = 64 / b workers.
@@ -211,10 +213,12 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         f"simpler method stands before one that is less than {100 * settings.margin:g} % faster. "
         "worth it on links: the links between nodes with which it gains "
         f"{100 * settings.margin:g} % by measured kernels where there are any.",
-        "accuracy there: what the worst result of the method lost against `none`, as the mean over "
-        "paired seeds with its 95 % interval. Results of a schedule, with other dense tensors, or "
-        "by a collective with another mean do not count; but what loses too much by all-gather "
-        "does so by two-shot, too. allgather alone, twoshot alone: what it lost by "
+        "accuracy there: what the method lost against `none`, as the mean over paired seeds with "
+        "its 95 % interval, in the worst of its results on tasks that read what the model reads "
+        "(images or text), of all where there is none or that is not known. on other inputs: the "
+        "worst of the others, which decides nothing. Results of a schedule, with other dense "
+        "tensors, or by a collective with another mean do not count; but what loses too much by "
+        "all-gather does so by two-shot, too. allgather alone, twoshot alone: what it lost by "
         "that collective; by the one advised the mean is another (by two-shot owners encode it "
         "again), and no run shows what that loses.",
         "all-gather up to: with 64 / b workers or more, b being the bits of a payload for each "
@@ -230,6 +234,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         answer=_advice(settings, found, rows, known, gathered.found),
         conclusions=[
             *_known(settings, found, gathered, seen),
+            *_judged_by(found, seen, rows),
             *_other_sources(found, gathered.found),
             *_unruled(seen),
             *_unknown(settings, rows),
@@ -260,6 +265,7 @@ _SHOWN = [
     Shown(field="over_fp32", heading="over\nfp32"),
     Shown(field="over_bf16", heading="over\nbf16"),
     Shown(field="accuracy", heading="accuracy there"),
+    Shown(field="elsewhere", heading="on other\ninputs"),
     Shown(field="step_seconds", heading="step\nms", scale=1e3),
     Shown(field="collective", heading="by"),
     Shown(field="wire_bytes", heading="wire\nMB", scale=1e-6),
@@ -272,6 +278,7 @@ _SEEN = [
     Shown(field="method", heading="method"),
     Shown(field="collective", heading="by"),
     Shown(field="task", heading="task"),
+    Shown(field="judged_by", heading="judged\nby it"),
     Shown(field="network", heading="network"),
     Shown(field="parameters", heading="para-\nmeters"),
     Shown(field="steps", heading="steps"),
@@ -341,15 +348,25 @@ def _judged(
     row |= {"bits": bits, "gather_limit": math.ceil(64 / bits) - 1 if gathers and bits else None}
     row |= {"results": len(costs.own), "accuracy": "untested"}
     advice = UNTESTED
+    inputs, examples = found.network.inputs, _examples(settings, found)
     if costs.others:
-        shown = worst(costs.others, settings.allowed)
+        shown = worst(evidence.nearest(costs.others, inputs).near, settings.allowed)
         said = shown.words(settings.allowed).replace(" there", "")
         row["accuracy"] = f"{shown.row.first.collective} alone: {said}"
     if costs.own:
-        shown = worst(costs.own, settings.allowed)
+        near, far = evidence.nearest(costs.own, inputs)
+        shown = worst(near, settings.allowed)
+        if far:
+            other = worst(far, settings.allowed)
+            words = other.words(settings.allowed).replace(" there", "")
+            row["elsewhere"] = f"{other.row.first.task}: {words}"
+            row["elsewhere_verdict"] = other.judge(settings.allowed)
         advice = OF_VERDICT[shown.judge(settings.allowed)]
         row |= {"accuracy": shown.words(settings.allowed), "accuracy_from": shown.place}
-        row["distance"] = shown.distance(found.network.numel)
+        row["accuracy_task"] = shown.row.first.task
+        row["distance"] = (
+            f"{shown.distance(found.network.numel)}; {shown.budget_distance(examples)}"
+        )
         if shown.row.metric == "accuracy" and not shown.row.failed and shown.lost:
             middle, low, high = shown.lost
             row |= {"accuracy_difference": -middle, "accuracy_low": -high, "accuracy_high": -low}
@@ -372,6 +389,11 @@ def _judged(
     return row
 
 
+def _examples(settings: Settings, found: Prepared) -> int | None:
+    """Return the examples of a step, all workers together; None without a batch."""
+    return None if found.batch is None else found.batch * settings.workers[0]
+
+
 def _seen(settings: Settings, found: Prepared, known: Sequence[Evidence]) -> list[Row]:
     """Return a row for each piece of evidence on the methods in question."""
     rows: list[Row] = []
@@ -380,7 +402,8 @@ def _seen(settings: Settings, found: Prepared, known: Sequence[Evidence]) -> lis
         for (name, _), step in found.steps.items():
             if name == word:
                 own |= {id(one): one for one in costs_of(settings, step, known).own}
-        for one in own.values():
+        near = set(map(id, evidence.nearest([*own.values()], found.network.inputs).near))
+        for key, one in own.items():
             first, config = one.row.first, one.row.runs[0].config
             points = one.row.metric == "accuracy"
             scale = 100.0 if points else 1.0
@@ -400,11 +423,38 @@ def _seen(settings: Settings, found: Prepared, known: Sequence[Evidence]) -> lis
                     **{field: _tidy(scale * lost[field]) if lost else None for field in _LOST},
                     "lost_unit": "points" if points else "loss",
                     "rate": one.rate,
+                    "reads": one.inputs or None,
+                    "judged_by": "yes" if key in near else "no",
                     "size": found.network.numel / first.params if first.params else None,
                     "suite": one.suite,
                 }
             )
     return rows
+
+
+def _judged_by(found: Prepared, seen: Sequence[Row], rows: Sequence[Row]) -> Iterator[str]:
+    """Yield sentences on the tasks by which methods are judged, and what others warn of."""
+    if not seen:
+        return
+
+    def tasks(taken: str) -> str:
+        own = [row for row in seen if row["judged_by"] == taken]
+        of = {str(row["task"]): str(row["reads"] or "unknown inputs") for row in own}
+        return ", ".join(f"{task} ({reads})" for task, reads in of.items())
+
+    reads = found.network.inputs
+    what = f"reads {reads}" if reads else "reads what cannot be told from its layers"
+    said = f"{found.network.title} {what}: judged by {tasks('yes')}, the nearest that there is"
+    if far := tasks("no"):
+        said += f"; {far} decides nothing where a method was seen on the nearest"
+    yield f"{said}. These runs are short: a loss that long training shows is not seen."
+    warned = [
+        f"{row['method']} on {row['elsewhere']}"
+        for row in rows
+        if row["advice"] in (USE, UNCLEAR) and _warns(row)
+    ]
+    if warned:
+        yield f"Warning, from the other tasks: {'; '.join(warned)}."
 
 
 def _other_sources(found: Prepared, known: Sequence[Evidence]) -> Iterator[str]:
@@ -486,6 +536,8 @@ def _advice(
     if used:
         best = used[0]
         said.append(f"Use {_told(best)}, {best['accuracy']} ({_seen_at(best)}).")
+        if _warns(best):
+            said.append(f"Warning: {best['method']} on {best['elsewhere']}.{_without(used)}")
     elif most < 1 + margin:
         said.append("Do not compress: the links are no bottleneck here.")
     elif unclear:
@@ -508,7 +560,7 @@ def _advice(
     if not used and fp32 / bf16 >= 1 + margin:
         seen = "untested"
         if cast := of_method(settings, methods.parse("bf16"), gathered):
-            shown = worst(cast, settings.allowed)
+            shown = worst(evidence.nearest(cast, found.network.inputs).near, settings.allowed)
             distance = shown.distance(found.network.numel)
             seen = f"{shown.words(settings.allowed)} ({shown.place}; {distance})"
         said.append(
@@ -550,6 +602,19 @@ def _unknown(settings: Settings, rows: Sequence[Row]) -> list[str]:
         f"Untested: predicted faster, no stored run shows their accuracy: {names}.",
         *_to_learn(settings, faster),
     ]
+
+
+def _warns(row: Row) -> bool:
+    """Whether results on other inputs than the model's do not show that a method fits."""
+    return row.get("elsewhere_verdict") in (evidence.LOSES, evidence.UNCLEAR)
+
+
+def _without(used: Sequence[Row]) -> str:
+    """Return a sentence on the first method to use of which no result warns, "" without one."""
+    for row in used:
+        if not _warns(row):
+            return f" Without such a result: {_told(row)}."
+    return ""
 
 
 def _by(row: Row) -> str:

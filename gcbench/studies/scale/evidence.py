@@ -14,8 +14,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from gcbench.core.errors import UsageError
+from gcbench.core import registry
+from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.reporting import compare, published, reader
 from gcbench.reporting.reader import Run
 from gcbench.training import suites
@@ -111,6 +113,24 @@ class Evidence:
             f"{first.batch}, {first.workers} workers, {self.seeds} seeds"
         )
 
+    @property
+    def inputs(self) -> str:
+        """What its task's model reads (`Task.inputs`); "" for a task that is not known here."""
+        try:
+            return registry.task_class(self.row.first.task).inputs
+        except GcbenchError:
+            return ""
+
+    def budget_distance(self, examples: int | None) -> str:
+        """Return in words how its steps compare with steps of so many examples, all workers."""
+        if examples is None:
+            return "the batch of your steps was not given"
+        factor = examples / self.row.first.batch
+        if 0.95 < factor < 1.05:
+            return f"a step of yours has as many examples, {examples:,}"
+        times = f"{float(f'{factor:.2g}'):,.0f}" if factor >= 10 else f"{factor:.2g}"
+        return f"a step of yours has {examples:,} examples, {times} times as many"
+
     def distance(self, numel: int) -> str:
         """Return in words how its network's size compares with one of `numel` parameters."""
         there, mine = self.row.first.params, count_text(numel)
@@ -123,6 +143,33 @@ class Evidence:
             times = f"{float(f'{factor:.2g}'):,.0f}" if factor >= 10 else f"{factor:.2g}"
             return f"your model has {mine}, {times} times as many"
         return f"your model has {mine}, {100 * factor:.2g} % as many"
+
+
+class Split(NamedTuple):
+    """Rows of a method, by whether they are of the task that is nearest to a model."""
+
+    near: Sequence[Evidence]
+    """Those by which the model is judged."""
+    far: Sequence[Evidence]
+    """Those of tasks that read something else: a warning at most."""
+
+
+def nearest(known: Sequence[Evidence], inputs: str) -> Split:
+    """Return the rows whose task reads the same as a model, and the others.
+
+    `inputs`: what the model reads, as `Task.inputs`. Without a row of the same kind those count
+    whose kind is not known, without these, or for a model of no known kind, all.
+    """
+
+    def farness(one: Evidence) -> int:
+        there = one.inputs
+        return 1 if not (inputs and there) else 0 if there == inputs else 2
+
+    least = min(map(farness, known), default=0)
+    return Split(
+        [one for one in known if farness(one) == least],
+        [one for one in known if farness(one) != least],
+    )
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,12 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gcbench.core.errors import UsageError, unknown
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Shapes = tuple[tuple[int, ...], ...]
 OPERATIONS = 6
@@ -43,6 +47,8 @@ class Network:
     """The word for its examples, in the plural: "images", ..."""
     frozen: int = 0
     """Number of further parameters that have no gradient, beside those of `shapes`."""
+    inputs: str = ""
+    """What it reads, as `Task.inputs`: "images", "text", or "" where that cannot be told."""
 
     @property
     def numel(self) -> int:
@@ -87,7 +93,15 @@ class _Layers:
 
     def network(self, name: str, title: str, batch: int, last: int = 2) -> Network:
         return Network(
-            name, title, tuple(self.shapes), last, self.macs, batch, "convolutional", "images"
+            name,
+            title,
+            tuple(self.shapes),
+            last,
+            self.macs,
+            batch,
+            "convolutional",
+            "images",
+            inputs="images",
         )
 
 
@@ -203,7 +217,9 @@ def transformer() -> Network:
     each = depth * (12 * width**2 + 2 * context * width) + words * width
     title = "transformer of 1.3 billion"
     kind = "transformer", f"sequences of {context:,}"
-    return Network("transformer-1.3b", title, tuple(shapes), 1, context * each, 14, *kind)
+    return Network(
+        "transformer-1.3b", title, tuple(shapes), 1, context * each, 14, *kind, inputs="text"
+    )
 
 
 def bert() -> Network:
@@ -221,7 +237,9 @@ def bert() -> Network:
     shapes += [*square, *norm, (2, width), (2,), (words, width), (words,)]
     each = depth * (12 * width**2 + 2 * context * width)
     kind = "transformer", f"sequences of {context}"
-    return Network("bert-large", "BERT large", tuple(shapes), 2, context * each, 32, *kind)
+    return Network(
+        "bert-large", "BERT large", tuple(shapes), 2, context * each, 32, *kind, inputs="text"
+    )
 
 
 _MADE: dict[str, Callable[[], Network]] = {
@@ -304,4 +322,17 @@ def of_module(spec: str) -> Network:
     last = set(classifier(made)) & trained.keys()
     names = sorted(trained, key=lambda name: name in last)
     shapes = tuple(tuple(trained[name].shape) for name in names)
-    return Network(spec, spec, shapes, len(last), frozen=frozen)
+    return Network(spec, spec, shapes, len(last), frozen=frozen, inputs=inputs_of(made))
+
+
+def inputs_of(module: nn.Module) -> str:
+    """Return what a module seems to read, as `Task.inputs`; "" where that cannot be told.
+
+    "text": it looks tokens up in an embedding; "images": it has two-dimensional convolutions; one
+    that has both, or neither, may read anything.
+    """
+    from torch import nn
+
+    tokens = any(isinstance(one, nn.Embedding) for one in module.modules())
+    pixels = any(isinstance(one, nn.Conv2d) for one in module.modules())
+    return "" if tokens == pixels else "text" if tokens else "images"
