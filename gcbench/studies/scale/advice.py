@@ -437,16 +437,22 @@ def _judged_by(found: Prepared, seen: Sequence[Row], rows: Sequence[Row]) -> Ite
     if not seen:
         return
 
-    def tasks(taken: str) -> str:
-        own = [row for row in seen if row["judged_by"] == taken]
-        of = {str(row["task"]): str(row["reads"] or "unknown inputs") for row in own}
+    def tasks(told: Sequence[Row]) -> str:
+        of = {str(row["task"]): str(row["reads"] or "unknown inputs") for row in told}
         return ", ".join(f"{task} ({reads})" for task, reads in of.items())
 
     reads = found.network.inputs
+    judging = [row for row in seen if row["judged_by"] == "yes"]
+    alike = [row for row in judging if not reads or row["reads"] == reads]
+    others = [row for row in judging if row not in alike]
+    decided = tasks(alike) if alike else "no run of such a task"
     what = f"reads {reads}" if reads else "reads what cannot be told from its layers"
-    said = f"{found.network.title} {what}: judged by {tasks('yes')}, the nearest that there is"
-    if far := tasks("no"):
-        said += f"; {far} decides nothing where a method was seen on the nearest"
+    said = f"{found.network.title} {what}: judged by {decided}"
+    if others:
+        names = ", ".join(dict.fromkeys(str(row["method"]) for row in others))
+        said += f"; what was not seen there ({names}) by {tasks(others)}"
+    if any(row["judged_by"] == "no" for row in seen):
+        said += "; other results only warn"
     yield f"{said}. These runs are short: a loss that long training shows is not seen."
     warned = [
         f"{row['method']} on {row['elsewhere']}"
