@@ -413,19 +413,48 @@ def test_the_task_that_reads_the_same_decides_and_the_other_warns(
     assert "Use terngrad" in told
     assert "Warning: terngrad on cifar10: loses 3 [2.9, 3.1] points. Without such a" in told
     assert "Without such a result: int8 by " in told
-    taken = (
-        "BERT large reads text: judged by shakespeare (text), the nearest that there is; cifar10"
-    )
+    taken = "BERT large reads text: judged by shakespeare (text); other results only warn."
     assert taken in conclusions(found)
     judged = {(row["method"], row["task"]): row["judged_by"] for row in found["tables"][1]["rows"]}
     assert judged["terngrad", "shakespeare"] == judged["int8", "shakespeare"] == "yes"
     assert judged["terngrad", "cifar10"] == judged["int8", "cifar10"] == "no"
+
+    alone = write(
+        tmp_path / "alone.parquet",
+        [*plain(task="cifar10"), *lost("terngrad", [0.0] * 4, task="cifar10")],
+    )
+    found = advise(tmp_path, *ALONE, "--runs", alone, "--model", "bert-large")
+    said = "judged by no run of such a task; what was not seen there (terngrad) by cifar10 (images)"
+    assert said in conclusions(found)
 
     images = methods(advise(tmp_path, "--runs", both, "--compressor", "terngrad,int8"))
     assert images["terngrad"]["advice"] == "loses too much"
     assert images["terngrad"]["accuracy_task"] == images["int8"]["accuracy_task"] == "cifar10"
     assert images["terngrad"]["elsewhere"].startswith("shakespeare: no loss seen within")
     assert images["int8"]["advice"] == "use"
+
+
+def test_a_loss_on_other_inputs_says_nothing_of_another_collective(tmp_path: Path) -> None:
+    gathered = {"collective": "allgather"}
+    text = [
+        {**run(name, seed, None, task="shakespeare", **over), "test_loss": 2.0 + loss}
+        for name, loss, over in (("none", 0.0, {}), ("qsgd", 0.5, gathered))
+        for seed in range(4)
+    ]
+    images = [*plain(task="cifar10"), *lost("qsgd", [0.0] * 4, task="cifar10", **gathered)]
+    path = write(tmp_path / "rows.parquet", [*text, *images])
+    words = (
+        "--runs",
+        path,
+        "--compressor",
+        "qsgd",
+    )  # so many workers that all-gather gains nothing
+    words += ("--cluster-set", "inter.gbit=1", "--workers", 512)
+    row = methods(advise(tmp_path, *words))["qsgd"]
+    assert (row["collective"], row["advice"]) == ("twoshot", "untested")
+    assert row["accuracy"] == "allgather alone: no loss seen within 0 points"
+    row = methods(advise(tmp_path, *words, "--model", "bert-large"))["qsgd"]
+    assert row["advice"] == "loses too much"
 
 
 def test_a_model_of_no_known_kind_is_judged_by_the_worst_of_all(

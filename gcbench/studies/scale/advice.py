@@ -96,18 +96,20 @@ class Costs(NamedTuple):
     """Those by a collective with another mean, which show nothing about it."""
 
 
-def costs_of(settings: Settings, step: Step, known: Sequence[Evidence]) -> Costs:
+def costs_of(settings: Settings, step: Step, known: Sequence[Evidence], inputs: str = "") -> Costs:
     """Return the rows of exactly this method, as it would be used.
 
     Rows count if the method has the same fields in all steps, the memory of its source, the same
     tensors in fp32, and the same collective, or one that gives the same mean. A row by all-gather
     that loses too much also counts against a two-shot exchange, whose owners lose something more;
-    one that does not lose too much shows nothing about it.
+    one that does not lose too much shows nothing about it. `inputs`: what the model reads; a loss
+    on a task that reads something else does so only if there is no nearer task.
     """
     found = of_method(settings, step.method, known)
+    near = set(map(id, evidence.nearest(found, inputs).near))
 
     def counts(one: Evidence) -> bool:
-        loses = one.judge(settings.allowed) == evidence.LOSES
+        loses = one.judge(settings.allowed) == evidence.LOSES and id(one) in near
         same = _same_mean(step.method, one.row.first.collective, step.collective)
         return same or (step.collective == "twoshot" and loses)
 
@@ -187,7 +189,10 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     found = prediction.prepare(settings, observer, ledger, every=True)
     workers, cluster = settings.workers[0], settings.cluster
     gathered = evidence.gather([Path(place) for place in settings.runs])
-    known = {key: costs_of(settings, step, gathered.found) for key, step in found.steps.items()}
+    known = {
+        key: costs_of(settings, step, gathered.found, found.network.inputs)
+        for key, step in found.steps.items()
+    }
     rows = _rows(settings, found, known, cluster)
     for row in rows:
         if row["speedup"] is not None:
@@ -401,7 +406,8 @@ def _seen(settings: Settings, found: Prepared, known: Sequence[Evidence]) -> lis
         own: dict[int, Evidence] = {}
         for (name, _), step in found.steps.items():
             if name == word:
-                own |= {id(one): one for one in costs_of(settings, step, known).own}
+                costs = costs_of(settings, step, known, found.network.inputs)
+                own |= {id(one): one for one in costs.own}
         near = set(map(id, evidence.nearest([*own.values()], found.network.inputs).near))
         for key, one in own.items():
             first, config = one.row.first, one.row.runs[0].config
