@@ -441,18 +441,17 @@ def test_a_loss_on_other_inputs_says_nothing_of_another_collective(tmp_path: Pat
         for name, loss, over in (("none", 0.0, {}), ("qsgd", 0.5, gathered))
         for seed in range(4)
     ]
-    images = [*plain(task="cifar10"), *lost("qsgd", [0.0] * 4, task="cifar10", **gathered)]
+    images = [
+        *plain(task="cifar10"),
+        *lost("qsgd", (0.0, 0.001, 0.0, 0.001), task="cifar10", **gathered),
+    ]
     path = write(tmp_path / "rows.parquet", [*text, *images])
-    words = (
-        "--runs",
-        path,
-        "--compressor",
-        "qsgd",
-    )  # so many workers that all-gather gains nothing
-    words += ("--cluster-set", "inter.gbit=1", "--workers", 512)
+    # So many workers that all-gather gains nothing.
+    words = ("--runs", path, "--compressor", "qsgd", "--cluster-set", "inter.gbit=1")
+    words += ("--workers", 512)
     row = methods(advise(tmp_path, *words))["qsgd"]
     assert (row["collective"], row["advice"]) == ("twoshot", "untested")
-    assert row["accuracy"] == "allgather alone: no loss seen within 0 points"
+    assert row["accuracy"] == "allgather alone: no loss seen within 0.14 points"
     row = methods(advise(tmp_path, *words, "--model", "bert-large"))["qsgd"]
     assert row["advice"] == "loses too much"
 
