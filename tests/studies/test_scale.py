@@ -613,6 +613,52 @@ def test_given_throughputs_and_a_resumed_timing(tmp_path) -> None:
     assert (next(tmp_path.iterdir()) / "scale-link.png").exists()
 
 
+def test_each_link_on_which_fft_pays_says_what_it_assumes(tmp_path, monkeypatch) -> None:
+    words = ["scale", "fft", "--results", tmp_path, "--elements", "2e4", "--compressor", "fft"]
+    words += ["--progress", "none", "--threads", "1", "--workers", "8", "--json"]
+    found = invoke(*words, *THROUGHPUT).json
+    tables = {table["name"]: table for table in found["tables"]}
+    rows = tables["break_even"]["rows"]
+    readings = [row["reading"] for row in tables["readings"]["rows"]]
+    assert [row["reading"] for row in rows[:-4]] == [f"equation (4), {name}" for name in readings]
+    for row, reading in zip(rows, tables["readings"]["rows"], strict=False):
+        assert row["links"] == f"below {clusters.rate_text(reading['own_gbit'])}"
+        assert (row["workers"], row["against"]) == ("not counted", "fp32, sent once")
+    assert [row["times"].partition(";")[0] for row in rows[:3]] == [
+        "what 30 at 56 Gbit/s implies (GPU)",
+        *["given throughputs"] * 2,
+    ]
+    exchanges = [(row["workers"], row["against"].rpartition(" of ")[2]) for row in rows[-4:]]
+    assert exchanges == [(n, what) for n in ("2", "8") for what in ("fp32", "fp32 and bf16")]
+    assert all("encode and decode inside exchanges of 2 workers" in r["times"] for r in rows[-4:])
+    # The same numbers as elsewhere: README's are those of `scale links` with 2 workers.
+    links = invoke(
+        *("scale", "links", "--compressor", "fft", "--workers", "2,8", "--results", tmp_path),
+        *("--progress", "none", "--json"),
+    ).json["tables"][0]["rows"]
+    both = [row[key] for row in links for key in ("links", "links_better")]
+    assert [row["links"] for row in rows[-4:]] == both
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"it pays on links {both[0]} over fp32 and {both[1]} over bf16 (2 workers" in readme
+    notes = " ".join(tables["break_even"]["notes"])
+    assert "README and `gcbench scale links` have for FFT are those of an exchange among 2" in notes
+    for word in ("bf16 halves", "floor of a device's memory", "backward pass", "50 us a message"):
+        assert word in notes
+
+    def told(seconds: float) -> tuple[str, str]:
+        """Return the words for stages that take so long, and the conclusions."""
+        monkeypatch.setattr(breakeven, "stages", lambda _: dict.fromkeys(breakeven.STAGES, seconds))
+        made = invoke(*words, "--force").json
+        own = next(table for table in made["tables"] if table["name"] == "break_even")
+        return own["rows"][1]["times"], " ".join(made["conclusions"])
+
+    disturbed = "other work ran on this machine, or threads waited"
+    times, said = told(1e-6)
+    assert times.startswith("stages timed alone here, 1 thread; decompressing as")
+    assert disturbed not in said
+    assert disturbed in told(1.0)[1]
+
+
 def test_an_interrupted_timing_goes_on(tmp_path, monkeypatch) -> None:
     words = ["scale", "predict", "--results", tmp_path, "--model", "resnet20", "--threads", "1"]
     words += ["--compressor", "signsgd,topk,int8", "--kernels", "measured", "--progress", "none"]

@@ -23,7 +23,7 @@ their text was not available.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,7 +36,7 @@ from gcbench.core.compressor import Compressor, Segments
 from gcbench.reporting import figures
 from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.studies import methods
-from gcbench.studies.scale import codec, traffic, work
+from gcbench.studies.scale import clusters, codec, traffic, work
 from gcbench.studies.scale import links as pays
 from gcbench.training import progress
 
@@ -55,6 +55,8 @@ CLAIM = (30.0, 56.0)
 """The paper's claim: a ratio of about 30 is needed at 56 Gbit/s."""
 WHOLE = "inside an exchange"
 """The reading of S that was measured as a whole, not added up from stages."""
+SLOWED = 2.0
+"""If the stages take so many times as long as the whole, their timing was disturbed."""
 COLUMNS = 1000
 """Number of columns of the matrix that is the timed gradient."""
 Gigabytes = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -193,12 +195,13 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         KIND,
         settings,
         command,
-        conclusions=_conclusions(readings, ratio, forth, back),
+        conclusions=_conclusions(readings, ratio, forth, back, timed=not settings.throughput),
         tables=[
             _stage_table(settings, speed, forth, n),
             _reading_table(readings, ratio, nominal),
             _link_table(settings, readings, ratio),
             _method_table(settings, chosen, known),
+            _together(settings, readings, ratio, method, known),
             Table(name="curve", title="", rows=_curve(readings)),
         ],
     )
@@ -308,6 +311,89 @@ def _method_table(
     )
 
 
+def _together(
+    settings: Settings,
+    readings: Mapping[str, float],
+    ratio: float,
+    method: Compressor,
+    known: codec.Measured,
+) -> Table:
+    """Return every link on which `method` stops paying, with what each number assumes.
+
+    They are those of equation (4), by each reading of S, and those of exchanges among as many
+    workers as were measured and as were asked for.
+    """
+    alone = (
+        "given throughputs"
+        if settings.throughput
+        else f"stages timed alone here, {settings.threads} thread{'s' * (settings.threads > 1)}"
+    )
+    inside = known.source
+    times = {
+        "the paper's claim": f"what {CLAIM[0]:g} at {CLAIM[1]:g} Gbit/s implies (GPU)",
+        "symmetric": f"{alone}; decompressing as compressing",
+        "exact": f"{alone}; decompressing without selection",
+        WHOLE: f"encode and decode {inside}; one payload decoded",
+    }
+    rows: list[Row] = [
+        {
+            "reading": f"equation (4), {name}",
+            "links": clusters.links_text([(0.0, 8e-9 * fastest_link(ratio, seconds))]),
+            "workers": "not counted",
+            "against": "fp32, sent once",
+            "times": times[name],
+        }
+        for name, seconds in readings.items()
+    ]
+    counts = dict.fromkeys((int(known.analysis.settings["workers"]), settings.workers))
+    latency = settings.link_latency_us * 1e-6
+    for workers in counts:
+        (found,) = pays.rows(known, {"fft": method}, workers, latency)
+        for field, against in (("links", "fp32"), ("links_better", "fp32 and bf16")):
+            rows.append(
+                {
+                    "reading": f"an exchange by {found['collective']}",
+                    "links": found[field],
+                    "workers": f"{workers:,}",
+                    "against": f"ring all-reduce of {against}",
+                    "times": f"encode and decode {inside}; one payload a worker decoded",
+                }
+            )
+    return Table(
+        name="break_even",
+        title="The links on which FFT pays, by what each number assumes",
+        shown=[
+            Shown(field="reading", heading="number"),
+            Shown(field="links", heading="pays"),
+            Shown(field="workers", heading="workers"),
+            Shown(field="against", heading="against"),
+        ],
+        notes=[
+            *(f"Times of {', '.join(named)}: {spent}." for spent, named in _by_times(rows).items()),
+            "Equation (4) knows no number of workers, collective or messages: a gradient crosses "
+            "the link once, in fp32 or as a payload. An exchange sends what its collective sends: "
+            "the more workers, the more payloads an all-gather brings to each, and to be decoded, "
+            f"and {settings.link_latency_us:g} us a message count. bf16 halves what compression "
+            "is compared with.",
+            "The numbers that README and `gcbench scale links` have for FFT are those of an "
+            f"exchange among {next(iter(counts)):,} workers. None here assumes the floor of a "
+            "device's memory, or that a backward pass hides anything, as `gcbench scale predict` "
+            "and `advise` do.",
+        ],
+        rows=rows,
+    )
+
+
+def _by_times(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Return the numbers that share the times of the work, each once."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        named = found.setdefault(str(row["times"]), [])
+        if row["reading"] not in named:
+            named.append(str(row["reading"]))
+    return found
+
+
 def _curve(readings: Mapping[str, float]) -> list[Row]:
     """Return k_min over links for the picture."""
     rows: list[Row] = []
@@ -322,7 +408,7 @@ def _curve(readings: Mapping[str, float]) -> list[Row]:
 
 
 def _conclusions(
-    readings: Mapping[str, float], ratio: float, forth: float, back: float
+    readings: Mapping[str, float], ratio: float, forth: float, back: float, *, timed: bool
 ) -> list[str]:
     claim = readings["the paper's claim"]
     said = [
@@ -334,10 +420,17 @@ def _conclusions(
         whole = readings[WHOLE]
         said.append(
             f"Stages add up to {1e9 * (forth + back):.3g} s/GB, inside an exchange the calls take "
-            f"{1e9 * whole:.3g}: {whole / (forth + back):.2f} times as much. By equation (4) the "
+            f"{1e9 * whole:.3g}: {whole / (forth + back):.2g} times as much. By equation (4) the "
             f"method then pays below {8e-9 * fastest_link(ratio, whole):.3g} Gbit/s; the table of "
             "methods has its collective, messages and a bf16 baseline, too."
         )
+        if timed and forth + back > SLOWED * whole:
+            said.append(
+                f"The stages took {(forth + back) / whole:.2g} times as long as the whole inside "
+                "an exchange, of which they are parts: other work ran on this machine, or threads "
+                "waited for each other. The readings 'symmetric' and 'exact' are too low then; "
+                "time them on an idle machine, or with --threads 1."
+            )
     return said
 
 
