@@ -624,9 +624,10 @@ def _vote_bound(
     """Judge the lemmas: one worker with uniform noise, which attains Gauss' bound, else normal."""
     uniform = workers == 1
     worst = []
-    n = VOTES // 2 * len(seeds)
+    n = VOTES * len(seeds)
     sides = [failures(method, workers, seeds, uniform=uniform, turn=turn) for turn in (1, -1)]
-    for strength, rate in ((s, max(pair)) for s, *pair in zip(STRENGTHS, *sides, strict=True)):
+    for strength, *pair in zip(STRENGTHS, *sides, strict=True):
+        rate = sum(pair) / 2
         limit = 1 / (math.sqrt(workers) * strength)
         if uniform:
             limit = 0.5 - strength / (2 * math.sqrt(3)) if strength in GAUSS else 0.5
