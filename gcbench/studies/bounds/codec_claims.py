@@ -65,7 +65,7 @@ STRENGTHS = (0.1, 0.25, 0.5, 1.0, 2.0)
 """|g| / sigma of the elements whose signs are voted on."""
 GAUSS = STRENGTHS[:3]
 """The strengths at which uniform noise attains Gauss' bound, so that an excess would be seen."""
-VOTES = 60_000
+VOTES = 100_000
 """Number of elements of each strength, for each seed; half of them have a positive mean."""
 VOTERS = (1, 2, 3, 4, 7)
 
