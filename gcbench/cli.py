@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +26,7 @@ from gcbench.commands import (
     derived,
     print_json,
     say,
+    watched,
 )
 from gcbench.commands.advise import advise
 from gcbench.commands.bandwidth import bandwidth
@@ -450,6 +452,7 @@ def compare(
         Width | None,
         typer.Option(help="Make picture and LaTeX as wide as one or two columns of a paper."),
     ] = None,
+    progress: Shown = Progress.auto,
     json: Json = False,
 ) -> None:
     """Compare finished runs: accuracy over seeds, bytes, time by phase."""
@@ -475,7 +478,8 @@ def compare(
         width.value if width is not None else "",
     )
     wanted = [suites.load(suite)] if suite is not None else []
-    groups = published.by_suite(reader.load(folders or [RUNS]), *wanted)
+    watch = partial(watched, progress, "compare")
+    groups = published.by_suite(reader.load(folders or [RUNS], watch), *wanted)
     made = [run for name, group in groups.items() if name for run in group]
     if suite is not None:
         made += groups.get("", [])
@@ -536,6 +540,7 @@ def verify(
     processes: Annotated[
         bool, typer.Option(help="Also compare the simulation with real processes.")
     ] = True,
+    progress: Shown = Progress.auto,
     json: Json = False,
 ) -> None:
     """Check a compressor against its declarations; exit code 1 if one does not hold."""
@@ -543,6 +548,7 @@ def verify(
     from gcbench.reporting import catalog
     from gcbench.studies import conformance as verifying
     from gcbench.training import grid
+    from gcbench.training import progress as showing
 
     options = grid.pairs("--set", set_)
     for field, value in options.items():
@@ -550,7 +556,18 @@ def verify(
             raise UsageError(f"--set {field}: one value expected; verify takes no grid")
     name = registry.add_file(name)
     rows: list[dict[str, Any]] = []
-    for table in verifying.verify(name, options, processes=processes):
+    texts = [" ".join(f"{key}={value}" for key, value in options.items())]
+    if not options:
+        texts = [text or "default" for text, _ in verifying.configurations(name)]
+    tables = verifying.verify(name, options, processes=processes)
+    for number, text in enumerate(texts):
+        # A bar is closed before the table is printed, as it draws over what else comes to a screen.
+        shown = showing.observer(progress.value, f"verify {name}", len(texts))
+        try:
+            shown.step(number, f"{len(verifying.CHECKS)} checks of {text}")
+            table = next(tables)
+        finally:
+            shown.close()
         rows += table
         if not json:
             catalog.show_verdicts(table)
@@ -640,11 +657,18 @@ def _print_folder(name: str, folder: Path, *, as_json: bool) -> None:
 
 
 @data_app.command("get")
-def data_get(name: DataName, data_dir: DataDir = None, as_json: Json = False) -> None:
+def data_get(
+    name: DataName,
+    data_dir: DataDir = None,
+    progress: Shown = Progress.auto,
+    as_json: Json = False,
+) -> None:
     """Download a data set, or check the files if they are there, and print its folder."""
     from gcbench.core import data
+    from gcbench.training import progress as showing
 
-    _print_folder(name, data.get(name, data_dir), as_json=as_json)
+    folder = data.get(name, data_dir, partial(showing.observer, progress.value))
+    _print_folder(name, folder, as_json=as_json)
 
 
 @data_app.command("path")

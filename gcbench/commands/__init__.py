@@ -98,6 +98,16 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
+def watched(shown: Progress, name: str, steps: int) -> progress.Observer:
+    """Return what shows the progress of work that is short as a rule: nothing in the first second.
+
+    `name` and `steps` are the work's.
+    """
+    from gcbench.training import progress
+
+    return progress.Delayed(lambda: progress.observer(shown.value, name, steps))
+
+
 def deliver(
     analysis: Analysis, results: Path, plot: Path | None, chosen: Format, *, as_json: bool
 ) -> None:

@@ -16,10 +16,11 @@ import os
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import filelock
 import numpy as np
@@ -191,11 +192,37 @@ def find(name: str, data_dir: Path | None = None) -> list[Path]:
     return [folder / file.name for file in source.files]
 
 
-def get(name: str, data_dir: Path | None = None) -> Path:
+class Shown(Protocol):
+    """Shows how far a download is."""
+
+    def step(self, step: int, said: str = "") -> None: ...  # noqa: D102
+
+    def close(self) -> None: ...  # noqa: D102
+
+
+Watch = Callable[[str, int], Shown]
+"""Makes what shows a download, of a file's name and its bytes."""
+
+
+class _Bar:
+    """A bar on a terminal's stderr; nothing elsewhere."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.bar = tqdm(desc=name, total=size, unit="B", unit_scale=True, disable=None)
+
+    def step(self, step: int, said: str = "") -> None:
+        self.bar.update(step - self.bar.n)
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+def get(name: str, data_dir: Path | None = None, watch: Watch = _Bar) -> Path:
     """Download what is missing of `name` into `data_dir` or the cache, and return its folder.
 
-    A download that broke off is resumed. Files in the cache whose content is wrong are fetched
-    again; files in `data_dir` are never overwritten.
+    `watch` shows each download, by default with a bar on a terminal. One that broke off is resumed.
+    Files in the cache whose content is wrong are fetched again; files in `data_dir` are never
+    overwritten.
 
     Raises:
         UsageError: unknown name.
@@ -214,7 +241,7 @@ def get(name: str, data_dir: Path | None = None) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(root / f".{source.folder}.lock"):
-            _fetch_all(name, source, root)
+            _fetch_all(name, source, root, watch)
     except OSError as error:
         place = "--data-dir or GCBENCH_DATA" if data_dir else "GCBENCH_CACHE"
         raise GcbenchError(
@@ -241,7 +268,7 @@ def _by_hand(source: Source, root: Path) -> str:
     return f"Download {names} from {' or '.join(source.mirrors)} into {root / source.folder}"
 
 
-def _fetch_all(name: str, source: Source, root: Path) -> None:
+def _fetch_all(name: str, source: Source, root: Path, watch: Watch) -> None:
     """Download and unpack what is missing; another process may have done so while we waited."""
     folder = root / source.folder
     if not any(file.fault(folder / file.name) for file in source.files):
@@ -249,7 +276,7 @@ def _fetch_all(name: str, source: Source, root: Path) -> None:
     into = root if source.archive else folder
     for file in source.downloads:
         try:
-            _fetch(file, source.mirrors, into)
+            _fetch(file, source.mirrors, into, watch)
         except (requests.RequestException, ValueError) as error:
             raise GcbenchError(
                 f"{name}: {file.name} cannot be downloaded ({_reason(error)}). Try again, it goes "
@@ -272,7 +299,7 @@ def _reason(error: Exception) -> str:
     return str(error)
 
 
-def _fetch(file: File, mirrors: tuple[str, ...], into: Path) -> None:
+def _fetch(file: File, mirrors: tuple[str, ...], into: Path, watch: Watch) -> None:
     """Download one file into the folder `into`, from the first mirror that serves it whole.
 
     Raises:
@@ -287,11 +314,11 @@ def _fetch(file: File, mirrors: tuple[str, ...], into: Path) -> None:
             # removed then: try once more.
             resumed = part.exists()
             try:
-                _retrieve(file.address(mirror), file, into, part)
+                _retrieve(file.address(mirror), file, into, part, watch)
             except ValueError:
                 if not resumed:
                     raise
-                _retrieve(file.address(mirror), file, into, part)
+                _retrieve(file.address(mirror), file, into, part, watch)
         except (requests.RequestException, ValueError) as error:
             failure = error
         else:
@@ -300,14 +327,14 @@ def _fetch(file: File, mirrors: tuple[str, ...], into: Path) -> None:
     raise failure
 
 
-def _retrieve(url: str, file: File, into: Path, part: Path) -> None:
+def _retrieve(url: str, file: File, into: Path, part: Path, watch: Watch) -> None:
     with _quiet():
         pooch.retrieve(
             url,
             known_hash=f"sha256:{file.sha256}",
             fname=file.name,
             path=into,
-            downloader=Resume(part, file),
+            downloader=Resume(part, file, watch),
         )
 
 
@@ -327,14 +354,15 @@ def _quiet() -> Iterator[None]:
 class Resume:
     """A downloader for pooch that keeps an unfinished download in `part`, and resumes it.
 
-    `file`: name, size and checksum of the whole file.
+    `file`: name, size and checksum of the whole file. `watch`: see `get`.
     """
 
     part: Path
     file: File
+    watch: Watch = _Bar
 
     def __call__(self, url: str, output_file: str, _pooch: object) -> None:
-        """Download `url` to `output_file`, with a progress bar on a terminal's stderr.
+        """Download `url` to `output_file`, and show how far it is.
 
         Raises:
             requests.RequestException: no connection, an error status, or the connection broke.
@@ -363,20 +391,15 @@ class Resume:
         whole = have + int(response.headers.get("Content-Length", size - have))
         if whole != size:
             raise ValueError(f"the server has {whole:,} bytes, {size:,} expected")
-        with (
-            self.part.open("ab" if have else "wb") as file,
-            tqdm(
-                desc=self.file.name,
-                total=size,
-                initial=have,
-                unit="B",
-                unit_scale=True,
-                disable=None,
-            ) as bar,
-        ):
-            for chunk in response.iter_content(CHUNK):
-                file.write(chunk)
-                bar.update(len(chunk))
+        shown = self.watch(self.file.name, size)
+        try:
+            with self.part.open("ab" if have else "wb") as file:
+                for chunk in response.iter_content(CHUNK):
+                    shown.step(have, f"{have / 1e6:.1f} of {size / 1e6:.1f} MB")
+                    have += file.write(chunk)
+                shown.step(have)
+        finally:
+            shown.close()
 
 
 def _unpack(source: Source, archive: Path, folder: Path) -> None:

@@ -6,7 +6,7 @@ import ast
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.core.schema import ADDED, SCHEMA
 from gcbench.reporting import foreign
+from gcbench.training import progress, schedule
 from gcbench.training import rows as rowfiles
-from gcbench.training import schedule
 from gcbench.training.configuration import canonical
 
 if TYPE_CHECKING:
@@ -294,12 +294,36 @@ def without_trials(runs: Sequence[Run]) -> list[Run]:
     return kept
 
 
-def load(folders: Sequence[Path]) -> list[Run]:
+def _places(folder: Path) -> list[Path]:
+    """Return what `load` reads of a path: files of rows and JSON, and folders of runs.
+
+    Raises:
+        UsageError: it is missing, or nothing in it is a run.
+    """
+    if not folder.exists():
+        raise UsageError(f"{folder} does not exist; `gcbench run` writes to results/runs")
+    if folder.is_file():
+        if folder.suffix not in (".json", ".parquet"):
+            raise UsageError(f"{folder} is no folder, and no .json or .parquet file of rows")
+        return [folder]
+    found = [*row_files(folder), *run_folders(folder)]
+    if not found:
+        raise UsageError(
+            f"no run in {folder} (a run's folder holds config.json and, once finished, "
+            "summary.json); name another folder, or make a run with `gcbench run`"
+        )
+    return found
+
+
+def load(
+    folders: Sequence[Path], watch: Callable[[int], progress.Observer] | None = None
+) -> list[Run]:
     """Return the finished runs in `folders`, each once.
 
     Each path is a run's folder, a folder with runs or files of rows at any depth, a .parquet file
     of rows, or a .json file that holds one summary or a list of them. Unfinished runs, and
-    different results for one config and seed, are reported on stderr.
+    different results for one config and seed, are reported on stderr. `watch` makes what shows how
+    many files and folders of runs, of so many, are read.
 
     Raises:
         UsageError: a path is missing, or nothing in it is a run.
@@ -309,28 +333,22 @@ def load(folders: Sequence[Path]) -> list[Run]:
         raise UsageError("no folder was named; name runs or a results folder, e.g. results/runs")
     found: list[Run] = []
     unfinished: dict[Path, None] = {}
-    for folder in map(Path, folders):
-        if not folder.exists():
-            raise UsageError(f"{folder} does not exist; `gcbench run` writes to results/runs")
-        if folder.is_file():
-            if folder.suffix not in (".json", ".parquet"):
-                raise UsageError(f"{folder} is no folder, and no .json or .parquet file of rows")
-            found += _read_rows(folder) if folder.suffix == ".parquet" else _read_list(folder)
-            continue
-        runs, files = list(run_folders(folder)), row_files(folder)
-        for file in files:
-            found += _read_rows(file)
-        if not (runs or files):
-            raise UsageError(
-                f"no run in {folder} (a run's folder holds config.json and, once finished, "
-                "summary.json); name another folder, or make a run with `gcbench run`"
-            )
-        for run in runs:
-            path = run / "summary.json"
-            if path.exists():
-                found.append(_parse(_read_json(path), run, str(path)))
+    places = [place for folder in map(Path, folders) for place in _places(folder)]
+    shown = progress.Silent() if watch is None else watch(len(places))
+    try:
+        for number, place in enumerate(places):
+            shown.step(number, f"reading {place.name}")
+            if place.suffix == ".parquet" and place.is_file():
+                found += _read_rows(place)
+            elif place.is_file():
+                found += _read_list(place)
+            elif (path := place / "summary.json").exists():
+                found.append(_parse(_read_json(path), place, str(path)))
             else:
-                unfinished[run.resolve()] = None
+                unfinished[place.resolve()] = None
+        shown.step(len(places))
+    finally:
+        shown.close()
     if unfinished:
         names = ", ".join(sorted(run.name for run in unfinished))
         count = f"{len(unfinished)} unfinished run{'s' * (len(unfinished) > 1)}"

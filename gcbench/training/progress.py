@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Literal, Protocol
 
@@ -13,6 +13,8 @@ WIDE = 90
 """In a terminal of at least so many columns the bar also shows the latest numbers."""
 ANNOUNCE_SECONDS = 5.0
 """After so many seconds of steps the duration of the grid is estimated and announced."""
+DELAY_SECONDS = 1.0
+"""Reading files shows its progress if it takes longer than this."""
 PLAIN_SECONDS = 10.0
 """Seconds between lines in a pipe; evaluations are always printed."""
 
@@ -180,6 +182,35 @@ class Announcing:
 
     def close(self) -> None:  # noqa: D102
         self.inner.close()
+
+
+class Delayed:
+    """Shows nothing in the first DELAY_SECONDS, and then what `make` returns: short work is silent.
+
+    `make` is called at the first step after that time.
+    """
+
+    def __init__(self, make: Callable[[], Observer]) -> None:
+        self.make, self.began = make, time.monotonic()
+        self.inner: Observer | None = None
+
+    def step(self, step: int, said: str = "") -> None:  # noqa: D102
+        if self.inner is None and time.monotonic() - self.began >= DELAY_SECONDS:
+            self.inner = self.make()
+        if self.inner is not None:
+            self.inner.step(step, said)
+
+    def record(self, record: Mapping[str, Any]) -> None:  # noqa: D102
+        if self.inner is not None:
+            self.inner.record(record)
+
+    def say(self, text: str) -> None:  # noqa: D102
+        if self.inner is not None:
+            self.inner.say(text)
+
+    def close(self) -> None:  # noqa: D102
+        if self.inner is not None:
+            self.inner.close()
 
 
 def observer(mode: Mode, name: str, steps: int, after: int = 0) -> Observer:

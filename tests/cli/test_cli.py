@@ -10,10 +10,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
 import torch
+from builders import summary, write
 from commands import ROOT, files_of_at_most, gcbench, invoke
 
 from gcbench import get_compressor
@@ -430,6 +432,23 @@ def test_verify_prints_a_table_and_its_exit_code_is_the_verdict():
     assert [row["check"] for row in rows] == list(conformance.CHECKS)
 
 
+def test_verify_shows_each_configuration_before_it_is_checked(monkeypatch):
+    name, checks = "signsgd", ("bytes", "outputs")
+    found = SimpleNamespace(holds=True, measured=1, bound=1, note="")
+    known = {check: lambda method: found for check in checks}
+    monkeypatch.setattr(conformance, "CHECKS", known)
+    texts = [text or "default" for text, _ in conformance.configurations(name)]
+    assert len(texts) > 1
+    words = ("verify", name, "--no-processes")
+    quiet, plain = (invoke(*words, "--progress", how) for how in ("none", "plain"))
+    assert (quiet.code, quiet.out) == (0, plain.out)
+    assert quiet.err == f"{name}: {2 * len(texts)} hold, 0 fail, 0 not declared\n"
+    shown = [f"verify {name}  {i}/{len(texts)}  2 checks of {t}" for i, t in enumerate(texts)]
+    assert plain.err.splitlines() == [*shown, *quiet.err.splitlines()]
+    told = [invoke(*words, "--json", "--progress", how).json for how in ("none", "plain", "bar")]
+    assert told[0] == told[1] == told[2]
+
+
 def test_verify_refuses_what_it_cannot_check():
     refused(invoke("verify", "nune"), 2, "Did you mean 'none'?")
     refused(invoke("verify", "none", "--set", "a=1"), 2, "has no fields to set")
@@ -451,6 +470,48 @@ def test_the_list_says_what_is_really_sent():
 
 
 # -- words, files, completion, the time of a grid --------------------------------------------------
+
+
+def test_compare_shows_the_files_that_it_reads_if_that_takes_long(tmp_path, monkeypatch):
+    from gcbench.training import progress
+
+    for name in ("a", "b"):
+        write(tmp_path, summary("none" if name == "a" else "topk", 0))
+    folders = sorted(path.name for path in tmp_path.iterdir())
+    silent = invoke("compare", tmp_path, "--progress", "plain")
+    assert silent.code == 0
+    assert "reading" not in silent.err, "it took less than a second"
+    monkeypatch.setattr(progress, "DELAY_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "PLAIN_SECONDS", 0.0)
+    shown = invoke("compare", tmp_path, "--progress", "plain")
+    assert shown.out == silent.out
+    told = [line.split("  ") for line in shown.err.splitlines() if line.startswith("compare")]
+    assert [line[:3] for line in told] == [
+        ["compare", f"{i}/2", f"reading {name}"] for i, name in enumerate(folders)
+    ]
+    quiet = invoke("compare", tmp_path, "--progress", "none")
+    assert (quiet.out, quiet.err) == (silent.out, silent.err)
+    documents = [invoke("compare", tmp_path, "--json", "--progress", how).json for how in HOW]
+    assert all(document == documents[0] for document in documents)
+
+
+HOW = ("auto", "bar", "plain", "none")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(["run"], ["compare"], ["verify"], ["data", "get"], ["advise"], ["bandwidth"], ["bounds"]),
+        *(["histogram"], ["scale", "predict"], ["scale", "links"], ["scale", "fft"]),
+        *(["scale", "figure5"], ["scale", "validate"]),
+    ],
+)
+def test_what_may_take_long_has_progress(command):
+    method = ["none"] * (command[-1] in ("verify", "get"))
+    done = invoke(*command, *method, "--progress", "x")
+    assert done.code == 2
+    assert "'x' is not one of 'auto', 'bar', 'plain', 'none'" in done.err
+
 
 COMMANDS = [
     *([], ["run"], ["compare"], ["verify"], ["list"], ["info"], ["kernels"], ["histogram"]),

@@ -125,6 +125,33 @@ def test_download_goes_to_the_cache_once(
     assert notes.stream.getvalue() == "", "pooch keeps its notes to itself"
 
 
+def test_a_download_shows_its_bytes_as_it_was_asked_to(
+    server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from commands import invoke
+
+    publish(monkeypatch, server.url)
+    server.files["a.gz"] = CONTENT
+    size, outputs = len(CONTENT), []
+    for how in ("none", "plain", "bar", "auto"):
+        (cache / "mnist" / "a.gz").unlink(missing_ok=True)
+        done = invoke("data", "get", "mnist", "--progress", how)
+        assert done.code == 0
+        outputs.append(done.out)
+        first = f"a.gz  0/{size}  0.0 of {size / 1e6:.1f} MB\n"
+        if how in ("none", "plain", "auto"):  # auto, without a terminal, is plain
+            assert done.err == ("" if how == "none" else first)
+        else:
+            assert f"{size}/{size}" in done.err
+        again = invoke("data", "get", "mnist", "--progress", how)
+        assert (again.out, again.err) == (done.out, ""), "nothing to download, nothing to show"
+    assert set(outputs) == {f"{cache / 'mnist'}\n"}
+    found = [
+        invoke("data", "get", "mnist", "--json", "--progress", h).json for h in ("none", "bar")
+    ]
+    assert found[0] == found[1]
+
+
 def test_cut_download_is_kept_and_continued(
     server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ def test_ctrl_c_is_one_line(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("verify", "none"), "gcbench: stopped by the user\n"),
+        (("verify", "none", "--progress", "none"), "gcbench: stopped by the user\n"),
         (
             ("bandwidth", "--compressor", "none", "--sizes", "4K"),
             "\nwhat was measured is kept; the same command goes on\ngcbench: stopped by the user\n",
