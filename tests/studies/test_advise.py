@@ -158,6 +158,7 @@ def test_equal_means_are_a_loss_of_nothing(tmp_path: Path) -> None:
         ((0.0, -0.04, 0.0), "unclear", "not clear: gains 1.3 [-4.4, 7.1] points there"),
         ((0.03, 0.031, 0.029), "loses too much", "loses 3 [2.8, 3.2] points there"),
         ((0.002, -0.002, 0.0), "use", "no loss seen there within 0.5 points"),
+        ((0.0, 0.0, 0.0), "use", "no loss seen there within 0 points"),
         ((-0.01, -0.011, -0.012), "use", "gains 1.1 [0.85, 1.3] points there"),
         ((0.008, 0.009, 0.012), "unclear", "loses 0.97 [0.45, 1.5] points there"),
     ],

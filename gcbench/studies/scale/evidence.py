@@ -88,6 +88,7 @@ class Evidence:
         scale, unit = (100.0, " points") if points else (1.0, "")
 
         def text(value: float) -> str:
+            value += 0.0  # no -0
             return f"{scale * value:.2g}" if abs(scale * value) < 10 else f"{scale * value:.3g}"
 
         middle, low, high = self.lost
