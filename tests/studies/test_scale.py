@@ -1460,6 +1460,8 @@ def test_a_method_without_a_mean_is_predicted_and_what_fails_is_left_out(
     decode = next(row for row in rows["signsgd"] if row["quantity"] == "decode")
     assert decode["predicted"] > 0
 
+    parts = work.measure(registry.compressor("signsgd", ties="coin"), ((500,),), 1).parts
+    assert parts["mean8"] == parts["merge8"] > 0, "its mean is the owners' merge"
     real = work.measure
 
     def broken(method: Any, *others: Any) -> work.Rates:

@@ -172,6 +172,17 @@ def test_the_mark_follows_fields_memory_and_local_steps():
     assert update_rule.other({"compressor": "nobodys", "optimizer": "adam"}) is None
 
 
+def test_a_momentum_in_the_memory_stands_for_the_one_that_a_method_declares(monkeypatch):
+    cls = registry.compressor_class("signsgd")
+    monkeypatch.setattr(cls, "recipe", {"optimizer": "sgd", "momentum": 0.9})
+    given = {"task": "digits", "compressor": "signsgd"}
+    kept = Config.make({**given, "memory": "momentum"}).model_dump(mode="json")
+    assert kept["momentum"] == 0.0
+    assert update_rule.other(kept) is None
+    without = Config.make({**given, "momentum": 0.0}).model_dump(mode="json")
+    assert update_rule.other(without) == ({"momentum": 0.0}, {"momentum": 0.9})
+
+
 def test_a_run_off_its_methods_rule_says_so_and_its_row_is_marked(tmp_path):
     rules = _declared()
     name = next(name for name, rule in rules.items() if rule.get("optimizer") == "sgd")

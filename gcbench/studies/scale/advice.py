@@ -211,8 +211,8 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         f"result by which it is judged contains a loss beyond {_allowed(settings)}. unclear: it "
         "may gain as much, but not with its kernels as measured, or these were not measured, or "
         "such a loss is within an interval. untested: it is predicted to be faster, but no stored "
-        "run by that collective shows its accuracy. loses too much: a whole interval is beyond that loss, or a seed "
-        "diverged. no gain: it gains less.",
+        "run by that collective shows its accuracy. loses too much: a whole interval is beyond "
+        "that loss, or a seed diverged. no gain: it gains less.",
         "over fp32 and over bf16: the uncompressed step that reduces in that format divided by "
         f"this step, from measured kernels to the upper bound; step is by {by}. Within a verdict a "
         f"simpler method stands before one that is less than {100 * settings.margin:g} % faster. "
