@@ -220,10 +220,10 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         f"{100 * settings.margin:g} % by measured kernels where there are any.",
         "accuracy there: what the method lost against `none`, as the mean over paired seeds with "
         "its 95 % interval, in the worst of its results on tasks that read what the model reads "
-        "(images or text), of all where there is none or that is not known. on other inputs: the "
-        "worst of the others, which decides nothing. Results of a schedule, with other dense "
-        "tensors, or by a collective with another mean do not count; but what loses too much by "
-        "all-gather does so by two-shot, too. allgather alone, twoshot alone: what it lost by "
+        "(images or text), of all, by name, where there is none or that is not known. on other "
+        "inputs: the worst of the others, which decides nothing. Results of a schedule, with other "
+        "dense tensors, or by a collective with another mean do not count; but what loses too much "
+        "by all-gather does so by two-shot, too. allgather alone, twoshot alone: what it lost by "
         "that collective; by the one advised the mean is another (by two-shot owners encode it "
         "again), and no run shows what that loses.",
         "all-gather up to: with 64 / b workers or more, b being the bits of a payload for each "
@@ -367,7 +367,10 @@ def _judged(
             row["elsewhere"] = f"{other.row.first.task}: {words}"
             row["elsewhere_verdict"] = other.judge(settings.allowed)
         advice = OF_VERDICT[shown.judge(settings.allowed)]
-        row |= {"accuracy": shown.words(settings.allowed), "accuracy_from": shown.place}
+        said = shown.words(settings.allowed)
+        if inputs and shown.inputs not in ("", inputs):  # it reads something else: named
+            said = f"{shown.row.first.task}: {said.replace(' there', '')}"
+        row |= {"accuracy": said, "accuracy_from": shown.place}
         row["accuracy_task"] = shown.row.first.task
         row["distance"] = (
             f"{shown.distance(found.network.numel)}; {shown.budget_distance(examples)}"
