@@ -959,7 +959,7 @@ def _heard(method: Compressor) -> _Found:
 
 
 def _sent(
-    method: Compressor, workers: int, shapes: Sequence[Sequence[int]], step: int = KEY.step
+    method: Compressor, workers: int, shapes: Sequence[Sequence[int]]
 ) -> tuple[list[Tensor], list[Payload], Segments, Tensor]:
     """Return the gradients of up to 5 workers, and the payloads of all, which repeat theirs."""
     segments, few = _segments(method, shapes), min(workers, 5)
@@ -968,8 +968,7 @@ def _sent(
         xs = [normal(segments.numel) + 0.1 * x for x in xs[:3]]
     shared = _shared(method, xs, segments, KEY)
     sent = [
-        method.encode(x, segments, shared, KEY._replace(step=step, rank=rank))
-        for rank, x in enumerate(xs)
+        method.encode(x, segments, shared, KEY._replace(rank=rank)) for rank, x in enumerate(xs)
     ]
     return xs, [sent[rank % len(sent)] for rank in range(workers)], segments, shared
 
@@ -1007,7 +1006,7 @@ def _unheard(method: Compressor, workers: int, shapes: Sequence[Sequence[int]]) 
             heard = _same(merged.to_bytes(), by_contract.to_bytes())
         else:
             got = method.decode(merged, segments, shared)
-            heard = right(got) and (mean is None or bool((defined is not None) or _near(got, mean)))
+            heard = right(got) if defined is not None or mean is None else _near(got, mean)
         if not heard:
             yield f"merge of {workers} workers"
 
