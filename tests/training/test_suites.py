@@ -497,7 +497,7 @@ def test_list_suites():
     assert list(rows) == suites.names()
     table = rows["terngrad-table1"]
     assert (table["runs"], table["steps"], table["paper_steps"]) == (
-        8,
+        12,
         [3200, 200],
         [300000, 18750],
     )
