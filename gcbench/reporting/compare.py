@@ -126,6 +126,8 @@ class Row:
     """The tier of equal bits to which a suite counts the row, by its measured bits."""
     rank: str | None = None
     """The places that it may have in the tier, "1" or "2-4"; "-" with fewer than 5 common seeds."""
+    beaten: bool = False
+    """Whether a row of the tier with no more payload bytes is better, by the intervals of ranks."""
     rate: str | None = None
     """How a suite's rule chose the learning rate: "tuned", "edge" of what was tried, "untuned".
 
@@ -151,6 +153,11 @@ class Row:
     def is_baseline(self) -> bool:
         """Whether this is an uncompressed row."""
         return self.first.compressor_name == BASELINE
+
+    @property
+    def may_be_best(self) -> bool:
+        """Whether the first place of its tier is among those that it may have."""
+        return self.rank is not None and self.rank.partition("-")[0] == "1"
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -483,7 +490,10 @@ def _context_order(key: str) -> tuple[int, str]:
 
 
 def ranked(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with their places in their tier and budget; see `seeds.ranks`."""
+    """Return the rows with their places in their tier and budget, and whether one beats them.
+
+    See `seeds.ranks` and `seeds.told_apart`.
+    """
     import pandas as pd
 
     groups: dict[str, list[int]] = {}
@@ -494,8 +504,11 @@ def ranked(rows: Sequence[Row]) -> list[Row]:
     for members in groups.values():
         values = pd.DataFrame({i: rows[i].values for i in members})
         sign = 1 if rows[members[0]].metric == "accuracy" else -1
+        better = seeds.told_apart(values, sign) > 0
+        sizes = pd.Series({i: rows[i].payload for i in better.index})
         for i, rank in zip(members, seeds.ranks(values, sign), strict=True):
-            made[i] = replace(made[i], rank=rank)
+            beaten = i in better and bool((better[i] & (sizes <= rows[i].payload)).any())
+            made[i] = replace(made[i], rank=rank, beaten=beaten)
     return made
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from math import hypot
 from pathlib import Path
@@ -163,12 +164,6 @@ class Mark(NamedTuple):
     across: float = 0.0
 
 
-def _off(box: Any, point: tuple[float, float]) -> float:
-    """Return the distance of a point from a box, in pixels."""
-    x, y = point
-    return hypot(max(box.x0 - x, 0, x - box.x1), max(box.y0 - y, 0, y - box.y1))
-
-
 FAR = 24  # points from a mark, beyond which a line joins it and its label
 
 
@@ -179,18 +174,23 @@ def _spots() -> list[tuple[int, int]]:
     return sorted(((x, y) for x, y in product(across, along) if x or y), key=lambda at: hypot(*at))
 
 
-def write_labels(axes: Axes, marks: Sequence[Mark]) -> int:
+def write_labels(
+    axes: Axes, marks: Sequence[Mark], line: Sequence[tuple[float, float]] = ()
+) -> int:
     """Write a label near each mark: no label lies over a mark, an error bar or another label.
 
-    Where there is no room near a mark for its text its `short` stands, if that fits better or
-    nearer; the place with fewest overlaps is taken where neither fits. Returns how many labels
-    overlap something.
+    Nor does one lie over `line`, points that a line joins (data coordinates, NaN for a gap), or
+    nearer to another mark than to its own, unless a line joins it and its mark. Where there is no
+    room near a mark for its text its `short` stands, if that fits better or nearer; the place with
+    fewest overlaps is taken where neither fits. Returns how many labels overlap something.
     """
+    import numpy as np
+    from matplotlib.path import Path as Trace
     from matplotlib.transforms import Bbox
 
     figure: Any = axes.figure
     points = figure.dpi / 72
-    taken = []
+    taken: list[Any] = []
     for mark in marks:
         sides = [
             (mark.x - mark.across, mark.y - mark.spread),
@@ -199,38 +199,46 @@ def write_labels(axes: Axes, marks: Sequence[Mark]) -> int:
         (left, low), (right, high) = axes.transData.transform(sides)
         around = 4 * points if len(marks) > 20 else 5.5 * points
         taken.append(Bbox([[left - around, low - around], [right + around, high + around]]))
-    centres = [tuple(axes.transData.transform((mark.x, mark.y))) for mark in marks]
+    places = axes.transData.transform([(mark.x, mark.y) for mark in marks])
+    trace = Trace(axes.transData.transform(line)) if line else None
+
+    def count(own: int, box: Any, joined: bool) -> int:
+        """Return what the label of the mark `own` would overlap in the box."""
+        away = [hypot(*(np.clip(place, box.min, box.max) - place)) for place in places]
+        found: int = sum(box.overlaps(other) for other in taken)
+        found += trace is not None and bool(trace.intersects_bbox(box, filled=False))
+        return found + (not joined and away[own] > min(away))
+
     collisions = 0
-    for mark in marks:
-        (hits, far), label, box = _place(axes, mark, mark.text, taken, centres)
+    for own, mark in enumerate(marks):
+        free = partial(count, own)
+        (hits, far), label, box = _place(axes, mark, mark.text, free)
         if (hits or far > FAR) and mark.short:
-            shorter = _place(axes, mark, mark.short, taken, centres)
+            shorter = _place(axes, mark, mark.short, free)
             if shorter[0] < (hits, far):
                 label.remove()
                 (hits, _), label, box = shorter
             else:
                 shorter[1].remove()
-        collisions += hits >= 1
+        collisions += bool(hits)
         taken.append(box)
     return collisions
 
 
 def _place(
-    axes: Axes, mark: Mark, text: str, taken: Sequence[Any], centres: Sequence[tuple[float, float]]
-) -> tuple[tuple[float, float], Any, Any]:
+    axes: Axes, mark: Mark, text: str, count: Callable[[Any, bool], int]
+) -> tuple[tuple[int, float], Any, Any]:
     """Write a label at the nearest free spot.
 
-    A line joins it to its mark if it is far away, or another one of `centres`, pixels, is nearer.
-    Returns how many boxes it overlaps (and a half if another mark is nearer) and its distance in
-    points, the label and its box.
+    `count` returns how much a box would overlap, if a line joins it and the mark, and if not.
+    Returns how many boxes it overlaps and its distance in points, the label and its box.
     """
-    from matplotlib.patheffects import withStroke
     from matplotlib.text import Text
 
     figure: Any = axes.figure
     renderer = figure.canvas.get_renderer()
     frame = axes.get_window_extent(renderer)
-    best: tuple[tuple[float, float], Any, Any] | None = None
+    best: tuple[tuple[int, float], Any, Any] | None = None
     for across, along in _spots():
         distance = hypot(across, along)
         label = axes.annotate(
@@ -251,17 +259,13 @@ def _place(
                     0.0 if across > 0 else 1.0 if across else 0.5,
                     0.5 if across else float(along < 0),
                 ),
-            },
-            path_effects=[withStroke(linewidth=2.5, foreground="white", alpha=0.8)],
+            }
+            if distance > FAR
+            else None,
         )
         label.update_positions(renderer)
         box = Text.get_window_extent(label, renderer)  # without the line to the mark
-        own = tuple(axes.transData.transform((mark.x, mark.y)))
-        others = [centre for centre in centres if centre != own]
-        near = all(_off(box, own) < _off(box, other) for other in others)
-        if (arrow := label.arrow_patch) is not None:
-            arrow.set_visible(distance > FAR or not near)
-        hits = sum(box.overlaps(other) for other in taken) + 0.5 * (not near)
+        hits = count(box, distance > FAR)
         inside = frame.x0 <= box.x0 and box.x1 <= frame.x1
         hits += 10 * (not (inside and frame.y0 <= box.y0 and box.y1 <= frame.y1))
         if best is not None and hits >= best[0][0]:

@@ -267,27 +267,45 @@ def on_front(runs: DataFrame, configurations: DataFrame) -> Series[bool]:
     return found
 
 
+def told_apart(values: DataFrame, sign: int) -> DataFrame:
+    """Return for each pair of rows of a tier which one is better.
+
+    The result has the rows as lines and as columns: 1 where the line's row is better than the
+    column's, -1 where it is worse, 0 where the two are not told apart, NaN where fewer than
+    `LEAST_SEEDS` seeds are common. Rows with fewer seeds are left out.
+
+    `values`: the metric, a column a row, a line a seed, NaN where a row does not have it. `sign`: 1
+    where a higher metric is better, else -1. A row is better if the confidence interval of its
+    paired difference over the common seeds excludes zero, at 95 % for all pairs of rows together
+    (Bonferroni).
+    """
+    import pandas as pd
+
+    ranked = values.loc[:, values.count() >= LEAST_SEEDS]
+    count = ranked.shape[1]
+    level = 0.05 / max(1, count * (count - 1) // 2)
+    found = {}
+    for own in ranked:
+        leads = sign * ranked.sub(ranked[own], axis="index")
+        n, lead = leads.count(), leads.mean()
+        width = half_width(leads.std(), n, level)
+        better = (lead > width).astype(int) - (lead < -width).astype(int)
+        found[own] = better.where(n >= LEAST_SEEDS)
+    return pd.DataFrame(found, index=ranked.columns)
+
+
 def ranks(values: DataFrame, sign: int) -> list[str]:
     """Return the places that each column, a row of a tier, may have: "1", or "2-4".
 
     The first is 1 + how many of the others are better, the last the number of rows less those that
-    are worse. So two rows whose difference is not known have places that overlap.
-
-    `values`: the metric, a line a seed, NaN where a row does not have it. `sign`: 1 where a higher
-    metric is better, else -1. A row is better if the confidence interval of its paired difference
-    over the common seeds excludes zero, at 95 % for all pairs of rows together (Bonferroni). A row
-    with fewer than `LEAST_SEEDS` seeds has "-" and counts for no other; so has a row that has fewer
-    in common with one of the others.
+    are worse, by `told_apart`, which takes the same arguments. So two rows whose difference is not
+    known have places that overlap. A row with fewer than `LEAST_SEEDS` seeds has "-" and counts for
+    no other; so has a row that has fewer in common with one of the others.
     """
-    ranked = values.loc[:, values.count() >= LEAST_SEEDS]
-    count = ranked.shape[1]
-    level = 0.05 / max(1, count * (count - 1) // 2)
+    found = told_apart(values, sign)
     places = dict.fromkeys(values, "-")
-    for own in ranked:
-        leads = sign * ranked.drop(columns=own).sub(ranked[own], axis="index")
-        n = leads.count()
-        lead, width = leads.mean(), half_width(leads.std(), n, level)
-        first, last = 1 + (lead > width).sum(), count - (lead < -width).sum()
-        if count > 1 and (n >= LEAST_SEEDS).all():
+    for own, others in found.items():
+        first, last = 1 + (others > 0).sum(), len(found) - (others < 0).sum()
+        if len(found) > 1 and others.notna().all():
             places[own] = f"{first}" if first == last else f"{first}-{last}"
     return list(places.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,34 +20,29 @@ if TYPE_CHECKING:
 SOFT = {True: 2.0, False: 0.02}
 """Distance from fp32 up to which the y axis is nearly linear: points of accuracy, or loss."""
 FADED = 0.35
-"""Opacity of points that are not on the front: another is better for as few bytes."""
+"""Opacity of points that are beaten: one of the tier with no more bytes is told to be better."""
+RING: dict[str, Any] = {"mec": "0.1", "mew": 1.6}
+"""The edge of the marks that may be the best of their tier."""
+TOLD_RING = "may be the best of its tier"
+TOLD_LINE = "mean, by 1 / variance, of those that may be the best"
+TOLD_FADED = "one of its tier is better with no more bytes"
+"""What the legend says."""
 
 
-def best(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of one tier that may be its best one, by their ranks; none if none has any.
+def leaders(rows: Sequence[Row]) -> list[tuple[float, float]]:
+    """Return the mean of those rows of a tier that may be its best, at their fewest and most bytes.
 
-    No interval tells them apart from it, so there is no first among them.
+    Each counts by 1 / variance, so that one of which little is known hardly moves it. A point is MB
+    and the metric. NaN where the ranks of a row are not known, or where no row may be the best.
     """
-    return [row for row in rows if row.rank and row.rank.partition("-")[0] == "1"]
-
-
-def line(rows: Sequence[Row], scale: float) -> list[tuple[float, float]]:
-    """Return the points of the line through the best rows of each tier, from few bytes to many.
-
-    A tier has the fewest and the most bytes of its best rows, at the mean of their means. Each
-    counts by 1 / variance, so that one of which little is known does not move it.
-    """
-    points = []
-    tiers = dict.fromkeys(row.tier for row in rows)
-    for first in (best([row for row in rows if row.tier == tier]) for tier in tiers):
-        if first:
-            known = all(row.half_interval for row in first)
-            weights = [1 / row.half_interval**2 if known else 1.0 for row in first]
-            pairs = zip(weights, first, strict=True)
-            middle = scale * sum(w * (row.mean or 0.0) for w, row in pairs) / sum(weights)
-            sizes = [row.payload for row in first]
-            points += [(size, middle) for size in dict.fromkeys((min(sizes), max(sizes)))]
-    return sorted(points, key=lambda point: point[0])
+    group = [row for row in rows if row.may_be_best]
+    if not group or any(row.rank in (None, "-") for row in rows):
+        return [(math.nan, math.nan)]
+    known = all(row.half_interval for row in group)
+    weights = [1 / row.half_interval**2 if known else 1.0 for row in group]
+    mean = statistics.fmean([row.mean or 0.0 for row in group], weights)
+    sizes = [row.payload for row in group]
+    return [(size, mean) for size in dict.fromkeys((min(sizes), max(sizes)))]
 
 
 def draw(rows: Sequence[Row], title: str, path: Path) -> None:
@@ -54,8 +50,10 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
 
     The x axis has the encoded bytes of a worker and step, up and down together; the y axis the
     metric after the last step, mean over seeds with its 95 % interval, on a scale that is stretched
-    near the uncompressed runs (asinh), where most methods are. Each tier has a colour. A line joins
-    the best of each, see `line`. Grey is the interval of the uncompressed runs. Rows without a
+    near the uncompressed runs (asinh), where most methods are. Each tier has a colour. The rows
+    that may be its best, by their ranks, have a dark edge; a line joins the means of these groups
+    (`leaders`) and has a gap where ranks are not known. Rows that another one of their tier with no
+    more bytes beats are faded. Grey is the interval of the uncompressed runs. Rows without a
     finished seed are named below.
 
     Raises:
@@ -72,7 +70,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     scale = 100 if accuracy else 1
     tiers = list(dict.fromkeys(row.tier for row in sorted(drawn, key=lambda row: row.payload)))
     styles = figures.styles(map(str, tiers))
-    with figures.canvas(11, 6.6) as figure:
+    with figures.canvas(11, 7.2) as figure:
         axes = figure.subplots()
         for row in drawn:
             if row.is_baseline:
@@ -83,7 +81,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
         marks = []
         for row in drawn:
             style = styles[str(row.tier)]
-            opacity = 1.0 if row.on_front else FADED
+            opacity = FADED if row.beaten else 1.0
             x, y, spread = row.payload, scale * (row.mean or 0.0), scale * row.half_interval
             axes.errorbar(
                 x,
@@ -91,17 +89,16 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
                 spread,
                 ls="",
                 capsize=3,
+                capthick=1,
                 marker=style["marker"],
                 color=style["color"],
                 alpha=opacity,
                 ms=8,
-                mec="white",
-                mew=0.7,
+                **(RING if row.may_be_best else {"mec": "white", "mew": 0.7}),
             )
             marks.append(Mark(x, y, spread, row.method, style["color"], short=_short(row, drawn)))
-        joined = line(drawn, scale)
-        if joined:
-            axes.plot(*zip(*joined, strict=True), color="0.6", lw=1.2, zorder=1)
+        levels = [leaders([row for row in drawn if row.tier == tier]) for tier in tiers]
+        line = [(size, scale * value) for level in levels for size, value in level]
         for tier in tiers:
             style = styles[str(tier)]
             axes.plot(
@@ -112,14 +109,12 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
                 color=style["color"],
                 label=foreign.label(str(tier)),
             )
-        if joined:
-            told = (
-                "best of each tier: mean, by 1 / variance,\nof those that no interval tells apart"
-            )
-            axes.plot([], [], color="0.6", lw=1.2, label=told)
-        if not all(row.on_front for row in drawn):
-            told = "faded: another is better\nfor as few bytes"
-            axes.plot([], [], ls="", marker="o", color="0.4", alpha=FADED, label=told)
+        if any(row.may_be_best for row in drawn):
+            axes.plot([], [], ls="", marker="o", ms=8, mfc="none", **RING, label=TOLD_RING)
+        if not all(math.isnan(size) for size, _ in line):
+            axes.plot(*zip(*line, strict=True), color="0.4", lw=1.2, zorder=1, label=TOLD_LINE)
+        if any(row.beaten for row in drawn):
+            axes.plot([], [], ls="", marker="o", ms=8, color="0.4", alpha=FADED, label=TOLD_FADED)
         _frame(axes, drawn)
         _stretch(axes, drawn, scale)
         seeds = ends(len(row.values) for row in drawn)
@@ -132,7 +127,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
         figure.legend(frameon=False, fontsize="small", loc="outside lower center", ncols=3)
         figure.draw_without_rendering()
         figure.set_layout_engine("none")
-        figures.write_labels(axes, marks)
+        figures.write_labels(axes, marks, line)
         figures.save(figure, path)
 
 
@@ -153,7 +148,7 @@ def _frame(axes: Axes, drawn: Sequence[Row]) -> None:
 
     sizes = [row.payload for row in drawn]
     axes.set_xscale("log")
-    axes.set_xlim(min(sizes) / 2, max(sizes) * 2.2)
+    axes.set_xlim(min(sizes) / 3, max(sizes) * 2.2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
     axes.xaxis.set_minor_formatter(NullFormatter())
@@ -165,8 +160,10 @@ def _stretch(axes: Axes, drawn: Sequence[Row], scale: float) -> None:
 
     accuracy = drawn[0].metric == "accuracy"
     sign = 1 if accuracy else -1
-    first = max(drawn, key=lambda row: sign * (row.mean or 0.0))
-    plain = next((row for row in drawn if row.is_baseline), first)
+    plain = next(
+        (row for row in drawn if row.is_baseline),
+        max(drawn, key=lambda row: sign * (row.mean or 0.0)),
+    )
     middle, soft = scale * (plain.mean or 0.0), SOFT[accuracy]
 
     def there(y: Any) -> Any:

@@ -632,29 +632,31 @@ def test_a_short_label_beside_its_mark_is_better_than_a_long_one_far_away() -> N
     assert figures.write_labels(axes, marks) == 0
     (label,) = [one for one in axes.texts if one.get_text() == "short"]
     assert abs(label.get_position()[1]) < figures.FAR
-    assert not label.arrow_patch.get_visible()
+    assert label.arrow_patch is None
 
 
-def test_a_label_nearer_to_another_mark_is_joined_to_its_own() -> None:
-    """The lower of two marks leaves room for both labels below it alone."""
+def test_a_label_stands_nearest_to_its_own_mark_and_off_the_line() -> None:
+    """Unless a line joins the two, a reader takes a label for that of the nearest mark."""
+    import numpy as np
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.path import Path as Trace
+    from matplotlib.text import Text
 
-    figure = Figure(figsize=(3, 3))
+    figure = Figure(figsize=(8, 5), dpi=72)
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.set(xlim=(0, 10), ylim=(0, 10))
-    wall = [figures.Mark(5, y, 0.4, "x", "C0") for y in (6.4, 7.2, 8.0, 8.8)]
-    marks = [figures.Mark(5, 5.6, 0, "the upper of two", "C0"), figures.Mark(5, 4.6, 0, "b", "C0")]
-    figures.write_labels(axes, [*marks, *wall])
-    for mark, text in zip(marks, axes.texts, strict=False):
-        box = text.get_window_extent()
-        own = tuple(axes.transData.transform((mark.x, mark.y)))
-        others = [
-            tuple(axes.transData.transform((m.x, m.y))) for m in (*marks, *wall) if m is not mark
-        ]
-        near = all(figures._off(box, own) < figures._off(box, other) for other in others)
-        assert near or text.arrow_patch.get_visible()
+    places = [(3, 6), (3, 5.3), (3.6, 6), (2.7, 6.7), (3.5, 4.8), (7, 5.0), (8, 5.2), (8.3, 5.2)]
+    marks = [figures.Mark(x, y, 0, f"a method at {x}, {y}", "C0", str(x)) for x, y in places]
+    line = [(3.0, 6.0), (7.0, 5.0), (math.nan, math.nan), (8.0, 5.2), (9.5, 7.0)]
+    assert figures.write_labels(axes, marks, line) == 0
+    points = axes.transData.transform(places)
+    for own, label in enumerate(axes.texts):
+        box = Text.get_window_extent(label)
+        assert not Trace(axes.transData.transform(line)).intersects_bbox(box, filled=False)
+        away = np.hypot(*(np.clip(points, box.min, box.max) - points).T)
+        assert label.arrow_patch is not None or away[own] == away.min()
 
 
 def test_the_short_label_of_a_method_is_its_first_field_of_its_own() -> None:

@@ -736,40 +736,73 @@ def test_the_picture_of_one_row_and_of_losses(tmp_path, monkeypatch):
     assert axes.get_ylabel().startswith("test loss")
 
 
+def placed(made, sizes, tiers):
+    """Return rows with these sizes in MB and tiers, ranked within them."""
+    return compare.ranked(
+        [
+            compare.replace(row, payload_bytes_step=1e6 * sizes[name], tier=tiers[name])
+            for name, row in made.items()
+        ]
+    )
+
+
+def level_line(axes):
+    """Return the points of the line through the tiers' best groups; none without a line."""
+    from gcbench.reporting import tier_plot
+
+    found = [line for line in axes.lines if line.get_label() == tier_plot.TOLD_LINE]
+    return [tuple(point) for line in found for point in line.get_xydata()]
+
+
 def test_the_picture_of_tiers(tmp_path, monkeypatch):
+    """A tier with a tie, one with a clear best, and one whose ranks are not known."""
     from gcbench.reporting import tier_plot
 
     made = table(
         tmp_path,
         none=[0.70, 0.71, 0.69, 0.70, 0.70],
+        bf16=[0.69, 0.72, 0.70, 0.71, 0.70],
+        int8=[0.64, 0.66, 0.65, 0.64, 0.64],
         terngrad=[0.66, 0.68, 0.67, 0.66, 0.67],
         qsgd=[0.60, 0.61, 0.60, 0.62, 0.61],
-        topk=[0.65, 0.65, 0.66, 0.64, 0.65],
+        fft=[0.60, 0.61, 0.60, 0.61, 0.62],
+        topk=[0.65, 0.65, 0.66],
+        demo=[0.64, 0.65, 0.66],
     )
-    sizes = {"none": 32.0, "terngrad": 2.0, "qsgd": 2.1, "topk": 0.4}
-    placed = []
-    for name, row in made.items():
-        tier = "few" if sizes[name] < 1 else "two" if sizes[name] < 3 else "many"
-        front = name != "qsgd"
-        size = 1e6 * sizes[name]
-        rank = {"few": "1", "two": "1-2", "many": "-"}[tier]
-        placed.append(
-            compare.replace(row, payload_bytes_step=size, tier=tier, on_front=front, rank=rank)
-        )
+    sizes = dict(none=32.0, bf16=16.0, int8=8.0, terngrad=2.0, qsgd=2.0, fft=1.9, topk=0.4)
+    few = dict.fromkeys(("topk", "demo"), "few")
+    tiers = {**dict.fromkeys(made, "two"), **few, "none": "many", "bf16": "many", "int8": "many"}
+    rows = placed(made, sizes | {"demo": 0.3}, tiers)
+    ranks = {row.method: row.rank for row in rows}
+    assert ranks == {
+        **{"none": "1-2", "bf16": "1-2", "int8": "3"},
+        **{"terngrad": "1", "qsgd": "2-3", "fft": "2-3", "topk": "-", "demo": "-"},
+    }
     drawn = []
     monkeypatch.setattr(tier_plot.figures, "save", lambda figure, path: drawn.append(figure))
-    tier_plot.draw(placed, "mine", tmp_path / "tiers.png")
+    tier_plot.draw(rows, "mine", tmp_path / "tiers.png")
     (axes,) = drawn[0].axes
     names = {label.get_text() for label in axes.texts}
-    assert names == {"none", "terngrad", "qsgd", "topk"}
-    (line,) = [line for line in axes.lines if len(line.get_xdata()) == 3]
-    # One row, two that no interval tells apart, and a tier whose ranks are not known.
-    weights = [1 / made[name].half_interval ** 2 for name in ("terngrad", "qsgd")]
-    tied = (66.8 * weights[0] + 60.8 * weights[1]) / sum(weights)
-    assert list(line.get_xdata()) == pytest.approx([0.4, 2.0, 2.1])
-    assert list(line.get_ydata()) == pytest.approx([65.0, tied, tied])
-    faded = [c.lines[0].get_alpha() for c in axes.containers]
-    assert sorted(faded) == [tier_plot.FADED, 1.0, 1.0, 1.0]
+    assert names == set(made)
+    # Of the tie the mean of both by 1 / variance, over their bytes; of the clear best its own; else
+    # a gap.
+    gap, *line = level_line(axes)
+    assert all(map(math.isnan, gap))
+    weights = [1 / made[name].sd ** 2 for name in ("none", "bf16")]
+    tied = (70.0 * weights[0] + 70.4 * weights[1]) / sum(weights)
+    assert line == [pytest.approx(point) for point in [(2.0, 66.8), (16.0, tied), (32.0, tied)]]
+    marks = {
+        row.method: container.lines[0] for row, container in zip(rows, axes.containers, strict=True)
+    }
+    # qsgd is beaten by terngrad with as many bytes; fft, as bad, and int8 have fewer than the best.
+    assert {name for name, mark in marks.items() if mark.get_alpha() != 1.0} == {"qsgd"}
+    ringed = {n for n, m in marks.items() if m.get_markeredgecolor() == tier_plot.RING["mec"]}
+    assert ringed == {"none", "bf16", "terngrad"}
+    told = {text.get_text() for text in drawn[0].legends[0].get_texts()}
+    assert told == {
+        *{"few", "two", "many"},
+        *{tier_plot.TOLD_RING, tier_plot.TOLD_LINE, tier_plot.TOLD_FADED},
+    }
     spread = 2.776445 * made["terngrad"].sd / 5**0.5  # Student's t, 4 degrees of freedom
     assert made["terngrad"].half_interval == pytest.approx(spread, rel=1e-6)
     # Stretched near the uncompressed row: a point there has more room than one far below.
@@ -800,3 +833,33 @@ def test_tables_of_several_suites_have_their_titles_and_fit_into_80_columns(monk
         f"Suite {path.stem}" for path in sorted((ROOT / "results" / "reference").glob("*.parquet"))
     ]
     assert max(map(len, done.out.splitlines())) <= 80
+
+
+def test_without_known_ranks_the_picture_singles_out_none(tmp_path, monkeypatch):
+    from gcbench.reporting import tier_plot
+
+    made = table(tmp_path, none=[0.70, 0.71], topk=[0.1, 0.1], qsgd=[0.60, 0.61])
+    sizes = {"none": 32.0, "topk": 30.0, "qsgd": 2.0}
+    rows = placed(made, sizes, {"none": "many", "topk": "many", "qsgd": "few"})
+    drawn = []
+    monkeypatch.setattr(tier_plot.figures, "save", lambda figure, path: drawn.append(figure))
+    tier_plot.draw(rows, "mine", tmp_path / "tiers.png")
+    (axes,) = drawn[0].axes
+    assert level_line(axes) == []
+    assert {container.lines[0].get_alpha() for container in axes.containers} == {1.0}
+    told = [text.get_text() for text in drawn[0].legends[0].get_texts()]
+    assert told == ["few", "many"]
+
+
+def test_a_row_of_unknown_rank_may_be_the_best_of_its_tier(tmp_path):
+    """Beside one with a clear lead stands one with too few seeds: no best is drawn."""
+    from gcbench.reporting import tier_plot
+
+    zero = [0.60, 0.61, 0.60, 0.62, 0.61]
+    made = table(tmp_path, qsgd=[v + 0.1 for v in zero], topk=zero, demo=[0.9, 0.9])
+    sizes = {"qsgd": 2.0, "topk": 2.0, "demo": 2.0}
+    rows = placed(made, sizes, dict.fromkeys(made, "t"))
+    assert {row.method: row.rank for row in rows} == {"qsgd": "1", "topk": "2", "demo": "-"}
+    assert all(map(math.isnan, tier_plot.leaders(rows)[0]))
+    known = [row for row in rows if row.rank != "-"]
+    assert tier_plot.leaders(known) == [(2.0, pytest.approx(0.708))]
