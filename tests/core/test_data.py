@@ -130,6 +130,7 @@ def test_a_download_shows_its_bytes_as_it_was_asked_to(
 ) -> None:
     from commands import invoke
 
+    monkeypatch.delenv("GCBENCH_DATA", raising=False)
     publish(monkeypatch, server.url)
     server.files["a.gz"] = CONTENT
     size, outputs = len(CONTENT), []
