@@ -317,6 +317,18 @@ def test_the_intervals_of_the_findings_are_those_of_the_stored_rows():
     assert sum(len(intervals) for _, intervals in told.values()) > 15
 
 
+def test_readme_has_a_line_for_each_claim_of_a_paper():
+    """Claim, source and verdict are those of the findings, in their order, without our own."""
+    findings = (ROOT / "results" / "FINDINGS.md").read_text().partition("\n## ")[0]
+    lines = [line[2:-2].split(" | ") for line in findings.splitlines() if line.startswith("| ")]
+    claims = [cells[:3] for cells in lines if not cells[1].startswith("ours")]
+    readme = (ROOT / "README.md").read_text().partition("numbers, n and intervals are in")[2]
+    table = readme.partition("\n| ")[2].partition("\n\n")[0]
+    told = [line.removeprefix("| ")[:-2].split(" | ") for line in table.splitlines()]
+    assert [cells for cells in told if set(cells) != {"|-|-|"}] == claims
+    assert len(claims) > 40
+
+
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "results/README.md"])
 def test_files_that_documents_name_exist(name):
     """Every path in backticks or in a link that looks like one of ours is there."""
