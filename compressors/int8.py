@@ -120,7 +120,6 @@ class Int8Claims(Claims[Int8]):
     """Rounding to the nearest contracts; stochastic rounding is unbiased."""
 
     exact_for = ("signs", "ternary", "bytes", "sparse")
-
     two_levels = True
 
     @property

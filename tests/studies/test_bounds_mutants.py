@@ -10,11 +10,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from commands import ROOT, invoke
-from wrong_methods import EFSIGN, TERN, WRONG, Levels, Wrong
+from wrong_methods import EFSIGN, QSGD, TERN, WRONG, Levels, Wrong
 
+from gcbench.core.compressor import Segments
 from gcbench.studies import bounds
 from gcbench.studies.bounds import (
+    alone,
     audit,
     codec_claims,
     quadratic_claims,
@@ -135,6 +138,16 @@ def test_a_command_that_judges_nothing_says_why(installed, small, tmp_path) -> N
     again = invoke(*words)
     assert (again.code, "is finished" in again.err) == (1, True)
     assert invoke(*(word for word in words if word != "--strict")).code == 0
+
+
+def test_a_method_whose_first_two_steps_draw_alike_is_random() -> None:
+    class Paired(QSGD):
+        def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+            return super().encode(x, segments, shared, key._replace(step=key.step // 2))
+
+    segments = Segments.of([(100,)])
+    assert alone.random(Paired(), torch.arange(100.0), segments)
+    assert not alone.random(TERN(), torch.zeros(100), segments)
 
 
 def test_a_right_method_of_no_levels_is_judged(installed, small, tmp_path) -> None:

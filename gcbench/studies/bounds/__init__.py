@@ -454,7 +454,7 @@ def _group(name: str) -> str:
 
 VERIFY = (
     "These rows are about theorems. `gcbench verify METHOD` holds its code to what it declares: "
-    "with 1 to 401 workers, tied votes, 300 tensors, far elements, and its bytes."
+    "with up to 401 workers, tied votes, 300 tensors, far elements, and its bytes."
 )
 TOLD = {"holds": "hold", LOOSELY: "hold loosely", "fails": "fail", "undecided": "undecided"}
 

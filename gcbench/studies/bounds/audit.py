@@ -268,8 +268,8 @@ def directions(target: Tensor) -> tuple[Tensor, ...]:
 def jumps(target: Tensor, variance: Tensor) -> Tensor:
     """Return, element by element, a bound on the distance of a decoded element from its target.
 
-    It holds for codes with `Claims.two_levels`: |t| + V / |t|. The
-    levels 0 and a have the variance V = t (a - t), and other neighbours are no further apart.
+    It holds for codes with `Claims.two_levels`: |t| + V / |t|. The levels 0 and a have the variance
+    V = t (a - t), and other neighbours are no further apart.
     """
     return target.abs() + torch.where(variance > 0, variance / target.abs().clamp(min=1e-300), 0.0)
 

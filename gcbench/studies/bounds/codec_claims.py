@@ -68,6 +68,7 @@ GAUSS = STRENGTHS[:3]
 VOTES = 100_000
 """Number of elements of each strength, for each seed; half of them have a positive mean."""
 VOTERS = (1, 2, 3, 4, 7)
+"""Numbers of workers that vote, even ones for their ties."""
 
 
 def contract(word: str) -> Claim:
@@ -548,7 +549,7 @@ def _absent(
         why = (
             "what arrives is a mean, or a vote"
             if method.claims.aggregate != "other"
-            else ("what a worker sent is not seen without a residual")
+            else "what a worker sent is not seen without a residual"
         )
         judged.skip(applied(word).name, PLACE, why)
 
