@@ -160,6 +160,18 @@ def test_a_right_method_of_no_levels_is_judged(installed, small, tmp_path) -> No
     assert done.code == 0
 
 
+def test_a_right_method_of_no_levels_is_judged_where_gradients_are_zero(installed, tmp_path):
+    """Subtractive dither in training: what is 0 has an error, too, where V / |t| is no bound."""
+    words = ("bounds", "--task", "digits", "--methods", "dither", "--claims", "[uv]*/dither")
+    quick = ("--steps", 4, "--compressed-steps", 8, "--batches", 8, "--snapshots", 1, "--seed", 0)
+    done = invoke(*words, *quick, "--strict", "--results", tmp_path, "--json")
+    assert done.code == 0, done.err
+    rows = json.loads(done.out)["tables"][0]["rows"]
+    trained = {row["claim"]: row for row in rows if row["place"] == "training of digits"}
+    assert trained.keys() == {"unbiased/dither", "variance/dither"}
+    assert all(row["high"] < 1000 for row in trained.values()), "intervals that say something"
+
+
 def test_a_class_derived_from_ours_fails_while_it_trains(installed, tmp_path) -> None:
     """Half of the signs flipped at random, as what trains: no method needs to be named."""
     words = ("bounds", "--task", "digits", "--compressor", "flipped", "--strict", "--json")

@@ -188,7 +188,7 @@ def bernstein(variance: float, largest: float, error: float) -> float:
     """
     log = math.log(2 / error)
     third = largest * log / 3
-    return third + math.sqrt(third**2 + 2 * variance * log)
+    return third + math.hypot(third, math.sqrt(2 * variance * log))
 
 
 Pairs = Sequence[tuple[float, float]]
