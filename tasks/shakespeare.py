@@ -16,6 +16,10 @@ compression, one seed, 4 workers and 400 steps: 2.245 nats with 0.001, 2.178 wit
 0.004.
 Metric: cross-entropy in nats a character, the mean over all characters; there is no accuracy. A
 uniform guess has ln 65 = 4.174.
+nanoGPT's network has no biases (`bias=False`), shares the embedding's weights with the output
+matrix (`tied=True`) and uses the exact GELU (`gelu="erf"`); it trains on windows at random offsets
+(`sampling="windows"`), and weight decay spares its vectors, which are the norms' gains
+(`decay="matrices"`). The suite `nanogpt` has these settings.
 Source: Karpathy's char-rnn (the text) and Radford et al. 2019 (network and initialization; their
 code draws positions with 0.01, we with 0.02 like the rest).
 """
@@ -24,9 +28,9 @@ from __future__ import annotations
 
 import string
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +38,19 @@ from torch.nn import functional as F
 
 from gcbench.core import data
 from gcbench.core.compressor import Key
+from gcbench.core.errors import UsageError
 from gcbench.core.task import Batch, Split, Task
 
 CHARACTERS = "\n !$&',-.3:;?" + string.ascii_uppercase + string.ascii_lowercase
 """The characters of the text in the order of their codes; a token is an index into it."""
+GELUS = {"tanh": "tanh", "erf": "none"}
+"""The field `gelu` -> torch's `approximate`."""
+CHOICES = {
+    "gelu": tuple(GELUS),
+    "sampling": ("blocks", "windows"),
+    "decay": ("all", "matrices"),
+}
+"""The fields that are words -> the allowed ones."""
 
 
 def tokens(text: Tensor) -> Tensor:
@@ -70,18 +83,56 @@ def blocks(text: Tensor, context: int) -> Split:
     return Split(inputs.view(rows, context), targets.view(rows, context).long())
 
 
+@dataclass(frozen=True)
+class Windows(Split):
+    """Windows of a text: `inputs` is the text, uint8 (n,), `targets` their offsets, int64 (m,)."""
+
+    context: int  # characters of a window
+
+    def select(self, indices: Tensor) -> Self:
+        """Return the windows at `indices`, int64 (m,), of the same text."""
+        return replace(self, targets=self.targets[indices])
+
+    def hold_out(self, count: int) -> tuple[Split, Split]:
+        """Return the windows without the end of the text, and `count` blocks of that end.
+
+        Windows overlap, so windows drawn at random would share characters with those left.
+        """
+        end = len(self.inputs) - count * self.context - 1
+        if end <= self.context:
+            raise UsageError(
+                f"holdout {count}: {count} blocks of {self.context} characters leave no window of "
+                f"{len(self.inputs):,} characters; fewer are allowed"
+            )
+        return windows(self.inputs[:end], self.context), blocks(self.inputs[end:], self.context)
+
+    def read(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the windows at `indices` and their successors, uint8 (b, context) each."""
+        places = self.targets[indices][:, None] + torch.arange(
+            self.context + 1, device=self.inputs.device
+        )
+        text = self.inputs[places]
+        return text[:, :-1], text[:, 1:]
+
+
+def windows(text: Tensor, context: int) -> Windows:
+    """Return all windows of `context` characters, each with a successor, of tokens, uint8 (n,)."""
+    return Windows(text, torch.arange(len(text) - context, device=text.device), context)
+
+
 class Layer(nn.Module):
     """One pre-norm layer: x + attention(norm(x)), then x + perceptron(norm(x))."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, *, bias: bool, gelu: str) -> None:
         super().__init__()
         self.heads = heads
-        self.norm1 = nn.LayerNorm(width)
-        self.attend = nn.Linear(width, 3 * width)
-        self.attended = nn.Linear(width, width)
-        self.norm2 = nn.LayerNorm(width)
-        self.expand = nn.Linear(width, 4 * width)
-        self.contract = nn.Linear(4 * width, width)
+        self.gelu = GELUS[gelu]
+        self.norm1 = nn.LayerNorm(width, bias=bias)
+        self.attend = nn.Linear(width, 3 * width, bias=bias)
+        self.attended = nn.Linear(width, width, bias=bias)
+        self.norm2 = nn.LayerNorm(width, bias=bias)
+        self.expand = nn.Linear(width, 4 * width, bias=bias)
+        self.contract = nn.Linear(4 * width, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output for float32 (b, t, width), of the same shape."""
@@ -95,20 +146,35 @@ class Layer(nn.Module):
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
         mixed = scores.masked_fill(later, float("-inf")).softmax(-1) @ values
         x = x + self.attended(mixed.transpose(-2, -3).flatten(-2))
-        out: Tensor = x + self.contract(F.gelu(self.expand(self.norm2(x)), approximate="tanh"))
+        inner = F.gelu(self.expand(self.norm2(x)), approximate=self.gelu)
+        out: Tensor = x + self.contract(inner)
         return out
 
 
 class Transformer(nn.Module):
     """Tokens, int64 (b, t) with t <= context, -> logits of each one's successor, (b, t, 65)."""
 
-    def __init__(self, layers: int, width: int, heads: int, context: int) -> None:
+    def __init__(
+        self,
+        layers: int,
+        width: int,
+        heads: int,
+        context: int,
+        *,
+        bias: bool = True,
+        tied: bool = False,
+        gelu: str = "tanh",
+    ) -> None:
         super().__init__()
         self.characters = nn.Embedding(len(CHARACTERS), width)
         self.positions = nn.Embedding(context, width)
-        self.layers = nn.Sequential(*(Layer(width, heads) for _ in range(layers)))
-        self.norm = nn.LayerNorm(width)
+        self.layers = nn.Sequential(
+            *(Layer(width, heads, bias=bias, gelu=gelu) for _ in range(layers))
+        )
+        self.norm = nn.LayerNorm(width, bias=bias)
         self.logits = nn.Linear(width, len(CHARACTERS), bias=False)
+        if tied:
+            self.logits.weight = self.characters.weight
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 ends = name.endswith(("attended", "contract"))
@@ -128,16 +194,32 @@ class Shakespeare(Task):
     """Predict the next character of Shakespeare's plays."""
 
     inputs: ClassVar[str] = "text"
+    added: ClassVar[Mapping[str, Any]] = {
+        "bias": True,
+        "tied": False,
+        "gelu": "tanh",
+        "sampling": "blocks",
+        "decay": "all",
+    }
+    """Fields that results of before do not have, with the values that change nothing."""
 
     layers: int = 4
     width: int = 128  # of the residual stream
     heads: int = 4  # of attention in a layer; they share the width
     context: int = 64  # characters of a block
+    bias: bool = True  # biases in linear layers and layer norms
+    tied: bool = False  # the output matrix is the embedding
+    gelu: str = "tanh"  # its approximation, or "erf": exact
+    sampling: str = "blocks"  # train on fixed blocks, or on "windows" at random offsets
+    decay: str = "all"  # parameters with weight decay, or "matrices": without norms and biases
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "context"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} {value}: at least 1 is allowed")
+        for name, allowed in CHOICES.items():
+            if (choice := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name} {choice!r}: {' or '.join(map(repr, allowed))} is allowed")
         if self.width % self.heads:
             raise ValueError(
                 f"width {self.width} with heads {self.heads}: a multiple of heads is allowed"
@@ -161,15 +243,32 @@ class Shakespeare(Task):
         """Return the splits: inputs uint8 and targets int64, both (n, context)."""
         text = tokens(data.shakespeare(data_dir))
         end = len(text) - len(text) // 10
-        return blocks(text[:end], self.context), blocks(text[end:], self.context)
+        cut = windows if self.sampling == "windows" else blocks
+        return cut(text[:end], self.context), blocks(text[end:], self.context)
 
     def model(self) -> nn.Module:
         """Return the transformer, freshly initialized."""
-        return Transformer(self.layers, self.width, self.heads, self.context)
+        return Transformer(
+            self.layers,
+            self.width,
+            self.heads,
+            self.context,
+            bias=self.bias,
+            tied=self.tied,
+            gelu=self.gelu,
+        )
 
     def batch(self, split: Split, indices: Tensor, key: Key | None) -> Batch:
         """Return the blocks at `indices` as tokens, int64 (b, context); nothing is augmented."""
+        if isinstance(split, Windows):
+            inputs, targets = split.read(indices)
+            return Batch(inputs.long(), targets.long())
         return Batch(split.inputs[indices].long(), split.targets[indices])
+
+    def decayed(self, parameter: str) -> bool:
+        """Return whether weight decay applies: to all parameters, or to matrices only."""
+        vector = parameter.endswith("bias") or "norm" in parameter
+        return self.decay == "all" or not vector
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy over all characters of all blocks, in nats."""

@@ -33,6 +33,8 @@ ADDED: dict[str, object] = {
     "hook": "gcbench",
     "bucket_mb": 25.0,
     "warmup": 0.0,
+    "schedule_floor": 0.0,
+    "clip_norm": 0.0,
 }
 """Keys that were added to the config later, with the value that stands for the earlier behaviour.
 

@@ -44,6 +44,13 @@ class Split:
         """Return the split of the examples at `indices`, int64 (m,), in that order."""
         return replace(self, inputs=self.inputs[indices], targets=self.targets[indices])
 
+    def hold_out(self, count: int) -> tuple[Split, Split] | None:
+        """Return the examples to train on and `count` others, for examples that overlap.
+
+        None: the examples have nothing in common, and `count` of them are drawn at random.
+        """
+        return None
+
 
 class Task(ABC):
     """One learning problem. Subclasses are frozen dataclasses; their fields are its options.

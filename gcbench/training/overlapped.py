@@ -34,7 +34,7 @@ from gcbench.integrations.ddp import CommHook, comm_hook
 from gcbench.training.configuration import Config
 from gcbench.training.dropout import set_dropout_key
 from gcbench.training.store import Run
-from gcbench.training.train import Options, Trainer, step_with
+from gcbench.training.train import Options, Trainer, clip_factor, step_with
 
 EXCHANGED = ("statistic", "encode", "communicate", "decode")
 """The phases that the hook's thread passes through."""
@@ -129,11 +129,20 @@ class DdpTrainer(Trainer):
                 self.clock.add(phase, self.hook.seconds[phase] - before[phase])
             self.world.traffic[0] = self.hook.traffic
         with self.clock.phase("update"):
+            if config.clip_norm:
+                self._clip(config.clip_norm)
             step_with(self.optimizer, lr)
             self._average()
         self.step += 1
         self.clock.end_step()
         return [float(loss.detach())]
+
+    def _clip(self, limit: float) -> None:
+        """Scale the gradients in place to a joint 2-norm of at most `limit`."""
+        gradients = [own.grad for own in self.parameters if own.grad is not None]
+        factor = clip_factor(gradients, limit)
+        for gradient in gradients:
+            gradient.mul_(factor)
 
     def _ready(self) -> float:
         """Return the time, by the clock, at which the last gradient was computed."""

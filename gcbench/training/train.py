@@ -107,6 +107,8 @@ def _hold_out(train: Split, count: int, batch: int) -> tuple[Split, Split | None
         raise UsageError(f"batch {batch} is larger than the {len(train)} training examples{held}")
     if not count:
         return train, None
+    if (own := train.hold_out(count)) is not None:
+        return own
     order = _permutation(Key(0, 0, 0, 0, purposes.HOLDOUT), len(train))
     return train.select(order[count:].sort().values), train.select(order[:count].sort().values)
 
@@ -169,6 +171,12 @@ def step_with(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
     with torch.no_grad():
         inspect.unwrap(type(optimizer).step)(optimizer)
+
+
+def clip_factor(gradients: Sequence[Tensor], limit: float) -> float:
+    """Return the factor that scales tensors to a joint 2-norm of at most `limit`."""
+    norm = float(torch.linalg.vector_norm(torch.cat([own.reshape(-1) for own in gradients])))
+    return min(1.0, limit / norm) if norm else 1.0
 
 
 class Trainer:
@@ -294,8 +302,9 @@ class Trainer:
             },
         ]
         groups = [group for group in groups if group["params"]]
-        if config.optimizer == "adam":
-            return torch.optim.Adam(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+        if config.optimizer in ("adam", "adamw"):
+            made = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
+            return made(groups, lr=config.lr, betas=config.betas, eps=config.eps)
         return torch.optim.SGD(
             groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov
         )
@@ -544,7 +553,13 @@ class Trainer:
         gradient: Tensor,
         lr: float,
     ) -> None:
-        """Make a step of an optimizer with a flat gradient, float32, shape (total,)."""
+        """Make a step of an optimizer with a flat gradient, float32, shape (total,).
+
+        With `clip_norm` it is scaled to at most that 2-norm; the difference of parameters that the
+        outer step gets is not.
+        """
+        if self.config.clip_norm and not (self.inner and optimizer is self.optimizer):
+            gradient = gradient * clip_factor([gradient], self.config.clip_norm)
         pieces = torch.split(gradient, self.sizes)
         for parameter, piece in zip(parameters, pieces, strict=True):
             parameter.grad = piece.view_as(parameter)
