@@ -227,18 +227,21 @@ def run(
     ] = None,
     steps: Annotated[S, _opt("Training steps.", TRAIN)] = None,
     batch: Annotated[S, _opt("Examples a step, over all workers.", TRAIN)] = None,
-    optimizer: Annotated[S, _opt("sgd or adam, applied to the decoded mean.", TRAIN)] = None,
+    optimizer: Annotated[S, _opt("sgd, adam or adamw, applied to the decoded mean.", TRAIN)] = None,
     lr: Annotated[S, _opt("Learning rate.", TRAIN)] = None,
     momentum: Annotated[S, _opt("Momentum of sgd.", TRAIN)] = None,
     nesterov: Annotated[bool | None, _opt("Nesterov momentum.", TRAIN)] = None,
     betas: Annotated[S, _opt("Adam's betas, e.g. 0.9/0.999.", TRAIN)] = None,
     eps: Annotated[S, _opt("Adam's epsilon.", TRAIN)] = None,
-    schedule: Annotated[S, _opt("constant, poly or step.", TRAIN)] = None,
+    schedule: Annotated[S, _opt("constant, poly, step or cosine.", TRAIN)] = None,
     schedule_power: Annotated[S, _opt("Power of poly.", TRAIN)] = None,
     schedule_steps: Annotated[
         S, _opt("Milestones of step: 500/750, or 0.5/0.75 of all.", TRAIN)
     ] = None,
     schedule_gamma: Annotated[S, _opt("Factor at each milestone.", TRAIN)] = None,
+    schedule_floor: Annotated[
+        S, _opt("Last rate of cosine, as a share of the first; default 0.", TRAIN)
+    ] = None,
     warmup: Annotated[
         S,
         _opt("Steps in which the rate rises linearly; below 1: a fraction; default 0.", TRAIN),
@@ -246,6 +249,9 @@ def run(
     weight_decay: Annotated[S, _opt("L2 factor.", TRAIN)] = None,
     decay: Annotated[
         S, _opt("Where L2 is added. loss: before compression; update: after decoding.", TRAIN)
+    ] = None,
+    clip_norm: Annotated[
+        S, _opt("Largest 2-norm of the gradient that is applied; default 0: no limit.", TRAIN)
     ] = None,
     ema: Annotated[
         S, _opt("Decay of the parameters' moving average, which is evaluated; 0: none.", TRAIN)
@@ -336,20 +342,23 @@ def run(
         capture=plan,
         sink_names=() if sink is None else sinks.names(sink),
         rows_files=rows or (),
-        suite="" if chosen is None else f"{chosen.name}/{chosen.version}",
+        suite="" if chosen is None else chosen.label(),
         show=catalog.show_runs,
     )
     if chosen is not None and membership.leads():
+        for path in rows[:1] if rows else ():
+            if adopted := chosen.adopt(path):
+                say(f"{adopted} rows of other versions of suite {chosen.name} serve as they are")
         for name in () if force else chosen.shares:
             _say_shared(made, chosen, name, given)
-    if chosen is None or chosen.tune is None:
+    if chosen is None or not chosen.tunes:
         configs = grid.expand(given, config) if chosen is None else chosen.configs(given)
         made.all(configs, json=json)
     else:
-        if chosen.tune is not None and membership.by_torchrun():
+        if membership.by_torchrun():
             raise UsageError(
-                f"suite {chosen.name!r} chooses rates by trials, which only the process of worker "
-                "0 knows: run it without torchrun (--engine spawn has real processes)"
+                f"suite {chosen.name!r} chooses settings by trials, which only the process of "
+                "worker 0 knows: run it without torchrun (--engine spawn has real processes)"
             )
         points = chosen.points(given)
         made.after = sum(point.config.steps for point in points)

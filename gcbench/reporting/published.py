@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from gcbench.reporting.compare import Row, ranked
 from gcbench.reporting.reader import Run, fields, warn
 from gcbench.training import grid
 from gcbench.training.configuration import text
-from gcbench.training.suites import Point, Suite, load, names
+from gcbench.training.suites import Point, Suite, decide, load, names
 from gcbench.training.suites.tuning import Trial, quality
 
 
@@ -150,16 +150,38 @@ def beside(suite: Suite, runs: Sequence[Run]) -> Beside:
             if not run.is_trial:
                 found[method] = point
             elif point.tune is not None and point.tune.tries(run.summary.model_dump()):
-                trial = Trial(float(run.config["lr"]), run.summary.steps)
-                tried[point.identity][trial] = quality(run.summary.model_dump())
+                summary = run.summary.model_dump()
+                tried[point.identity][point.tune.trial_of(summary)] = quality(summary)
     if not found:
         raise UsageError(
             f"no run here is one of suite {suite.name} ({len(runs)} read); make them with "
             f"`gcbench run --suite {suite.asked}`"
         )
     made = {point.identity for point in found.values()}
-    missing = [point for identity, point in points.items() if identity not in made]
+    wanted = _wanted(points.values(), tried)
+    missing = [p for name, p in points.items() if name in wanted and name not in made]
     return Beside(suite, [run for run in runs if run.method in found], found, missing, tried)
+
+
+def _wanted(points: Iterable[Point], tried: Mapping[str, Mapping[Trial, float]]) -> set[str]:
+    """Return the identities of the points that are to be run, as far as trials have decided.
+
+    Of a group that is not decided yet these are all.
+    """
+    groups: dict[str, list[Point]] = {}
+    for point in points:
+        groups.setdefault(point.group, []).append(point)
+    wanted = set()
+    for group in groups.values():
+        best = None
+        if group[0].tune is not None:
+            best = decide(group, [tried[point.identity] for point in group]).best
+        wanted |= {
+            point.identity
+            for number, point in enumerate(group)
+            if best is None or number == best or point.as_published
+        }
+    return wanted
 
 
 def _recorded(run: Run) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class Config(BaseModel):
     task_version: Positive = 1  # version of the task's definition (`Task.version`)
     steps: Positive
     batch: Positive
-    optimizer: Literal["sgd", "adam"] = "sgd"
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
     lr: Annotated[Finite, Field(gt=0)]
     momentum: Annotated[Finite, Field(ge=0, lt=1)] = 0.0
     nesterov: Flag = False
@@ -81,13 +81,15 @@ class Config(BaseModel):
         0.999,
     )
     eps: Annotated[Finite, Field(ge=0)] = 1e-8
-    schedule: Literal["constant", "poly", "step"] = "constant"
+    schedule: Literal["constant", "poly", "step", "cosine"] = "constant"
     schedule_power: Annotated[Finite, Field(gt=0)] = 0.5
     schedule_steps: list[Annotated[Finite, Field(gt=0)]] = []  # below 1: a fraction of `steps`
     schedule_gamma: Annotated[Finite, Field(gt=0)] = 0.1
+    schedule_floor: Annotated[Finite, Field(ge=0, lt=1)] = 0.0  # of cosine: last rate / lr
     warmup: Annotated[Finite, Field(ge=0)] = 0.0  # steps; below 1: a fraction of `steps`
     weight_decay: Annotated[Finite, Field(ge=0)] = 0.0
     decay: Literal["loss", "update"] = "loss"
+    clip_norm: Annotated[Finite, Field(ge=0)] = 0.0  # 2-norm of what an optimizer gets; 0: any
     ema: Annotated[Finite, Field(ge=0, lt=1)] = 0.0
     eval_every: NotNegative = 0
     log_every: Positive = 10
@@ -188,6 +190,16 @@ class Config(BaseModel):
             self._fits_ddp()
         elif self.hook != "gcbench" or self.bucket_mb != ADDED["bucket_mb"]:
             raise ValueError("hook and bucket_mb belong to --engine ddp; leave them out")
+        if self.optimizer == "adamw" and self.weight_decay and self.decay == "loss":
+            raise ValueError(
+                "optimizer=adamw decays the parameters itself, so decay=loss would be plain Adam: "
+                "use decay=update, or optimizer=adam"
+            )
+        if self.schedule_floor and self.schedule != "cosine":
+            raise ValueError(
+                f"schedule_floor={self.schedule_floor:g} with schedule={self.schedule}: only "
+                "schedule=cosine has a floor; leave it out"
+            )
         if self.outer_nesterov and not self.outer_momentum:
             raise ValueError("outer_nesterov needs outer_momentum > 0")
         if self.nesterov and not self.momentum:
@@ -312,8 +324,9 @@ class Config(BaseModel):
     def lr_at(self, step: int) -> float:
         """Return the learning rate of `step` (counted from 0).
 
-        poly: lr (1 - step / steps)^power; step: lr gamma^(milestones reached). In the first
-        `warmup` steps this is multiplied by (step + 1) / warmup.
+        poly: lr (1 - step / steps)^power; step: lr gamma^(milestones reached); cosine: half a
+        period from lr, at the end of the warm-up, to floor * lr at `steps`. In the first `warmup`
+        steps this is multiplied by (step + 1) / warmup.
         """
         factor = 1.0
         if self.schedule == "poly":
@@ -321,6 +334,12 @@ class Config(BaseModel):
         elif self.schedule == "step":
             reached = sum(step >= self._steps(mark) for mark in self.schedule_steps)
             factor = self.schedule_gamma**reached
+        elif self.schedule == "cosine":
+            begin = self._steps(self.warmup)
+            done = max(0.0, step - begin) / max(1.0, self.steps - begin)
+            factor = self.schedule_floor + (1 - self.schedule_floor) * (
+                0.5 + 0.5 * math.cos(math.pi * done)
+            )
         if step + 1 < self._steps(self.warmup):
             factor *= (step + 1) / self._steps(self.warmup)
         return float(self.lr * factor)
@@ -392,21 +411,65 @@ def _one_line(error: ValidationError) -> str:
 
 
 def commit() -> str | None:
-    """Return the commit of the checkout, with a + if its files differ; None outside a checkout."""
-    here = Path(__file__).parents[1]
-    if not (here.parent / ".git").exists():
+    """Return the commit of the checkout, with a + if it has `changed_files`; None outside one."""
+    head = _git("rev-parse", "HEAD")
+    if head is None:
+        return None
+    return head.strip() + ("+" if changed_files() else "")
+
+
+def changed_files() -> list[str]:
+    """Return the files of the checkout that differ from its commit; none outside a checkout.
+
+    These are tracked files, and untracked ones in the folders of sources. Files in `REFERENCE` do
+    not count: a run adds its row there.
+    """
+    status = _git(
+        *("status", "--porcelain", "-z", "--no-renames", "--untracked-files=all"),
+        *("--", ".", f":(exclude){REFERENCE}"),
+    )
+    found = []
+    for entry in filter(None, (status or "").split("\0")):
+        kind, path = entry[:2], entry[3:]
+        if kind != "??" or path.split("/")[0] in SOURCES:
+            found.append(path)
+    return found
+
+
+def require_clean(rows: Path) -> None:
+    """Refuse to add rows to a file of `REFERENCE` from a checkout with `changed_files`.
+
+    Raises:
+        UsageError: the message names the files.
+    """
+    if rows.resolve().parent != CHECKOUT / REFERENCE or not (found := changed_files()):
+        return
+    named = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+    raise UsageError(
+        f"--rows {rows}: reference rows are made from a committed state, and these files differ "
+        f"from it: {named}. Commit or remove them, or add the rows to another file"
+    )
+
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+"""The folder of the checkout, if gcbench runs from one."""
+REFERENCE = "results/reference"
+"""The folder of committed rows in the checkout."""
+SOURCES = frozenset({"gcbench", "compressors", "tasks", "cuda"})
+"""Folders of the checkout in which an untracked file may change results."""
+
+
+def _git(*words: str) -> str | None:
+    """Return what git prints for the checkout; None outside a checkout, or if git fails."""
+    if not (CHECKOUT / ".git").exists():
         return None
     try:
-        git = ["git", "-C", str(here)]
-        head = subprocess.run(
-            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        )
-        dirty = subprocess.run(
-            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True
+        done = subprocess.run(
+            ["git", "-C", str(CHECKOUT), *words], capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
         return None
-    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+    return done.stdout
 
 
 def _cpu() -> str:

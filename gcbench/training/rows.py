@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,43 @@ def write(path: Path, rows: Sequence[Row]) -> None:
     write_atomically(path, buffer.getvalue())
 
 
+def relabel(path: Path, suite: str, belongs: Callable[[Row], bool]) -> int:
+    """Give rows of other versions of a suite the label `suite`, name/version, if they `belong`.
+
+    Return how many got it. A row of another version belongs if this version would make the same
+    run: a new version need not repeat it.
+
+    Raises:
+        GcbenchError: the file cannot be read or written.
+    """
+    name = suite.partition("/")[0]
+    if not path.exists():
+        return 0
+    with _locked(path):
+        found, count = read(path), 0
+        for one in found:
+            label = str(one.get("suite") or "")
+            if label != suite and label.partition("/")[0] == name and belongs(one):
+                one["suite"] = suite
+                count += 1
+        if count:
+            write(path, found)
+    return count
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keep other processes from changing the file, whose folder is made if it is missing."""
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(path.with_name(f".{path.name}.lock"))
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def add(path: Path, new: Row) -> None:
     """Add a row to a file; a row of the same config is replaced.
 
@@ -130,12 +168,6 @@ def add(path: Path, new: Row) -> None:
     Raises:
         GcbenchError: the file cannot be read or written.
     """
-    with explained(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(path.with_name(f".{path.name}.lock"))
-        lock.acquire()
-    try:
+    with _locked(path):
         kept = [one for one in read(path) if one.get("config_hash") != new.get("config_hash")]
         write(path, [*kept, new])
-    finally:
-        lock.release()

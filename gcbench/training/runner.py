@@ -247,6 +247,7 @@ class Runner:
 
         Raises:
             MissedError: the run is past a step that is to be captured.
+            UsageError: its row would be a reference row of a state that is not committed.
             GcbenchError: it was made, or begun, by a gcbench with other defaults.
             GcbenchError: it failed; its records and checkpoint stay.
         """
@@ -271,6 +272,8 @@ class Runner:
             self._engine(config, run)
             return {}
         threads = None
+        for path in self.rows_files[:1]:
+            configuration.require_clean(path)
         run.create()
         with run.locked():
             resumed = not self.force and run.can_resume(config.model_dump(mode="json"))

@@ -26,8 +26,8 @@ from gcbench.training import configuration, rows, suites
 from gcbench.training.configuration import Config
 from gcbench.training.runner import Runner
 
-MOMENTUM = {2: 0.9922, 4: 0.9909, 8: 0.9911, 16: 0.9927, 32: 0.9935, 64: 0.9922}
-VANILLA = {2: 0.9924, 4: 0.9910, 8: 0.9904, 16: 0.9921, 32: 0.9923, 64: 0.9918}
+MOMENTUM = {2: 0.9922, 16: 0.9927, 64: 0.9922}
+VANILLA = {2: 0.9924, 16: 0.9921, 64: 0.9918}
 
 OWN = """
 title: mine
@@ -88,13 +88,13 @@ def test_bundled_suites_say_all_that_a_reader_needs(name):
     points = suite.points()
     assert len(suite.differs) > 40
     if all(point.published is None for point in points):  # of gcbench's own
-        assert suite.tune
-        assert all(point.config.holdout for point in points)
+        assert suite.tunes
+        assert all(p.config.holdout or p.tune is None or p.tune.holdout for p in points)
         return
     assert "arXiv:" in suite.source
     assert suite.place.startswith(("Figure ", "Table "))
     for point in points:
-        assert point.config.steps < point.published.steps  # a laptop's budget
+        assert point.config.steps <= point.published.steps  # a laptop's budget
         told = [n for n in (point.published.accuracy, point.published.top5) if n is not None]
         assert told
         assert all(0.5 < number < 1 for number in told)
@@ -111,7 +111,7 @@ def numbers(name: str) -> dict[tuple[Any, ...], tuple[float | None, int]]:
 
 
 def test_figure_3_of_terngrad():
-    workers = (2, 4, 8, 16, 32, 64)
+    workers = (2, 16, 64)
     assert numbers("terngrad-figure3") == {
         ("none", 2, 64, 0.9): (0.9920, 10_000),
         ("none", 2, 64, 0.0): (0.9926, 10_000),
@@ -221,7 +221,7 @@ def test_a_run_of_a_suite_is_the_run_made_by_hand():
             assert again.hash == point.config.hash
     (hand,) = parse(
         "gcbench run --task mnist --compressor terngrad --workers 2 --threads 1"
-        " --eval-every 0 --steps 5000"
+        " --eval-every 0 --steps 10000"
     )
     assert hand.hash in {p.config.hash for p in suites.load("terngrad-figure3").points()}
 
@@ -277,7 +277,11 @@ def test_what_a_suite_does_not_have(own, flags, said):
         ("by: workers", "by: compressor", "by 'compressor': a setting expected"),
         ("by: workers", "by: steps", "by 'steps': a setting expected"),
         ("title:", "titel:", "titel: no such key; known: config, differs, entries"),
-        ("place: fp32", "palce: fp32", "palce: no such key; known: by, config, paper_steps"),
+        (
+            "place: fp32",
+            "palce: fp32",
+            "palce: no such key; known: as_published, by, config, factors",
+        ),
         ("paper_steps: 400", "", "suite 'own', entry 1: paper_steps is missing"),
         ("paper_steps: 400", "paper_steps: 0", "paper_steps: input should be greater"),
         ("none, workers: 2", "nne, workers: 2", "entry 1: unknown compressor 'nne'. Did you mean"),
@@ -513,7 +517,7 @@ def test_the_report_has_a_section_of_a_suite(tmp_path):
     assert done.code == 0, done.err
     text = page.read_text()
     assert "terngrad-figure3: LeNet on MNIST" in text
-    assert "11 of 14 runs of suite terngrad-figure3 not made yet; terngrad lr=0.01" in text
+    assert "5 of 8 runs of suite terngrad-figure3 not made yet; terngrad lr=0.01" in text
     assert "99.27" in text
     invoke("report", rows, "--output", page)
     assert "99.27" not in page.read_text()

@@ -13,12 +13,19 @@ A suite of gcbench's own has no published numbers: it compares methods by result
 of measured bits an element, up, within which methods are compared. `shares` names suites of
 gcbench's own that have some of its runs: their rows are given beside its own, so that nothing is
 trained twice.
+
+An entry with `factors` has a point for each combination of their values; its group is all of them.
+The rule chooses one of the group, which is run with all seeds. So is the combination that the
+method's source has: that of `config` with the settings of `as_published`. An entry with `tuned:
+false` sets a rate itself. A suite with `settings_from` runs entries of another suite, selected by
+their settings as published, with the settings chosen there, and only FREE ones of its own.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -26,15 +33,16 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from gcbench.core import registry
-from gcbench.core.errors import UsageError, unknown
-from gcbench.training import grid, schedule
+from gcbench.core.errors import GcbenchError, UsageError, unknown
+from gcbench.training import grid, rows, schedule
 from gcbench.training.configuration import SET_FLAGS, Config, canonical, text
 from gcbench.training.suites.tuning import (
-    FREE_OF_TRIALS,
     TUNED_KEYS,
     Choice,
+    Decision,
     Trial,
     Tune,
+    decide_among,
     quality,
 )
 
@@ -88,6 +96,10 @@ class Point:
     published: Published | None
     tune: Tune | None = None
     """The rule by which the learning rate is chosen; until then `config` has one of its rates."""
+    group: str = ""
+    """Text that all alternatives of one method have in common."""
+    as_published: bool = True
+    """Whether it has the settings of the method's source, apart from the learning rate."""
 
     @cached_property
     def resolved(self) -> dict[str, Any]:
@@ -96,7 +108,7 @@ class Point:
         It has no learning rate where that is chosen by trials.
         """
         known = resolved(self.config)
-        return {k: v for k, v in known.items() if self.tune is None or k not in FREE_OF_TRIALS}
+        return {k: v for k, v in known.items() if self.tune is None or k not in self.tune.free}
 
     @cached_property
     def identity(self) -> str:
@@ -128,6 +140,9 @@ class Entry(BaseModel):
     published: float | dict[int | float | str, float | None] | None = None
     published_top5: float | None = None
     start: list[float] | None = None  # rates that are tried first, in place of those of `tune`
+    factors: list[str] = []  # names in the factors of `tune`, whose values are alternatives
+    as_published: dict[str, Any] = {}  # settings of the source, where `config` has others
+    tuned: bool = True  # false: the entry sets its rate
     place: str | None = None  # within the suite's table or figure
     paper_steps: Steps | None = None  # of the published number; None: the suite's
 
@@ -178,6 +193,7 @@ class Suite(BaseModel):
     version: Annotated[int, Field(ge=1)] = 1  # increased when the definition changes results
     paper_steps: Steps | None = None
     tune: Tune | None = None
+    settings_from: str | None = None  # name of the suite that chooses the settings
     own: list[str] = []  # settings in which an entry may differ from its baseline
     tiers: dict[str, tuple[float, float]] = {}  # name -> least and most bits an element, up
     config: dict[str, Any] = {}
@@ -196,10 +212,31 @@ class Suite(BaseModel):
                 raise ValueError(f"{name!r} is no suite of gcbench's own: {', '.join(names())}")
         return given
 
+    @model_validator(mode="after")
+    def _takes_settings_of_a_suite_that_tunes(self) -> Suite:
+        if self.settings_from is None:
+            return self
+        if self.settings_from not in names() or load(self.settings_from).tune is None:
+            tuned = ", ".join(name for name in names() if load(name).tune is not None)
+            raise ValueError(f"settings_from {self.settings_from!r}: one of {tuned} expected")
+        if self.tune is not None:
+            raise ValueError("settings_from and tune: the other suite's rule holds; drop tune")
+        if beyond := self.config.keys() - FREE:
+            raise ValueError(
+                f"config beside settings_from: only {', '.join(sorted(FREE))} are allowed, not "
+                f"{', '.join(sorted(beyond))}"
+            )
+        return self
+
+    @property
+    def tunes(self) -> bool:
+        """Whether trials choose settings, its own or those of the suite of `settings_from`."""
+        return self.tune is not None or self.settings_from is not None
+
     @property
     def choices(self) -> frozenset[str]:
         """The settings in which the baseline of an entry may differ from it."""
-        return frozenset(self.own) | (TUNED_KEYS if self.tune else frozenset())
+        return frozenset(self.own) | (TUNED_KEYS if self.tunes else frozenset())
 
     @property
     def asked(self) -> str:
@@ -216,7 +253,7 @@ class Suite(BaseModel):
             UsageError: no run has such a setting or value; or an entry of the file is invalid.
         """
         given = given or {}
-        if self.tune is not None and "lr" in given:
+        if self.tunes and "lr" in given:
             raise UsageError(f"suite {self.name!r} chooses the learning rate by trials; drop --lr")
         changed = {key: value for key, value in given.items() if key in FREE}
         chosen = [*_conditions({k: v for k, v in given.items() if k not in FREE})]
@@ -236,16 +273,46 @@ class Suite(BaseModel):
     def runs(self, given: Mapping[str, Any]) -> Generator[Config, Mapping[str, Any], None]:
         """Yield the configs to run, seed by seed; the summary of each is sent to the generator.
 
-        All trials that choose learning rates come first.
+        All trials that choose settings come first. A group of which `given` selects a part is tuned
+        as a whole, and what is selected is run if it is chosen, or as published.
         """
         points = sorted(self.points(given), key=lambda point: point.config.seed)
+        groups: dict[str, dict[str, Point]] = {}
+        for point in self.points({key: value for key, value in given.items() if key in FREE}):
+            groups.setdefault(point.group, {}).setdefault(point.identity, point)
         rates: dict[str, float] = {}
+        for group in dict.fromkeys(p.group for p in points if p.tune is not None):
+            rates |= yield from _tuned([*groups[group].values()])
         for point in points:
-            if point.tune is not None and point.identity not in rates:
-                rates[point.identity] = yield from _tuned(point)
-        for point in points:
-            rate = rates.get(point.identity)
-            yield point.config if rate is None else point.with_rate(rate)
+            if point.tune is None:
+                yield point.config
+            elif point.identity in rates:
+                yield point.with_rate(rates[point.identity])
+
+    def label(self) -> str:
+        """Return name/version, as the rows of this version have it."""
+        return f"{self.name}/{self.version}"
+
+    def adopt(self, path: Path) -> int:
+        """Label the rows of other versions that are runs or trials of this one; return how many.
+
+        Raises:
+            GcbenchError: the file of rows cannot be read or written.
+        """
+        known = {point.identity for point in self.points()}
+        frees = {point.tune.free if point.tune else frozenset() for point in self.points()}
+
+        def belongs(row: Mapping[str, Any]) -> bool:
+            try:
+                every = resolved(Config.model_validate(row["config"]))
+            except (GcbenchError, ValidationError):
+                return False
+            return any(
+                canonical({k: v for k, v in every.items() if k not in free}) in known
+                for free in frees
+            )
+
+        return rows.relabel(path, self.label(), belongs)
 
     def tier(self, bits: float) -> str | None:
         """Return the tier with these measured bits an element, up; None if there is none."""
@@ -256,6 +323,9 @@ class Suite(BaseModel):
 
     def _cells(self, changed: Mapping[str, Any]) -> Iterator[list[Point]]:
         """Yield the runs that belong to each published number, with `changed` settings replaced."""
+        if self.settings_from is not None:
+            yield from self._chosen_elsewhere(load(self.settings_from), changed)
+            return
         owners: dict[str, int] = {}
         for number, entry in enumerate(self.entries, 1):
             steps = entry.paper_steps or self.paper_steps
@@ -263,11 +333,6 @@ class Suite(BaseModel):
                 raise UsageError(f"suite {self.name!r}, entry {number}: paper_steps is missing")
             tune = self._tune(number, entry)
             for own, accuracy in entry.cells():
-                first = {} if tune is None else {"lr": tune.start[len(tune.start) // 2]}
-                try:
-                    configs = grid.expand({**self._with(own), **first, **changed}, None)
-                except UsageError as error:
-                    raise UsageError(f"suite {self.name!r}, entry {number}: {error}") from error
                 told = None
                 if steps is not None:
                     told = Published(
@@ -279,7 +344,10 @@ class Suite(BaseModel):
                         self.differs,
                         entry.published_top5,
                     )
-                cell = [Point(one, number, own, told, tune) for one in configs]
+                try:
+                    cell = [*self._alternatives(number, entry, own, tune, told, changed)]
+                except (UsageError, ValueError) as error:
+                    raise UsageError(f"suite {self.name!r}, entry {number}: {error}") from error
                 for identity in {point.identity for point in cell}:
                     if identity in owners:
                         raise UsageError(
@@ -289,12 +357,89 @@ class Suite(BaseModel):
                     owners[identity] = number
                 yield cell
 
+    def _alternatives(
+        self,
+        number: int,
+        entry: Entry,
+        own: Mapping[str, Any],
+        tune: Tune | None,
+        told: Published | None,
+        changed: Mapping[str, Any],
+    ) -> Iterator[Point]:
+        """Yield the points of an entry: for each config of its grid the group of alternatives.
+
+        Raises:
+            UsageError: the settings are invalid, or none of a group is as published.
+            ValueError: the factors are unknown, or do not combine.
+        """
+        rate = {} if tune is None else {"lr": tune.start[len(tune.start) // 2]}
+
+        def expand(settings: Mapping[str, Any]) -> list[Config]:
+            return grid.expand({**self._with(own, settings), **rate, **changed}, None)
+
+        if tune is None or not entry.factors:
+            if entry.factors or entry.as_published:
+                raise UsageError("factors and as_published belong to an entry that is tuned")
+            for one in expand({}):
+                point = Point(one, number, own, told, tune)
+                yield replace(point, group=point.identity)
+            return
+        made = []
+        for settings in tune.alternatives(entry.factors):
+            start = settings.pop("start", None)
+            rule = tune if start is None else tune.model_copy(update={"start": start})
+            both = self._with(own, settings, suite=False)
+            made.append([Point(one, number, both, told, rule) for one in expand(settings)])
+        for origin, *group in zip(expand(entry.as_published), *made, strict=True):
+            name = Point(origin, number, own, told, tune).identity
+            if name not in {point.identity for point in group}:
+                raise UsageError(
+                    f"as_published {entry.as_published}: these settings are not among the values "
+                    f"of {', '.join(entry.factors)}"
+                )
+            for point in group:
+                yield replace(point, group=name, as_published=point.identity == name)
+
+    def _chosen_elsewhere(self, other: Suite, changed: Mapping[str, Any]) -> Iterator[list[Point]]:
+        """Yield the runs of each entry, with all alternatives of the other suite's group.
+
+        Raises:
+            UsageError: an entry selects no group of the other suite, or several.
+        """
+        assert other.tune is not None, "settings_from names a suite that tunes"
+        theirs = other.points()
+        seed = theirs[0].config.seed
+        for number, entry in enumerate(self.entries, 1):
+            chosen = [*_conditions(entry.config)]
+            published = [p for p in theirs if p.as_published and all(c.holds(p) for c in chosen)]
+            groups = {point.group for point in published}
+            if len(groups) != 1:
+                raise UsageError(
+                    f"suite {self.name!r}, entry {number}: {len(groups)} entries of suite "
+                    f"{other.name} have {' '.join(c.words for c in chosen)}; one expected"
+                )
+            cell = []
+            for point in theirs:
+                if point.group not in groups or point.config.seed != seed or point.tune is None:
+                    continue
+                rule = point.tune.model_copy(
+                    update={"steps": point.tune.steps or point.config.steps}
+                )
+                given = point.config.model_dump(exclude={"task_version", *self.config, *changed})
+                cell += [
+                    Point(one, number, point.settings, None, rule, point.group, as_published=False)
+                    for one in grid.expand({**_as_given(given), **self.config, **changed}, None)
+                ]
+            yield cell
+
     def _tune(self, number: int, entry: Entry) -> Tune | None:
         """Return the rule for an entry's learning rate, with the rates that are tried first.
 
         Raises:
             UsageError: the entry also sets a rate, or its `start` does not suit the rule.
         """
+        if not entry.tuned:
+            return None
         if self.tune is None or entry.start is None:
             if entry.start is not None:
                 raise UsageError(f"suite {self.name!r}, entry {number}: start without tune")
@@ -306,37 +451,66 @@ class Suite(BaseModel):
                 raise UsageError(f"suite {self.name!r}, entry {number}: {error}") from None
             tune = self.tune.model_copy(update={"start": entry.start})
         if tune is not None and ("lr" in self.config or "lr" in entry.config):
-            raise UsageError(f"suite {self.name!r}, entry {number}: lr is chosen by tune; drop it")
+            raise UsageError(
+                f"suite {self.name!r}, entry {number}: lr is chosen by tune; drop it, or say "
+                "`tuned: false`"
+            )
         return tune
 
-    def _with(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the suite's settings, overridden by an entry's."""
-        merged = {**self.config, **own}
+    def _with(
+        self, own: Mapping[str, Any], more: Mapping[str, Any], *, suite: bool = True
+    ) -> dict[str, Any]:
+        """Return the suite's settings, overridden by an entry's, and these by `more`."""
+        layers = [self.config, own, more] if suite else [own, more]
+        merged = {key: value for layer in layers for key, value in layer.items()}
         for key in grid.NESTED:
-            parts = [part.get(key) or {} for part in (self.config, own)]
+            parts = [layer.get(key) or {} for layer in layers]
             for part in parts:
                 if not isinstance(part, dict):
                     raise UsageError(f"{key}: a mapping of fields expected, not {part!r}")
-            merged[key] = {name: value for part in parts for name, value in part.items()}
+            if suite or any(parts):
+                merged[key] = {name: value for part in parts for name, value in part.items()}
         return merged
 
     def sets(self, key: str, field: str | None = None) -> bool:
         """Return whether the suite sets `key`, or, if that is a mapping, its `field`."""
-        every = [self.config, *(entry.config for entry in self.entries)]
+        if self.settings_from is not None:
+            return load(self.settings_from).sets(key, field)
+        factors = [] if self.tune is None else [*itertools.chain(*self.tune.factors.values())]
+        every = [self.config, *(entry.config for entry in self.entries), *factors]
         if field is not None:
             return any(field in (config.get(key) or {}) for config in every)
         return any(key in config for config in every) or any(key == e.by for e in self.entries)
 
 
-def _tuned(point: Point) -> Generator[Config, Mapping[str, Any], float]:
-    """Yield the trials of a point, receive their summaries, and return the chosen rate."""
-    tried: dict[Trial, float] = {}
+def _tuned(group: Sequence[Point]) -> Generator[Config, Mapping[str, Any], dict[str, float]]:
+    """Yield the trials of a group of alternatives, and receive their summaries.
+
+    Return the identities of the points to run, with their rates.
+    """
+    tried: list[dict[Trial, float]] = [{} for _ in group]
     while True:
-        choice = point.choose(tried)
-        if choice.lr is not None:
-            return choice.lr
-        assert choice.trial is not None, "a choice is a rate or a trial"
-        tried[choice.trial] = quality((yield point.trial(choice.trial)))
+        decision = decide(group, tried)
+        if decision.trial is None:
+            return {
+                point.identity: rate
+                for number, (point, rate) in enumerate(zip(group, decision.rates, strict=True))
+                if number == decision.best or point.as_published
+            }
+        number, trial = decision.trial
+        tried[number][trial] = quality((yield group[number].trial(trial)))
+
+
+def decide(group: Sequence[Point], tried: Sequence[Mapping[Trial, float]]) -> Decision:
+    """Return which alternative of a group to take, given the trials of each, or the next trial."""
+    rules = [point.tune for point in group if point.tune is not None]
+    assert len(rules) == len(group) > 0, "the points of a group are tuned"
+    return decide_among(rules, tried, group[0].config.steps)
+
+
+def _as_given(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config's values as `grid.expand` takes them: a sequence in a list of its own."""
+    return {k: [list(v)] if k in grid.SEQUENCES else v for k, v in config.items()}
 
 
 # ---- the settings of a run -----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How a suite chooses the learning rate of each method: one rule and one budget for all.
+"""How a suite chooses the settings of each method: one rule and one budget for all.
 
 Rates of a ladder are tried in runs of their own, trials, and the rate with the best result on the
 validation examples is taken; the test split is never evaluated. First all rates of `start` are
@@ -6,10 +6,17 @@ tried; then, while the best rate is the lowest or the highest tried, the next on
 that side, at most `extend` times. Of equal results the lower rate wins; a diverged run is the
 worst. A trial has as many steps as the runs whose rate is chosen, unless the rule has `steps`: a
 rate that is best in short runs may be too high for long ones.
+
+A method may have alternatives, which are the combinations of the values of its `factors` (momentum,
+what a top-k selects from, ...). The rate is tuned for each alternative by the same rule, and the
+alternative with the best trial is taken. If the second best is closer than `noise`, which is about
+what two seeds of one configuration differ by, the best trial of both is repeated with
+`second_seed`, and the mean of the two seeds decides. Of equal alternatives the first wins.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -17,11 +24,9 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from gcbench.core.errors import UsageError
+from gcbench.core.errors import UsageError, unknown
 from gcbench.training.configuration import Config
 
-FREE_OF_TRIALS = ("lr", "test")
-"""Settings, besides suites.FREE, in which a trial differs from the run whose rate it chooses."""
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -29,6 +34,7 @@ TUNED_KEYS = frozenset(
     {
         *("optimizer", "lr", "momentum", "nesterov", "betas", "eps", "weight_decay", "decay"),
         *("schedule", "schedule_power", "schedule_steps", "schedule_gamma", "warmup"),
+        *("schedule_floor", "clip_norm"),
     }
 )
 """Settings of which a method may need other values than its baseline (signs need a small learning
@@ -41,6 +47,8 @@ class Trial(NamedTuple):
 
     lr: float
     steps: int
+    repeat: bool = False
+    """Whether it has the second seed."""
 
 
 class Choice(NamedTuple):
@@ -54,8 +62,19 @@ class Choice(NamedTuple):
     """Whether the chosen rate is the lowest or highest tried: a better one may lie beyond."""
 
 
+class Decision(NamedTuple):
+    """What follows from the trials of all alternatives of a method."""
+
+    best: int | None
+    """The number of the chosen alternative, from 0; None while another trial is to be made."""
+    rates: Sequence[float]
+    """The chosen rate of each alternative, once all are chosen."""
+    trial: tuple[int, Trial] | None
+    """The number of an alternative and its next trial; None once one is chosen."""
+
+
 class Tune(BaseModel):
-    """The rule of a suite, as in its file: `seed` is that of all trials."""
+    """The rule of a suite, as in its file: `seed` is that of all trials but repeated ones."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -65,6 +84,53 @@ class Tune(BaseModel):
     ladder: list[Rate] = Field(min_length=2)
     start: list[Rate] = Field(min_length=1)
     extend: Annotated[int, Field(ge=0)] = 0
+    second_seed: Annotated[int, Field(ge=0)] | None = None
+    """Seed of repeated trials; None: no trial is repeated."""
+    noise: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Alternatives whose best trials differ by less, in accuracy or nats, are tried again."""
+    holdout: Annotated[int, Field(ge=1)] | None = None
+    """Validation examples of a trial; None: those of the run, which holds them out, too."""
+    factors: dict[str, list[dict[str, Any]]] = {}
+    """Name -> the settings of each value; `start` among them replaces the rates tried first."""
+
+    @model_validator(mode="after")
+    def _factors_have_values(self) -> Tune:
+        for name, values in self.factors.items():
+            if len(values) < 2:
+                raise ValueError(f"factor {name!r}: at least two values expected, not {values}")
+            for value in values:
+                if (start := value.get("start")) is not None:
+                    self.check(start)
+        if self.noise and self.second_seed is None:
+            raise ValueError(f"noise {self.noise:g}: second_seed expected, for repeated trials")
+        if self.second_seed == self.seed:
+            raise ValueError(f"second_seed {self.second_seed}: a seed other than `seed` expected")
+        return self
+
+    def alternatives(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the combinations of the values of these factors, in order.
+
+        Raises:
+            ValueError: an unknown factor, or two that set the same.
+        """
+        for name in names:
+            if name not in self.factors:
+                raise ValueError(str(unknown("factor", name, self.factors)))
+        made = []
+        for values in itertools.product(*(self.factors[name] for name in names)):
+            both = {
+                key
+                for one, other in itertools.combinations(values, 2)
+                for key in one
+                if key in other
+            }
+            if both - {"options", "memory_options", "start"}:
+                raise ValueError(f"factors {', '.join(names)}: both set {', '.join(sorted(both))}")
+            merged: dict[str, Any] = {}
+            for key, value in (item for one in values for item in one.items()):
+                merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
+            made.append(merged)
+        return made
 
     @model_validator(mode="after")
     def _start_is_on_the_ladder(self) -> Tune:
@@ -87,20 +153,37 @@ class Tune(BaseModel):
         Raises:
             UsageError: the config holds no examples out, on which the trial could be evaluated.
         """
-        if not config.holdout:
+        if not (self.holdout or config.holdout):
             raise UsageError("tune: the suite's config needs holdout: the test split never chooses")
         changes: dict[str, Any] = {
             "lr": trial.lr,
             "steps": trial.steps,
-            "seed": self.seed,
+            "seed": self.second_seed if trial.repeat else self.seed,
+            "holdout": self.holdout or config.holdout,
             "test": False,
             "eval_every": 0,
         }
         return Config.make({**config.model_dump(exclude={"task_version"}), **changes})
 
+    @property
+    def free(self) -> frozenset[str]:
+        """Settings, besides suites.FREE, in which a trial differs from its run."""
+        return frozenset({"lr", "test"} | ({"holdout"} if self.holdout else set()))
+
     def tries(self, summary: Mapping[str, Any]) -> bool:
         """Return whether a run without a test may be a trial of this rule, by its summary."""
-        return summary["seed"] == self.seed and self.steps in (None, summary["steps"])
+        seeds = (self.seed,) if self.second_seed is None else (self.seed, self.second_seed)
+        holdout = (summary.get("config") or {}).get("holdout")
+        return (
+            summary["seed"] in seeds
+            and self.steps in (None, summary["steps"])
+            and self.holdout in (None, holdout)
+        )
+
+    def trial_of(self, summary: Mapping[str, Any]) -> Trial:
+        """Return which trial a run is, given that `tries` is true of it."""
+        repeat = summary["seed"] == self.second_seed
+        return Trial(float(summary["config"]["lr"]), summary["steps"], repeat)
 
     def choose(self, tried: Mapping[Trial, float], steps: int) -> Choice:
         """Return the rate to take, or the trial to make next.
@@ -138,3 +221,33 @@ def quality(summary: Mapping[str, Any]) -> float:
         return -math.inf
     accuracy = summary.get("validation_accuracy")
     return float(-summary["validation_loss"] if accuracy is None else accuracy)
+
+
+def decide_among(
+    rules: Sequence[Tune], tried: Sequence[Mapping[Trial, float]], steps: int
+) -> Decision:
+    """Return the alternative to take, or the trial to make next.
+
+    `rules`: that of each alternative; they differ in `start` alone. `tried`: the results of the
+    trials of each, as `Tune.choose` takes them.
+    """
+    rates = []
+    for number, (rule, results) in enumerate(zip(rules, tried, strict=True)):
+        choice = rule.choose(results, steps)
+        if choice.trial is not None:
+            return Decision(None, (), (number, choice.trial))
+        assert choice.lr is not None, "a choice is a rate or a trial"
+        rates.append(choice.lr)
+    rule = rules[0]
+    trials = [Trial(lr, rule.steps or steps) for lr in rates]
+    best = [own[trial] for own, trial in zip(tried, trials, strict=True)]
+    first, *others = sorted(range(len(best)), key=lambda number: -best[number])
+    if not others or rule.second_seed is None or not best[first] - best[others[0]] < rule.noise:
+        return Decision(first, rates, None)
+    means = {}
+    for number in sorted((first, others[0])):
+        again = trials[number]._replace(repeat=True)
+        if again not in tried[number]:
+            return Decision(None, (), (number, again))
+        means[number] = (best[number] + tried[number][again]) / 2
+    return Decision(max(means, key=lambda number: means[number]), rates, None)

@@ -1,0 +1,93 @@
+"""Run a fifth of the reference rows again that were made from trees with uncommitted changes.
+
+    python results/recheck.py [--data-dir FOLDER] [--only FILE.parquet]
+
+Rows whose commit ends in "+" were made while files of the checkout differed from it. Of those that
+belong to the current version of their suite, every fifth is run again, in the order of their config
+hashes; a row agrees if it ends in the same `params_sha256`. `results/reference/recheck.json` gets
+the share that was checked and the rows that differ. Finished runs are not run again: the same
+command resumes. Cores, torch and the instruction set should be those of the rows: bits depend on
+them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from gcbench.core.errors import DivergedError
+from gcbench.training import configuration, rows, suites
+from gcbench.training.configuration import Config
+from gcbench.training.runner import Runner
+from gcbench.training.store import write_atomically
+
+REFERENCE = Path(__file__).parent / "reference"
+REPORT = REFERENCE / "recheck.json"
+EVERY = 5
+"""One of so many rows is run again."""
+
+
+def current(row: dict[str, Any]) -> bool:
+    """Return whether a row belongs to the version of its suite that gcbench has."""
+    name, _, version = row["suite"].partition("/")
+    return name in suites.names() and version == str(suites.load(name).version)
+
+
+def selected(found: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+    """Return the rows to run again, and the number of those from which they were taken."""
+    unclean = [
+        row for row in found if str(row["provenance"].get("commit")).endswith("+") and current(row)
+    ]
+    unclean.sort(key=lambda row: row["config_hash"])
+    return unclean[::EVERY], len(unclean)
+
+
+def main() -> None:
+    """Make the runs, file by file, and write the report after each of them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data-dir", type=Path, default=None)
+    parser.add_argument("--results", type=Path, default=Path("results/runs/recheck"))
+    parser.add_argument("--only", action="append", type=Path, help="a file of rows; default all")
+    parser.add_argument("--count", action="store_true", help="only say how much there is to do")
+    asked = parser.parse_args()
+    runner = Runner(asked.results, asked.data_dir, 60.0, "none", force=False)
+    report = json.loads(REPORT.read_text()) if REPORT.exists() else {}
+    for path in asked.only or sorted(REFERENCE.glob("*.parquet")):
+        again, count = selected(rows.read(path))
+        hours = sum(row.get("seconds", 0.0) for row in again) / 3600
+        print(f"{path.name}: {len(again)} of {count} rows, {hours:.1f} hours when they were made")
+        if asked.count:
+            continue
+        configuration.require_clean(path)
+        checked: list[dict[str, Any]] = []
+        for number, row in enumerate(again, 1):
+            config = Config.model_validate(row["config"])
+            try:
+                now = runner.one(config, f"[{number}/{len(again)}]", leads=True)
+            except DivergedError:
+                now = json.loads((asked.results / config.run_name / "summary.json").read_text())
+            keys = ("config_hash", "compressor", "seed", "params_sha256")
+            checked.append(
+                {key: row.get(key) for key in keys}
+                | {"now": now.get("params_sha256"), "failed": "failed" in row}
+                | {"commit": (now.get("provenance") or {}).get("commit")}
+            )
+            differing = [
+                one
+                for one in checked
+                if one["params_sha256"] != one["now"] or (one["now"] is None) != one["failed"]
+            ]
+            report[path.name] = {
+                "rows": count,
+                "selected": len(again),
+                "checked": len(checked),
+                "differing": differing,
+                "hashes": [one["config_hash"] for one in checked],
+            }
+            write_atomically(REPORT, (json.dumps(report, indent=1) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()
