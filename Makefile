@@ -17,6 +17,7 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	MYPYPATH=results/papers $(BIN)/mypy results/papers/*.py
 
 SIZES ?= 1e4,1e6,resnet50,25e6
 TIMINGS ?= results/kernels.json

@@ -16,9 +16,10 @@ The codes of N = 10 bits span 16 octaves with m = 5 and 8 with m = 6; quantizati
 of the kept energy of normal input, if the octaves suffice (test_rounding_of_kept_bins).
 Range: each message has its own by default, so nothing saturates. The paper estimates one range in
 the first iterations and keeps it: `--set low=-0.3 --set high=0.3`, in the unit of the gradient, for
-all segments and workers; `gcbench fft-range` estimates it and measures what it costs. To use it
-after ten steps with each message's own: low=0:null/10:-0.3, and high likewise. A value outside is
-clipped to the end of the range, and one below eps / 2 becomes 0: neither error exceeds the value.
+all segments and workers; `results/papers/fft_range.py` estimates it and measures what it costs. To
+use it after ten steps with each message's own: low=0:null/10:-0.3, and high likewise. A value
+outside is clipped to the end of the range, and one below eps / 2 becomes 0: neither error exceeds
+the value.
 But a residual may grow beyond any range, so the method then does not claim to contract. The range
 is sent all the same, 4 bytes a segment, so that a payload with another range is refused.
 Wire: a bitmap of B bits, 2K codes, one int32 a segment. At theta = .85: .5 + .15 * 10 = 2.0 bits an

@@ -23,7 +23,6 @@ from gcbench.commands import (
     Json,
     Progress,
     Shown,
-    derived,
     print_json,
     say,
     watched,
@@ -652,10 +651,6 @@ app.command()(bandwidth)
 app.add_typer(scale_app, name="scale")
 app.command()(advise)
 app.command()(report)
-for _kind, _module in studies.third_parties().items():
-    app.command(name=_kind, rich_help_panel="Analyses of other packages")(
-        derived.command(_kind, _module)
-    )
 
 
 def _print_folder(name: str, folder: Path, *, as_json: bool) -> None:
@@ -708,7 +703,6 @@ def _root(
 
 
 make_plain(app)
-app.info.cls = derived.Commands
 
 
 def _leave() -> None:
@@ -722,8 +716,8 @@ def _leave() -> None:
     os._exit(0)
 
 
-def main() -> None:
-    """Run the command line; exit code 2 for usage, 1 for failures, 130 when interrupted."""
+def main(run: Callable[[], None] = app) -> None:
+    """Run a command-line app; exit code 2 for usage, 1 for failures, 130 when interrupted."""
     from gcbench.training import launched, membership
 
     # torch's import makes many objects and no garbage: a short run took 2.4 s, and takes 2.1 s.
@@ -731,7 +725,7 @@ def main() -> None:
     if membership.by_torchrun():  # before torch is imported, which takes seconds
         launched.die_with_parent(os.getppid())
     try:
-        app()
+        run()
     except SystemExit as done:
         if membership.by_torchrun() and done.code in (None, 0):
             _leave()

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -34,8 +34,8 @@ class Result(NamedTuple):
         return json.loads(self.out)
 
 
-def invoke(*words: object) -> Result:
-    """Run `gcbench *words` in this process."""
+def invoke(*words: object, main: Callable[[], None] = cli.main) -> Result:
+    """Run `gcbench *words`, or another program's `main`, in this process."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     argv = ["gcbench", *map(str, words)]
     with (
@@ -44,7 +44,7 @@ def invoke(*words: object) -> Result:
         mock.patch.object(sys, "argv", argv),
     ):
         try:
-            cli.main()
+            main()
         except SystemExit as done:
             code = int(done.code or 0)
     return Result(code, out.getvalue(), err.getvalue())

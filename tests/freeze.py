@@ -541,17 +541,12 @@ def commands(
         "2",
     )
     yield _entry("commands/bounds", "bounds", "--seed", "0", "--workers", "2", *small, *ANALYSIS)
-    given = [w for each in ("Tm=300", "Tf=70", "Tp=34", "Ts=55") for w in ("--throughput", each)]
     thread = ("--threads", "1")
     for word in ("resnet20", "alexnet"):
         words = ("scale", "predict", "--model", word, "--workers", "8,64", *thread, *ANALYSIS)
         yield _entry(f"commands/scale predict {word}", *words)
     words = ("scale", "predict", "--kernels", timings, "--dense-last", *thread, *ANALYSIS)
     yield _entry("commands/scale predict with timings", *words)
-    plain = tuple(word for word in ANALYSIS if word not in ("--progress", "none"))
-    yield _entry("commands/scale figure5", "scale", "figure5", *plain)
-    measured = ("--kernels", "inputs/bandwidth.json")
-    yield _entry("commands/scale fft", "scale", "fft", *measured, *given, *thread, *ANALYSIS)
     yield _entry(
         "commands/scale validate", "scale", "validate", *rows, "--kernels", timings, *ANALYSIS
     )

@@ -109,7 +109,13 @@ def watched(shown: Progress, name: str, steps: int) -> progress.Observer:
 
 
 def deliver(
-    analysis: Analysis, results: Path, plot: Path | None, chosen: Format, *, as_json: bool
+    analysis: Analysis,
+    results: Path,
+    plot: Path | None,
+    chosen: Format,
+    *,
+    as_json: bool,
+    draw: Callable[[Analysis, Path], list[Path] | None] = studies.draw,
 ) -> None:
     """Save an analysis, print it, and draw it into its folder and to `plot`."""
     from gcbench.reporting import analysis as measuring
@@ -117,13 +123,16 @@ def deliver(
     folder = measuring.save(analysis, results)
     print(measuring.render(analysis, "json" if as_json else chosen.value))
     for path in filter(None, (folder / f"{analysis.kind}.png", plot)):
-        drawn = studies.draw(analysis, path) or [path]
+        drawn = draw(analysis, path) or [path]
         say(f"wrote {', '.join(map(str, drawn))}")
 
 
 def command_line() -> str:
-    """Return the command as it was typed."""
-    return shlex.join(["gcbench", *sys.argv[1:]])
+    """Return the command as it was typed: that of gcbench, or of a script."""
+    script = Path(sys.argv[0])
+    is_script = script.suffix == ".py" and script.name != "__main__.py"
+    program = ["python", str(script)] if is_script else ["gcbench"]
+    return shlex.join([*program, *sys.argv[1:]])
 
 
 def numbers(flag: str, text: str, cast: Callable[[float], Any]) -> list[Any]:

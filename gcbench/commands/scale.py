@@ -18,7 +18,6 @@ from gcbench.commands import (
     Progress,
     Results,
     Shown,
-    command_line,
     deliver,
     long_work,
     make,
@@ -211,102 +210,6 @@ def predict(
     deliver(made, results, plot, format_, as_json=json)
 
 
-@app.command()
-def figure5(
-    compressor: Annotated[
-        str,
-        typer.Option(help="Methods to model beside TernGrad; '' for none."),
-    ] = "topk",
-    collective: Annotated[
-        str | None, typer.Option(help="allreduce, allgather or twoshot; default the method's.")
-    ] = None,
-    format_: Formatted = Format.table,
-    plot: Plot = None,
-    results: Results = ANALYSES,
-    progress: Shown = Progress.auto,
-    json: Json = False,
-) -> None:
-    """Compare a model with TernGrad's Fig. 5: three networks, two clusters, 1 to 512 GPUs."""
-    from gcbench.studies import methods
-    from gcbench.studies.scale import figure5 as published
-    from gcbench.training import progress as watching
-
-    chosen = list(methods.all_of(compressor)) if compressor.strip() else []
-    settings = make(published.Settings, FLAGS, compressors=chosen, collective=collective)
-    observer = watching.observer(progress.value, published.KIND, published.PLACES)
-    try:
-        made = published.run(settings, command_line(), observer)
-    finally:
-        observer.close()
-    deliver(made, results, plot, format_, as_json=json)
-
-
-@app.command()
-def fft(
-    throughput: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="GB/s of the four stages, in place of timing them: Tm=300, Tf=70, Tp=34, Ts=55."
-        ),
-    ] = None,
-    theta: Annotated[float, typer.Option(help="Share of the bins that is dropped.")] = 0.85,
-    bits: Annotated[int, typer.Option(help="Bits of a code.")] = 10,
-    mantissa: Annotated[int, typer.Option(help="Bits of its mantissa.")] = 5,
-    granularity: Annotated[
-        str, typer.Option(help="model (as published), tensor, or a group size.")
-    ] = "model",
-    links: Annotated[str, typer.Option(help="Links in Gbit/s.")] = "1,10,25,40,56,100,400",
-    workers: Annotated[int, typer.Option(help="GPUs in the table of methods.")] = 8,
-    compressor: Annotated[
-        str | None, typer.Option(help="Methods in that table, e.g. topk,qsgd; default all.")
-    ] = None,
-    kernels: Stored = "stored",
-    link_latency_us: Latency = 50.0,
-    elements: Annotated[
-        str, typer.Option(help="Number of gradient elements to time, a multiple of 1000.")
-    ] = "1e6",
-    threads: Threads = None,
-    format_: Formatted = Format.table,
-    plot: Plot = None,
-    results: Results = ANALYSES,
-    progress: Shown = Progress.auto,
-    force: Force = False,
-    json: Json = False,
-) -> None:
-    """Evaluate FFT sparsification's cost model: the least ratio that pays, and on which links."""
-    from gcbench.core.errors import unknown
-    from gcbench.studies import methods
-    from gcbench.studies.scale import breakeven
-    from gcbench.training import configuration, grid
-
-    given = grid.pairs("--throughput", throughput)
-    for stage in given:
-        if stage not in breakeven.STAGES:
-            raise unknown("throughput", stage, breakeven.STAGES)
-    if given and len(given) < len(breakeven.STAGES):
-        missing = ", ".join(stage for stage in breakeven.STAGES if stage not in given)
-        raise UsageError(f"--throughput: {missing} missing; give all four, or none to time them")
-    chosen = list(methods.all_of(compressor))
-    settings = make(
-        breakeven.Settings,
-        FLAGS,
-        theta=theta,
-        code_bits=bits,
-        mantissa=mantissa,
-        granularity=grid.value(granularity),
-        elements=numbers("--elements", elements, int)[0],
-        threads=threads or configuration.cores(),
-        throughput=given,
-        links=numbers("--links", links, float),
-        workers=workers,
-        compressors=chosen,
-        kernels=kernels,
-        link_latency_us=link_latency_us,
-    )
-    made = long_work(breakeven.KIND, settings, results, progress, 1, breakeven.run, force=force)
-    deliver(made, results, plot, format_, as_json=json)
-
-
 @app.command("links")
 def pays(
     workers: Annotated[
@@ -326,9 +229,9 @@ def pays(
 ) -> None:
     """Tell on which links each method pays, from what was measured inside exchanges.
 
-    Definition and measurement are those of `gcbench bandwidth`, `scale fft` and `advise`. Here, as
-    in `bandwidth` and `scale fft`, an exchange is judged alone; `advise` judges a training step,
-    whose backward pass hides communication.
+    Definition and measurement are those of `gcbench bandwidth` and `advise`. Here, as in
+    `bandwidth`, an exchange is judged alone; `advise` judges a training step, whose backward pass
+    hides communication.
     """
     from gcbench.studies.scale import links
 

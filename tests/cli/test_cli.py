@@ -502,8 +502,7 @@ HOW = ("auto", "bar", "plain", "none")
     "command",
     [
         *(["run"], ["compare"], ["verify"], ["data", "get"], ["advise"], ["bandwidth"], ["bounds"]),
-        *(["histogram"], ["scale", "predict"], ["scale", "links"], ["scale", "fft"]),
-        *(["scale", "figure5"], ["scale", "validate"]),
+        *(["histogram"], ["scale", "predict"], ["scale", "links"], ["scale", "validate"]),
     ],
 )
 def test_what_may_take_long_has_progress(command):
@@ -515,8 +514,8 @@ def test_what_may_take_long_has_progress(command):
 
 COMMANDS = [
     *([], ["run"], ["compare"], ["verify"], ["list"], ["info"], ["kernels"], ["histogram"]),
-    *(["bounds"], ["bandwidth"], ["scale"], ["scale", "predict"], ["scale", "figure5"]),
-    *(["scale", "fft"], ["scale", "validate"], ["advise"], ["report"], ["data"], ["data", "get"]),
+    *(["bounds"], ["bandwidth"], ["scale"], ["scale", "predict"], ["scale", "validate"]),
+    *(["advise"], ["report"], ["data"], ["data", "get"]),
 ]
 
 

@@ -264,7 +264,7 @@ def test_nothing_overflows_and_the_accuracy_is_in_view(folder: Path) -> None:
     write(
         folder / "more", *(recorded(long, seed, 0.9, workers=w) for seed in (0, 1) for w in (2, 4))
     )
-    names = ("figure5", "bandwidth", "kernels", "mnist-figure3")
+    names = ("links", "bandwidth", "kernels", "mnist-figure3")
     files = [ROOT / "results" / f"{name}.json" for name in names]
     path = folder / "page.html"
     assert invoke("report", folder, *files, "--output", path).code == 0
@@ -435,28 +435,27 @@ def committed(name: str) -> dict:
 
 def test_committed_files_are_shown(tmp_path: Path) -> None:
     """Analyses with a picture where it can be drawn, kernel timings, and runs, on one page."""
-    names = ("figure5", "histogram-cifarnet", "kernels", "mnist-lenet")
+    names = ("links", "histogram-cifarnet", "kernels", "mnist-lenet")
     said, page = reported(tmp_path / "x", *(ROOT / "results" / f"{name}.json" for name in names))
     timings = committed("kernels.json")["rows"]
     assert f"4 runs, 2 analyses, {len(timings)} kernel timings" in said
     assert {name.rpartition("-")[0] for name in page.ids} >= {
-        "figure5",
+        "links",
         "histogram-cifarnet",
         "kernels",
     }
     assert len(set(page.ids)) == len(page.ids)
-    assert len(page.sources) == 2  # of the runs and of Fig. 5
+    assert len(page.sources) == 2  # of the runs and of the links
     assert page.headings.index("Timings") > max(map(page.headings.index, ["mnist", "Analyses"]))
     text = (tmp_path / "page.html").read_text()
     assert text.count("No picture: its file leaves out what it is drawn from") == 1
     assert "make bench" in page.items
     assert committed("histogram-cifarnet.json")["command"] in page.items
 
-    bars = {table["name"]: table for table in committed("figure5.json")["tables"]}["bars"]["rows"]
-    panels = [table for table in page.tables if table[0][0] == "GPUs"]
-    assert sum(len(panel) - 1 for panel in panels) == len(bars)
-    last = dict(zip(panels[-1][0], panels[-1][-1], strict=True))
-    assert (last["GPUs"], last["method"]) == (str(bars[-1]["gpus"]), bars[-1]["method"])
+    (methods,) = committed("links.json")["tables"]
+    panels = [table for table in page.tables if table[0][:2] == ["method", "collective"]]
+    assert sum(len(panel) - 1 for panel in panels) == len(methods["rows"])
+    assert panels[-1][-1][0] == methods["rows"][-1]["method"]
 
     kernels = [table for table in page.tables if table[0][0] == "op"]
     assert sum(len(table) - 1 for table in kernels) == len(timings)
@@ -503,7 +502,7 @@ def test_files_of_something_else_are_refused(folder: Path) -> None:
         assert (refused.code, name in refused.err, said in refused.err) == (code, True, True)
     refused = invoke("report", head.with_name("rows.json"))
     assert (refused.code, "one table of an analysis; name its folder" in refused.err) == (2, True)
-    refused = invoke("compare", ROOT / "results/figure5.json")
+    refused = invoke("compare", ROOT / "results/links.json")
     assert (refused.code, "`gcbench report` shows analyses" in refused.err) == (2, True)
     assert not (folder / "x.html").exists()
     _, page = reported(folder / "x", head)  # with its tables beside it

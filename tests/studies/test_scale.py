@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,25 +14,19 @@ import torch
 from commands import invoke
 
 from gcbench import ops
-from gcbench.commands import make
-from gcbench.commands.scale import FLAGS
 from gcbench.core import registry
 from gcbench.core.compressor import Compressor, Key, Payload, Segments
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import Exchange, Lane, shard_bounds
 from gcbench.reporting import kernel_timings
-from gcbench.reporting.analysis import load
 from gcbench.studies import methods
 from gcbench.studies.bandwidth import worker
 from gcbench.studies.scale import (
-    breakeven,
     clusters,
     codec,
-    figure5,
     links,
     networks,
     prediction,
-    published_bars,
     rates,
     traffic,
     validation,
@@ -478,187 +471,6 @@ def test_a_file_of_timings_serves_the_default_configuration_alone() -> None:
         work.check_machine(elsewhere, "file")
 
 
-# ---- figure 5 ------------------------------------------------------------------------------------
-
-
-def test_the_shares_of_terngrad_are_those_of_the_paper() -> None:
-    shares = {name: 1 / figure5.paper_share(name) for name in figure5.NETWORKS}
-    expected = {"alexnet": 7.97, "googlenet-slim": 4.81, "vgg-a": 10.94}
-    assert shares == pytest.approx(expected, rel=2e-3)
-    signs = registry.compressor("signsgd")
-    last = networks.network("vgg-a").last_share
-    assert figure5.share(signs, "twoshot", "vgg-a", 4) == pytest.approx(
-        last + (1 - last) / 32, rel=1e-4
-    )
-
-
-def test_the_fit_finds_parameters_that_made_the_bars(monkeypatch) -> None:
-    """Bars of known T, V and h come back exactly."""
-    true_h, inside = {"alexnet": 0.5, "googlenet-slim": 1.0, "vgg-a": 1.0}, 0.3
-    bars = {}
-    for cluster, name in figure5.PUBLISHED:
-        rates = []
-        for gpus in figure5.GPUS:
-            nodes = gpus // figure5.NODE
-            spent = (2 - 1 / nodes) * true_h[name] * figure5.gbit(name) if nodes > 1 else 0
-            rates.append(gpus * figure5.NETWORKS[name] / (inside + spent))
-        bars[cluster, name] = {"fp32": rates, "terngrad": rates}
-    monkeypatch.setattr(figure5, "PUBLISHED", bars)
-    fitted = figure5.fit("1g")
-    assert fitted.needed == pytest.approx(true_h, abs=1e-8)
-    assert fitted.volume == pytest.approx({n: 2 - 1 / n for n in figure5.NODES}, rel=1e-8)
-    assert fitted.error["alexnet"] < 1e-8
-
-
-def test_figure_5_is_predicted(tmp_path) -> None:
-    found = invoke("scale", "figure5", "--results", tmp_path, "--json", "--compressor", "signsgd")
-    tables = {table["name"]: table["rows"] for table in found.json["tables"]}
-    bars = tables["bars"]
-    assert len(bars) == 2 * 3 * 10 * 4
-
-    def bar(method: str) -> dict:
-        place = {"cluster": "1g", "network": "alexnet", "gpus": 8, "method": method}
-        return next(row for row in bars if place.items() <= row.items())
-
-    plain, tern = bar("fp32"), bar("TernGrad, 2 bits")
-    assert tern["published"] / plain["published"] == pytest.approx(3.04, abs=0.01)
-    assert tern["model"] / plain["model"] == pytest.approx(3.0, abs=0.05)
-    assert tern["error"] == pytest.approx(tern["model"] / tern["published"] - 1)
-    errors = {
-        (method, where): [
-            abs(row["error"])
-            for row in bars
-            if row["method"] == method and row["gpus"] >= 8 and row["cluster"].startswith(where)
-        ]
-        for method in (figure5.TERNGRAD, figure5.OWN)
-        for where in ("", "1g")
-    }
-    for (method, where), median, largest in [
-        ((figure5.TERNGRAD, ""), 0.018, 0.098),
-        ((figure5.TERNGRAD, "1g"), 0.020, 0.098),
-        ((figure5.OWN, ""), 0.043, 0.43),
-        ((figure5.OWN, "1g"), 0.11, 0.43),
-    ]:
-        away = errors[method, where]
-        assert len(away) == (21 if where else 42)
-        assert statistics.median(away) == pytest.approx(median, rel=0.03)
-        assert max(away) == pytest.approx(largest, rel=0.03)
-    told = " ".join(found.json["conclusions"])
-    assert "22 parameters are fitted to 48 bars of fp32, and 12 bars" in told
-    assert "the 21 of 1G Ethernet alone: median error 11 %, largest 43 % (VGG-A" in told
-    for row in tables["fit"]:
-        if row["parameter"].startswith("h "):
-            assert abs(row["value"] - 0.5) < 0.025
-    assert {row["published"] for row in bars if row["method"].startswith("signsgd")} == {None}
-    folder = next(tmp_path.iterdir())
-    assert (folder / "scale-figure5.png").stat().st_size > 20_000
-    assert len(load(folder).table("panels").rows) == 18
-    own = {row["gpus"]: row["sent"] for row in bars if row["method"] == figure5.OWN}
-    assert own[512] > own[8] > figure5.paper_share("vgg-a")  # sums of more nodes, more bits
-
-
-@pytest.mark.parametrize("preset", published_bars.PRESETS)
-def test_the_links_of_the_paper_s_clusters_are_those_that_its_fp32_bars_need(preset) -> None:
-    """Not the nominal 1 and 100 Gbit/s: a ring over these takes the median V of the fit."""
-    cluster = clusters.load(preset)
-    fitted = figure5.effective_gbit(published_bars.PRESETS[preset])
-    assert cluster.inter.gbit == pytest.approx(fitted, rel=3e-3)
-    volume = figure5.fit(published_bars.PRESETS[preset]).volume
-    ring = {n: cluster.between().seconds("allreduce", 1e9 / 8, n) for n in figure5.NODES}
-    away = [ring[n] / volume[n] - 1 for n in figure5.NODES]
-    assert statistics.median(away) == pytest.approx(0, abs=5e-3)
-
-
-# ---- equations -----------------------------------------------------------------------------------
-
-
-def test_the_cost_model_says_what_the_paper_says() -> None:
-    seconds = breakeven.seconds_of(30, 7e9)
-    assert seconds * 1e9 == pytest.approx(0.1381, abs=1e-4)
-    assert 1e-9 / seconds == pytest.approx(7.24, abs=0.01)
-    for gbit, least in [(10, 1.21), (1, 1.018), (40, 3.23), (56, 30)]:
-        assert breakeven.least_ratio(gbit / 8 * 1e9, seconds) == pytest.approx(least, rel=5e-3)
-    assert breakeven.least_ratio(100 / 8 * 1e9, seconds) is None
-    assert breakeven.fastest_link(30, seconds) == pytest.approx(7e9)
-    low, high = (breakeven.least_ratio(7e9, seconds * (1 + e)) for e in (-1e-6, 1e-6))
-    assert low is not None
-    assert high is not None
-    assert (math.log(high) - math.log(low)) / 2e-6 == pytest.approx(29, rel=1e-3)
-    speed = {"Tm": 300.0, "Tf": 70.0, "Tp": 34.0, "Ts": 55.0}
-    forth = breakeven.compress_seconds(speed, breakeven.COMPRESS)
-    assert forth == pytest.approx(2 / 300 + 1 / 70 + 1 / 34 + 1 / 55)
-    back = breakeven.compress_seconds(speed, breakeven.DECOMPRESS)
-    assert forth - back == pytest.approx(1 / 55)
-
-
-THROUGHPUT = [
-    word for each in ("Tm=300", "Tf=70", "Tp=34", "Ts=55") for word in ("--throughput", each)
-]
-
-
-def test_given_throughputs_and_a_resumed_timing(tmp_path) -> None:
-    words = ["scale", "fft", "--results", tmp_path, "--elements", "2e4", "--compressor", "signsgd"]
-    words += ["--threads", "1", "--progress", "none", "--json", *THROUGHPUT]
-    found = invoke(*words).json
-    tables = {table["name"]: table["rows"] for table in found["tables"]}
-    symmetric = next(row for row in tables["readings"] if row["reading"] == "symmetric")
-    assert symmetric["seconds_per_byte"] == pytest.approx(0.1371e-9, rel=1e-3)
-    never = [
-        row for row in tables["links"] if row["reading"] == "symmetric" and row["link_gbit"] == 100
-    ]
-    assert never[0]["least_ratio"] is None
-    assert never[0]["pays"] == "never"
-    (row,) = tables["methods"]
-    assert row["wire_ratio"] == pytest.approx(32, rel=0.02)
-    assert (next(tmp_path.iterdir()) / "scale-link.png").exists()
-
-
-def test_each_link_on_which_fft_pays_says_what_it_assumes(tmp_path, monkeypatch) -> None:
-    words = ["scale", "fft", "--results", tmp_path, "--elements", "2e4", "--compressor", "fft"]
-    words += ["--progress", "none", "--threads", "1", "--workers", "8", "--json"]
-    found = invoke(*words, *THROUGHPUT).json
-    tables = {table["name"]: table for table in found["tables"]}
-    rows = tables["break_even"]["rows"]
-    readings = [row["reading"] for row in tables["readings"]["rows"]]
-    assert [row["reading"] for row in rows[:-4]] == [f"equation (4), {name}" for name in readings]
-    for row, reading in zip(rows, tables["readings"]["rows"], strict=False):
-        assert row["links"] == f"below {clusters.rate_text(reading['own_gbit'])}"
-        assert (row["workers"], row["against"]) == ("not counted", "fp32, sent once")
-    assert [row["times"].partition(";")[0] for row in rows[:3]] == [
-        "what 30 at 56 Gbit/s implies (GPU)",
-        *["given throughputs"] * 2,
-    ]
-    exchanges = [(row["workers"], row["against"].rpartition(" of ")[2]) for row in rows[-4:]]
-    assert exchanges == [(n, what) for n in ("2", "8") for what in ("fp32", "fp32 and bf16")]
-    assert all("encode and decode inside exchanges of 2 workers" in r["times"] for r in rows[-4:])
-    # The same numbers as elsewhere: README's are those of `scale links` with 2 workers.
-    links = invoke(
-        *("scale", "links", "--compressor", "fft", "--workers", "2,8", "--results", tmp_path),
-        *("--progress", "none", "--json"),
-    ).json["tables"][0]["rows"]
-    both = [row[key] for row in links for key in ("links", "links_better")]
-    assert [row["links"] for row in rows[-4:]] == both
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"it pays on links {both[0]} over fp32 and {both[1]} over bf16 (2 workers" in readme
-    notes = " ".join(tables["break_even"]["notes"])
-    assert "README and `gcbench scale links` have for FFT are those of an exchange among 2" in notes
-    for word in ("bf16 halves", "floor of a device's memory", "backward pass", "50 us a message"):
-        assert word in notes
-
-    def told(seconds: float) -> tuple[str, str]:
-        """Return the words for stages that take so long, and the conclusions."""
-        monkeypatch.setattr(breakeven, "stages", lambda _: dict.fromkeys(breakeven.STAGES, seconds))
-        made = invoke(*words, "--force").json
-        own = next(table for table in made["tables"] if table["name"] == "break_even")
-        return own["rows"][1]["times"], " ".join(made["conclusions"])
-
-    disturbed = "other work ran on this machine, or threads waited"
-    times, said = told(1e-6)
-    assert times.startswith("stages timed alone here, 1 thread; decompressing as")
-    assert disturbed not in said
-    assert disturbed in told(1.0)[1]
-
-
 def test_an_interrupted_timing_goes_on(tmp_path, monkeypatch) -> None:
     words = ["scale", "predict", "--results", tmp_path, "--model", "resnet20", "--threads", "1"]
     words += ["--compressor", "signsgd,topk,int8", "--kernels", "measured", "--progress", "none"]
@@ -683,9 +495,8 @@ def test_a_codec_is_not_timed_apart_from_an_exchange(tmp_path) -> None:
         (("--kernels", tmp_path / "absent.json"), "No such file"),
         (("--kernels", ROOT / "results/kernels.json"), "is no measurement"),
     ]:
-        for command in ("links", "fft"):
-            found = invoke("scale", command, "--results", tmp_path, *words)
-            assert (found.code, said in found.err) == (2, True), found.err
+        found = invoke("scale", "links", "--results", tmp_path, *words)
+        assert (found.code, said in found.err) == (2, True), found.err
 
 
 # ---- how fast devices compute --------------------------------------------------------------------
@@ -903,10 +714,9 @@ def test_the_picture_of_links_has_every_number_of_workers_and_what_pays_nowhere(
         assert (told != "no link") == pays
 
 
-@pytest.mark.parametrize("command", ["links", "fft"])
-def test_a_method_that_refuses_so_many_workers_leaves_the_others_theirs(tmp_path, command) -> None:
-    words = ["scale", command, "--workers", "100000", "--results", tmp_path, "--json"]
-    words += [*(THROUGHPUT if command == "fft" else ()), "--progress", "none", "--compressor"]
+def test_a_method_that_refuses_so_many_workers_leaves_the_others_theirs(tmp_path) -> None:
+    words = ["scale", "links", "--workers", "100000", "--results", tmp_path, "--json"]
+    words += ["--progress", "none", "--compressor"]
     found = invoke(*words, "terngrad,signsgd").json
     table = next(table for table in found["tables"] if table["name"] == "methods")
     tern, sign = table["rows"]
@@ -1022,10 +832,6 @@ def test_a_configuration_that_was_not_measured_has_no_times(tmp_path) -> None:
     )
     rows = predict(tmp_path, *words[:2], "--workers", "64")["predictions"][2:]
     assert [row["over_fp32_low"] is None for row in rows] == [False, True]
-    for theta, known in [("0.85", True), ("0.5", False)]:
-        found = invoke("scale", "fft", "--theta", theta, *THROUGHPUT, *words[2:]).json
-        readings = {row["reading"] for table in found["tables"][1:2] for row in table["rows"]}
-        assert (breakeven.WHOLE in readings) == known
 
 
 def timed(path: Path, *names: str, faster: float = 1.0) -> Path:
@@ -1076,7 +882,7 @@ def test_what_is_not_taken_of_a_measurement_is_told(tmp_path) -> None:
     document["settings"]["sources"] = {"int8": "0123456789"}
     path = tmp_path / "m.json"
     path.write_text(json.dumps(document))
-    for command in (("predict", "--workers", "8"), ("links",), ("fft", *THROUGHPUT)):
+    for command in (("predict", "--workers", "8"), ("links",)):
         words = ("--compressor", "int8", "--kernels", path, "--results", tmp_path, "--json")
         found = invoke("scale", *command, *words, "--progress", "none").json
         notes = [note for table in found["tables"] for note in table["notes"]]
@@ -1179,43 +985,6 @@ def test_links_are_told_in_units_that_people_use(ranges, words) -> None:
     assert clusters.links_text(ranges) == words
 
 
-def test_a_prediction_stands_beside_the_published_bars_and_says_what_makes_the_difference(
-    tmp_path,
-) -> None:
-    words = ["--model", "alexnet", "--cluster", "gtx1080x4-1gbe", "--dense-last", "--compressor"]
-    words += ["terngrad,signsgd"]
-    found = invoke("scale", "predict", "--results", tmp_path, "--json", *words).json
-    tables = {table["name"]: table["rows"] for table in found["tables"]}
-    rows = tables["published"]
-    assert [(row["workers"], row["method"]) for row in rows] == [
-        (gpus, method) for gpus in (8, 64, 512) for method in ("none", "terngrad")
-    ]
-    steps = {(row["workers"], row["method"]): row["step_seconds"] for row in tables["predictions"]}
-    bars = figure5.PUBLISHED["1g", "alexnet"]
-    fitted = figure5.fit("1g")
-    for row in rows:
-        place, plain = figure5.GPUS.index(row["workers"]), row["method"] == "none"
-        assert row["published"] == bars["fp32" if plain else "terngrad"][place]
-        parts = sum(row[f"{part}_seconds"] for part in published_bars.PARTS)
-        assert parts == pytest.approx(steps[row["workers"], row["method"]], rel=1e-9)
-        sent = 1.0 if plain else figure5.paper_share("alexnet")
-        model = row["workers"] * 128 / fitted.seconds("alexnet", row["workers"], sent)
-        assert row["model"] == pytest.approx(model)
-        # the half of the gradient is most of what lies between the two for fp32
-        assert abs(row["predicted_needed"] / row["published"] - 1) < (0.05 if plain else 0.25)
-    for row in rows[::2]:
-        rest = sum(row[f"{part}_seconds"] for part in ("links", "messages", "node"))
-        assert row["gradient_seconds"] > 5 * abs(rest)
-    (said,) = (line for line in found["conclusions"] if "Fig. 5" in line)
-    assert "8 GPUs: 3.04 published" in said
-    told = " ".join(found["conclusions"])
-    assert "The bars of this network need only 0.517 of its gradient" in told
-    own = rows[-1]["messages_seconds"]
-    assert f"at 512 GPUs takes here, {1e3 * own:,.0f} are its own messages" in told
-    for other in (["--cluster-set", "inter.gbit=1"], ["--batch", "64"], ["--compute-ms", "300"]):
-        assert "published" not in predict(tmp_path, *words, "--workers", "8", *other)
-
-
 def concluded(steps: dict[str, tuple[float, float | None]]) -> str:
     """Return the conclusion on methods' steps: by the floor, and by measured kernels."""
     rows = []
@@ -1296,10 +1065,6 @@ def test_a_hundred_thousand_workers_take_no_time_to_predict(tmp_path) -> None:
     [
         ("predict --compute-ms 0", "--compute-ms"),
         ("predict --batch 0", "--batch"),
-        ("fft --elements 5", "--elements"),
-        ("fft --workers 1", "--workers"),
-        ("fft --link-latency-us inf", "--link-latency-us"),
-        ("fft --throughput Tm=0 " + " ".join(THROUGHPUT[2:]), "--throughput"),
         ("links --link-latency-us inf", "--link-latency-us"),
         (f"validate {ROOT}/results/digits-methods.json --link-gbit 0", "--link-gbit"),
     ],
@@ -1308,15 +1073,6 @@ def test_a_message_names_the_flag_that_was_given(tmp_path, words, flag) -> None:
     found = invoke("scale", *words.split(), "--results", tmp_path)
     assert (found.code, f"usage: {flag}: " in found.err) == (2, True), found.err
     assert f"{flag} " in invoke("scale", words.split()[0], "--help").out
-
-
-def test_fields_with_a_flag_of_another_name_are_told_by_it() -> None:
-    given = {"theta": 0.5, "code_bits": "x", "mantissa": 5, "granularity": "model"}
-    given |= {"elements": 10**6, "threads": 1, "links": [1.0], "workers": 8, "compressors": []}
-    with pytest.raises(UsageError, match=r"^--bits: "):
-        make(breakeven.Settings, FLAGS, **given)
-    with pytest.raises(UsageError, match=r"^--links: "):
-        make(breakeven.Settings, FLAGS, **{**given, "code_bits": 10, "links": [0.0]})
 
 
 @pytest.mark.parametrize("words", ["none", " none ,"])

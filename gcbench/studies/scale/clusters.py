@@ -111,6 +111,8 @@ class Cluster(_Model):
     """The link between any two devices of a node."""
     inter: Wire
     """The link of a node to the network, which the devices of the node share."""
+    note: str = ""
+    """Where the link between nodes comes from, if not from a data sheet."""
     overlap: Share = 1.0
     """Share of the backward pass that can hide communication: 1 as in DDP, 0 for none."""
     algorithm: Literal["ring", "tree", "fastest"] = "fastest"

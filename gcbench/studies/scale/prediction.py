@@ -35,7 +35,7 @@ from gcbench.core.exchange import check_legal
 from gcbench.reporting import figures, kernel_timings
 from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.studies import methods
-from gcbench.studies.scale import codec, networks, published_bars, rates, traffic, work
+from gcbench.studies.scale import codec, networks, rates, traffic, work
 from gcbench.studies.scale.clusters import BACKWARD, Cluster, links_text, rate_text
 from gcbench.studies.scale.networks import Network, Shapes
 from gcbench.training import progress
@@ -595,8 +595,8 @@ def _assumptions(
     """Return sentences on the assumptions of the prediction."""
     cluster = settings.cluster
     links = f"{rate_text(cluster.inter.gbit)} and {cluster.inter.latency_us:g} us between nodes"
-    if published_bars.place(cluster):
-        links += " (effective: what a ring needs for the fp32 bars of TernGrad's Fig. 5)"
+    if cluster.note:
+        links += f" ({cluster.note})"
     if cluster.gpus_per_node > 1:
         links += (
             f", {cluster.gpus_per_node} {cluster.device.name} in a node by "
@@ -653,9 +653,6 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     found = prepare(settings, observer, ledger)
     cluster, network, batch = settings.cluster, found.network, found.batch
     rows = list(_rows(found, settings.workers, cluster, priced=True))
-    beside: list[Row] = []
-    if settings.compute_ms is None and not settings.dense_below and not settings.sharded:
-        beside = published_bars.compare(cluster, network, batch, rows)
     most = max(settings.workers)
     curve = list(_rows(found, _spread(cluster, most), cluster, priced=False))
     title = (
@@ -685,7 +682,6 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         conclusions=[
             *_conclusions(rows),
             *_sensitivity(found, most, cluster),
-            *published_bars.conclusions(beside),
         ],
         tables=[
             Table(
@@ -697,7 +693,6 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
                 notes=notes,
                 rows=rows,
             ),
-            *([published_bars.table(network, beside)] if beside else []),
             Table(name="curve", title=title, rows=curve),
         ],
     )

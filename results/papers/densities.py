@@ -23,13 +23,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from _script import main
+from _trained import check_seeds, named
 from pydantic import BaseModel, ConfigDict, Field
 
 from gcbench.core.errors import UsageError
 from gcbench.core.world import Link, SimulatedWorld
 from gcbench.reporting import figures
 from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
-from gcbench.studies import trained, verdicts
+from gcbench.studies import verdicts
 from gcbench.studies.bounds.observe import Plan, Watch, Welford, density
 from gcbench.studies.verdicts import Claim
 from gcbench.training import captures, configuration
@@ -113,7 +115,7 @@ def run(
         UsageError: a seed comes twice, or the config is invalid.
         GcbenchError: a gradient is not finite, or data are missing.
     """
-    trained.check_seeds(settings.seed)
+    check_seeds(settings.seed)
     rows: list[Row] = []
     for number, seed in enumerate(settings.seed):
         before = number * settings.steps
@@ -322,7 +324,7 @@ def _table(rows: Sequence[Row], settings: Settings) -> Table:
             Shown(field="batches", heading="batches"),
         ],
         notes=[
-            f"{trained.named(settings.task, settings.network)}, trained uncompressed; the noise is "
+            f"{named(settings.task, settings.network)}, trained uncompressed; the noise is "
             f"that of batches of {config.batch // config.workers}. of the mean: phi of the mean of "
             "all drawn batches, which still has noise in it; the share of its squared length that "
             "is noise stands beside it. at least and at most: limits for phi of the true gradient "
@@ -372,7 +374,11 @@ def draw(analysis: Analysis, path: Path) -> None:
         axes.set_ylim(0, 1)
         axes.set_xlabel("step of training")
         axes.set_ylabel(r"density $\varphi(v) = \|v\|_1^2 \,/\, (d\,\|v\|_2^2)$")
-        named = trained.named(analysis.settings["task"], analysis.settings["network"])
-        axes.set_title(f"Gradient and noise of one batch, {named}, {len(seeds)} seeds")
+        task = named(analysis.settings["task"], analysis.settings["network"])
+        axes.set_title(f"Gradient and noise of one batch, {task}, {len(seeds)} seeds")
         axes.legend(frameon=False, fontsize="small", loc="best")
         figures.save(figure, path)
+
+
+if __name__ == "__main__":
+    main()

@@ -28,20 +28,21 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from _script import main
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from gcbench.core import registry
 from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import check_legal
 from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Row, Shown, Table
+from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.studies import methods
 from gcbench.studies.scale import networks, traffic
 from gcbench.training import progress
 
-KIND = "scale-figure5"
+KIND = "terngrad-figure5"
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 NODE = 4
 NODES = tuple(gpus // NODE for gpus in GPUS if gpus > NODE)
@@ -54,7 +55,7 @@ ANCHORS = ("googlenet-slim", "vgg-a")
 
 
 def _published() -> dict[tuple[str, str], dict[str, tuple[int, ...]]]:
-    bars = pd.read_csv(Path(__file__).parent / "data" / "terngrad_figure5.csv", dtype=str)
+    bars = pd.read_csv(Path(__file__).with_suffix(".csv"), dtype=str)
     found: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {}
     for cluster, name, method, gpus, rate in bars.itertuples(index=False):
         known = found.setdefault((cluster, name), {})
@@ -78,8 +79,17 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    compressors: list[str]
-    collective: str | None = None
+    compressor: list[str] = Field(
+        default=["topk"], description="Methods to model beside TernGrad; '' for none."
+    )
+    collective: str = Field(
+        default="", description="allreduce, allgather or twoshot; empty: the method's default."
+    )
+
+
+def steps(settings: Settings) -> int:
+    """Return the number of progress steps: bars of each method."""
+    return PLACES
 
 
 def gbit(name: str) -> float:
@@ -219,15 +229,15 @@ OWN = "TernGrad, own bytes"
 FP32 = "fp32"
 
 
-def run(settings: Settings, command: str, observer: progress.Observer) -> Analysis:
+def run(settings: Settings, command: str, observer: progress.Observer, ledger: Ledger) -> Analysis:
     """Fit the model to the bars of fp32, and predict those of TernGrad and of other methods.
 
     Raises:
         UsageError: an unknown method, or an illegal collective.
     """
-    chosen = methods.all_of(",".join(settings.compressors)) if settings.compressors else {}
+    chosen = methods.all_of(",".join(settings.compressor)) if settings.compressor else {}
     collectives = {
-        word: check_legal(method, settings.collective) for word, method in chosen.items()
+        word: check_legal(method, settings.collective or None) for word, method in chosen.items()
     }
     fits = {cluster: fit(cluster) for cluster in CLUSTERS}
     bars: list[Row] = []
@@ -517,3 +527,7 @@ def draw(analysis: Analysis, path: Path) -> None:
             fontsize="medium",
         )
         figures.save(figure, path)
+
+
+if __name__ == "__main__":
+    main()

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
+import _script
+import fft_range
+import number_formats
+import positions
 import pytest
+import ternary_noise
 import torch
 from commands import invoke
 
@@ -13,11 +19,15 @@ import gcbench
 from gcbench import ops
 from gcbench.core import registry
 from gcbench.core.errors import GcbenchError
-from gcbench.studies import fft_range, number_formats, positions, ternary_noise
 from gcbench.studies.histogram.reconstruction import Gradients
 from gcbench.training.captures import Layer
 
 SHORT = ("--task", "digits", "--steps", 12, "--seed", "0,1,2", "--progress", "none")
+
+
+def script(study, *words):
+    """Run a script of results/papers in this process."""
+    return invoke(*words, main=partial(_script.main, study))
 
 
 def normal(n: int, seed: int, scale: float = 1.0) -> torch.Tensor:
@@ -116,7 +126,7 @@ def test_a_broken_range_float_does_not_hold(monkeypatch):
 
 
 def test_number_formats_command(tmp_path):
-    done = invoke("number-formats", *SHORT, "--results", tmp_path, "--json").json
+    done = script(number_formats, *SHORT, "--results", tmp_path, "--json").json
     claims, errors, steps = (table["rows"] for table in done["tables"])
     assert len(claims) == 3 * 2 * 2 * 2
     assert len(errors) == 3 * 3 * len(number_formats.FORMATS)
@@ -124,7 +134,7 @@ def test_number_formats_command(tmp_path):
     assert len(steps) == 15 * len(errors)
     (folder,) = tmp_path.glob("number-formats-*")
     assert (folder / "number-formats.png").stat().st_size > 10_000
-    bad = invoke("number-formats", "--bits", "8,10", "--mantissa", "3", "--results", tmp_path)
+    bad = script(number_formats, "--bits", "8,10", "--mantissa", "3", "--results", tmp_path)
     assert bad.code == 2
     assert "--mantissa: " in bad.err
     assert "a mantissa for each" in bad.err
@@ -141,7 +151,7 @@ def test_entropy_by_hand():
 
 
 def test_positions_command_and_its_verdicts(tmp_path):
-    done = invoke("positions", "--elements", 20_000, "--results", tmp_path, "--json").json
+    done = script(positions, "--elements", 20_000, "--results", tmp_path, "--json").json
     claims, shares = (table["rows"] for table in done["tables"])
     assert [row["verdict"] for row in claims] == ["holds", "does not hold", "does not hold"]
     for row in shares:
@@ -255,13 +265,13 @@ def test_codes_noisier_than_a_batch_do_not_hold():
 
 
 def test_ternary_noise_command(tmp_path):
-    done = invoke("ternary-noise", *SHORT, "--draws", 2, "--results", tmp_path, "--json").json
+    done = script(ternary_noise, *SHORT, "--draws", 2, "--results", tmp_path, "--json").json
     claims, steps = (table["rows"] for table in done["tables"])
     assert len(claims) == 6
     assert len(steps) == 2 * 15
     (folder,) = tmp_path.glob("ternary-noise-*")
     assert (folder / "ternary-noise.png").stat().st_size > 10_000
-    bad = invoke("ternary-noise", "--method", "topk", "--results", tmp_path)
+    bad = script(ternary_noise, "--method", "topk", "--results", tmp_path)
     assert bad.code == 2
     assert "a form of terngrad expected" in bad.err
 
@@ -304,7 +314,7 @@ def test_the_range_is_that_of_all_workers_and_steps():
 
 
 def test_fft_range_command_and_a_run_with_what_it_finds(tmp_path):
-    done = invoke("fft-range", *SHORT, "--first", 3, "--results", tmp_path, "--json").json
+    done = script(fft_range, *SHORT, "--first", 3, "--results", tmp_path, "--json").json
     claims, steps = (table["rows"] for table in done["tables"])
     assert claims[0]["n"] == 3
     assert {row["step"] for row in steps} == {3, 6, 8, 11}
@@ -314,6 +324,6 @@ def test_fft_range_command_and_a_run_with_what_it_finds(tmp_path):
     words = ("run", "--task", "digits", "--steps", 5, "--compressor", "fft", "--results", tmp_path)
     run = invoke(*words, "--set", low.strip(), "--set", high.strip(), "--json").json
     assert run["compressor"].endswith(f"{low.strip()}, {high.strip()})")
-    early = invoke("fft-range", "--capture", "3", "--first", 5, "--results", tmp_path)
+    early = script(fft_range, "--capture", "3", "--first", 5, "--results", tmp_path)
     assert early.code == 2
     assert "no step after the first 5" in early.err

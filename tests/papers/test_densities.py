@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
+import _script
+import densities
 import pytest
 import torch
-from commands import invoke
+from commands import invoke as run
 
 from gcbench.core.errors import UsageError
 from gcbench.reporting import analysis as measuring
-from gcbench.studies import densities
 from gcbench.studies.bounds.observe import density
+
+invoke = partial(run, main=partial(_script.main, densities))
 
 
 def drawn(g: torch.Tensor, sigma: torch.Tensor, batches: int, seed: int = 0):
@@ -111,7 +115,7 @@ def test_one_seed_tells_nothing():
 
 
 def test_the_command(tmp_path, monkeypatch):
-    words = ("densities", "--steps", 7, "--snapshots", 3, "--batches", 8, "--seed", "0,1")
+    words = ("--steps", 7, "--snapshots", 3, "--batches", 8, "--seed", "0,1")
     done = invoke(*words, "--results", tmp_path, "--json")
     made = done.json
     assert made["kind"] == "densities"
@@ -136,10 +140,10 @@ def test_the_command(tmp_path, monkeypatch):
     again = invoke(*words, "--results", tmp_path, "--json")
     assert again.json == made
     assert "is finished, made by another version of the code; --force" in again.err
-    bad = invoke("densities", "--seed", "0,0", "--results", tmp_path)
+    bad = invoke("--seed", "0,0", "--results", tmp_path)
     assert bad.code == 2
     assert "each seed once" in bad.err
-    odd = invoke("densities", "--batches", 9, "--results", tmp_path)
+    odd = invoke("--batches", 9, "--results", tmp_path)
     assert odd.code == 2
     assert "--batches" in odd.err or "--batche" in odd.err
 
@@ -152,7 +156,7 @@ def test_fisher_is_finite_for_perfect_lines():
 
 def test_what_was_trained_before_a_stop_is_kept_and_dated(tmp_path, monkeypatch):
     """The second of two seeds ends the command; the next one trains that seed alone."""
-    words = ("densities", "--steps", 4, "--snapshots", 2, "--batches", 8, "--seed", "0,1")
+    words = ("--steps", 4, "--snapshots", 2, "--batches", 8, "--seed", "0,1")
     train, seeds, times = densities._train, [], iter(range(100))
 
     def trained(settings, seed, *others):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
+from _script import main
 from pydantic import BaseModel, ConfigDict, Field
 
 from gcbench import ops
@@ -203,3 +204,7 @@ def draw(analysis: Analysis, path: Path) -> None:
         axes.set_title("What it costs to say which elements are kept")
         axes.legend(frameon=False, fontsize="small")
         figures.save(figure, path)
+
+
+if __name__ == "__main__":
+    main()

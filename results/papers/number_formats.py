@@ -28,6 +28,8 @@ from statistics import fmean
 from typing import Annotated
 
 import torch
+from _script import main
+from _trained import Trained, gradients, title
 from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
@@ -45,7 +47,6 @@ from gcbench.reporting.analysis import (
 from gcbench.reporting.rendering import records
 from gcbench.studies import verdicts
 from gcbench.studies.histogram.reconstruction import Gradients
-from gcbench.studies.trained import Trained, gradients, title
 from gcbench.studies.verdicts import Claim
 from gcbench.training.progress import Observer
 
@@ -328,3 +329,7 @@ def draw(analysis: Analysis, path: Path) -> None:
         told = f"Number formats on gradients of {title(analysis)}, {seeds} seeds"
         figure.suptitle(told, fontsize="medium")
         figures.save(figure, path)
+
+
+if __name__ == "__main__":
+    main()

@@ -21,6 +21,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated
 
+from _script import main
+from _trained import Trained, gradients, title
 from pydantic import Field
 from torch import Tensor
 
@@ -33,7 +35,6 @@ from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.studies import methods, verdicts
 from gcbench.studies.bounds.alone import agreed, energy
 from gcbench.studies.histogram.reconstruction import Gradients
-from gcbench.studies.trained import Trained, gradients, title
 from gcbench.studies.verdicts import Claim
 from gcbench.training.configuration import finite
 from gcbench.training.progress import Observer
@@ -248,3 +249,7 @@ def draw(analysis: Analysis, path: Path) -> None:
         axes.set_title(f"Noise of ternary codes against the gradient's own, {title(analysis)}")
         axes.legend(frameon=False, fontsize="small")
         figures.save(figure, path)
+
+
+if __name__ == "__main__":
+    main()

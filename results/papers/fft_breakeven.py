@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from _script import main
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from gcbench import ops
 from gcbench.core import registry
@@ -38,9 +39,9 @@ from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.studies import methods
 from gcbench.studies.scale import clusters, codec, traffic, work
 from gcbench.studies.scale import links as pays
-from gcbench.training import progress
+from gcbench.training import grid, progress
 
-KIND = "scale-link"
+KIND = "fft-breakeven"
 STAGES = ("Tm", "Tf", "Tp", "Ts")
 STAGE_NAMES = {
     "Tm": "conversion",
@@ -67,21 +68,49 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    theta: float
-    code_bits: int
-    mantissa: int
-    granularity: str | int
-    elements: Annotated[int, Field(ge=10 * COLUMNS, le=100_000_000)]
-    threads: Annotated[int, Field(ge=1)]
-    throughput: dict[str, Gigabytes] = {}
-    """Throughputs in GB/s of all `STAGES`; empty: timed on this machine."""
-    links: list[Gigabytes]
-    """In Gbit/s."""
-    workers: Annotated[int, Field(ge=2, le=100_000)]
-    compressors: list[str]
-    kernels: str = pays.STORED
-    """The measurement for the table of methods, see `links.Settings`."""
-    link_latency_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 50.0
+    theta: float = Field(default=0.85, description="Share of the bins that is dropped.")
+    bits: int = Field(default=10, description="Bits per code.")
+    mantissa: int = Field(default=5, description="Bits of its mantissa.")
+    granularity: str = Field(
+        default="model", description="model (as published), tensor, or a group size."
+    )
+    elements: int = Field(
+        default=1_000_000, ge=10 * COLUMNS, le=100_000_000, description="Gradient size to time."
+    )
+    threads: int = Field(default=1, ge=1, description="Threads of the kernels.")
+    throughput: list[Gigabytes] = Field(
+        default=[],
+        description=f"GB/s of the stages {', '.join(STAGES)}, all four; empty: timed here.",
+    )
+    links: list[Gigabytes] = Field(
+        default=[1.0, 10.0, 25.0, 40.0, 56.0, 100.0, 400.0], description="Links in Gbit/s."
+    )
+    workers: int = Field(default=8, ge=2, le=100_000, description="GPUs in the table of methods.")
+    compressor: list[str] = Field(
+        default=[], description="Methods in that table, e.g. topk,qsgd; empty: all."
+    )
+    kernels: str = Field(
+        default=pays.STORED,
+        description="Codec times inside an exchange: stored (in the package), or a file of "
+        "`gcbench bandwidth --json`.",
+    )
+    link_latency_us: float = Field(
+        default=50.0, ge=0, allow_inf_nan=False, description="Latency of the link, microseconds."
+    )
+
+    @field_validator("throughput")
+    @classmethod
+    def _all_or_none(cls, given: list[float]) -> list[float]:
+        if len(given) not in (0, len(STAGES)):
+            raise ValueError(
+                f"{len(given)} numbers; give all of {', '.join(STAGES)}, or none to time them"
+            )
+        return given
+
+
+def steps(settings: Settings) -> int:
+    """Return the number of progress steps."""
+    return 1
 
 
 # ---- the equations -------------------------------------------------------------------------------
@@ -117,10 +146,14 @@ def _method(settings: Settings) -> Compressor:
     return registry.compressor(
         "fft",
         theta=settings.theta,
-        code_bits=settings.code_bits,
+        code_bits=settings.bits,
         mantissa=settings.mantissa,
-        granularity=settings.granularity,
+        granularity=grid.value(settings.granularity),
     )
+
+
+def _chosen(settings: Settings) -> dict[str, Compressor]:
+    return dict(methods.all_of(",".join(settings.compressor) or None))
 
 
 def stages(settings: Settings) -> dict[str, float]:
@@ -129,12 +162,12 @@ def stages(settings: Settings) -> dict[str, float]:
     Packing is gcbench's: bitmap, gathering and coding of the kept bins are one operation.
     """
     n = settings.elements // COLUMNS * COLUMNS
-    segments = Segments.of([(n // COLUMNS, COLUMNS)], settings.granularity)
+    segments = Segments.of([(n // COLUMNS, COLUMNS)], grid.value(settings.granularity))
     x = torch.randn(n, generator=torch.Generator().manual_seed(0))
     runs = ops.spectrum.runs_of(segments, settings.theta)
     bins, energy = ops.spectrum.forward(x, segments)
     kept = ops.spectrum.largest(energy, runs)
-    form = settings.code_bits, settings.mantissa, 1
+    form = settings.bits, settings.mantissa, 1
     calls = {
         "Tm": x.half,
         "Tf": lambda: ops.spectrum.forward(x, segments),
@@ -162,7 +195,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     n = settings.elements // COLUMNS * COLUMNS
     shapes = ((n // COLUMNS, COLUMNS),)
     nbytes = 4.0 * n
-    chosen = methods.all_of(",".join(settings.compressors))
+    chosen = _chosen(settings)
     known = pays.measurement(settings.kernels)
 
     done = 0
@@ -178,7 +211,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
 
     readings: dict[str, float] = {"the paper's claim": seconds_of(CLAIM[0], CLAIM[1] * 1e9 / 8)}
     if settings.throughput:
-        speed = {stage: 1e9 * settings.throughput[stage] for stage in STAGES}
+        speed = {stage: 1e9 * rate for stage, rate in zip(STAGES, settings.throughput, strict=True)}
     else:
         spent = remember("stages", lambda: stages(settings))
         speed = {stage: nbytes / spent[stage] for stage in STAGES}
@@ -488,3 +521,7 @@ def draw(analysis: Analysis, path: Path) -> None:
             fontsize="medium",
         )
         figures.save(figure, path)
+
+
+if __name__ == "__main__":
+    main()

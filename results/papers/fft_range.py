@@ -17,6 +17,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from _script import main
+from _trained import Trained, gradients, title
+from number_formats import error
 from pydantic import Field
 from torch import Tensor
 
@@ -29,8 +32,6 @@ from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.studies import verdicts
 from gcbench.studies.bounds.alone import passed
 from gcbench.studies.histogram.reconstruction import Gradients
-from gcbench.studies.number_formats import error
-from gcbench.studies.trained import Trained, gradients, title
 from gcbench.studies.verdicts import Claim
 from gcbench.training.configuration import finite
 from gcbench.training.progress import Observer
@@ -247,3 +248,7 @@ def draw(analysis: Analysis, path: Path) -> None:
             fontsize="medium",
         )
         figures.save(figure, path)
+
+
+if __name__ == "__main__":
+    main()
