@@ -123,7 +123,7 @@ def windows(text: Tensor, context: int) -> Windows:
 class Layer(nn.Module):
     """One pre-norm layer: x + attention(norm(x)), then x + perceptron(norm(x))."""
 
-    def __init__(self, width: int, heads: int, *, bias: bool, gelu: str) -> None:
+    def __init__(self, width: int, heads: int, *, bias: bool = True, gelu: str = "tanh") -> None:
         super().__init__()
         self.heads = heads
         self.gelu = GELUS[gelu]

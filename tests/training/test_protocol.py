@@ -414,7 +414,7 @@ def test_rows_of_a_suite_that_shares_runs_are_asked_for_before_anything_is_train
     entry = "  - config: {compressor: none}\n  - config: {compressor: topk}\n"
     mine.write_text(OWN.partition("entries:")[0] + f"shares: [own]\nentries:\n{entry}")
     with pytest.raises(
-        UsageError, match=r"shares.*'own' is no suite of gcbench's own: fft-accuracy"
+        UsageError, match=r"shares.*'own' is no suite of gcbench's own: converged, fft-acc"
     ):
         suites.load(str(mine))
     names = suites.names()
@@ -449,7 +449,7 @@ def test_rows_of_a_suite_that_shares_runs_are_asked_for_before_anything_is_train
 def test_suites_say_which_others_share_their_runs():
     """Each run that two tuned suites have is in one that is declared, and no suite in vain."""
     every = [suites.load(name) for name in suites.names()]
-    runs = {s.name: {p.identity for p in s.points()} for s in every if s.tune is not None}
+    runs = {s.name: {p.identity for p in s.points()} for s in every if s.tunes}
     shares = {suite.name: suite.shares for suite in every}
     assert sum(map(bool, shares.values())) >= 2
     for suite in every:
