@@ -35,6 +35,7 @@ from gcbench.commands.helptext import make_plain
 from gcbench.commands.histogram import histogram
 from gcbench.commands.report import report
 from gcbench.commands.scale import app as scale_app
+from gcbench.core import output
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.reporting import foreign
 
@@ -503,7 +504,7 @@ def compare(
         else:
             rows = comparing.chosen(runs, asked, beside.suite.choices, beside.rows)
             title = f"Suite {beside.suite.name}: {beside.suite.title}" if suite is None else ""
-        print(("\n" if shown else "") + comparing.told(rows, asked, title))
+        output.emit(("\n" if shown else "") + comparing.told(rows, asked, title))
         if beside is not None and beside.missing:
             say("\n  ".join(beside.unmade()))
         shown += rows
@@ -634,7 +635,7 @@ def kernels(
 
     timings = timing.load(file)
     rows = timing.select(timings.rows, size=size, threads=threads, op=op, backend=backend)
-    print(timing.render(timings, rows, "json" if json else format_.value))
+    output.emit(timing.render(timings, rows, "json" if json else format_.value))
 
 
 app.command()(histogram)
@@ -643,17 +644,18 @@ app.command()(bandwidth)
 app.add_typer(scale_app, name="scale")
 app.command()(advise)
 app.command()(report)
-for _kind, _module in studies.third_parties().items():
-    app.command(name=_kind, rich_help_panel="Analyses of other packages")(
-        derived.command(_kind, _module)
-    )
+with output.reserved():  # modules of other packages may print when they are imported
+    for _kind, _module in studies.third_parties().items():
+        app.command(name=_kind, rich_help_panel="Analyses of other packages")(
+            derived.command(_kind, _module)
+        )
 
 
 def _print_folder(name: str, folder: Path, *, as_json: bool) -> None:
     if as_json:
         print_json({"name": name, "folder": str(folder), "found": folder.is_dir()})
     else:
-        print(folder)
+        output.emit(str(folder))
 
 
 @data_app.command("get")
@@ -713,6 +715,23 @@ def _leave() -> None:
     os._exit(0)
 
 
+LONGEST_MESSAGE = 4000
+"""Characters of an error message that are printed: a plug-in may raise an error of any length."""
+
+
+def _message(text: str) -> str:
+    """Return an error message as it is printed: without control sequences, and of limited length.
+
+    The middle is left out: the beginning says what came, the end what to do.
+    """
+    text = foreign.printable(text)
+    if len(text) <= LONGEST_MESSAGE:
+        return text
+    half = LONGEST_MESSAGE // 2
+    left = len(text) - 2 * half
+    return f"{text[:half]} [... {left} characters left out ...] {text[-half:]}"
+
+
 def main() -> None:
     """Run the command line; exit code 2 for usage, 1 for failures, 130 when interrupted."""
     from gcbench.training import launched, membership
@@ -733,7 +752,7 @@ def main() -> None:
         if os.environ.get("GCBENCH_DEBUG"):
             raise
         prefix = "usage: " if isinstance(error, UsageError) else ""
-        say(f"gcbench: {prefix}{foreign.printable(str(error))}")
+        say(f"gcbench: {prefix}{_message(str(error))}")
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.stdout = None  # the reader of the pipe has ended: flushing would raise again
@@ -744,7 +763,6 @@ def main() -> None:
     except Exception as error:  # whatever was not foreseen: one line, and how to see the traceback
         if os.environ.get("GCBENCH_DEBUG"):
             raise
-        said = (str(error).splitlines() or [""])[0]
-        said = foreign.printable(said)
+        said = _message((str(error).splitlines() or [""])[0])
         say(f"gcbench: {type(error).__name__}: {said} (`gcbench --debug ...` shows where)")
         sys.exit(1)

@@ -91,7 +91,7 @@ def command(kind: str, module: str) -> Callable[..., None]:
         common: dict[str, tuple[Any, Any]] = dict(COMMON)
         if trains := DATA in inspect.signature(study.run).parameters:
             common[DATA] = (DataDir, None)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         said = f"the analysis {kind!r} of {module}: {type(error).__name__}: {error}"
 
         def broken() -> None:
