@@ -107,8 +107,8 @@ def run(
     mappings `options`, `task_options` and `memory_options`.
 
     `results`: the folder of the runs. A run that is finished there is not repeated unless `force`
-    is true; one that was interrupted is resumed. `data_dir`: the folder of the data sets; None: the
-    download cache. `progress`: how progress is shown on stderr.
+    is true; one that was interrupted is resumed. `data_dir`: the folder of the data sets; None: that
+    of the environment variable GCBENCH_DATA, else the download cache. `progress`: how progress is shown on stderr.
 
     >>> import gcbench, tempfile
     >>> folder = tempfile.mkdtemp()
@@ -120,6 +120,8 @@ def run(
         gcbench.core.errors.UsageError: an unknown setting or value; the message lists those known.
         gcbench.core.errors.GcbenchError: a run failed; the other runs of the grid are finished.
     """
+    import os
+
     from gcbench.core.errors import unknown
     from gcbench.reporting import reader
     from gcbench.training import configuration, grid, runner
@@ -129,7 +131,8 @@ def run(
             raise unknown("setting", name, configuration.Config.model_fields)
     folder = Path(results)
     configs = grid.expand(settings, None)
-    data = None if data_dir is None else Path(data_dir)
+    named = os.environ.get("GCBENCH_DATA") if data_dir is None else data_dir
+    data = Path(named) if named else None
     made = runner.Runner(folder, data, 60.0, progress, force=force)
     made.all(configs, json=False)
     return reader.frame([reader.load([folder / config.run_name])[0] for config in configs])

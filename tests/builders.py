@@ -62,6 +62,7 @@ def summary(name: str = "none", seed: int = 0, accuracy: float | None = 0.5, **o
         "compressor_name": name,
         "test_accuracy": accuracy,
         "test_loss": 0.25,
+        "test_examples": 10_000,
         "train_loss": 0.2,
         "params": 1000,
         "payload_bytes_up": 40_000_000,

@@ -72,6 +72,7 @@ class Summary(BaseModel):
     validation_loss: float | None = None
     failed: Failure | None = None
     test_top5: float | None = None
+    test_examples: int | None = Field(default=None, ge=1)
     train_loss: float | None = None
     params: int | None = None
     payload_bytes_up: float = Field(ge=0)

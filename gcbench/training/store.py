@@ -148,7 +148,7 @@ class Run:
         if not (self.folder / "summary.json").exists():
             return None
         found = self._object("summary.json")
-        if found.get("schema") == SCHEMA:  # a run of another schema is made again
+        if files.DIGEST in found or found.get("schema") == SCHEMA:  # others are made again
             files.check_run(self.folder, found)
         return found
 
