@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+import os
 
+TYPE_CHECKING = False  # importing typing and pathlib would delay the handler of Ctrl-C
 __version__ = "0.1.0"
 PUBLIC = {
     **dict.fromkeys(("Compressor", "Key", "MultiRoundCompressor", "Payload"), "core.compressor"),
@@ -42,11 +42,14 @@ __all__ = [
 ]
 
 # In a checkout the plug-in folders are siblings of this package; in a wheel they lie inside it.
-_HERE = Path(__file__).parent
-if not (_HERE / "compressors").is_dir():
-    __path__.append(str(_HERE.parent))
+_HERE = os.path.dirname(os.path.abspath(__file__))
+if not os.path.isdir(os.path.join(_HERE, "compressors")):
+    __path__.append(os.path.dirname(_HERE))
 
 if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import Any, Literal
+
     from pandas import DataFrame
 
     from gcbench.core.claims import Claims
@@ -107,8 +110,9 @@ def run(
     mappings `options`, `task_options` and `memory_options`.
 
     `results`: the folder of the runs. A run that is finished there is not repeated unless `force`
-    is true; one that was interrupted is resumed. `data_dir`: the folder of the data sets; None: that
-    of the environment variable GCBENCH_DATA, else the download cache. `progress`: how progress is shown on stderr.
+    is true; one that was interrupted is resumed. `data_dir`: the folder of the data sets; None: the
+    folder that the environment variable GCBENCH_DATA names, else the download cache. `progress`:
+    how progress is shown on stderr.
 
     >>> import gcbench, tempfile
     >>> folder = tempfile.mkdtemp()
@@ -120,7 +124,7 @@ def run(
         gcbench.core.errors.UsageError: an unknown setting or value; the message lists those known.
         gcbench.core.errors.GcbenchError: a run failed; the other runs of the grid are finished.
     """
-    import os
+    from pathlib import Path
 
     from gcbench.core.errors import unknown
     from gcbench.reporting import reader
@@ -148,6 +152,8 @@ def load_results(*places: str | Path) -> DataFrame:
     Raises:
         gcbench.core.errors.GcbenchError: a place holds no finished run, or cannot be read.
     """
+    from pathlib import Path
+
     from gcbench.reporting import reader
 
     return reader.frame(reader.load([Path(place) for place in places or ("results/runs",)]))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import shlex
+import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -480,7 +481,8 @@ def compare(
     )
     wanted = [suites.load(suite)] if suite is not None else []
     watch = partial(watched, progress, "compare")
-    groups = published.by_suite(reader.load(folders or [RUNS], watch), *wanted)
+    faults: reader.Faults = []
+    groups = published.by_suite(reader.load(folders or [RUNS], watch, faults), *wanted)
     made = [run for name, group in groups.items() if name for run in group]
     if suite is not None:
         made += groups.get("", [])
@@ -521,6 +523,21 @@ def compare(
         else:
             run_plots.draw([run for row in shown for run in row.runs], plot)
         say(f"wrote {plot}")
+    _end_with(faults)
+
+
+def _end_with(faults: Sequence[GcbenchError]) -> None:
+    """Print the errors of rows that were left out, if there are any, and exit with code 1."""
+    for fault in faults[:MOST_FAULTS]:
+        say(f"gcbench: left out: {_message(str(fault))}")
+    if len(faults) > MOST_FAULTS:
+        say(f"gcbench: left out: {len(faults) - MOST_FAULTS} more, with errors like these")
+    if faults:
+        raise typer.Exit(1)
+
+
+MOST_FAULTS = 20
+"""Errors of rows that are printed."""
 
 
 @app.command()
@@ -732,8 +749,11 @@ def _message(text: str) -> str:
     return f"{text[:half]} [... {left} characters left out ...] {text[-half:]}"
 
 
-def main() -> None:
-    """Run the command line; exit code 2 for usage, 1 for failures, 130 when interrupted."""
+def main(interrupts: Any = None) -> None:
+    """Run the command line; exit code 2 for usage, 1 for failures, 130 when interrupted.
+
+    `interrupts`: the handler of Ctrl-C from here on; None: the present one.
+    """
     from gcbench.training import launched, membership
 
     # torch's import makes many objects and no garbage: a short run took 2.4 s, and takes 2.1 s.
@@ -741,6 +761,8 @@ def main() -> None:
     if membership.by_torchrun():  # before torch is imported, which takes seconds
         launched.die_with_parent(os.getppid())
     try:
+        if interrupts is not None:
+            signal.signal(signal.SIGINT, interrupts)
         app()
     except SystemExit as done:
         if membership.by_torchrun() and done.code in (None, 0):

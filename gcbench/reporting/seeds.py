@@ -273,7 +273,8 @@ def against_baselines(runs: DataFrame, configurations: DataFrame) -> DataFrame:
     That is the configuration of the uncompressed runs of equal budget, or missing. Added are:
     `pairs`, the number of seeds that both finished; `difference`, the mean of the paired
     differences, or the difference of the two means where there is no pair; `difference_sd`;
-    `difference_low` and `difference_high`, its 95 % interval by `half_interval`, NaN below two pairs;
+    `difference_low` and `difference_high`, its 95 % interval by `half_interval`, NaN below two
+    pairs;
     `above_baseline` and `below_baseline`: whether the interval lies on one side of zero, the better
     or the worse; `faster`: whether the target was met in fewer steps, by the interval of the paired
     differences of steps where both met it, at least two; `band_low` and `band_high`: the lowest and
