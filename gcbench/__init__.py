@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+import os
 
+TYPE_CHECKING = False  # importing typing and pathlib would delay the handler of Ctrl-C
 __version__ = "0.1.0"
 PUBLIC = {
     **dict.fromkeys(("Compressor", "Key", "MultiRoundCompressor", "Payload"), "core.compressor"),
@@ -42,11 +42,14 @@ __all__ = [
 ]
 
 # In a checkout the plug-in folders are siblings of this package; in a wheel they lie inside it.
-_HERE = Path(__file__).parent
-if not (_HERE / "compressors").is_dir():
-    __path__.append(str(_HERE.parent))
+_HERE = os.path.dirname(os.path.abspath(__file__))
+if not os.path.isdir(os.path.join(_HERE, "compressors")):
+    __path__.append(os.path.dirname(_HERE))
 
 if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import Any, Literal
+
     from pandas import DataFrame
 
     from gcbench.core.claims import Claims
@@ -108,7 +111,8 @@ def run(
 
     `results`: the folder of the runs. A run that is finished there is not repeated unless `force`
     is true; one that was interrupted is resumed. `data_dir`: the folder of the data sets; None: the
-    download cache. `progress`: how progress is shown on stderr.
+    folder that the environment variable GCBENCH_DATA names, else the download cache. `progress`:
+    how progress is shown on stderr.
 
     >>> import gcbench, tempfile
     >>> folder = tempfile.mkdtemp()
@@ -120,6 +124,8 @@ def run(
         gcbench.core.errors.UsageError: an unknown setting or value; the message lists those known.
         gcbench.core.errors.GcbenchError: a run failed; the other runs of the grid are finished.
     """
+    from pathlib import Path
+
     from gcbench.core.errors import unknown
     from gcbench.reporting import reader
     from gcbench.training import configuration, grid, runner
@@ -129,7 +135,8 @@ def run(
             raise unknown("setting", name, configuration.Config.model_fields)
     folder = Path(results)
     configs = grid.expand(settings, None)
-    data = None if data_dir is None else Path(data_dir)
+    named = os.environ.get("GCBENCH_DATA") if data_dir is None else data_dir
+    data = Path(named) if named else None
     made = runner.Runner(folder, data, 60.0, progress, force=force)
     made.all(configs, json=False)
     return reader.frame([reader.load([folder / config.run_name])[0] for config in configs])
@@ -145,6 +152,8 @@ def load_results(*places: str | Path) -> DataFrame:
     Raises:
         gcbench.core.errors.GcbenchError: a place holds no finished run, or cannot be read.
     """
+    from pathlib import Path
+
     from gcbench.reporting import reader
 
     return reader.frame(reader.load([Path(place) for place in places or ("results/runs",)]))

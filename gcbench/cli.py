@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import shlex
+import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from gcbench.commands.helptext import make_plain
 from gcbench.commands.histogram import histogram
 from gcbench.commands.report import report
 from gcbench.commands.scale import app as scale_app
+from gcbench.core import output
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.reporting import foreign
 
@@ -487,7 +489,8 @@ def compare(
     )
     wanted = [suites.load(suite)] if suite is not None else []
     watch = partial(watched, progress, "compare")
-    groups = published.by_suite(reader.load(folders or [RUNS], watch), *wanted)
+    faults: reader.Faults = []
+    groups = published.by_suite(reader.load(folders or [RUNS], watch, faults), *wanted)
     made = [run for name, group in groups.items() if name for run in group]
     if suite is not None:
         made += groups.get("", [])
@@ -511,7 +514,7 @@ def compare(
         else:
             rows = comparing.chosen(runs, asked, beside.suite.choices, beside.rows)
             title = f"Suite {beside.suite.name}: {beside.suite.title}" if suite is None else ""
-        print(("\n" if shown else "") + comparing.told(rows, asked, title))
+        output.emit(("\n" if shown else "") + comparing.told(rows, asked, title))
         if beside is not None and beside.missing:
             say("\n  ".join(beside.unmade()))
         shown += rows
@@ -528,6 +531,21 @@ def compare(
         else:
             run_plots.draw([run for row in shown for run in row.runs], plot)
         say(f"wrote {plot}")
+    _end_with(faults)
+
+
+def _end_with(faults: Sequence[GcbenchError]) -> None:
+    """Print the errors of rows that were left out, if there are any, and exit with code 1."""
+    for fault in faults[:MOST_FAULTS]:
+        say(f"gcbench: left out: {_message(str(fault))}")
+    if len(faults) > MOST_FAULTS:
+        say(f"gcbench: left out: {len(faults) - MOST_FAULTS} more, with errors like these")
+    if faults:
+        raise typer.Exit(1)
+
+
+MOST_FAULTS = 20
+"""Errors of rows that are printed."""
 
 
 @app.command()
@@ -642,7 +660,7 @@ def kernels(
 
     timings = timing.load(file)
     rows = timing.select(timings.rows, size=size, threads=threads, op=op, backend=backend)
-    print(timing.render(timings, rows, "json" if json else format_.value))
+    output.emit(timing.render(timings, rows, "json" if json else format_.value))
 
 
 app.command()(histogram)
@@ -657,7 +675,7 @@ def _print_folder(name: str, folder: Path, *, as_json: bool) -> None:
     if as_json:
         print_json({"name": name, "folder": str(folder), "found": folder.is_dir()})
     else:
-        print(folder)
+        output.emit(str(folder))
 
 
 @data_app.command("get")
@@ -716,8 +734,28 @@ def _leave() -> None:
     os._exit(0)
 
 
-def main(run: Callable[[], None] = app) -> None:
-    """Run a command-line app; exit code 2 for usage, 1 for failures, 130 when interrupted."""
+LONGEST_MESSAGE = 4000
+"""Characters of an error message that are printed: a plug-in may raise an error of any length."""
+
+
+def _message(text: str) -> str:
+    """Return an error message as it is printed: without control sequences, and of limited length.
+
+    The middle is left out: the beginning says what came, the end what to do.
+    """
+    text = foreign.printable(text)
+    if len(text) <= LONGEST_MESSAGE:
+        return text
+    half = LONGEST_MESSAGE // 2
+    left = len(text) - 2 * half
+    return f"{text[:half]} [... {left} characters left out ...] {text[-half:]}"
+
+
+def main(interrupts: Any = None, run: Callable[[], None] = app) -> None:
+    """Run a command-line app; exit code 2 for usage, 1 for failures, 130 when interrupted.
+
+    `interrupts`: the handler of Ctrl-C from here on; None: the present one.
+    """
     from gcbench.training import launched, membership
 
     # torch's import makes many objects and no garbage: a short run took 2.4 s, and takes 2.1 s.
@@ -725,6 +763,8 @@ def main(run: Callable[[], None] = app) -> None:
     if membership.by_torchrun():  # before torch is imported, which takes seconds
         launched.die_with_parent(os.getppid())
     try:
+        if interrupts is not None:
+            signal.signal(signal.SIGINT, interrupts)
         run()
     except SystemExit as done:
         if membership.by_torchrun() and done.code in (None, 0):
@@ -736,7 +776,7 @@ def main(run: Callable[[], None] = app) -> None:
         if os.environ.get("GCBENCH_DEBUG"):
             raise
         prefix = "usage: " if isinstance(error, UsageError) else ""
-        say(f"gcbench: {prefix}{foreign.printable(str(error))}")
+        say(f"gcbench: {prefix}{_message(str(error))}")
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.stdout = None  # the reader of the pipe has ended: flushing would raise again
@@ -747,7 +787,6 @@ def main(run: Callable[[], None] = app) -> None:
     except Exception as error:  # whatever was not foreseen: one line, and how to see the traceback
         if os.environ.get("GCBENCH_DEBUG"):
             raise
-        said = (str(error).splitlines() or [""])[0]
-        said = foreign.printable(said)
+        said = _message((str(error).splitlines() or [""])[0])
         say(f"gcbench: {type(error).__name__}: {said} (`gcbench --debug ...` shows where)")
         sys.exit(1)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from gcbench.core.compressor import Compressor, Key, Payload, Segments
+from gcbench.core.files import FILES, hash_file, sealed
 
 
 def encode_shards(
@@ -61,6 +62,7 @@ def summary(name: str = "none", seed: int = 0, accuracy: float | None = 0.5, **o
         "compressor_name": name,
         "test_accuracy": accuracy,
         "test_loss": 0.25,
+        "test_examples": 10_000,
         "train_loss": 0.2,
         "params": 1000,
         "payload_bytes_up": 40_000_000,
@@ -96,13 +98,19 @@ def write(folder: Path, *summaries: Any) -> Path:
         run = folder / f"{one['task']}-{one['compressor_name']}-{place}"
         run.mkdir(parents=True)
         (run / "config.json").write_text(json.dumps(one["config"]))
-        (run / "summary.json").write_text(json.dumps(one))
         evaluations = [
             {"kind": "eval", "step": s, "test_accuracy": 0.9 - 1 / s, "test_loss": 1 / s}
             for s in range(10, 101, 10)
         ]
         (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, evaluations)))
+        listed = {name: hash_file(run / name) for name in ("config.json", "metrics.jsonl")}
+        (run / "summary.json").write_text(json.dumps(sealed({**one, FILES: listed})))
     return folder
+
+
+def reseal(path: Path, **changes: Any) -> None:
+    """Change fields of a summary.json on purpose: its digest fits afterwards."""
+    path.write_text(json.dumps(sealed({**json.loads(path.read_text()), **changes})))
 
 
 BASE = [summary("none", seed, value) for seed, value in enumerate((0.90, 0.92, 0.94))]

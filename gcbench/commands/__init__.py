@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gcbench import studies
+from gcbench.core import output
 from gcbench.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def say(text: str) -> None:
 
 def print_json(value: Any) -> None:
     """Print a value on stdout as JSON."""
-    print(json.dumps(value, indent=2))
+    output.emit(json.dumps(value, indent=2))
 
 
 def watched(shown: Progress, name: str, steps: int) -> progress.Observer:
@@ -121,7 +122,7 @@ def deliver(
     from gcbench.reporting import analysis as measuring
 
     folder = measuring.save(analysis, results)
-    print(measuring.render(analysis, "json" if as_json else chosen.value))
+    output.emit(measuring.render(analysis, "json" if as_json else chosen.value))
     for path in filter(None, (folder / f"{analysis.kind}.png", plot)):
         drawn = draw(analysis, path) or [path]
         say(f"wrote {', '.join(map(str, drawn))}")

@@ -12,6 +12,9 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from gcbench.core import output
+from gcbench.core.errors import GcbenchError
+
 NARROW = 72
 """In terminals of fewer columns descriptions stand under their options, not beside them."""
 BESIDE = 28
@@ -82,7 +85,27 @@ class _Plain:
 
 
 class PlainCommand(_Plain, TyperCommand):
-    """A command with plain help."""
+    """A command with plain help, whose result alone reaches stdout and decides the exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command.
+
+        Raises:
+            GcbenchError: something that it called ended the process as if all went well; commands
+                return, and exit only with another code.
+        """
+        try:
+            with output.reserved():
+                return super().invoke(ctx)
+        except (SystemExit, typer.Exit) as ended:
+            code = ended.code if isinstance(ended, SystemExit) else ended.exit_code
+            if isinstance(ended, typer.Exit) and code:
+                raise
+            raise GcbenchError(
+                f"{self.name} was ended before it had a result: a plug-in called "
+                f"sys.exit({code!r}) or raised {type(ended).__name__}. Raise an error instead; "
+                "`gcbench --debug ...` shows where"
+            ) from ended
 
 
 class PlainGroup(_Plain, TyperGroup):

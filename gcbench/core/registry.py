@@ -74,7 +74,7 @@ def _third_party(point: EntryPoint, base: type) -> type[Any]:
     source = point.dist.name if point.dist else point.value
     try:
         loaded = point.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise GcbenchError(
             f"{point.name!r} of the package {source} does not load ({point.value}): {error!r}"
         ) from error
@@ -191,7 +191,7 @@ def _from_file(name: str, path: str) -> type[Any]:
         sys.modules[module_name] = module
         try:
             loader.exec_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             del sys.modules[module_name]
             raise GcbenchError(f"{path} does not load: {error!r}") from error
     return _only(module, Compressor, path)

@@ -23,6 +23,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from gcbench.core import files
 from gcbench.core.errors import GcbenchError, UsageError, unknown
 from gcbench.reporting import foreign, glossary
 from gcbench.reporting.rendering import Column, block, csv_text, number, sentence, where
@@ -306,9 +307,9 @@ def load(folder: Path) -> Analysis:
         raise UsageError(f"no analysis in {folder} (its folder holds {HEAD} once it is finished)")
     remedy = "delete that folder and run its command again"
     try:
-        analysis = _checked(json.loads(path.read_text()), path, remedy)
+        analysis = _checked(json.loads(files.read_text(path)), path, remedy)
         for table in analysis.tables:
-            rows = json.loads((folder / f"{table.name}.json").read_text())
+            rows = json.loads(files.read_text(folder / f"{table.name}.json"))
             table.rows = foreign.plain(rows, f"{folder}, {table.name}", keep="\n")
     except (OSError, ValueError, RecursionError) as error:
         raise GcbenchError(f"{folder} cannot be read ({error}); {remedy}") from None

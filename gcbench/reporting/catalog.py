@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gcbench import ops
-from gcbench.core import registry
+from gcbench.core import output, registry
 from gcbench.core.errors import GcbenchError
 from gcbench.core.schema import ADDED
 from gcbench.reporting import glossary
@@ -223,11 +223,11 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         rest = {k: v for k, v in row.items() if k not in ("name", "what", "defaults")}
         told = f"{row['name']}: {row.get('what', '')}".removesuffix(": ")
-        print(textwrap.fill(told, width, break_long_words=False, break_on_hyphens=False))
+        output.emit(textwrap.fill(told, width, break_long_words=False, break_on_hyphens=False))
         for key, value in rest.items():
             line = f"{key.replace('_', ' ')}: {_cell(value)}"
             indent = "    "
-            print(
+            output.emit(
                 textwrap.fill(
                     line,
                     width,
@@ -255,7 +255,7 @@ def show_table(rows: Sequence[Mapping[str, Any]]) -> None:
         table.add_row(*(Text(_cell(value)) for value in row.values()))
     width = shutil.get_terminal_size((100, 24)).columns
     if Console(width=1000).measure(table).maximum <= width:
-        Console(width=width).print(table)
+        Console(file=output.stream(), width=width).print(table)
     else:
         show(rows)
 
@@ -283,16 +283,17 @@ def show_verdicts(rows: Sequence[Mapping[str, Any]]) -> None:
         cells = [Text(row[column]) for column in ("check", "measured", "bound")]
         verdict = Text(row["verdict"], styles[row["verdict"]])
         table.add_row(*cells, verdict, Text(row["note"]))
-    Console(width=shutil.get_terminal_size((100, 24)).columns).print(table)
+    width = shutil.get_terminal_size((100, 24)).columns
+    Console(file=output.stream(), width=width).print(table)
 
 
 def show_info(found: Row) -> None:
     """Print what `info` found on stdout."""
     for title in ("versions", "machine", "engines"):
-        print(title)
+        output.emit(title)
         for key, value in found[title].items():
-            print(f"  {key:<14}{_cell(value)}")
-    print("backends")
+            output.emit(f"  {key:<14}{_cell(value)}")
+    output.emit("backends")
     for backend in found["backends"]:
         state = "available" if backend["available"] else "missing"
-        print(f"  {backend['name']:<14}{state}: {backend['detail']}")
+        output.emit(f"  {backend['name']:<14}{state}: {backend['detail']}")

@@ -77,6 +77,8 @@ class Row:
     mean: float | None
     sd: float | None
     half_interval: float
+    examples: float | None
+    """Examples of the test set, as recorded or as the accuracies show; None where not known."""
     n: int
     difference: float | None
     difference_sd: float | None
@@ -504,9 +506,10 @@ def ranked(rows: Sequence[Row]) -> list[Row]:
     for members in groups.values():
         values = pd.DataFrame({i: rows[i].values for i in members})
         sign = 1 if rows[members[0]].metric == "accuracy" else -1
-        better = seeds.told_apart(values, sign) > 0
+        examples = rows[members[0]].examples or math.nan
+        better = seeds.told_apart(values, sign, examples) > 0
         sizes = pd.Series({i: rows[i].payload for i in better.index})
-        for i, rank in zip(members, seeds.ranks(values, sign), strict=True):
+        for i, rank in zip(members, seeds.ranks(values, sign, examples), strict=True):
             beaten = i in better and bool((better[i] & (sizes <= rows[i].payload)).any())
             made[i] = replace(made[i], rank=rank, beaten=beaten)
     return made

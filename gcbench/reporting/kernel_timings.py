@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from gcbench.core import files
 from gcbench.core.errors import UsageError, unknown
 from gcbench.reporting.rendering import Column, block, number, sentence, where
 
@@ -82,12 +83,12 @@ def load(path: Path) -> Timings:
         UsageError: there is no such file, or it holds something else.
     """
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(files.read_text(path))
     except OSError as error:
         raise UsageError(
             f"{path}: {error.strerror}; `make bench` in a checkout writes results/kernels.json"
         ) from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UsageError(f"{path} is no JSON; name a file that `make bench` wrote") from None
     try:
         flat = _flat(document) if "benchmarks" in document else document

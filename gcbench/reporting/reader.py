@@ -9,11 +9,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from gcbench.core import files
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.core.schema import ADDED, SCHEMA
 from gcbench.reporting import foreign
@@ -70,6 +72,7 @@ class Summary(BaseModel):
     validation_loss: float | None = None
     failed: Failure | None = None
     test_top5: float | None = None
+    test_examples: int | None = Field(default=None, ge=1)
     train_loss: float | None = None
     params: int | None = None
     payload_bytes_up: float = Field(ge=0)
@@ -101,12 +104,14 @@ class Run:
     summary: Summary
     source: Path
     """The run's folder, or the .json or .parquet file that holds the summary."""
-    curve: Sequence[Mapping[str, Any]] | None = None
-    """The evaluations, where the row of a file brought them."""
+    curve: str | Sequence[Mapping[str, Any]] | None = None
+    """The evaluations, where the row of a file brought them; as JSON text until they are used."""
+    number: int = 0
+    """The row's number in `source`, from 1; 0 for a run's folder."""
     suite: str = ""
     """The suite for which a row was made, as name/version."""
 
-    @property
+    @cached_property
     def config(self) -> dict[str, Any]:
         """The config without the seed, with what the run resolved in place of what was asked."""
         resolved = ("task", "workers", "collective", "engine", "gradients", "steps", "batch")
@@ -114,7 +119,7 @@ class Run:
         config = ADDED | self.summary.config | resolutions
         return {key: value for key, value in config.items() if key != "seed"}
 
-    @property
+    @cached_property
     def method(self) -> str:
         """What tells this run from others except its seed, as canonical JSON."""
         config = {key: value for key, value in self.config.items() if key != "options"}
@@ -122,7 +127,7 @@ class Run:
         name = self.summary.compressor_name
         return canonical([name, self.summary.compressor, config, by_step, self.sources])
 
-    @property
+    @cached_property
     def sources(self) -> dict[str, str]:
         """Digests of the code of third parties' plug-ins, by kind ("compressor", "task", ...)."""
         plugins = self.summary.provenance.get("plugins") or {}
@@ -151,15 +156,17 @@ class Run:
             GcbenchError: the metrics cannot be read.
         """
         if self.curve is not None:
-            return sorted(map(dict, self.curve), key=lambda record: record["step"])
+            return self._evaluations_of_row()
         parquet, lines = self.source / "metrics.parquet", self.source / "metrics.jsonl"
         try:
             if parquet.exists():
+                from pyarrow import BufferReader
                 from pyarrow import parquet as reader
 
-                records = reader.read_table(parquet).to_pylist()
+                table = reader.read_table(BufferReader(files.read_bytes(parquet)))
+                records = table.to_pylist()
             elif lines.exists():
-                records = [json.loads(line) for line in lines.read_text("utf-8").splitlines()]
+                records = [json.loads(line) for line in files.read_text(lines).splitlines()]
             else:
                 return []
             evaluations = (record for record in records if record["kind"] == "eval")
@@ -168,6 +175,16 @@ class Run:
             raise GcbenchError(
                 f"the metrics in {self.source} cannot be read ({error}); delete that folder and "
                 "run again"
+            ) from error
+
+    def _evaluations_of_row(self) -> list[dict[str, Any]]:
+        where = f"{self.source}, row {self.number}, column `evaluations`"
+        curve = rowfiles.decoded(self.curve, where)
+        try:
+            return sorted(map(dict, curve), key=lambda record: record["step"])
+        except (TypeError, ValueError, KeyError) as error:
+            raise GcbenchError(
+                f"{where}: a list of records with `step` expected ({error!r})"
             ) from error
 
 
@@ -194,7 +211,15 @@ def fields(summary: Summary) -> dict[str, Any]:
     return options | schedules(summary)
 
 
-def _parse(data: Any, source: Path, where: str) -> Run:
+def _parse(data: Any, source: Path, number: int = 0) -> Run:
+    """Return the run of one summary; `number` is that of its row in a file, 0 for a run's folder.
+
+    Raises:
+        UsageError: it is an analysis, not a run.
+        GcbenchError: it does not match its digest, is of another schema, or has a wrong value. The
+            message names the file, the row and the field.
+    """
+    where = f"{source}, row {number}" if number else f"{source / 'summary.json'}"
     remedy = "repair it, or delete it and run again"
     if not isinstance(data, dict):
         raise GcbenchError(f"{where}: {type(data).__name__} found, a summary object expected")
@@ -202,20 +227,24 @@ def _parse(data: Any, source: Path, where: str) -> Run:
         raise UsageError(
             f"{source} holds no run's summary; `gcbench report` shows analyses and kernel timings"
         )
+    if files.DIGEST in data:
+        files.check_digest(data, where, remedy.capitalize())
     if data.get("schema") != SCHEMA:
         raise GcbenchError(
             f"{where}: schema {data.get('schema')!r}, but this gcbench reads {SCHEMA}; run again "
             "with this version, or convert the file (results/README.md has the fields)"
         )
-    data = foreign.plain(data, where)
+    if not foreign.is_plain(data):
+        data = foreign.plain(data, where)
     try:
-        run = Run(Summary.model_validate(data), source)
+        run = Run(Summary.model_validate(data), source, number=number)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
+        came = foreign.cut(foreign.printable(repr(first["input"])), foreign.LABEL)
         raise GcbenchError(
-            f"{where}: `{field}`: {first['msg']} ({len(error.errors())} in all); {remedy} "
-            "(results/README.md has the fields)"
+            f"{where}: `{field}`: {first['msg']}, not {came} ({len(error.errors())} in all); "
+            f"{remedy} (results/README.md has the fields)"
         ) from error
     parts = (("config", foreign.CONFIG), ("provenance", foreign.PROVENANCE))
     for kind, known in parts:
@@ -226,51 +255,84 @@ def _parse(data: Any, source: Path, where: str) -> Run:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(files.read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise GcbenchError(
             f"{path} cannot be read ({error}); delete it, or its run's folder, and run again"
         ) from error
 
 
-def _read_list(path: Path) -> list[Run]:
+Faults = list[GcbenchError]
+"""What is wrong with single rows, which are left out."""
+
+
+def _read_folder(place: Path) -> Run:
+    """Return the finished run in a folder.
+
+    Raises:
+        GcbenchError: a file of the run does not match its digest; or see `_parse`.
+    """
+    found = _read_json(place / "summary.json")
+    run = _parse(found, place)
+    files.check_run(place, found)
+    return run
+
+
+def _read_list(path: Path, faults: Faults) -> Iterator[Run]:
+    """Yield the runs of a JSON file; rows that are wrong are left out, their errors in `faults`."""
     data = _read_json(path)
     items = data if isinstance(data, list) else [data]
     if not items:
         raise UsageError(f"{path} is an empty list; a summary or a list of summaries is expected")
-    return [_parse(item, path, f"{path}, row {i}") for i, item in enumerate(items, 1)]
+    for number, item in enumerate(items, 1):
+        try:
+            yield _parse(item, path, number)
+        except UsageError:
+            raise
+        except GcbenchError as error:
+            faults.append(error)
 
 
-def _read_rows(path: Path) -> list[Run]:
-    """Return the runs of a Parquet file of rows."""
-    found = []
-    for i, one in enumerate(rowfiles.read(path), 1):
+def _read_rows(path: Path, faults: Faults) -> Iterator[Run]:
+    """Yield the runs of a Parquet file; rows that are wrong are left out, as in `_read_list`."""
+    number = 0
+    before = len(faults)
+    for number, one in rowfiles.each(path, faults, encoded=("evaluations",)):
         curve, suite = one.pop("evaluations", []), one.pop("suite", "")
-        run = _parse(one, path, f"{path}, row {i}")
-        found.append(replace(run, curve=curve, suite=suite))
-    if not found:
+        try:
+            run = _parse(one, path, number)
+        except GcbenchError as error:
+            faults.append(error)
+            continue
+        if isinstance(suite, str):
+            yield replace(run, curve=curve, suite=sys.intern(foreign.printable(suite)))
+        else:
+            kind = type(suite).__name__
+            faults.append(
+                GcbenchError(f"{path}, row {number}: `suite`: a string expected, not {kind}")
+            )
+    if not number and len(faults) == before:
         raise UsageError(f"{path} has no row yet")
-    return found
 
 
 def row_files(folder: Path) -> list[Path]:
     """Return the files of rows in a folder at any depth, outside of the folders of runs."""
     found: list[Path] = []
-    for place, below, files in os.walk(folder):
+    for place, below, names in os.walk(folder):
         below.sort()
-        if "summary.json" in files or any(name in files for name in RUN_FILES):
+        if "summary.json" in names or any(name in names for name in RUN_FILES):
             below.clear()
             continue
-        parquets = [Path(place) / name for name in sorted(files) if name.endswith(".parquet")]
+        parquets = [Path(place) / name for name in sorted(names) if name.endswith(".parquet")]
         found += filter(rowfiles.holds, parquets)
     return found
 
 
 def run_folders(folder: Path) -> Iterator[Path]:
     """Yield the folders of runs, finished or not, in a folder at any depth."""
-    for place, below, files in os.walk(folder):
+    for place, below, names in os.walk(folder):
         below.sort()
-        if "summary.json" in files or any(name in files for name in RUN_FILES):
+        if "summary.json" in names or any(name in names for name in RUN_FILES):
             below.clear()  # there are no runs inside a run's folder
             yield Path(place)
 
@@ -300,6 +362,7 @@ def _places(folder: Path) -> list[Path]:
     Raises:
         UsageError: it is missing, or nothing in it is a run.
     """
+    files.check_regular(folder)
     if not folder.exists():
         raise UsageError(f"{folder} does not exist; `gcbench run` writes to results/runs")
     if folder.is_file():
@@ -316,39 +379,57 @@ def _places(folder: Path) -> list[Path]:
 
 
 def load(
-    folders: Sequence[Path], watch: Callable[[int], progress.Observer] | None = None
+    folders: Sequence[Path],
+    watch: Callable[[int], progress.Observer] | None = None,
+    faults: Faults | None = None,
 ) -> list[Run]:
     """Return the finished runs in `folders`, each once.
 
     Each path is a run's folder, a folder with runs or files of rows at any depth, a .parquet file
     of rows, or a .json file that holds one summary or a list of them. Unfinished runs, and
     different results for one config and seed, are reported on stderr. `watch` makes what shows how
-    many files and folders of runs, of so many, are read.
+    many files and folders of runs, of how many, are read.
+
+    `faults`: a list to which the errors of rows, runs and files that cannot be read are appended;
+    the others are returned. Without it the first of these errors is raised.
 
     Raises:
         UsageError: a path is missing, or nothing in it is a run.
-        GcbenchError: a summary cannot be read or is of another schema, or no run is finished.
+        GcbenchError: a summary cannot be read, does not match its digest or is of another schema,
+            or no run is finished.
     """
     if not folders:
         raise UsageError("no folder was named; name runs or a results folder, e.g. results/runs")
     found: list[Run] = []
+    wrong: Faults = []
     unfinished: dict[Path, None] = {}
     places = [place for folder in map(Path, folders) for place in _places(folder)]
     shown = progress.Silent() if watch is None else watch(len(places))
     try:
         for number, place in enumerate(places):
             shown.step(number, f"reading {place.name}")
-            if place.suffix == ".parquet" and place.is_file():
-                found += _read_rows(place)
-            elif place.is_file():
-                found += _read_list(place)
-            elif (path := place / "summary.json").exists():
-                found.append(_parse(_read_json(path), place, str(path)))
-            else:
-                unfinished[place.resolve()] = None
+            try:
+                if place.suffix == ".parquet" and not place.is_dir():
+                    found += _read_rows(place, wrong)
+                elif not place.is_dir():
+                    found += _read_list(place, wrong)
+                elif (place / "summary.json").exists():
+                    found.append(_read_folder(place))
+                else:
+                    unfinished[place.resolve()] = None
+            except UsageError:
+                raise
+            except GcbenchError as error:
+                wrong.append(error)
+            if wrong and faults is None:
+                raise wrong[0]
         shown.step(len(places))
     finally:
         shown.close()
+    if wrong and not found:
+        raise wrong[0]
+    if faults is not None:
+        faults += wrong
     if unfinished:
         names = ", ".join(sorted(run.name for run in unfinished))
         count = f"{len(unfinished)} unfinished run{'s' * (len(unfinished) > 1)}"
@@ -361,7 +442,7 @@ def load(
     for candidate in found:
         key = (candidate.method, candidate.summary.seed)
         other = kept.setdefault(key, candidate)
-        if other.outcome != candidate.outcome:
+        if other is not candidate and other.outcome != candidate.outcome:
             warn(
                 f"same config and seed, other results: {candidate.source} left out, "
                 f"{other.source} kept"

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from gcbench import __version__
+from gcbench.core import files
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.reporting import analysis as measuring
 from gcbench.reporting import glossary, kernel_timings, overview, reader, sections
@@ -69,6 +70,7 @@ def collect(places: Sequence[Path]) -> Found:
     found = Found()
     holding: list[Path] = []
     for place in places:
+        files.check_regular(place)
         if not place.exists():
             raise UsageError(f"{place} does not exist; name a folder of runs or analyses")
         if place.is_file():
@@ -93,7 +95,7 @@ def _file(path: Path, found: Found) -> list[Path]:
     if path.suffix == ".parquet":
         return [path]
     try:
-        data = json.loads(path.read_text("utf-8"))
+        data = json.loads(files.read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read as JSON ({error}); {_TAKEN}") from None
     keys = data.keys() if isinstance(data, dict) else set()
@@ -120,9 +122,9 @@ _TAKEN = (
 
 
 def _analyses(folder: Path) -> Iterator[Path]:
-    for place, below, files in os.walk(folder):
+    for place, below, names in os.walk(folder):
         below.sort()
-        if HEAD in files:
+        if HEAD in names:
             below.clear()
             yield Path(place)
 

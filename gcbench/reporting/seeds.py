@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from gcbench.core.schema import PHASES
 from gcbench.reporting.reader import Run
+from gcbench.training.configuration import canonical
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
@@ -44,7 +46,89 @@ def half_width(sd: Any, n: Any, level: float = 0.05) -> Any:
     return stats.t.ppf(1 - level / 2, n - 1) * sd / np.sqrt(n)
 
 
+def resolution(difference: Any, examples: Any, level: float = 0.05) -> Any:
+    """Return the half-width that sampling the test set adds to a difference of two accuracies.
+
+    `difference`: of two accuracies on the same test set, fractions; `examples`: how many examples
+    that set has, NaN where it is not known. Numbers or series of them. 0 where `examples` is NaN,
+    and so for losses, whose variance per example is not stored.
+
+    Both models see the same examples, so the difference is that of two paired proportions. It shows
+    by how many examples they differ at least, k = n |difference|, all in one direction. Bonett and
+    Price's adjusted Wald interval ("Adjusted Wald confidence interval for a difference of binomial
+    proportions based on paired data", J. Educ. Behav. Stat. 37, 2012) has with these counts
+
+        z sqrt((p - d^2) / (n + 2)),  p = (k + 2) / (n + 2),  d = k / (n + 2).
+
+    If all seeds agree, six examples are the fewest that it tells from none at 95 %, as are by the
+    exact binomial test. Two models may also differ in both directions, which accuracies do not
+    show: this is the least noise of the test set, not all of it.
+    """
+    import numpy as np
+    from scipy import stats
+
+    size = examples + 2.0
+    changed = abs(difference) * examples
+    net = changed / size
+    half = stats.norm.ppf(1 - level / 2) * np.sqrt(((changed + 2) / size - net**2) / size)
+    return np.nan_to_num(half) if np.isscalar(half) else half.fillna(0.0)
+
+
+def half_interval(sd: Any, pairs: Any, difference: Any, examples: Any, level: float = 0.05) -> Any:
+    """Return half the width of the confidence interval of a mean paired difference.
+
+    `sd`: sample standard deviation of the differences over `pairs` seeds; `difference`: their mean;
+    `examples`: examples of the test set, see `resolution`. NaN where there are fewer than two
+    pairs.
+
+    The seeds' part (`half_width`) and the test set's (`resolution`) are independent, and all seeds
+    share one test set: h = sqrt(h_seeds^2 + h_test^2). That is the method of variance estimates
+    recovery (Zou and Donner, Stat. Med. 27, 2008): h is never below either part.
+    """
+    import numpy as np
+
+    return np.hypot(half_width(sd, pairs, level), resolution(difference, examples, level))
+
+
 # ---- runs ----------------------------------------------------------------------------------------
+
+MOST_EXAMPLES = 1_000_000
+"""Examples of a test set above which the resolution of accuracies is not looked for."""
+
+
+def examples(runs: Sequence[Run]) -> dict[str, float]:
+    """Return how many test examples the accuracies are of, by what `_split` calls the test set.
+
+    That is `test_examples` of the summaries; where none has it, the smallest number of which all
+    the accuracies are fractions: 347/360 and 0.9 are of at least 360. NaN where there is none.
+    """
+    found: dict[str, float] = {}
+    for run in runs:
+        split = _split(run)
+        recorded = run.summary.test_examples if not run.is_trial else run.config.get("holdout")
+        if recorded:
+            found[split] = float(recorded)
+    missing: dict[str, int] = {}
+    for run in runs:
+        split, accuracy = _split(run), _accuracy(run)
+        if split in found or accuracy is None or not 0 <= accuracy <= 1:
+            continue
+        known = missing.get(split, 1)
+        if known:
+            exact = Fraction(accuracy).limit_denominator(MOST_EXAMPLES)
+            together = math.lcm(known, exact.denominator)
+            fits = float(exact) == accuracy and together <= MOST_EXAMPLES
+            missing[split] = together if fits else 0
+    return found | {split: float(n) if n else math.nan for split, n in missing.items()}
+
+
+def _accuracy(run: Run) -> float | None:
+    return run.summary.validation_accuracy if run.is_trial else run.summary.test_accuracy
+
+
+def _split(run: Run) -> str:
+    """Return what identifies the examples on which a run was judged."""
+    return canonical([run.summary.task, run.config.get("task_options") or {}, run.is_trial])
 
 
 def _final(run: Run, metric: str) -> float | None:
@@ -92,7 +176,8 @@ def by_run(runs: Sequence[Run], metrics: Mapping[str, str], target: float | None
     """Return a line a run, in the order given.
 
     Columns: `configuration`; `seed`; `uncompressed`; `sign`: 1 where a higher metric is better,
-    else -1; `value`: the metric after the last step, NaN where the run diverged; bytes of a worker
+    else -1; `value`: the metric after the last step, NaN where the run diverged; `examples`: of the
+    test set, NaN where it is not known and for losses; bytes of a worker
     in the whole run, NaN where it ended early; ratios; seconds of a step and of its phases ("phase
     encode"); `TARGET`.
     `metrics`: "accuracy" or "test_loss", by task. `target`: the metric to be met; None: none.
@@ -103,12 +188,14 @@ def by_run(runs: Sequence[Run], metrics: Mapping[str, str], target: float | None
     import pandas as pd
 
     lines = []
+    sizes = examples(runs)
     for run in runs:
         summary, metric = run.summary, metrics[run.summary.task]
         link = summary.communicate_modelled
         sent = summary.payload_bytes_up + summary.payload_bytes_down
         numbers: dict[str, float | None] = {
             "value": _final(run, metric),
+            "examples": sizes.get(_split(run)) if metric == "accuracy" else None,
             "payload_bytes": None if summary.failed else sent,
             "wire_bytes": None if summary.failed else summary.wire_bytes.per_worker,
             **{name: getattr(summary, name) for name in _MEANS},
@@ -155,7 +242,7 @@ def by_configuration(runs: DataFrame) -> DataFrame:
     are medians; those of modelled communication are NaN where communication was measured.
     """
     groups = runs.groupby("configuration", sort=False)
-    made = groups[["uncompressed", "sign"]].first()
+    made = groups[["uncompressed", "sign", "examples"]].first()
     values = groups["value"]
     made["mean"], made["sd"], made["n"] = values.mean(), values.std(), values.count()
     made["diverged"] = groups.size() - made["n"]
@@ -186,7 +273,8 @@ def against_baselines(runs: DataFrame, configurations: DataFrame) -> DataFrame:
     That is the configuration of the uncompressed runs of equal budget, or missing. Added are:
     `pairs`, the number of seeds that both finished; `difference`, the mean of the paired
     differences, or the difference of the two means where there is no pair; `difference_sd`;
-    `difference_low` and `difference_high`, its 95 % interval, NaN below two pairs;
+    `difference_low` and `difference_high`, its 95 % interval by `half_interval`, NaN below two
+    pairs;
     `above_baseline` and `below_baseline`: whether the interval lies on one side of zero, the better
     or the worse; `faster`: whether the target was met in fewer steps, by the interval of the paired
     differences of steps where both met it, at least two; `band_low` and `band_high`: the lowest and
@@ -206,7 +294,8 @@ def against_baselines(runs: DataFrame, configurations: DataFrame) -> DataFrame:
     unpaired = (made["mean"] - names.map(made["mean"])).where(compressed)
     made["difference"] = paired.mean().reindex(made.index).fillna(unpaired)
     made["difference_sd"] = paired.std().reindex(made.index)
-    half = half_width(made["difference_sd"], made["pairs"])
+    noise = made["difference"], made["examples"]
+    half = half_interval(made["difference_sd"], made["pairs"], *noise)
     made["difference_low"] = made["difference"] - half
     made["difference_high"] = made["difference"] + half
     better, worse = made["difference_low"] > 0, made["difference_high"] < 0
@@ -233,7 +322,8 @@ def against_baselines(runs: DataFrame, configurations: DataFrame) -> DataFrame:
             made["baseline_n"] == 0,
             made["baseline_n"] == 1,
             (low <= mean) & (mean <= high),
-            made["difference_low"].notna() & ~better & ~worse,
+            (made["difference_low"].notna() & ~better & ~worse)
+            | (made["difference"].abs() <= resolution(*noise)),
             (mean > high) == (made["sign"] > 0),
         ],
         [
@@ -261,13 +351,14 @@ def on_front(runs: DataFrame, configurations: DataFrame) -> Series[bool]:
             better, fewer = scores - scores[name], sizes[name] - sizes
             by_mean = (better >= 0) & (fewer >= 0) & ((better > 0) | (fewer > 0))
             leads = values[[*alike.index]].sub(values[name], axis="index").mul(alike["sign"])
-            n = leads.count()
-            told = (leads.mean() > half_width(leads.std(), n)) & (fewer >= 0)
+            n, lead = leads.count(), leads.mean()
+            half = half_interval(leads.std(), n, lead, alike["examples"])
+            told = (lead > half) & (fewer >= 0)
             found[name] = not told.where(n > 1, by_mean).drop(name).any()
     return found
 
 
-def told_apart(values: DataFrame, sign: int) -> DataFrame:
+def told_apart(values: DataFrame, sign: int, examples: float = math.nan) -> DataFrame:
     """Return for each pair of rows of a tier which one is better.
 
     The result has the rows as lines and as columns: 1 where the line's row is better than the
@@ -275,9 +366,9 @@ def told_apart(values: DataFrame, sign: int) -> DataFrame:
     `LEAST_SEEDS` seeds are common. Rows with fewer seeds are left out.
 
     `values`: the metric, a column a row, a line a seed, NaN where a row does not have it. `sign`: 1
-    where a higher metric is better, else -1. A row is better if the confidence interval of its
-    paired difference over the common seeds excludes zero, at 95 % for all pairs of rows together
-    (Bonferroni).
+    where a higher metric is better, else -1; `examples` as for `resolution`. A row is better if the
+    confidence interval of its paired difference over the common seeds excludes zero, at 95 % for
+    all pairs of rows together (Bonferroni).
     """
     import pandas as pd
 
@@ -288,13 +379,13 @@ def told_apart(values: DataFrame, sign: int) -> DataFrame:
     for own in ranked:
         leads = sign * ranked.sub(ranked[own], axis="index")
         n, lead = leads.count(), leads.mean()
-        width = half_width(leads.std(), n, level)
+        width = half_interval(leads.std(), n, lead, examples, level)
         better = (lead > width).astype(int) - (lead < -width).astype(int)
         found[own] = better.where(n >= LEAST_SEEDS)
     return pd.DataFrame(found, index=ranked.columns)
 
 
-def ranks(values: DataFrame, sign: int) -> list[str]:
+def ranks(values: DataFrame, sign: int, examples: float = math.nan) -> list[str]:
     """Return the places that each column, a row of a tier, may have: "1", or "2-4".
 
     The first is 1 + how many of the others are better, the last the number of rows less those that
@@ -302,7 +393,7 @@ def ranks(values: DataFrame, sign: int) -> list[str]:
     known have places that overlap. A row with fewer than `LEAST_SEEDS` seeds has "-" and counts for
     no other; so has a row that has fewer in common with one of the others.
     """
-    found = told_apart(values, sign)
+    found = told_apart(values, sign, examples)
     places = dict.fromkeys(values, "-")
     for own, others in found.items():
         first, last = 1 + (others > 0).sum(), len(found) - (others < 0).sum()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gcbench.core.errors import UsageError, unknown
-from gcbench.reporting import compare, glossary
+from gcbench.reporting import compare, glossary, seeds
 from gcbench.reporting.compare import Row
 from gcbench.reporting.rendering import (
     MB,
@@ -136,6 +136,22 @@ def _tiers(rows: Sequence[Row]) -> list[Column]:
     if any(row.tier is not None for row in rows):
         columns.append(Column("bits\nup", [number(row.bits_up) for row in rows], "low"))
     return columns
+
+
+def _resolution_note(rows: Sequence[Row]) -> str:
+    """Return a sentence on the noise of the test set that the intervals include."""
+    sizes = sorted({int(row.examples) for row in rows if row.examples})
+    if not sizes:
+        return (
+            "The size of the test set is not known, or the metric is a loss: intervals include the "
+            "noise between seeds alone."
+        )
+    least = min(seeds.resolution(0.0, float(size)) for size in sizes[:1])
+    count = ends(sizes)
+    return (
+        f"Test set: {count} examples, shared by all seeds. Differences below "
+        f"{100 * least:.2g} points are below its resolution and get no verdict."
+    )
 
 
 def _tier_notes(rows: Sequence[Row]) -> list[str]:
@@ -286,13 +302,15 @@ def notes(rows: Sequence[Row]) -> list[str]:
     made += [
         "Results are the mean ± the sample standard deviation over n seeds. vs none: the "
         "difference from the uncompressed runs of equal budget (accuracy in points), paired by "
-        "seed, with its 95 % confidence interval (Student's t) where there are two pairs or more. "
+        "seed, with its 95 % confidence interval (Student's t over seeds, and the test set's "
+        "noise) where there are two pairs or more. "
         "in band: whether the mean lies between the lowest and the highest of the uncompressed "
         "seeds. front: no row of equal budget is better for as few payload bytes, by the paired "
         "95 % interval, or by its value where there is one seed.",
         "Bytes are those of a worker and step, MB = 10^6 bytes. payload: encoded, up and down "
         "together; wire: what a worker sends over the network, by this collective.",
     ]
+    made.append(_resolution_note(rows))
     made += _published_notes(rows) + _tier_notes(rows)
     if any(row.difference is not None and not row.pairs for row in rows):
         made.append("†: no common seeds; the difference is of the two means.")
@@ -409,10 +427,11 @@ def best_rows(rows: Sequence[Row]) -> list[int]:
             continue
         sign = 1 if budget[1] == "accuracy" else -1
         _, top = max(alike, key=lambda one: sign * (one[1].mean or 0.0))
-        half = top.half_interval
-        found += [
-            i for i, row in alike if sign * ((top.mean or 0.0) - (row.mean or 0.0)) <= half + 1e-12
-        ]
+        for i, row in alike:
+            behind = sign * ((top.mean or 0.0) - (row.mean or 0.0))
+            noise = seeds.resolution(behind, top.examples or math.nan)
+            if behind <= math.hypot(top.half_interval, noise) + 1e-12:
+                found.append(i)
     return sorted(found)
 
 

@@ -529,7 +529,8 @@ def _bucketing(method: Compressor) -> _Found:
             stop, key = start + math.prod(shape), KEY._replace(offset=start)
             alone = _pass(method, x[start:stop], _segments(method, [shape]), key)
             wrong += int((alone != together[start:stop]).sum())
-    return _Found(f"{wrong} elements differ", "0", wrong == 0)
+    why = "blocks must start again at each segment" if wrong else ""
+    return _Found(f"{wrong} elements differ", "0", wrong == 0, why)
 
 
 def _independent(method: Compressor) -> _Found:

@@ -30,6 +30,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from gcbench import __version__
+from gcbench.core import files
 from gcbench.core.errors import UsageError, unknown
 from gcbench.core.world import World
 from gcbench.training.store import CAPTURES, Run, write_atomically
@@ -284,8 +285,10 @@ class Capture:
 
         Raises:
             UsageError: it is no capture, or one of another schema.
+            GcbenchError: it does not match its digest in the summary of its run.
         """
         self.path = path
+        files.check_capture(path)
 
         def described(file: Any) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}

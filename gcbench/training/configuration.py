@@ -766,7 +766,10 @@ def require_device(device: str) -> None:
 
 def canonical(value: Any) -> str:
     """Return a value as text that is the same for equal values."""
-    return json.dumps(value, sort_keys=True, default=str)
+    return _encode(value)
+
+
+_encode = json.JSONEncoder(sort_keys=True, default=str).encode
 
 
 def text(value: Any) -> str:

@@ -9,9 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from gcbench.core import registry
+from gcbench.core import registry, settings_file
 from gcbench.core.errors import UsageError, unknown
 from gcbench.training import limits
 from gcbench.training.configuration import Config
@@ -24,40 +22,11 @@ NESTED = ("options", "task_options", "memory_options")
 """Settings that are mappings of fields."""
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML with the scalars of its version 1.2: `yes` and `010` are text, 2e-4 is a number.
-
-    PyYAML by itself reads version 1.1, in which `yes` is true, `010` is eight and 1:30 is ninety.
-    """
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return a mapping; raise YAMLError if a key comes twice."""
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.YAMLError(f"the key {key.value!r} comes twice{key.start_mark}")
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.yaml_implicit_resolvers = {}
-for _tag, _pattern, _first in (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
-    ("int", r"[-+]?(0|[1-9][0-9]*)", [*"-+0123456789"]),
-    ("float", r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?", [*"-+.0123456789"]),
-    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", [*"-+."]),
-):
-    _Loader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first
-    )
-
-
 def _scalar(text: str) -> Any:
     """Return the scalar that YAML reads in a text; the text itself where it is no YAML."""
     try:
-        return yaml.load(text, _Loader)
-    except (ValueError, yaml.YAMLError):
+        return settings_file.parse(text)
+    except ValueError:
         return text
 
 
@@ -108,17 +77,7 @@ def read(path: Path, flag: str = "--config") -> dict[str, Any]:
     Raises:
         UsageError: no such file, no YAML, or no mapping; the message begins with `flag`.
     """
-    try:
-        found = yaml.load(path.read_text(), _Loader)
-    except OSError as error:
-        raise UsageError(f"{flag} {path}: {error.strerror}") from None
-    except (ValueError, yaml.YAMLError) as error:
-        raise UsageError(f"{flag} {path} is no YAML: {' '.join(str(error).split())}") from None
-    if found is None:
-        return {}
-    if not isinstance(found, dict):
-        raise UsageError(f"{flag} {path}: a mapping of settings expected, e.g. `steps: 100`")
-    return found
+    return settings_file.read(path, flag, "steps: 100")
 
 
 def choices(key: str, given: Any) -> list[Any]:

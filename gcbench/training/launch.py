@@ -120,7 +120,7 @@ def work(folder: str, rank: int, job: dict[str, Any]) -> None:
     member = Membership(rank, job["workers"], rank, job["workers"], Path(folder))
     try:
         report = {"result": named(job["call"])(member, *job["arguments"])}
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a plug-in may call sys.exit
         known = isinstance(error, GcbenchError)
         report = {
             "error": str(error) if known else f"worker {rank}: {error!r}",
@@ -235,9 +235,9 @@ class _LocalJob:
                 self._ask(left)
                 continue
             left.discard(event)
-            if self.codes[event] == 0:
-                continue
             report = self.report(event)
+            if self.codes[event] == 0 and "result" in report:
+                continue
             if report or not asked:
                 self.failed.append(event)  # but no worker that was asked to end, and just did so
             if report.get("exit_code") == Interrupted.exit_code:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gcbench.core import output
 from gcbench.core.errors import DivergedError, GcbenchError, Interrupted, UsageError
 from gcbench.core.schema import SCHEMA
 from gcbench.training import (
@@ -347,7 +348,7 @@ class Runner:
 
     def _print(self, done: Sequence[dict[str, Any]], *, single: bool, json: bool) -> None:
         if json and not (single and not done):  # a single run that failed prints no document
-            print(jsonlib.dumps(done[0] if single else list(done), indent=2))
+            output.emit(jsonlib.dumps(done[0] if single else list(done), indent=2))
         elif done:
             if self.show is not None:
                 self.show(done)

@@ -2,8 +2,10 @@
 
 `metrics.jsonl` grows line by line; `checkpoint.pt` is replaced atomically, and the one before it is
 kept; `summary.json` is written last and marks a finished run. A checkpoint contains a digest of its
-bytes, and the number and a digest of the records up to its step. If one of them does not match, the
-checkpoint before it is used; if that one does not match either, the run is not resumed.
+bytes, of the provenance, and the number and a digest of the records up to its step. If one of them
+does not match, the checkpoint before it is used; if that one does not match either, the run is not
+resumed. `summary.json` contains digests of itself and of the run's other files
+(`gcbench.core.files`), which every reader compares.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from typing import IO, Any
 
 import torch
 
+from gcbench.core import files
 from gcbench.core.errors import GcbenchError
-from gcbench.core.schema import METRIC_COLUMNS
+from gcbench.core.schema import METRIC_COLUMNS, SCHEMA
 
 CAPTURES = "captures"
 """The folder of a run's captured gradients (`gcbench.training.captures`)."""
@@ -32,6 +35,8 @@ CHECKPOINTS = ("checkpoint.pt", "checkpoint.previous.pt")
 """The last checkpoint, and the one before it."""
 MARK = b"gcbench checkpoint 2 sha256 "
 """The first bytes of a checkpoint; then come the digest, a line feed, and what torch.save wrote."""
+RUN_FILES = ("config.json", "provenance.json", "metrics.jsonl", "metrics.parquet")
+"""The files of a run besides its summary, its checkpoints and its captures."""
 LOCK = "lock"
 """The file that exists, and is locked, while a process writes to a run."""
 
@@ -137,11 +142,15 @@ class Run:
         """The summary of a finished run, else None.
 
         Raises:
-            GcbenchError: the file is there but holds no JSON object.
+            GcbenchError: the file is there but holds no JSON object, or it or another file of the
+                run does not match its digest.
         """
         if not (self.folder / "summary.json").exists():
             return None
-        return self._object("summary.json")
+        found = self._object("summary.json")
+        if files.DIGEST in found or found.get("schema") == SCHEMA:  # others are made again
+            files.check_run(self.folder, found)
+        return found
 
     def create(self) -> None:
         """Make the folder, if it does not exist.
@@ -249,6 +258,11 @@ class Run:
         kept = [record for record in self.records() if record["step"] <= step]
         return [len(kept), hashlib.sha256(_lines(kept)).hexdigest()]
 
+    def _provenance_digest(self) -> str:
+        """Return the SHA-256 of provenance.json, "" if there is none."""
+        path = self.folder / "provenance.json"
+        return files.hash_file(path) if path.exists() else ""
+
     def save(self, state: Mapping[str, Any]) -> None:
         """Write a checkpoint: a dict of tensors, numbers and strings, with the step in "step".
 
@@ -259,7 +273,11 @@ class Run:
             with explained(metrics), open_own(metrics, "a") as file:
                 os.fsync(file.fileno())
         buffer = io.BytesIO()
-        torch.save({**state, "metrics": self._records_digest(state.get("step", 0))}, buffer)
+        digests = {
+            "metrics": self._records_digest(state.get("step", 0)),
+            "provenance": self._provenance_digest(),
+        }
+        torch.save({**state, **digests}, buffer)
         data = buffer.getvalue()
         head = MARK + hashlib.sha256(data).hexdigest().encode() + b"\n"
         last, before = (self.folder / name for name in CHECKPOINTS)
@@ -310,10 +328,23 @@ class Run:
                 f"{self.folder / 'metrics.jsonl'} lost or changed records up to step "
                 f"{state.get('step')} of {path.name}"
             )
+        if state.pop("provenance", None) != self._provenance_digest():
+            raise _NotWholeError(
+                f"{self.folder / 'provenance.json'} was changed after {path.name} was written"
+            )
         return state
 
+    def _sealed(self) -> list[str]:
+        """Return the files whose digests belong to the summary, relative to the folder."""
+        captured = sorted((self.folder / CAPTURES).glob("*"))
+        names = [*RUN_FILES, *(str(path.relative_to(self.folder)) for path in captured)]
+        return [name for name in names if (self.folder / name).is_file()]
+
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write metrics.parquet and, last, summary.json; then delete the checkpoints."""
+        """Write metrics.parquet and, last, summary.json; then delete the checkpoints.
+
+        The summary gets the digests of `gcbench.core.files`: its own, and those of the other files.
+        """
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -325,6 +356,8 @@ class Run:
         buffer = io.BytesIO()
         pq.write_table(pa.table(columns, schema=schema), buffer)
         write_atomically(self.folder / "metrics.parquet", buffer.getvalue())
-        write_atomically(self.folder / "summary.json", _json(summary))
+        listed = {name: files.hash_file(self.folder / name) for name in self._sealed()}
+        sealed = files.sealed({**summary, files.FILES: listed})
+        write_atomically(self.folder / "summary.json", _json(sealed))
         for name in CHECKPOINTS:
             (self.folder / name).unlink(missing_ok=True)

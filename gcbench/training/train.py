@@ -880,6 +880,7 @@ class Trainer:
             "batch": config.batch,
             **evaluation,
             "train_loss": configuration.finite(self.train_loss),
+            "test_examples": len(self.test) if config.test else None,
             "params": self.total,
             "payload_bytes_up": up,
             "payload_bytes_down": down,

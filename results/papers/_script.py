@@ -16,4 +16,4 @@ def main(study: ModuleType | None = None) -> None:
     """Run an analysis, by default that of the `__main__` module, with the flags in `sys.argv`."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command(cls=PlainCommand)(command(study or sys.modules["__main__"]))
-    cli.main(app)
+    cli.main(run=app)

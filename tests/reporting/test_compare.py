@@ -790,7 +790,7 @@ def test_the_interval_is_students(tmp_path: Path) -> None:
     """Differences of +0.01, -0.02 and +0.04: t(0.975; 2) = 4.302653."""
     values = (0.91, 0.90, 0.98)
     _, row = table(tmp_path, *BASE, *(summary("near", s, v) for s, v in enumerate(values)))
-    half = 4.302653 * 0.03 / math.sqrt(3)
+    half = math.hypot(4.302653 * 0.03 / math.sqrt(3), seeds.resolution(0.01, 10_000.0))
     assert row.difference == pytest.approx(0.01)
     assert row.interval == pytest.approx((0.01 - half, 0.01 + half), rel=1e-6)
     assert f"+1.00 [{100 * (0.01 - half):+.2f}, {100 * (0.01 + half):+.2f}]" in render([row])

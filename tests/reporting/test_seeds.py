@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
+from builders import summary, write
+from scipy import stats
 
 from gcbench.reporting import seeds
+from gcbench.reporting.compare import rows
+from gcbench.reporting.reader import load
 from gcbench.reporting.rendering import ends, records
+from gcbench.reporting.tables import render
 
 
 def frame(**values: dict[int, float]) -> pd.DataFrame:
@@ -20,6 +28,7 @@ def frame(**values: dict[int, float]) -> pd.DataFrame:
             **{"phase communicate": math.nan, "payload_bytes": 100.0, "wire_bytes": 50.0},
             **{"configuration": name, "seed": seed, "value": value, "steps": 10},
             **{"skipped_steps": 0, "uncompressed": name == "none", "sign": 1},
+            "examples": math.nan,
         }
         for name, own in values.items()
         for seed, value in own.items()
@@ -196,3 +205,87 @@ def test_records_have_none_for_nan_and_plain_numbers() -> None:
 
 def test_counts_in_words() -> None:
     assert (ends([3, 5, 4]), ends([3, 3]), ends([2000])) == ("3 to 5", "3", "2,000")
+
+
+# --- the test set's noise
+
+
+@pytest.mark.parametrize("examples", [360, 5000, 10_000])
+def test_the_resolution_agrees_with_the_exact_test(examples: int) -> None:
+    """k examples, all in one direction: the verdict is that of the binomial test (McNemar's)."""
+    for changed in range(1, 15):
+        difference = changed / examples
+        told = difference > seeds.resolution(difference, float(examples))
+        assert told == (stats.binomtest(changed, changed).pvalue < 0.05), changed
+
+
+def test_the_resolution_by_hand() -> None:
+    """Bonett and Price: (4 + 2)/(n + 2) discordant, with n = 98 it is 0.06, net 0.04."""
+    expected = stats.norm.ppf(0.975) * math.sqrt((0.06 - 0.04**2) / 100)
+    assert seeds.resolution(4 / 98, 98.0) == pytest.approx(expected, rel=1e-12)
+    assert seeds.resolution(-4 / 98, 98.0) == pytest.approx(expected, rel=1e-12)
+    assert seeds.resolution(0.1, math.nan) == 0
+    both = math.hypot(expected, seeds.half_width(0.01, 3))
+    assert seeds.half_interval(0.01, 3, 4 / 98, 98.0) == pytest.approx(both)
+    assert math.isnan(seeds.half_interval(math.nan, 1, 0.1, 98.0))
+
+
+def test_the_interval_covers_the_difference_on_all_images() -> None:
+    """A method that loses 1 % of all images, in all seeds alike; 360 of them are drawn."""
+    rng = np.random.default_rng(0)
+    lost = rng.binomial(360, 0.01, 20_000) / 360
+    halves = np.array([seeds.half_interval(0.0, 3, one, 360.0) for one in np.unique(lost)])
+    half = dict(zip(np.unique(lost), halves, strict=True))
+    covered = np.mean([abs(one - 0.01) <= half[one] for one in lost])
+    assert covered > 0.95
+    bare = np.mean(lost == 0.01)  # without the test set's part the interval has no width
+    assert bare == 0
+
+
+def summaries(name: str, right: list[int], **over: object) -> list[Any]:
+    return [
+        summary(name, seed, one / 360, test_examples=None, **over) for seed, one in enumerate(right)
+    ]
+
+
+@pytest.mark.parametrize(("lost", "told"), [(1, False), (5, False), (6, True)])
+def test_a_difference_below_the_resolution_has_no_verdict(
+    tmp_path: Path, lost: int, told: bool
+) -> None:
+    """Three seeds with one of 360 images each printed "-0.28 [-0.28, -0.28] worse"."""
+    none = summaries("none", [347, 344, 341])
+    runs = load([write(tmp_path, *none, *summaries("x", [347 - lost, 344 - lost, 341 - lost]))])
+    row = next(row for row in rows(runs) if row.method == "x")
+    assert row.examples == 360
+    assert row.below_baseline == told
+    low, high = row.interval
+    assert (low < 0 < high) != told
+    for format in ("table", "latex", "markdown"):
+        text = render([row], format)
+        assert f"-{100 * lost / 360:.2f} [" in text.replace("$", "").replace("−", "-")
+        assert f"[-{100 * lost / 360:.2f}, -{100 * lost / 360:.2f}]" not in text
+
+
+def test_one_seed_below_the_resolution_has_no_verdict(tmp_path: Path) -> None:
+    none = summaries("none", [347, 346])
+    runs = load([write(tmp_path, *none, *summaries("x", [344]), *summaries("y", [300]))])
+    words = {row.method: row.in_band for row in rows(runs)}
+    assert words["x"] == "no: not told apart"
+    assert words["y"] == "no: worse"
+
+
+def test_places_need_more_than_the_resolution() -> None:
+    values = pd.DataFrame({"a": [347 / 360] * 5, "b": [346 / 360] * 5})
+    assert seeds.ranks(values, 1, 360.0) == ["1-2", "1-2"]
+    assert seeds.ranks(values, 1) == ["1", "2"]  # of unknown resolution
+
+
+def test_the_size_of_a_test_set_is_recorded_or_seen(tmp_path: Path) -> None:
+    given = [summary("x", 0, 0.9), summary("none", 0, 0.5)]
+    sizes = seeds.examples(load([write(tmp_path / "a", *given)]))
+    assert list(sizes.values()) == [10_000]
+    seen = [{**one, "test_examples": None} for one in given]
+    seen[0]["test_accuracy"] = 347 / 360
+    assert list(seeds.examples(load([write(tmp_path / "b", *seen)])).values()) == [360]
+    seen[0]["test_accuracy"] = math.pi / 4
+    assert math.isnan(*seeds.examples(load([write(tmp_path / "c", *seen)])).values())

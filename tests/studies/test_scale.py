@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import reseal
 from commands import invoke
 
 from gcbench import ops
@@ -1197,7 +1198,7 @@ def test_a_method_without_a_mean_is_predicted_and_what_fails_is_left_out(
         assert invoke(*words, *more).code == 0
     diverged = next(runs.glob("*topk*/summary.json"))
     failed = {"failed": {"step": 1, "reason": "loss"}, "test_accuracy": None, "test_loss": None}
-    diverged.write_text(json.dumps(json.loads(diverged.read_text()) | failed))
+    reseal(diverged, **failed)
     words = ["scale", "validate", runs, "--results", tmp_path, "--progress", "none", "--json"]
 
     def told(*more: str) -> tuple[dict[str, list[Any]], str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import reseal
 from commands import Result, invoke
 
 from gcbench.core import memory, registry
@@ -69,6 +70,8 @@ def change(folder: Path, name: str, key: str, value: object = None) -> None:
     inner = held["provenance"] if name == "summary.json" and key == "objects" else held
     inner.pop(key) if value is None else inner.update({key: value})
     (folder / name).write_text(json.dumps(held))
+    if name == "summary.json":
+        reseal(folder / name)
 
 
 def test_a_run_from_before_objects_were_stored_is_known_by_its_compressor(tmp_path):

@@ -26,6 +26,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from gcbench.core import settings_file
 from gcbench.core.errors import UsageError, unknown
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -265,17 +266,7 @@ def load(spec: str, changes: Mapping[str, Any] | None = None) -> Cluster:
     if spec in _KNOWN:
         settings: Any = _KNOWN[spec]
     elif path.suffix.lower() in (".yaml", ".yml"):
-        try:
-            settings = yaml.safe_load(path.read_text())
-        except OSError as error:
-            raise UsageError(f"--cluster {path}: {error.strerror}") from None
-        except (ValueError, yaml.YAMLError) as error:
-            said = " ".join(str(error).split())
-            raise UsageError(f"--cluster {path} is no YAML: {said}") from None
-        if not isinstance(settings, dict):
-            raise UsageError(
-                f"--cluster {path}: a mapping expected, e.g. `gpus_per_node: 8` and so on"
-            )
+        settings = settings_file.read(path, "--cluster", "gpus_per_node: 8")
     else:
         raise unknown("cluster", spec, NAMES, "Or name a .yaml file.")
     made: dict[str, Any] = {"name": path.stem, **settings}

@@ -29,7 +29,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gcbench.core import registry
+from gcbench.core import files, registry
 from gcbench.core.compressor import Compressor
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.reporting import analysis
@@ -290,10 +290,10 @@ def load(path: Path) -> Measured:
 @cache
 def _read(path: Path) -> analysis.Analysis:
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(files.read_text(path))
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is no JSON: {error}") from None
     if not isinstance(data, dict) or data.get("kind") != KIND:
         raise UsageError(f"{path} is no measurement: `gcbench bandwidth --json > {path}` makes one")
@@ -309,8 +309,8 @@ def measuring(words: Iterable[str]) -> str:
 def is_measurement(path: Path) -> bool:
     """Return whether a file is one for `load`, and not one of kernel timings."""
     try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError):
+        data = json.loads(files.read_text(path))
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(data, dict) and data.get("kind") == KIND
 

@@ -1,0 +1,91 @@
+"""What a plug-in prints, raises or ends: no success without a result, no stray text in JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import gcbench, invoke
+
+METHOD = '''
+import os, sys
+from dataclasses import dataclass
+import torch, typer
+import gcbench
+{top}
+
+@dataclass(frozen=True)
+class Mine(gcbench.Compressor):
+    """Halves."""
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        {encode}
+        return gcbench.Payload((x.half(),))
+
+    def decode(self, payload, segments, shared, *, out=None):
+        return payload.parts[0].float()
+'''
+RUN = ("run", "--task", "quadratic", "--steps", "2", "--workers", "2", "--batch", "4")
+
+
+def method(folder: Path, top: str = "", encode: str = "pass") -> Path:
+    path = folder / "mine.py"
+    path.write_text(METHOD.format(top=top, encode=encode))
+    return path
+
+
+ENDS = ("sys.exit(0)", "sys.exit()", "sys.exit(3)", "raise typer.Exit(0)", "exit(0)")
+
+
+@pytest.mark.parametrize("where", ["top", "encode"])
+@pytest.mark.parametrize(
+    ("command", "code"), [*(("run", code) for code in ENDS), ("verify", ENDS[0])]
+)
+def test_a_plug_in_that_exits_is_no_success(
+    tmp_path: Path, where: str, command: str, code: str
+) -> None:
+    path = method(tmp_path, **{where: code})
+    words = [*RUN, "--compressor", path, "--results", tmp_path / "runs", "--json"]
+    words = words if command == "run" else ["verify", path, "--no-processes"]
+    done = invoke(*words)
+    assert done.code == 1, done
+    if command == "run":
+        assert done.out == ""
+        assert not list((tmp_path / "runs").glob("*/summary.json"))
+
+
+@pytest.mark.parametrize("code", ["sys.exit(0)", "os._exit(0)"])
+def test_a_worker_process_that_exits_is_no_success(tmp_path: Path, code: str) -> None:
+    path = method(tmp_path, encode=code)
+    words = [*RUN, "--compressor", path, "--results", tmp_path / "runs", "--engine", "spawn"]
+    done = gcbench(*words, "--json")
+    assert done.code == 1
+    assert done.out == ""
+    assert "worker " in done.err
+    assert not list((tmp_path / "runs").glob("*/summary.json"))
+
+
+@pytest.mark.parametrize("engine", ["simulate", "spawn"])
+def test_prints_of_a_plug_in_do_not_reach_the_json(tmp_path: Path, engine: str) -> None:
+    prints = 'print("from Python"); os.write(1, b"from C\\n"); os.system("echo from a child")'
+    path = method(tmp_path, top=prints, encode=prints)
+    words = [*RUN, "--compressor", path, "--results", tmp_path / "runs", "--engine", engine]
+    done = gcbench(*words, "--json")
+    assert json.loads(done.out)["compressor_name"] == "mine", done.err
+    for text in ("from Python", "from C", "from a child"):
+        assert text in done.err
+
+
+def test_results_still_reach_a_pipe_and_a_string(tmp_path: Path) -> None:
+    for one in (invoke("list", "tasks", "--json"), gcbench("list", "tasks", "--json")):
+        assert any(row["name"] == "digits" for row in one.json)
+    assert "digits" in gcbench("list", "tasks").out
+
+
+def test_a_long_message_is_cut(tmp_path: Path) -> None:
+    path = method(tmp_path, encode='raise ValueError("begin" + "x" * 10**6 + "end")')
+    done = invoke(*RUN, "--compressor", path, "--results", tmp_path / "runs")
+    assert done.code == 1
+    assert "begin" in done.err
+    assert max(map(len, done.err.splitlines())) < 5000
