@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-__version__ = "0.1.0"
+from gcbench._version import __version__
+
 PUBLIC = {
     **dict.fromkeys(("Compressor", "Key", "MultiRoundCompressor", "Payload"), "core.compressor"),
     **dict.fromkeys(("Prepared", "Segments"), "core.compressor"),

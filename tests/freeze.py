@@ -557,7 +557,7 @@ def commands(
     )
     stored = [word for each in rows for word in ("--runs", each)]
     yield _entry(
-        "commands/advise", "advise", *stored, "--cluster", "gtx1080-1gbe", *thread, *ANALYSIS
+        "commands/advise", "advise", *stored, "--cluster", "gtx1080x4-1gbe", *thread, *ANALYSIS
     )
     for shape in ("table", "markdown", "csv", "json", "latex"):
         yield _entry(f"commands/compare {shape}", "compare", *rows, "--format", shape)

@@ -25,7 +25,6 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from gcbench.core import legacy
 from gcbench.core.claims import Claims
 from gcbench.core.errors import GcbenchError, PayloadError, UsageError
 
@@ -456,7 +455,6 @@ class Compressor(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        legacy.adapt(cls)
         own = vars(cls)
         if "collectives" in own:
             check_collectives(cls.__name__, own["collectives"])
