@@ -495,7 +495,7 @@ def _wrong(compressors: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]
             yield ("run", "--compressor", each["name"], "--collective", min(illegal))
             break
     yield ("compare", "nonesuch")
-    yield ("compare", "inputs/digits-methods.json", "--where", "nonesuch=1")
+    yield ("compare", "inputs/ddp-hooks.json", "--where", "nonesuch=1")
     yield ("verify", "nonesuch")
     yield ("verify", first, "--set", "nonesuch=1")
     yield ("kernels", "nonesuch.json")
