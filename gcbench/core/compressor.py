@@ -398,9 +398,6 @@ class Compressor(ABC):
     """What the published method carries from step to step: the name of a memory."""
     memory_options: ClassVar[Mapping[str, Any]] = {}
     """Fields of that memory where the published method differs from the memory's defaults."""
-    added: ClassVar[Mapping[str, Any]] = {}
-    """Fields that were added to the method later, with the values that stand for the behaviour of
-    before: a run stored without such a field was one with this value."""
     granularity: str | int = "tensor"
     """What has a scale of its own, see `Segments.of`; a dataclass field if the user may choose."""
 

@@ -10,7 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 from commands import ROOT, invoke
@@ -538,17 +537,6 @@ def test_a_suite_is_for_the_runner_a_list_of_configs(own, monkeypatch):
     invoke("run", "--suite", own, "--results", own.parent)
     assert seen == [suites.load(str(own)).configs({})]
     assert all("suite" not in config.model_dump() for config in seen[0])
-
-
-def test_reference_rows_are_of_the_methods_of_today():
-    """A field that a method got later does not make another method of its stored rows."""
-    file = ROOT / "results" / "reference" / "main.parquet"
-    stored = set(pd.read_parquet(file, columns=["compressor"])["compressor"])
-    points = suites.load("main").points()
-    today = {registry.call(point.config.make_compressor()) for point in points}
-    assert len(stored) > 10
-    assert stored <= today
-    assert any(repr(point.config.make_compressor()) not in today for point in points)
 
 
 # ---- the controls --------------------------------------------------------------------------------
