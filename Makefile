@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test lint bench sanitize clean
+.PHONY: run test lint bench sanitize mutation clean
 
 run: $(VENV)/installed
 	$(BIN)/gcbench run --task digits --compressor none,terngrad --seed 0,1,2
@@ -36,6 +36,22 @@ sanitize: $(VENV)/installed-dev
 	  tests/core/test_contract.py \
 	  -k "definition or buffer or corrupt or every_backend or means or dispatch or bitstream or large_outputs"; \
 	status=$$?; $(BIN)/python hatch_build.py && exit $$status
+
+# Changes modules line by line, and lists the changes that the tests do not notice; minutes. For example:
+# make mutation MODULES="gcbench/core/claims.py gcbench/core/task.py" TESTS=tests/core
+MODULES ?= gcbench/reporting/seeds.py
+TESTS ?= tests/reporting/test_seeds.py
+mutation: $(VENV)/installed-dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt "mutmut>=3.8"
+	rm -rf build/mutation && mkdir -p build/mutation
+	git ls-files -z --cached --others --exclude-standard | xargs -0 ls -d 2> /dev/null | xargs cp --parents -t build/mutation
+	cp -r gcbench/_native build/mutation/gcbench/
+	{ echo "[mutmut]"; echo "source_paths = gcbench"; echo "process_isolation = forkserver"; \
+	  echo "only_mutate ="; printf "  %s\n" $(MODULES); \
+	  echo "pytest_add_cli_args_test_selection ="; printf "  %s\n" $(TESTS); \
+	  echo "also_copy ="; printf "  %s\n" compressors tasks cuda results README.md CONTRIBUTING.md hatch_build.py; \
+	} > build/mutation/setup.cfg
+	cd build/mutation && $(CURDIR)/$(BIN)/mutmut run --max-children 2 && $(CURDIR)/$(BIN)/mutmut results
 
 clean:
 	rm -rf $(VENV)

@@ -20,7 +20,6 @@ A plain cast sends infinity above 3.396e38; here nothing infinite is ever sent
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -42,7 +41,6 @@ class BFloat16(HalfPrecision):
     dtype: ClassVar[torch.dtype] = torch.bfloat16
     unit: ClassVar[float] = 2.0**-8
     half_step: ClassVar[float] = 2.0**-134
-    added: ClassVar[Mapping[str, Any]] = {"rounding": "nearest"}
     variants = ({}, {"rounding": "stochastic"})
 
     def __post_init__(self) -> None:

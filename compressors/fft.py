@@ -39,9 +39,9 @@ few tenths of a percent (`gcbench.ops.transform.padded_length`), unless `--set p
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,7 +70,6 @@ class FFT(Compressor):
     high: float | None = None  # and above 0; neither: each message's own
 
     scratch = True
-    added: ClassVar[Mapping[str, Any]] = {"low": None, "high": None}
     variants = (
         {},
         {"granularity": "tensor"},

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 
+from gcbench._version import __version__
+
 TYPE_CHECKING = False  # importing typing and pathlib would delay the handler of Ctrl-C
-__version__ = "0.1.0"
 PUBLIC = {
     **dict.fromkeys(("Compressor", "Key", "MultiRoundCompressor", "Payload"), "core.compressor"),
     **dict.fromkeys(("Prepared", "Segments"), "core.compressor"),

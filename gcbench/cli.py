@@ -703,7 +703,7 @@ def data_path(name: DataName, data_dir: DataDir = None, as_json: Json = False) -
 
 def _version(asked: bool) -> None:
     if asked:
-        from gcbench import __version__
+        from gcbench._version import __version__
 
         print(f"gcbench {__version__}")
         raise typer.Exit

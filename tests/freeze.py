@@ -495,7 +495,7 @@ def _wrong(compressors: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]
             yield ("run", "--compressor", each["name"], "--collective", min(illegal))
             break
     yield ("compare", "nonesuch")
-    yield ("compare", "inputs/digits-methods.json", "--where", "nonesuch=1")
+    yield ("compare", "inputs/ddp-hooks.json", "--where", "nonesuch=1")
     yield ("verify", "nonesuch")
     yield ("verify", first, "--set", "nonesuch=1")
     yield ("kernels", "nonesuch.json")
@@ -552,7 +552,7 @@ def commands(
     )
     stored = [word for each in rows for word in ("--runs", each)]
     yield _entry(
-        "commands/advise", "advise", *stored, "--cluster", "gtx1080-1gbe", *thread, *ANALYSIS
+        "commands/advise", "advise", *stored, "--cluster", "gtx1080x4-1gbe", *thread, *ANALYSIS
     )
     for shape in ("table", "markdown", "csv", "json", "latex"):
         yield _entry(f"commands/compare {shape}", "compare", *rows, "--format", shape)

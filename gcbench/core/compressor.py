@@ -25,7 +25,6 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from gcbench.core import legacy
 from gcbench.core.claims import Claims
 from gcbench.core.errors import GcbenchError, PayloadError, UsageError
 
@@ -399,9 +398,6 @@ class Compressor(ABC):
     """What the published method carries from step to step: the name of a memory."""
     memory_options: ClassVar[Mapping[str, Any]] = {}
     """Fields of that memory where the published method differs from the memory's defaults."""
-    added: ClassVar[Mapping[str, Any]] = {}
-    """Fields that were added to the method later, with the values that stand for the behaviour of
-    before: a run stored without such a field was one with this value."""
     granularity: str | int = "tensor"
     """What has a scale of its own, see `Segments.of`; a dataclass field if the user may choose."""
 
@@ -456,7 +452,6 @@ class Compressor(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        legacy.adapt(cls)
         own = vars(cls)
         if "collectives" in own:
             check_collectives(cls.__name__, own["collectives"])

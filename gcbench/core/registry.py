@@ -379,17 +379,8 @@ def _typed(what: str, cls: type[Any], options: dict[str, Any]) -> dict[str, Any]
 
 
 def call(made: object) -> str:
-    """Return the expression that makes a plug-in's object, with all its fields.
-
-    Fields that were added later are left out where they have the value of before
-    (`Compressor.added`), so that results stored by an earlier version have the same expression.
-    """
-    added = getattr(made, "added", {})
-    told = [
-        f"{name}={value!r}"
-        for name, value in ((name, getattr(made, name)) for name in fields(type(made)))
-        if not (name in added and added[name] == value)
-    ]
+    """Return the expression that makes a plug-in's object, with all its fields."""
+    told = [f"{name}={getattr(made, name)!r}" for name in fields(type(made))]
     return f"{type(made).__qualname__}({', '.join(told)})"
 
 

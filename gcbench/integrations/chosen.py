@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import gcbench
+from gcbench import _version
 from gcbench.core import memory as memories
 from gcbench.core import registry
 from gcbench.core.compressor import Compressor
@@ -55,7 +56,7 @@ def memory(name: str | None, options: Mapping[str, Any] | None, method: Compress
 def told(method: Compressor, collective: str, carried: Memory) -> dict[str, Any]:
     """Return what all ranks must have in common about an exchange: words by their names, JSON."""
     return {
-        "gcbench": gcbench.__version__,
+        "gcbench": _version.__version__,
         "compressor": f"{type(method).__module__}.{registry.call(method)}",
         "code of compressor": _code(type(method)),
         "collective": collective,

@@ -6,10 +6,6 @@ arguments give the same bytes on every backend.
 
 from __future__ import annotations
 
-import warnings
-from operator import attrgetter
-from typing import Any
-
 from gcbench.core.faults import together as faults_together
 from gcbench.ops import (
     bitstream,
@@ -53,16 +49,3 @@ __all__ = [
     "use",
     "using",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    from gcbench.ops._flat import FLAT
-
-    if name not in FLAT:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(
-        f"ops.{name} is ops.{FLAT[name]} now; the old name goes with the next release",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return attrgetter(FLAT[name])(__import__(__name__, fromlist=["ops"]))

@@ -8,7 +8,6 @@ from typing import Any
 from gcbench import ops
 from gcbench.core import output, registry
 from gcbench.core.errors import GcbenchError
-from gcbench.core.schema import ADDED
 from gcbench.reporting import glossary
 from gcbench.training import configuration
 
@@ -171,7 +170,7 @@ def info() -> Row:
 def summaries(done: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Return the short table that a run ends with; what differs between runs has a column."""
     rows = []
-    configs = [ADDED | summary["config"] for summary in done]
+    configs = [configuration.DEFAULTS | summary["config"] for summary in done]
     axes = [key for key in AXES if len({str(config[key]) for config in configs}) > 1]
     for summary, config in zip(done, configs, strict=True):
         accuracy, loss = summary.get("test_accuracy"), summary.get("test_loss")

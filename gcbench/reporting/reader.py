@@ -17,11 +17,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gcbench.core import files
 from gcbench.core.errors import GcbenchError, UsageError
-from gcbench.core.schema import ADDED, SCHEMA
+from gcbench.core.schema import SCHEMA
 from gcbench.reporting import foreign
 from gcbench.training import progress, schedule
 from gcbench.training import rows as rowfiles
-from gcbench.training.configuration import canonical
+from gcbench.training.configuration import DEFAULTS, canonical
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -116,7 +116,7 @@ class Run:
         """The config without the seed, with what the run resolved in place of what was asked."""
         resolved = ("task", "workers", "collective", "engine", "gradients", "steps", "batch")
         resolutions = {key: getattr(self.summary, key) for key in resolved}
-        config = ADDED | self.summary.config | resolutions
+        config = DEFAULTS | self.summary.config | resolutions
         return {key: value for key, value in config.items() if key != "seed"}
 
     @cached_property

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from gcbench import __version__
+from gcbench._version import __version__
 from gcbench.core import files
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.reporting import analysis as measuring

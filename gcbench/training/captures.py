@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from gcbench import __version__
+from gcbench._version import __version__
 from gcbench.core import files
 from gcbench.core.errors import UsageError, unknown
 from gcbench.core.world import World

@@ -24,7 +24,7 @@ from gcbench.core.compressor import Compressor, Segments
 from gcbench.core.errors import DivergedError, GcbenchError, UsageError, unknown
 from gcbench.core.exchange import check_legal
 from gcbench.core.memory import Memory
-from gcbench.core.schema import ADDED, SCHEMA
+from gcbench.core.schema import SCHEMA
 from gcbench.core.task import Task
 from gcbench.training import limits, schedule
 from gcbench.training.store import Run
@@ -182,13 +182,13 @@ class Config(BaseModel):
             raise ValueError("test=false leaves nothing that judges the run: give --holdout n, too")
         if self.local_steps:
             self._fits_local_steps()
-        elif outer := [key for key in OUTER if getattr(self, key) != ADDED[key]]:
+        elif outer := [key for key in OUTER if getattr(self, key) != DEFAULTS[key]]:
             raise ValueError(
                 f"{', '.join(outer)}: there is an outer step after --local-steps n alone"
             )
         if self.engine == "ddp":
             self._fits_ddp()
-        elif self.hook != "gcbench" or self.bucket_mb != ADDED["bucket_mb"]:
+        elif self.hook != "gcbench" or self.bucket_mb != DEFAULTS["bucket_mb"]:
             raise ValueError("hook and bucket_mb belong to --engine ddp; leave them out")
         if self.optimizer == "adamw" and self.weight_decay and self.decay == "loss":
             raise ValueError(
@@ -288,17 +288,8 @@ class Config(BaseModel):
 
     @property
     def hash(self) -> str:
-        """Ten hex digits of the SHA-256 of this config's JSON.
-
-        Settings that were added later (`schema.ADDED`) count only if they differ from the value
-        that changes nothing, so that older configs keep their hashes.
-        """
-        known = self.model_dump(mode="json")
-        for key, neutral in ADDED.items():
-            if known[key] == neutral:
-                del known[key]
-        text = json.dumps(known, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:10]
+        """Ten hex digits that name this config, see `hash_of`."""
+        return hash_of(self.model_dump(mode="json"))
 
     @property
     def run_name(self) -> str:
@@ -347,6 +338,25 @@ class Config(BaseModel):
     def _steps(self, count: float) -> float:
         """Return a number of steps, of which one below 1 is given as a fraction of all."""
         return count * self.steps if count < 1 else count
+
+
+DEFAULTS: dict[str, Any] = json.loads(
+    json.dumps(
+        {key: each.default for key, each in Config.model_fields.items() if not each.is_required()}
+    )
+)
+"""The defaults of settings, as JSON; a stored config without a setting has its default."""
+
+
+def hash_of(config: Mapping[str, Any]) -> str:
+    """Return ten hex digits of the SHA-256 of a config's JSON, without settings at their defaults.
+
+    So a new setting changes no earlier hash. `config`: a config as JSON, as it is stored.
+    """
+    given = {
+        key: value for key, value in config.items() if key not in DEFAULTS or DEFAULTS[key] != value
+    }
+    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:10]
 
 
 TORCH_HOOKS = ("none", "fp16", "powersgd")
@@ -602,31 +612,35 @@ def _origin(own: Mapping[str, str] | None) -> str:
 def check_objects(config: Config, made: Mapping[str, Any], folder: Path) -> None:
     """Refuse a stored run of this config if defaults, or a plug-in, have changed since.
 
-    `made` is its summary, or an unfinished run's provenance under that key. Older runs did not
-    store `objects`: of them only the compressor of a finished run can be compared.
+    `made` is its summary, or an unfinished run's provenance under that key.
 
     Raises:
         GcbenchError: the same config would give another result now, or that cannot be known.
     """
-    there = (made.get("provenance") or {}).get("objects")
-    here = objects(config)
-    if there is None:
-        there = {"compressor": [made.get("compressor", "unknown fields")]}
-        here = {"compressor": [registry.call(config.make_compressor(config.steps - 1))]}
-    for kind, now in here.items():
-        then = there[kind]
+    remedy = "--force makes it again, another --results keeps both"
+    current = config.model_dump(mode="json")
+    for key, then in made.get("config", {}).items():
+        if (now := current.get(key)) != then:
+            raise GcbenchError(
+                f"{folder} was made with {key}={text(then)} by another gcbench; the same command "
+                f"now means {key}={text(now)}. {remedy}"
+            )
+    provenance = made.get("provenance") or {}
+    there = provenance.get("objects") or {}
+    for kind, now in objects(config).items():
+        then = there.get(kind, "unknown fields")
         if then != now:
             old, new = (" / ".join(v) if isinstance(v, list) else v for v in (then, now))
             raise GcbenchError(
                 f"{folder} was made with {old} by another gcbench; the same command now means "
-                f"{new}. --force makes it again, another --results keeps both"
+                f"{new}. {remedy}"
             )
-    before = (made.get("provenance") or {}).get("plugins") or {}
+    before = provenance.get("plugins") or {}
     for kind, present in plugins(config).items():
         if before.get(kind) != present:
             raise GcbenchError(
                 f"{folder} was made with another {kind}: {_origin(before.get(kind))} then, "
-                f"{_origin(present)} now. --force makes it again, another --results keeps both"
+                f"{_origin(present)} now. {remedy}"
             )
 
 

@@ -110,7 +110,7 @@ class Runner:
         found: dict[str, tuple[rows.Row, Path]] = {}
         for path in () if self.force else self.rows_files:
             for one in rows.read(path):
-                found.setdefault(one["config_hash"], (one, path))
+                found.setdefault(configuration.hash_of(one["config"]), (one, path))
         return found
 
     def stored_elsewhere(self, work: Work, path: Path) -> list[Config]:
@@ -122,7 +122,8 @@ class Runner:
         Raises:
             GcbenchError: the file cannot be read, or holds something else.
         """
-        known, elsewhere = self._rows(), {one["config_hash"]: one for one in rows.read(path)}
+        known = self._rows()
+        elsewhere = {configuration.hash_of(one["config"]): one for one in rows.read(path)}
         found: list[Config] = []
         summary: Mapping[str, Any] = {}
         while True:

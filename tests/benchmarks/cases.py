@@ -26,7 +26,6 @@ from gcbench.core.compressor import (
     Segments,
     layout_bytes,
 )
-from gcbench.ops._flat import FLAT
 
 KEY = Key(1, 2, 0)
 WORKERS = 8
@@ -105,11 +104,17 @@ SERVED_BY = {
 """What callers call, and the operation behind it, where the names differ."""
 
 
-def case(name: str, eager: Eager | None = None) -> Callable[[Prepare], Prepare]:
-    """Enter a preparing function as `name`: an operation, and a number where it takes many."""
+def case(
+    name: str, eager: Eager | None = None, *, op: str | None = None
+) -> Callable[[Prepare], Prepare]:
+    """Register a preparing function as `name`.
+
+    `op`: the operation that it times. None: its family is the part of `name` before the first _,
+    and a number at the end says how many payloads it takes.
+    """
+    called = op or name.rstrip("0123456789").replace("_", ".", 1)
 
     def enter(prepare: Prepare) -> Prepare:
-        called = FLAT.get(name) or FLAT.get(name.rstrip("0123456789"), name)
         CASES[name] = Case(name, prepare, eager, SERVED_BY.get(called, called))
         return prepare
 
@@ -153,30 +158,30 @@ def eight(coder: Callable[[Tensor], Any]) -> Callable[[Tensor], list[Any]]:
 # ---- operations ----------------------------------------------------------------------------------
 
 
-@case("copy_")
+@case("copy_", op="copy_")
 def _copy(g: Gradient) -> Timed:
     return Timed(lambda: g.copied.copy_(g.x), 2 * nbytes(g.x))
 
 
-@case("draws24")
+@case("draws24", op="random.draws24")
 def _draws(g: Gradient) -> Timed:
     out = g.empty(torch.int32, g.n)
     return Timed(lambda: ops.random.draws24(KEY, g.n, device=g.device, out=out), nbytes(g.x))
 
 
-@case("random_words")
+@case("random_words", op="selection.random_words")
 def _random_words(g: Gradient) -> Timed:
     return Timed(lambda: ops.selection.random_words(KEY, g.n, device=g.device), nbytes(g.x))
 
 
-@case("pack")
+@case("pack", op="packing.pack")
 def _pack(g: Gradient) -> Timed:
     codes = (g.x * 4).int().clamp_(-7, 7).add_(7)
     out = ops.packing.pack(codes, 4)
     return Timed(lambda: ops.packing.pack(codes, 4, out=out), nbytes(codes, out))
 
 
-@case("unpack")
+@case("unpack", op="packing.unpack")
 def _unpack(g: Gradient) -> Timed:
     words = ops.packing.pack((g.x * 4).int().clamp_(-7, 7).add_(7), 4)
     out = g.empty(torch.int32, g.n)
@@ -186,13 +191,13 @@ def _unpack(g: Gradient) -> Timed:
 # statistics
 
 
-@case("segment_absmax", each(eager.absmax))
+@case("segment_absmax", each(eager.absmax), op="statistics.absmax")
 def _absmax(g: Gradient) -> Timed:
     segments = g.segments()
     return Timed(lambda: ops.statistics.absmax(g.x, segments), nbytes(g.x))
 
 
-@case("segment_moments", each(eager.moments))
+@case("segment_moments", each(eager.moments), op="statistics.moments")
 def _moments(g: Gradient) -> Timed:
     segments = g.segments()
     return Timed(lambda: ops.statistics.moments(g.x, segments), nbytes(g.x))
@@ -297,7 +302,7 @@ def _sign_vote(g: Gradient) -> Timed:
     )
 
 
-@case("scaled_encode", each(eager.ef_sign))
+@case("scaled_encode", each(eager.ef_sign), op="sign.scaled_encode")
 def _scaled_encode(g: Gradient) -> Timed:
     segments = g.segments()
     return Timed(
@@ -306,7 +311,7 @@ def _scaled_encode(g: Gradient) -> Timed:
     )
 
 
-@case("scaled_decode", each(eager.ef_sign_decode, eager.ef_sign))
+@case("scaled_decode", each(eager.ef_sign_decode, eager.ef_sign), op="sign.scaled_decode")
 def _scaled_decode(g: Gradient) -> Timed:
     segments, out = g.segments(), g.empty(torch.float32, g.n)
     words, scale = ops.sign.scaled_encode(g.x, segments)
@@ -316,7 +321,11 @@ def _scaled_decode(g: Gradient) -> Timed:
     )
 
 
-@case("scaled_feedback", each(eager.ef_sign_feedback, itself, torch.zeros_like))
+@case(
+    "scaled_feedback",
+    each(eager.ef_sign_feedback, itself, torch.zeros_like),
+    op="sign.scaled_feedback",
+)
 def _scaled_feedback(g: Gradient) -> Timed:
     segments, residual = g.segments(), torch.zeros_like(g.x)
     coded = ops.sign.scaled_encode(g.x, segments)
@@ -327,7 +336,7 @@ def _scaled_feedback(g: Gradient) -> Timed:
     )
 
 
-@case("class_encode", each(eager.onebit))
+@case("class_encode", each(eager.onebit), op="sign.class_encode")
 def _class_encode(g: Gradient) -> Timed:
     columns = g.segments("column")
     return Timed(
@@ -336,14 +345,18 @@ def _class_encode(g: Gradient) -> Timed:
     )
 
 
-@case("class_decode", each(eager.onebit_decode, eager.onebit))
+@case("class_decode", each(eager.onebit_decode, eager.onebit), op="sign.class_decode")
 def _class_decode(g: Gradient) -> Timed:
     columns, out = g.segments("column"), g.empty(torch.float32, g.n)
     coded = ops.sign.class_encode(g.x, columns)
     return Timed(lambda: ops.sign.class_decode(*coded, columns, "", out=out), nbytes(coded, out))
 
 
-@case("class_feedback", each(eager.onebit_feedback, itself, torch.zeros_like))
+@case(
+    "class_feedback",
+    each(eager.onebit_feedback, itself, torch.zeros_like),
+    op="sign.class_feedback",
+)
 def _class_feedback(g: Gradient) -> Timed:
     columns, residual = g.segments("column"), torch.zeros_like(g.x)
     return Timed(
@@ -364,14 +377,14 @@ def _sign_mean(g: Gradient) -> Timed:
 # levels and blocks
 
 
-@case("level_norms")
+@case("level_norms", op="levels.norms")
 def _level_norms(g: Gradient) -> Timed:
     buckets = g.segments(BUCKET)
     norms = ops.levels.norms(g.x, buckets, "max", LEVELS)
     return Timed(lambda: ops.levels.norms(g.x, buckets, "max", LEVELS), nbytes(g.x, norms))
 
 
-@case("level_codes")
+@case("level_codes", op="levels.codes")
 def _level_codes(g: Gradient) -> Timed:
     buckets = g.segments(BUCKET)
     norms = ops.levels.norms(g.x, buckets, "max", LEVELS)
@@ -387,7 +400,7 @@ def _level_words(x: Tensor, buckets: Segments) -> tuple[Tensor, Tensor]:
     return ops.levels.encode(x, norms, LEVELS, "fixed", buckets, KEY), norms
 
 
-@case("level_encode", each(eager.qsgd))
+@case("level_encode", each(eager.qsgd), op="levels.encode")
 def _level_encode(g: Gradient) -> Timed:
     buckets = g.segments(BUCKET)
     out, norms = _level_words(g.x, buckets)
@@ -397,7 +410,7 @@ def _level_encode(g: Gradient) -> Timed:
     )
 
 
-@case("levels.encode_max", each(eager.qsgd))
+@case("levels.encode_max", each(eager.qsgd), op="levels.encode_max")
 def _level_encode_max(g: Gradient) -> Timed:
     buckets = g.segments(BUCKET)
     out, norms = _level_words(g.x, buckets)
@@ -407,7 +420,7 @@ def _level_encode_max(g: Gradient) -> Timed:
     )
 
 
-@case("level_decode", each(eager.qsgd_decode, eager.qsgd))
+@case("level_decode", each(eager.qsgd_decode, eager.qsgd), op="levels.decode")
 def _level_decode(g: Gradient) -> Timed:
     buckets, out = g.segments(BUCKET), g.empty(torch.float32, g.n)
     words, norms = _level_words(g.x, buckets)
@@ -417,7 +430,7 @@ def _level_decode(g: Gradient) -> Timed:
     )
 
 
-@case("level_mean8", each(eager.mean_of(eager.qsgd_decode), eight(eager.qsgd)))
+@case("level_mean8", each(eager.mean_of(eager.qsgd_decode), eight(eager.qsgd)), op="levels.mean")
 def _level_mean(g: Gradient) -> Timed:
     buckets, out = g.segments(BUCKET), g.empty(torch.float32, g.n)
     coded = [_level_words(g.of_worker(rank), buckets) for rank in range(WORKERS)]
@@ -437,7 +450,7 @@ def _omega(g: Gradient, op: str) -> Timed:
 
 
 for _op in ("omega_dense_write", "omega_dense_read", "omega_sparse_write", "omega_sparse_read"):
-    case(_op)(partial(_omega, op=_op))
+    case(_op, op=f"bitstream.{_op}")(partial(_omega, op=_op))
 
 
 @case("int8_encode", each(eager.int8))
@@ -517,13 +530,13 @@ def _kept(g: Gradient) -> tuple[Sequence[ops.selection.KeptRun], Tensor, Tensor]
     return runs, *ops.selection.largest_elements(g.x, runs)
 
 
-@case("largest_elements", each(eager.topk))
+@case("largest_elements", each(eager.topk), op="selection.largest_elements")
 def _largest_elements(g: Gradient) -> Timed:
     runs, positions, values = _kept(g)
     return Timed(lambda: ops.selection.largest_elements(g.x, runs), nbytes(g.x, positions, values))
 
 
-@case("random_positions")
+@case("random_positions", op="selection.random_positions")
 def _random_positions(g: Gradient) -> Timed:
     runs, positions, _ = _kept(g)
     return Timed(
@@ -531,13 +544,13 @@ def _random_positions(g: Gradient) -> Timed:
     )
 
 
-@case("gather")
+@case("gather", op="selection.gather")
 def _gather(g: Gradient) -> Timed:
     _, positions, values = _kept(g)
     return Timed(lambda: ops.selection.gather(g.x, positions), nbytes(positions, values, values))
 
 
-@case("scatter", each(eager.topk_decode, eager.topk))
+@case("scatter", each(eager.topk_decode, eager.topk), op="selection.scatter")
 def _scatter(g: Gradient) -> Timed:
     _, positions, values = _kept(g)
     out = g.empty(torch.float32, g.n)
@@ -547,7 +560,11 @@ def _scatter(g: Gradient) -> Timed:
     )
 
 
-@case("scatter_mean8", each(eager.mean_of(eager.topk_decode), eight(eager.topk)))
+@case(
+    "scatter_mean8",
+    each(eager.mean_of(eager.topk_decode), eight(eager.topk)),
+    op="selection.scatter_mean",
+)
 def _scatter_mean(g: Gradient) -> Timed:
     runs, out = ops.selection.kept_runs(g.segments(), RATIO), g.empty(torch.float32, g.n)
     sparse = [
@@ -561,7 +578,7 @@ def _scatter_mean(g: Gradient) -> Timed:
     )
 
 
-@case("pack_positions")
+@case("pack_positions", op="selection.pack_positions")
 def _pack_positions(g: Gradient) -> Timed:
     _, positions, _ = _kept(g)
     parts = ops.selection.pack_positions(positions, g.n, "smallest")
@@ -570,7 +587,7 @@ def _pack_positions(g: Gradient) -> Timed:
     )
 
 
-@case("unpack_positions")
+@case("unpack_positions", op="selection.unpack_positions")
 def _unpack_positions(g: Gradient) -> Timed:
     runs, positions, _ = _kept(g)
     parts = ops.selection.pack_positions(positions, g.n, "smallest")
@@ -580,7 +597,7 @@ def _unpack_positions(g: Gradient) -> Timed:
     )
 
 
-@case("range_pack")
+@case("range_pack", op="rangefloat.pack")
 def _range_pack(g: Gradient) -> Timed:
     groups = [(1, g.n)]
     out, grids = ops.rangefloat.pack(g.x, groups, *RANGE)
@@ -590,7 +607,7 @@ def _range_pack(g: Gradient) -> Timed:
     )
 
 
-@case("range_unpack")
+@case("range_unpack", op="rangefloat.unpack")
 def _range_unpack(g: Gradient) -> Timed:
     coded, out = ops.rangefloat.pack(g.x, [(1, g.n)], *RANGE), g.empty(torch.float32, g.n)
     return Timed(
@@ -644,7 +661,7 @@ def _spectrum_mean(g: Gradient) -> Timed:
     return Timed(lambda: ops.spectrum.mean(sparse, [0.25] * 4, bins, out=out), nbytes(*sparse, out))
 
 
-@case("spectrum_fold")
+@case("spectrum_fold", op="transform.fold")
 def _spectrum_fold(g: Gradient) -> Timed:
     x = halves(g)
     factors, out = torch.ones_like(x[: len(x) // 2 + 1]), x.new_empty(len(x) + 1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gcbench
-from gcbench.core import memory, registry
+from gcbench.core import memory
 from gcbench.core.compressor import Key, Payload, Segments
 from gcbench.core.errors import PayloadError, UsageError
 from gcbench.core.exchange import Exchange, Lane
@@ -227,10 +227,3 @@ def test_the_residual_of_stochastic_bfloat16_is_refused():
     memory.check_legal("residual", gcbench.get_compressor("bf16"))
     with pytest.raises(UsageError, match="stochastic"):
         gcbench.get_compressor("bf16", rounding="up")
-
-
-def test_a_run_of_before_is_the_same_method():
-    """Stored runs tell `BFloat16()`: the new field is told where it says something new."""
-    assert registry.call(gcbench.get_compressor("bf16")) == "BFloat16()"
-    said = registry.call(gcbench.get_compressor("bf16", rounding="stochastic"))
-    assert said == "BFloat16(rounding='stochastic')"

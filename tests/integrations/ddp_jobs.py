@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gcbench
+from gcbench import _version
 from gcbench.core import registry
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import Compressor, Payload
@@ -599,10 +600,10 @@ def differences(rank: int, size: int) -> dict[str, Any]:
         "seed": refused(lambda: register(hook("none", seed=int(odd)))),
         "start": refused(lambda: register(hook("none", start_step=int(odd)))),
     }
-    version = gcbench.__version__
-    gcbench.__version__ = "9.9" if odd else version
+    version = _version.__version__
+    _version.__version__ = "9.9" if odd else version
     found["version"] = refused(lambda: register(hook("none")))
-    gcbench.__version__ = version
+    _version.__version__ = version
     digest, chosen._code = chosen._code, lambda cls: "changed" if odd else "as it was"
     found["code"] = refused(lambda: register(hook("none")))
     chosen._code = digest

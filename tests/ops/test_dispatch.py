@@ -282,16 +282,3 @@ def test_an_operation_is_defined_once():
             dispatch.operation()(_thing)
     finally:
         del dispatch.OPERATIONS[made.name]
-
-
-# ---- names that were -----------------------------------------------------------------------------
-
-
-def test_flat_names_still_lead_there():
-    from gcbench.ops._flat import FLAT
-
-    for old, new in FLAT.items():
-        with pytest.warns(DeprecationWarning, match=re.escape(f"ops.{new} now")):
-            assert getattr(ops, old) is attrgetter(new)(ops)
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        ops.nothing  # noqa: B018

@@ -65,11 +65,6 @@ COMMANDS = re.findall(r"^## `gcbench (.+) --json`$", PAGE, re.MULTILINE)
 def test_the_page_has_the_keys_that_are_printed(command: str, tmp_path: Path) -> None:
     found = printed(command, tmp_path)
     assert differs(PAGE, command, found) == ""
-    always, _ = documented(PAGE, command)
-    first = sorted(always)[0]
-    assert differs(PAGE, command, {**found, "other": 1}) == "not on the page: other"
-    without = {key: value for key, value in found.items() if key != first}
-    assert differs(PAGE, command, without) == f"not printed: {first}"
 
 
 def test_every_command_is_on_the_page() -> None:
@@ -89,8 +84,6 @@ def test_the_glossary_is_one() -> None:
     assert (ROOT / "results/GLOSSARY.md").read_text() == glossary.page()
     rows = invoke("list", "words", "--json").json
     assert {row["name"]: row["what"] for row in rows} == glossary.WORDS
-    for word in ("bucket", "payload", "wire", "two-shot", "error feedback"):
-        assert glossary.WORDS[word].endswith(".")
 
 
 def test_a_long_table_points_to_the_glossary(tmp_path: Path) -> None:

@@ -264,8 +264,8 @@ def test_nothing_overflows_and_the_accuracy_is_in_view(folder: Path) -> None:
     write(
         folder / "more", *(recorded(long, seed, 0.9, workers=w) for seed in (0, 1) for w in (2, 4))
     )
-    names = ("links", "bandwidth", "kernels", "mnist-figure3")
-    files = [ROOT / "results" / f"{name}.json" for name in names]
+    names = ("links.json", "bandwidth.json", "kernels.json", "reference/terngrad-figure3.parquet")
+    files = [ROOT / "results" / name for name in names]
     path = folder / "page.html"
     assert invoke("report", folder, *files, "--output", path).code == 0
     for width in (1280, 390):
@@ -435,10 +435,11 @@ def committed(name: str) -> dict:
 
 def test_committed_files_are_shown(tmp_path: Path) -> None:
     """Analyses with a picture where it can be drawn, kernel timings, and runs, on one page."""
-    names = ("links", "histogram-cifarnet", "kernels", "mnist-lenet")
-    said, page = reported(tmp_path / "x", *(ROOT / "results" / f"{name}.json" for name in names))
+    names = ("links.json", "histogram-cifarnet.json", "kernels.json")
+    rows = ROOT / "results/reference/terngrad-figure3.parquet"
+    said, page = reported(tmp_path / "x", *(ROOT / "results" / name for name in names), rows)
     timings = committed("kernels.json")["rows"]
-    assert f"4 runs, 2 analyses, {len(timings)} kernel timings" in said
+    assert f"42 runs, 2 analyses, {len(timings)} kernel timings" in said
     assert {name.rpartition("-")[0] for name in page.ids} >= {
         "links",
         "histogram-cifarnet",
@@ -446,7 +447,7 @@ def test_committed_files_are_shown(tmp_path: Path) -> None:
     }
     assert len(set(page.ids)) == len(page.ids)
     assert len(page.sources) == 2  # of the runs and of the links
-    assert page.headings.index("Timings") > max(map(page.headings.index, ["mnist", "Analyses"]))
+    assert page.headings.index("Timings") > max(map(page.headings.index, ["Accuracy", "Analyses"]))
     text = (tmp_path / "page.html").read_text()
     assert text.count("No picture: its file leaves out what it is drawn from") == 1
     assert "make bench" in page.items

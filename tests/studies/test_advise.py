@@ -236,9 +236,6 @@ def test_runs_outside_of_files_of_rows_are_of_no_suite(tmp_path: Path) -> None:
     folder = write_runs(tmp_path / "runs", *plain(), *lost("terngrad", [0.0] * 3))
     found = advise(tmp_path, "--runs", folder)
     assert "7 made for no suite" in conclusions(found)
-    committed = ROOT / "results/cifar10-methods.json"
-    found = advise(tmp_path, "--runs", committed)
-    assert {row["results"] for row in methods(found).values()} == {0}
 
 
 def test_committed_rows_below_the_folder_are_found(tmp_path: Path, monkeypatch) -> None:

@@ -5,15 +5,13 @@ Each is derived from one of ours, keeps the declarations that it inherits, and d
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
 import torch
-import wrong_methods
-from commands import ROOT, invoke
+from commands import invoke
 from wrong_methods import (
     BF16,
     DEMO,
@@ -922,25 +920,6 @@ def test_every_method_has_a_definition_that_ends(name):
         torch.testing.assert_close(mean, method.decode(payload, segments, shared))
 
 
-def test_the_list_of_wrong_methods_is_what_the_tests_run():
-    """results/MUTANTS.md has a line for each, in this order: what is wrong, what must find it."""
-    text = (ROOT / "results" / "MUTANTS.md").read_text()
-    told = [line for line in text.splitlines() if line.startswith("| `")]
-    assert told == [*map(listed, [*wrong_methods.WRONG.values()])] + [
-        listed(wrong_methods.Wrong(made, "", (WRONG[made],))) for made in WRONG
-    ]
-    for name, wrong in (("bounds", wrong_methods.WRONG), ("verify", WRONG)):
-        assert f"`gcbench {name}` finds {len(wrong)} of {len(wrong)}" in text
-
-
-def listed(wrong: wrong_methods.Wrong) -> str:
-    """Return the line of a wrong method: its class and ours, what is wrong, who must find it."""
-    known = {type(registry.compressor(name)): name for name in registry.compressors()}
-    ours = next((known[kind] for kind in wrong.made.__mro__ if kind in known), "-")
-    what = inspect.getdoc(wrong.made).splitlines()[0]
-    return f"| `{wrong.made.__name__}` | {ours} | {what} | {', '.join(wrong.caught)} |"
-
-
 SILENT = """
 from gcbench.core.compressor import Compressor, Payload
 from gcbench.ops import random
@@ -966,9 +945,3 @@ def test_of_a_method_that_claims_nothing_nothing_is_said(tmp_path):
     assert done.code == 0
     assert "silent claims nothing of what arrives" in done.err
     assert "claims nothing" not in invoke("verify", "signsgd", "--no-processes").err
-
-
-def test_readme_tells_how_many_wrong_methods_are_found():
-    text = " ".join((ROOT / "README.md").read_text().split())
-    assert "`gcbench verify NAME`** holds any method" in text
-    assert f"in the tests it refuses {len(WRONG)} of {len(WRONG)} broken methods" in text

@@ -142,17 +142,22 @@ def test_a_schedule_in_a_file_is_a_mapping(tmp_path):
     assert (made.memory, made.memory_options) == ("dgc", {"momentum": 0.5})
 
 
-def test_new_settings_leave_the_names_of_older_runs_alone():
-    """The hash of a config that says nothing new is what it was before these settings came."""
-    base = Config.make({"task": "quadratic"})
-    known = base.model_dump(mode="json")
-    for key in configuration.ADDED:
-        del known[key]
-    text = json.dumps(known, sort_keys=True)
-    assert base.hash == hashlib.sha256(text.encode()).hexdigest()[:10]
-    for other in ({"start_step": 1}, {"delay": 1}, {"rebroadcast_every": 1}):
-        assert Config.make({"task": "quadratic", **other}).hash != base.hash
-    assert Config.make({"memory": "momentum"}).hash != Config.make({}).hash
+def test_a_setting_at_its_default_leaves_the_hash_as_it_is(monkeypatch):
+    """A config stored before a setting existed has the hash of one with the setting's default."""
+    made = Config.make({"task": "quadratic", "lr": 0.25, "momentum": 0.0})
+    stored = made.model_dump(mode="json")
+    given = {
+        key: value for key, value in stored.items() if configuration.DEFAULTS.get(key) != value
+    }
+    assert {"lr": 0.25}.items() <= given.items()
+    assert "momentum" not in given
+    assert made.hash == configuration.hash_of(stored) == configuration.hash_of(given)
+    text = json.dumps(given, sort_keys=True)
+    assert made.hash == hashlib.sha256(text.encode()).hexdigest()[:10]
+    for key in configuration.DEFAULTS:
+        assert configuration.hash_of({**stored, key: "another"}) != made.hash
+    monkeypatch.setitem(configuration.DEFAULTS, "momentum", 0.9)
+    assert configuration.hash_of(stored) != made.hash, "another default is another run"
 
 
 def test_lists_of_sequences():

@@ -74,14 +74,26 @@ def change(folder: Path, name: str, key: str, value: object = None) -> None:
         reseal(folder / name)
 
 
-def test_a_run_from_before_objects_were_stored_is_known_by_its_compressor(tmp_path):
-    before = run(tmp_path).json
+def test_a_run_whose_objects_are_unknown_is_not_reused(tmp_path):
+    run(tmp_path)
     (folder,) = tmp_path.iterdir()
     change(folder, "summary.json", "objects")
+    done = run(tmp_path)
+    assert done.code == 1
+    assert "unknown fields" in done.err
+
+
+def test_a_run_of_another_default_setting_is_not_reused(tmp_path):
+    """The hash leaves defaults out: the stored config shows that one was another."""
+    run(tmp_path)
+    (folder,) = tmp_path.iterdir()
+    config = json.loads((folder / "summary.json").read_text())["config"]
     assert "skipped" in run(tmp_path).err
-    change(folder, "summary.json", "compressor", "TernGrad(clip=2.5)")
-    assert "was made with TernGrad(clip=2.5) by another gcbench" in run(tmp_path).err
-    assert run(tmp_path, "--force").json["params_sha256"] == before["params_sha256"]
+    change(folder, "summary.json", "config", {**config, "ema": 0.5})
+    done = run(tmp_path)
+    assert done.code == 1
+    assert "ema=0.5" in done.err
+    assert "ema=0" in done.err.split("now means")[1]
 
 
 def test_an_interrupted_run_does_not_go_on_with_other_defaults(tmp_path, monkeypatch):

@@ -259,14 +259,6 @@ def test_a_checkpoint_that_forgets_the_workers_would_be_seen(tmp_path, simulated
 # ---- names, tables, refusals ---------------------------------------------------------------------
 
 
-def test_runs_of_before_keep_their_names():
-    """The hash of a config without local steps is the one of before they existed."""
-    made = Config.make({"task": "digits", "compressor": "terngrad"})
-    assert made.hash == "69d8283783"
-    assert Config.make({"task": "digits", "compressor": "terngrad", "local_steps": 0}) == made
-    assert Config.make({**SHORT, "local_steps": 1}).hash != Config.make(SHORT).hash
-
-
 def test_the_recorded_command_says_all_of_it():
     config = Config.make({**SHORT, "local_steps": 5, **DILOCO})
     said = configuration.command(config)

@@ -15,7 +15,6 @@ from commands import ROOT, invoke
 from gcbench.core import registry
 from gcbench.core.compressor import UPDATE_RULE
 from gcbench.core.errors import GcbenchError, Interrupted, UsageError
-from gcbench.core.schema import ADDED
 from gcbench.core.world import SimulatedWorld
 from gcbench.reporting import compare, published
 from gcbench.reporting.reader import load
@@ -645,14 +644,20 @@ def test_processes_that_add_at_once_lose_nothing(tmp_path):
     assert len(rows.read(file)) == 10
 
 
-def test_rows_from_before_a_setting_existed_serve_as_they_are(tmp_path):
+def test_rows_without_settings_at_their_defaults_serve_as_they_are(tmp_path):
+    """Such a row was stored before the setting existed; it is known by its config."""
     file = tmp_path / "rows.parquet"
     words = ("run", "--task", "quadratic", "--compressor", "none,terngrad", "--steps", 12)
     words += ("--rows", file, "--results", tmp_path / "runs")
     first = invoke(*words)
     old = rows.read(file)
     for row in old:
-        row["config"] = {key: value for key, value in row["config"].items() if key not in ADDED}
+        row["config"] = {
+            key: value
+            for key, value in row["config"].items()
+            if key not in ("holdout", "memory", "warmup", "local_steps", "hook")
+        }
+        row["config_hash"] = "of another rule"
     rows.write(file, old)
     shutil.rmtree(tmp_path / "runs")
     again = invoke(*words)

@@ -220,8 +220,6 @@ class Cluster(_Model):
 
 _KNOWN: dict[str, dict[str, Any]] = _DATA["clusters"]
 NAMES = tuple(_KNOWN)
-RENAMED: dict[str, str] = _DATA["renamed"]
-"""Earlier name of a cluster -> present name; both are accepted."""
 
 
 def _device(name: str) -> Device:
@@ -261,7 +259,6 @@ def load(spec: str, changes: Mapping[str, Any] | None = None) -> Cluster:
     Raises:
         UsageError: `spec` is neither, the file cannot be read; or see `make`.
     """
-    spec = RENAMED.get(spec, spec)
     path = Path(spec)
     if spec in _KNOWN:
         settings: Any = _KNOWN[spec]

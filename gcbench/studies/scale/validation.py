@@ -29,7 +29,6 @@ from gcbench import ops
 from gcbench.core import registry
 from gcbench.core.errors import GcbenchError
 from gcbench.core.exchange import classifier, dense_tensors
-from gcbench.core.schema import ADDED
 from gcbench.reporting import figures, kernel_timings, reader
 from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.studies.scale import traffic, work
@@ -131,7 +130,7 @@ def read(run: reader.Run, layers: Callable[[str, str], Layers] = _layers) -> Cas
     summary = run.summary
     known = {key: value for key, value in summary.config.items() if key in Config.model_fields}
     try:
-        config = Config.model_validate({**ADDED, **known})
+        config = Config.model_validate(known)
         named, head = layers(config.task, json.dumps(config.task_options, sort_keys=True))
         config.make_compressor()
     except (GcbenchError, ValueError, TypeError) as error:
