@@ -36,8 +36,15 @@ import numpy as np
 import torch
 
 from gcbench import ops
-from gcbench.core import registry
-from gcbench.core.compressor import Compressor, Key, MultiRoundCompressor, Payload, Segments
+from gcbench.core import codec, registry
+from gcbench.core.compressor import (
+    Compressor,
+    Context,
+    Key,
+    MultiRoundCompressor,
+    Payload,
+    Segments,
+)
 from gcbench.core.errors import PayloadError
 from gcbench.studies import conformance
 
@@ -134,12 +141,12 @@ def judge(method: Compressor, sample: Sample, broken: Payload, number: int) -> s
     try:
         match door:
             case "allgather":
-                method.mean(both, segments, shared)
+                codec.mean(method, both, Context(segments, shared))
             case "twoshot":
-                method.merge(both, segments, shared, KEY)
+                codec.merge(method, both, Context(segments, shared, KEY))
             case "allreduce" if not must:
-                summand = method.summand(broken, 2, segments)
-                method.decode_sum(summand._replace(count=2), segments, shared)
+                summand = method.summand(broken, Context(segments, workers=2))
+                codec.decode_sum(method, summand._replace(count=2), Context(segments, shared))
     except PayloadError:
         return ""
     except Exception as error:
