@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from gcbench import ops
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill, slot
+from gcbench.core.compressor import Compressor, Context, Layout, Parts, Payload, Segments
 
 
 @dataclass(frozen=True)
@@ -25,54 +25,28 @@ class HalfPrecision(Compressor):
 
     collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather")
 
-    def encode(
-        self,
-        x: Tensor,
-        segments: Segments,
-        shared: Tensor,
-        key: Key,
-        *,
-        prepared: Any = None,
-        out: Payload | None = None,
-    ) -> Payload:
-        return fill(out, ops.half.encode(x, self.dtype, out=slot(out, 0)))
+    def encode(self, x: Tensor, ctx: Context) -> Parts:
+        return ops.half.encode(x, self.dtype, out=ctx.part(0))
 
-    def decode(
-        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
-    ) -> Tensor:
-        self.check(payload, segments)
-        return ops.half.decode(payload.parts[0], self.name, out=out)
+    def decode(self, payload: Payload, ctx: Context) -> Tensor:
+        return ops.half.decode(payload.parts[0], self.name, out=ctx.out)
 
-    def mean(
-        self,
-        payloads: Sequence[Payload],
-        segments: Segments,
-        shared: Tensor,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        for payload in payloads:
-            self.check(payload, segments)
+    def mean(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
         parts = [(payload.parts[0], payload.count) for payload in payloads]
-        return ops.half.mean(parts, self.name, out=out)
+        return ops.half.mean(parts, self.name, out=ctx.out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         return ((self.dtype, segments.numel),)
 
-    @property
-    def claims(self) -> HalfPrecisionClaims:
-        return HalfPrecisionClaims(self)
 
-
-class HalfPrecisionClaims(Claims[HalfPrecision]):
+class HalfPrecisionClaims(Claims[HalfPrecision], of=HalfPrecision):
     """Contracts: an element's error is at most u |x|; for denormals and clipped ones below |x|."""
 
     contractive = True
     exact_for = ("signs", "ternary", "integers", "bytes", "sparse")
+    nominal_bits = 16.0
 
-    def nominal_bits(self) -> float:
-        return 16.0
-
+    @property
     def gaussian_error(self) -> float:
         """Return u^2 / (8 ln 2): u^2 / 3 times the mean of 4^-f, f uniform on [0, 1).
 
@@ -80,7 +54,7 @@ class HalfPrecisionClaims(Claims[HalfPrecision]):
         """
         return self.codec.unit**2 / (8 * math.log(2))
 
-    def error_bound(self, x: Tensor, segments: Segments) -> float | None:
+    def error_bound(self, x: Tensor, ctx: Context) -> float | None:
         """Return the sum over elements of the square of the bound in the method's docstring."""
         size = x.double().abs()
         rounding = torch.maximum(self.codec.unit * size, size.clamp(max=self.codec.half_step))

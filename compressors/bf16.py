@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.core.compressor import Key, Payload, Segments, fill
+from gcbench.core.claims import Claims
+from gcbench.core.compressor import Context, Parts, Segments
 
 from ._half import HalfPrecision, HalfPrecisionClaims
 
@@ -47,27 +48,18 @@ class BFloat16(HalfPrecision):
         if self.rounding not in ops.int8.ROUNDINGS:
             raise ValueError(f"rounding={self.rounding!r}: 'nearest' or 'stochastic' allowed")
 
-    def encode(
-        self,
-        x: Tensor,
-        segments: Segments,
-        shared: Tensor,
-        key: Key,
-        *,
-        prepared: Any = None,
-        out: Payload | None = None,
-    ) -> Payload:
+    def encode(self, x: Tensor, ctx: Context) -> Parts:
         if self.rounding == "nearest":
-            return super().encode(x, segments, shared, key, out=out)
+            return super().encode(x, ctx)
         largest = torch.finfo(self.dtype).max
         bits = x.clamp(-largest, largest).view(torch.int32)
         # With r the lower half, the sum carries into the upper half with probability r / 2^16. The
         # carry cannot reach the sign bit: the lower half of the largest value is 0.
-        bits = bits + (ops.random.draws24(key, x.numel(), x.device) >> 8)
-        return fill(out, (bits >> 16).to(torch.int16).view(self.dtype))
+        bits = bits + (ops.random.draws24(ctx.key, x.numel(), x.device) >> 8)
+        return (bits >> 16).to(torch.int16).view(self.dtype)
 
     @property
-    def claims(self) -> HalfPrecisionClaims:
+    def claims(self) -> Claims[Any]:
         return StochasticClaims(self) if self.rounding == "stochastic" else super().claims
 
 
@@ -78,14 +70,15 @@ class StochasticClaims(HalfPrecisionClaims):
     two_levels = True
     contractive = False
 
+    @property
     def gaussian_error(self) -> float:
         """Return twice the error of rounding to nearest, whose mean is s^2 / 12 for a step s.
 
         Stochastic rounding has s^2 p (1 - p), in the mean s^2 / 6 for p uniform on [0, 1).
         """
-        return 2 * super().gaussian_error()
+        return 2 * super().gaussian_error
 
-    def error_bound(self, x: Tensor, segments: Segments) -> float | None:
+    def error_bound(self, x: Tensor, ctx: Context) -> float | None:
         return None
 
     def delta(self, segments: Segments) -> float | None:
@@ -95,7 +88,7 @@ class StochasticClaims(HalfPrecisionClaims):
         """Return u^2, as p (1 - p) <= 1/4 and a step is at most 2 u |x|; except for denormals."""
         return self.codec.unit**2
 
-    def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
+    def variance(self, x: Tensor, ctx: Context) -> Tensor:
         size = x.abs().clamp(max=torch.finfo(self.codec.dtype).max)
         low = (size.view(torch.int32) & ~0xFFFF).view(torch.float32)
         high = ((size.view(torch.int32) & ~0xFFFF) + 0x10000).view(torch.float32)

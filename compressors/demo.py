@@ -31,7 +31,15 @@ import torch
 from torch import Tensor
 
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill
+from gcbench.core.compressor import (
+    Compressor,
+    Context,
+    Layout,
+    Parts,
+    Payload,
+    Segments,
+    check_finite,
+)
 from gcbench.core.errors import PayloadError
 from gcbench.ops import packing, selection
 from gcbench.ops.packing import packed_words
@@ -67,93 +75,64 @@ class DeMo(Compressor):
     def _cuts(self, segments: Segments) -> list[Chunks]:
         return cut_chunks(segments, self.chunk, self.topk)
 
-    def encode(
-        self,
-        x: Tensor,
-        segments: Segments,
-        shared: Tensor,
-        key: Key,
-        *,
-        prepared: Any = None,
-        out: Payload | None = None,
-    ) -> Payload:
-        cuts = self._cuts(segments)
+    def encode(self, x: Tensor, ctx: Context) -> Parts:
+        cuts = self._cuts(ctx.segments)
         places, values = selection.largest_elements(dct(x, cuts), kept_runs(cuts))
-        return fill(out, pack_places(places, cuts), values)
+        return pack_places(places, cuts), values
 
     def _sent(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor]:
-        """Check a payload; return the positions of its coefficients, int64, and their values."""
-        self.check(payload, segments)
+        """Return the positions of a payload's coefficients, int64, and their values."""
         words, values = payload.parts
-        try:
-            places = unpack_places(words, self._cuts(segments))
-        except PayloadError as error:
-            raise PayloadError(f"{self.name}: {error}") from None
-        return places, self.check_finite(values)
+        return unpack_places(words, self._cuts(segments)), check_finite(values)
 
-    def decode(
-        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
-    ) -> Tensor:
+    def decode(self, payload: Payload, ctx: Context) -> Tensor:
         """Return what one worker sent: the inverse DCT of its coefficients, without the sign."""
-        places, values = self._sent(payload, segments)
-        dense = values.new_zeros(segments.numel)
+        places, values = self._sent(payload, ctx.segments)
+        dense = values.new_zeros(ctx.segments.numel)
         dense[places] = values
-        restored = inverse_dct(dense, self._cuts(segments))
-        return restored if out is None else out.copy_(restored)
+        return inverse_dct(dense, self._cuts(ctx.segments))
 
-    def mean(
-        self,
-        payloads: Sequence[Payload],
-        segments: Segments,
-        shared: Tensor,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def mean(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
         """Return the update: coefficients averaged over their senders, and the sign taken."""
-        total = payloads[0].parts[-1].new_zeros(segments.numel)
+        total = payloads[0].parts[-1].new_zeros(ctx.segments.numel)
         senders = torch.zeros_like(total)
         for payload in payloads:
-            places, values = self._sent(payload, segments)
+            places, values = self._sent(payload, ctx.segments)
             total[places] += values  # places are distinct, so additions are in the order of ranks
             senders[places] += 1
-        update = inverse_dct(total.div_(senders.clamp_(min=1)), self._cuts(segments))
-        update = update.sign_() if self.sign else update
-        return update if out is None else out.copy_(update)
+        update = inverse_dct(total.div_(senders.clamp_(min=1)), self._cuts(ctx.segments))
+        return update.sign_() if self.sign else update
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         cuts = self._cuts(segments)
         return ((torch.int32, count_words(cuts)), (torch.float32, count_kept(cuts)))
 
-    @property
-    def claims(self) -> DeMoClaims:
-        return DeMoClaims(self)
 
-
-class DeMoClaims(Claims[DeMo]):
+class DeMoClaims(Claims[DeMo], of=DeMo):
     """Contracts: the error is the energy of the dropped coefficients. The update is no mean."""
 
     contractive = True
     aggregate = "other"
     portable = False
 
-    def error_bound(self, x: Tensor, segments: Segments) -> float:
+    def error_bound(self, x: Tensor, ctx: Context) -> float:
         """Return the energy of the smallest coefficients, with room for rounding and denormals."""
         dropped = 2.0**-290 * x.count_nonzero().item()
-        for cut in self.codec._cuts(segments):
+        for cut in self.codec._cuts(ctx.segments):
             energies = exact_dct(x, cut).square()
             least = energies.sort(dim=1).values[:, : cut.size - cut.kept]
             dropped += float(least.sum()) + 2.0**-18 * float(energies.sum())
         return dropped
 
-    def aggregated(self, decoded: Sequence[Tensor], segments: Segments) -> Tensor:
+    def aggregated(self, decoded: Sequence[Tensor], ctx: Context) -> Tensor:
         """Return the sign of each coefficient's mean over the workers that sent it.
 
         A worker sent the coefficients of what it decodes to that are not 0, up to rounding. NaN: an
         element below 1e-4 of the largest, whose sign is left to rounding; without the sign it is
         what it is.
         """
-        update = torch.zeros(segments.numel, dtype=torch.float64)
-        for cut in self.codec._cuts(segments):
+        update = torch.zeros(ctx.segments.numel, dtype=torch.float64)
+        for cut in self.codec._cuts(ctx.segments):
             found = torch.stack([exact_dct(one, cut) for one in decoded])
             all_sent = cut.kept == cut.size
             sent = (found.abs() > 1e-5 * found.abs().amax((1, 2), keepdim=True)) | all_sent

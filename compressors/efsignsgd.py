@@ -23,14 +23,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from gcbench import ops
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill, slots
+from gcbench.core.compressor import Compressor, Context, Layout, Parts, Payload, Segments
 
 
 @dataclass(frozen=True)
@@ -41,93 +41,45 @@ class EFSignSGD(Compressor):
 
     collectives: ClassVar[tuple[str, ...]] = ("allgather", "twoshot")
     memory: ClassVar[str] = "residual"
-    fused_feedback = True
     variants = ({}, {"granularity": 512})
 
     def __post_init__(self) -> None:
         Segments.of([(1,)], self.granularity)  # raises UsageError if it is unknown
 
-    def encode(
-        self,
-        x: Tensor,
-        segments: Segments,
-        shared: Tensor,
-        key: Key,
-        *,
-        prepared: Any = None,
-        out: Payload | None = None,
-    ) -> Payload:
-        return fill(out, *ops.sign.scaled_encode(x, segments, out=slots(out)))
+    def encode(self, x: Tensor, ctx: Context) -> Parts:
+        return ops.sign.scaled_encode(x, ctx.segments, out=ctx.parts)
 
-    def encode_feedback(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        segments: Segments,
-        shared: Tensor,
-        key: Key,
-        *,
-        out: Payload | None = None,
-    ) -> Payload:
-        *parts, _ = ops.sign.scaled_feedback(
-            x, residual, segments, self.name, lost=residual, out=slots(out)
+    def encode_feedback(self, x: Tensor, residual: Tensor, ctx: Context) -> Parts:
+        words, scale, _ = ops.sign.scaled_feedback(
+            x, residual, ctx.segments, self.name, lost=residual, out=ctx.parts
         )
-        return fill(out, *parts)
+        return words, scale
 
-    def decode(
-        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
-    ) -> Tensor:
-        self.check(payload, segments)
+    def decode(self, payload: Payload, ctx: Context) -> Tensor:
         words, scale = payload.parts
-        return ops.sign.scaled_decode(words, scale, segments, self.name, out=out)
+        return ops.sign.scaled_decode(words, scale, ctx.segments, self.name, out=ctx.out)
 
-    def decode_onto(
-        self, payload: Payload, segments: Segments, shared: Tensor, total: Tensor
-    ) -> None:
-        self.check(payload, segments)
-        words, scale = payload.parts
-        ops.sign.scaled_decode(
-            words, scale, segments, self.name, total=total, count=payload.count, out=total
-        )
-
-    def mean(
-        self,
-        payloads: Sequence[Payload],
-        segments: Segments,
-        shared: Tensor,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        for payload in payloads:
-            self.check(payload, segments)
+    def mean(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
         parts = [(payload.parts[0], payload.parts[1:], payload.count) for payload in payloads]
-        return ops.sign.mean(parts, segments, self.name, out=out)
+        return ops.sign.mean(parts, ctx.segments, self.name, out=ctx.out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         words = ops.packing.packed_words(segments.numel, 1)
         return ((torch.int32, words), (torch.float32, len(segments)))
 
-    @property
-    def claims(self) -> EFSignSGDClaims:
-        return EFSignSGDClaims(self)
 
-
-class EFSignSGDClaims(Claims[EFSignSGD]):
+class EFSignSGDClaims(Claims[EFSignSGD], of=EFSignSGD):
     """Contracts: the relative squared error is 1 - phi, phi the density of the segment."""
 
     contractive = True
     exact_for = ("signs",)
+    nominal_bits = 1.0
+    gaussian_error = 1 - 2 / math.pi
 
-    def nominal_bits(self) -> float:
-        return 1.0
-
-    def gaussian_error(self) -> float:
-        return 1 - 2 / math.pi
-
-    def error_bound(self, x: Tensor, segments: Segments) -> float:
+    def error_bound(self, x: Tensor, ctx: Context) -> float:
         """Return sum (1 - phi) ||x||^2 over the segments, the error itself up to rounding."""
-        total, square = ops.statistics.moments(x.abs(), segments)
-        count = torch.tensor(segments.lengths, dtype=torch.float64, device=x.device)
+        total, square = ops.statistics.moments(x.abs(), ctx.segments)
+        count = torch.tensor(ctx.segments.lengths, dtype=torch.float64, device=x.device)
         return ops.sign.mean_error(ops.sign.class_means(count, total), count, total, square)
 
     def delta(self, segments: Segments) -> float:

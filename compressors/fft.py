@@ -41,14 +41,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from gcbench import ops
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill
+from gcbench.core.compressor import Compressor, Context, Layout, Parts, Payload, Segments
 from gcbench.core.errors import PayloadError
 
 WIDTHS = {"complex": 1, "real": 2}
@@ -109,71 +108,48 @@ class FFT(Compressor):
         grid = ops.rangefloat.grid_of(ends[0], ends[1], self.code_bits, self.mantissa)
         return grid.repeat(sum(run.rows for run in self._runs(segments) if run.length))
 
-    def encode(
-        self,
-        x: Tensor,
-        segments: Segments,
-        shared: Tensor,
-        key: Key,
-        *,
-        prepared: Any = None,
-        out: Payload | None = None,
-    ) -> Payload:
-        runs = self._runs(segments)
-        bins, energy = ops.spectrum.forward(x, segments, half=self.half, pad=self.pad)
+    def encode(self, x: Tensor, ctx: Context) -> Parts:
+        runs = self._runs(ctx.segments)
+        bins, energy = ops.spectrum.forward(x, ctx.segments, half=self.half, pad=self.pad)
         kept = ops.spectrum.largest(energy, runs)
-        width = WIDTHS[self.bitmap]
-        form = self.code_bits, self.mantissa, width
-        grids = self._grids(segments)
-        return fill(out, *ops.spectrum.pack(bins, kept, runs, *form, grids=grids))
+        form, grids = (
+            (self.code_bits, self.mantissa, WIDTHS[self.bitmap]),
+            self._grids(ctx.segments),
+        )
+        return ops.spectrum.pack(bins, kept, runs, *form, grids=grids)
 
     def _open(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor]:
-        """Check a payload; return its kept bins, int64, (K,), and values, float32, (K, 2)."""
-        self.check(payload, segments)
+        """Return a payload's kept bins, int64, (K,), and values, float32, (K, 2)."""
         form, runs = (self.code_bits, self.mantissa, WIDTHS[self.bitmap]), self._runs(segments)
         kept, values = ops.spectrum.unpack(payload.parts, runs, *form, self.name)
         grids = self._grids(segments)
         if grids is not None and not torch.equal(payload.parts[2].cpu(), grids):
-            raise PayloadError(f"{self.name}: a range other than low={self.low}, high={self.high}")
+            raise PayloadError(f"a range other than low={self.low}, high={self.high}")
         first = [
             run.start + run.length * row for run in runs if run.length for row in range(run.rows)
         ]
         zeroth = torch.tensor(first, device=kept.device)  # X_0 of each segment; `kept` increases
         at = torch.searchsorted(kept, zeroth).clamp_(max=max(0, len(kept) - 1))
         if len(kept) and bool(values[at[kept[at] == zeroth], 1].any()):
-            raise PayloadError(f"{self.name}: the first bin of a segment is not real")
+            raise PayloadError("the first bin of a segment is not real")
         return kept, values
 
-    def decode(
-        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
-    ) -> Tensor:
-        return self.mean([payload], segments, shared, out=out)
+    def decode(self, payload: Payload, ctx: Context) -> Tensor:
+        return self.mean([payload], ctx)
 
-    def mean(
-        self,
-        payloads: Sequence[Payload],
-        segments: Segments,
-        shared: Tensor,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def mean(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
         """Return the mean: spectra are added in the order of ranks and transformed back once."""
-        opened = [self._open(payload, segments) for payload in payloads]
+        opened = [self._open(payload, ctx.segments) for payload in payloads]
         total = sum(payload.count for payload in payloads)
         weights = [payload.count / total for payload in payloads]
-        mean = ops.spectrum.mean(opened, weights, ops.spectrum.count_bins(self._runs(segments)))
-        restored = ops.spectrum.inverse(mean, segments, pad=self.pad)
-        return restored if out is None else out.copy_(restored)
+        mean = ops.spectrum.mean(opened, weights, ops.spectrum.count_bins(self._runs(ctx.segments)))
+        return ops.spectrum.inverse(mean, ctx.segments, pad=self.pad)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         return ops.spectrum.layout(self._runs(segments), self.code_bits, WIDTHS[self.bitmap])
 
-    @property
-    def claims(self) -> FFTClaims:
-        return FFTClaims(self)
 
-
-class FFTClaims(Claims[FFT]):
+class FFTClaims(Claims[FFT], of=FFT):
     """Contracts: the error is the energy of the dropped bins, plus the rounding of the others.
 
     With a given range it does not: values outside may lose any share of themselves.
@@ -185,10 +161,12 @@ class FFTClaims(Claims[FFT]):
     def contractive(self) -> bool:
         return self.codec.low is None
 
+    @property
     def nominal_bits(self) -> float:
         """Return the bits of the codes alone."""
         return (1 - self.codec.theta) * self.codec.code_bits
 
+    @property
     def gaussian_error(self) -> float | None:
         """Return the energy dropped and lost by rounding; None if the latter is not negligible."""
         if self.codec.low is not None:
@@ -200,13 +178,15 @@ class FFTClaims(Claims[FFT]):
         )  # under 6 octaves a sign, eps matters, too
         return None if narrow or rounded > (1 - kept) / 50 else 1 - kept + rounded
 
-    def error_bound(self, x: Tensor, segments: Segments) -> float:
+    def error_bound(self, x: Tensor, ctx: Context) -> float:
         """Return the bound in the module's docstring, for the largest bins of x in float64.
 
         No code of the method runs: what it does is held to the equations.
         """
         total = 0.0
-        for (_, start, length), run in zip(segments.runs, self.codec._runs(segments), strict=True):
+        for (_, start, length), run in zip(
+            ctx.segments.runs, self.codec._runs(ctx.segments), strict=True
+        ):
             rows = x[start : start + run.rows * length].double().view(run.rows, length)
             total += self._lost(rows, run.keep) if rows.numel() else 0.0
         return total

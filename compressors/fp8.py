@@ -20,14 +20,14 @@ Sends a, and no a / 448: the block's largest element is exact
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from gcbench import ops
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill
+from gcbench.core.compressor import Compressor, Context, Layout, Parts, Payload, Segments
 from gcbench.core.errors import PayloadError
 
 TOP = 448.0
@@ -47,64 +47,48 @@ class Fp8(Compressor):
     scratch = True
     variants = ({}, {"granularity": "tensor"})
 
-    def encode(
-        self,
-        x: Tensor,
-        segments: Segments,
-        shared: Tensor,
-        key: Key,
-        *,
-        prepared: Any = None,
-        out: Payload | None = None,
-    ) -> Payload:
-        top = ops.statistics.absmax(x, segments)
+    def encode(self, x: Tensor, ctx: Context) -> Parts:
+        top = ops.statistics.absmax(x, ctx.segments)
         divisor = torch.where((top >= ops.statistics.TINY) & top.isfinite(), top, torch.inf)
         scaled = torch.empty_like(x)
-        for (which, rows), (_, own) in zip(segments.views(x), segments.views(scaled), strict=True):
+        for (which, rows), (_, own) in zip(
+            ctx.segments.views(x), ctx.segments.views(scaled), strict=True
+        ):
             torch.div(rows, divisor[which].unsqueeze(1), out=own)
         scaled.mul_(TOP)  # the quotient first: a / a * 448 is 448
         codes = scaled.nan_to_num_(nan=0.0).to(torch.float8_e4m3fn).view(torch.uint8)
         scales = torch.where(top < ops.statistics.TINY, 0.0, top)
-        return fill(out, codes, scales)
+        return codes, scales
 
-    def decode(
-        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
-    ) -> Tensor:
-        self.check(payload, segments)
+    def decode(self, payload: Payload, ctx: Context) -> Tensor:
         codes, scales = payload.parts
         if not (scales.isfinite() & ((scales == 0) | (scales >= ops.statistics.TINY))).all():
-            raise PayloadError(f"{self.name}: a block's scale is 0, or finite and at least 2^-100")
+            raise PayloadError("a block's scale is 0, or finite and at least 2^-100")
         values = SHARES.to(codes.device).index_select(0, codes.int())
         if values.isnan().any():
-            raise PayloadError(f"{self.name}: a code is no number")
-        for which, rows in segments.views(values):
+            raise PayloadError("a code is no number")
+        for which, rows in ctx.segments.views(values):
             if bool(((scales[which] == 0).unsqueeze(1) & (rows != 0)).any()):
-                raise PayloadError(f"{self.name}: codes in a block whose scale is 0")
-        ops.statistics.scale_(values, scales, segments)
-        return values if out is None else out.copy_(values)
+                raise PayloadError("codes in a block whose scale is 0")
+        ops.statistics.scale_(values, scales, ctx.segments)
+        return values
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         return ((torch.uint8, segments.numel), (torch.float32, len(segments)))
 
-    @property
-    def claims(self) -> Fp8Claims:
-        return Fp8Claims(self)
 
-
-class Fp8Claims(Claims[Fp8]):
+class Fp8Claims(Claims[Fp8], of=Fp8):
     """Contracts by the unit roundoff, and loses little below the normal range."""
 
     contractive = True
     exact_for = ("signs", "ternary", "integers", "sparse")
+    nominal_bits = 8.0
 
-    def nominal_bits(self) -> float:
-        return 8.0
-
-    def error_bound(self, x: Tensor, segments: Segments) -> float:
+    def error_bound(self, x: Tensor, ctx: Context) -> float:
         """Return the sum of the squared bounds, with room for four roundings in float32."""
         size = x.double().abs()
-        top = ops.statistics.absmax(x, segments).double()
-        top = ops.statistics.scale_(torch.ones_like(size), top, segments)
+        top = ops.statistics.absmax(x, ctx.segments).double()
+        top = ops.statistics.scale_(torch.ones_like(size), top, ctx.segments)
         low = torch.minimum(size, HALF_STEP * (1 + 2.0**-18) * top / TOP)
         rounding = torch.maximum(UNIT * (1 + 2.0**-18) * size, low)
         lost = torch.where(size == top, 0.0, rounding)  # the largest is exact

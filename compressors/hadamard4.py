@@ -25,14 +25,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from gcbench import ops
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill, slot
+from gcbench.core.compressor import Compressor, Context, Layout, Parts, Payload, Segments
 from gcbench.core.errors import PayloadError
 from gcbench.ops import packing
 
@@ -79,53 +79,36 @@ class Hadamard4(Compressor):
     scratch = True
     variants = ({}, {"granularity": 100})
 
-    def encode(
-        self,
-        x: Tensor,
-        segments: Segments,
-        shared: Tensor,
-        key: Key,
-        *,
-        prepared: Any = None,
-        out: Payload | None = None,
-    ) -> Payload:
-        y = rotate(x, segments)
-        top = ops.statistics.absmax(y, segments)
+    def encode(self, x: Tensor, ctx: Context) -> Parts:
+        y = rotate(x, ctx.segments)
+        top = ops.statistics.absmax(y, ctx.segments)
         divisor = torch.where(top >= ops.statistics.TINY, top, torch.inf)
-        for which, rows in segments.views(y):
+        for which, rows in ctx.segments.views(y):
             rows.div_(divisor[which].unsqueeze(1))
         codes = y.mul_(TOP).round_().add_(TOP).to(torch.int32)
         scales = torch.where(top < ops.statistics.TINY, 0.0, top)
-        return fill(out, packing.pack(codes, BITS, out=slot(out, 0)), scales)
+        return packing.pack(codes, BITS, out=ctx.part(0)), scales
 
-    def decode(
-        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
-    ) -> Tensor:
-        self.check(payload, segments)
+    def decode(self, payload: Payload, ctx: Context) -> Tensor:
         words, scales = payload.parts
         if not (scales.isfinite() & ((scales == 0) | (scales >= ops.statistics.TINY))).all():
-            raise PayloadError(f"{self.name}: a block's scale is 0, or finite and at least 2^-100")
-        codes = packing.unpack(words, BITS, segments.numel)
+            raise PayloadError("a block's scale is 0, or finite and at least 2^-100")
+        codes = packing.unpack(words, BITS, ctx.segments.numel)
         if codes.numel() and int(codes.amax()) > 2 * TOP:
-            raise PayloadError(f"{self.name}: code 15 stands for nothing")
+            raise PayloadError("code 15 stands for nothing")
         # By a tensor: a device may turn the division by a number into a product.
         values = codes.sub_(TOP).float().div_(torch.tensor(float(TOP), device=codes.device))
-        for which, rows in segments.views(values):
+        for which, rows in ctx.segments.views(values):
             if bool(((scales[which] == 0).unsqueeze(1) & (rows != 0)).any()):
-                raise PayloadError(f"{self.name}: codes in a block whose scale is 0")
-        restored = rotate(ops.statistics.scale_(values, scales, segments), segments)
-        return restored if out is None else out.copy_(restored)
+                raise PayloadError("codes in a block whose scale is 0")
+        return rotate(ops.statistics.scale_(values, scales, ctx.segments), ctx.segments)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         words = packing.packed_words(segments.numel, BITS)
         return ((torch.int32, words), (torch.float32, len(segments)))
 
-    @property
-    def claims(self) -> Hadamard4Claims:
-        return Hadamard4Claims(self)
 
-
-class Hadamard4Claims(Claims[Hadamard4]):
+class Hadamard4Claims(Claims[Hadamard4], of=Hadamard4):
     """Contracts in blocks of at most 196 elements; the error is that of the rotated block."""
 
     @property
@@ -134,13 +117,12 @@ class Hadamard4Claims(Claims[Hadamard4]):
         size = self.codec.granularity
         return isinstance(size, int) and size <= (2 * TOP) ** 2
 
-    def nominal_bits(self) -> float:
-        return 4.0
+    nominal_bits = 4.0
 
-    def error_bound(self, x: Tensor, segments: Segments) -> float:
+    def error_bound(self, x: Tensor, ctx: Context) -> float:
         """Return the sum of the bounds of the blocks, with room for the roundings of float32."""
-        square = ops.statistics.moments(x, segments)[1]
-        lengths = square.new_tensor([float(n) for n in segments.lengths])
+        square = ops.statistics.moments(x, ctx.segments)[1]
+        lengths = square.new_tensor([float(n) for n in ctx.segments.lengths])
         share = ((lengths - 1).clamp_(min=0) / (2 * TOP) ** 2 + 2.0**-18).clamp_(max=1)
         kept = square >= ops.statistics.TINY**2 * lengths  # smaller blocks may be sent as zeros
         return float((torch.where(kept, share, 1.0) * square).sum())

@@ -20,14 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from gcbench import ops
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill, slots
+from gcbench.core.compressor import Compressor, Context, Layout, Parts, Payload, Segments
 from gcbench.core.errors import PayloadError
 
 TOP = 127
@@ -47,21 +47,11 @@ class Int8(Compressor):
         if self.rounding not in ops.int8.ROUNDINGS:
             raise ValueError(f"rounding={self.rounding!r}: 'nearest' or 'stochastic' allowed")
 
-    def encode(
-        self,
-        x: Tensor,
-        segments: Segments,
-        shared: Tensor,
-        key: Key,
-        *,
-        prepared: Any = None,
-        out: Payload | None = None,
-    ) -> Payload:
-        return fill(out, *ops.int8.encode(x, segments, self.rounding, key, out=slots(out)))
+    def encode(self, x: Tensor, ctx: Context) -> Parts:
+        return ops.int8.encode(x, ctx.segments, self.rounding, ctx.key, out=ctx.parts)
 
-    def check(self, payload: Payload, segments: Segments) -> None:
-        """Check the layout, and refuse codes other than 0 in a block whose scale is 0."""
-        super().check(payload, segments)
+    def _opened(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor, int]:
+        """Return codes, scales and count; refuse codes other than 0 where a block's scale is 0."""
         codes, scales = payload.parts
         zero = scales == 0
         if bool(zero.any()):
@@ -69,54 +59,22 @@ class Int8(Compressor):
                 torch.ones_like(codes, dtype=scales.dtype), zero.float(), segments
             )
             if bool(codes[silent != 0].any()):
-                raise PayloadError(f"{self.name}: codes in a block whose scale is 0")
+                raise PayloadError("codes in a block whose scale is 0")
+        return codes, scales, payload.count
 
-    def _decode(
-        self, payload: Payload, segments: Segments, total: Tensor | None, out: Tensor | None
-    ) -> Tensor:
-        self.check(payload, segments)
-        codes, scales = payload.parts
-        count = payload.count
-        try:
-            return ops.int8.decode(codes, scales, segments, onto=total, count=count, out=out)
-        except PayloadError as error:
-            raise PayloadError(f"{self.name}: {error}") from None
+    def decode(self, payload: Payload, ctx: Context) -> Tensor:
+        codes, scales, _ = self._opened(payload, ctx.segments)
+        return ops.int8.decode(codes, scales, ctx.segments, out=ctx.out)
 
-    def decode(
-        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
-    ) -> Tensor:
-        return self._decode(payload, segments, None, out)
-
-    def decode_onto(
-        self, payload: Payload, segments: Segments, shared: Tensor, total: Tensor
-    ) -> None:
-        self._decode(payload, segments, total, total)
-
-    def mean(
-        self,
-        payloads: Sequence[Payload],
-        segments: Segments,
-        shared: Tensor,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        for payload in payloads:
-            self.check(payload, segments)
-        parts = [(payload.parts[0], payload.parts[1], payload.count) for payload in payloads]
-        try:
-            return ops.int8.mean(parts, segments, out=out)
-        except PayloadError as error:
-            raise PayloadError(f"{self.name}: {error}") from None
+    def mean(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
+        parts = [self._opened(payload, ctx.segments) for payload in payloads]
+        return ops.int8.mean(parts, ctx.segments, out=ctx.out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         return ((torch.int8, segments.numel), (torch.float32, len(segments)))
 
-    @property
-    def claims(self) -> Int8Claims:
-        return Int8Claims(self)
 
-
-class Int8Claims(Claims[Int8]):
+class Int8Claims(Claims[Int8], of=Int8):
     """Rounding to the nearest contracts; stochastic rounding is unbiased."""
 
     exact_for = ("signs", "ternary", "bytes", "sparse")
@@ -136,8 +94,7 @@ class Int8Claims(Claims[Int8]):
         short = isinstance(self.codec.granularity, int) and self.codec.granularity <= TOP**2 - TOP
         return self.codec.rounding == "nearest" or short
 
-    def nominal_bits(self) -> float:
-        return 8.0
+    nominal_bits = 8.0
 
     def _steps(self, x: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
         """Return |x| and the step a / 127 of each element's block, float64, (n,) each.
@@ -150,12 +107,12 @@ class Int8Claims(Claims[Int8]):
             torch.ones_like(x, dtype=step.dtype), step, segments
         )
 
-    def error_bound(self, x: Tensor, segments: Segments) -> float:
+    def error_bound(self, x: Tensor, ctx: Context) -> float:
         """Return the sum of squared bounds, with a margin for float32's rounding.
 
         That is four roundings, each below 2^-17 of a step.
         """
-        size, step = self._steps(x, segments)
+        size, step = self._steps(x, ctx.segments)
         if self.unbiased:
             worst = torch.where((size > 0) & (size < TOP * step), (1 + 2**-14) * step, 0.0)
             return float(torch.where(step.isinf(), size, worst).square().sum())
@@ -178,7 +135,7 @@ class Int8Claims(Claims[Int8]):
             return None
         return max(0, max(segments.lengths, default=0) - 1) / (2 * TOP) ** 2
 
-    def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
-        size, step = self._steps(x, segments)
+    def variance(self, x: Tensor, ctx: Context) -> Tensor:
+        size, step = self._steps(x, ctx.segments)
         part = (size / step).frac()
         return torch.where(step.isinf(), 0.0, step.square() * part * (1 - part))

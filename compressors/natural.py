@@ -18,14 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from gcbench import ops
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill, slot
+from gcbench.core.compressor import Compressor, Context, Layout, Parts, Payload, Segments
 
 
 @dataclass(frozen=True)
@@ -34,60 +34,31 @@ class Natural(Compressor):
 
     collectives: ClassVar[tuple[str, ...]] = ("allgather", "twoshot")
 
-    def encode(
-        self,
-        x: Tensor,
-        segments: Segments,
-        shared: Tensor,
-        key: Key,
-        *,
-        prepared: Any = None,
-        out: Payload | None = None,
-    ) -> Payload:
-        return fill(out, ops.natural.encode(x, key, out=slot(out, 0)))
+    def encode(self, x: Tensor, ctx: Context) -> Parts:
+        return ops.natural.encode(x, ctx.key, out=ctx.part(0))
 
-    def decode(
-        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
-    ) -> Tensor:
-        self.check(payload, segments)
-        return ops.natural.decode(payload.parts[0], segments.numel, self.name, out=out)
+    def decode(self, payload: Payload, ctx: Context) -> Tensor:
+        return ops.natural.decode(payload.parts[0], ctx.segments.numel, self.name, out=ctx.out)
 
-    def mean(
-        self,
-        payloads: Sequence[Payload],
-        segments: Segments,
-        shared: Tensor,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        for payload in payloads:
-            self.check(payload, segments)
+    def mean(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
         words = [(payload.parts[0], payload.count) for payload in payloads]
-        return ops.natural.mean(words, segments.numel, self.name, out=out)
+        return ops.natural.mean(words, ctx.segments.numel, self.name, out=ctx.out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         return ((torch.int32, ops.packing.packed_words(segments.numel, ops.natural.BITS)),)
 
-    @property
-    def claims(self) -> NaturalClaims:
-        return NaturalClaims(self)
 
-
-class NaturalClaims(Claims[Natural]):
+class NaturalClaims(Claims[Natural], of=Natural):
     """Unbiased, and contracts: the variance is at most an eighth."""
 
     unbiased = True
     two_levels = True
     contractive = True
     exact_for = ("signs", "ternary")
+    nominal_bits = 9.0
+    gaussian_error = (0.75 - math.log(2)) / math.log(2)
 
-    def nominal_bits(self) -> float:
-        return 9.0
-
-    def gaussian_error(self) -> float:
-        return (0.75 - math.log(2)) / math.log(2)
-
-    def error_bound(self, x: Tensor, segments: Segments) -> float:
+    def error_bound(self, x: Tensor, ctx: Context) -> float:
         """Return ||x||^2 / 8, a bound in expectation.
 
         Denormals and elements beyond 2^127 are counted with their full square.
@@ -102,10 +73,10 @@ class NaturalClaims(Claims[Natural]):
     def omega(self, segments: Segments) -> float:
         return 1 / 8
 
-    def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
+    def variance(self, x: Tensor, ctx: Context) -> Tensor:
         size = x.double().abs()
         low = ops.natural.power((x.view(torch.int32) & 0x7FFFFFFF) >> 23).double()
         return (size - low) * (2 * low - size).clamp_(min=0)
 
-    def variance_bound(self, x: Tensor, segments: Segments, shared: Tensor) -> float:
+    def variance_bound(self, x: Tensor, ctx: Context) -> float:
         return float(x.double().square().sum()) / 8

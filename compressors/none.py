@@ -10,13 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill
+from gcbench.core.compressor import (
+    Compressor,
+    Context,
+    Layout,
+    Parts,
+    Payload,
+    Segments,
+    check_finite,
+)
 
 
 @dataclass(frozen=True)
@@ -24,78 +32,43 @@ class NoCompression(Compressor):
     """The gradient in float32. A payload of `count` workers holds their sum."""
 
     collectives: ClassVar[tuple[str, ...]] = ("allreduce", "allgather", "twoshot")
-    requantizes = False
 
-    def encode(
-        self,
-        x: Tensor,
-        segments: Segments,
-        shared: Tensor,
-        key: Key,
-        *,
-        prepared: Any = None,
-        out: Payload | None = None,
-    ) -> Payload:
-        return Payload((x.contiguous(),))  # x itself is the payload: nothing is copied to `out`
+    def encode(self, x: Tensor, ctx: Context) -> Parts:
+        return x.contiguous()
 
-    def decode(
-        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
-    ) -> Tensor:
-        self.check(payload, segments)
-        return self.check_finite(torch.div(payload.parts[0], payload.count, out=out))
+    def decode(self, payload: Payload, ctx: Context) -> Tensor:
+        return check_finite(torch.div(payload.parts[0], payload.count, out=ctx.out))
 
-    def merge(
-        self,
-        payloads: Sequence[Payload],
-        segments: Segments,
-        shared: Tensor,
-        key: Key,
-        *,
-        out: Payload | None = None,
-    ) -> Payload:
-        for payload in payloads:
-            self.check(payload, segments)
-        total = fill(out, payloads[0].parts[0] if out else payloads[0].parts[0].clone())
-        for payload in payloads[1:]:
-            total.parts[0].add_(payload.parts[0])
-        return total._replace(count=sum(payload.count for payload in payloads))
+    def merge(self, payloads: Sequence[Payload], ctx: Context) -> Parts:
+        return _summed(payloads, ctx.part(0))
 
-    def mean(
-        self,
-        payloads: Sequence[Payload],
-        segments: Segments,
-        shared: Tensor,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        for payload in payloads:
-            self.check(payload, segments)
-        first = payloads[0].parts[0]
-        total = first.clone() if out is None else out.copy_(first)
-        for payload in payloads[1:]:
-            total += payload.parts[0]
-        return self.check_finite(total.div_(sum(payload.count for payload in payloads)))
+    def mean(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
+        total = _summed(payloads, ctx.out)
+        return check_finite(total.div_(sum(payload.count for payload in payloads)))
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         return ((torch.float32, segments.numel),)
 
-    @property
-    def claims(self) -> NoCompressionClaims:
-        return NoCompressionClaims(self)
+
+def _summed(payloads: Sequence[Payload], out: Tensor | None) -> Tensor:
+    """Return the sum of the payloads, added in the order of ranks."""
+    first = payloads[0].parts[0]
+    total = first.clone() if out is None else out.copy_(first)
+    for payload in payloads[1:]:
+        total += payload.parts[0]
+    return total
 
 
-class NoCompressionClaims(Claims[NoCompression]):
+class NoCompressionClaims(Claims[NoCompression], of=NoCompression):
     """Exact."""
 
     unbiased = True
     two_levels = True
     contractive = True
     exact_for = ("ternary", "integers", "bytes", "sparse", "signs")
+    nominal_bits = 32.0
 
-    def nominal_bits(self) -> float:
-        return 32.0
-
-    def error_bound(self, x: Tensor, segments: Segments) -> float:
+    def error_bound(self, x: Tensor, ctx: Context) -> float:
         return 0.0
 
     def delta(self, segments: Segments) -> float:
@@ -104,5 +77,5 @@ class NoCompressionClaims(Claims[NoCompression]):
     def omega(self, segments: Segments) -> float:
         return 0.0
 
-    def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
+    def variance(self, x: Tensor, ctx: Context) -> Tensor:
         return torch.zeros_like(x, dtype=torch.float64)

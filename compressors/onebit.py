@@ -24,14 +24,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from gcbench import ops
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill, slots
+from gcbench.core.compressor import Compressor, Context, Layout, Parts, Payload, Segments
 
 
 @dataclass(frozen=True)
@@ -42,92 +42,44 @@ class OneBit(Compressor):
 
     collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather")
     memory: ClassVar[str] = "residual"
-    fused_feedback = True
     variants = ({}, {"granularity": "tensor"}, {"granularity": 512})
 
     def __post_init__(self) -> None:
         Segments.of([(1,)], self.granularity)  # raises UsageError if it is unknown
 
-    def encode(
-        self,
-        x: Tensor,
-        segments: Segments,
-        shared: Tensor,
-        key: Key,
-        *,
-        prepared: Any = None,
-        out: Payload | None = None,
-    ) -> Payload:
-        return fill(out, *ops.sign.class_encode(x, segments, out=slots(out)))
+    def encode(self, x: Tensor, ctx: Context) -> Parts:
+        return ops.sign.class_encode(x, ctx.segments, out=ctx.parts)
 
-    def encode_feedback(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        segments: Segments,
-        shared: Tensor,
-        key: Key,
-        *,
-        out: Payload | None = None,
-    ) -> Payload:
-        *parts, _ = ops.sign.class_feedback(
-            x, residual, segments, self.name, lost=residual, out=slots(out)
+    def encode_feedback(self, x: Tensor, residual: Tensor, ctx: Context) -> Parts:
+        words, low, high, _ = ops.sign.class_feedback(
+            x, residual, ctx.segments, self.name, lost=residual, out=ctx.parts
         )
-        return fill(out, *parts)
+        return words, low, high
 
-    def decode(
-        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
-    ) -> Tensor:
-        self.check(payload, segments)
+    def decode(self, payload: Payload, ctx: Context) -> Tensor:
         words, low, high = payload.parts
-        return ops.sign.class_decode(words, low, high, segments, self.name, out=out)
+        return ops.sign.class_decode(words, low, high, ctx.segments, self.name, out=ctx.out)
 
-    def decode_onto(
-        self, payload: Payload, segments: Segments, shared: Tensor, total: Tensor
-    ) -> None:
-        self.check(payload, segments)
-        words, low, high = payload.parts
-        ops.sign.class_decode(
-            words, low, high, segments, self.name, total=total, count=payload.count, out=total
-        )
-
-    def mean(
-        self,
-        payloads: Sequence[Payload],
-        segments: Segments,
-        shared: Tensor,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        for payload in payloads:
-            self.check(payload, segments)
+    def mean(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
         parts = [(payload.parts[0], payload.parts[1:], payload.count) for payload in payloads]
-        return ops.sign.mean(parts, segments, self.name, out=out)
+        return ops.sign.mean(parts, ctx.segments, self.name, out=ctx.out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         means = (torch.float32, len(segments))
         return ((torch.int32, ops.packing.packed_words(segments.numel, 1)), means, means)
 
-    @property
-    def claims(self) -> OneBitClaims:
-        return OneBitClaims(self)
 
-
-class OneBitClaims(Claims[OneBit]):
+class OneBitClaims(Claims[OneBit], of=OneBit):
     """Contracts: the two means are the best pair of values for the threshold 0."""
 
     contractive = True
     exact_for = ("signs",)
+    nominal_bits = 1.0
+    gaussian_error = 1 - 2 / math.pi
 
-    def nominal_bits(self) -> float:
-        return 1.0
-
-    def gaussian_error(self) -> float:
-        return 1 - 2 / math.pi
-
-    def error_bound(self, x: Tensor, segments: Segments) -> float:
+    def error_bound(self, x: Tensor, ctx: Context) -> float:
         """Return ||x||^2 - sum(n1 m1^2 + n0 m0^2), the error itself up to rounding."""
-        count, total, square = ops.sign.class_moments(x, segments)
+        count, total, square = ops.sign.class_moments(x, ctx.segments)
         return ops.sign.mean_error(ops.sign.class_means(count, total), count, total, square)
 
     def delta(self, segments: Segments) -> float:

@@ -33,7 +33,14 @@ import torch
 from torch import Tensor
 
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Key, Layout, MultiRoundCompressor, Segments
+from gcbench.core.compressor import (
+    Context,
+    Key,
+    Layout,
+    MultiRoundCompressor,
+    Segments,
+    check_finite,
+)
 from gcbench.ops.random import normal
 
 LARGEST = torch.finfo(torch.float32).max
@@ -66,15 +73,15 @@ class PowerSGD(MultiRoundCompressor):
         shapes = [(n, m) for _, n, m in self._tensors(segments)]
         return [self.rank * m if part else self.rank * n if m else n for n, m in shapes]
 
-    def initial_state(self, segments: Segments, key: Key) -> Tensor:
+    def initial_state(self, ctx: Context) -> Tensor:
         """Return N(0, 1) draws for all Q, float32, 1-D."""
-        return normal(key, sum(self._sizes(segments, 1)))
+        return normal(ctx.key, sum(self._sizes(ctx.segments, 1)))
 
     def in_rounds(
-        self, x: Tensor, segments: Segments, state: Tensor, key: Key, out: Tensor
-    ) -> Generator[Tensor, Tensor, Tensor]:
+        self, x: Tensor, state: Tensor, ctx: Context
+    ) -> Generator[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """Do one power iteration for each matrix; `p` and `q` are P^T, (r, n), and Q^T, (r, m)."""
-        tensors = list(self._tensors(segments))
+        tensors = list(self._tensors(ctx.segments))
         matrices = [x[place].view(n, m) for place, n, m in tensors if m]
 
         q = self._factors(state, [m for _, _, m in tensors if m])
@@ -82,7 +89,7 @@ class PowerSGD(MultiRoundCompressor):
         products = iter(p)
         mean = yield _joined(x, [next(products) if m else x[place] for place, _, m in tensors])
 
-        pieces = torch.split(self.check_finite(mean), self._sizes(segments, 0))
+        pieces = torch.split(check_finite(mean), self._sizes(ctx.segments, 0))
         p = [
             orthonormalize(piece.view(self.rank, n))
             for piece, (_, n, m) in zip(pieces, tensors, strict=True)
@@ -90,7 +97,8 @@ class PowerSGD(MultiRoundCompressor):
         ]
         mean = yield _joined(x, [p_i @ matrix for p_i, matrix in zip(p, matrices, strict=True)])
 
-        q = self._factors(self.check_finite(mean), [m for _, _, m in tensors if m])
+        q = self._factors(check_finite(mean), [m for _, _, m in tensors if m])
+        out = torch.empty_like(x) if ctx.out is None else ctx.out
         factors = zip(p, q, strict=True)
         for piece, (place, n, m) in zip(pieces, tensors, strict=True):
             if m:
@@ -100,8 +108,8 @@ class PowerSGD(MultiRoundCompressor):
                 out[place] = piece
         out.clamp_(-LARGEST, LARGEST)
         if not self.warm_start:
-            return self.initial_state(segments, key)
-        return _joined(x, [orthonormalize(q_i) for q_i in q])
+            return out, self.initial_state(ctx._replace(key=ctx.key._replace(step=ctx.step + 1)))
+        return out, _joined(x, [orthonormalize(q_i) for q_i in q])
 
     def _factors(self, values: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """Cut values into matrices of r rows, each of one of these lengths."""
@@ -112,17 +120,13 @@ class PowerSGD(MultiRoundCompressor):
         first, second = (sum(self._sizes(segments, part)) for part in (0, 1))
         return ((torch.float32, first), (torch.float32, second))
 
-    @property
-    def claims(self) -> PowerSGDClaims:
-        return PowerSGDClaims(self)
-
 
 def _joined(x: Tensor, pieces: Sequence[Tensor]) -> Tensor:
     """Return all values as one vector; infinities become the largest float32, and NaN 0."""
     return torch.cat([x.new_empty(0), *(piece.view(-1) for piece in pieces)]).nan_to_num_()
 
 
-class PowerSGDClaims(Claims[PowerSGD]):
+class PowerSGDClaims(Claims[PowerSGD], of=PowerSGD):
     """Contracts: the approximation is a projection."""
 
     contractive = True
@@ -133,7 +137,7 @@ class PowerSGDClaims(Claims[PowerSGD]):
         """Return the ranks of matrices that arrive exactly: up to the method's own."""
         return tuple(f"rank {rank}" for rank in (1, 2, 4) if rank <= self.codec.rank)
 
-    def settled_error(self, x: Tensor, segments: Segments) -> float | None:
+    def settled_error(self, x: Tensor, ctx: Context) -> float | None:
         """Return the error of the best approximation, to 1 % (Eckart and Young 1936).
 
         Power iteration converges to it, if singular value r + 1 is well below the r-th; 1e-6 of the
@@ -142,18 +146,18 @@ class PowerSGDClaims(Claims[PowerSGD]):
         if not self.codec.warm_start:
             return None
         total = 0.0
-        for place, n, m in self.codec._tensors(segments):
+        for place, n, m in self.codec._tensors(ctx.segments):
             if m:
                 squares = torch.linalg.svdvals(x[place].double().view(n, m)).square()
                 best = float(squares[self.codec.rank :].sum())
                 total += 1.01 * best + 1e-6 * float(squares.sum())
         return total
 
-    def error_bound(self, x: Tensor, segments: Segments) -> float:
+    def error_bound(self, x: Tensor, ctx: Context) -> float:
         """Return the bound in expectation over Q, with a margin for float32's rounding."""
         return sum(
             (1 - self.codec.rank / min(n, m) + 2**-18) * float(x[place].double().square().sum())
-            for place, n, m in self.codec._tensors(segments)
+            for place, n, m in self.codec._tensors(ctx.segments)
             if m
         )
 

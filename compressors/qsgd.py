@@ -22,14 +22,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from gcbench import ops
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill, slot
+from gcbench.core.compressor import Compressor, Context, Layout, Parts, Payload, Segments
 from gcbench.core.errors import PayloadError
 
 
@@ -59,65 +59,28 @@ class QSGD(Compressor):
         if self.coding not in ops.levels.CODINGS:
             raise ValueError(f"coding={self.coding!r}: allowed are {', '.join(ops.levels.CODINGS)}")
 
-    def encode(
-        self,
-        x: Tensor,
-        segments: Segments,
-        shared: Tensor,
-        key: Key,
-        *,
-        prepared: Any = None,
-        out: Payload | None = None,
-    ) -> Payload:
+    def encode(self, x: Tensor, ctx: Context) -> Parts:
         if (self.norm, self.coding) == ("max", "fixed"):
-            return fill(
-                out, *ops.levels.encode_max(x, self.levels, segments, key, out=slot(out, 0))
-            )
-        norms = ops.levels.norms(x, segments, self.norm, self.levels)
-        code = x, norms, self.levels, self.coding, segments, key
-        return fill(out, ops.levels.encode(*code, out=slot(out, 0)), norms)
+            return ops.levels.encode_max(x, self.levels, ctx.segments, ctx.key, out=ctx.part(0))
+        norms = ops.levels.norms(x, ctx.segments, self.norm, self.levels)
+        code = x, norms, self.levels, self.coding, ctx.segments, ctx.key
+        return ops.levels.encode(*code, out=ctx.part(0)), norms
 
-    def _parts(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor, int]:
-        self.check(payload, segments)
+    def _opened(self, payload: Payload) -> tuple[Tensor, Tensor, int]:
+        """Return words, norms and count; with the omega codings no layout is declared."""
         if len(payload.parts) != 2:
-            raise PayloadError(
-                f"{self.name}: payload has {len(payload.parts)} parts: words and norms expected"
-            )
+            raise PayloadError(f"payload has {len(payload.parts)} parts: words and norms expected")
         return (*payload.parts, payload.count)
 
-    def _decode(
-        self, payload: Payload, segments: Segments, total: Tensor | None, out: Tensor | None
-    ) -> Tensor:
-        words, norms, count = self._parts(payload, segments)
-        code = (words, norms, self.norm, self.levels, self.coding, segments)
-        try:
-            return ops.levels.decode(*code, onto=total, count=count, out=out)
-        except PayloadError as error:
-            raise PayloadError(f"{self.name}: {error}") from None
+    def decode(self, payload: Payload, ctx: Context) -> Tensor:
+        words, norms, _ = self._opened(payload)
+        code = (words, norms, self.norm, self.levels, self.coding, ctx.segments)
+        return ops.levels.decode(*code, out=ctx.out)
 
-    def decode(
-        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
-    ) -> Tensor:
-        return self._decode(payload, segments, None, out)
-
-    def decode_onto(
-        self, payload: Payload, segments: Segments, shared: Tensor, total: Tensor
-    ) -> None:
-        self._decode(payload, segments, total, total)
-
-    def mean(
-        self,
-        payloads: Sequence[Payload],
-        segments: Segments,
-        shared: Tensor,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        parts = [self._parts(payload, segments) for payload in payloads]
-        try:
-            return ops.levels.mean(parts, self.norm, self.levels, self.coding, segments, out=out)
-        except PayloadError as error:
-            raise PayloadError(f"{self.name}: {error}") from None
+    def mean(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
+        parts = [self._opened(payload) for payload in payloads]
+        code = (self.norm, self.levels, self.coding, ctx.segments)
+        return ops.levels.mean(parts, *code, out=ctx.out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout | None:
         """Return words and norms; None where the words depend on the data."""
@@ -126,12 +89,8 @@ class QSGD(Compressor):
         words = ops.packing.packed_words(segments.numel, ops.levels.bits(self.levels))
         return (torch.int32, words), (torch.float32, len(segments))
 
-    @property
-    def claims(self) -> QSGDClaims:
-        return QSGDClaims(self)
 
-
-class QSGDClaims(Claims[QSGD]):
+class QSGDClaims(Claims[QSGD], of=QSGD):
     """Unbiased; the variance is exact, and bounded by lemma 3.1 or the card."""
 
     unbiased = True
@@ -149,6 +108,7 @@ class QSGDClaims(Claims[QSGD]):
         ]
         return ("signs", "ternary", "sparse", *whole)
 
+    @property
     def nominal_bits(self) -> float | None:
         """Return code and norm; for "omega-dense" at s = sqrt(d) what Corollary 3.3 claims."""
         bucket = self.codec.granularity if isinstance(self.codec.granularity, int) else 0
@@ -171,17 +131,17 @@ class QSGDClaims(Claims[QSGD]):
         near = math.sqrt(d) if self.codec.norm == "2" else (1 + math.sqrt(d)) / 2
         return min(d / (4 * s**2), near / s)
 
-    def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
-        norms = ops.levels.norms(x, segments, self.codec.norm, self.codec.levels)
-        return ops.levels.variance(x, norms, self.codec.levels, segments)
+    def variance(self, x: Tensor, ctx: Context) -> Tensor:
+        norms = ops.levels.norms(x, ctx.segments, self.codec.norm, self.codec.levels)
+        return ops.levels.variance(x, norms, self.codec.levels, ctx.segments)
 
-    def variance_bound(self, x: Tensor, segments: Segments, shared: Tensor) -> float:
+    def variance_bound(self, x: Tensor, ctx: Context) -> float:
         norms, s = (
-            ops.levels.norms(x, segments, self.codec.norm, self.codec.levels).double(),
+            ops.levels.norms(x, ctx.segments, self.codec.norm, self.codec.levels).double(),
             self.codec.levels,
         )
-        d = torch.tensor(segments.lengths, dtype=torch.float64, device=x.device)
+        d = torch.tensor(ctx.segments.lengths, dtype=torch.float64, device=x.device)
         if self.codec.norm == "2":
             return float((torch.minimum(d / s**2, d.sqrt() / s) * norms.square()).sum())
-        length = ops.statistics.moments(x.abs(), segments)[0]
+        length = ops.statistics.moments(x.abs(), ctx.segments)[0]
         return float(torch.minimum(d * (norms / (2 * s)).square(), norms * length / s).sum())

@@ -22,14 +22,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from gcbench import ops
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill
+from gcbench.core.compressor import (
+    Compressor,
+    Context,
+    Layout,
+    Parts,
+    Payload,
+    Segments,
+    check_finite,
+)
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 
@@ -43,7 +51,6 @@ class RandomK(Compressor):
     granularity: str | int = "tensor"  # or "model", "column", or a group size
 
     collectives: ClassVar[tuple[str, ...]] = ("allreduce", "allgather")
-    requantizes = False
     variants = ({}, {"scaled": False}, {"ratio": 0.1, "granularity": "model"}, {"ratio": 1.0})
 
     def __post_init__(self) -> None:
@@ -51,77 +58,42 @@ class RandomK(Compressor):
             raise ValueError(f"ratio={self.ratio}: above 0 and at most 1 allowed")
         Segments.of([(1,)], self.granularity)  # raises UsageError if it is unknown
 
-    def draw_shared(self, segments: Segments, key: Key) -> Tensor:
+    def draw_shared(self, ctx: Context) -> Tensor:
         """Return the positions that are kept, int64, shape (K,), increasing."""
-        return ops.selection.random_positions(key, ops.selection.kept_runs(segments, self.ratio))
+        runs = ops.selection.kept_runs(ctx.segments, self.ratio)
+        return ops.selection.random_positions(ctx.key, runs)
 
-    def encode(
-        self,
-        x: Tensor,
-        segments: Segments,
-        shared: Tensor,
-        key: Key,
-        *,
-        prepared: Any = None,
-        out: Payload | None = None,
-    ) -> Payload:
-        return fill(out, ops.selection.gather(x, shared))
+    def encode(self, x: Tensor, ctx: Context) -> Parts:
+        return ops.selection.gather(x, ctx.shared)
 
-    def decode(
-        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
-    ) -> Tensor:
-        self.check(payload, segments)
-        values = self.check_finite(payload.parts[0]) / payload.count
+    def decode(self, payload: Payload, ctx: Context) -> Tensor:
+        values = check_finite(payload.parts[0]) / payload.count
         if self.scaled:
-            runs = ops.selection.kept_runs(segments, self.ratio)
+            runs = ops.selection.kept_runs(ctx.segments, self.ratio)
             factor = ops.selection.kept_values([run.inverse for run in runs], runs)
             # A scaled value that would exceed float32 saturates.
             values.mul_(factor.to(values.device)).clamp_(-FLOAT_MAX, FLOAT_MAX)
-        return ops.selection.scatter(values, shared, segments.numel, out=out)
+        return ops.selection.scatter(values, ctx.shared, ctx.segments.numel, out=ctx.out)
 
-    def merge(
-        self,
-        payloads: Sequence[Payload],
-        segments: Segments,
-        shared: Tensor,
-        key: Key,
-        *,
-        out: Payload | None = None,
-    ) -> Payload:
+    def merge(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
         """Return the sum of the payloads, added in the order of ranks; it has no further error."""
-        for payload in payloads:
-            self.check(payload, segments)
-        total = fill(out, payloads[0].parts[0] if out else payloads[0].parts[0].clone())
+        first, place = payloads[0].parts[0], ctx.part(0)
+        total = first.clone() if place is None else place.copy_(first)
         for payload in payloads[1:]:
-            total.parts[0].add_(payload.parts[0])
-        return total._replace(count=sum(payload.count for payload in payloads))
+            total += payload.parts[0]
+        return total
 
-    def mean(
-        self,
-        payloads: Sequence[Payload],
-        segments: Segments,
-        shared: Tensor,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def mean(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
         """Return the decoding of the sum, in the bits of an all-reduce in the order of ranks."""
-        merged = self.merge(payloads, segments, shared, Key(0, 0, 0))
-        return self.decode(merged, segments, shared, out=out)
+        merged, workers = self.merge(payloads, ctx), sum(payload.count for payload in payloads)
+        return self.decode(Payload((merged,), workers), ctx)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
-        return (
-            (
-                torch.float32,
-                ops.selection.kept_total(ops.selection.kept_runs(segments, self.ratio)),
-            ),
-        )
-
-    @property
-    def claims(self) -> RandomKClaims:
-        return RandomKClaims(self)
+        runs = ops.selection.kept_runs(segments, self.ratio)
+        return ((torch.float32, ops.selection.kept_total(runs)),)
 
 
-class RandomKClaims(Claims[RandomK]):
+class RandomKClaims(Claims[RandomK], of=RandomK):
     """Unbiased if scaled; otherwise it contracts in expectation."""
 
     two_levels = True
@@ -138,16 +110,18 @@ class RandomKClaims(Claims[RandomK]):
     def exact_for(self) -> tuple[str, ...]:
         return () if self.codec.ratio < 1 else ("signs", "ternary", "integers", "bytes", "sparse")
 
-    def nominal_bits(self) -> float:
+    @property
+    def nominal_bits(self) -> float | None:
         return 32 * self.codec.ratio
 
-    def gaussian_error(self) -> float:
+    @property
+    def gaussian_error(self) -> float | None:
         return 1 / self.codec.ratio - 1 if self.codec.scaled else 1 - self.codec.ratio
 
-    def error_bound(self, x: Tensor, segments: Segments) -> float | None:
+    def error_bound(self, x: Tensor, ctx: Context) -> float | None:
         """Return sum (1 - k/d) ||x||^2 over the segments, the expectation of the unscaled error."""
         mean_error = ops.selection.dropped_energy(
-            x, segments, ops.selection.kept_runs(segments, self.codec.ratio)
+            x, ctx.segments, ops.selection.kept_runs(ctx.segments, self.codec.ratio)
         )
         return None if self.codec.scaled else mean_error
 
@@ -163,12 +137,12 @@ class RandomKClaims(Claims[RandomK]):
         runs = ops.selection.kept_runs(segments, self.codec.ratio)
         return max((run.inverse for run in runs), default=1.0) - 1 if self.codec.scaled else None
 
-    def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor | None:
+    def variance(self, x: Tensor, ctx: Context) -> Tensor | None:
         """Return (d/k - 1) x^2, float64, shape (n,); None for the unscaled method."""
         if not self.codec.scaled:
             return None
         out = x.double().square()
-        runs = ops.selection.kept_runs(segments, self.codec.ratio)
-        for (_, rows), run in zip(segments.views(out), runs, strict=True):
+        runs = ops.selection.kept_runs(ctx.segments, self.codec.ratio)
+        for (_, rows), run in zip(ctx.segments.views(out), runs, strict=True):
             rows.mul_(run.inverse - 1)
         return out

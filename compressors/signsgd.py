@@ -30,7 +30,7 @@ from torch import Tensor
 
 from gcbench import ops
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill, slot
+from gcbench.core.compressor import Compressor, Context, Layout, Parts, Payload, Segments
 from gcbench.core.errors import UsageError
 
 
@@ -43,8 +43,6 @@ class SignSGD(Compressor):
     quorum: int = 1  # votes by which a majority must win
 
     collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather")
-    requantizes = False
-    cuttable = True
     recipe: ClassVar[Mapping[str, Any]] = {
         "optimizer": "sgd",
         "lr": 1e-3,
@@ -70,85 +68,44 @@ class SignSGD(Compressor):
         """Return the bits of a code for `count` workers; the signs of one need no quorum."""
         return 2 if self.abstain or (self.quorum > 1 and count > 1) else 1
 
-    def encode(
-        self,
-        x: Tensor,
-        segments: Segments,
-        shared: Tensor,
-        key: Key,
-        *,
-        prepared: Any = None,
-        out: Payload | None = None,
-    ) -> Payload:
+    def encode(self, x: Tensor, ctx: Context) -> Parts:
         if self.abstain:
-            return fill(out, ops.sign.pack_above(x, self.abstain, segments, out=slot(out, 0)))
-        return fill(out, ops.sign.pack(x, out=slot(out, 0)))
+            return ops.sign.pack_above(x, self.abstain, ctx.segments, out=ctx.part(0))
+        return ops.sign.pack(x, out=ctx.part(0))
 
     def cut(self, payload: Payload, bounds: Sequence[int]) -> list[Payload]:
         words = ops.packing.split_words(payload.parts[0], self._bits(1), bounds)
         return [Payload((piece,)) for piece in words]
 
-    def decode(
-        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
-    ) -> Tensor:
-        self.check(payload, segments)
+    def decode(self, payload: Payload, ctx: Context) -> Tensor:
         bits = self._bits(payload.count)
-        return ops.sign.decode(payload.parts[0], bits, segments.numel, self.name, out=out)
+        return ops.sign.decode(payload.parts[0], bits, ctx.segments.numel, self.name, out=ctx.out)
 
-    def _vote(
-        self,
-        payloads: Sequence[Payload],
-        segments: Segments,
-        key: Key | None,
-        out: Payload | None = None,
-    ) -> Payload:
-        for payload in payloads:
-            self.check(payload, segments)
-        counts = [payload.count for payload in payloads]
-        workers, coin = sum(counts), None
-        if self.ties == "coin" and workers % 2 == 0:
-            if key is None:
-                raise UsageError(f"{self!r} needs collective twoshot: a mean has no coin to toss")
-            coin = key
-        words, bits = [payload.parts[0] for payload in payloads], list(map(self._bits, counts))
-        vote = ops.sign.vote(
-            words, counts, bits, segments.numel, self.name,
-            width=self._bits(workers), quorum=self.quorum, coin=coin, out=slot(out, 0),
-        )  # fmt: skip
-        return fill(out, vote, count=workers)
+    def _tied(self, payloads: Sequence[Payload]) -> bool:
+        """Return whether a coin decides ties of these votes."""
+        return self.ties == "coin" and sum(payload.count for payload in payloads) % 2 == 0
 
-    def mean(
-        self,
-        payloads: Sequence[Payload],
-        segments: Segments,
-        shared: Tensor,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Return the vote, as `merge` does; UsageError if ties need a coin, for want of a key."""
-        return self.decode(self._vote(payloads, segments, None), segments, shared, out=out)
+    def mean(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
+        """Return the vote, as `merge` does; UsageError if ties need the owner's coin."""
+        if self._tied(payloads):
+            raise UsageError(f"{self!r} needs collective twoshot: a mean has no coin to toss")
+        vote, workers = self.merge(payloads, ctx), sum(payload.count for payload in payloads)
+        return self.decode(Payload((vote,), workers), ctx)
 
-    def merge(
-        self,
-        payloads: Sequence[Payload],
-        segments: Segments,
-        shared: Tensor,
-        key: Key,
-        *,
-        out: Payload | None = None,
-    ) -> Payload:
+    def merge(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
         """Return the majority vote, an integer sum of signs: the parameter server's step."""
-        return self._vote(payloads, segments, key, out)
+        words, counts = [payload.parts[0] for payload in payloads], [p.count for p in payloads]
+        bits, coin = list(map(self._bits, counts)), ctx.key if self._tied(payloads) else None
+        return ops.sign.vote(
+            words, counts, bits, ctx.segments.numel, self.name,
+            width=self._bits(sum(counts)), quorum=self.quorum, coin=coin, out=ctx.part(0),
+        )  # fmt: skip
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         return ((torch.int32, ops.packing.packed_words(segments.numel, self._bits(count))),)
 
-    @property
-    def claims(self) -> SignSGDClaims:
-        return SignSGDClaims(self)
 
-
-class SignSGDClaims(Claims[SignSGD]):
+class SignSGDClaims(Claims[SignSGD], of=SignSGD):
     """Signs and their majority vote: neither unbiased nor contractive."""
 
     @property
@@ -159,7 +116,7 @@ class SignSGDClaims(Claims[SignSGD]):
     def signs(self) -> bool:
         return self.codec.quorum == 1 and not self.codec.abstain
 
-    def aggregated(self, decoded: Sequence[Tensor], segments: Segments) -> Tensor:
+    def aggregated(self, decoded: Sequence[Tensor], ctx: Context) -> Tensor:
         """Return the winner of at least min(quorum, M) votes, else 0; of ties +1, or a coin."""
         votes = torch.stack([one.double() for one in decoded]).sum(0)
         won = torch.where(votes.abs() >= min(self.codec.quorum, len(decoded)), votes.sign(), 0.0)
@@ -178,5 +135,6 @@ class SignSGDClaims(Claims[SignSGD]):
             else ("signs",)
         )
 
+    @property
     def nominal_bits(self) -> float | None:
         return None if self.codec.abstain else 1.0

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from gcbench import ops
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill
+from gcbench.core.compressor import Compressor, Context, Layout, Parts, Payload, Segments
 from gcbench.core.errors import PayloadError
 from gcbench.ops import packing
 from gcbench.ops.selection import KeptRun
@@ -86,17 +86,8 @@ class SparseLoCo(Compressor):
             offsets.append(offsets[-1] + whole * self.topk + short)
         return Segments(tuple(offsets))
 
-    def encode(
-        self,
-        x: Tensor,
-        segments: Segments,
-        shared: Tensor,
-        key: Key,
-        *,
-        prepared: Any = None,
-        out: Payload | None = None,
-    ) -> Payload:
-        runs, kept = self._runs(segments), self._kept(segments)
+    def encode(self, x: Tensor, ctx: Context) -> Parts:
+        runs, kept = self._runs(ctx.segments), self._kept(ctx.segments)
         positions, values = ops.selection.largest_elements(x, runs)
         size = values.abs()
         counts = torch.tensor(kept.lengths, dtype=torch.float64, device=x.device)
@@ -111,52 +102,40 @@ class SparseLoCo(Compressor):
             ((total - above) / (counts - many).clamp(min=1), above / many.clamp(min=1))
         )
         codes = (values < 0) * NEGATIVE + large * LARGE
-        return fill(
-            out,
+        return (
             packing.pack((positions - _starts(runs, x.device)).int(), self.index_bits),
             packing.pack(codes, VALUE_BITS),
             magnitudes.float().view(-1),
         )
 
     def _open(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor]:
-        """Check a payload; return positions, int64, and values, float32, shape (K,) each."""
-        self.check(payload, segments)
+        """Return a payload's positions, int64, and values, float32, shape (K,) each."""
         indices, codes, magnitudes = payload.parts
         runs, kept = self._runs(segments), self._kept(segments)
         low, high = magnitudes.view(2, -1)
         if not (high.isfinite() & (low >= 0) & (low <= high)).all():
-            raise PayloadError(f"{self.name}: magnitudes finite, from 0 on and in order expected")
+            raise PayloadError("magnitudes finite, from 0 on and in order expected")
         places = packing.unpack(indices, self.index_bits, kept.numel).long()
         counts = [run.rows * run.keep for run in runs]
         for run, own in zip(runs, torch.split(places, counts) if runs else (), strict=True):
             rows = own.view(run.rows, run.keep)
             if int(rows[:, -1].max()) >= run.length or not (rows.diff(dim=1) > 0).all():
                 raise PayloadError(
-                    f"{self.name}: indices in a chunk of {run.length} must increase, and end "
-                    "below it"
+                    f"indices in a chunk of {run.length} must increase, and end below it"
                 )
         code = packing.unpack(codes, VALUE_BITS, kept.numel)
         size = torch.where((code & LARGE) != 0, _spread(high, kept), _spread(low, kept))
         values = torch.where((code & NEGATIVE) != 0, -size, size)
         return places + _starts(runs, places.device), values
 
-    def decode(
-        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
-    ) -> Tensor:
-        positions, values = self._open(payload, segments)
-        return ops.selection.scatter(values, positions, segments.numel, out=out)
+    def decode(self, payload: Payload, ctx: Context) -> Tensor:
+        positions, values = self._open(payload, ctx.segments)
+        return ops.selection.scatter(values, positions, ctx.segments.numel, out=ctx.out)
 
-    def mean(
-        self,
-        payloads: Sequence[Payload],
-        segments: Segments,
-        shared: Tensor,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def mean(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
         """Return the mean over all workers, added in the order of ranks; not sent counts as 0."""
-        parts = [(*self._open(payload, segments), payload.count) for payload in payloads]
-        return ops.selection.mean(parts, segments.numel, out=out)
+        parts = [(*self._open(payload, ctx.segments), payload.count) for payload in payloads]
+        return ops.selection.mean(parts, ctx.segments.numel, out=ctx.out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         total = self._kept(segments).numel
@@ -165,10 +144,6 @@ class SparseLoCo(Compressor):
             (torch.int32, packing.packed_words(total, VALUE_BITS)),
             (torch.float32, 2 * len(segments)),
         )
-
-    @property
-    def claims(self) -> SparseLoCoClaims:
-        return SparseLoCoClaims(self)
 
 
 def _spread(values: Tensor, kept: Segments) -> Tensor:
@@ -186,19 +161,20 @@ def _starts(runs: Sequence[KeptRun], device: torch.device) -> Tensor:
     return torch.cat(starts)
 
 
-class SparseLoCoClaims(Claims[SparseLoCo]):
+class SparseLoCoClaims(Claims[SparseLoCo], of=SparseLoCo):
     """Contracts: the decoding is an orthogonal projection of x."""
 
     contractive = True
     exact_for = ("sparse",)
 
-    def nominal_bits(self) -> float:
+    @property
+    def nominal_bits(self) -> float | None:
         return self.codec.topk * (self.codec.index_bits + VALUE_BITS) / self.codec.chunk
 
-    def error_bound(self, x: Tensor, segments: Segments) -> float:
+    def error_bound(self, x: Tensor, ctx: Context) -> float:
         """Return ||x||^2 - sum S^2 / K over the segments, with room for the means' rounding."""
         size, lost = x.double().abs(), 0.0
-        for start, length in zip(segments.offsets, segments.lengths, strict=False):
+        for start, length in zip(ctx.segments.offsets, ctx.segments.lengths, strict=False):
             own = size[start : start + length]
             largest = [
                 chunk.topk(min(len(chunk), -(-self.codec.topk * len(chunk) // self.codec.chunk)))

@@ -20,14 +20,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from gcbench import ops
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Key, Layout, Payload, Prepared, Segments, fill, slot
+from gcbench.core.compressor import Compressor, Context, Layout, Parts, Payload, Prepared, Segments
 from gcbench.core.errors import PayloadError
 
 
@@ -41,7 +41,6 @@ class TernGrad(Compressor):
     granularity: str | int = "tensor"  # or "model", "column", or a group size
 
     collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allreduce", "allgather")
-    requantizes = False
     variants = ({}, {"clip": 0.0}, {"scale": "c-sigma"}, {"share": False}, {"granularity": 512})
 
     def __post_init__(self) -> None:
@@ -59,45 +58,25 @@ class TernGrad(Compressor):
         """Return clipping thresholds (None: no clipping) and this worker's scales, (m,) each."""
         return ops.ternary.scales(x, segments, self.clip, at_limit=self.scale == "c-sigma")
 
-    @property
-    def cuttable(self) -> bool:
-        return self.share
-
-    def prepare(self, x: Tensor, segments: Segments) -> Prepared:
-        limit, own = self._own(x, segments)
+    def prepare(self, x: Tensor, ctx: Context) -> Prepared:
+        limit, own = self._own(x, ctx.segments)
         return Prepared(own if self.share else x.new_empty(0), (limit, own))
 
-    def encode(
-        self,
-        x: Tensor,
-        segments: Segments,
-        shared: Tensor,
-        key: Key,
-        *,
-        prepared: Any = None,
-        out: Payload | None = None,
-    ) -> Payload:
-        limit, own = prepared or self._own(x, segments)
-        scale, words = shared if self.share else own, slot(out, 0)
-        words = ops.ternary.encode(x, limit, scale, segments, key, out=words)
-        return fill(out, words) if self.share else fill(out, words, own)
+    def encode(self, x: Tensor, ctx: Context) -> Parts:
+        limit, own = ctx.prepared or self._own(x, ctx.segments)
+        scale, words = ctx.shared if self.share else own, ctx.part(0)
+        words = ops.ternary.encode(x, limit, scale, ctx.segments, ctx.key, out=words)
+        return words if self.share else (words, own)
 
     def cut(self, payload: Payload, bounds: Sequence[int]) -> list[Payload]:
         return [Payload((piece,)) for piece in ops.packing.split_words(payload.parts[0], 2, bounds)]
 
-    def _words(self, payloads: Sequence[Payload], segments: Segments) -> list[tuple[Tensor, int]]:
-        for payload in payloads:
-            self.check(payload, segments)
-        return [(payload.parts[0], payload.count) for payload in payloads]
-
-    def decode(
-        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
-    ) -> Tensor:
-        words = self._words([payload], segments)
-        scale = shared if self.share else payload.parts[1]
-        decoded = ops.ternary.mean(words, scale, segments, out=out)
+    def decode(self, payload: Payload, ctx: Context) -> Tensor:
+        words = _words([payload])
+        scale = ctx.shared if self.share else payload.parts[1]
+        decoded = ops.ternary.mean(words, scale, ctx.segments, out=ctx.out)
         if not self.share:
-            self._check_scales(words, scale, segments)
+            self._check_scales(words, scale, ctx.segments)
         return decoded
 
     def _check_scales(
@@ -107,62 +86,42 @@ class TernGrad(Compressor):
         codes = ops.ternary.mean(words, torch.ones_like(scale), segments)
         found, told = ops.statistics.absmax(codes, segments) > 0, scale >= ops.statistics.TINY
         if bool((found & ~told).any()):
-            raise PayloadError(f"{self.name}: codes in a segment whose scale is 0")
+            raise PayloadError("codes in a segment whose scale is 0")
         if self.scale != "c-sigma" and bool((told & ~found).any()):
-            raise PayloadError(f"{self.name}: a scale of {self.scale!r} that no code reaches")
+            raise PayloadError(f"a scale of {self.scale!r} that no code reaches")
 
-    def mean(
-        self,
-        payloads: Sequence[Payload],
-        segments: Segments,
-        shared: Tensor,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def mean(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
         if not self.share:
-            return super().mean(payloads, segments, shared, out=out)
-        return ops.ternary.mean(self._words(payloads, segments), shared, segments, out=out)
+            return super().mean(payloads, ctx)
+        return ops.ternary.mean(_words(payloads), ctx.shared, ctx.segments, out=ctx.out)
 
-    def merge(
-        self,
-        payloads: Sequence[Payload],
-        segments: Segments,
-        shared: Tensor,
-        key: Key,
-        *,
-        out: Payload | None = None,
-    ) -> Payload:
-        sums, words = self._words(payloads, segments), slot(out, 0)
-        words, count = ops.ternary.merge(sums, segments.numel, out=words)
-        return fill(out, words, count=count)
+    def merge(self, payloads: Sequence[Payload], ctx: Context) -> Parts:
+        return ops.ternary.merge(_words(payloads), ctx.segments.numel, out=ctx.part(0))[0]
 
-    def summand(self, payload: Payload, workers: int, segments: Segments) -> Payload:
-        return Payload((ops.ternary.summand(payload.parts[0], workers, segments.numel),))
+    def summand(self, payload: Payload, ctx: Context) -> Payload:
+        return Payload((ops.ternary.summand(payload.parts[0], ctx.workers, ctx.segments.numel),))
 
-    def decode_sum(
-        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
-    ) -> Tensor:
+    def decode_sum(self, payload: Payload, ctx: Context) -> Tensor:
         bits, summed = ops.ternary.summand_bits(payload.count), (payload.parts[0], payload.count)
-        return ops.ternary.mean([summed], shared, segments, bits=bits, out=out)
+        return ops.ternary.mean([summed], ctx.shared, ctx.segments, bits=bits, out=ctx.out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         codes = (torch.int32, ops.packing.packed_words(segments.numel, ops.ternary.bits(count)))
         return (codes,) if self.share else (codes, (torch.float32, len(segments)))
 
-    @property
-    def claims(self) -> TernGradClaims:
-        return TernGradClaims(self)
+
+def _words(payloads: Sequence[Payload]) -> list[tuple[Tensor, int]]:
+    return [(payload.parts[0], payload.count) for payload in payloads]
 
 
-class TernGradClaims(Claims[TernGrad]):
+class TernGradClaims(Claims[TernGrad], of=TernGrad):
     """Unbiased for the clipped gradient; the variance is exact."""
 
     unbiased = True
     two_levels = True
+    nominal_bits = math.log2(3)
 
-    def nominal_bits(self) -> float:
-        return math.log2(3)
-
+    @property
     def gaussian_error(self) -> float | None:
         known = {2.0: 0.65281, 2.5: 1.00953, 3.0: 1.39676}  # tests compute the integrals
         return None if isinstance(self.codec.granularity, int) else known.get(self.codec.clip)
@@ -182,14 +141,14 @@ class TernGradClaims(Claims[TernGrad]):
                 limits[which] = torch.where(apart, self.codec.clip * sigma, math.inf)
         return limits.repeat_interleave(torch.tensor(segments.lengths))
 
-    def target(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
+    def target(self, x: Tensor, ctx: Context) -> Tensor:
         """Return x clipped at c standard deviations of its segment, unless all of it is equal.
 
         With `scale="c-sigma"` the scale that all agreed on is the threshold.
         """
         if self.codec.scale == "c-sigma" and self.codec.share:
-            return ops.statistics.clamp_(x.clone(), shared, segments)
-        limits = self._limits(x, segments)
+            return ops.statistics.clamp_(x.clone(), ctx.shared, ctx.segments)
+        limits = self._limits(x, ctx.segments)
         return x.double().clamp(-limits, limits).float()
 
     def omega(self, segments: Segments) -> float | None:
@@ -200,18 +159,18 @@ class TernGradClaims(Claims[TernGrad]):
         """
         return None if self.codec.clip else (math.sqrt(max(1, *segments.lengths, 1)) - 1) / 2
 
-    def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
+    def variance(self, x: Tensor, ctx: Context) -> Tensor:
         """Return s |f| - f^2: s is the scale that all agreed on, or the segment's own.
 
         Its own is the largest |f|, or the threshold with `scale="c-sigma"`.
         """
-        f = self.target(x, segments, shared).double()
+        f = self.target(x, ctx).double()
         if self.codec.share:
-            spread = ops.statistics.scale_(f.abs(), shared.double(), segments)
+            spread = ops.statistics.scale_(f.abs(), ctx.shared.double(), ctx.segments)
             return (spread - f * f).clamp(min=0)  # f may be s, rounded up
-        scale = ops.statistics.absmax(f.float(), segments).double()
-        scale = scale.repeat_interleave(torch.tensor(segments.lengths))
+        scale = ops.statistics.absmax(f.float(), ctx.segments).double()
+        scale = scale.repeat_interleave(torch.tensor(ctx.segments.lengths))
         if self.codec.scale == "c-sigma":
-            limits = self._limits(x, segments)
+            limits = self._limits(x, ctx.segments)
             scale = torch.where(limits.isinf(), scale, limits)
         return (scale * f.abs() - f * f).clamp(min=0)

@@ -28,13 +28,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
 from gcbench import ops
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill, slots
+from gcbench.core.compressor import Compressor, Context, Layout, Parts, Payload, Segments
 
 ROUNDING = {"fp32": 0.0, "fp16": 2.0**-22, "range": 2.0**-14}  # squared, relative
 
@@ -50,7 +50,6 @@ class TopK(Compressor):
 
     collectives: ClassVar[tuple[str, ...]] = ("allgather", "twoshot")
     memory: ClassVar[str] = "residual"
-    fused_feedback = True
     variants = (
         {},
         *({"positions": coding} for coding in ops.selection.POSITION_CODINGS),
@@ -70,72 +69,37 @@ class TopK(Compressor):
                 raise ValueError(f"{field}={getattr(self, field)!r}: {', '.join(allowed)} allowed")
         Segments.of([(1,)], self.granularity)  # raises UsageError if it is unknown
 
-    def encode(
-        self,
-        x: Tensor,
-        segments: Segments,
-        shared: Tensor,
-        key: Key,
-        *,
-        prepared: Any = None,
-        out: Payload | None = None,
-    ) -> Payload:
-        runs = ops.selection.kept_runs(segments, self.ratio)
-        parts = ops.selection.sparse_encode(x, runs, self.positions, self.values, out=slots(out))
-        return fill(out, *parts)
+    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+        runs = ops.selection.kept_runs(ctx.segments, self.ratio)
+        return ops.selection.sparse_encode(x, runs, self.positions, self.values, out=ctx.parts)
 
-    def encode_feedback(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        segments: Segments,
-        shared: Tensor,
-        key: Key,
-        *,
-        out: Payload | None = None,
-    ) -> Payload:
+    def encode_feedback(self, x: Tensor, residual: Tensor, ctx: Context) -> Parts:
         residual += x
-        payload = self.encode(residual, segments, shared, key, out=out)
-        positions, values = self._open(payload, segments)
+        parts = self.encode(residual, ctx)
+        positions, values = self._open(parts, ctx.segments)
         residual.index_add_(0, positions, values, alpha=-1)  # elsewhere 0 was sent
-        return payload
+        return parts
 
-    def _open(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor]:
-        """Check a payload; return its positions, int64, and values, float32, shape (K,) each."""
-        self.check(payload, segments)
+    def _open(self, parts: Sequence[Tensor], segments: Segments) -> tuple[Tensor, Tensor]:
+        """Return the positions, int64, and values, float32, shape (K,) each, of these parts."""
         runs, n = ops.selection.kept_runs(segments, self.ratio), segments.numel
-        return ops.selection.sparse_unpack(
-            payload.parts, n, runs, self.positions, self.values, self.name
-        )
+        return ops.selection.sparse_unpack(parts, n, runs, self.positions, self.values, self.name)
 
-    def decode(
-        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
-    ) -> Tensor:
-        positions, values = self._open(payload, segments)
-        return ops.selection.scatter(values, positions, segments.numel, out=out)
+    def decode(self, payload: Payload, ctx: Context) -> Tensor:
+        positions, values = self._open(payload.parts, ctx.segments)
+        return ops.selection.scatter(values, positions, ctx.segments.numel, out=ctx.out)
 
-    def mean(
-        self,
-        payloads: Sequence[Payload],
-        segments: Segments,
-        shared: Tensor,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def mean(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
         """Return the mean over all workers, added in the order of ranks; not sent counts as 0."""
-        parts = [(*self._open(payload, segments), payload.count) for payload in payloads]
-        return ops.selection.mean(parts, segments.numel, out=out)
+        parts = [(*self._open(payload.parts, ctx.segments), payload.count) for payload in payloads]
+        return ops.selection.mean(parts, ctx.segments.numel, out=ctx.out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         runs = ops.selection.kept_runs(segments, self.ratio)
         return ops.selection.sparse_layout(segments.numel, runs, self.positions, self.values)
 
-    @property
-    def claims(self) -> TopKClaims:
-        return TopKClaims(self)
 
-
-class TopKClaims(Claims[TopK]):
+class TopKClaims(Claims[TopK], of=TopK):
     """Contracts: the error is the energy of the dropped elements, plus the values' rounding."""
 
     contractive = True
@@ -144,10 +108,12 @@ class TopKClaims(Claims[TopK]):
     def exact_for(self) -> tuple[str, ...]:
         return ("sparse",) + ("signs", "ternary", "integers", "bytes") * (self.codec.ratio == 1)
 
+    @property
     def nominal_bits(self) -> float:
         """Return 64 rho: an index and a value of 32 bits each."""
         return 64 * self.codec.ratio
 
+    @property
     def gaussian_error(self) -> float | None:
         """Return the share of energy dropped; None if the rounding of values is not negligible."""
         normal = NormalDist()
@@ -155,19 +121,19 @@ class TopKClaims(Claims[TopK]):
         dropped = max(0.0, 1 - self.codec.ratio - 2 * tau * normal.pdf(tau))
         return dropped if dropped >= 100 * ROUNDING[self.codec.values] else None
 
-    def error_bound(self, x: Tensor, segments: Segments) -> float:
+    def error_bound(self, x: Tensor, ctx: Context) -> float:
         """Return the energy of the smallest d - k of each segment, plus that of values' rounding.
 
         It is at most (1 - k/d) ||x||^2, and that where all magnitudes are equal.
         """
-        runs = ops.selection.kept_runs(segments, self.codec.ratio)
+        runs = ops.selection.kept_runs(ctx.segments, self.codec.ratio)
         total = kept = 0.0
         for run in runs:
             stop = run.start + run.rows * run.length
             energies = x[run.start : stop].double().square().view(run.rows, run.length)
             total += float(energies.sum())
             kept += float(energies.topk(run.keep, dim=1).values.sum() if run.length else 0)
-        rounding = ops.selection.value_error(x, segments, self.codec.values, runs)
+        rounding = ops.selection.value_error(x, ctx.segments, self.codec.values, runs)
         return min(max(0.0, total - kept) + 1e-13 * total + rounding, total)
 
     def delta(self, segments: Segments) -> float | None:

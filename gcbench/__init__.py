@@ -8,10 +8,12 @@ from gcbench._version import __version__
 
 TYPE_CHECKING = False  # importing typing and pathlib would delay the handler of Ctrl-C
 PUBLIC = {
-    **dict.fromkeys(("Compressor", "Key", "MultiRoundCompressor", "Payload"), "core.compressor"),
-    **dict.fromkeys(("Prepared", "Segments"), "core.compressor"),
+    **dict.fromkeys(("Compressor", "MultiRoundCompressor"), "core.compressor"),
+    **dict.fromkeys(("Context", "Key", "Payload", "Prepared", "Segments"), "core.payload"),
+    "check_finite": "core.payload",
     "Claims": "core.claims",
     "Memory": "core.memory",
+    "UpdateRule": "core.rule",
     **dict.fromkeys(("Batch", "Split", "Task"), "core.task"),
     "Dropout": "training.dropout",
     "Sink": "training.sinks",
@@ -23,6 +25,7 @@ __all__ = [
     "Batch",
     "Claims",
     "Compressor",
+    "Context",
     "Dropout",
     "Key",
     "Memory",
@@ -33,7 +36,9 @@ __all__ = [
     "Sink",
     "Split",
     "Task",
+    "UpdateRule",
     "__version__",
+    "check_finite",
     "comm_hook",
     "get_compressor",
     "get_task",
@@ -54,15 +59,10 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from gcbench.core.claims import Claims
-    from gcbench.core.compressor import (
-        Compressor,
-        Key,
-        MultiRoundCompressor,
-        Payload,
-        Prepared,
-        Segments,
-    )
+    from gcbench.core.compressor import Compressor, MultiRoundCompressor
     from gcbench.core.memory import Memory
+    from gcbench.core.payload import Context, Key, Payload, Prepared, Segments, check_finite
+    from gcbench.core.rule import UpdateRule
     from gcbench.core.task import Batch, Split, Task
     from gcbench.integrations.ddp import comm_hook
     from gcbench.integrations.fsdp import shard_hook

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gcbench.core.compressor import Compressor, Key, Payload, Segments
+from gcbench.core import codec
+from gcbench.core.compressor import Compressor, Context, Key, Payload, Segments, cuttable
 from gcbench.core.files import FILES, hash_file, sealed
 
 
@@ -23,14 +24,14 @@ def encode_shards(
     bounds: Sequence[int],
 ) -> list[Payload]:
     """Return a worker's payload of each shard `[bounds[k], bounds[k + 1])`, as in a two-shot."""
-    if method.cuttable:
-        return method.cut(method.encode(x, segments, shared, key), bounds)
+    if cuttable(method):
+        return method.cut(codec.encode(method, x, Context(segments, shared, key)), bounds)
     payloads = []
     for start, stop in pairwise(bounds):
         shard, which = segments.shard(start, stop)
         scales = shared[which.start : which.stop] if shared.numel() else shared
         place = key._replace(offset=key.offset + start)
-        payloads.append(method.encode(x[start:stop], shard, scales, place))
+        payloads.append(codec.encode(method, x[start:stop], Context(shard, scales, place)))
     return payloads
 
 

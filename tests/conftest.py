@@ -72,16 +72,19 @@ def clock():
 
 @pytest.fixture(autouse=True)
 def own_files():
-    """Have a test's files of compressors forgotten after it, which a command registers."""
+    """Forget the files of compressors and memories that a test's commands registered."""
     from gcbench.core import registry
 
-    before = os.environ.get(registry.FILES)
+    variables = registry.VARIABLES.values()
+    before = {name: os.environ.get(name) for name in variables}
     yield
-    if os.environ.get(registry.FILES) != before:
-        os.environ.pop(registry.FILES)
-        if before is not None:
-            os.environ[registry.FILES] = before
+    if before != {name: os.environ.get(name) for name in variables}:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
         registry.compressors.cache_clear()
+        registry.memories.cache_clear()
 
 
 @pytest.fixture
@@ -90,16 +93,18 @@ def forget():
     from gcbench.core import registry
 
     def now() -> None:
-        os.environ[registry.FILES] = ""
+        for variable in registry.VARIABLES.values():
+            os.environ[variable] = ""
         for name in [name for name in sys.modules if name.startswith("gcbench_file_")]:
             del sys.modules[name]
         registry.compressors.cache_clear()
+        registry.memories.cache_clear()
 
-    before = os.environ.get(registry.FILES, "")
+    before = {name: os.environ.get(name, "") for name in registry.VARIABLES.values()}
     now()
     yield now
     now()
-    os.environ[registry.FILES] = before
+    os.environ.update(before)
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.core import registry
+from gcbench.core import codec, registry
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Key, Payload, Segments, fill
+from gcbench.core.compressor import Compressor, Key, Payload, Segments, check_finite
 from gcbench.core.errors import PayloadError
 
 BF16 = type(registry.compressor("bf16"))
@@ -45,28 +45,28 @@ class Scaled(Compressor):
 
     factor: ClassVar[float] = 1.0
 
-    def decode(self, payload, segments, shared, *, out=None):
-        return super().decode(payload, segments, shared) * self.factor
+    def decode(self, payload, ctx):
+        return super().decode(payload, ctx) * self.factor
 
-    def mean(self, payloads, segments, shared, *, out=None):
-        return super().mean(payloads, segments, shared) * self.factor
+    def mean(self, payloads, ctx):
+        return super().mean(payloads, ctx) * self.factor
 
-    def encode_feedback(self, x, residual, segments, shared, key, *, out=None):
-        return Compressor.encode_feedback(self, x, residual, segments, shared, key, out=out)
+    def encode_feedback(self, x, residual, ctx):
+        return Compressor.encode_feedback(self, x, residual, ctx)
 
 
 class NegatedMean(Compressor):
     """What all apply has the wrong sign; the residual believes that all is well."""
 
-    def mean(self, payloads, segments, shared, *, out=None):
-        return -super().mean(payloads, segments, shared)
+    def mean(self, payloads, ctx):
+        return -super().mean(payloads, ctx)
 
 
 class SameDraws(Compressor):
     """All workers draw the same random numbers."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        return super().encode(x, segments, shared, key._replace(rank=0))
+    def encode(self, x, ctx):
+        return super().encode(x, ctx._replace(key=ctx.key._replace(rank=0)))
 
 
 class Flipped(SIGN):
@@ -74,9 +74,9 @@ class Flipped(SIGN):
 
     share: ClassVar[float] = 0.5
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        wrong = torch.where(drawn(x, key, self.share), -x, x)
-        return super().encode(wrong, segments, shared, key)
+    def encode(self, x, ctx):
+        wrong = torch.where(drawn(x, ctx.key, self.share), -x, x)
+        return super().encode(wrong, ctx)
 
 
 class SlightlyFlipped(Flipped):
@@ -88,17 +88,17 @@ class SlightlyFlipped(Flipped):
 class NegatedSigns(SIGN):
     """Sends the sign of -x."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        return super().encode(-x, segments, shared, key)
+    def encode(self, x, ctx):
+        return super().encode(-x, ctx)
 
 
 class FirstWorkersVote(SIGN):
     """The owner hears worker 0 alone."""
 
-    def mean(self, payloads, segments, shared, *, out=None):
-        return self.decode(payloads[0], segments, shared)
+    def mean(self, payloads, ctx):
+        return self.decode(payloads[0], ctx)
 
-    def merge(self, payloads, segments, shared, key, *, out=None):
+    def merge(self, payloads, ctx):
         return payloads[0]._replace(count=sum(payload.count for payload in payloads))
 
 
@@ -123,19 +123,19 @@ class SlowTern(Scaled, TERN):
 class DeterministicTern(TERN):
     """Rounds to the nearest of -s, 0, s."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+    def encode(self, x, ctx):
         limit = torch.empty_like(x)
-        for i, start in enumerate(segments.offsets[:-1]):
-            limit[start : segments.offsets[i + 1]] = shared[i]
+        for i, start in enumerate(ctx.segments.offsets[:-1]):
+            limit[start : ctx.segments.offsets[i + 1]] = ctx.shared[i]
         near = torch.where(x.abs() >= limit / 2, x.sign() * limit, torch.zeros_like(x))
-        return super().encode(near, segments, shared, key)
+        return super().encode(near, ctx)
 
 
 class DroppingTern(TERN):
     """Forgets 5 % of the elements."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        return super().encode(x.masked_fill(drawn(x, key, 0.05), 0), segments, shared, key)
+    def encode(self, x, ctx):
+        return super().encode(x.masked_fill(drawn(x, ctx.key, 0.05), 0), ctx)
 
 
 class SameTern(SameDraws, TERN):
@@ -151,8 +151,8 @@ class BoastfulTern(TERN):
 
 
 class BoastfulTernClaims(type(TERN().claims)):
-    def variance(self, x, segments, shared):
-        return super().variance(x, segments, shared) / 2
+    def variance(self, x, ctx):
+        return super().variance(x, ctx) / 2
 
 
 class WrongScaleQsgd(Scaled, QSGD):
@@ -164,28 +164,27 @@ class WrongScaleQsgd(Scaled, QSGD):
 class NearestQsgd(QSGD):
     """Rounds to the nearest level, and so not at random."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+    def encode(self, x, ctx):
         out = torch.empty_like(x)
-        for start, stop in zip(segments.offsets, segments.offsets[1:], strict=False):
+        for start, stop in zip(ctx.segments.offsets, ctx.segments.offsets[1:], strict=False):
             part = x[start:stop]
             top = part.abs().amax().clamp(min=1e-30) if len(part) else 1.0
             out[start:stop] = (part / top * self.levels).round() * top / self.levels
-        return super().encode(out, segments, shared, key)
+        return super().encode(out, ctx)
 
 
 class CoarseQsgd(QSGD):
     """Unbiased, at a quarter of the levels that it declares."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+    def encode(self, x, ctx):
         few = replace(plain(self), levels=max(1, self.levels // 4))
-        coarse = few.encode(x, segments, shared, key)
-        decoded = few.decode(coarse, segments, shared)
-        return Payload((decoded,))
+        apart = ctx._replace(parts=None)
+        return codec.decode(few, codec.encode(few, x, apart), apart)
 
-    def decode(self, payload, segments, shared, *, out=None):
+    def decode(self, payload, ctx):
         return payload.parts[0] / payload.count
 
-    def mean(self, payloads, segments, shared, *, out=None):
+    def mean(self, payloads, ctx):
         return torch.stack([payload.parts[0] for payload in payloads]).mean(0)
 
     def layout(self, segments, count=1):
@@ -204,16 +203,16 @@ class SameQsgd(SameDraws, QSGD):
 class UpwardNatural(NATURAL):
     """Rounds every mantissa up."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+    def encode(self, x, ctx):
         power = torch.exp2(torch.ceil(torch.log2(x.abs().clamp(min=1e-30))))
-        return super().encode(torch.where(x == 0, 0, x.sign() * power), segments, shared, key)
+        return super().encode(torch.where(x == 0, 0, x.sign() * power), ctx)
 
 
 class UnscaledRandomK(RANDOMK):
     """Sends values as they are, and still claims to be unbiased."""
 
-    def decode(self, payload, segments, shared, *, out=None):
-        full = super().decode(payload, segments, shared)
+    def decode(self, payload, ctx):
+        full = super().decode(payload, ctx)
         return full * self.ratio if self.scaled else full
 
 
@@ -224,20 +223,20 @@ class NegatedTopK(NegatedMean, TOPK):
 class HalfTopK(TOPK):
     """Sends zeros in the place of every second of its k."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        places, _ = self._open(super().encode(x, segments, shared, key), segments)
+    def encode(self, x, ctx):
+        places, _ = self._open(super().encode(x, ctx._replace(parts=None)), ctx.segments)
         kept = x.clone()
         kept[places[::2]] = 0
         rest = torch.zeros_like(x)
         rest[places] = kept[places]
-        return super().encode(rest, segments, shared, key)
+        return super().encode(rest, ctx)
 
 
 class ForgetfulTopK(TOPK):
     """Clears the residual at every step."""
 
-    def encode_feedback(self, x, residual, segments, shared, key, *, out=None):
-        payload = super().encode_feedback(x, residual, segments, shared, key)
+    def encode_feedback(self, x, residual, ctx):
+        payload = super().encode_feedback(x, residual, ctx)
         residual.zero_()
         return payload
 
@@ -251,31 +250,31 @@ class BackwardTopK(Scaled, TOPK):
 class SwappedOneBit(ONEBIT):
     """The magnitude of the one class for that of the other."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        words, low, high = super().encode(x, segments, shared, key).parts
+    def encode(self, x, ctx):
+        words, low, high = super().encode(x, ctx)
         return Payload((words, -high, -low))
 
-    def encode_feedback(self, x, residual, segments, shared, key, *, out=None):
-        return Compressor.encode_feedback(self, x, residual, segments, shared, key, out=out)
+    def encode_feedback(self, x, residual, ctx):
+        return Compressor.encode_feedback(self, x, residual, ctx)
 
 
 class RefusedOneBit(ONEBIT):
     """The mean of the one class for the other, which its own decoder refuses."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        words, low, high = super().encode(x, segments, shared, key).parts
+    def encode(self, x, ctx):
+        words, low, high = super().encode(x, ctx)
         return Payload((words, high, low))
 
 
 class UnscaledEFSign(EFSIGN):
     """Signs without the mean magnitude."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        words, scale = super().encode(x, segments, shared, key).parts
+    def encode(self, x, ctx):
+        words, scale = super().encode(x, ctx)
         return Payload((words, torch.ones_like(scale)))
 
-    def encode_feedback(self, x, residual, segments, shared, key, *, out=None):
-        return Compressor.encode_feedback(self, x, residual, segments, shared, key, out=out)
+    def encode_feedback(self, x, residual, ctx):
+        return Compressor.encode_feedback(self, x, residual, ctx)
 
 
 class NegatedFFT(Scaled, FFT):
@@ -287,35 +286,34 @@ class NegatedFFT(Scaled, FFT):
 class SummedPower(POWER):
     """Adds what it should average, of four workers."""
 
-    def in_rounds(self, x, segments, state, key, out):
-        following = yield from super().in_rounds(x, segments, state, key, out)
-        out *= 4
-        return following
+    def in_rounds(self, x, state, ctx):
+        mean, following = yield from super().in_rounds(x, state, ctx)
+        return mean.mul_(4), following
 
 
 class TruncatingInt8(INT8):
     """Rounds towards 0."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        size, step = self.claims._steps(x, segments)
+    def encode(self, x, ctx):
+        size, step = self.claims._steps(x, ctx.segments)
         down = torch.where(step.isinf(), 0.0, torch.floor(size / step) * step)
         down = torch.where(size >= 127 * step, size, down)  # the largest stays
-        return super().encode((x.sign() * down).float(), segments, shared, key)
+        return super().encode((x.sign() * down).float(), ctx)
 
 
 class TruncatingBf16(BF16):
     """Cuts the lower half of the bits off."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+    def encode(self, x, ctx):
         cut = (x.contiguous().view(torch.int32) & ~0xFFFF).view(torch.float32)
-        return super().encode(cut, segments, shared, key)
+        return super().encode(cut, ctx)
 
 
 class NegatedDemo(DEMO):
     """Sends the largest coefficients with the wrong sign."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        return super().encode(-x, segments, shared, key)
+    def encode(self, x, ctx):
+        return super().encode(-x, ctx)
 
 
 class UphillDemo(NegatedMean, DEMO):
@@ -325,23 +323,22 @@ class UphillDemo(NegatedMean, DEMO):
 class FlippedDemo(DEMO):
     """A tenth of the elements changes its sign before the transform."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        wrong = torch.where(drawn(x, key, 0.1), -x, x)
-        return super().encode(wrong, segments, shared, key, out=out)
+    def encode(self, x, ctx):
+        wrong = torch.where(drawn(x, ctx.key, 0.1), -x, x)
+        return super().encode(wrong, ctx)
 
 
 class MinusVote(SIGN):
     """Tied votes are minus."""
 
-    def _vote(self, payloads, segments, key, out=None):
-        shared, turned = torch.empty(0), []
+    def merge(self, payloads, ctx):
+        apart, turned = ctx._replace(parts=None, out=None), []
         for payload in payloads:
-            signs = self.decode(payload, segments, shared)
-            sent = super().encode(-signs, segments, shared, key)
-            turned.append(sent._replace(count=payload.count))
-        won = self.decode(super()._vote(turned, segments, key), segments, shared)
-        made = super().encode(-won, segments, shared, key, out=out)
-        return made._replace(count=sum(payload.count for payload in payloads))
+            words = super().encode(-self.decode(payload, apart), apart)
+            turned.append(Payload((words,), payload.count))
+        workers = sum(payload.count for payload in payloads)
+        won = self.decode(Payload((super().merge(turned, apart),), workers), apart)
+        return super().encode(-won, ctx)
 
 
 @dataclass(frozen=True)
@@ -350,8 +347,8 @@ class CoinlessVote(SIGN):
 
     ties: str = "coin"
 
-    def merge(self, payloads, segments, shared, key, *, out=None):
-        return SIGN().merge(payloads, segments, shared, key, out=out)
+    def merge(self, payloads, ctx):
+        return codec.merge(SIGN(), payloads, ctx)
 
 
 @dataclass(frozen=True)
@@ -367,13 +364,13 @@ class OverclippedTern(TERN):
 class FarTern(TERN):
     """One element in a hundred arrives with twice its level."""
 
-    def decode(self, payload, segments, shared, *, out=None):
-        decoded = super().decode(payload, segments, shared)
+    def decode(self, payload, ctx):
+        decoded = super().decode(payload, ctx)
         decoded[::100] *= 2
         return decoded
 
-    def mean(self, payloads, segments, shared, *, out=None):
-        return Compressor.mean(self, payloads, segments, shared)
+    def mean(self, payloads, ctx):
+        return Compressor.mean(self, payloads, ctx)
 
 
 class Backwards(Compressor):
@@ -383,20 +380,20 @@ class Backwards(Compressor):
     def claims(self):
         return BackwardsClaims(self)
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        return fill(out, -x)
+    def encode(self, x, ctx):
+        return -x
 
-    def decode(self, payload, segments, shared, *, out=None):
+    def decode(self, payload, ctx):
         return payload.parts[0].clone()
 
 
 class BackwardsClaims(Claims):
     unbiased = True
 
-    def target(self, x, segments, shared):
+    def target(self, x, ctx):
         return -x
 
-    def variance(self, x, segments, shared):
+    def variance(self, x, ctx):
         return torch.zeros_like(x).double()
 
 
@@ -407,10 +404,10 @@ class BrokenLevels(Compressor):
     def claims(self):
         return AdditiveClaims(self)
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+    def encode(self, x, ctx):
         raise ZeroDivisionError("a mean of nothing")
 
-    def decode(self, payload, segments, shared, *, out=None):
+    def decode(self, payload, ctx):
         return payload.parts[0].clone()
 
 
@@ -426,11 +423,11 @@ class Additive(Compressor):
     def claims(self):
         return AdditiveClaims(self)
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        noise = (drawn(x, key, 0.5).float() * 2 - 1) * x.square().mean().sqrt()
+    def encode(self, x, ctx):
+        noise = (drawn(x, ctx.key, 0.5).float() * 2 - 1) * x.square().mean().sqrt()
         return Payload((0.9 * x + noise,))
 
-    def decode(self, payload, segments, shared, *, out=None):
+    def decode(self, payload, ctx):
         return payload.parts[0].clone()
 
 
@@ -445,8 +442,8 @@ def spread(values: Tensor, segments: Segments) -> Tensor:
 class DitherClaims(Claims):
     unbiased = True
 
-    def variance(self, x, segments, shared):
-        step = spread(ops.statistics.absmax(x, segments), segments).double() / TOP
+    def variance(self, x, ctx):
+        step = spread(ops.statistics.absmax(x, ctx.segments), ctx.segments).double() / TOP
         return step * step / 12
 
 
@@ -458,15 +455,14 @@ class Dither(Compressor):
     def claims(self):
         return DitherClaims(self)
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        step = spread(ops.statistics.absmax(x, segments), segments) / TOP
-        dither = ops.random.uniform(key, len(x)) - 0.5
+    def encode(self, x, ctx):
+        step = spread(ops.statistics.absmax(x, ctx.segments), ctx.segments) / TOP
+        dither = ops.random.uniform(ctx.key, len(x)) - 0.5
         code = torch.where(step > 0, torch.round(x / step + dither), 0.0)
-        return fill(out, torch.where(step > 0, (code - dither) * step, 0.0))
+        return torch.where(step > 0, (code - dither) * step, 0.0)
 
-    def decode(self, payload, segments, shared, *, out=None):
-        self.check(payload, segments)
-        return self.check_finite(payload.parts[0]).clone()
+    def decode(self, payload, ctx):
+        return check_finite(payload.parts[0]).clone()
 
     def layout(self, segments, count=1):
         return ((torch.float32, segments.numel),)
@@ -476,8 +472,8 @@ class LevelsClaims(Claims):
     unbiased = True
     two_levels = True
 
-    def variance(self, x, segments, shared):
-        step = spread(ops.statistics.absmax(x, segments), segments).double() / TOP
+    def variance(self, x, ctx):
+        step = spread(ops.statistics.absmax(x, ctx.segments), ctx.segments).double() / TOP
         level = torch.where(step > 0, x.double().abs() / step, 0.0)
         part = level - level.floor()
         return step * step * part * (1 - part)
@@ -508,17 +504,16 @@ class Levels(Compressor):
         level = torch.where(scale > 0, x.abs() / scale * TOP, 0.0)
         return (torch.floor(level + draws).clamp(max=TOP) * x.sign()).to(torch.int8)
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        scale = self.scales(x, segments)
-        return fill(out, self.codes(x, spread(scale, segments), self.draws(key, len(x))), scale)
+    def encode(self, x, ctx):
+        scale = self.scales(x, ctx.segments)
+        return (self.codes(x, spread(scale, ctx.segments), self.draws(ctx.key, len(x))), scale)
 
-    def decode(self, payload, segments, shared, *, out=None):
-        self.check(payload, segments)
+    def decode(self, payload, ctx):
         codes, scale = payload.parts
         if bool((codes.int().abs() > TOP).any()) or bool((scale < 0).any()):
             raise PayloadError("codes or scales out of range")
-        self.check_finite(scale.double())
-        return codes.float() / TOP * spread(scale, segments)
+        check_finite(scale.double())
+        return codes.float() / TOP * spread(scale, ctx.segments)
 
     def layout(self, segments, count=1):
         return ((torch.int8, segments.numel), (torch.float32, len(segments)))

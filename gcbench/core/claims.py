@@ -7,14 +7,17 @@ claims can be trained all the same, but less of it can be checked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from gcbench.core.errors import unknown
+
 if TYPE_CHECKING:
-    from gcbench.core.compressor import Compressor, Segments
+    from gcbench.core.compressor import Compressor
+    from gcbench.core.payload import Context, Segments
 
 C = TypeVar("C", bound="Compressor", covariant=True)
 
@@ -22,12 +25,27 @@ C = TypeVar("C", bound="Compressor", covariant=True)
 class Claims(Generic[C]):
     """The claims of one configuration; `codec` is the compressor that makes them.
 
-    In what follows x is a float32 tensor of shape (n,), `segments` covers it, and `shared` is what
-    the workers agreed on. Subclasses override what they claim, by plain attributes or properties.
+    A method declares them by a derived class: `claims = MyClaims` in the compressor, or
+    `class MyClaims(Claims, of=MyCompressor)` below it. What always holds is plain data there
+    (`unbiased = True`, `nominal_bits = 8.0`), what depends on the fields a property, and what
+    depends on the gradient a function.
+
+    In what follows x is a float32 tensor of shape (n,), `ctx.segments` covers it, and `ctx.shared`
+    is what the workers agreed on. Subclasses override what they claim, by plain attributes or
+    properties.
     """
 
     def __init__(self, codec: C) -> None:
         self.codec = codec
+
+    def __init_subclass__(cls, of: type[Any] | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in vars(cls):
+            if not (name.startswith("_") or hasattr(Claims, name) or name == "codec"):
+                known = [each for each in vars(Claims) if not each.startswith("_")]
+                raise unknown(f"claim of {cls.__name__}:", name, known)
+        if of is not None:
+            of.claims = property(cls)
 
     # The error of one worker.
 
@@ -44,14 +62,14 @@ class Claims(Generic[C]):
         """
         return False
 
-    def target(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
+    def target(self, x: Tensor, ctx: Context) -> Tensor:
         """Return the expectation of what is decoded, shape (n,); by default `x` itself.
 
         TernGrad with clipping is unbiased for the clipped x.
         """
         return x
 
-    def variance(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor | None:
+    def variance(self, x: Tensor, ctx: Context) -> Tensor | None:
         """Return the exact variance of each decoded element of an unbiased method.
 
         float64, shape (n,); None: not known.
@@ -67,7 +85,7 @@ class Claims(Generic[C]):
         """
         return False
 
-    def variance_bound(self, x: Tensor, segments: Segments, shared: Tensor) -> float | None:
+    def variance_bound(self, x: Tensor, ctx: Context) -> float | None:
         """Return the published bound on the sum of `variance`; None: the source has none."""
         return None
 
@@ -79,7 +97,7 @@ class Claims(Generic[C]):
         """
         return None
 
-    def error_bound(self, x: Tensor, segments: Segments) -> float | None:
+    def error_bound(self, x: Tensor, ctx: Context) -> float | None:
         """Return a proven bound on ||x - decode(encode(x))||^2 of a contractive method.
 
         It is below ||x||^2 unless x = 0. Where it holds in expectation over the random draws, it is
@@ -104,6 +122,7 @@ class Claims(Generic[C]):
         """
         return None
 
+    @property
     def gaussian_error(self) -> float | None:
         """Return E||x - decode(encode(x))||^2 / ||x||^2 for long segments of independent N(0, 1).
 
@@ -116,7 +135,7 @@ class Claims(Generic[C]):
         """Families of inputs that are decoded without error, by their names in `gcbench verify`."""
         return ()
 
-    def settled_error(self, x: Tensor, segments: Segments) -> float | None:
+    def settled_error(self, x: Tensor, ctx: Context) -> float | None:
         """Return a bound on ||x - x'||^2 after 50 steps with the same x, each without feedback.
 
         For methods that carry what they learn of the gradient from step to step. None: a step is
@@ -131,7 +150,7 @@ class Claims(Generic[C]):
         """What `mean` is: "mean" of the decoded payloads, their majority "vote", or "other"."""
         return "mean"
 
-    def aggregated(self, decoded: Sequence[Tensor], segments: Segments) -> Tensor | None:
+    def aggregated(self, decoded: Sequence[Tensor], ctx: Context) -> Tensor | None:
         """Return what `mean` must be, by what each worker's payload decodes to, float32, (n,) each.
 
         float32, shape (n,). NaN stands for a fair coin, +1 or -1, in a vote, and elsewhere for an
@@ -153,6 +172,16 @@ class Claims(Generic[C]):
         """
         return False
 
+    # The update.
+
+    def uncompressed(self, gradients: Iterable[Tensor], warm_up: int) -> Iterator[Tensor] | None:
+        """Yield the directions of the uncompressed optimizer, for the gradients of one worker.
+
+        What a method with an update rule must equal bit for bit with one worker and an exact codec;
+        the first `warm_up` steps are those in fp32. None: not declared.
+        """
+        return None
+
     # The bytes.
 
     @property
@@ -163,6 +192,7 @@ class Claims(Generic[C]):
         """
         return True
 
+    @property
     def nominal_bits(self) -> float | None:
         """Return the bits an element that the source quotes for what a worker sends; None: none."""
         return None

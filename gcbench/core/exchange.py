@@ -29,26 +29,31 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gcbench.core import faults, purposes, registry
+from gcbench.core import codec, faults, purposes, registry
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import (
     COLLECTIVES,
-    TILE,
     Compressor,
+    MultiRoundCompressor,
+    check_collectives,
+    cuttable,
+    fuses_feedback,
+    requantizes,
+)
+from gcbench.core.errors import UsageError
+from gcbench.core.memory import Memory, for_method
+from gcbench.core.payload import (
+    TILE,
+    Context,
     Key,
     Layout,
-    MultiRoundCompressor,
     Payload,
-    Prepared,
     Segments,
+    State,
     aligned,
-    check_collectives,
-    fill,
     layout_bytes,
-    written,
 )
-from gcbench.core.errors import GcbenchError, PayloadError, UsageError
-from gcbench.core.memory import Memory, NoMemory, Residual, State, for_method
+from gcbench.core.rule import UpdateRule
 from gcbench.core.world import World
 
 T = TypeVar("T")
@@ -62,12 +67,13 @@ class Lane:
     collective: str
     start: int
     segments: Segments
-    memory: Memory = field(default_factory=NoMemory)
+    memory: Memory = field(default_factory=Memory)
     edges: tuple[int, ...] = ()
     """Where the owners' shards begin, and the lane's length; all of them between segments.
 
     Empty: the tiles of the lane are distributed evenly (`shard_bounds`).
     """
+    rule: UpdateRule = field(default_factory=UpdateRule)
 
     def __post_init__(self) -> None:
         if not {*self.edges} <= {*self.segments.offsets}:
@@ -78,10 +84,14 @@ class Lane:
         return self.edges or shard_bounds(self.segments.numel, workers)
 
     @property
+    def joint(self) -> tuple[str, ...]:
+        """Names of the buffers that are equal on all workers: those of memory and update rule."""
+        return (*self.memory.joint, *self.rule.buffers)
+
+    @property
     def fused(self) -> bool:
         """Whether the method encodes and updates the residual in one operation."""
-        plain = isinstance(self.memory, Residual) and self.memory.decay == 1
-        return plain and self.compressor.fused_feedback
+        return self.memory.fusible and fuses_feedback(self.compressor)
 
 
 def exact_or(method: Compressor, memory: Memory, *, exact: bool) -> tuple[Compressor, Memory]:
@@ -110,8 +120,9 @@ def lane_of(
     the memory.
     """
     compressor, carried = exact_or(method, memory, exact=exact)
-    way = "allreduce" if exact else collective
-    return Lane(compressor, way, start, Segments.of(shapes, compressor.granularity), carried)
+    way, rule = ("allreduce", method.rule.dense()) if exact else (collective, method.rule)
+    segments = Segments.of(shapes, compressor.granularity)
+    return Lane(compressor, way, start, segments, carried, rule=rule)
 
 
 def check_legal(compressor: Compressor, collective: str | None = None) -> str:
@@ -192,11 +203,15 @@ def checked_rate(lr: float) -> float:
 class Piece(NamedTuple):
     """A stretch of a lane that is encoded as one: all of it, or an owner's shard."""
 
-    segments: Segments
-    shared: Tensor
-    """What the workers agreed on, for these segments."""
-    start: int
+    ctx: Context
+    """What is the same on all workers; the key is that of rank 0 and of the first element."""
+    start: int = 0
     """Index in the lane of the first element."""
+
+    @property
+    def segments(self) -> Segments:
+        """The segments of the stretch."""
+        return self.ctx.segments
 
     @property
     def place(self) -> slice:
@@ -206,8 +221,14 @@ class Piece(NamedTuple):
     def shard(self, start: int, stop: int) -> Piece:
         """Return the part [start, stop) of a whole lane."""
         segments, which = self.segments.shard(start, stop)
-        shared = self.shared[which.start : which.stop] if self.shared.numel() else self.shared
-        return Piece(segments, shared, start)
+        shared, key = self.ctx.shared, self.ctx.key
+        shared = shared[which.start : which.stop] if shared.numel() else shared
+        key = key._replace(offset=key.offset + start)
+        return Piece(self.ctx._replace(segments=segments, shared=shared, key=key), start)
+
+    def of(self, rank: int, stream: int = purposes.ENCODE) -> Context:
+        """Return the context of one worker, whose random numbers are for the purpose `stream`."""
+        return self.ctx._replace(key=self.ctx.key._replace(rank=rank, stream=stream))
 
 
 class Buffers:
@@ -245,9 +266,9 @@ class Buffers:
 class Exchange:
     """Turns the local workers' buckets into the mean over all workers.
 
-    What it carries from step to step is in `workers`, for each local worker one dict a lane, and in
-    `joint`, for each lane what is the same on all workers: the state of a method in rounds
-    ("state"), and the buffers that a memory keeps jointly.
+    What it carries from step to step is in `workers`, for each local worker one dict per lane, and
+    in `joint`, for each lane what is the same on all workers: the state of a method in rounds
+    ("state"), the joint buffers of its memory, and those of its update rule.
     """
 
     def __init__(self, world: World, lanes: Sequence[Lane], seed: int, clock: Clock) -> None:
@@ -274,7 +295,7 @@ class Exchange:
             self.workers = [[{} for _ in lanes] for _ in self.world.ranks]
         for i, lane in enumerate(lanes):
             like = torch.zeros(lane.segments.numel, device=self.world.device)
-            fresh = {name: torch.zeros_like(like) for name in lane.memory.joint}
+            fresh = {name: torch.zeros_like(like) for name in lane.joint}
             self.joint[i] = fresh | self.joint[i]
             for states in self.workers:
                 states[i] = lane.memory.state(like) | states[i]
@@ -287,7 +308,8 @@ class Exchange:
     def mean(self, buckets: Sequence[Tensor], step: int, lr: float = 1.0) -> Tensor:
         """Return the mean gradient, float32, shape (n,), the same bits on every replica.
 
-        It is the exchange's own buffer and holds until the next call.
+        With an update rule it is the direction that the rule makes of the mean. It is the
+        exchange's own buffer and holds until the next call.
 
         `buckets`: one float32 tensor of shape (n,) for each local worker; `lr`: the learning rate
         that the mean will be applied with, which residuals follow.
@@ -346,25 +368,48 @@ class Exchange:
         `gradients`: each local worker's gradient of this lane, float32, shape (n of the lane,).
         Call `follow` before. A shard is valid until the next call for the lane.
         """
-        lane, ranks = self.lanes[number], self.world.ranks
+        ranks = self.world.ranks
         with faults.together():
-            xs = self._offered(number, gradients)
-            key = Key(self.seed, step, 0, lane.start, purposes.ENCODE)
-            shared, kept = self._agree(lane, xs, key)
-            shards, received = self._to_owners(
-                number, Piece(lane.segments, shared, 0), xs, kept, key
-            )
+            ctx = self._context(number, step)
+            xs = self._offered(number, gradients, ctx)
+            whole, prepared = self._agree(number, xs, ctx)
+            shards, received = self._to_owners(number, whole, xs, prepared)
             return self._workers(
                 "decode", lambda i: self._owned(number, i, received[i], shards[ranks[i]])
             )
 
-    def _offered(self, number: int, gradients: Sequence[Tensor]) -> list[Tensor]:
+    def offered(self, number: int, gradient: Tensor, step: int) -> Tensor:
+        """Return what lane `number` would offer to its encoder, (n,); its buffers do not change.
+
+        `gradient`: that of the first local worker, float32, shape (n of the lane,).
+        """
+        ctx = self._of_memory(number, 0, self._context(number, step))
+        state = {name: buffer.clone() for name, buffer in ctx.state.items()}
+        return self.lanes[number].memory.offer(gradient, ctx._replace(state=state))
+
+    def _context(self, number: int, step: int) -> Context:
+        """Return the context of a lane, as far as it is the same on all workers."""
+        lane = self.lanes[number]
+        key = Key(self.seed, step, 0, lane.start, purposes.ENCODE)
+        lr = 1.0 if self.lr is None else self.lr
+        return Context(
+            lane.segments, key=key, workers=self.world.size, lr=lr, joint=self.joint[number]
+        )
+
+    def _of_memory(self, number: int, i: int, ctx: Context) -> Context:
+        """Return the context that the memory of local worker i receives."""
+        key = ctx.key._replace(rank=self.world.ranks[i])
+        return ctx._replace(key=key, state=self.workers[i][number])
+
+    def _offered(self, number: int, gradients: Sequence[Tensor], ctx: Context) -> list[Tensor]:
         """Return what the local workers' memories offer for their gradients of one lane."""
-        lane, states = self.lanes[number], [worker[number] for worker in self.workers]
-        if isinstance(lane.memory, NoMemory) or lane.fused:
+        lane = self.lanes[number]
+        if not lane.memory.carries or lane.fused:
             return list(gradients)
-        offer, size = lane.memory.offer, self.world.size
-        return self._workers("encode", lambda i: offer(gradients[i], states[i], size))
+        return self._workers(
+            "encode",
+            lambda i: lane.memory.offer(gradients[i], self._of_memory(number, i, ctx)),
+        )
 
     def _means(self) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the buffer for the means of all lanes, and each lane's part of it."""
@@ -380,44 +425,45 @@ class Exchange:
 
     def _lane(self, number: int, gradients: Sequence[Tensor], step: int, out: Tensor) -> None:
         """Write the mean of one lane to `out`."""
-        lane, xs = self.lanes[number], self._offered(number, gradients)
-        states = [worker[number] for worker in self.workers]
-        key = Key(self.seed, step, 0, lane.start, purposes.ENCODE)
+        lane, ctx = self.lanes[number], self._context(number, step)
+        xs = self._offered(number, gradients, ctx)
         if isinstance(lane.compressor, MultiRoundCompressor):
-            self._rounds(number, lane.compressor, xs, states, key, out)
+            self._rounds(number, lane.compressor, xs, ctx, out)
         else:
-            shared, kept = self._agree(lane, xs, key)
-            whole = Piece(lane.segments, shared, 0)
+            whole, prepared = self._agree(number, xs, ctx)
             match lane.collective:
                 case "allreduce":
-                    sent = self._encode(number, xs, states, [whole], kept, key, settle=False)
+                    sent = self._encode(number, xs, [whole], prepared, settle=False)
                     self._allreduce(number, whole, [own[0] for own in sent], out)
                 case "allgather":
-                    sent = self._encode(number, xs, states, [whole], kept, key)
+                    sent = self._encode(number, xs, [whole], prepared)
                     self._allgather(number, whole, [own[0] for own in sent], out)
                 case "twoshot":
-                    self._twoshot(number, whole, xs, states, kept, key, out)
+                    self._twoshot(number, whole, xs, prepared, out)
                 case other:
                     raise ValueError(f"collective {other!r}: {', '.join(COLLECTIVES)} allowed")
         with self.clock.phase("decode"):
-            written(lane.memory.apply(out, self.joint[number]), out)
+            applied = lane.rule.update(lane.memory.apply(out, ctx), ctx)
+            if applied is not out:
+                out.copy_(applied)
 
-    def _agree(self, lane: Lane, xs: Sequence[Tensor], key: Key) -> tuple[Tensor, list[Any]]:
-        """Return `shared`, and what each local worker's `prepare` keeps for its encoder.
+    def _agree(self, number: int, xs: Sequence[Tensor], ctx: Context) -> tuple[Piece, list[Any]]:
+        """Return the whole lane, and what each local worker's `prepare` keeps for its encoder.
 
-        `shared` is drawn from the shared seed, or the maximum of the workers' statistics, or empty.
+        Its `shared` is drawn from the shared seed, or the maximum of the workers' statistics, or
+        empty.
         """
+        method = self.lanes[number].compressor
         with self.clock.phase("statistic"):
-            drawn = lane.compressor.draw_shared(lane.segments, key)
+            drawn = method.draw_shared(ctx)
         if drawn is not None:
-            return drawn.to(self.world.device), [None] * len(xs)
-        prepare = lane.compressor.prepare
-        own: list[Prepared] = self._workers("statistic", lambda i: prepare(xs[i], lane.segments))
-        kept = [each.kept for each in own]
-        if not own[0].statistic.numel():
-            return own[0].statistic, kept
-        with self.clock.phase("communicate"):
-            return self.world.all_reduce([each.statistic for each in own], "max"), kept
+            return Piece(ctx._replace(shared=drawn.to(self.world.device))), [None] * len(xs)
+        own = self._workers("statistic", lambda i: codec.prepare(method, xs[i], ctx))
+        shared, prepared = own[0].statistic, [each.kept for each in own]
+        if shared.numel():
+            with self.clock.phase("communicate"):
+                shared = self.world.all_reduce([each.statistic for each in own], "max")
+        return Piece(ctx._replace(shared=shared)), prepared
 
     # -- one worker's payloads ---------------------------------------------------------------------
 
@@ -425,10 +471,8 @@ class Exchange:
         self,
         number: int,
         xs: Sequence[Tensor],
-        states: Sequence[State],
         pieces: Sequence[Piece],
-        kept: Sequence[Any],
-        key: Key,
+        prepared: Sequence[Any],
         *,
         settle: bool = True,
     ) -> list[list[Payload]]:
@@ -439,15 +483,19 @@ class Exchange:
         ranks, lane = self.world.ranks, self.lanes[number]
 
         def encode(i: int) -> list[Payload]:
-            place, name = key._replace(rank=ranks[i]), (number, "sent", i)
+            name = (number, "sent", i)
+            own = [piece.of(ranks[i])._replace(prepared=prepared[i]) for piece in pieces]
+            parts = [xs[i][piece.place] for piece in pieces]
             if lane.fused:
-                residual = states[i]["residual"]
-                return self._payloads(lane, name, xs[i], pieces, place, residual=residual)
+                residual = self.workers[i][number]["residual"]
+                left = [residual[piece.place] for piece in pieces]
+                return self._payloads(lane, name, parts, own, residuals=left)
             # `offer` may return a buffer that `keep` changes: the payload must not be a view of it.
             apart = settle or lane.memory.feedback
-            sent = self._payloads(lane, name, xs[i], pieces, place, kept=kept[i], settle=apart)
+            sent = self._payloads(lane, name, parts, own, settle=apart)
             if lane.memory.feedback:
-                lane.memory.keep(xs[i], self._decoded(lane, sent, pieces), states[i])
+                ctx = self._of_memory(number, i, pieces[0].ctx._replace(segments=lane.segments))
+                lane.memory.keep(xs[i], self._decoded(lane, sent, own), ctx)
             return sent
 
         return self._workers("encode", encode)
@@ -456,47 +504,29 @@ class Exchange:
         self,
         lane: Lane,
         name: Hashable,
-        x: Tensor,
-        pieces: Sequence[Piece],
-        key: Key,
+        xs: Sequence[Tensor],
+        contexts: Sequence[Context],
         *,
-        kept: Any = None,
-        residual: Tensor | None = None,
+        residuals: Sequence[Tensor] | None = None,
         settle: bool = True,
     ) -> list[Payload]:
-        """Return the payloads of the pieces of x, or of x + residual if there is a residual.
+        """Return the payloads of the tensors `xs`, or of x + residual if there are residuals.
 
-        `residual` is then replaced by the error of the payloads. `settle`: the bytes of the
+        Each residual is then replaced by the error of its payload. `settle`: the bytes of the
         payloads are moved to the buffer of this name, one after the other.
-
-        Raises:
-            GcbenchError: `encode` returned something else than a payload.
-            PayloadError: a payload does not have the layout that the method declares.
         """
         method = lane.compressor
-        layouts = [method.layout(piece.segments) for piece in pieces]
-        slots = self._slots(name, layouts)
+        slots = self._slots(name, [codec.layout(method, ctx.segments) for ctx in contexts])
         payloads = []
-        for piece, layout, slot in zip(pieces, layouts, slots, strict=True):
-            arguments = piece.segments, piece.shared, key._replace(offset=key.offset + piece.start)
-            part = x[piece.place]
+        for i, (x, ctx, slot) in enumerate(zip(xs, contexts, slots, strict=True)):
             if slot is not None and not slot.nbytes:
-                payload = slot  # empty, as most shards are if there are more workers than tiles
-            elif residual is None:
-                payload = method.encode(part, *arguments, prepared=kept, out=slot)
+                payloads.append(slot)  # empty, as most shards are if workers outnumber tiles
+                continue
+            there = ctx if slot is None else ctx._replace(parts=slot.parts)
+            if residuals is None:
+                payloads.append(codec.encode(method, x, there, copy=settle))
             else:
-                payload = method.encode_feedback(part, residual[piece.place], *arguments, out=slot)
-            if not isinstance(payload, Payload):
-                raise GcbenchError(
-                    f"{method!r}: encode returned a {type(payload).__name__}; a Payload of 1-D "
-                    "tensors is expected: gcbench.Payload((part, ...))"
-                )
-            if layout is not None and payload.layout != layout:
-                raise PayloadError(
-                    f"{method!r}: encode returned a payload of {payload.layout} for "
-                    f"{piece.segments.numel} elements; its layout declares {layout}"
-                )
-            payloads.append(payload)
+                payloads.append(codec.feedback(method, x, residuals[i], there))
         return self._settled(name, payloads, slots) if settle else payloads
 
     def _slots(self, name: Hashable, layouts: Sequence[Layout | None]) -> list[Payload | None]:
@@ -523,21 +553,21 @@ class Exchange:
         for payload, slot, place in zip(payloads, slots, places, strict=True):
             if slot is None:
                 payload.write(place)
-                settled.append(payload)
-            else:
-                settled.append(fill(slot, *payload.parts, count=payload.count))
+            settled.append(payload)
         return settled
 
-    def _decoded(self, lane: Lane, payloads: Sequence[Payload], pieces: Sequence[Piece]) -> Tensor:
+    def _decoded(
+        self, lane: Lane, payloads: Sequence[Payload], contexts: Sequence[Context]
+    ) -> Tensor:
         """Return the decoding of a worker's payloads, in a buffer of this thread.
 
         The buffer is overwritten by the thread's next call.
         """
-        sizes = [piece.segments.numel for piece in pieces]
+        sizes = [ctx.segments.numel for ctx in contexts]
         decoded = self.buffers.floats(("decoded", threading.get_ident()), sum(sizes))
-        for out, payload, piece in zip(torch.split(decoded, sizes), payloads, pieces, strict=True):
-            arrived = lane.compressor.decode(payload, piece.segments, piece.shared, out=out)
-            written(_checked_decoding(lane.compressor, "decode", arrived, out), out)
+        places = torch.split(decoded, sizes)
+        for out, payload, ctx in zip(places, payloads, contexts, strict=True):
+            codec.decode(lane.compressor, payload, ctx._replace(out=out))
         return decoded
 
     # -- collectives -------------------------------------------------------------------------------
@@ -548,7 +578,7 @@ class Exchange:
         world, method = self.world, self.lanes[number].compressor
 
         def widen(i: int) -> Payload:
-            return method.summand(payloads[i], world.size, whole.segments)
+            return method.summand(payloads[i], whole.ctx)
 
         summands = self._workers("encode", widen)
         with self.clock.phase("communicate"):
@@ -559,104 +589,85 @@ class Exchange:
                 world.all_reduce(column, "sum", out=place)
         with self.clock.phase("decode"):
             total = total._replace(count=world.size)
-            mean = method.decode_sum(total, whole.segments, whole.shared, out=out)
-            written(_checked_decoding(method, "decode_sum", mean, out), out)
+            codec.decode_sum(method, total, whole.ctx._replace(out=out))
 
     def _allgather(
         self, number: int, whole: Piece, payloads: Sequence[Payload], out: Tensor
     ) -> None:
         world, method = self.world, self.lanes[number].compressor
         with self.clock.phase("communicate"):
-            layouts = [method.layout(whole.segments)] * world.size
+            layouts = [codec.layout(method, whole.segments)] * world.size
             gathered = self._gather(number, "sent", payloads, layouts, [1] * world.size)
         with self.clock.phase("decode"):
-            mean = method.mean(gathered, whole.segments, whole.shared, out=out)
-            written(_checked_decoding(method, "mean", mean, out), out)
+            codec.mean(method, gathered, whole.ctx._replace(out=out))
 
     def _twoshot(
         self,
         number: int,
         whole: Piece,
         xs: Sequence[Tensor],
-        states: Sequence[State],
-        kept: Sequence[Any],
-        key: Key,
+        prepared: Sequence[Any],
         out: Tensor,
     ) -> None:
         world, method = self.world, self.lanes[number].compressor
-        shards, received = self._to_owners(number, whole, xs, kept, key)
-
-        def merge(i: int) -> Payload:
-            rank = world.ranks[i]
-            there = Key(key.seed, key.step, rank, key.offset + shards[rank].start, purposes.MERGE)
-            return self._merge(number, i, received[i], shards[rank], states[i], there)
-
-        merged = self._workers("decode", merge)
+        shards, received = self._to_owners(number, whole, xs, prepared)
+        ranks = world.ranks
+        merged = self._workers(
+            "decode", lambda i: self._merge(number, i, received[i], shards[ranks[i]])
+        )
         with self.clock.phase("communicate"):
-            layouts = [method.layout(shard.segments, world.size) for shard in shards]
+            layouts = [codec.layout(method, shard.segments, world.size) for shard in shards]
             counts = [world.size] * world.size
             gathered = self._gather(number, "merged", merged, layouts, counts, aggregated=True)
         with self.clock.phase("decode"):
             for payload, shard in zip(gathered, shards, strict=True):
-                place = out[shard.place]
-                mean = method.decode(payload, shard.segments, shard.shared, out=place)
-                written(_checked_decoding(method, "decode", mean, place), place)
+                codec.decode(method, payload, shard.ctx._replace(out=out[shard.place]))
 
     def _to_owners(
-        self, number: int, whole: Piece, xs: Sequence[Tensor], kept: Sequence[Any], key: Key
+        self, number: int, whole: Piece, xs: Sequence[Tensor], prepared: Sequence[Any]
     ) -> tuple[list[Piece], list[list[Payload]]]:
         """Hand each shard to its owner; return the shards, and what each local owner got."""
-        lane, states = self.lanes[number], [worker[number] for worker in self.workers]
+        lane = self.lanes[number]
         method, bounds = lane.compressor, lane.bounds(self.world.size)
         shards = [whole.shard(*edges) for edges in pairwise(bounds)]
-        if method.cuttable and not lane.edges:  # `cut` needs edges between tiles
-            encoded = self._encode(number, xs, states, [whole], kept, key)
+        if cuttable(method) and not lane.edges:  # `cut` needs edges between tiles
+            encoded = self._encode(number, xs, [whole], prepared)
             sent = [method.cut(payload, bounds) for (payload,) in encoded]
         else:
-            sent = self._encode(number, xs, states, shards, [None] * len(xs), key)
+            sent = self._encode(number, xs, shards, [None] * len(xs))
         with self.clock.phase("communicate"):
-            layouts = [method.layout(shard.segments) for shard in shards]
+            layouts = [codec.layout(method, shard.segments) for shard in shards]
             return shards, self._scatter(number, sent, layouts)
 
     def _owned(self, number: int, i: int, payloads: Sequence[Payload], shard: Piece) -> Tensor:
         """Return the mean of local worker i's shard, float32, in the exchange's own buffer."""
-        method = self.lanes[number].compressor
         out = self.buffers.floats((number, "owned", i), shard.segments.numel)
-        mean = method.mean(payloads, shard.segments, shard.shared, out=out)
-        return written(_checked_decoding(method, "mean", mean, out), out)
+        return codec.mean(self.lanes[number].compressor, payloads, shard.ctx._replace(out=out))
 
-    def _merge(
-        self,
-        number: int,
-        i: int,
-        payloads: Sequence[Payload],
-        shard: Piece,
-        state: State,
-        key: Key,
-    ) -> Payload:
+    def _merge(self, number: int, i: int, payloads: Sequence[Payload], shard: Piece) -> Payload:
         """Return local worker i's merged shard, its bytes in the worker's second send buffer."""
         world, lane, name = self.world, self.lanes[number], (number, "merged", i)
-        method, segments, shared = lane.compressor, shard.segments, shard.shared
-        if not method.requantizes:
-            slots = self._slots(name, [method.layout(segments, world.size)])
-            merged = method.merge(payloads, segments, shared, key, out=slots[0])
-            return self._settled(name, [merged], slots)[0]
+        method, state = lane.compressor, self.workers[i][number]
+        ctx = shard.of(world.ranks[i], purposes.MERGE)
+        if not requantizes(method):
+            slots = self._slots(name, [codec.layout(method, shard.segments, world.size)])
+            there = ctx if slots[0] is None else ctx._replace(parts=slots[0].parts)
+            return self._settled(name, [codec.merge(method, payloads, there)], slots)[0]
         mean = self._owned(number, i, payloads, shard)
-        alone = Piece(segments, shared, 0)
         if not lane.memory.owner:
-            sent = self._payloads(lane, name, mean, [alone], key)
+            sent = self._payloads(lane, name, [mean], [ctx])
             return sent[0]._replace(count=world.size)
         if "owner" not in state:
             state["owner"] = torch.zeros_like(mean)
         left = state["owner"]  # the owner's residual
         if lane.memory.owner_decay != 1:
             left *= lane.memory.owner_decay
-        if method.fused_feedback:
-            sent = self._payloads(lane, name, mean, [alone], key, residual=left)
+        if fuses_feedback(method):
+            sent = self._payloads(lane, name, [mean], [ctx], residuals=[left])
         else:
             left += mean
-            sent = self._payloads(lane, name, left, [alone], key)
-            left -= self._decoded(lane, sent, [alone])
+            sent = self._payloads(lane, name, [left], [ctx])
+            left -= self._decoded(lane, sent, [ctx])
         return sent[0]._replace(count=world.size)
 
     def _rounds(
@@ -664,18 +675,17 @@ class Exchange:
         number: int,
         method: MultiRoundCompressor,
         xs: Sequence[Tensor],
-        states: Sequence[State],
-        key: Key,
+        ctx: Context,
         out: Tensor,
     ) -> None:
         """Exchange by all-reduce in rounds; memories are told that the approximation was sent."""
         world, lane, joint = self.world, self.lanes[number], self.joint[number]
         if "state" not in joint:
-            joint["state"] = method.initial_state(lane.segments, key).to(world.device)
-        layout, later = method.layout(lane.segments), key._replace(step=key.step + 1)
+            joint["state"] = method.initial_state(ctx).to(world.device)
+        layout = codec.layout(method, lane.segments)
         if not layout:
             raise UsageError(f"{method.name}: a method in rounds declares a layout: a part a round")
-        rounds = [method.in_rounds(x, lane.segments, joint["state"], later, out) for x in xs]
+        rounds = [method.in_rounds(x, joint["state"], ctx._replace(out=out)) for x in xs]
 
         def summand(i: int, turn: int) -> Tensor:
             try:
@@ -699,13 +709,17 @@ class Exchange:
                 rounds[0].send(means[-1])
                 raise UsageError(f"{method.name}: more rounds than the {len(layout)} of its layout")
             except StopIteration as end:
+                approximation, following = end.value
                 state = joint["state"]
-                same = end.value.shape == state.shape
-                joint["state"] = state.copy_(end.value) if same else end.value.clone()
+                same = following.shape == state.shape
+                joint["state"] = state.copy_(following) if same else following.clone()
+                if approximation is not out:
+                    out.copy_(approximation)
         for other in rounds[1:]:
             other.close()
         if lane.memory.feedback:
-            self._workers("encode", lambda i: lane.memory.keep(xs[i], out, states[i]))
+            keep = lane.memory.keep
+            self._workers("encode", lambda i: keep(xs[i], out, self._of_memory(number, i, ctx)))
 
     # -- bytes -------------------------------------------------------------------------------------
 
@@ -769,22 +783,6 @@ class Exchange:
             [*map(Payload.over, row, row_layouts)]
             for row, row_layouts in zip(received, layouts, strict=True)
         ]
-
-
-def _checked_decoding(method: Compressor, what: str, result: Any, out: Tensor) -> Tensor:
-    """Return what a method decoded; GcbenchError if it is no float32 tensor of the shape of `out`.
-
-    A copy to `out` would convert another dtype and repeat a shorter tensor.
-    """
-    if not isinstance(result, Tensor):
-        found = type(result).__name__
-    elif result.dtype != torch.float32 or result.shape != out.shape:
-        found = f"{result.dtype}, shape {tuple(result.shape)}"
-    else:
-        return result
-    raise GcbenchError(
-        f"{method!r}: {what} returned {found}; float32, shape {tuple(out.shape)}, is expected"
-    )
 
 
 def _header(payload: Payload, device: torch.device) -> Tensor:

@@ -1,7 +1,8 @@
 """Plug-ins by name: the files of compressors/ and tasks/ first, then those of installed packages.
 
 A package registers a class under the entry-point group `gcbench.compressors`, `gcbench.memories`,
-`gcbench.tasks` or `gcbench.sinks`. A plug-in is imported when its name is asked for.
+`gcbench.tasks` or `gcbench.sinks`; a user names a file, such as ./mine.py, in the place of a
+compressor or a memory. A plug-in is imported when its name is asked for.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.machinery import SourceFileLoader
 from importlib.metadata import EntryPoint, entry_points
@@ -90,12 +91,12 @@ def _same(cls: type[Any]) -> type[Any]:
     return cls
 
 
-def _files(package: str, base: type) -> dict[str, Entry]:
-    folder = importlib.import_module(package)
+def _files(group: str, base: type) -> dict[str, Entry]:
+    folder = importlib.import_module(group)
     return {
-        name: Entry(name, "built-in", partial(_builtin, package, base, name))
-        for _, name, _ in pkgutil.iter_modules(folder.__path__)
-        if not name.startswith("_")
+        name: Entry(name, "built-in", partial(_builtin, group, base, name))
+        for _, name, package in pkgutil.iter_modules(folder.__path__)
+        if not (package or name.startswith("_"))
     }
 
 
@@ -131,18 +132,26 @@ def compressors() -> dict[str, Entry]:
 
     group = "gcbench.compressors"
     found = with_third_parties(group, Compressor, _files(group, Compressor))
-    for name, path in _named_files().items():
-        found[name] = Entry(name, f"file {path}", partial(_from_file, name, path))
-    return found
+    return found | _users_files("compressor", Compressor)
 
 
 FILES = "GCBENCH_FILES"
-"""Environment variable with the files that `add_file` registered: processes of a run inherit it."""
+MEMORY_FILES = "GCBENCH_MEMORY_FILES"
+"""Environment variables with the files that `add_file` registered as compressors and as memories:
+processes of a run inherit them."""
+VARIABLES = {"compressor": FILES, "memory": MEMORY_FILES}
 
 
-def _named_files() -> dict[str, str]:
-    paths = filter(None, os.environ.get(FILES, "").split(os.pathsep))
+def _named_files(kind: str = "compressor") -> dict[str, str]:
+    paths = filter(None, os.environ.get(VARIABLES[kind], "").split(os.pathsep))
     return {Path(path).stem: path for path in paths}
+
+
+def _users_files(kind: str, base: type) -> dict[str, Entry]:
+    return {
+        name: Entry(name, f"file {path}", partial(_from_file, name, path, base))
+        for name, path in _named_files(kind).items()
+    }
 
 
 class _UsersFile(SourceFileLoader):
@@ -171,13 +180,11 @@ def executed(module: ModuleType) -> bytes | None:
     return loader.source if isinstance(loader, _UsersFile) else None
 
 
-def _from_file(name: str, path: str) -> type[Any]:
-    """Return the compressor class that the user's file defines.
+def _from_file(name: str, path: str, base: type) -> type[Any]:
+    """Return the subclass of `base` that the user's file defines.
 
     The file is imported once, and again after `add_file` found it changed.
     """
-    from gcbench.core.compressor import Compressor
-
     module_name = _module_name(name)
     module = sys.modules.get(module_name)
     if module is None or module.__file__ != path:
@@ -194,7 +201,7 @@ def _from_file(name: str, path: str) -> type[Any]:
         except (Exception, SystemExit) as error:
             del sys.modules[module_name]
             raise GcbenchError(f"{path} does not load: {error!r}") from error
-    return _only(module, Compressor, path)
+    return _only(module, base, path)
 
 
 def _forget_changed(name: str, path: str) -> None:
@@ -204,54 +211,72 @@ def _forget_changed(name: str, path: str) -> None:
         del sys.modules[_module_name(name)]
 
 
-def add_file(word: str) -> str:
-    """Register the compressor of a Python file under the file's name, and return that name.
+def add_file(word: str, kind: str = "compressor") -> str:
+    """Register the plug-in of a Python file under the file's name, and return that name.
 
-    A word that does not end in .py is a name already, and is returned unchanged. Whoever names a
-    file, in either way, gets the code that it has now: if it was edited since it was imported, it
-    is imported again. Objects that were made before keep their code.
+    `kind`: "compressor" or "memory", the part of the file that is registered. A word that does not
+    end in .py is a name already, and is returned unchanged. In both cases a file that was edited
+    since it was imported is imported again. Objects that were made before keep their code.
 
     Raises:
         UsageError: no such file, or the name is taken or has other characters than letters, digits,
             _ and -.
     """
+    known, listed = _named_files(kind), compressors if kind == "compressor" else memories
     if not word.endswith(".py"):
-        if word in _named_files():
-            _forget_changed(word, _named_files()[word])
+        if word in known:
+            _forget_changed(word, known[word])
         return word
     path = Path(word).absolute()
     if not path.is_file():
-        raise UsageError(f"{word}: no such file; name the file of a compressor, e.g. ./mine.py")
-    name, known = path.stem, _named_files()
-    taken = compressors().get(name)
+        raise UsageError(f"{word}: no such file; name the file of a {kind}, e.g. ./mine.py")
+    name = path.stem
+    taken = listed().get(name)
     if known.get(name, "") != str(path) and taken is not None:
         raise UsageError(f"{word}: the name {name!r} is taken by {taken.source}; rename the file")
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise UsageError(f"{word}: letters, digits, _ and - are allowed in the file's name")
     if name not in known:
-        os.environ[FILES] = os.pathsep.join([*known.values(), str(path)])
-        compressors.cache_clear()
+        os.environ[VARIABLES[kind]] = os.pathsep.join([*known.values(), str(path)])
+        listed.cache_clear()
     _forget_changed(name, str(path))
     return name
 
 
-def word(name: str) -> str:
-    """Return what a user types for a compressor: the path of its file, or its name.
+def word(name: str, kind: str = "compressor") -> str:
+    """Return what a user types for a compressor or memory: the path of its file, or its name.
 
     A file below the working directory is named from there, so that a row with this word can be
     published, and serves in another copy of the folder.
     """
-    path = Path(_named_files().get(name, name))
+    path = Path(_named_files(kind).get(name, name))
     return f"./{path.relative_to(Path.cwd())}" if path.is_relative_to(Path.cwd()) else str(path)
 
 
 @cache
 def memories() -> dict[str, Entry]:
-    """Return all registered memories by name."""
-    from gcbench.core.memory import BUILT_IN, Memory
+    """Return all registered memories by name; those beside a method have the method's name."""
+    from gcbench.core.memory import FORCED, Memory
 
-    builtin = {name: Entry(name, "built-in", partial(_same, cls)) for name, cls in BUILT_IN.items()}
-    return with_third_parties("gcbench.memories", Memory, builtin)
+    builtin = _files("gcbench.compressors.memories", Memory)
+    builtin[FORCED] = replace(builtin["residual"], name=FORCED)
+    found = with_third_parties("gcbench.memories", Memory, builtin)
+    return found | _users_files("memory", Memory)
+
+
+def memory_entry(name: str) -> Entry:
+    """Return the entry of a memory: registered itself, or beside the method of this name.
+
+    Raises:
+        UsageError: neither a memory nor a method with a memory of its own has this name.
+    """
+    if name in memories():
+        return memories()[name]
+    if name in compressors():
+        own = compressor_class(name).own_memory
+        if own is not None:
+            return replace(compressors()[name], load=partial(_same, own))
+    raise unknown("memory", name, memories())
 
 
 @cache
@@ -284,7 +309,7 @@ def origin(entry: Entry) -> dict[str, str] | None:
         if source is None:
             source = path.read_bytes()
         found.update(f"{name}\0".encode() + hashlib.sha256(source).digest())
-    named = _named_files().get(entry.name)
+    named = (_named_files() | _named_files("memory")).get(entry.name)
     return {
         "distribution": entry.source if named is None else f"file {Path(named).name}",
         "version": entry.version,
@@ -330,14 +355,15 @@ def named(kind: str, entries: dict[str, Entry], name: str) -> type[Any]:
 
 def compressor_class(name: str) -> type[Compressor]:
     """Return the class registered as `name`; UsageError for an unknown name."""
-    return named("compressor", compressors(), name)
+    cls = named("compressor", compressors(), name)
+    if "own_memory" in vars(cls):
+        cls.memory = name
+    return cls
 
 
 def memory_class(name: str) -> type[Memory]:
     """Return the class registered as `name`; UsageError for an unknown name."""
-    if name not in memories():
-        raise unknown("memory", name, memories())
-    return memories()[name].load()
+    return memory_entry(name).load()
 
 
 def task_class(name: str) -> type[Task]:

@@ -36,7 +36,7 @@ def compressor(name: str | Compressor, options: Mapping[str, Any]) -> Compressor
 
 
 def memory(name: str | None, options: Mapping[str, Any] | None, method: Compressor) -> Memory:
-    """Return the memory of this name with these fields; for None the one that `method` names.
+    """Return the memory of this name or file with these fields; for None that of `method`.
 
     Fields of that one that are not given are as the method sets them, whoever names it.
 
@@ -44,11 +44,13 @@ def memory(name: str | None, options: Mapping[str, Any] | None, method: Compress
         UsageError: an unknown name or field, error feedback around a code that may diverge, or a
             mask where every element is sent.
     """
-    if name is not None:
-        memories.check_legal(name, method)
-    carried = method.memory if name is None else name
-    own = method.memory_options if carried == method.memory else {}
-    made = memories.make(carried, {**own, **(options or {})})
+    if name is None:
+        carried, made = method.memory, memories.of(method, options)
+    else:
+        carried = registry.add_file(name, "memory")
+        memories.check_legal(carried, method)
+        own = method.memory_options if carried == method.memory else {}
+        made = memories.make(carried, {**own, **(options or {})})
     memories.check_masking(carried, made, method)
     return made
 

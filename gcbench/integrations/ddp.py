@@ -18,7 +18,7 @@ never run.
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket, Store  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from gcbench.core import rule
 from gcbench.core.clock import Totals
 from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
@@ -160,11 +161,18 @@ def comm_hook(
             "timeout=inf: a finite number of seconds is expected, or else a rank would wait for a "
             "dead one forever"
         )
+    carried = chosen.memory(memory, memory_options, method)
+    rule.check_legal(method.rule, carried, start_step, method)
+    if check_every and not method.rule.plain:
+        raise UsageError(
+            f"check_every={check_every} compares means, and the update rule of {method!r} makes "
+            "directions of them: leave check_every out"
+        )
     return CommHook(
         Settings(
             compressor=method,
             collective=check_legal(method, collective),
-            memory=chosen.memory(memory, memory_options, method),
+            memory=carried,
             dense_below=dense_below,
             dense_last=dense_last,
             start_step=start_step,
@@ -199,6 +207,7 @@ class CommHook:
         self.settings = settings
         self._lr: float | None = None
         """None: nobody has set a learning rate, nor has a state that was loaded."""
+        self._optimizer: torch.optim.Optimizer | None = None
         self.step = 0
         """Steps that were exchanged: backward passes outside `no_sync`."""
         self.records: list[Comparison] = []
@@ -260,11 +269,35 @@ class CommHook:
         alone, residuals stay as they are. A state that is loaded brings the rate that its residuals
         were told last, unless one was set before.
         """
+        if self._optimizer is not None:
+            return checked_rate(self._optimizer.param_groups[0]["lr"])
         return 1.0 if self._lr is None else self._lr
 
     @lr.setter
     def lr(self, rate: float) -> None:
         self._lr = checked_rate(rate)
+
+    def optimizer(
+        self, parameters: Iterable[Any], lr: float, *, weight_decay: float = 0.0
+    ) -> torch.optim.SGD:
+        """Return the optimizer for a method with an update rule of its own.
+
+        It is plain SGD: theta <- theta - lr (d + weight_decay theta), d being the direction that
+        the rule makes of the decoded mean, which the hook delivers as the gradient. The hook reads
+        its learning rate, so `lr` need not be set on the hook.
+
+        Raises:
+            gcbench.core.errors.UsageError: the method has no update rule: any optimizer will do.
+        """
+        method = self.settings.compressor
+        if method.rule.plain:
+            raise UsageError(
+                f"{method!r} has no update rule of its own: give the parameters to any optimizer"
+            )
+        self._optimizer = torch.optim.SGD(
+            parameters, lr=checked_rate(lr), momentum=0.0, weight_decay=weight_decay
+        )
+        return self._optimizer
 
     @property
     def traffic(self) -> Traffic:
@@ -653,8 +686,7 @@ class CommHook:
         world, lane = self._world, self._exchange.lanes[number]
         offered = own
         if not lane.memory.joint:
-            state = {k: v.clone() for k, v in self._exchange.workers[0][number].items()}
-            offered = lane.memory.offer(own, state, world.size)
+            offered = self._exchange.offered(number, own, self.step)
         before = replace(world.traffic[0])
         mean = world.all_reduce([offered], "sum").div_(world.size)
         spent, now = self._checked, world.traffic[0]

@@ -139,6 +139,11 @@ def shard_hook(
             "method that gcbench list compressors shows with twoshot"
         )
     carried = chosen.memory(memory, memory_options, method)
+    if not method.rule.plain:
+        raise UsageError(
+            f"the update rule of {method!r} needs the whole mean on every rank, and with FSDP each "
+            "rank sees its shard alone. Use DistributedDataParallel and gcbench.comm_hook"
+        )
     if carried.joint:
         raise UsageError(
             f"{carried!r} keeps {', '.join(carried.joint)} of the whole mean on every rank, and "

@@ -111,7 +111,7 @@ def carried(exchange: Exchange, plan: Plan, placed: Placed) -> dict[str, Tensor]
                 found[name] = buffer[first - bounds[rank] : last - bounds[rank]]
         else:
             found[name] = buffer[start:stop]
-    for name in exchange.lanes[placed.lane].memory.joint:
+    for name in exchange.lanes[placed.lane].joint:
         found[f"joint {name}"] = exchange.joint[placed.lane][name][start:stop]
     return found
 

@@ -54,7 +54,7 @@ def compressors() -> list[Row]:
         except GcbenchError as error:
             rows.append(_broken(entry, error))
             continue
-        nominal = method.claims.nominal_bits()
+        nominal = method.claims.nominal_bits
         try:
             up, down = wire_bits.bits(method)
             sent: Any = {"up": round(up, 3), "down": round(down, 3)}

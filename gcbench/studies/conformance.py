@@ -24,21 +24,25 @@ import torch
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.core import exchange, memory, purposes, registry
+from gcbench.core import codec, exchange, memory, purposes, registry
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import (
     COLLECTIVES,
     TILE,
     Compressor,
+    Context,
     Key,
     MultiRoundCompressor,
     Payload,
     Segments,
+    cuttable,
+    fuses_feedback,
     layout_bytes,
-    written,
+    requantizes,
 )
 from gcbench.core.errors import GcbenchError, Interrupted, PayloadError, UsageError
 from gcbench.core.exchange import Exchange, Lane
+from gcbench.core.rule import UpdateRule
 from gcbench.core.world import Link, SimulatedWorld, World
 from gcbench.training import launch
 from gcbench.training.membership import Membership
@@ -87,6 +91,9 @@ ROWS = 0.004
 UNLIKELY = 30.0
 """By Bernstein's inequality a correlation of independent noise is beyond what is allowed with a
 probability of 2 exp(-30), and one of 2^15 with 6e-9."""
+
+
+PLAIN = UpdateRule()
 
 
 class Outcome(NamedTuple):
@@ -225,24 +232,20 @@ portable, whose last bits a library decides, transmits them up to rounding, 1e-5
 
 def _shared(method: Compressor, xs: Sequence[Tensor], segments: Segments, key: Key) -> Tensor:
     """Return the `shared` tensor on which the engine would agree for these workers."""
-    drawn = method.draw_shared(segments, key._replace(rank=0))
-    if drawn is not None:
-        return drawn
-    own = [method.prepare(x, segments).statistic for x in xs]
-    return torch.stack(own).amax(0) if own[0].numel() else own[0]
+    return codec.agree(method, xs, Context(segments, key=key))[0]
 
 
 def _encode(
     method: Compressor, x: Tensor, segments: Segments, key: Key = KEY
 ) -> tuple[Payload, Tensor]:
     shared = _shared(method, [x], segments, key)
-    return method.encode(x, segments, shared, key), shared
+    return codec.encode(method, x, Context(segments, shared, key)), shared
 
 
 def _pass(method: Compressor, x: Tensor, segments: Segments, key: Key = KEY) -> Tensor:
     """Return x encoded and decoded."""
     payload, shared = _encode(method, x, segments, key)
-    return method.decode(payload, segments, shared)
+    return codec.decode(method, payload, Context(segments, shared))
 
 
 def _segments(method: Compressor, shapes: Sequence[Sequence[int]]) -> Segments:
@@ -256,7 +259,7 @@ def _mean(
     shapes: Sequence[Sequence[int]],
 ) -> Tensor:
     """Return the mean of the workers' gradients as the engine would exchange them."""
-    return next(_exchanged(method, collective, [xs], shapes, memory.NoMemory())[0])
+    return next(_exchanged(method, collective, [xs], shapes, memory.Memory())[0])
 
 
 def _exchanged(
@@ -265,17 +268,54 @@ def _exchanged(
     steps: Sequence[Sequence[Tensor]],
     shapes: Sequence[Sequence[int]],
     kept: memory.Memory,
+    rule: UpdateRule = PLAIN,
 ) -> tuple[Iterator[Tensor], Exchange]:
     world = SimulatedWorld(len(steps[0]), torch.device("cpu"), Link(10, 50), 1, 1)
     clock = Clock(world.device)
     clock.start_step()
-    lane = Lane(method, collective, 0, _segments(method, shapes), kept)
+    lane = Lane(method, collective, 0, _segments(method, shapes), kept, rule=rule)
     made = Exchange(world, [lane], 7, clock)
     return (made.mean(list(xs), step) for step, xs in enumerate(steps)), made
 
 
+WARM_UP = 3
+"""Steps in fp32 before those in which memory and update rule are checked."""
+RULE_SHAPES = ((40, 33), (7,), (1030,))
+
+
+def _steps(
+    method: Compressor, code: Compressor, steps: Sequence[Sequence[Tensor]], *, resume: bool = False
+) -> Iterator[Tensor]:
+    """Yield what a method's memory and update rule make of these gradients, step by step.
+
+    After `WARM_UP` steps in fp32, gradients are exchanged by `code`. `resume`: a step later a new
+    exchange goes on from copies of all buffers, as after a checkpoint.
+    """
+    kept, collective = memory.of(method), code.legal_collectives()[0]
+    exact = exchange.lane_of(RULE_SHAPES, 0, method, collective, kept, exact=True)
+    lossy = Lane(code, collective, 0, _segments(code, RULE_SHAPES), kept, rule=method.rule)
+
+    def make(step: int) -> Exchange:
+        world = SimulatedWorld(len(steps[0]), torch.device("cpu"), Link(10, 50), 1, 1)
+        clock = Clock(world.device)
+        clock.start_step()
+        return Exchange(world, [exact if step < WARM_UP else lossy], 7, clock)
+
+    made = make(0)
+    for step, xs in enumerate(steps):
+        if step == WARM_UP:
+            made.change([lossy])
+        yield made.mean(list(xs), step).clone()
+        if resume and step == WARM_UP:
+            later = make(step)
+            states = zip((*made.workers, made.joint), (*later.workers, later.joint), strict=True)
+            for before, own in states:
+                own[0].update({name: buffer.clone() for name, buffer in before[0].items()})
+            later.lr, made = made.lr, later
+
+
 def by_definition(method: Compressor) -> Compressor:
-    """Return the method with the default `mean`, `decode_onto` and `encode_feedback`.
+    """Return the method with the default `mean` and `encode_feedback`.
 
     The defaults are the definitions of these operations, which a method may override by faster
     ones. Decoding is the method's own, which may use its own mean. If the aggregate is no mean the
@@ -283,9 +323,9 @@ def by_definition(method: Compressor) -> Compressor:
     """
     if method.claims.aggregate != "mean" or isinstance(method, MultiRoundCompressor):
         return method
-    steps = {name: vars(Compressor)[name] for name in ("mean", "decode_onto", "encode_feedback")}
+    steps = {name: vars(Compressor)[name] for name in ("mean", "encode_feedback")}
     made = copy.copy(method)
-    steps |= {"fused_feedback": False, "decode": staticmethod(method.decode)}
+    steps["decode"] = staticmethod(method.decode)
     kind = type(type(method).__name__, (type(method),), steps)
     object.__setattr__(made, "__class__", kind)  # the dataclass is frozen
     return made
@@ -312,15 +352,15 @@ def _pure(method: Compressor) -> _Found:
     payload, shared = _encode(method, x, segments)
     again, _ = _encode(method, x, segments)
     kept = payload.to_bytes().clone()
-    decoded = method.decode(payload, segments, shared)
-    twice = method.decode(payload, segments, shared)
+    decoded = codec.decode(method, payload, Context(segments, shared))
+    twice = codec.decode(method, payload, Context(segments, shared))
     if not _same(payload.to_bytes(), again.to_bytes()):
         faults.append("two encodings differ")
     if not _same(decoded, twice):
         faults.append("two decodings differ")
     if not _same(kept, payload.to_bytes()):
         faults.append("decode changes the payload")
-    method.mean([payload] * 3, segments, shared)  # three: no tie needs a coin
+    codec.mean(method, [payload] * 3, Context(segments, shared))  # three: no tie needs a coin
     if not _same(kept, payload.to_bytes()):
         faults.append("mean changes a payload")
     if not _same(x, before):
@@ -344,11 +384,12 @@ def _remembers(method: Compressor, segments: Segments) -> bool:
     first = []
     for x, key in zip(xs, keys, strict=True):
         payload, shared = _encode(method, x, segments, key)
-        decoded = method.decode(payload, segments, shared).clone()
+        decoded = codec.decode(method, payload, Context(segments, shared)).clone()
         first.append((payload.to_bytes().clone(), decoded))
     made = [_encode(method, x, segments, key) for x, key in zip(xs, keys, strict=True)][::-1]
     again = [
-        (payload.to_bytes(), method.decode(payload, segments, shared)) for payload, shared in made
+        (payload.to_bytes(), codec.decode(method, payload, Context(segments, shared)))
+        for payload, shared in made
     ]
     return not all(
         _same(a, c) and _same(b, d) for (a, b), (c, d) in zip(first, reversed(again), strict=True)
@@ -362,10 +403,10 @@ def _sizes(method: Compressor) -> _Found:
     done, faults = 0, []
     for tensors in shapes:
         segments = _segments(method, tensors)
-        declared = method.bits(segments)
+        declared = codec.bits(method, segments)
         for name, x in inputs(segments.numel):
             payload, shared = _encode(method, x, segments)
-            decoded = method.decode(payload, segments, shared)
+            decoded = codec.decode(method, payload, Context(segments, shared))
             what = f"{name} of {segments.numel}"
             if decoded.shape != x.shape or decoded.dtype != torch.float32:
                 faults.append(f"{what}: {decoded.dtype} {tuple(decoded.shape)}")
@@ -395,15 +436,15 @@ def _long(method: Compressor) -> _Found:
 def _arrived(method: Compressor, shapes: Sequence[Sequence[int]], key: Key = KEY) -> _Found:
     segments, x = _segments(method, shapes), _many(shapes).clone()
     payload, shared = _encode(method, x, segments, key)
-    arrived = method.decode(payload, segments, shared)
+    arrived = codec.decode(method, payload, Context(segments, shared))
     along = torch.stack([part.sum() for part in (arrived.double() * x).tensor_split(STRETCHES)])
     wrong, notes = ~(along > 0), []
     if bool(wrong.any()):
         notes.append("nothing arrives")
     if method.claims.unbiased:
-        v = method.claims.variance(x, segments, shared)
+        v = method.claims.variance(x, Context(segments, shared))
         v = torch.zeros(len(x)) if v is None else v
-        biased = _biased(arrived, method.claims.target(x, segments, shared), v)
+        biased = _biased(arrived, method.claims.target(x, Context(segments, shared)), v)
         wrong |= biased
         if bool(biased.any()):
             notes.append("the mean is not the target")
@@ -415,7 +456,10 @@ def _arrived(method: Compressor, shapes: Sequence[Sequence[int]], key: Key = KEY
     lost = wrong.nonzero().flatten().tolist()
     notes = [f"{', '.join(notes)}: of the stretches {lost}"] if lost else []
     if method.claims.contractive and not _random(method):
-        error, bound = _energy(x.double() - arrived), method.claims.error_bound(x, segments)
+        error, bound = (
+            _energy(x.double() - arrived),
+            method.claims.error_bound(x, Context(segments)),
+        )
         if bound is not None and _beyond([error], bound, _energy(x)):
             notes.append(f"||x - C(x)||^2 = {error:.6g} is above {bound:.6g}")
     right = f"{STRETCHES - len(lost)} of {STRETCHES} stretches of {segments.numel:,} elements"
@@ -447,7 +491,7 @@ def _threads(method: Compressor) -> _Found:
         for threads in (1, 2):
             torch.set_num_threads(threads)
             payload, shared = _encode(method, x, segments)
-            decoded = method.decode(payload, segments, shared)
+            decoded = codec.decode(method, payload, Context(segments, shared))
             found.append((_raw(payload.to_bytes()), _raw(decoded)))
     finally:
         torch.set_num_threads(before)
@@ -461,7 +505,7 @@ def _nominal(method: Compressor) -> _Found:
 
     If fields are not at their defaults the factor is four: the source may quote another format.
     """
-    nominal = method.claims.nominal_bits()
+    nominal = method.claims.nominal_bits
     if nominal is None:
         raise _NotDeclaredError("the source quotes no number of bits")
     segments = _segments(method, LONG)
@@ -481,15 +525,17 @@ def _bytes(method: Compressor) -> _Found:
     x = normal(segments.numel)
     payload, shared = _encode(method, x, segments)
     moved = Payload.from_bytes(payload.to_bytes(), payload.layout)
-    decoded = method.decode(payload, segments, shared)
-    same = _same(decoded, method.decode(moved, segments, shared))
+    decoded = codec.decode(method, payload, Context(segments, shared))
+    same = _same(decoded, codec.decode(method, moved, Context(segments, shared)))
     faults = [] if same else ["other values after bytes"]
-    if method.cuttable and _miscut(method, payload, segments, shared):
-        faults.append("other values after a cut")
     if "twoshot" in method.legal_collectives():
-        payloads = [method.encode(x, segments, shared, Key(7, 3, r)) for r in range(5)]
-        merged = method.merge(payloads, segments, shared, Key(7, 3, 0, 0, 1))
-        declared = method.bits(segments, 5)
+        if cuttable(method) and _miscut(method, payload, segments, shared):
+            faults.append("other values after a cut")
+        payloads = [
+            codec.encode(method, x, Context(segments, shared, Key(7, 3, r))) for r in range(5)
+        ]
+        merged = codec.merge(method, payloads, Context(segments, shared, Key(7, 3, 0, 0, 1)))
+        declared = codec.bits(method, segments, 5)
         if merged.count != 5:
             faults.append(f"merged count {merged.count} of 5")
         if declared is not None and declared != 8 * merged.nbytes:
@@ -500,14 +546,14 @@ def _bytes(method: Compressor) -> _Found:
 
 def _miscut(method: Compressor, payload: Payload, segments: Segments, shared: Tensor) -> bool:
     """Return whether a shard of the payload decodes to other values than the whole has there."""
-    decoded = method.decode(payload, segments, shared)
+    decoded = codec.decode(method, payload, Context(segments, shared))
     bounds = [*range(0, segments.numel, TILE), segments.numel]
     wrong = False
     edges = itertools.pairwise(bounds)
     for (start, stop), piece in zip(edges, method.cut(payload, bounds), strict=True):
         inside, which = segments.shard(start, stop)
         own = shared[which.start : which.stop] if shared.numel() else shared
-        wrong |= not _same(method.decode(piece, inside, own), decoded[start:stop])
+        wrong |= not _same(codec.decode(method, piece, Context(inside, own)), decoded[start:stop])
     return wrong
 
 
@@ -571,11 +617,11 @@ def _keys(method: Compressor) -> list[tuple[str, Key]]:
     and none but an owner that encodes the mean again draws for a second purpose.
     """
     left_out = set()
-    if method.draw_shared(_segments(method, [(4,)]), FIRST) is not None:
+    if method.draw_shared(Context(_segments(method, [(4,)]), key=FIRST)) is not None:
         left_out = {"ranks", "streams"}
     if isinstance(method, MultiRoundCompressor):
         left_out.add("offsets")
-    if "twoshot" not in method.legal_collectives() or not method.requantizes:
+    if "twoshot" not in method.legal_collectives() or not requantizes(method):
         left_out.add("streams")
     return [
         ("", NOTHING),
@@ -620,10 +666,12 @@ def _correlation(method: Compressor) -> tuple[float, float]:
     n = 1 << 16
     segments, x = _segments(method, [(n,)]), normal(n)
     payload, shared = _encode(method, x, segments, FIRST)
-    v = method.claims.variance(x, segments, shared) if method.claims.unbiased else None
+    v = method.claims.variance(x, Context(segments, shared)) if method.claims.unbiased else None
     if v is None or not bool((v > 0).any()):
         return 0.0, 1.0
-    away = method.decode(payload, segments, shared) - method.claims.target(x, segments, shared)
+    away = codec.decode(method, payload, Context(segments, shared)) - method.claims.target(
+        x, Context(segments, shared)
+    )
     e = torch.where(v > 0, away.double() / v.clamp(min=1e-300).sqrt(), 0.0).clamp(-4, 4) * x.sign()
     e -= e.mean()
     lags = torch.fft.irfft(torch.fft.rfft(e, 2 * n).abs().square())[: n // 2]
@@ -669,8 +717,8 @@ def _drawn(method: Compressor, sample: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     x = sample.repeat(DRAWS)
     segments = _segments(method, [(n,)] * DRAWS)
     payload, shared = _encode(method, x, segments)
-    decoded = method.decode(payload, segments, shared).double().view(DRAWS, n)
-    target = method.claims.target(x, segments, shared).double().view(DRAWS, n)
+    decoded = codec.decode(method, payload, Context(segments, shared)).double().view(DRAWS, n)
+    target = method.claims.target(x, Context(segments, shared)).double().view(DRAWS, n)
     return decoded, target, x, segments, shared
 
 
@@ -717,7 +765,7 @@ def _variance(method: Compressor) -> _Found:
     So is that of each coordinate, within what chance allows; see `_deviations`.
     """
     decoded, target, x, segments, shared = _drawn(method, _sample())
-    declared = method.claims.variance(x, segments, shared)
+    declared = method.claims.variance(x, Context(segments, shared))
     if declared is None:
         raise _NotDeclaredError("no exact variance")
     squares = (decoded - target).square()
@@ -725,7 +773,7 @@ def _variance(method: Compressor) -> _Found:
     exact = float(declared.view(DRAWS, 64).sum(1).mean())
     z = abs(float(errors.mean()) - exact) / max(float(errors.std()) / math.sqrt(DRAWS), 1e-9)
     each = _deviations(squares - declared.double().view(DRAWS, 64), 1e-9)
-    bound = method.claims.variance_bound(x, segments, shared)
+    bound = method.claims.variance_bound(x, Context(segments, shared))
     total = float(declared.sum())
     within = bound is None or total <= bound * (1 + 1e-6)
     note = "" if bound is None else f"{total:.4g}, the source's bound {bound:.4g}"
@@ -750,7 +798,7 @@ def _beyond_omega(method: Compressor) -> str:
         first = torch.arange(n) == 0
         alone = ((f"1 and 2^-{k}", torch.where(first, 1.0, 2.0**-k)) for k in range(1, 13))
         for name, x in itertools.chain(inputs(n), alone):
-            v = method.claims.variance(x, segments, _shared(method, [x], segments, KEY))
+            v = method.claims.variance(x, Context(segments, _shared(method, [x], segments, KEY)))
             if name == "denormal" or v is None:
                 continue
             total, most = float(v.sum()), omega * _energy(x)
@@ -775,7 +823,7 @@ def _contraction(method: Compressor) -> _Found:
         segments = _segments(method, shapes)
         for name, x in inputs(segments.numel):
             size = _energy(x)
-            bound = method.claims.error_bound(x, segments)
+            bound = method.claims.error_bound(x, Context(segments))
             if bound is None:
                 faults.append("no error_bound")
                 continue
@@ -821,7 +869,7 @@ def _beyond(errors: Sequence[float], bound: float, size: float) -> bool:
 
 def _gaussian(method: Compressor) -> _Found:
     """The relative error on normal input is the analytic one within 1 %; less is wrong, too."""
-    expected = method.claims.gaussian_error()
+    expected = method.claims.gaussian_error
     if expected is None:
         raise _NotDeclaredError("no closed form")
     segments = _segments(method, [(1024, 1024)])
@@ -873,7 +921,7 @@ def exact_mean(
     All float32, shape (n,). For a vote the mean is the majority's sign, and NaN at ties, where
     nothing is promised.
     """
-    alike = (collective == "twoshot" and method.requantizes) or family.startswith("rank")
+    alike = (collective == "twoshot" and requantizes(method)) or family.startswith("rank")
     xs = [FAMILIES[family](segments, 0 if alike else rank) for rank in range(workers)]
     total = torch.stack(xs).sum(0)
     if method.claims.aggregate == "vote":
@@ -902,7 +950,7 @@ def _collectives(method: Compressor) -> _Found:
     rounding, is that of the contract, and the others are held to it even if it is not listed.
     """
     legal = method.legal_collectives()
-    judged = [name for name in legal if name != "twoshot" or not method.requantizes]
+    judged = [name for name in legal if name != "twoshot" or not requantizes(method)]
     own = method.claims.aggregate != "mean" or isinstance(method, MultiRoundCompressor)
     if not judged or (len(judged) == 1 and (own or judged == ["allgather"])):
         raise _NotDeclaredError("one collective, or one that encodes the mean again")
@@ -919,7 +967,7 @@ def _collectives(method: Compressor) -> _Found:
 
 def _alike(method: Compressor) -> _Found:
     """Workers with equal gradients apply what a single worker would: the mean, not the sum."""
-    common = method.draw_shared(_segments(method, [(4,)]), KEY) is not None
+    common = method.draw_shared(Context(_segments(method, [(4,)]), key=KEY)) is not None
     if _random(method) and not common:
         raise _NotDeclaredError("every worker draws its own numbers")
     # In a two-shot exchange the shards' bounds depend on the number of workers.
@@ -973,7 +1021,8 @@ def _sent(
         xs = [normal(segments.numel) + 0.1 * x for x in xs[:3]]
     shared = _shared(method, xs, segments, KEY)
     sent = [
-        method.encode(x, segments, shared, KEY._replace(rank=rank)) for rank, x in enumerate(xs)
+        codec.encode(method, x, Context(segments, shared, KEY._replace(rank=rank)))
+        for rank, x in enumerate(xs)
     ]
     return xs, [sent[rank % len(sent)] for rank in range(workers)], segments, shared
 
@@ -981,8 +1030,10 @@ def _sent(
 def _unheard(method: Compressor, workers: int, shapes: Sequence[Sequence[int]]) -> Iterator[str]:
     """Yield what is wrong with the mean and the merge of so many workers."""
     xs, payloads, segments, shared = _sent(method, workers, shapes)
-    decoded = [method.decode(payload, segments, shared).clone() for payload in payloads]
-    defined = method.claims.aggregated(decoded, segments)
+    decoded = [
+        codec.decode(method, payload, Context(segments, shared)).clone() for payload in payloads
+    ]
+    defined = method.claims.aggregated(decoded, Context(segments))
 
     def right(got: Tensor) -> bool:
         if defined is None:
@@ -994,23 +1045,26 @@ def _unheard(method: Compressor, workers: int, shapes: Sequence[Sequence[int]]) 
 
     legal = method.legal_collectives()
     mean = None
-    if "allgather" in legal or method.requantizes or workers % 2:  # an even vote may need a coin
-        mean = method.mean(payloads, segments, shared).clone()
+    if "allgather" in legal or requantizes(method) or workers % 2:  # an even vote may need a coin
+        mean = codec.mean(method, payloads, Context(segments, shared)).clone()
         heard = right(mean)
         for rank, x in enumerate(xs if defined is None else ()):
             other = list(payloads)
-            other[rank] = method.encode(-x, segments, shared, KEY._replace(rank=rank))
-            heard &= not torch.equal(mean, method.mean(other, segments, shared))
+            other[rank] = codec.encode(
+                method, -x, Context(segments, shared, KEY._replace(rank=rank))
+            )
+            heard &= not torch.equal(mean, codec.mean(method, other, Context(segments, shared)))
         if not heard:
             yield f"mean of {workers} workers"
     if "twoshot" in legal:
         key = Key(7, 3, 0, 0, 1)
-        merged = method.merge(payloads, segments, shared, key)
-        if method.requantizes:
-            by_contract = Compressor.merge(method, payloads, segments, shared, key)
+        merged = codec.merge(method, payloads, Context(segments, shared, key))
+        if requantizes(method):
+            ctx = Context(segments, shared, key)
+            by_contract = codec.encode(method, codec.mean(method, payloads, ctx), ctx)
             heard = _same(merged.to_bytes(), by_contract.to_bytes())
         else:
-            got = method.decode(merged, segments, shared)
+            got = codec.decode(method, merged, Context(segments, shared))
             heard = right(got) if defined is not None or mean is None else _near(got, mean)
         if not heard:
             yield f"merge of {workers} workers"
@@ -1022,10 +1076,11 @@ def _uncounted(method: Compressor, shapes: Sequence[Sequence[int]]) -> Iterator[
     merged = payloads[-1]._replace(count=3)
     if method.layout(segments, 3) == merged.layout:
         decoded = [
-            method.decode(p, segments, shared).clone() for p in (*payloads[:2], *[merged] * 3)
+            codec.decode(method, p, Context(segments, shared)).clone()
+            for p in (*payloads[:2], *[merged] * 3)
         ]
-        defined = method.claims.aggregated(decoded, segments)
-        mean = method.mean([*payloads[:2], merged], segments, shared)
+        defined = method.claims.aggregated(decoded, Context(segments))
+        mean = codec.mean(method, [*payloads[:2], merged], Context(segments, shared))
         if defined is None or not _near(mean, defined):
             yield "mean of a payload of three workers"
 
@@ -1040,17 +1095,21 @@ def _unfair(method: Compressor) -> Iterator[str]:
     x = normal(TOSSES, 40)
     shared = _shared(method, [x, -x], segments, KEY)
     payloads = [
-        method.encode(one, segments, shared, KEY._replace(rank=rank))
+        codec.encode(method, one, Context(segments, shared, KEY._replace(rank=rank)))
         for rank, one in enumerate((x, -x))
     ]
-    decoded = [method.decode(payload, segments, shared).clone() for payload in payloads]
-    defined = method.claims.aggregated(decoded, segments)
+    decoded = [
+        codec.decode(method, payload, Context(segments, shared)).clone() for payload in payloads
+    ]
+    defined = method.claims.aggregated(decoded, Context(segments))
     if defined is None or not bool(defined.isnan().any()):
         return
     tied = defined.isnan()
     tosses = [
-        method.decode(
-            method.merge(payloads, segments, shared, Key(7, step, 0, 0, 1)), segments, shared
+        codec.decode(
+            method,
+            codec.merge(method, payloads, Context(segments, shared, Key(7, step, 0, 0, 1))),
+            Context(segments, shared),
         )[tied]
         for step in (3, 4)
     ]
@@ -1082,11 +1141,11 @@ def _settled(method: Compressor) -> _Found:
             u, _, v = torch.linalg.svd(x[place].double().view(shape[0], -1), full_matrices=False)
             sizes = torch.exp2(-torch.arange(len(v), dtype=torch.float64))
             x[place] = (u @ (sizes[:, None] * v)).float().view(-1)
-    bound = method.claims.settled_error(x, segments)
+    bound = method.claims.settled_error(x, Context(segments))
     if bound is None:
         raise _NotDeclaredError("a step is like any other")
     means, _ = _exchanged(
-        method, method.legal_collectives()[0], [[x]] * 50, shapes, memory.NoMemory()
+        method, method.legal_collectives()[0], [[x]] * 50, shapes, memory.Memory()
     )
     error = [_energy(x.double() - mean) for mean in means][-1]
     return _Found(f"{error:.4g}", f"{bound:.4g}", error <= bound)
@@ -1111,13 +1170,13 @@ def _telescoping(method: Compressor) -> _Found:
         if collective != method.legal_collectives()[0] or method != type(method)():
             steps = steps[:50]
         longest = max(longest, len(steps))
-        means, made = _exchanged(method, collective, steps, shapes, memory.Residual())
+        means, made = _exchanged(method, collective, steps, shapes, memory.make("residual", {}))
         applied = torch.zeros(n, dtype=torch.float64)
         for mean in means:
             applied += mean.double()
         states = [states[0] for states in made.workers]
         left = torch.stack([state["residual"] for state in states]).double().mean(0)
-        if collective == "twoshot" and method.requantizes:
+        if collective == "twoshot" and requantizes(method):
             left = left + torch.cat([state["owner"] for state in states]).double()
         total = grads[: len(steps)].double().mean(1).sum(0)
         worst = max(worst, float((applied + left - total).abs().max()))
@@ -1147,7 +1206,7 @@ def _illegal(method: Compressor) -> _Found:
             faults.append(f"memory {name}")
     try:
         memory.check_legal(method.memory, method)
-        memory.make(method.memory, method.memory_options)
+        memory.of(method)
     except UsageError as error:
         faults.append(f"its own memory: {error}")
     return _Found(", ".join(faults) or "0 faults", "0 faults", not faults)
@@ -1212,7 +1271,7 @@ def judge_corrupt(
     `must`: whether decoding must raise a PayloadError.
     """
     try:
-        decoded = method.decode(payload, segments, shared)
+        decoded = codec.decode(method, payload, Context(segments, shared))
     except PayloadError:
         return ""
     except Exception as error:
@@ -1247,64 +1306,56 @@ def _corrupt(method: Compressor) -> _Found:
 
 
 def _fused(method: Compressor) -> _Found:
-    """Fused operations (`encode_feedback`, `decode_onto`) give the bits of the separate steps."""
+    """`encode_feedback` gives the bits of the separate steps."""
+    if not fuses_feedback(method):
+        raise _NotDeclaredError("no operation of its own for error feedback")
     done = []
     for shapes in (((40, 33), (0,), (1,), (70, 512), (5000,)), TENSORS):
         segments = _segments(method, shapes)
         x, carried = normal(segments.numel), normal(segments.numel, 1)
         payload, shared = _encode(method, x + carried, segments)
-        decoded = method.decode(payload, segments, shared)
-        if method.fused_feedback:
-            residual = carried.clone()
-            fed = method.encode_feedback(x, residual, segments, shared, KEY)
-            done.append(torch.equal(fed.to_bytes(), payload.to_bytes()))
-            done.append(torch.equal(residual, x + carried - decoded))
-        for merged in (payload._replace(count=count) for count in (1, 3)):
-            if method.layout(segments, merged.count) == payload.layout:
-                total = carried.clone()
-                method.decode_onto(merged, segments, shared, total)
-                steps = method.decode(merged, segments, shared) * merged.count
-                done.append(torch.equal(total, carried + steps))
-    names = ["encode_feedback"] * method.fused_feedback + ["decode_onto"]
-    return _Found(f"{sum(done)} of {len(done)} equal", "all", all(done), ", ".join(names))
+        decoded = codec.decode(method, payload, Context(segments, shared))
+        residual = carried.clone()
+        fed = codec.feedback(method, x, residual, Context(segments, shared, KEY))
+        done.append(torch.equal(fed.to_bytes(), payload.to_bytes()))
+        done.append(torch.equal(residual, x + carried - decoded))
+    return _Found(f"{sum(done)} of {len(done)} equal", "all", all(done), "encode_feedback")
 
 
 def _outputs(method: Compressor) -> _Found:
-    """Results written to a given `out` have the bits of those returned without it."""
+    """Results written to a given buffer have the bits of those returned without one."""
     segments = _segments(method, SHAPES)
     x = normal(segments.numel)
     payload, shared = _encode(method, x, segments)
-    drawn = method.draw_shared(segments, KEY._replace(rank=0)) is not None
-    kept = None if drawn else method.prepare(x, segments).kept
+    _, (prepared,) = codec.agree(method, [x], Context(segments, key=KEY))
+    ctx = Context(segments, shared, KEY, prepared=prepared)
     faults = []
 
-    def slots(count: int = 1) -> Payload | None:
-        layout = method.layout(segments, count)
+    def parts(count: int = 1) -> tuple[Tensor, ...] | None:
+        layout = codec.layout(method, segments, count)
         if layout is None:
             return None
         noise = torch.full((layout_bytes(layout),), 0xFF, dtype=torch.uint8)
-        return Payload.over(noise, layout, count)
+        return Payload.over(noise, layout, count).parts
 
     def same(what: str, got: Payload, want: Payload) -> None:
         if got.count != want.count or not _same(got.to_bytes(), want.to_bytes()):
             faults.append(f"{what} has other bytes")
 
-    def equal(what: str, call: Callable[..., Tensor], *arguments: Any) -> None:
+    def equal(what: str, call: Callable[[Context], Tensor]) -> None:
         out = torch.full_like(x, math.nan)
-        if not _same(written(call(*arguments, out=out), out), call(*arguments)):
+        if not _same(call(ctx._replace(out=out)), call(ctx)):
             faults.append(f"{what} has other values")
 
-    there = method.encode(x, segments, shared, KEY, prepared=kept, out=slots())
-    same("encode", there, payload)
-    equal("decode", method.decode, payload, segments, shared)
+    same("encode", codec.encode(method, x, ctx._replace(parts=parts())), payload)
+    equal("decode", lambda ctx: codec.decode(method, payload, ctx))
     if not isinstance(method, MultiRoundCompressor):
         three = [payload] * 3  # three: no tie needs a coin
-        equal("mean", method.mean, three, segments, shared)
+        equal("mean", lambda ctx: codec.mean(method, three, ctx))
     if "twoshot" in method.legal_collectives():
-        key = Key(7, 3, 0, 0, 1)
-        merge = type(method).merge if not method.requantizes else Compressor.merge
-        merged = merge(method, three, segments, shared, key)
-        same("merge", method.merge(three, segments, shared, key, out=slots(3)), merged)
+        ctx = ctx._replace(key=Key(7, 3, 0, 0, 1), prepared=None)
+        merged = codec.merge(method, three, ctx)
+        same("merge", codec.merge(method, three, ctx._replace(parts=parts(3))), merged)
     return _Found(", ".join(faults) or "0 faults", "0 faults", not faults)
 
 
@@ -1316,12 +1367,12 @@ def _buffers(method: Compressor) -> _Found:
     """
     shapes, wrong, done = [(40, 33), (0,), (1,), (1030,)], [], 0
     n = 40 * 33 + 1031
-    kept = memory.make(method.memory, method.memory_options)
+    kept = memory.of(method)
     for collective in method.legal_collectives():
         steps = [[normal(n, 10 * step + rank) for rank in range(3)] for step in range(4)]
         copies = [[x.clone() for x in xs] for xs in steps]
-        means, left = _exchanged(method, collective, steps, shapes, kept)
-        others, right = _exchanged(method, collective, copies, shapes, kept)
+        means, left = _exchanged(method, collective, steps, shapes, kept, method.rule)
+        others, right = _exchanged(method, collective, copies, shapes, kept, method.rule)
         for step, xs in enumerate(copies):
             mean = next(means)
             other = next(others).clone()
@@ -1335,6 +1386,36 @@ def _buffers(method: Compressor) -> _Found:
             if not _same(a, b):
                 wrong.append(f"{collective}: what is carried")
     return _Found("; ".join(wrong[:3]) or f"{done} means the same", f"{done} means", not wrong)
+
+
+def _resumed(method: Compressor) -> _Found:
+    """A step from copies of all buffers is the step of an uninterrupted run, bit for bit.
+
+    What a memory or an update rule keeps elsewhere is lost in a checkpoint.
+    """
+    if not (memory.of(method).carries or isinstance(method, MultiRoundCompressor)):
+        raise _NotDeclaredError("nothing is carried")
+    n = sum(map(math.prod, RULE_SHAPES))
+    steps = [[normal(n, 10 * step + rank) for rank in range(2)] for step in range(WARM_UP + 3)]
+    whole = _steps(method, method, steps)
+    parted = _steps(method, method, steps, resume=True)
+    wrong = sum(not _same(a, b) for a, b in zip(whole, parted, strict=True))
+    return _Found(f"{wrong} steps differ", "0", wrong == 0)
+
+
+def _updates(method: Compressor) -> _Found:
+    """With one worker and no loss the update is that of the uncompressed optimizer, bit for bit."""
+    if method.rule.plain:
+        raise _NotDeclaredError("any optimizer applies the mean")
+    n = sum(map(math.prod, RULE_SHAPES))
+    gradients = [normal(n, 50 + step) for step in range(WARM_UP + 5)]
+    declared = method.claims.uncompressed(gradients, WARM_UP)
+    if declared is None:
+        raise _NotDeclaredError("no uncompressed optimizer is declared")
+    made = _steps(method, registry.compressor("none"), [[g] for g in gradients])
+    wrong = [t for t, (a, b) in enumerate(zip(made, declared, strict=True)) if not _same(a, b)]
+    right = f"{len(gradients)} steps equal"
+    return _Found(f"steps {wrong} differ" if wrong else right, "the same bits", not wrong)
 
 
 def _carried(made: Exchange) -> Iterator[Tensor]:
@@ -1366,6 +1447,8 @@ CHECKS: Mapping[str, Callable[[Compressor], _Found]] = {
     "fused operations": _fused,
     "outputs": _outputs,
     "buffers": _buffers,
+    "checkpoint": _resumed,
+    "update rule": _updates,
     "illegal refused": _illegal,
     "corrupt payloads": _corrupt,
 }
@@ -1445,13 +1528,14 @@ def exchange_digests(method: Compressor, world: World | None = None) -> dict[str
     """
     found = {}
     shapes = [(40, 33), (0,), (1,), (1030,)]
-    kept = memory.make(method.memory, method.memory_options)
+    kept = memory.of(method)
     for collective in method.legal_collectives():
         here = world or SimulatedWorld(PROCESSES, torch.device("cpu"), Link(10, 50), 1, 1)
         clock = Clock(here.device)
         clock.start_step()
         segments = _segments(method, shapes)
-        made = Exchange(here, [Lane(method, collective, 0, segments, kept)], 7, clock)
+        lane = Lane(method, collective, 0, segments, kept, rule=method.rule)
+        made = Exchange(here, [lane], 7, clock)
         digest = hashlib.sha256()
         for step in range(3):
             xs = [_rank_gradient(rank, step, segments.numel) for rank in here.ranks]

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from gcbench import ops
-from gcbench.core import memory, registry
+from gcbench.core import memory, registry, rule
 from gcbench.core.compressor import Compressor, Segments
 from gcbench.core.errors import DivergedError, GcbenchError, UsageError, unknown
 from gcbench.core.exchange import check_legal
@@ -149,10 +149,14 @@ class Config(BaseModel):
         values["memory_options"] = {key: getattr(made, key) for key in given_options}
         for method in stages.values():
             memory.check_masking(str(carried), made, method)
+        for method in stages.values():
+            rule.check_legal(method.rule, made, values.get("start_step") or 0, method)
         if values.get("local_steps"):
             _check_local_steps(stages[max(stages)], str(carried), made, given)
         if made.has_momentum:
             _leave_momentum_to_memory(str(carried), values, given)
+        if not stages[max(stages)].rule.plain:
+            _leave_update_to_rule(stages[max(stages)], values, given)
         place = str(values.get("device", "cpu")).partition(":")[0]
         ops.choose(str(values.get("backend", "auto")), place)
         try:
@@ -408,6 +412,31 @@ def _leave_momentum_to_memory(name: str, values: dict[str, Any], given: Mapping[
         values["nesterov"] = False
 
 
+def _leave_update_to_rule(
+    method: Compressor, values: dict[str, Any], given: Mapping[str, Any]
+) -> None:
+    """Set the optimizer in `values` to plain SGD, which applies what the update rule returns.
+
+    With local steps that is the outer optimizer.
+
+    Raises:
+        UsageError: the user gave another optimizer, or a momentum.
+    """
+    local = bool(values.get("local_steps"))
+    keys = ("outer_momentum", "outer_nesterov") if local else ("momentum", "nesterov")
+    wrong = [f"{key} {given[key]}" for key in keys if given.get(key)]
+    if not local and given.get("optimizer", "sgd") != "sgd":
+        wrong.append(f"optimizer {given['optimizer']!r}")
+    if wrong:
+        raise UsageError(
+            f"{', '.join(wrong)} beside {method!r}, which has an update rule of its own: leave "
+            "it out, and set the fields of the method by --set"
+        )
+    values.update(dict.fromkeys(keys, 0.0) | {keys[1]: False})
+    if not local:
+        values["optimizer"] = "sgd"
+
+
 def _one_line(error: ValidationError) -> str:
     problems = []
     for problem in error.errors():
@@ -577,7 +606,7 @@ def plugins(config: Config) -> dict[str, dict[str, str]]:
     entries = {
         "task": registry.tasks()[config.task],
         "compressor": registry.compressors()[config.compressor],
-        "memory": registry.memories()[config.memory],
+        "memory": registry.memory_entry(config.memory),
     }
     found = {kind: registry.origin(entry) for kind, entry in entries.items()}
     return {kind: own for kind, own in found.items() if own is not None}
@@ -711,7 +740,7 @@ def command(config: Config) -> str:
         elif isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-", 1))
         else:
-            words += [flag, _word(value)]
+            words += [flag, registry.word(value, key) if key == "memory" else _word(value)]
     return shlex.join(words)
 
 
@@ -730,7 +759,7 @@ def _word(value: Any) -> str:
 
 def nominal_ratio(method: Compressor) -> float | None:
     """Return 32 / the bits an element that the method's source quotes; None if it quotes none."""
-    bits = method.claims.nominal_bits()
+    bits = method.claims.nominal_bits
     return None if bits is None else 32 / bits
 
 

@@ -148,9 +148,9 @@ def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
     """Return the configs of the grid, in the order of the lists, equal ones once.
 
     `flags` are settings by name, with values as `value` returns them; they override those of the
-    YAML file. A compressor may have fields of its own, `topk:ratio=0.05`, and may be a file,
-    `./mine.py`. A field in `options` is set on the compressors of the grid that have it, one in
-    `task_options` on the tasks, one in `memory_options` on the memories.
+    YAML file. A compressor may have fields of its own, `topk:ratio=0.05`; compressors and memories
+    may be files, `./mine.py`. A field in `options` is set on the compressors of the grid that have
+    it, one in `task_options` on the tasks, one in `memory_options` on the memories.
 
     Raises:
         UsageError: see `Config.make`; or a field that no compressor (task, memory) of the grid has.
@@ -175,6 +175,12 @@ def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
         for one, (_, own) in methods.items():
             if twice := sorted(own.keys() & nested["options"].keys()):
                 raise UsageError(f"{one}: the field {twice[0]} came by --set, too; give it once")
+
+    if "memory" in given:
+        names = choices("memory", given["memory"])
+        given["memory"] = [
+            one if one is None else registry.add_file(str(one), "memory") for one in names
+        ]
 
     def points() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Yield the points of the grid, and the fields given with each point's compressor."""

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from gcbench.core.compressor import Compressor, Payload
+from gcbench.core.compressor import Compressor, Payload, check_finite
 
 
 @dataclass(frozen=True)
@@ -23,19 +23,18 @@ class Clipped(Compressor):
 
     collectives: ClassVar[tuple[str, ...]] = ("allgather",)
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+    def encode(self, x, ctx):
         """Return the clipped elements, float32, shape (n,)."""
         clipped = torch.empty_like(x)
-        for start, stop in itertools.pairwise(segments.offsets):
+        for start, stop in itertools.pairwise(ctx.segments.offsets):
             tensor = x[start:stop]
             limit = self.clip * float(tensor.std(correction=0))
             torch.clamp(tensor, -limit, limit, out=clipped[start:stop])
         return Payload((clipped,))
 
-    def decode(self, payload, segments, shared, *, out=None):
+    def decode(self, payload, ctx):
         """Return what was sent."""
-        self.check(payload, segments)
-        return self.check_finite(payload.parts[0])
+        return check_finite(payload.parts[0])
 
     def layout(self, segments, count=1):
         """Return the payload's one part: n float32."""

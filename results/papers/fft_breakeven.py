@@ -223,7 +223,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         readings[WHOLE] = (own.encode + own.each) / codec.FLOAT
 
     ratio = nbytes / traffic.gradient_bytes(method, shapes)
-    nominal = 32 / (method.claims.nominal_bits() or 32)
+    nominal = 32 / (method.claims.nominal_bits or 32)
     return Analysis.of(
         KIND,
         settings,

@@ -27,8 +27,8 @@ from pydantic import Field
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.core import purposes
-from gcbench.core.compressor import Compressor, Key, Segments
+from gcbench.core import codec, purposes
+from gcbench.core.compressor import Compressor, Context, Key, Segments
 from gcbench.core.errors import UsageError
 from gcbench.reporting import figures
 from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
@@ -87,12 +87,16 @@ def measure(method: Compressor, found: Gradients, draws: int) -> Row:
     rows = []
     for rank, bucket in enumerate(found.buckets):
         shared = agreed(method, bucket, segments, key)
-        x = method.claims.target(bucket, segments, shared).double()
+        x = method.claims.target(bucket, Context(segments, shared)).double()
         expected = _expected(x, segments)
         added = inner = 0.0
         for draw in range(draws):
             own = key._replace(rank=rank + len(found.buckets) * draw)
-            arrived = method.decode(method.encode(bucket, segments, shared, own), segments, shared)
+            arrived = codec.decode(
+                method,
+                codec.encode(method, bucket, Context(segments, shared, own)),
+                Context(segments, shared),
+            )
             added += energy(arrived.double() - x) / draws
             inner += float(arrived.double() @ x) / draws
         rows.append((energy(x), expected, added, inner))

@@ -17,13 +17,15 @@ from torch import Tensor
 from benchmarks import eager
 from benchmarks.sizes import SIZES, Shapes, numel
 from gcbench import ops
-from gcbench.core import registry
+from gcbench.core import codec, registry
 from gcbench.core.compressor import (
     Compressor,
+    Context,
     Key,
     MultiRoundCompressor,
     Payload,
     Segments,
+    fuses_feedback,
     layout_bytes,
 )
 
@@ -719,33 +721,34 @@ class Method:
         self.name, self.g = name, gradient
         self.method: Compressor = registry.compressor(name)
         self.segments = gradient.segments(self.method.granularity)
-        drawn = self.method.draw_shared(self.segments, KEY)
-        prepared = self.method.prepare(gradient.x, self.segments)
-        self.kept = prepared.kept if drawn is None else None
-        self.shared = prepared.statistic if drawn is None else drawn
+        ctx = Context(self.segments, key=KEY)
+        shared, (prepared,) = codec.agree(self.method, [gradient.x], ctx)
+        self.ctx = ctx._replace(shared=shared, prepared=prepared)
         self.out = gradient.empty(torch.float32, gradient.n)
 
-    def slots(self, count: int = 1) -> Payload | None:
+    def slots(self, count: int = 1) -> tuple[Tensor, ...] | None:
         layout = self.method.layout(self.segments, count)
         if layout is None:
             return None
-        return Payload.over(self.g.empty(torch.uint8, layout_bytes(layout)), layout, count)
+        return Payload.over(self.g.empty(torch.uint8, layout_bytes(layout)), layout, count).parts
 
     def payloads(self, count: int) -> list[Payload]:
         return [
-            self.method.encode(
-                self.g.of_worker(rank), self.segments, self.shared, KEY._replace(rank=rank)
+            codec.encode(
+                self.method,
+                self.g.of_worker(rank),
+                self.ctx._replace(key=KEY._replace(rank=rank), prepared=None),
             )
             for rank in range(count)
         ]
 
     def statistic(self) -> Timed:
-        return Timed(lambda: self.method.prepare(self.g.x, self.segments), nbytes(self.g.x))
+        return Timed(
+            lambda: codec.prepare(self.method, self.g.x, Context(self.segments)), nbytes(self.g.x)
+        )
 
     def _encode(self) -> Payload:
-        return self.method.encode(
-            self.g.x, self.segments, self.shared, KEY, prepared=self.kept, out=self.sent
-        )
+        return codec.encode(self.method, self.g.x, self.ctx._replace(parts=self.sent))
 
     def encode(self) -> Timed:
         (payload,) = self.payloads(1)
@@ -758,10 +761,9 @@ class Method:
         self.sent = self.slots()
 
         def call() -> Payload:
-            kept = self.method.prepare(self.g.x, self.segments).kept
-            return self.method.encode(
-                self.g.x, self.segments, self.shared, KEY, prepared=kept, out=self.sent
-            )
+            kept = codec.prepare(self.method, self.g.x, Context(self.segments)).kept
+            ctx = self.ctx._replace(prepared=kept, parts=self.sent)
+            return codec.encode(self.method, self.g.x, ctx)
 
         return Timed(call, nbytes(self.g.x, self.g.x, payload))
 
@@ -770,30 +772,30 @@ class Method:
         (payload,) = self.payloads(1)
         again = AGAIN.get(f"{self.name}.encode_feedback", 0) * self.g.n
         residual = torch.zeros_like(self.g.x)
-        self.sent = self.slots()
+        ctx = self.ctx._replace(parts=self.slots(), prepared=None)
 
         def fused() -> Any:
-            self.method.encode_feedback(
-                self.g.x, residual, self.segments, self.shared, KEY, out=self.sent
-            )
+            codec.feedback(self.method, self.g.x, residual, ctx)
 
         def in_steps() -> Any:
             residual.add_(self.g.x)
-            payload = self.method.encode(residual, self.segments, self.shared, KEY, out=self.sent)
-            self.method.decode(payload, self.segments, self.shared, out=self.out)
+            payload = codec.encode(self.method, residual, ctx)
+            codec.decode(self.method, payload, self.ctx._replace(out=self.out))
             residual.sub_(self.out)
 
         def in_rounds() -> Any:
             assert isinstance(self.method, MultiRoundCompressor)
             residual.add_(self.g.x)
-            rounds = self.method.in_rounds(residual, self.segments, self.shared, KEY, self.out)
+            rounds = self.method.in_rounds(
+                residual, self.ctx.shared, self.ctx._replace(out=self.out)
+            )
             with suppress(StopIteration):  # it sends to itself what it would get back
                 summand = next(rounds)
                 while True:
                     summand = rounds.send(summand)
             residual.sub_(self.out)
 
-        call = fused if self.method.fused_feedback else in_steps
+        call = fused if fuses_feedback(self.method) else in_steps
         return Timed(
             in_rounds if isinstance(self.method, MultiRoundCompressor) else call,
             nbytes(self.g.x, residual, residual, payload) + again,
@@ -803,22 +805,23 @@ class Method:
     def decode(self) -> Timed:
         (payload,) = self.payloads(1)
         return Timed(
-            lambda: self.method.decode(payload, self.segments, self.shared, out=self.out),
+            lambda: codec.decode(self.method, payload, self.ctx._replace(out=self.out)),
             nbytes(payload, self.g.x),
         )
 
     def mean8(self) -> Timed:
         payloads = self.payloads(WORKERS)
         return Timed(
-            lambda: self.method.mean(payloads, self.segments, self.shared, out=self.out),
+            lambda: codec.mean(self.method, payloads, self.ctx._replace(out=self.out)),
             nbytes(payloads, self.g.x),
         )
 
     def merge8(self) -> Timed:
         payloads, slots = self.payloads(WORKERS), self.slots(WORKERS)
-        merged = self.method.merge(payloads, self.segments, self.shared, KEY)
+        ctx = self.ctx._replace(prepared=None)
+        merged = codec.merge(self.method, payloads, ctx)
         return Timed(
-            lambda: self.method.merge(payloads, self.segments, self.shared, KEY, out=slots),
+            lambda: codec.merge(self.method, payloads, ctx._replace(parts=slots)),
             nbytes(payloads, merged),
         )
 
@@ -828,7 +831,10 @@ def _parts(method: Compressor) -> list[str]:
     legal = method.legal_collectives()
     parts = ["encode", "decode"]
     x, one = torch.ones(1), Segments((0, 1))
-    if method.draw_shared(one, KEY) is None and method.prepare(x, one).statistic.numel():
+    if (
+        method.draw_shared(Context(one, key=KEY)) is None
+        and codec.prepare(method, x, Context(one)).statistic.numel()
+    ):
         parts = ["statistic", "agree_encode", *parts]
     if method.memory == "residual":
         parts.append("encode_feedback")

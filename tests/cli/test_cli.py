@@ -407,10 +407,10 @@ def test_a_run_that_was_cut_in_the_middle_of_a_line(run, tmp_path):
 
 def test_an_unexpected_error_is_one_line_too(run, monkeypatch):
     class Buggy(Compressor):
-        def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        def encode(self, x, ctx):
             raise ZeroDivisionError("first\nsecond")
 
-        def decode(self, payload, segments, shared, *, out=None):
+        def decode(self, payload, ctx):
             raise NotImplementedError
 
     entry = registry.Entry("buggy", "test", lambda: Buggy)
@@ -563,12 +563,11 @@ import gcbench
 class Halves(gcbench.Compressor):
     most: float = 65504.0
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        return gcbench.Payload((x.clamp(-self.most, self.most).half(),))
+    def encode(self, x, ctx):
+        return x.clamp(-self.most, self.most).half()
 
-    def decode(self, payload, segments, shared, *, out=None):
-        self.check(payload, segments)
-        return self.check_finite(payload.parts[0].float())
+    def decode(self, payload, ctx):
+        return gcbench.check_finite(payload.parts[0].float())
 
     def layout(self, segments, count=1):
         return ((torch.float16, segments.numel),)

@@ -14,7 +14,8 @@ from gcbench.compressors import demo as code
 
 import gcbench
 from gcbench import ops
-from gcbench.core.compressor import Key, Payload, Segments
+from gcbench.core import codec
+from gcbench.core.compressor import Context, Key, Payload, Segments
 from gcbench.core.errors import PayloadError, UsageError
 
 NOTHING = torch.empty(0)
@@ -26,12 +27,14 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def encode(x: torch.Tensor, segments: Segments, **fields) -> Payload:
-    return gcbench.get_compressor("demo", **fields).encode(x, segments, NOTHING, KEY)
+    return codec.encode(
+        gcbench.get_compressor("demo", **fields), x, Context(segments, NOTHING, KEY)
+    )
 
 
 def sent(x: torch.Tensor, segments: Segments, **fields) -> torch.Tensor:
     demo = gcbench.get_compressor("demo", **fields)
-    return demo.decode(encode(x, segments, **fields), segments, NOTHING)
+    return codec.decode(demo, encode(x, segments, **fields), Context(segments, NOTHING))
 
 
 def relative_error(x: torch.Tensor, y: torch.Tensor) -> float:
@@ -172,7 +175,7 @@ def test_energy_bound(fields, kind):
     elif kind != "normal":
         x = x * {"huge": 1e30, "tiny": 1e-41}[kind]
     error = float((x.double() - sent(x, segments, **fields)).square().sum())
-    bound, energy = demo.claims.error_bound(x, segments), float(x.double().square().sum())
+    bound, energy = demo.claims.error_bound(x, Context(segments)), float(x.double().square().sum())
     assert error <= bound < energy
     if kind == "flat":
         assert error >= bound - 1e-5 * energy
@@ -209,12 +212,14 @@ def test_whole_chunks_are_exact_and_the_update_is_a_sign(shapes):
     segments = Segments.of(shapes)
     demo = gcbench.get_compressor("demo", chunk=64, topk=64 * 64)
     xs = [normal(segments.numel, seed=i) for i in range(3)]
-    payloads = [demo.encode(x, segments, NOTHING, KEY) for x in xs]
+    payloads = [codec.encode(demo, x, Context(segments, NOTHING, KEY)) for x in xs]
     for x, payload in zip(xs, payloads, strict=True):
-        torch.testing.assert_close(demo.decode(payload, segments, NOTHING), x, rtol=0, atol=3e-6)
+        torch.testing.assert_close(
+            codec.decode(demo, payload, Context(segments, NOTHING)), x, rtol=0, atol=3e-6
+        )
     mean = sum(xs) / 3
     assert float(mean.abs().min()) > 1e-5
-    assert torch.equal(demo.mean(payloads, segments, NOTHING), mean.sign())
+    assert torch.equal(codec.mean(demo, payloads, Context(segments, NOTHING)), mean.sign())
 
 
 def test_averages_are_over_the_senders():
@@ -224,14 +229,14 @@ def test_averages_are_over_the_senders():
     rows = [[9.0, 0.6, 0.1, 0.05], [3.0, 0.8, 0.1, 0.05], [-3.0, 0.1, 5.0, 0.05]]
     xs = [code.inverse_dct(torch.tensor(row), cuts) for row in rows]
     demo = gcbench.get_compressor("demo", chunk=4, topk=2, sign=False)
-    payloads = [demo.encode(x, segments, NOTHING, KEY) for x in xs]
-    mean = demo.mean(payloads, segments, NOTHING)
+    payloads = [codec.encode(demo, x, Context(segments, NOTHING, KEY)) for x in xs]
+    mean = codec.mean(demo, payloads, Context(segments, NOTHING))
     expected = code.inverse_dct(torch.tensor([9 / 3, 1.4 / 2, 5.0, 0.0]), cuts)
     torch.testing.assert_close(mean, expected, rtol=1e-6, atol=1e-6)
     over_all = code.inverse_dct(torch.tensor([9 / 3, 1.4 / 3, 5 / 3, 0.0]), cuts)
     assert (mean.sign() != over_all.sign()).any(), "the two rules must differ in a sign"
     signed = gcbench.get_compressor("demo", chunk=4, topk=2)
-    assert torch.equal(signed.mean(payloads, segments, NOTHING), expected.sign())
+    assert torch.equal(codec.mean(signed, payloads, Context(segments, NOTHING)), expected.sign())
 
 
 def test_the_sign_of_zero_is_zero():
@@ -239,12 +244,12 @@ def test_the_sign_of_zero_is_zero():
     demo = gcbench.get_compressor("demo")
     x = torch.zeros(segments.numel)
     x[-10:] = normal(10)
-    payloads = [demo.encode(v, segments, NOTHING, KEY) for v in (x, x)]
-    update = demo.mean(payloads, segments, NOTHING)
+    payloads = [codec.encode(demo, v, Context(segments, NOTHING, KEY)) for v in (x, x)]
+    update = codec.mean(demo, payloads, Context(segments, NOTHING))
     assert not update[:-10].any()
     assert torch.equal(update[-10:], x[-10:].sign())
-    opposite = [demo.encode(v, segments, NOTHING, KEY) for v in (x, -x)]
-    assert not demo.mean(opposite, segments, NOTHING).any()
+    opposite = [codec.encode(demo, v, Context(segments, NOTHING, KEY)) for v in (x, -x)]
+    assert not codec.mean(demo, opposite, Context(segments, NOTHING)).any()
 
 
 def test_the_residual_is_theirs_in_units_of_the_gradient():
@@ -260,12 +265,12 @@ def test_the_residual_is_theirs_in_units_of_the_gradient():
     for step in range(15):
         gradients = [normal(256, seed=2 * step + i) for i in range(2)]
         xs = [decay * r + g for r, g in zip(ours, gradients, strict=True)]
-        payloads = [demo.encode(x, segments, NOTHING, KEY) for x in xs]
+        payloads = [codec.encode(demo, x, Context(segments, NOTHING, KEY)) for x in xs]
         ours = [
-            x - demo.decode(payload, segments, NOTHING)
+            x - codec.decode(demo, payload, Context(segments, NOTHING))
             for x, payload in zip(xs, payloads, strict=True)
         ]
-        update = demo.mean(payloads, segments, NOTHING)
+        update = codec.mean(demo, payloads, Context(segments, NOTHING))
 
         theirs = [
             decay * d + rate * g.view(16, 16).double().numpy()
@@ -295,10 +300,10 @@ def test_special_values(value):
     spike[100] = value
     constant = torch.full((segments.numel,), value)
     for x in (constant, spike):
-        payload = demo.encode(x, segments, NOTHING, KEY)
-        decoded = demo.decode(payload, segments, NOTHING)
+        payload = codec.encode(demo, x, Context(segments, NOTHING, KEY))
+        decoded = codec.decode(demo, payload, Context(segments, NOTHING))
         assert decoded.isfinite().all()
-        assert demo.mean([payload, payload], segments, NOTHING).isfinite().all()
+        assert codec.mean(demo, [payload, payload], Context(segments, NOTHING)).isfinite().all()
     if 0 < abs(value) < 1e38:
         torch.testing.assert_close(sent(constant, segments), constant, rtol=1e-5, atol=5e-44)
 
@@ -306,7 +311,9 @@ def test_special_values(value):
 def test_corrupt_payloads_are_refused():
     segments = Segments.of([(6,), (64, 64)])
     demo = gcbench.get_compressor("demo", topk=4)
-    words, values = demo.encode(normal(segments.numel), segments, NOTHING, KEY).parts
+    words, values = codec.encode(
+        demo, normal(segments.numel), Context(segments, NOTHING, KEY)
+    ).parts
     cuts = code.cut_chunks(segments, 64, 4)
     small, large = [0, 2, 3, 5], [6, 7, 2000 + 6, 4095 + 6]
     good = code.pack_places(torch.tensor(small + large), cuts)
@@ -315,17 +322,19 @@ def test_corrupt_payloads_are_refused():
     for codes in ([0, 2, 3, 6], [0, 2, 3, 7], [0, 2, 2, 5], [3, 2, 4, 5], [0, 0, 0, 0]):
         split = ops.packing.packed_words(4, 3)
         bad = torch.cat([ops.packing.pack(torch.tensor(codes), 3), good[split:]])
-        for refuse in (demo.decode, lambda p, s, n: demo.mean([p], s, n)):
-            with pytest.raises(PayloadError, match="demo: indices in chunks of 6"):
-                refuse(Payload((bad, values)), segments, NOTHING)
+        wrong, ctx = Payload((bad, values)), Context(segments, NOTHING)
+        with pytest.raises(PayloadError, match="demo: indices in chunks of 6"):
+            codec.decode(demo, wrong, ctx)
+        with pytest.raises(PayloadError, match="demo: indices in chunks of 6"):
+            codec.mean(demo, [wrong], ctx)
     for value in (math.nan, math.inf):
         wrong = values.clone()
         wrong[5] = value
         with pytest.raises(PayloadError, match="demo"):
-            demo.decode(Payload((words, wrong)), segments, NOTHING)
+            codec.decode(demo, Payload((words, wrong)), Context(segments, NOTHING))
     for parts in [(words,), (words[1:], values), (words, values[1:]), (words, values, values)]:
         with pytest.raises(PayloadError, match="demo"):
-            demo.decode(Payload(parts), segments, NOTHING)
+            codec.decode(demo, Payload(parts), Context(segments, NOTHING))
 
 
 def test_what_the_contract_is_told():
@@ -337,7 +346,7 @@ def test_what_the_contract_is_told():
     assert payload.layout == demo.layout(segments)
     empty = encode(torch.empty(0), Segments.of([]))
     assert empty.layout == ((torch.int32, 0), (torch.float32, 0))
-    assert demo.decode(empty, Segments.of([]), NOTHING).shape == (0,)
+    assert codec.decode(demo, empty, Context(Segments.of([]), NOTHING)).shape == (0,)
 
 
 @pytest.mark.parametrize("fields", [{"chunk": 0}, {"chunk": 257}, {"topk": 0}])

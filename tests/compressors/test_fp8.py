@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import gcbench
-from gcbench.core.compressor import Key, Payload, Segments
+from gcbench.core import codec
+from gcbench.core.compressor import Context, Key, Payload, Segments
 from gcbench.core.errors import PayloadError
 from gcbench.core.exchange import Exchange, Lane
 
@@ -44,12 +45,15 @@ def test_the_bytes_on_the_wire():
     # 17 and 19 lie between 16, 18 and 20; half of 2^-9 ties to 0; 1.5 * 2^-9 to 2 * 2^-9.
     codes = [0x7E, 0xB8, 0x58, 0x5A, 0x01, 0x00, 0x02, 0x00, 0x7E]
     segments = Segments.of([(9,)], 8)
-    payload = method.encode(x, segments, NOTHING, FIRST)
+    payload = codec.encode(method, x, Context(segments, NOTHING, FIRST))
     packed = bytes(codes) + struct.pack("<2f", 448.0, 3.0)
     assert bytes(payload.to_bytes().tolist()) == packed
     expected = [448.0, -1.0, 16.0, 20.0, 2.0**-9, 0.0, 2.0**-8, 0.0, 3.0]
     torch.testing.assert_close(
-        method.decode(payload, segments, NOTHING), torch.tensor(expected), rtol=2e-7, atol=0
+        codec.decode(method, payload, Context(segments, NOTHING)),
+        torch.tensor(expected),
+        rtol=2e-7,
+        atol=0,
     )
     assert 8 * gcbench.get_compressor("fp8").compress(normal(1 << 16)).payload.nbytes == 8.125 * (
         1 << 16
@@ -63,9 +67,9 @@ def test_every_code():
         payload = Payload((torch.tensor([code], dtype=torch.uint8), torch.tensor([448.0])))
         if code & 0x7F == 0x7F:
             with pytest.raises(PayloadError, match="no number"):
-                method.decode(payload, Segments((0, 1)), NOTHING)
+                codec.decode(method, payload, Context(Segments((0, 1)), NOTHING))
         else:
-            decoded = method.decode(payload, Segments((0, 1)), NOTHING)
+            decoded = codec.decode(method, payload, Context(Segments((0, 1)), NOTHING))
             assert float(decoded) == pytest.approx(value_of(code), rel=2e-7, abs=0)
 
 
@@ -75,10 +79,10 @@ def test_scales_that_no_encoder_sends():
     for scale in (float("nan"), float("inf"), -1.0, 1e-38):
         payload = Payload((torch.tensor([0x7E], dtype=torch.uint8), torch.tensor([scale])))
         with pytest.raises(PayloadError, match="scale"):
-            method.decode(payload, one, NOTHING)
+            codec.decode(method, payload, Context(one, NOTHING))
     silent = Payload((torch.tensor([0x7E], dtype=torch.uint8), torch.tensor([0.0])))
     with pytest.raises(PayloadError, match="whose scale is 0"):
-        method.decode(silent, one, NOTHING)
+        codec.decode(method, silent, Context(one, NOTHING))
 
 
 def test_block_maxima_are_exact():
@@ -117,7 +121,7 @@ def test_the_bound_is_reached():
     for worst in (1 + 2.0**-4, 2.0**-10):
         x = torch.tensor([448.0] + [worst] * 200)
         error = float((x.double() - round_trip(x)).square().sum())
-        bound = method.claims.error_bound(x, Segments.of([(201,)], 256))
+        bound = method.claims.error_bound(x, Context(Segments.of([(201,)], 256)))
         assert 0.8 * bound < error <= bound
 
 

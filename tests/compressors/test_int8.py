@@ -11,7 +11,8 @@ from builders import encode_shards
 
 import gcbench
 from gcbench import ops
-from gcbench.core.compressor import TILE, Key, Payload, Segments
+from gcbench.core import codec
+from gcbench.core.compressor import TILE, Context, Key, Payload, Segments
 from gcbench.core.errors import PayloadError, UsageError
 
 NOTHING = torch.empty(0)
@@ -31,7 +32,9 @@ def blocks(n: int, block: int = 256) -> Segments:
 def round_trip(x: torch.Tensor, key: Key = FIRST, **fields) -> torch.Tensor:
     method = gcbench.get_compressor("int8", **fields)
     segments = Segments.of([(len(x),)], method.granularity)
-    return method.decode(method.encode(x, segments, NOTHING, key), segments, NOTHING)
+    return codec.decode(
+        method, codec.encode(method, x, Context(segments, NOTHING, key)), Context(segments, NOTHING)
+    )
 
 
 def relative_error(x: torch.Tensor, **fields) -> float:
@@ -44,12 +47,12 @@ def test_the_bytes_on_the_wire():
     # 127 x / a by hand; ties (62.5, 63.5) go to the even code. The last block is short.
     x = torch.tensor([2.0, -1.0, 0.0, 0.5, -254.0, 125.0, 127.0, -1.0, 3.0])
     expected = [127, -64, 0, 32, -127, 62, 64, 0, 127]
-    payload = method.encode(x, blocks(9, 4), NOTHING, Key(0, 0, 0))
+    payload = codec.encode(method, x, Context(blocks(9, 4), NOTHING, Key(0, 0, 0)))
     packed = struct.pack("<9b", *expected) + struct.pack("<3f", 2.0, 254.0, 3.0)
     assert bytes(payload.to_bytes().tolist()) == packed
     assert method.layout(blocks(9, 4)) == ((torch.int8, 9), (torch.float32, 3))
     by_hand = [2.0, -64 / 127 * 2, 0.0, 32 / 127 * 2, -254.0, 124.0, 128.0, 0.0, 3.0]
-    decoded = method.decode(payload, blocks(9, 4), NOTHING)
+    decoded = codec.decode(method, payload, Context(blocks(9, 4), NOTHING))
     torch.testing.assert_close(decoded, torch.tensor(by_hand), rtol=2e-7, atol=0)
 
 
@@ -57,8 +60,8 @@ def test_the_bytes_on_the_wire():
 def test_bits_an_element(block, bits):
     method = gcbench.get_compressor("int8", granularity=block)
     segments = blocks(2**16, block)
-    payload = method.encode(normal(2**16), segments, NOTHING, Key(0, 0, 0))
-    assert 8 * payload.nbytes == method.bits(segments) == bits * 2**16
+    payload = codec.encode(method, normal(2**16), Context(segments, NOTHING, Key(0, 0, 0)))
+    assert 8 * payload.nbytes == codec.bits(method, segments) == bits * 2**16
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
@@ -133,7 +136,12 @@ def test_long_blocks_stay_contractive(share):
     x[17] = -1.0
     energy = float(x.double().square().sum())
     error = relative_error(x, granularity="tensor") * energy
-    assert 0.9 * energy < error <= method.claims.error_bound(x, Segments.of([(len(x),)])) < energy
+    assert (
+        0.9 * energy
+        < error
+        <= method.claims.error_bound(x, Context(Segments.of([(len(x),)])))
+        < energy
+    )
 
 
 @pytest.mark.parametrize("value", [3.25, -100.75, 0.125])
@@ -149,7 +157,7 @@ def test_stochastic_rounding_has_the_probability_of_the_rest(value):
     hits = int((decoded.abs() > low + 0.5).sum())
     assert abs(hits - p * draws) < 5 * math.sqrt(p * (1 - p) * draws)
     method = gcbench.get_compressor("int8", rounding="stochastic", granularity="tensor")
-    variance = method.claims.variance(x, Segments.of([(draws,)]), NOTHING)
+    variance = method.claims.variance(x, Context(Segments.of([(draws,)]), NOTHING))
     torch.testing.assert_close(variance[1:], torch.full_like(variance[1:], p * (1 - p)))
     assert variance[0] == 0
 
@@ -158,10 +166,10 @@ def test_draws_belong_to_elements():
     """A stretch of whole blocks encodes alike wherever the bucket is cut, and ranks differ."""
     method = gcbench.get_compressor("int8", rounding="stochastic")
     x = normal(3 * TILE + 100, 4)
-    whole = method.encode(x, blocks(len(x)), NOTHING, Key(7, 2, 1)).parts[0]
+    whole = codec.encode(method, x, Context(blocks(len(x)), NOTHING, Key(7, 2, 1))).parts[0]
     shards = encode_shards(method, x, blocks(len(x)), NOTHING, Key(7, 2, 1), [0, TILE, len(x)])
     assert torch.equal(torch.cat([shard.parts[0] for shard in shards]), whole)
-    other = method.encode(x, blocks(len(x)), NOTHING, Key(7, 2, 2)).parts[0]
+    other = codec.encode(method, x, Context(blocks(len(x)), NOTHING, Key(7, 2, 2))).parts[0]
     assert not torch.equal(other, whole)
     assert int((other - whole).abs().max()) == 1
 
@@ -170,13 +178,13 @@ def test_the_owner_adds_in_float32():
     """Merging 1, 1 and 1/254 of three blocks: bytes could not hold the sum, float32 does."""
     method = gcbench.get_compressor("int8", granularity=2)
     xs = [torch.tensor([127.0, value]) for value in (1.0, 1.0, 2.0)]
-    payloads = [method.encode(x, blocks(2, 2), NOTHING, Key(0, 0, 0)) for x in xs]
-    mean = method.mean(payloads, blocks(2, 2), NOTHING)
+    payloads = [codec.encode(method, x, Context(blocks(2, 2), NOTHING, Key(0, 0, 0))) for x in xs]
+    mean = codec.mean(method, payloads, Context(blocks(2, 2), NOTHING))
     torch.testing.assert_close(mean, torch.tensor([127.0, 4 / 3]))
-    merged = method.merge(payloads, blocks(2, 2), NOTHING, Key(0, 0, 0))
+    merged = codec.merge(method, payloads, Context(blocks(2, 2), NOTHING, Key(0, 0, 0)))
     assert merged.count == 3
     assert merged.parts[0].tolist() == [127, 1]
-    assert method.decode(merged, blocks(2, 2), NOTHING).tolist() == [127.0, 1.0]
+    assert codec.decode(method, merged, Context(blocks(2, 2), NOTHING)).tolist() == [127.0, 1.0]
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
@@ -184,7 +192,7 @@ def test_tiny_blocks_are_sent_as_zeros(rounding):
     """Below 2^-100 a quotient could leave float32: scale 0, codes 0, and the others unharmed."""
     x = torch.tensor([2.0**-100, -(2.0**-101), 2.0**-101, 1e-42, 5.0, 1.0])
     method = gcbench.get_compressor("int8", granularity=2, rounding=rounding)
-    payload = method.encode(x, blocks(6, 2), NOTHING, Key(0, 0, 0))
+    payload = codec.encode(method, x, Context(blocks(6, 2), NOTHING, Key(0, 0, 0)))
     assert payload.parts[1].tolist() == [2.0**-100, 0.0, 5.0]
     assert payload.parts[0][2:4].tolist() == [0, 0]
     assert payload.parts[0][[0, 4]].tolist() == [127, 127]
@@ -197,31 +205,33 @@ def test_gradients_that_are_not_finite_are_refused(rounding, value):
     x = normal(600, 8)
     x[300] = value
     method = gcbench.get_compressor("int8", rounding=rounding)
-    payload = method.encode(x, blocks(600), NOTHING, FIRST)
+    payload = codec.encode(method, x, Context(blocks(600), NOTHING, FIRST))
     assert not payload.parts[0][256:512].any()
     assert payload.parts[1].isfinite().tolist() == [True, False, True]
     with pytest.raises(PayloadError, match="int8: a block's scale"):
-        method.decode(payload, blocks(600), NOTHING)
+        codec.decode(method, payload, Context(blocks(600), NOTHING))
     x[256:512] = 0
-    assert torch.equal(method.encode(x, blocks(600), NOTHING, FIRST).parts[0], payload.parts[0])
+    assert torch.equal(
+        codec.encode(method, x, Context(blocks(600), NOTHING, FIRST)).parts[0], payload.parts[0]
+    )
 
 
 def test_corrupt_payloads_are_refused():
     method = gcbench.get_compressor("int8")
     segments = blocks(600)
-    codes, top = method.encode(normal(600), segments, NOTHING, Key(0, 0, 0)).parts
+    codes, top = codec.encode(method, normal(600), Context(segments, NOTHING, Key(0, 0, 0))).parts
     outside = codes.clone()
     outside[599] = -128
     with pytest.raises(PayloadError, match="int8: code -128"):
-        method.decode(Payload((outside, top)), segments, NOTHING)
+        codec.decode(method, Payload((outside, top)), Context(segments, NOTHING))
     for scale in (math.nan, math.inf, -1.0, ops.statistics.TINY / 2):
         wrong = top.clone()
         wrong[2] = scale
         with pytest.raises(PayloadError, match="int8: a block's scale"):
-            method.decode(Payload((codes, wrong)), segments, NOTHING)
+            codec.decode(method, Payload((codes, wrong)), Context(segments, NOTHING))
     for parts in [(codes,), (codes, top[:2]), (codes[1:], top), (codes.view(torch.uint8), top)]:
         with pytest.raises(PayloadError, match="int8"):
-            method.decode(Payload(parts), segments, NOTHING)
+            codec.decode(method, Payload(parts), Context(segments, NOTHING))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from builders import encode_shards
 
 import gcbench
 from gcbench import ops
-from gcbench.core.compressor import Key, Payload, Segments
+from gcbench.core import codec
+from gcbench.core.compressor import Context, Key, Payload, Segments, requantizes
 from gcbench.core.errors import PayloadError, UsageError
 
 NOTHING = torch.empty(0)
@@ -29,7 +30,9 @@ def onebit(granularity=None):
 
 
 def coded(method, x, segments):
-    return method.decode(method.encode(x, segments, NOTHING, KEY), segments, NOTHING)
+    return codec.decode(
+        method, codec.encode(method, x, Context(segments, NOTHING, KEY)), Context(segments, NOTHING)
+    )
 
 
 def squared(x: torch.Tensor) -> float:
@@ -45,7 +48,7 @@ def test_the_example_that_a_wrong_complement_breaks():
 def test_zero_belongs_to_the_upper_class():
     """V >= 0 is bit 1, so zeros of either sign pull m1 down, and m0 is the mean of the negative."""
     x = torch.tensor([0.0, -0.0, 6.0, -1.0])
-    payload = onebit().encode(x, Segments.of([(4,)]), NOTHING, KEY)
+    payload = codec.encode(onebit(), x, Context(Segments.of([(4,)]), NOTHING, KEY))
     assert payload.parts[0].tolist() == [0b0111]
     assert [part.tolist() for part in payload.parts[1:]] == [[-1.0], [2.0]]
 
@@ -53,7 +56,7 @@ def test_zero_belongs_to_the_upper_class():
 def test_empty_classes_have_mean_zero():
     """Columns without a negative, without a positive, and of nothing but -0.0: means of +0."""
     x = torch.tensor([1.0, 3.0, -1.0, -3.0, -0.0, -0.0])
-    payload = onebit().encode(x, Segments.of([(3, 2)], "column"), NOTHING, KEY)
+    payload = codec.encode(onebit(), x, Context(Segments.of([(3, 2)], "column"), NOTHING, KEY))
     _, low, high = payload.parts
     assert low.tolist() == [0, -2, 0]
     assert high.tolist() == [2, 0, 0]
@@ -68,7 +71,7 @@ def test_a_column_is_one_output_unit():
     assert onebit().granularity == "column"
     segments = Segments.of(shapes, "column")
     x = torch.cat([t.reshape(-1) for t in (weight, filters, bias)])
-    _, low, high = onebit().encode(x, segments, NOTHING, KEY).parts
+    _, low, high = codec.encode(onebit(), x, Context(segments, NOTHING, KEY)).parts
     columns = [*weight, *(f.reshape(-1) for f in filters), bias]
     assert len(columns) == len(segments) == 6
     for i, column in enumerate(columns):
@@ -92,10 +95,12 @@ def test_payload_by_hand():
             part = [v for v in column if (v >= 0) == upper]
             values.append(math.fsum(part) / len(part))
     expected = struct.pack("<34I2f2f", *words, *means[False], *means[True])
-    payload = onebit().encode(x, segments, NOTHING, KEY)
+    payload = codec.encode(onebit(), x, Context(segments, NOTHING, KEY))
     assert bytes(payload.to_bytes().tolist()) == expected
     again = Payload.from_bytes(payload.to_bytes(), onebit().layout(segments, 3), 3)
-    assert torch.equal(onebit().decode(again, segments, NOTHING), coded(onebit(), x, segments))
+    assert torch.equal(
+        codec.decode(onebit(), again, Context(segments, NOTHING)), coded(onebit(), x, segments)
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,8 +115,8 @@ def test_payload_by_hand():
 def test_bits_an_element(shape, granularity, bits):
     method, n = onebit(granularity), math.prod(shape)
     segments = Segments.of([shape], granularity)
-    payload = method.encode(normal(n), segments, NOTHING, KEY)
-    assert 8 * payload.nbytes / n == bits == method.bits(segments) / n
+    payload = codec.encode(method, normal(n), Context(segments, NOTHING, KEY))
+    assert 8 * payload.nbytes / n == bits == codec.bits(method, segments) / n
 
 
 @pytest.mark.parametrize("granularity", ["column", "tensor", "model", 33])
@@ -145,7 +150,7 @@ def test_the_error_is_the_norm_less_the_means(scale):
     classes = [part for c in columns for part in (c[c >= 0], c[c < 0]) if len(part)]
     explained = math.fsum(len(part) * float(part.mean()) ** 2 for part in classes)
     assert error == pytest.approx(squared(x) - explained, rel=1e-9)
-    bound = method.claims.error_bound(x, segments)
+    bound = method.claims.error_bound(x, Context(segments))
     assert error <= bound <= error * (1 + 1e-9) < squared(x)
 
 
@@ -166,14 +171,16 @@ def test_gaussian_columns_keep_two_over_pi(d, columns):
     error = float((x.double() - decoded).square().mean())
     if d == 2048:
         assert error == pytest.approx(1 - 2 / math.pi, rel=0.01)
-        assert onebit().claims.gaussian_error() == pytest.approx(0.36338, abs=1e-5)
+        assert onebit().claims.gaussian_error == pytest.approx(0.36338, abs=1e-5)
 
 
 def test_any_other_pair_of_values_is_worse():
     """The means are the least-squares pair: (a, b) instead adds n0 (a - m0)^2 + n1 (b - m1)^2."""
     x = normal(400, seed=6)
     segments = Segments.of([(400,)])
-    _, low, high = (part.double() for part in onebit().encode(x, segments, NOTHING, KEY).parts)
+    _, low, high = (
+        part.double() for part in codec.encode(onebit(), x, Context(segments, NOTHING, KEY)).parts
+    )
     upper, x = x >= 0, x.double()
     n1 = int(upper.sum())
     best = squared(x - torch.where(upper, high, low))
@@ -232,16 +239,20 @@ def test_both_residuals_telescope():
         gradients = normal(workers, n, seed=step) * torch.linspace(0.5, 3, n)
         offered = gradients + residuals
         payloads = [
-            method.encode(v, segments, NOTHING, Key(0, step, rank))
+            codec.encode(method, v, Context(segments, NOTHING, Key(0, step, rank)))
             for rank, v in enumerate(offered)
         ]
-        decoded = torch.stack([method.decode(p, segments, NOTHING) for p in payloads])
+        decoded = torch.stack(
+            [codec.decode(method, p, Context(segments, NOTHING)) for p in payloads]
+        )
         residuals = offered - decoded
-        mean = method.mean(payloads, segments, NOTHING)
+        mean = codec.mean(method, payloads, Context(segments, NOTHING))
         torch.testing.assert_close(mean, decoded.mean(0))
         offer = mean + owner
-        merged = method.encode(offer, segments, NOTHING, Key(0, step, 0))._replace(count=workers)
-        update = method.decode(merged, segments, NOTHING)
+        merged = codec.encode(method, offer, Context(segments, NOTHING, Key(0, step, 0)))._replace(
+            count=workers
+        )
+        update = codec.decode(method, merged, Context(segments, NOTHING))
         owner = offer - update
         given += gradients.double().sum(0)
         applied += update.double()
@@ -252,13 +263,15 @@ def test_both_residuals_telescope():
 
 def test_merge_encodes_the_mean_again():
     method, segments = onebit("tensor"), Segments.of([(300,)])
-    payloads = [method.encode(normal(300, seed=s), segments, NOTHING, KEY) for s in range(3)]
-    merged = method.merge(payloads, segments, NOTHING, KEY)
+    payloads = [
+        codec.encode(method, normal(300, seed=s), Context(segments, NOTHING, KEY)) for s in range(3)
+    ]
+    merged = codec.merge(method, payloads, Context(segments, NOTHING, KEY))
     assert merged.count == 3
-    assert method.requantizes
-    mean = sum(method.decode(p, segments, NOTHING) for p in payloads) / 3
+    assert requantizes(method)
+    mean = sum(codec.decode(method, p, Context(segments, NOTHING)) for p in payloads) / 3
     torch.testing.assert_close(
-        method.decode(merged, segments, NOTHING), coded(method, mean, segments)
+        codec.decode(method, merged, Context(segments, NOTHING)), coded(method, mean, segments)
     )
 
 
@@ -269,7 +282,9 @@ def test_a_cut_column_has_means_on_each_side():
     shards = encode_shards(method, x, segments, NOTHING, KEY, bounds)
     pieces = []
     for payload, (start, stop) in zip(shards, itertools.pairwise(bounds), strict=True):
-        pieces.append(method.decode(payload, segments.shard(start, stop)[0], NOTHING))
+        pieces.append(
+            codec.decode(method, payload, Context(segments.shard(start, stop)[0], NOTHING))
+        )
         exact, magnitude = (float(v.double().sum()) for v in (x[start:stop], x[start:stop].abs()))
         assert abs(float(pieces[-1].double().sum()) - exact) < 2**-24 * magnitude
     assert float(pieces[0].abs().max()) < 1 < 50 < float(pieces[1].abs().max())
@@ -288,7 +303,7 @@ def test_bytes_do_not_depend_on_threads():
     words = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        words.append(onebit("tensor").encode(x, segments, NOTHING, KEY).to_bytes())
+        words.append(codec.encode(onebit("tensor"), x, Context(segments, NOTHING, KEY)).to_bytes())
     assert torch.equal(*words)
 
 
@@ -306,12 +321,12 @@ def test_special_values(granularity):
     tiny[::3] = 0
     for x in (torch.zeros(n), -torch.zeros(n), spike, torch.ones(n), huge, tiny, huge / 3):
         kept = x.clone()
-        payload = method.encode(x, segments, NOTHING, KEY)
-        decoded = method.decode(payload, segments, NOTHING)
+        payload = codec.encode(method, x, Context(segments, NOTHING, KEY))
+        decoded = codec.decode(method, payload, Context(segments, NOTHING))
         assert decoded.isfinite().all()
         assert (decoded * x >= 0).all()
         assert torch.equal(x, kept)
-        bound = method.claims.error_bound(x, segments)
+        bound = method.claims.error_bound(x, Context(segments))
         assert squared(x.double() - decoded.double()) <= bound
     assert torch.equal(coded(method, huge, segments), huge)
 
@@ -319,7 +334,7 @@ def test_special_values(granularity):
 def test_means_that_no_encoder_sends_are_refused():
     method, segments = onebit(), Segments.of([(2, 30)], "column")
     x = torch.cat([normal(30), normal(30, seed=1).abs()])  # the second column has no m0
-    words, low, high = method.encode(x, segments, NOTHING, KEY).parts
+    words, low, high = codec.encode(method, x, Context(segments, NOTHING, KEY)).parts
     bad = [
         (words, torch.tensor([math.nan, 0.0]), high),
         (words, low, torch.tensor([math.inf, 1.0])),
@@ -334,11 +349,13 @@ def test_means_that_no_encoder_sends_are_refused():
     ]
     for parts in bad:
         with pytest.raises(PayloadError, match=r"^onebit: "):
-            method.decode(Payload(parts), segments, NOTHING)
+            codec.decode(method, Payload(parts), Context(segments, NOTHING))
     with pytest.raises(PayloadError, match=r"^onebit: "):
-        method.decode(Payload((words, low, high), 0), segments, NOTHING)
+        codec.decode(method, Payload((words, low, high), 0), Context(segments, NOTHING))
     with pytest.raises(PayloadError, match=r"^onebit: "):
-        method.mean([Payload((words, low, high)), Payload(bad[0])], segments, NOTHING)
+        codec.mean(
+            method, [Payload((words, low, high)), Payload(bad[0])], Context(segments, NOTHING)
+        )
 
 
 @pytest.mark.parametrize("bits", [1, 2])

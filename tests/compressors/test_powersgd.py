@@ -12,7 +12,8 @@ from gcbench.compressors.powersgd import orthonormalize
 
 import gcbench
 from gcbench import ops
-from gcbench.core.compressor import Key, MultiRoundCompressor, Payload, Segments
+from gcbench.core import codec
+from gcbench.core.compressor import Context, Key, MultiRoundCompressor, Payload, Segments
 from gcbench.core.errors import PayloadError, UsageError
 
 NOTHING = torch.empty(0)
@@ -33,9 +34,9 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 def exchange(powersgd, xs, segments, state, step=0):
     """One step of all workers: the mean reconstruction of each replica, and the next state."""
     replicas = [torch.empty_like(x) for x in xs]
-    key = Key(0, step + 1, 0)
+    ctx = Context(segments, key=Key(0, step, 0))
     workers = [
-        powersgd.in_rounds(x, segments, state, key, out)
+        powersgd.in_rounds(x, state, ctx._replace(out=out))
         for x, out in zip(xs, replicas, strict=True)
     ]
     summands, states = [next(worker) for worker in workers], []
@@ -48,7 +49,7 @@ def exchange(powersgd, xs, segments, state, step=0):
             try:
                 summands.append(worker.send(total / len(xs)))
             except StopIteration as end:
-                states.append(end.value)
+                states.append(end.value[1])
     assert all(torch.equal(replica, replicas[0]) for replica in replicas)
     assert all(torch.equal(state, states[0]) for state in states)
     return replicas[0], states[0]
@@ -77,7 +78,7 @@ def best(matrix: torch.Tensor, rank: int) -> float:
 def test_linear_in_the_workers(workers, rank):
     """Workers {M_i} give what their mean gives, step after step, to the rounding of float32."""
     powersgd, segments = method(rank=rank), Segments.of(SHAPES)
-    state = alone = powersgd.initial_state(segments, Key(1, 0, 0))
+    state = alone = powersgd.initial_state(Context(segments, key=Key(1, 0, 0)))
     for step in range(3):
         xs = [normal(segments.numel, seed=10 * step + rank) for rank in range(workers)]
         mean = sum(xs[1:], xs[0]) / workers
@@ -90,7 +91,7 @@ def test_linear_in_the_workers(workers, rank):
 def test_averages_and_does_not_sum(workers):
     """N workers with one gradient give what one gives: a sum would be N times that."""
     powersgd, segments = method(), Segments.of(SHAPES)
-    x, state = normal(segments.numel), powersgd.initial_state(segments, Key(1, 0, 0))
+    x, state = normal(segments.numel), powersgd.initial_state(Context(segments, key=Key(1, 0, 0)))
     one, _ = exchange(powersgd, [x], segments, state)
     many, _ = exchange(powersgd, [x] * workers, segments, state)
     torch.testing.assert_close(many, one)
@@ -101,7 +102,9 @@ def test_tensors_with_nothing_to_gain_travel_as_they_are():
     """Vectors, scalars and r (n + m) >= n m: exact bits; at rank min(n, m) every matrix is one."""
     powersgd, segments = method(), Segments.of(SHAPES)
     x = normal(segments.numel)
-    out, _ = exchange(powersgd, [x], segments, powersgd.initial_state(segments, Key(1, 0, 0)))
+    out, _ = exchange(
+        powersgd, [x], segments, powersgd.initial_state(Context(segments, key=Key(1, 0, 0)))
+    )
     kept = torch.ones(segments.numel, dtype=torch.bool)
     kept[:1200] = kept[1207 : 1207 + 1200] = False
     assert torch.equal(out[kept], x[kept])
@@ -110,7 +113,7 @@ def test_tensors_with_nothing_to_gain_travel_as_they_are():
     assert method().layout(Segments.of([(4, 5)])) == ((torch.float32, 8), (torch.float32, 10))
     full, segments = method(rank=30), Segments.of([(40, 30)])
     x = normal(1200)
-    out, _ = exchange(full, [x], segments, full.initial_state(segments, Key(1, 0, 0)))
+    out, _ = exchange(full, [x], segments, full.initial_state(Context(segments, key=Key(1, 0, 0))))
     assert torch.equal(out, x)
 
 
@@ -118,7 +121,7 @@ def test_tensors_with_nothing_to_gain_travel_as_they_are():
 def test_tensors_do_not_depend_on_the_segments(granularity):
     powersgd, x = method(), normal(Segments.of(SHAPES).numel)
     segments = Segments.of(SHAPES, granularity)
-    state = powersgd.initial_state(segments, Key(1, 0, 0))
+    state = powersgd.initial_state(Context(segments, key=Key(1, 0, 0)))
     expected, _ = exchange(powersgd, [x], Segments.of(SHAPES), state)
     assert torch.equal(exchange(powersgd, [x], segments, state)[0], expected)
 
@@ -128,7 +131,7 @@ def test_a_convolution_is_its_output_channels_by_the_rest():
     outs = []
     for shape in ((16, 3, 5, 5), (16, 75)):
         segments = Segments.of([shape])
-        state = method().initial_state(segments, Key(1, 0, 0))
+        state = method().initial_state(Context(segments, key=Key(1, 0, 0)))
         outs.append(exchange(method(), [x], segments, state)[0])
     assert torch.equal(outs[0], outs[1])
 
@@ -137,7 +140,9 @@ def test_a_convolution_is_its_output_channels_by_the_rest():
 def test_compression_ratio_of_the_paper(rank, ratio):
     """512 x 4608 at rank 1, 2, 4: bytes of both rounds counted."""
     segments = Segments.of([(512, 512, 3, 3)])
-    payload = method(rank=rank).encode(normal(segments.numel), segments, NOTHING, Key(1, 0, 0))
+    payload = codec.encode(
+        method(rank=rank), normal(segments.numel), Context(segments, NOTHING, Key(1, 0, 0))
+    )
     assert payload.nbytes == 4 * rank * (512 + 4608)
     assert 4 * segments.numel / payload.nbytes == pytest.approx(ratio, abs=0.5)
     assert [part.numel() for part in payload.parts] == [512 * rank, 4608 * rank]
@@ -151,11 +156,11 @@ def test_the_wire_by_hand():
     x = torch.cat([torch.tensor([5.0, 6.0]), matrix.view(-1), torch.tensor([7.0])])
     key = Key(9, 4, 3, 11)
     q = ops.random.normal(key._replace(rank=0), 4)
-    first, second = method(rank=1).encode(x, segments, NOTHING, key).parts
+    first, second = codec.encode(method(rank=1), x, Context(segments, NOTHING, key)).parts
     assert first.tolist() == [5.0, 6.0, 0.0, float(-3 * q[2]), 0.0, 0.0, 7.0]
     sign = -math.copysign(1.0, float(q[2]))
     assert second.tolist() == [0.0, 0.0, -3.0 * sign, 0.0]
-    decoded = method(rank=1).decode(Payload((first, second)), segments, NOTHING)
+    decoded = codec.decode(method(rank=1), Payload((first, second)), Context(segments, NOTHING))
     assert torch.equal(decoded, x)
 
 
@@ -164,7 +169,7 @@ def test_low_rank_gradients_are_exact_from_the_first_step(rank):
     """rank(M) <= r: the range of M Q is M's, also where columns of Q are to spare."""
     powersgd = method(rank=5)
     segments = Segments.of([(40, 30)])
-    state = powersgd.initial_state(segments, Key(1, 0, 0))
+    state = powersgd.initial_state(Context(segments, key=Key(1, 0, 0)))
     for step in range(3):
         x = (normal(40, rank, seed=step) @ normal(rank, 30, seed=step + 10)).view(-1)
         out, state = exchange(powersgd, [x], segments, state)
@@ -180,7 +185,7 @@ def test_warm_start_converges_to_the_best_approximation(shape):
     """
     powersgd, segments = method(), Segments.of([shape])
     x = harmonic(*shape).view(-1)
-    state = powersgd.initial_state(segments, Key(3, 0, 0))
+    state = powersgd.initial_state(Context(segments, key=Key(3, 0, 0)))
     matrix, q = x.view(shape).double().numpy(), state.view(2, -1).double().numpy().T
     optimum = best(x.view(shape), 2)
     errors = []
@@ -202,7 +207,7 @@ def test_without_warm_start_every_step_draws_anew():
     """The error does not settle: its mean stays where the first step's is, and no two are equal."""
     powersgd, segments = method(warm_start=False), Segments.of([(97, 97)])
     x = harmonic(97, 97).view(-1)
-    state = powersgd.initial_state(segments, Key(3, 0, 0))
+    state = powersgd.initial_state(Context(segments, key=Key(3, 0, 0)))
     states, errors = [state], []
     for step in range(12):
         out, state = exchange(powersgd, [x], segments, state, step)
@@ -224,25 +229,25 @@ def test_a_normal_q_keeps_its_share_in_the_mean(shape, rank):
     rotation = torch.linalg.qr(normal(max(shape), k).double())[0].float()
     flat = (rotation if shape[0] > shape[1] else rotation.T).contiguous()
     for x in (flat.view(-1), normal(shape[0] * shape[1])):
-        bound = powersgd.claims.error_bound(x, segments)
+        bound = powersgd.claims.error_bound(x, Context(segments))
         energy = float(x.double().square().sum())
         assert bound == pytest.approx((1 - rank / k) * energy, rel=1e-4)
         errors = []
         for step in range(60):
-            payload = powersgd.encode(x, segments, NOTHING, Key(2, step, 0))
-            error = x.double() - powersgd.decode(payload, segments, NOTHING)
+            payload = codec.encode(powersgd, x, Context(segments, NOTHING, Key(2, step, 0)))
+            error = x.double() - codec.decode(powersgd, payload, Context(segments, NOTHING))
             errors.append(float(error.square().sum()))
             assert errors[-1] <= energy * (1 + 1e-6)
         assert sum(errors) / 60 <= bound
-    payload = powersgd.encode(flat.view(-1), segments, NOTHING, Key(2, 0, 0))
-    error = flat.view(-1).double() - powersgd.decode(payload, segments, NOTHING)
+    payload = codec.encode(powersgd, flat.view(-1), Context(segments, NOTHING, Key(2, 0, 0)))
+    error = flat.view(-1).double() - codec.decode(powersgd, payload, Context(segments, NOTHING))
     assert float(error.square().sum()) == pytest.approx(k - rank, abs=1e-4)
 
 
 def test_residuals_telescope():
     """e_i <- g_i + e_i - M': what was applied is the sum of mean gradients less the mean e_i."""
     powersgd, segments, workers = method(rank=1), Segments.of(SHAPES), 3
-    state = powersgd.initial_state(segments, Key(1, 0, 0))
+    state = powersgd.initial_state(Context(segments, key=Key(1, 0, 0)))
     residuals = [torch.zeros(segments.numel) for _ in range(workers)]
     given = applied = torch.zeros(segments.numel, dtype=torch.float64)
     for step in range(20):
@@ -260,7 +265,7 @@ def test_residuals_telescope():
 def test_warm_start_survives_zeros():
     """After a gradient of zeros the next one is met as from fresh draws, not with a Q of zeros."""
     powersgd, segments = method(), Segments.of([(40, 30)])
-    state = powersgd.initial_state(segments, Key(1, 0, 0))
+    state = powersgd.initial_state(Context(segments, key=Key(1, 0, 0)))
     out, state = exchange(powersgd, [torch.zeros(1200)], segments, state)
     assert not out.any()
     x = (normal(40, 2) @ normal(2, 30, seed=1)).view(-1)
@@ -271,7 +276,7 @@ def test_warm_start_survives_zeros():
 def test_a_collapsed_column_comes_back():
     """A gradient of rank 1 must not leave a Q of rank 1: the next, of rank 2, is exact."""
     powersgd, segments = method(), Segments.of([(40, 30)])
-    state = powersgd.initial_state(segments, Key(1, 0, 0))
+    state = powersgd.initial_state(Context(segments, key=Key(1, 0, 0)))
     x = torch.outer(normal(40), normal(30, seed=1)).view(-1)
     _, state = exchange(powersgd, [x], segments, state)
     assert float(torch.linalg.svdvals(state.view(2, 30))[-1]) == pytest.approx(1, abs=1e-5)
@@ -335,7 +340,7 @@ def test_special_values(rank, value):
     alternating = constant * torch.tensor([1.0, -1.0]).repeat(segments.numel)[: segments.numel]
     for x in (constant, spike, alternating):
         workers = [x] if abs(value) > 1e38 else [x, x]  # the sum of two is beyond float32
-        state = powersgd.initial_state(segments, Key(1, 0, 0))
+        state = powersgd.initial_state(Context(segments, key=Key(1, 0, 0)))
         out, state = exchange(powersgd, workers, segments, state)
         assert out.isfinite().all()
         assert state.isfinite().all()
@@ -347,10 +352,10 @@ def test_special_values(rank, value):
 def test_models_without_a_matrix_send_an_empty_second_round(shapes):
     powersgd, segments = method(), Segments.of(shapes)
     x = normal(segments.numel)
-    payload = powersgd.encode(x, segments, NOTHING, Key(1, 0, 0))
+    payload = codec.encode(powersgd, x, Context(segments, NOTHING, Key(1, 0, 0)))
     assert payload.layout == ((torch.float32, segments.numel), (torch.float32, 0))
     assert payload.layout == powersgd.layout(segments)
-    assert torch.equal(powersgd.decode(payload, segments, NOTHING), x)
+    assert torch.equal(codec.decode(powersgd, payload, Context(segments, NOTHING)), x)
     for each in (powersgd, method(warm_start=False)):
         assert exchange(each, [x], segments, NOTHING)[1].shape == (0,)
 
@@ -359,26 +364,32 @@ def test_the_first_q_is_shared_and_keyed():
     """The draws do not depend on the rank, but on seed, step and place in the bucket."""
     powersgd, segments = method(), Segments.of(SHAPES)
     x, key = normal(segments.numel), Key(1, 0, 0)
-    first = powersgd.encode(x, segments, NOTHING, key).parts[0]
-    assert torch.equal(powersgd.encode(x, segments, NOTHING, key._replace(rank=5)).parts[0], first)
+    first = codec.encode(powersgd, x, Context(segments, NOTHING, key)).parts[0]
+    assert torch.equal(
+        codec.encode(powersgd, x, Context(segments, NOTHING, key._replace(rank=5))).parts[0], first
+    )
     for other in (Key(2, 0, 0), Key(1, 1, 0), Key(1, 0, 0, 64)):
-        assert not torch.equal(powersgd.encode(x, segments, NOTHING, other).parts[0], first)
-    state = powersgd.initial_state(segments, key)
+        assert not torch.equal(
+            codec.encode(powersgd, x, Context(segments, NOTHING, other)).parts[0], first
+        )
+    state = powersgd.initial_state(Context(segments, key=key))
     assert torch.equal(state, ops.random.normal(key, 2 * (30 + 75)))
 
 
 def test_corrupt_payloads_are_refused():
     powersgd, segments = method(), Segments.of(SHAPES)
-    p, q = powersgd.encode(normal(segments.numel), segments, NOTHING, Key(1, 0, 0)).parts
+    p, q = codec.encode(
+        powersgd, normal(segments.numel), Context(segments, NOTHING, Key(1, 0, 0))
+    ).parts
     for part, place in ((0, 0), (0, 85), (1, 3)):
         for value in (math.nan, math.inf):
             parts = [p.clone(), q.clone()]
             parts[part][place] = value
             with pytest.raises(PayloadError, match="powersgd"):
-                powersgd.decode(Payload(tuple(parts)), segments, NOTHING)
+                codec.decode(powersgd, Payload(tuple(parts)), Context(segments, NOTHING))
     for parts in [(p,), (p, q[:-1]), (p, q, q), (p.double(), q), (q, p)]:
         with pytest.raises(PayloadError, match="powersgd"):
-            powersgd.decode(Payload(parts), segments, NOTHING)
+            codec.decode(powersgd, Payload(parts), Context(segments, NOTHING))
 
 
 def test_a_product_beyond_float32_saturates():
@@ -386,7 +397,7 @@ def test_a_product_beyond_float32_saturates():
     powersgd, segments = method(), Segments.of([(4, 50)])
     left = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, -1.0, 0.0, 0.0])
     payload = Payload((left, torch.full((100,), 3e38)))
-    rows = powersgd.decode(payload, segments, NOTHING).view(4, 50)
+    rows = codec.decode(powersgd, payload, Context(segments, NOTHING)).view(4, 50)
     assert (rows[0] == torch.finfo(torch.float32).max).all()
     assert not rows[2:].any()
 

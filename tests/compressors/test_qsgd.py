@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import gcbench
 from gcbench import ops
-from gcbench.core.compressor import Key, Payload, Segments
+from gcbench.core import codec
+from gcbench.core.compressor import Context, Key, Payload, Segments
 from gcbench.core.errors import PayloadError, UsageError
 
 NOTHING = torch.empty(0)
@@ -45,12 +46,14 @@ def qsgd(**fields):
 
 
 def decoded(method, x, segments, key):
-    return method.decode(method.encode(x, segments, NOTHING, key), segments, NOTHING)
+    return codec.decode(
+        method, codec.encode(method, x, Context(segments, NOTHING, key)), Context(segments, NOTHING)
+    )
 
 
 def codes_of(method, x, key):
     """The codes of one segment, by a reader of the words."""
-    payload = method.encode(x, one(len(x)), NOTHING, key)
+    payload = codec.encode(method, x, Context(one(len(x)), NOTHING, key))
     norm = payload.parts[1]
     return ops.levels.unpack(
         payload.parts[0], norm, method.norm, method.levels, method.coding, one(len(x))
@@ -79,13 +82,13 @@ def test_variance_exact_measured_and_bounded(fields, kind):
     method, draws = qsgd(**fields), 40
     x = inputs(2000, 3)[kind]
     segments = Segments.of([(2000,)], method.granularity)
-    exact = method.claims.variance(x, segments, NOTHING)
+    exact = method.claims.variance(x, Context(segments, NOTHING))
     total, squares = torch.zeros(2000, dtype=torch.float64), 0.0
     for step in range(draws):
         error = decoded(method, x, segments, Key(1, step, 0)).double() - x
         total += error
         squares += float(error.square().sum())
-    norms = method.encode(x, segments, NOTHING, Key(0, 0, 0)).parts[1].double()
+    norms = codec.encode(method, x, Context(segments, NOTHING, Key(0, 0, 0))).parts[1].double()
     step = ops.statistics.scale_(
         torch.ones(2000, dtype=torch.float64), norms / method.levels, segments
     )
@@ -95,7 +98,7 @@ def test_variance_exact_measured_and_bounded(fields, kind):
     # The mean error of all elements, weighted by the signs of x: 5 sd again.
     bias = float((total * x.sign()).sum()) / draws
     assert abs(bias) < 5 * float(exact.sum() / draws) ** 0.5 + 1e-4
-    bound = method.claims.variance_bound(x, segments, NOTHING)
+    bound = method.claims.variance_bound(x, Context(segments, NOTHING))
     assert float(exact.sum()) <= bound * (1 + 1e-6)
     # p (1 - p) <= 1/4 for any norm
     d = torch.tensor(segments.lengths)
@@ -109,13 +112,16 @@ def test_variance_bounds_are_the_papers():
     energy = [float(part.double().square().sum()) for part in x.split([64, 36])]
     for s, factors in ((2, (8 / 2, 6 / 2)), (7, (8 / 7, 36 / 49)), (20, (64 / 400, 36 / 400))):
         expected = sum(f * e for f, e in zip(factors, energy, strict=True))
-        bound = qsgd(norm="2", levels=s).claims.variance_bound(x, segments, NOTHING)
+        bound = qsgd(norm="2", levels=s).claims.variance_bound(x, Context(segments, NOTHING))
         assert bound == pytest.approx(expected, rel=1e-6)
     # largest magnitude: ||v||_inf ||v||_1 / s for few, d ||v||_inf^2 / 4 s^2 for many levels
     spike = torch.zeros(64)
     spike[5], spike[6] = 2.0, 0.5
-    assert qsgd(levels=2).claims.variance_bound(spike, one(64), NOTHING) == 2.0 * 2.5 / 2
-    assert qsgd(levels=16).claims.variance_bound(torch.ones(64), one(64), NOTHING) == 64 / 4 / 256
+    assert qsgd(levels=2).claims.variance_bound(spike, Context(one(64), NOTHING)) == 2.0 * 2.5 / 2
+    assert (
+        qsgd(levels=16).claims.variance_bound(torch.ones(64), Context(one(64), NOTHING))
+        == 64 / 4 / 256
+    )
 
 
 def beta_integral(d: int, s: int) -> float:
@@ -152,7 +158,7 @@ def test_whole_tensor_two_norm_is_noise():
     assert error / energy == pytest.approx(5.3, rel=0.01)
     assert error / energy < math.sqrt(len(x)) / 127
     segments = Segments.of([(len(x),)], 512)
-    assert float(whole.claims.variance(x, segments, NOTHING).sum()) / energy < 0.0055
+    assert float(whole.claims.variance(x, Context(segments, NOTHING)).sum()) / energy < 0.0055
 
 
 def test_largest_magnitude_has_far_less_variance_than_the_two_norm():
@@ -161,7 +167,7 @@ def test_largest_magnitude_has_far_less_variance_than_the_two_norm():
     segments = Segments.of([(len(x),)], 512)
     energy = float(x.double().square().sum())
     for norm, expected in (("max", 0.0364), ("2", 1.58)):
-        variance = float(qsgd(norm=norm).claims.variance(x, segments, NOTHING).sum())
+        variance = float(qsgd(norm=norm).claims.variance(x, Context(segments, NOTHING)).sum())
         assert variance / energy == pytest.approx(expected, rel=0.02)
 
 
@@ -296,7 +302,7 @@ def test_sparse_code_length_theorem(n, levels):
     for kind, x in inputs(n, 12).items():
         bits = []
         for step in range(6):
-            payload = method.encode(x, one(n), NOTHING, Key(7, step, 0))
+            payload = codec.encode(method, x, Context(one(n), NOTHING, Key(7, step, 0)))
             codes = ops.bitstream.omega_sparse_read(payload.parts[0], n, levels)
             bits.append(32 + sparse_bits(codes))
             assert len(payload.parts[0]) == -(-(bits[-1] - 32) // 32)
@@ -327,7 +333,7 @@ def dense_bits(kind: str, n: int) -> float:
     x = inputs(n, 13)[kind]
     codes = codes_of(method, x, Key(8, 0, 0))
     bits = lengths_sum(codes.abs() + 1) + int(codes.count_nonzero())
-    words = method.encode(x, one(n), NOTHING, Key(8, 0, 0)).parts[0]
+    words = codec.encode(method, x, Context(one(n), NOTHING, Key(8, 0, 0))).parts[0]
     assert len(words) == -(-bits // 32)
     return bits / n
 
@@ -381,8 +387,13 @@ def test_one_level_is_terngrad(granularity):
     cases += [normal(n, 16) * 1e38, normal(n, 17).sign(), torch.full((n,), -(2.0**-100))]
     for step, x in enumerate(cases):
         key = Key(9, step, 5, offset=2048)
-        theirs, ours = (m.encode(x, segments, NOTHING, key) for m in (terngrad, method))
-        a, b = (m.decode(p, segments, NOTHING) for m, p in ((terngrad, theirs), (method, ours)))
+        theirs, ours = (
+            codec.encode(m, x, Context(segments, NOTHING, key)) for m in (terngrad, method)
+        )
+        a, b = (
+            codec.decode(m, p, Context(segments, NOTHING))
+            for m, p in ((terngrad, theirs), (method, ours))
+        )
         assert torch.equal(a.view(torch.int32), b.view(torch.int32))
         assert torch.equal(theirs.parts[0], ours.parts[0])
 
@@ -428,7 +439,7 @@ def test_the_last_short_bucket_has_its_own_norm():
     x = torch.cat([normal(512, 19) * 100, normal(488, 20), torch.tensor([1e-3])])
     segments = Segments.of([(1000,), (1,)], 512)
     for norm, order in (("max", math.inf), ("2", 2)):
-        norms = qsgd(norm=norm).encode(x, segments, NOTHING, Key(13, 0, 0)).parts[1]
+        norms = codec.encode(qsgd(norm=norm), x, Context(segments, NOTHING, Key(13, 0, 0))).parts[1]
         expected = [float(part.double().norm(order)) for part in x.split([512, 488, 1])]
         assert norms.tolist() == pytest.approx(expected, rel=1e-7)
         assert norms.dtype == torch.float32
@@ -446,8 +457,10 @@ def test_extreme_values(norm, coding):
     for part in parts:
         offsets.append(offsets[-1] + len(part))
     segments = Segments(tuple(offsets))
-    payload = method.encode(torch.cat(parts), segments, NOTHING, Key(14, 0, 0))
-    pieces = method.decode(payload, segments, NOTHING).split([len(part) for part in parts])
+    payload = codec.encode(method, torch.cat(parts), Context(segments, NOTHING, Key(14, 0, 0)))
+    pieces = codec.decode(method, payload, Context(segments, NOTHING)).split(
+        [len(part) for part in parts]
+    )
     assert payload.parts[1].tolist()[0:2] == [0, 0]
     assert payload.parts[1].isfinite().all()
     assert not pieces[0].any()
@@ -466,12 +479,16 @@ def test_workers_draw_independently():
     method, workers = qsgd(granularity="tensor"), 8
     x = normal(200_000, 21)
     segments = one(len(x))
-    variance = float(method.claims.variance(x, segments, NOTHING).sum())
+    variance = float(method.claims.variance(x, Context(segments, NOTHING)).sum())
     q = float(x.abs().max()) / 7
 
     def error(ranks):
-        payloads = [method.encode(x, segments, NOTHING, Key(15, 0, rank)) for rank in ranks]
-        return float((method.mean(payloads, segments, NOTHING) - x).double().square().sum())
+        payloads = [
+            codec.encode(method, x, Context(segments, NOTHING, Key(15, 0, rank))) for rank in ranks
+        ]
+        return float(
+            (codec.mean(method, payloads, Context(segments, NOTHING)) - x).double().square().sum()
+        )
 
     assert abs(error(range(workers)) - variance / workers) < 5 * q * math.sqrt(variance / workers)
     assert abs(error([0] * workers) - variance) < 5 * q * math.sqrt(variance)
@@ -511,7 +528,7 @@ TWO = Segments((0, 6, 9))
 
 def test_fixed_payload_by_hand():
     """Symbols code + 7 in 4 bits: 14, 4, 7, 8, 7, 0, 14, 7, 0. A tile of 9 codes has one lane."""
-    payload = qsgd().encode(ON_LEVELS, TWO, NOTHING, Key(16, 0, 0))
+    payload = codec.encode(qsgd(), ON_LEVELS, Context(TWO, NOTHING, Key(16, 0, 0)))
     expected = pack_by_hand([code + 7 for code in LEVELS_BY_HAND], 4)
     assert expected == [0x7E07874E, 0x0, 0x0, 0x0]
     assert payload.parts[0].tolist() == signed(expected)
@@ -522,26 +539,34 @@ def test_fixed_payload_by_hand():
 
 def test_dense_payload_by_hand():
     """Elias(8) "1110000", (4) "101000", (2) "100", (1) "0", and signs."""
-    payload = qsgd(coding="omega-dense").encode(ON_LEVELS, TWO, NOTHING, Key(16, 0, 0))
+    payload = codec.encode(
+        qsgd(coding="omega-dense"), ON_LEVELS, Context(TWO, NOTHING, Key(16, 0, 0))
+    )
     text = "1110000" + "0" + "101000" + "1" + "0" + "100" + "0" + "0" + "1110000" + "1"
     text += "1110000" + "0" + "0" + "1110000" + "1"
     words = [int(text[:32], 2), int(text[32:].ljust(32, "0"), 2)]
     assert words == [0xE0A2870F, 0x03840000]
     assert payload.parts[0].tolist() == signed(words)
     assert payload.parts[1].tolist() == [7.0, 2.0]
-    assert torch.equal(qsgd(coding="omega-dense").decode(payload, TWO, NOTHING), ON_LEVELS)
+    assert torch.equal(
+        codec.decode(qsgd(coding="omega-dense"), payload, Context(TWO, NOTHING)), ON_LEVELS
+    )
 
 
 def test_sparse_payload_by_hand():
     """Elias(1 + 6), then distance, sign, size; the distance runs on across the segments."""
-    payload = qsgd(coding="omega-sparse").encode(ON_LEVELS, TWO, NOTHING, Key(16, 0, 0))
+    payload = codec.encode(
+        qsgd(coding="omega-sparse"), ON_LEVELS, Context(TWO, NOTHING, Key(16, 0, 0))
+    )
     seven, three = "101110", "110"
     text = seven + "0" + "0" + seven + "0" + "1" + three + "100" + "0" + "0"
     text += "100" + "1" + seven + "0" + "0" + seven + "100" + "1" + seven
     words = [int(text[:32], 2), int(text[32:].ljust(32, "0"), 2)]
     assert words == [0xB8B9D09B, 0x8BA6E000]
     assert payload.parts[0].tolist() == signed(words)
-    assert torch.equal(qsgd(coding="omega-sparse").decode(payload, TWO, NOTHING), ON_LEVELS)
+    assert torch.equal(
+        codec.decode(qsgd(coding="omega-sparse"), payload, Context(TWO, NOTHING)), ON_LEVELS
+    )
 
 
 @pytest.mark.parametrize("coding", CODINGS)
@@ -553,13 +578,13 @@ def test_all_codings_carry_the_same_codes(coding, levels):
     x[100:400] = 0
     key = Key(17, 1, 2, 1024)
     method = qsgd(levels=levels, coding=coding)
-    payload = method.encode(x, segments, NOTHING, key)
+    payload = codec.encode(method, x, Context(segments, NOTHING, key))
     expected = decoded(qsgd(levels=levels), x, segments, key)
-    assert torch.equal(method.decode(payload, segments, NOTHING), expected)
+    assert torch.equal(codec.decode(method, payload, Context(segments, NOTHING)), expected)
     assert method.legal_collectives() == ("allgather", "twoshot")
-    merged = method.merge([payload, payload, payload], segments, NOTHING, key)
+    merged = codec.merge(method, [payload, payload, payload], Context(segments, NOTHING, key))
     assert merged.count == 3
-    assert method.decode(merged, segments, NOTHING).isfinite().all()
+    assert codec.decode(method, merged, Context(segments, NOTHING)).isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -579,19 +604,21 @@ def test_all_codings_carry_the_same_codes(coding, levels):
 def test_bits_an_element(fields, bits):
     """b + 32 / d (14.2, 7.88 and 3.97 times less than float32), and the real bytes of 2^15."""
     method = qsgd(**fields)
-    assert method.claims.nominal_bits() == bits
+    assert method.claims.nominal_bits == bits
     if method.coding == "fixed":
         segments = Segments.of([(2**15,)], method.granularity)
-        real = 8 * method.encode(normal(2**15), segments, NOTHING, Key(0, 0, 0)).nbytes
-        assert real == method.bits(segments) == 2**15 * bits + 32 * (len(segments) == 1)
+        real = (
+            8 * codec.encode(method, normal(2**15), Context(segments, NOTHING, Key(0, 0, 0))).nbytes
+        )
+        assert real == codec.bits(method, segments) == 2**15 * bits + 32 * (len(segments) == 1)
 
 
 def test_codings_and_norms_that_cannot_be():
     """What no encoder sends: bad norms, codes outside, a top that is missing, codes of no norm."""
     fixed, sparse = qsgd(), qsgd(norm="2", coding="omega-sparse")
-    good = fixed.encode(ON_LEVELS, TWO, NOTHING, Key(16, 0, 0))
+    good = codec.encode(fixed, ON_LEVELS, Context(TWO, NOTHING, Key(16, 0, 0)))
     words = good.parts[0]
-    other = sparse.encode(ON_LEVELS, TWO, NOTHING, Key(16, 0, 0))
+    other = codec.encode(sparse, ON_LEVELS, Context(TWO, NOTHING, Key(16, 0, 0)))
     norms = [
         [math.nan, 2],
         [math.inf, 2],
@@ -604,14 +631,14 @@ def test_codings_and_norms_that_cannot_be():
     for values in norms:
         wrong = torch.tensor(values, dtype=torch.float32)
         with pytest.raises(PayloadError, match="qsgd"):
-            fixed.decode(Payload((words, wrong)), TWO, NOTHING)
+            codec.decode(fixed, Payload((words, wrong)), Context(TWO, NOTHING))
     low = Payload(
         (ops.packing.pack(torch.full((9,), 7), 4), good.parts[1])
     )  # no element is at the top
     beyond = Payload((words | 1, good.parts[1]))  # 15 stands for nothing
     for wrong in (low, beyond, Payload(()), Payload((words,)), good._replace(count=0)):
         with pytest.raises(PayloadError, match="qsgd"):
-            fixed.decode(wrong, TWO, NOTHING)
+            codec.decode(fixed, wrong, Context(TWO, NOTHING))
     for parts in (
         (),
         (other.parts[0],),
@@ -623,9 +650,9 @@ def test_codings_and_norms_that_cannot_be():
         (other.parts[0], other.parts[1] * 0),
     ):
         with pytest.raises(PayloadError, match="qsgd"):
-            sparse.decode(Payload(parts), TWO, NOTHING)
+            codec.decode(sparse, Payload(parts), Context(TWO, NOTHING))
     with pytest.raises(PayloadError, match="qsgd"):
-        sparse.decode(other._replace(count=0), TWO, NOTHING)
+        codec.decode(sparse, other._replace(count=0), Context(TWO, NOTHING))
 
 
 @pytest.mark.parametrize("norm", ["max", "2"])
@@ -636,12 +663,14 @@ def test_gradients_that_are_not_finite_are_refused(norm, coding, value):
     x = normal(1200, 24)
     x[600] = value
     method, segments = qsgd(norm=norm, coding=coding), Segments.of([(1200,)], 512)
-    words, norms = method.encode(x, segments, NOTHING, Key(19, 0, 0)).parts
+    words, norms = codec.encode(method, x, Context(segments, NOTHING, Key(19, 0, 0))).parts
     assert norms.isfinite().tolist() == [True, False, True]
     with pytest.raises(PayloadError, match="qsgd: norms"):
-        method.decode(Payload((words, norms)), segments, NOTHING)
+        codec.decode(method, Payload((words, norms)), Context(segments, NOTHING))
     x[512:1024] = 0
-    assert torch.equal(method.encode(x, segments, NOTHING, Key(19, 0, 0)).parts[0], words)
+    assert torch.equal(
+        codec.encode(method, x, Context(segments, NOTHING, Key(19, 0, 0))).parts[0], words
+    )
 
 
 @settings(deadline=None, max_examples=150, derandomize=True)
@@ -655,7 +684,7 @@ def test_damaged_payloads(data):
     )
     n = data.draw(st.sampled_from([0, 1, 5, 33, 70]))
     segments = Segments.of([(n,)], 32)
-    payload = method.encode(normal(n, 23), segments, NOTHING, Key(18, 0, 0))
+    payload = codec.encode(method, normal(n, 23), Context(segments, NOTHING, Key(18, 0, 0)))
     parts = []
     for part in payload.parts:
         raw = bytearray(part.numpy().tobytes())
@@ -665,7 +694,7 @@ def test_damaged_payloads(data):
         raw = raw.ljust(4 * size, b"\xff")[: 4 * size]
         parts.append(torch.frombuffer(raw, dtype=part.dtype) if raw else part[:0])
     try:
-        values = method.decode(Payload(tuple(parts)), segments, NOTHING)
+        values = codec.decode(method, Payload(tuple(parts)), Context(segments, NOTHING))
     except PayloadError:
         return
     assert values.shape == (n,)

@@ -10,7 +10,8 @@ import torch
 
 import gcbench
 from gcbench import ops
-from gcbench.core.compressor import Key, Payload, Segments
+from gcbench.core import codec
+from gcbench.core.compressor import Context, Key, Payload, Segments
 from gcbench.core.errors import PayloadError
 from gcbench.ops import selection
 
@@ -28,8 +29,10 @@ def one(n: int) -> Segments:
 
 
 def sent(method, x: torch.Tensor, segments: Segments, key: Key = KEY) -> torch.Tensor:
-    shared = method.draw_shared(segments, key)
-    return method.decode(method.encode(x, segments, shared, key), segments, shared)
+    shared = method.draw_shared(Context(segments, key=key))
+    return codec.decode(
+        method, codec.encode(method, x, Context(segments, shared, key)), Context(segments, shared)
+    )
 
 
 def chi_square_z(statistic: float, degrees: int) -> float:
@@ -44,7 +47,7 @@ def chi_square_z(statistic: float, degrees: int) -> float:
 @pytest.mark.parametrize("ratio", [0.001, 0.01, 0.3, 1.0])
 def test_exactly_k_of_each_segment_in_order(ratio):
     method = gcbench.get_compressor("randomk", ratio=ratio)
-    positions = method.draw_shared(SPREAD, KEY)
+    positions = method.draw_shared(Context(SPREAD, key=KEY))
     assert positions.dtype == torch.int64
     assert (positions[1:] > positions[:-1]).all()
     for start, stop in itertools.pairwise(SPREAD.offsets):
@@ -58,7 +61,7 @@ def test_every_subset_is_equally_likely():
     draws, counts = 7000, dict.fromkeys(itertools.combinations(range(7), 3), 0)
     segments = Segments.of([(7,)] * 100)
     for step in range(draws // 100):
-        positions = method.draw_shared(segments, Key(1, step, 0)).view(100, 3)
+        positions = method.draw_shared(Context(segments, key=Key(1, step, 0))).view(100, 3)
         for row in positions - 7 * torch.arange(100).unsqueeze(1):
             counts[tuple(row.tolist())] += 1
     expected = draws / 35
@@ -75,7 +78,7 @@ def test_every_position_is_equally_likely():
     method = gcbench.get_compressor("randomk", ratio=0.01)
     d, draws, counts = 4096, 500, torch.zeros(4096, dtype=torch.float64)
     for step in range(draws):
-        counts[method.draw_shared(one(d), Key(2, step, 0))] += 1
+        counts[method.draw_shared(Context(one(d), key=Key(2, step, 0)))] += 1
     p = 41 / d
     assert float(counts.sum()) == draws * 41
     statistic = float(((counts - draws * p) ** 2).sum()) / (draws * p * (1 - p)) * (d - 1) / d
@@ -93,7 +96,7 @@ def test_neighbours_are_drawn_independently():
     d, lags = 65536, (1, 2, 3, 4, 32, 64, 128)
     pairs = dict.fromkeys(lags, 0)
     for step in range(300):
-        positions = set(method.draw_shared(one(d), Key(3, step, 0)).tolist())
+        positions = set(method.draw_shared(Context(one(d), key=Key(3, step, 0))).tolist())
         assert len(positions) == 33
         for lag in lags:
             pairs[lag] += sum(p + lag in positions for p in positions)
@@ -105,19 +108,21 @@ def test_positions_are_shared_and_fresh():
     """No rank enters; step, seed and place in the bucket do. Encoding ignores its own key."""
     method = gcbench.get_compressor("randomk", ratio=0.1)
     twins = Segments.of([(1024,), (1024,)])
-    first = method.draw_shared(twins, KEY)
-    assert torch.equal(first, method.draw_shared(twins, KEY))
+    first = method.draw_shared(Context(twins, key=KEY))
+    assert torch.equal(first, method.draw_shared(Context(twins, key=KEY)))
     for other in (KEY._replace(step=1), KEY._replace(seed=8), KEY._replace(offset=4096)):
-        common = set(first.tolist()) & set(method.draw_shared(twins, other).tolist())
+        common = set(first.tolist()) & set(method.draw_shared(Context(twins, key=other)).tolist())
         assert len(common) < 60, "20 of 206 are expected in common"
     left, right = first[:103], first[103:] - 1024
     assert len(set(left.tolist()) & set(right.tolist())) < 40, "segments differ: 10 expected"
     # Position e of the bucket has one word, whatever the bucket is cut into.
     for start, half in ((0, left), (1024, right)):
-        alone = method.draw_shared(one(1024), KEY._replace(offset=KEY.offset + start))
+        alone = method.draw_shared(Context(one(1024), key=KEY._replace(offset=KEY.offset + start)))
         assert torch.equal(alone, half)
     x = normal(2048)
-    payloads = [method.encode(x, twins, first, KEY._replace(rank=rank)) for rank in range(3)]
+    payloads = [
+        codec.encode(method, x, Context(twins, first, KEY._replace(rank=rank))) for rank in range(3)
+    ]
     assert all(torch.equal(p.parts[0], x[first]) for p in payloads)
 
 
@@ -158,7 +163,7 @@ def test_unbiased_with_the_exact_variance():
     squares = errors.square().sum(1)
     exact = 3 * float(x.square().sum())
     assert abs(float(squares.mean()) - exact) < 5 * float(squares.std()) / math.sqrt(draws)
-    variance = method.claims.variance(x.float(), one(48), torch.empty(0))
+    variance = method.claims.variance(x.float(), Context(one(48), torch.empty(0)))
     torch.testing.assert_close(variance, 3 * x.float().double().square(), rtol=1e-15, atol=0)
     measured = errors.square().mean(0)
     # x'_i is 4 x_i or 0: its squared error is 9 x_i^2 or x_i^2, with sd 8 x_i^2 sqrt(3/16).
@@ -180,8 +185,11 @@ def test_error_of_equal_magnitudes_is_the_same_in_every_draw(ratio):
             decoded = sent(method, x, SPREAD, Key(5, step, 0))
             error = float((decoded.double() - x.double()).square().sum())
             assert error == pytest.approx(expected, rel=1e-6)
-    assert method.claims.error_bound(x, SPREAD) == pytest.approx(unscaled, rel=1e-9)
-    assert gcbench.get_compressor("randomk", ratio=ratio).claims.error_bound(x, SPREAD) is None
+    assert method.claims.error_bound(x, Context(SPREAD)) == pytest.approx(unscaled, rel=1e-9)
+    assert (
+        gcbench.get_compressor("randomk", ratio=ratio).claims.error_bound(x, Context(SPREAD))
+        is None
+    )
 
 
 def test_unscaled_error_in_expectation():
@@ -193,7 +201,7 @@ def test_unscaled_error_in_expectation():
     errors = (rows.double() - x.double()).square().sum(1)
     exact = 0.9 * float(x.double().square().sum())
     assert abs(float(errors.mean()) - exact) < 5 * float(errors.std()) / math.sqrt(draws)
-    assert method.claims.error_bound(x, one(50)) == pytest.approx(exact, rel=1e-9)
+    assert method.claims.error_bound(x, Context(one(50))) == pytest.approx(exact, rel=1e-9)
 
 
 def test_declarations_follow_the_fields():
@@ -201,10 +209,10 @@ def test_declarations_follow_the_fields():
     plain = gcbench.get_compressor("randomk", ratio=0.02, scaled=False)
     assert (scaled.claims.unbiased, scaled.claims.contractive) == (True, False)
     assert (plain.claims.unbiased, plain.claims.contractive) == (False, True)
-    assert scaled.claims.gaussian_error() == pytest.approx(49)
-    assert plain.claims.gaussian_error() == pytest.approx(0.98)
-    assert scaled.claims.nominal_bits() == pytest.approx(0.64)
-    assert plain.claims.variance(normal(5), one(5), torch.empty(0)) is None
+    assert scaled.claims.gaussian_error == pytest.approx(49)
+    assert plain.claims.gaussian_error == pytest.approx(0.98)
+    assert scaled.claims.nominal_bits == pytest.approx(0.64)
+    assert plain.claims.variance(normal(5), Context(one(5), torch.empty(0))) is None
     for ratio in (0.0, -0.1, 1.1, math.nan):
         with pytest.raises(gcbench.core.errors.GcbenchError, match="ratio"):
             gcbench.get_compressor("randomk", ratio=ratio)
@@ -217,12 +225,12 @@ def test_only_the_values_travel():
     """4 k bytes: 100x of nothing else at 1 %, with the segments' k in one float32 tensor."""
     method = gcbench.get_compressor("randomk")
     x, segments = normal(10_000, 4), Segments.of([(60, 100), (4000,)])
-    shared = method.draw_shared(segments, KEY)
-    payload = method.encode(x, segments, shared, KEY)
+    shared = method.draw_shared(Context(segments, key=KEY))
+    payload = codec.encode(method, x, Context(segments, shared, KEY))
     assert payload.nbytes == 4 * (60 + 40)
-    assert method.bits(segments) == 32 * 100
+    assert codec.bits(method, segments) == 32 * 100
     assert payload.parts[0].tolist() == [float(x[i]) for i in shared.tolist()]
-    decoded = method.decode(payload, segments, shared)
+    decoded = codec.decode(method, payload, Context(segments, shared))
     assert torch.equal(decoded[shared], 100 * x[shared])
     assert int((decoded != 0).sum()) == 100
 
@@ -233,12 +241,14 @@ def test_each_segment_has_its_own_factor():
     segments = Segments.of([(10,), (1,), (0,), (4,)])
     shared = torch.tensor([0, 3, 8, 9, 10, 11, 14])
     x = torch.arange(1.0, 16.0)
-    payload = method.encode(x, segments, shared, KEY)
+    payload = codec.encode(method, x, Context(segments, shared, KEY))
     assert payload.parts[0].tolist() == [1.0, 4.0, 9.0, 10.0, 11.0, 12.0, 15.0]
     expected = torch.zeros(15)
     expected[shared] = torch.tensor([2.5, 10.0, 22.5, 25.0, 11.0, 24.0, 30.0])
-    assert torch.equal(method.decode(payload, segments, shared), expected)
-    assert torch.equal(method.decode(payload._replace(count=2), segments, shared), expected / 2)
+    assert torch.equal(codec.decode(method, payload, Context(segments, shared)), expected)
+    assert torch.equal(
+        codec.decode(method, payload._replace(count=2), Context(segments, shared)), expected / 2
+    )
 
 
 @pytest.mark.parametrize("scaled", [True, False])
@@ -253,17 +263,22 @@ def test_all_reduce_is_the_mean_of_the_payloads(workers, scaled, simulated):
     d = SPREAD.numel
     for segments, ratio, powers in ((one(1024), 1 / 64, True), (SPREAD, 0.03, False)):
         method = gcbench.get_compressor("randomk", ratio=ratio, scaled=scaled)
-        shared = method.draw_shared(segments, KEY)
+        shared = method.draw_shared(Context(segments, key=KEY))
         xs = [normal(d, seed)[: segments.numel] for seed in range(workers)]
-        payloads = [method.encode(x, segments, shared, Key(7, 0, r)) for r, x in enumerate(xs)]
-        summands = [method.summand(p, workers, segments).parts[0] for p in payloads]
+        payloads = [
+            codec.encode(method, x, Context(segments, shared, Key(7, 0, r)))
+            for r, x in enumerate(xs)
+        ]
+        summands = [
+            method.summand(p, Context(segments, workers=workers)).parts[0] for p in payloads
+        ]
         total = simulated(workers).all_reduce(summands, "sum")
-        reduced = method.decode_sum(Payload((total,), workers), segments, shared)
-        assert torch.equal(reduced, method.mean(payloads, segments, shared))
-        merged = method.merge(payloads, segments, shared, KEY)
+        reduced = codec.decode_sum(method, Payload((total,), workers), Context(segments, shared))
+        assert torch.equal(reduced, codec.mean(method, payloads, Context(segments, shared)))
+        merged = codec.merge(method, payloads, Context(segments, shared, KEY))
         assert merged.count == workers
-        assert torch.equal(reduced, method.decode(merged, segments, shared))
-        decoded = [method.decode(p, segments, shared) for p in payloads]
+        assert torch.equal(reduced, codec.decode(method, merged, Context(segments, shared)))
+        decoded = [codec.decode(method, p, Context(segments, shared)) for p in payloads]
         added = sum(decoded[1:], decoded[0]) / workers
         if powers and workers != 3:
             assert torch.equal(reduced, added)
@@ -275,9 +290,9 @@ def test_the_mean_of_many_workers_is_no_better():
     """All keep the same positions: the mean of N equal gradients is off by all of (d/k - 1)."""
     method = gcbench.get_compressor("randomk", ratio=0.25)
     x = torch.ones(400)
-    shared = method.draw_shared(one(400), KEY)
-    payloads = [method.encode(x, one(400), shared, Key(7, 0, r)) for r in range(16)]
-    error = (method.mean(payloads, one(400), shared) - x).square().sum()
+    shared = method.draw_shared(Context(one(400), key=KEY))
+    payloads = [codec.encode(method, x, Context(one(400), shared, Key(7, 0, r))) for r in range(16)]
+    error = (codec.mean(method, payloads, Context(one(400), shared)) - x).square().sum()
     assert float(error) == 3 * 400
 
 
@@ -286,10 +301,10 @@ def test_everything_kept_is_the_identity(scaled):
     method = gcbench.get_compressor("randomk", ratio=1.0, scaled=scaled)
     x = normal(SPREAD.numel, 5) * 1e-30
     x[3], x[4] = 3.4e38, -1e-45
-    assert torch.equal(method.draw_shared(SPREAD, KEY), torch.arange(SPREAD.numel))
+    assert torch.equal(method.draw_shared(Context(SPREAD, key=KEY)), torch.arange(SPREAD.numel))
     assert torch.equal(sent(method, x, SPREAD), x)
-    assert method.claims.gaussian_error() == 0
-    assert not method.draw_shared(one(0), KEY).numel()
+    assert method.claims.gaussian_error == 0
+    assert not method.draw_shared(Context(one(0), key=KEY)).numel()
 
 
 def test_a_value_beyond_float32_saturates():
@@ -303,16 +318,16 @@ def test_a_value_beyond_float32_saturates():
 def test_corrupt_payloads_are_refused():
     method = gcbench.get_compressor("randomk", ratio=0.1)
     segments = one(100)
-    shared = method.draw_shared(segments, KEY)
-    good = method.encode(normal(100), segments, shared, KEY).parts[0]
+    shared = method.draw_shared(Context(segments, key=KEY))
+    good = codec.encode(method, normal(100), Context(segments, shared, KEY)).parts[0]
     broken = good.clone()
     broken[3] = math.nan
     cases = [(broken, "finite"), (good / 0, "finite"), (good[:-1], "expected")]
     cases += [(good.double(), "expected"), (good.repeat(2), "expected"), (good[:1], "expected")]
     for values, message in cases:
         with pytest.raises(PayloadError, match=f"randomk: .*{message}"):
-            method.decode(Payload((values,)), segments, shared)
+            codec.decode(method, Payload((values,)), Context(segments, shared))
         with pytest.raises(PayloadError, match=f"randomk: .*{message}"):
-            method.mean([Payload((good,)), Payload((values,))], segments, shared)
+            codec.mean(method, [Payload((good,)), Payload((values,))], Context(segments, shared))
     with pytest.raises(PayloadError, match="0 workers"):
-        method.decode(Payload((good,), 0), segments, shared)
+        codec.decode(method, Payload((good,), 0), Context(segments, shared))

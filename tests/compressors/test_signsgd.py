@@ -15,11 +15,13 @@ from fractions import Fraction
 import pytest
 import torch
 from builders import encode_shards
+from gcbench.compressors.memories.momentum import Momentum
+from gcbench.compressors.memories.residual import Residual
 
 import gcbench
 from gcbench import ops
-from gcbench.core import memory
-from gcbench.core.compressor import Key, Payload, Segments
+from gcbench.core import codec
+from gcbench.core.compressor import Context, Key, Payload, Segments, requantizes
 from gcbench.core.errors import PayloadError, UsageError
 
 NOTHING = torch.empty(0)
@@ -47,18 +49,23 @@ def efsignsgd(granularity=None):
 
 
 def coded(method, x, segments):
-    return method.decode(method.encode(x, segments, NOTHING, Key(0, 0, 0)), segments, NOTHING)
+    return codec.decode(
+        method,
+        codec.encode(method, x, Context(segments, NOTHING, Key(0, 0, 0))),
+        Context(segments, NOTHING),
+    )
 
 
 def vote(method, gradients, step=0):
     """Return the vote over the rows of `gradients` as an owner decides and all decode it."""
     segments = one(gradients.shape[1])
     payloads = [
-        method.encode(g, segments, NOTHING, Key(0, step, rank)) for rank, g in enumerate(gradients)
+        codec.encode(method, g, Context(segments, NOTHING, Key(0, step, rank)))
+        for rank, g in enumerate(gradients)
     ]
-    merged = method.merge(payloads, segments, NOTHING, Key(0, step, 0, 0, 1))
+    merged = codec.merge(method, payloads, Context(segments, NOTHING, Key(0, step, 0, 0, 1)))
     assert merged.count == len(payloads)
-    return method.decode(merged, segments, NOTHING)
+    return codec.decode(method, merged, Context(segments, NOTHING))
 
 
 def vote_error(wrong: Fraction | float, workers: int, tie: Fraction | float):
@@ -84,11 +91,11 @@ def test_payload_by_hand():
     x = normal(40)
     words = [sum((float(x[lane + 2 * j]) >= 0) << j for j in range(20)) for lane in (0, 1)]
     method, segments = signsgd(), one(40)
-    payload = method.encode(x, segments, NOTHING, Key(0, 0, 0))
+    payload = codec.encode(method, x, Context(segments, NOTHING, Key(0, 0, 0)))
     assert bytes(payload.to_bytes().tolist()) == struct.pack("<2I", *words)
-    merged = method.merge([payload] * 3, segments, NOTHING, Key(0, 0, 0))
+    merged = codec.merge(method, [payload] * 3, Context(segments, NOTHING, Key(0, 0, 0)))
     assert bytes(merged.to_bytes().tolist()) == struct.pack("<2I", *words)
-    assert method.decode(merged, segments, NOTHING).tolist() == x.sign().tolist()
+    assert codec.decode(method, merged, Context(segments, NOTHING)).tolist() == x.sign().tolist()
 
 
 def test_ternary_payload_by_hand():
@@ -96,9 +103,9 @@ def test_ternary_payload_by_hand():
     x = torch.tensor([3.0, -4.0, 1.2, -0.0, 0.0, 1.3, -1.2, -1.3])
     rms = math.sqrt((9 + 16 + 2 * 1.44 + 2 * 1.69) / 8)
     method = signsgd(abstain=1.25 / rms)
-    payload = method.encode(x, one(8), NOTHING, Key(0, 0, 0))
+    payload = codec.encode(method, x, Context(one(8), NOTHING, Key(0, 0, 0)))
     signs = [1, -1, 0, 0, 0, 1, 0, -1]
-    assert method.decode(payload, one(8), NOTHING).tolist() == signs
+    assert codec.decode(method, payload, Context(one(8), NOTHING)).tolist() == signs
     assert payload.layout == method.layout(one(8)) == ((torch.int32, 2),)
     assert payload.parts[0][0].item() == sum((s + 1) << (2 * i) for i, s in enumerate(signs))
 
@@ -115,11 +122,12 @@ def test_bits_up_and_down():
     ):
         method = signsgd(**fields)
         payloads = [
-            method.encode(normal(10_240, seed=s), segments, NOTHING, Key(0, 0, s)) for s in range(4)
+            codec.encode(method, normal(10_240, seed=s), Context(segments, NOTHING, Key(0, 0, s)))
+            for s in range(4)
         ]
-        merged = method.merge(payloads, segments, NOTHING, Key(0, 0, 0))
-        assert 8 * payloads[0].nbytes / 10_240 == up == method.bits(segments) / 10_240
-        assert 8 * merged.nbytes / 10_240 == down == method.bits(segments, 4) / 10_240
+        merged = codec.merge(method, payloads, Context(segments, NOTHING, Key(0, 0, 0)))
+        assert 8 * payloads[0].nbytes / 10_240 == up == codec.bits(method, segments) / 10_240
+        assert 8 * merged.nbytes / 10_240 == down == codec.bits(method, segments, 4) / 10_240
 
 
 def test_zeros_and_ties_count_as_plus():
@@ -168,8 +176,10 @@ def test_shards_vote_as_the_whole_does(fields, workers):
     method = signsgd(**fields)
     segments = Segments.of([(1500,), (0,), (2000,)])
     xs = normal(workers, 3500) * torch.logspace(-3, 3, 3500)
-    payloads = [method.encode(x, segments, NOTHING, Key(0, 0, r)) for r, x in enumerate(xs)]
-    mean = method.mean(payloads, segments, NOTHING)
+    payloads = [
+        codec.encode(method, x, Context(segments, NOTHING, Key(0, 0, r))) for r, x in enumerate(xs)
+    ]
+    mean = codec.mean(method, payloads, Context(segments, NOTHING))
     bounds = [0, 1024, 3072, 3500]
     sent = [
         encode_shards(method, x, segments, NOTHING, Key(0, 0, r), bounds) for r, x in enumerate(xs)
@@ -177,15 +187,19 @@ def test_shards_vote_as_the_whole_does(fields, workers):
     pieces = []
     for k, (start, stop) in enumerate(itertools.pairwise(bounds)):
         shard = segments.shard(start, stop)[0]
-        merged = method.merge([row[k] for row in sent], shard, NOTHING, Key(0, 0, k, start, 1))
+        merged = codec.merge(
+            method, [row[k] for row in sent], Context(shard, NOTHING, Key(0, 0, k, start, 1))
+        )
         assert merged.layout == method.layout(shard, workers)
-        pieces.append(method.decode(merged, shard, NOTHING))
+        pieces.append(codec.decode(method, merged, Context(shard, NOTHING)))
     assert torch.equal(torch.cat(pieces), mean)
-    whole = method.merge(payloads, segments, NOTHING, Key(0, 0, 0))
-    assert torch.equal(method.decode(whole, segments, NOTHING), mean)
-    assert torch.equal(method.mean([whole], segments, NOTHING), mean)  # it stands for them all
+    whole = codec.merge(method, payloads, Context(segments, NOTHING, Key(0, 0, 0)))
+    assert torch.equal(codec.decode(method, whole, Context(segments, NOTHING)), mean)
+    assert torch.equal(
+        codec.mean(method, [whole], Context(segments, NOTHING)), mean
+    )  # it stands for them all
     assert method.claims.aggregate == ("other" if "quorum" in fields else "vote")
-    assert not method.requantizes
+    assert not requantizes(method)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1 / 3, 1e30])
@@ -193,8 +207,8 @@ def test_scale_invariance(scale):
     """sign(c g) = sign(g), c > 0; abstention is relative, so its codes are the same, too."""
     x = normal(3000)
     for method in (signsgd(), signsgd(abstain=0.3)):
-        first = method.encode(x, one(3000), NOTHING, Key(0, 0, 0))
-        again = method.encode(x * scale, one(3000), NOTHING, Key(0, 0, 0))
+        first = codec.encode(method, x, Context(one(3000), NOTHING, Key(0, 0, 0)))
+        again = codec.encode(method, x * scale, Context(one(3000), NOTHING, Key(0, 0, 0)))
         assert torch.equal(first.parts[0], again.parts[0])
 
 
@@ -229,24 +243,24 @@ def test_what_arrives_exactly(abstain, families):
 def test_corrupt_payloads_are_refused():
     segments = one(100)
     for method, count in ((signsgd(), 1), (signsgd(abstain=0.5), 1), (signsgd(quorum=2), 4)):
-        payload = method.encode(normal(100), segments, NOTHING, Key(0, 0, 0))
-        payload = method.merge([payload] * count, segments, NOTHING, Key(0, 0, 0))
+        payload = codec.encode(method, normal(100), Context(segments, NOTHING, Key(0, 0, 0)))
+        payload = codec.merge(method, [payload] * count, Context(segments, NOTHING, Key(0, 0, 0)))
         words = payload.parts[0]
         bad = [(words[:-1],), (torch.cat([words, words]),), (words.float(),), (words, words), ()]
         bad.append((torch.full_like(words, -1),))  # code 3, and bits after the last code
         for parts in bad:
             wrong = Payload(parts, count)
             with pytest.raises(PayloadError, match=r"^signsgd: "):
-                method.decode(wrong, segments, NOTHING)
+                codec.decode(method, wrong, Context(segments, NOTHING))
             with pytest.raises(PayloadError, match=r"^signsgd: "):
-                method.mean([payload, wrong], segments, NOTHING)
+                codec.mean(method, [payload, wrong], Context(segments, NOTHING))
             with pytest.raises(PayloadError, match=r"^signsgd: "):
-                method.merge([wrong], segments, NOTHING, Key(0, 0, 0))
+                codec.merge(method, [wrong], Context(segments, NOTHING, Key(0, 0, 0)))
         with pytest.raises(PayloadError, match=r"^signsgd: "):
-            method.decode(Payload((words,), 0), segments, NOTHING)
+            codec.decode(method, Payload((words,), 0), Context(segments, NOTHING))
     code_three = Payload((torch.full((64,), -1, dtype=torch.int32),))
     with pytest.raises(PayloadError, match=r"^signsgd: code 3"):
-        signsgd(abstain=0.5).decode(code_three, one(1024), NOTHING)
+        codec.decode(signsgd(abstain=0.5), code_three, Context(one(1024), NOTHING))
 
 
 @pytest.mark.parametrize(
@@ -374,12 +388,14 @@ def test_coins_are_fair_and_tossed_by_the_merge():
     """All ties: half are +1, anew at each step; the elements' own coins whatever the shard."""
     method, n = signsgd(ties="coin"), 100_000
     segments = one(n)
-    payloads = [method.encode(x, segments, NOTHING, Key(0, 0, 0)) for x in torch.ones(2, n)]
-    payloads[1] = method.encode(-torch.ones(n), segments, NOTHING, Key(0, 0, 1))
+    payloads = [
+        codec.encode(method, x, Context(segments, NOTHING, Key(0, 0, 0))) for x in torch.ones(2, n)
+    ]
+    payloads[1] = codec.encode(method, -torch.ones(n), Context(segments, NOTHING, Key(0, 0, 1)))
 
     def toss(key):
-        merged = method.merge(payloads, segments, NOTHING, key)
-        return method.decode(merged, segments, NOTHING)
+        merged = codec.merge(method, payloads, Context(segments, NOTHING, key))
+        return codec.decode(method, merged, Context(segments, NOTHING))
 
     first, second = toss(Key(0, 1, 0, 0, 1)), toss(Key(0, 2, 0, 0, 1))
     assert torch.equal(first, toss(Key(0, 1, 0, 0, 1)))
@@ -388,8 +404,8 @@ def test_coins_are_fair_and_tossed_by_the_merge():
     neighbours = first[:-1] * first[1:]
     assert close(float((neighbours > 0).double().mean()), 0.5, n - 1)
     tail = [Payload(tuple(ops.packing.split_words(p.parts[0], 1, [1024, n]))) for p in payloads]
-    merged = method.merge(tail, one(n - 1024), NOTHING, Key(0, 1, 0, 1024, 1))
-    assert torch.equal(method.decode(merged, one(n - 1024), NOTHING), first[1024:])
+    merged = codec.merge(method, tail, Context(one(n - 1024), NOTHING, Key(0, 1, 0, 1024, 1)))
+    assert torch.equal(codec.decode(method, merged, Context(one(n - 1024), NOTHING)), first[1024:])
 
 
 def test_coins_need_an_owner():
@@ -397,11 +413,14 @@ def test_coins_need_an_owner():
     method = signsgd(ties="coin")
     assert method.legal_collectives() == ("twoshot",)
     assert signsgd().legal_collectives() == ("twoshot", "allgather")
-    payloads = [method.encode(normal(50, seed=s), one(50), NOTHING, Key(0, 0, s)) for s in range(3)]
+    payloads = [
+        codec.encode(method, normal(50, seed=s), Context(one(50), NOTHING, Key(0, 0, s)))
+        for s in range(3)
+    ]
     with pytest.raises(UsageError, match="twoshot"):
-        method.mean(payloads[:2], one(50), NOTHING)
-    plain = signsgd().mean(payloads, one(50), NOTHING)
-    assert torch.equal(method.mean(payloads, one(50), NOTHING), plain)
+        codec.mean(method, payloads[:2], Context(one(50), NOTHING))
+    plain = codec.mean(signsgd(), payloads, Context(one(50), NOTHING))
+    assert torch.equal(codec.mean(method, payloads, Context(one(50), NOTHING)), plain)
 
 
 def test_skewed_noise_defeats_the_vote():
@@ -525,11 +544,14 @@ def test_signum_warm_up():
 def test_signum_votes_over_momenta():
     """Each worker sends sign(m_i), m_i its own; the factor 1 - beta of m does not matter."""
     gradients = normal(30, 3, 500)
-    carried, sums = memory.Momentum(beta=0.5), torch.zeros(3, 500)
+    carried, sums = Momentum(beta=0.5), torch.zeros(3, 500)
     states = [carried.state(sums[0]) for _ in range(3)]
     for gradient in gradients:
         momenta = torch.stack(
-            [carried.offer(g, state, 3) for g, state in zip(gradient, states, strict=True)]
+            [
+                carried.offer(g, Context(one(500), workers=3, state=state))
+                for g, state in zip(gradient, states, strict=True)
+            ]
         )
         sums = 0.5 * sums + gradient
         assert torch.equal(vote(signsgd(), momenta), vote(signsgd(), sums))
@@ -556,10 +578,16 @@ def test_ef_payload_by_hand():
     assert efsignsgd().granularity == "tensor"
     x = torch.tensor([3.0, -1.0, 0.0, -4.0, 0.5])
     segments = Segments.of([(4,), (1,), (0,)])
-    payload = efsignsgd().encode(x, segments, NOTHING, Key(0, 0, 0))
+    payload = codec.encode(efsignsgd(), x, Context(segments, NOTHING, Key(0, 0, 0)))
     assert bytes(payload.to_bytes().tolist()) == struct.pack("<I3f", 0b10101, 2.0, 0.5, 0.0)
-    assert efsignsgd().decode(payload, segments, NOTHING).tolist() == [2, -2, 2, -2, 0.5]
-    assert efsignsgd().bits(segments) == 32 + 3 * 32
+    assert codec.decode(efsignsgd(), payload, Context(segments, NOTHING)).tolist() == [
+        2,
+        -2,
+        2,
+        -2,
+        0.5,
+    ]
+    assert codec.bits(efsignsgd(), segments) == 32 + 3 * 32
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "model", "column", 7])
@@ -580,7 +608,7 @@ def test_ef_error_is_one_minus_the_density(granularity, scale):
             assert 1 / len(part) * (1 - 1e-12) <= phi <= 1 + 1e-12
             expected += (1 - phi) * norm2
     assert error == pytest.approx(expected, rel=1e-9)
-    bound = method.claims.error_bound(x, segments)
+    bound = method.claims.error_bound(x, Context(segments))
     assert error <= bound <= error * (1 + 1e-9) < float(x.double().square().sum())
 
 
@@ -589,14 +617,14 @@ def test_ef_density_of_a_spike_and_of_normal_values():
     for d in (1, 2, 10, 1000):
         spike = torch.zeros(d)
         spike[d // 2] = -5
-        bound = efsignsgd().claims.error_bound(spike, one(d))
+        bound = efsignsgd().claims.error_bound(spike, Context(one(d)))
         assert bound == pytest.approx(25 * (1 - 1 / d), rel=1e-9, abs=1e-9)
     x = torch.where(normal(999) > 0, 0.3, -0.3)
     assert torch.equal(coded(efsignsgd(), x, one(999)), x)
     x = normal(200_000)
     error = float((x - coded(efsignsgd(), x, one(200_000))).square().sum() / x.square().sum())
-    assert error == pytest.approx(efsignsgd().claims.gaussian_error(), rel=0.01)
-    assert efsignsgd().claims.gaussian_error() == pytest.approx(0.36338, abs=1e-5)
+    assert error == pytest.approx(efsignsgd().claims.gaussian_error, rel=0.01)
+    assert efsignsgd().claims.gaussian_error == pytest.approx(0.36338, abs=1e-5)
 
 
 def test_ef_special_values():
@@ -606,17 +634,17 @@ def test_ef_special_values():
     huge[::2] *= -1
     assert torch.equal(coded(method, huge, segments), huge)
     for x in (torch.zeros(201), -torch.zeros(201)):
-        payload = method.encode(x, segments, NOTHING, Key(0, 0, 0))
+        payload = codec.encode(method, x, Context(segments, NOTHING, Key(0, 0, 0)))
         assert not payload.parts[1].any()
-        assert not method.decode(payload, segments, NOTHING).any()
-        assert method.claims.error_bound(x, segments) == 0
+        assert not codec.decode(method, payload, Context(segments, NOTHING)).any()
+        assert method.claims.error_bound(x, Context(segments)) == 0
     tiny = torch.full((201,), -1e-45)
     assert torch.equal(coded(method, tiny, segments), tiny)
 
 
 def test_ef_corrupt_payloads_are_refused():
     method, segments = efsignsgd(), Segments.of([(40,), (0,)])
-    words, scale = method.encode(normal(40), segments, NOTHING, Key(0, 0, 0)).parts
+    words, scale = codec.encode(method, normal(40), Context(segments, NOTHING, Key(0, 0, 0))).parts
     for parts in (
         (words, torch.tensor([math.nan, 0.0])),
         (words, torch.tensor([math.inf, 0.0])),
@@ -629,7 +657,7 @@ def test_ef_corrupt_payloads_are_refused():
         (words,),
     ):
         with pytest.raises(PayloadError, match=r"^efsignsgd: "):
-            method.decode(Payload(parts), segments, NOTHING)
+            codec.decode(method, Payload(parts), Context(segments, NOTHING))
     with pytest.raises(UsageError, match="granularity"):
         efsignsgd("row")
 
@@ -757,7 +785,7 @@ def test_ef_first_step_has_the_learning_rate_of_all():
 
     Rates are powers of 2: products are exact. The first step moves by lr ||g||_1 / d, not more.
     """
-    carried = memory.Residual()
+    carried = Residual()
     method, segments = efsignsgd(), one(300)
     x, paper, error = torch.ones(300), torch.ones(300), torch.zeros(300)
     state = carried.state(x)
@@ -768,9 +796,10 @@ def test_ef_first_step_has_the_learning_rate_of_all():
         update = coded(method, p, segments)
         paper, error = paper - update, p - update
         carried.rescale(state, before / rate)
-        offered = carried.offer(gradient, state, 1)
+        ctx = Context(segments, state=state)
+        offered = carried.offer(gradient, ctx)
         sent = coded(method, offered, segments)
-        carried.keep(offered, sent, state)
+        carried.keep(offered, sent, ctx)
         x = x - rate * sent
         assert torch.equal(x, paper)
         assert torch.equal(rate * state["residual"], error)

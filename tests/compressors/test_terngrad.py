@@ -10,7 +10,8 @@ from builders import encode_shards
 
 import gcbench
 from gcbench import ops
-from gcbench.core.compressor import Key, Payload, Segments
+from gcbench.core import codec
+from gcbench.core.compressor import Context, Key, Payload, Segments
 from gcbench.core.errors import PayloadError, UsageError
 
 
@@ -27,13 +28,15 @@ def test_unbiased_towards_the_clipped_gradient():
     method = gcbench.get_compressor("terngrad", clip=1.0)
     x, draws = normal(48), 6000
     segments = one(48)
-    shared = method.prepare(x, segments).statistic * 1.3  # another worker has the larger scale
-    f = method.claims.target(x, segments, shared)
+    shared = (
+        codec.prepare(method, x, Context(segments)).statistic * 1.3
+    )  # another worker has the larger scale
+    f = method.claims.target(x, Context(segments, shared))
     assert float((f - x).abs().max()) > 0.1, "clipping must bite for this test to mean anything"
     total = torch.zeros(48, dtype=torch.float64)
     for step in range(draws):
-        payload = method.encode(x, segments, shared, Key(1, step, 0))
-        total += method.decode(payload, segments, shared).double()
+        payload = codec.encode(method, x, Context(segments, shared, Key(1, step, 0)))
+        total += codec.decode(method, payload, Context(segments, shared)).double()
     sd = ((shared.double() * f.abs() - f.double() ** 2) / draws).sqrt()
     assert float(((total / draws - f).abs() / sd).max()) < 5
 
@@ -43,10 +46,14 @@ def test_exact_second_moment():
     method = gcbench.get_compressor("terngrad")
     x = normal(200_000, 1)
     segments = one(len(x))
-    shared = method.prepare(x, segments).statistic
-    f = method.claims.target(x, segments, shared).double()
+    shared = codec.prepare(method, x, Context(segments)).statistic
+    f = method.claims.target(x, Context(segments, shared)).double()
     s = float(shared)
-    decoded = method.decode(method.encode(x, segments, shared, Key(2, 0, 0)), segments, shared)
+    decoded = codec.decode(
+        method,
+        codec.encode(method, x, Context(segments, shared, Key(2, 0, 0))),
+        Context(segments, shared),
+    )
     measured = float((decoded.double() ** 2).sum())
     p = f.abs() / s
     sd = s * s * float((p * (1 - p)).sum().sqrt())
@@ -64,7 +71,7 @@ def test_gaussian_clip_integrals(clip, length, degrees):
     """Length and angle of a clipped Gaussian: the integrals behind the paper's 1-1.5 %, 2-3 deg."""
     method = gcbench.get_compressor("terngrad", clip=clip)
     x = normal(1_000_000, 2)
-    f = method.claims.target(x, one(len(x)), x.new_empty(0)).double()
+    f = method.claims.target(x, Context(one(len(x)), x.new_empty(0))).double()
     x = x.double()
     assert abs(100 * float(f.norm() / x.norm() - 1) - length) < 0.1
     cosine = float(f @ x / (f.norm() * x.norm()))
@@ -79,10 +86,9 @@ def test_the_declared_error_is_the_integral(clip):
     f = x.clamp(-clip, clip)
     error = float((density * ((x - f) ** 2 + clip * f.abs() - f * f)).sum())
     method = gcbench.get_compressor("terngrad", clip=clip)
-    assert method.claims.gaussian_error() == pytest.approx(error, abs=1e-5)
+    assert method.claims.gaussian_error == pytest.approx(error, abs=1e-5)
     assert (
-        gcbench.get_compressor("terngrad", clip=clip, granularity=64).claims.gaussian_error()
-        is None
+        gcbench.get_compressor("terngrad", clip=clip, granularity=64).claims.gaussian_error is None
     )
 
 
@@ -91,8 +97,12 @@ def test_gaussian_error_is_the_analytic_one():
     method = gcbench.get_compressor("terngrad")
     x = normal(1_000_000, 3)
     segments = one(len(x))
-    shared = method.prepare(x, segments).statistic
-    decoded = method.decode(method.encode(x, segments, shared, Key(3, 0, 0)), segments, shared)
+    shared = codec.prepare(method, x, Context(segments)).statistic
+    decoded = codec.decode(
+        method,
+        codec.encode(method, x, Context(segments, shared, Key(3, 0, 0))),
+        Context(segments, shared),
+    )
     error = float(((x - decoded).double() ** 2).sum() / (x.double() ** 2).sum())
     assert error == pytest.approx(1.00953, rel=0.01)
     assert float((decoded == 0).double().mean()) == pytest.approx(0.682, abs=0.003)
@@ -103,9 +113,13 @@ def test_at_most_2n_plus_1_levels(workers):
     method = gcbench.get_compressor("terngrad")
     xs = [normal(40_000, seed) for seed in range(workers)]
     segments = one(40_000)
-    shared = torch.stack([method.prepare(x, segments).statistic for x in xs]).amax(0)
-    payloads = [method.encode(x, segments, shared, Key(4, 0, r)) for r, x in enumerate(xs)]
-    levels = method.mean(payloads, segments, shared).unique()
+    shared = torch.stack([codec.prepare(method, x, Context(segments)).statistic for x in xs]).amax(
+        0
+    )
+    payloads = [
+        codec.encode(method, x, Context(segments, shared, Key(4, 0, r))) for r, x in enumerate(xs)
+    ]
+    levels = codec.mean(method, payloads, Context(segments, shared)).unique()
     assert 3 <= len(levels) <= 2 * workers + 1
     multiples = levels / (shared / workers)
     torch.testing.assert_close(multiples, multiples.round(), rtol=0, atol=1e-4)
@@ -125,19 +139,19 @@ def test_sums_of_known_codes_are_exact_in_every_exchange(workers):
         codes.float().view(-1), scale.repeat(workers), _tiled(segments, workers)
     )
     payloads = [
-        method.encode(x, segments, scale, Key(0, 0, r))
+        codec.encode(method, x, Context(segments, scale, Key(0, 0, r)))
         for r, x in enumerate(xs.view(workers, 3000))
     ]
     expected = ops.statistics.scale_(codes.sum(0).float(), scale / workers, segments)
-    assert torch.equal(method.mean(payloads, segments, scale), expected)
-    merged = method.merge(payloads, segments, scale, Key(0, 0, 0))
+    assert torch.equal(codec.mean(method, payloads, Context(segments, scale)), expected)
+    merged = codec.merge(method, payloads, Context(segments, scale, Key(0, 0, 0)))
     assert merged.count == workers
-    assert torch.equal(method.decode(merged, segments, scale), expected)
+    assert torch.equal(codec.decode(method, merged, Context(segments, scale)), expected)
     bits = math.ceil(math.log2(2 * workers + 1))
     assert merged.nbytes == 4 * ops.packing.packed_words(3000, bits)
-    widened = [method.summand(p, workers, segments).parts[0] for p in payloads]
+    widened = [method.summand(p, Context(segments, workers=workers)).parts[0] for p in payloads]
     total = Payload((sum(widened[1:], widened[0]),), workers)
-    assert torch.equal(method.decode_sum(total, segments, scale), expected)
+    assert torch.equal(codec.decode_sum(method, total, Context(segments, scale)), expected)
 
 
 def _tiled(segments: Segments, times: int) -> Segments:
@@ -168,9 +182,9 @@ def test_two_bits_an_element():
     for n in (1, 31, 32, 33, 1023, 1025, 100_003):
         segments = one(n)
         x = normal(n)
-        shared = method.prepare(x, segments).statistic
-        payload = method.encode(x, segments, shared, Key(0, 0, 0))
-        assert 8 * payload.nbytes == method.bits(segments)
+        shared = codec.prepare(method, x, Context(segments)).statistic
+        payload = codec.encode(method, x, Context(segments, shared, Key(0, 0, 0)))
+        assert 8 * payload.nbytes == codec.bits(method, segments)
         assert 2 * n <= 8 * payload.nbytes < 2 * n + 64
         assert payload.layout == method.layout(segments)
 
@@ -185,9 +199,13 @@ def test_layerwise_bound_is_below_the_global_one():
     def second_moment(granularity: str, clip: float) -> float:
         method = gcbench.get_compressor("terngrad", clip=clip, granularity=granularity)
         segments = Segments.of(shapes, granularity)
-        shared = method.prepare(x, segments).statistic
+        shared = codec.prepare(method, x, Context(segments)).statistic
         decoded = [
-            method.decode(method.encode(x, segments, shared, Key(9, t, 0)), segments, shared)
+            codec.decode(
+                method,
+                codec.encode(method, x, Context(segments, shared, Key(9, t, 0))),
+                Context(segments, shared),
+            )
             for t in range(20)
         ]
         return float(torch.stack(decoded).double().square().sum(1).mean())
@@ -208,12 +226,12 @@ def test_scaler_sharing_raises_the_variance():
     method = gcbench.get_compressor("terngrad")
     x = normal(100_000, 5)
     segments = one(len(x))
-    own = method.prepare(x, segments).statistic
+    own = codec.prepare(method, x, Context(segments)).statistic
     errors = []
     for factor in (1.0, 1.5, 3.0):
-        payload = method.encode(x, segments, own * factor, Key(5, 0, 0))
-        decoded = method.decode(payload, segments, own * factor)
-        f = method.claims.target(x, segments, own).double()
+        payload = codec.encode(method, x, Context(segments, own * factor, Key(5, 0, 0)))
+        decoded = codec.decode(method, payload, Context(segments, own * factor))
+        f = method.claims.target(x, Context(segments, own)).double()
         errors.append(float((decoded.double() - f).square().sum()))
         exact = float(own * factor) * float(f.abs().sum()) - float(f.square().sum())
         assert errors[-1] == pytest.approx(exact, rel=0.02)
@@ -225,12 +243,16 @@ def test_workers_draw_independently():
     method = gcbench.get_compressor("terngrad")
     x, workers = normal(100_000, 6), 8
     segments = one(len(x))
-    shared = method.prepare(x, segments).statistic
-    f = method.claims.target(x, segments, shared).double()
+    shared = codec.prepare(method, x, Context(segments)).statistic
+    f = method.claims.target(x, Context(segments, shared)).double()
 
     def error(ranks):
-        payloads = [method.encode(x, segments, shared, Key(6, 0, rank)) for rank in ranks]
-        return float((method.mean(payloads, segments, shared).double() - f).square().sum())
+        payloads = [
+            codec.encode(method, x, Context(segments, shared, Key(6, 0, rank))) for rank in ranks
+        ]
+        return float(
+            (codec.mean(method, payloads, Context(segments, shared)).double() - f).square().sum()
+        )
 
     alone = error([0])
     assert error(range(workers)) == pytest.approx(alone / workers, rel=0.03)
@@ -242,9 +264,13 @@ def test_c_sigma_scale_is_the_authors_code():
     method = gcbench.get_compressor("terngrad", scale="c-sigma", clip=1.0)
     x = normal(50_000, 7)
     segments = one(len(x))
-    shared = method.prepare(x, segments).statistic
+    shared = codec.prepare(method, x, Context(segments)).statistic
     assert float(shared) == pytest.approx(float(x.double().std(correction=0)), rel=1e-6)
-    decoded = method.decode(method.encode(x, segments, shared, Key(7, 0, 0)), segments, shared)
+    decoded = codec.decode(
+        method,
+        codec.encode(method, x, Context(segments, shared, Key(7, 0, 0))),
+        Context(segments, shared),
+    )
     beyond = x.abs() >= shared
     assert torch.equal(decoded[beyond], shared * x[beyond].sign())
     assert float(beyond.double().mean()) == pytest.approx(0.3173, abs=0.01)
@@ -255,15 +281,19 @@ def test_c_sigma_clips_at_the_shared_scale_only():
     method = gcbench.get_compressor("terngrad", scale="c-sigma", clip=1.0)
     x = normal(200_000, 13)
     segments = one(len(x))
-    own = method.prepare(x, segments).statistic
+    own = codec.prepare(method, x, Context(segments)).statistic
     shared = 2 * own
-    decoded = method.decode(method.encode(x, segments, shared, Key(7, 1, 0)), segments, shared)
+    decoded = codec.decode(
+        method,
+        codec.encode(method, x, Context(segments, shared, Key(7, 1, 0))),
+        Context(segments, shared),
+    )
     between = (x.abs() > 1.2 * own) & (x.abs() < 1.8 * own)
     p = x[between].abs().double() / float(shared)
     sd = float(shared) * float((p * (1 - p)).sum().sqrt())
     got = float((decoded * x.sign())[between].double().sum())
     assert abs(got - float(x[between].abs().double().sum())) < 5 * sd  # error probability 6e-7
-    target = method.claims.target(x, segments, shared)
+    target = method.claims.target(x, Context(segments, shared))
     assert torch.equal(target, x.clamp(-float(shared), float(shared)))
 
 
@@ -271,8 +301,10 @@ def test_c_sigma_differs_from_the_paper_on_small_tensors():
     """Ten biases rarely reach 2.5 sigma: the authors' scale is larger, and more codes are zero."""
     x = normal(10, 8)
     segments = one(10)
-    paper = gcbench.get_compressor("terngrad").prepare(x, segments).statistic
-    code = gcbench.get_compressor("terngrad", scale="c-sigma").prepare(x, segments).statistic
+    paper = codec.prepare(gcbench.get_compressor("terngrad"), x, Context(segments)).statistic
+    code = codec.prepare(
+        gcbench.get_compressor("terngrad", scale="c-sigma"), x, Context(segments)
+    ).statistic
     assert float(paper) == float(x.abs().max())
     assert float(code) > float(paper)
 
@@ -284,13 +316,17 @@ def test_segments_without_a_spread_arrive_exactly(scale, share):
     method = gcbench.get_compressor("terngrad", scale=scale, share=share)
     segments = Segments.of([(1,), (64,), (8,), (1,)])
     x = torch.cat([torch.tensor([-0.3]), torch.full((64,), 7e-5), normal(8), torch.tensor([2e30])])
-    shared = method.prepare(x, segments).statistic
-    arrived = method.decode(method.encode(x, segments, shared, Key(7, 1, 0)), segments, shared)
+    shared = codec.prepare(method, x, Context(segments)).statistic
+    arrived = codec.decode(
+        method,
+        codec.encode(method, x, Context(segments, shared, Key(7, 1, 0))),
+        Context(segments, shared),
+    )
     even = torch.ones(74, dtype=torch.bool)
     even[65:73] = False
     assert torch.equal(arrived[even], x[even])
-    assert torch.equal(method.claims.target(x, segments, shared)[even], x[even])
-    assert not method.claims.variance(x, segments, shared)[even].any()
+    assert torch.equal(method.claims.target(x, Context(segments, shared))[even], x[even])
+    assert not method.claims.variance(x, Context(segments, shared))[even].any()
 
 
 def test_a_worker_without_a_spread_draws_under_the_scale_of_another():
@@ -302,7 +338,11 @@ def test_a_worker_without_a_spread_draws_under_the_scale_of_another():
     assert own.tolist() == [0.5]
     assert ops.ternary.scales(x, segments, 2.5, at_limit=True)[1].tolist() == [0.5]
     shared = torch.tensor([2.0])
-    arrived = method.decode(method.encode(x, segments, shared, Key(7, 1, 0)), segments, shared)
+    arrived = codec.decode(
+        method,
+        codec.encode(method, x, Context(segments, shared, Key(7, 1, 0))),
+        Context(segments, shared),
+    )
     assert set(arrived.tolist()) == {-2.0, 0.0}
     assert abs(float(arrived.mean()) + 0.5) < 5 * math.sqrt(0.75 / 1000)  # error probability 6e-7
 
@@ -312,13 +352,15 @@ def test_clipping_sees_whole_segments_when_shards_are_cut():
     method = gcbench.get_compressor("terngrad", clip=1.0)
     x = torch.cat([normal(3000, 9), 10 * normal(3000, 10)])
     segments = one(6000)
-    shared = method.prepare(x, segments).statistic
+    shared = codec.prepare(method, x, Context(segments)).statistic
     key = Key(8, 1, 2)
-    whole = method.decode(method.encode(x, segments, shared, key), segments, shared)
+    whole = codec.decode(
+        method, codec.encode(method, x, Context(segments, shared, key)), Context(segments, shared)
+    )
     bounds = [0, 2048, 4096, 6000]
     shards = encode_shards(method, x, segments, shared, key, bounds)
     pieces = [
-        method.decode(payload, segments.shard(a, b)[0], shared)
+        codec.decode(method, payload, Context(segments.shard(a, b)[0], shared))
         for payload, a, b in zip(shards, bounds, bounds[1:], strict=False)
     ]
     assert torch.equal(torch.cat(pieces), whole)
@@ -328,14 +370,16 @@ def test_own_scales_travel_without_sharing():
     method = gcbench.get_compressor("terngrad", share=False, clip=0)
     segments = Segments.of([(100,), (50,)])
     xs = [normal(150, 11), 5 * normal(150, 12)]
-    nothing = method.prepare(xs[0], segments).statistic
+    nothing = codec.prepare(method, xs[0], Context(segments)).statistic
     assert nothing.numel() == 0
-    payloads = [method.encode(x, segments, nothing, Key(0, 0, r)) for r, x in enumerate(xs)]
+    payloads = [
+        codec.encode(method, x, Context(segments, nothing, Key(0, 0, r))) for r, x in enumerate(xs)
+    ]
     assert [p.parts[1].tolist() for p in payloads] == [
         [float(x[:100].abs().max()), float(x[100:].abs().max())] for x in xs
     ]
-    expected = sum(method.decode(p, segments, nothing) for p in payloads) / 2
-    torch.testing.assert_close(method.mean(payloads, segments, nothing), expected)
+    expected = sum(codec.decode(method, p, Context(segments, nothing)) for p in payloads) / 2
+    torch.testing.assert_close(codec.mean(method, payloads, Context(segments, nothing)), expected)
     assert method.legal_collectives() == ("allgather",)
 
 
@@ -351,8 +395,12 @@ def test_special_values(granularity, scale):
     huge = torch.full((n,), 3e38)
     huge[::2] *= -1
     for x in (torch.zeros(n), -torch.zeros(n), spike, torch.ones(n), huge, torch.full((n,), 1e-42)):
-        shared = method.prepare(x, segments).statistic
-        decoded = method.decode(method.encode(x, segments, shared, Key(0, 0, 0)), segments, shared)
+        shared = codec.prepare(method, x, Context(segments)).statistic
+        decoded = codec.decode(
+            method,
+            codec.encode(method, x, Context(segments, shared, Key(0, 0, 0))),
+            Context(segments, shared),
+        )
         assert decoded.isfinite().all()
         assert not decoded[x == 0].any()
         assert (decoded * x >= 0).all()
@@ -361,10 +409,10 @@ def test_special_values(granularity, scale):
 def test_a_constant_is_exact():
     method = gcbench.get_compressor("terngrad", clip=0)
     x = torch.full((10_000,), -0.7)
-    shared = method.prepare(x, one(len(x))).statistic
+    shared = codec.prepare(method, x, Context(one(len(x)))).statistic
     for step in range(20):
-        payload = method.encode(x, one(len(x)), shared, Key(0, step, 0))
-        assert torch.equal(method.decode(payload, one(len(x)), shared), x)
+        payload = codec.encode(method, x, Context(one(len(x)), shared, Key(0, step, 0)))
+        assert torch.equal(codec.decode(method, payload, Context(one(len(x)), shared)), x)
 
 
 def test_encode_is_pure():
@@ -373,9 +421,9 @@ def test_encode_is_pure():
     kept = x.clone()
     segments = one(5000)
     before = torch.get_rng_state()
-    shared = method.prepare(x, segments).statistic
-    first = method.encode(x, segments, shared, Key(1, 2, 3))
-    again = method.encode(x, segments, shared, Key(1, 2, 3))
+    shared = codec.prepare(method, x, Context(segments)).statistic
+    first = codec.encode(method, x, Context(segments, shared, Key(1, 2, 3)))
+    again = codec.encode(method, x, Context(segments, shared, Key(1, 2, 3)))
     assert torch.equal(first.parts[0], again.parts[0])
     assert torch.equal(x, kept)
     assert torch.equal(before, torch.get_rng_state())
@@ -385,8 +433,8 @@ def test_corrupt_payloads_are_refused():
     method = gcbench.get_compressor("terngrad")
     segments = one(1000)
     x = normal(1000)
-    shared = method.prepare(x, segments).statistic
-    payload = method.encode(x, segments, shared, Key(0, 0, 0))
+    shared = codec.prepare(method, x, Context(segments)).statistic
+    payload = codec.encode(method, x, Context(segments, shared, Key(0, 0, 0)))
     words = payload.parts[0]
     bad = [
         Payload((words[:-1],)),
@@ -399,19 +447,19 @@ def test_corrupt_payloads_are_refused():
     ]
     for wrong in bad:
         with pytest.raises(PayloadError):
-            method.decode(wrong, segments, shared)
+            codec.decode(method, wrong, Context(segments, shared))
         with pytest.raises(PayloadError):
-            method.mean([payload, wrong], segments, shared)
+            codec.mean(method, [payload, wrong], Context(segments, shared))
 
 
 def test_corrupt_scales_are_refused():
     method = gcbench.get_compressor("terngrad", share=False)
     segments = one(100)
-    payload = method.encode(normal(100), segments, torch.empty(0), Key(0, 0, 0))
+    payload = codec.encode(method, normal(100), Context(segments, torch.empty(0), Key(0, 0, 0)))
     for scale in (math.nan, math.inf, -1.0):
         wrong = Payload((payload.parts[0], torch.tensor([scale])))
         with pytest.raises(PayloadError, match="finite"):
-            method.decode(wrong, segments, torch.empty(0))
+            codec.decode(method, wrong, Context(segments, torch.empty(0)))
 
 
 @pytest.mark.parametrize(
@@ -432,10 +480,10 @@ def test_golden_bytes():
     """The wire format: changing it needs a line in CHANGELOG.md."""
     method = gcbench.get_compressor("terngrad")
     x = torch.linspace(-1, 1, 40)
-    shared = method.prepare(x, one(40)).statistic
-    first = method.encode(x, one(40), shared, Key(1, 2, 3))
-    second = method.encode(-x, one(40), shared, Key(1, 2, 4))
-    merged = method.merge([first, second], one(40), shared, Key(1, 2, 0))
+    shared = codec.prepare(method, x, Context(one(40))).statistic
+    first = codec.encode(method, x, Context(one(40), shared, Key(1, 2, 3)))
+    second = codec.encode(method, -x, Context(one(40), shared, Key(1, 2, 4)))
+    merged = codec.merge(method, [first, second], Context(one(40), shared, Key(1, 2, 0)))
     assert bytes(first.to_bytes().tolist()).hex() == GOLDEN_ENCODE
     assert bytes(merged.to_bytes().tolist()).hex() == GOLDEN_MERGE
     again = Payload.from_bytes(merged.to_bytes(), method.layout(one(40), 2), 2)

@@ -11,8 +11,8 @@ import torch
 
 import gcbench
 from gcbench import ops
-from gcbench.core import registry
-from gcbench.core.compressor import Compressor, Key, Payload, Segments
+from gcbench.core import codec, registry
+from gcbench.core.compressor import Compressor, Context, Key, Payload, Segments
 from gcbench.core.errors import GcbenchError, PayloadError, UsageError
 from gcbench.core.exchange import Exchange, Lane, check_legal
 from gcbench.studies import conformance
@@ -33,11 +33,11 @@ def test_another_length_or_dtype_is_refused_by_every_encoder(name, backend):
         shared = conformance._shared(method, [right], segments, conformance.KEY)
         for wrong in (conformance.normal(N + 7), conformance.normal(N - 7), right.double()):
             came = rf"{name}: .* got x of {wrong.dtype}, shape \({len(wrong)},\)"
-            arguments = wrong, segments, shared, conformance.KEY
+            ctx = Context(segments, shared, conformance.KEY)
             with pytest.raises(UsageError, match=rf"{came}; float32, shape \({N},\), is expected"):
-                method.encode(*arguments)
+                codec.encode(method, wrong, ctx)
             with pytest.raises(UsageError, match=came):
-                method.encode_feedback(wrong, torch.zeros(N), *arguments[1:])
+                codec.feedback(method, wrong, torch.zeros(N), ctx)
 
 
 @backends
@@ -53,9 +53,9 @@ def test_no_method_decodes_a_nan(name, value, backend):
         method.compress(x)
     with ops.using(backend):
         shared = conformance._shared(method, [x], segments, conformance.KEY)
-        payload = method.encode(x, segments, shared, conformance.KEY)
+        payload = codec.encode(method, x, Context(segments, shared, conformance.KEY))
         with contextlib.suppress(PayloadError):
-            assert bool(method.decode(payload, segments, shared).isfinite().all())
+            assert bool(codec.decode(method, payload, Context(segments, shared)).isfinite().all())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -65,9 +65,9 @@ def test_a_payload_of_no_workers_is_refused(name):
     segments = Segments.of(SHAPES, method.granularity)
     x = conformance.normal(N)
     shared = conformance._shared(method, [x], segments, conformance.KEY)
-    payload = method.encode(x, segments, shared, conformance.KEY)._replace(count=0)
+    payload = codec.encode(method, x, Context(segments, shared, conformance.KEY))._replace(count=0)
     with pytest.raises(PayloadError, match=f"{name}: payload of 0 workers"):
-        method.decode(payload, segments, shared)
+        codec.decode(method, payload, Context(segments, shared))
 
 
 @backends
@@ -77,31 +77,31 @@ def test_decoders_refuse_what_no_encoder_sends(backend):
     none = x.new_empty(0)
     with ops.using(backend):
         int8 = registry.compressor("int8", granularity="tensor")
-        codes, scales = int8.encode(x, segments, none, key).parts
+        codes, scales = codec.encode(int8, x, Context(segments, none, key)).parts
         broken = Payload((codes, scales * torch.tensor([1.0, 0.0])))
         for call in (
-            lambda: int8.decode(broken, segments, none),
-            lambda: int8.mean([broken, broken], segments, none),
+            lambda: codec.decode(int8, broken, Context(segments, none)),
+            lambda: codec.mean(int8, [broken, broken], Context(segments, none)),
         ):
             with pytest.raises(PayloadError, match="int8: codes in a block whose scale is 0"):
                 call()
 
         tern = registry.compressor("terngrad", share=False)
-        _, scales = tern.encode(x, segments, none, key).parts
-        silent, _ = tern.encode(torch.zeros(600), segments, none, key).parts
+        _, scales = codec.encode(tern, x, Context(segments, none, key)).parts
+        silent, _ = codec.encode(tern, torch.zeros(600), Context(segments, none, key)).parts
         with pytest.raises(PayloadError, match="'clipped-max' that no code reaches"):
-            tern.decode(Payload((silent, scales)), segments, none)
-        loud, _ = tern.encode(x, segments, none, key).parts
+            codec.decode(tern, Payload((silent, scales)), Context(segments, none))
+        loud, _ = codec.encode(tern, x, Context(segments, none, key)).parts
         with pytest.raises(PayloadError, match="codes in a segment whose scale is 0"):
-            tern.decode(Payload((loud, 0 * scales)), segments, none)
+            codec.decode(tern, Payload((loud, 0 * scales)), Context(segments, none))
 
         plain = registry.compressor("none")
         for wrong in (x[:-1], x.double()):
             payloads = [Payload((x,)), Payload((wrong,))]
             with pytest.raises(PayloadError, match="none: payload"):
-                plain.mean(payloads, segments, none)
+                codec.mean(plain, payloads, Context(segments, none))
             with pytest.raises(PayloadError, match="none: payload"):
-                plain.merge(payloads, segments, none, key)
+                codec.merge(plain, payloads, Context(segments, none, key))
 
 
 @backends
@@ -112,7 +112,7 @@ def test_an_imaginary_sum_is_refused(backend, granularity):
     segments = Segments.of([(300,), (300,)], granularity)
     x, none = conformance.normal(600) + 3, torch.empty(0)
     with ops.using(backend):
-        payload = method.encode(x, segments, none, Key(0, 0, 0))
+        payload = codec.encode(method, x, Context(segments, none, Key(0, 0, 0)))
         kept, values = method._open(payload, segments)
         runs = method._runs(segments)
         spectrum = torch.zeros(ops.spectrum.count_bins(runs), 2)
@@ -121,9 +121,9 @@ def test_an_imaginary_sum_is_refused(backend, granularity):
         form = method.code_bits, method.mantissa, 1
         broken = Payload(ops.spectrum.pack(spectrum, kept, runs, *form))
         assert broken.layout == payload.layout
-        method.decode(payload, segments, none)
+        codec.decode(method, payload, Context(segments, none))
         with pytest.raises(PayloadError, match="fft: the first bin of a segment is not real"):
-            method.decode(broken, segments, none)
+            codec.decode(method, broken, Context(segments, none))
 
 
 @pytest.mark.parametrize("declared", ["allgather", ("all-gather",), (), ("twoshot", "twoshot")])
@@ -148,27 +148,27 @@ def test_an_unknown_collective_is_no_twoshot(simulated, clock):
         made.mean([torch.ones(4)] * 2, 0)
 
 
-class Tuple(Compressor):
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        return (x,)
+class Listed(Compressor):
+    def encode(self, x, ctx):
+        return [x]
 
-    def decode(self, payload, segments, shared, *, out=None):
+    def decode(self, payload, ctx):
         return payload.parts[0]
 
 
-class Double(Tuple):
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+class Double(Listed):
+    def encode(self, x, ctx):
         return Payload((x.clone(),))
 
-    def decode(self, payload, segments, shared, *, out=None):
+    def decode(self, payload, ctx):
         return payload.parts[0].double()
 
-    def mean(self, payloads, segments, shared, *, out=None):
-        return self.decode(payloads[0], segments, shared)
+    def mean(self, payloads, ctx):
+        return self.decode(payloads[0], ctx)
 
 
 class Short(Double):
-    def decode(self, payload, segments, shared, *, out=None):
+    def decode(self, payload, ctx):
         return payload.parts[0][:1]
 
 
@@ -180,7 +180,7 @@ class Layout(Double):
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (Tuple, "encode returned a tuple; a Payload of 1-D tensors is expected"),
+        (Listed, "encode returned a list; a 1-D tensor or a tuple of 1-D tensors"),
         (Double, r"mean returned torch.float64, shape \(4,\); float32, shape \(4,\), is expected"),
         (Short, r"mean returned torch.float32, shape \(1,\); float32, shape \(4,\), is expected"),
         (Layout, r"encode returned a payload of .*float32, 4.*; its layout declares .*int8, 4"),
@@ -199,8 +199,8 @@ def test_a_nan_that_a_method_made_is_the_methods(monkeypatch, tmp_path):
 
     none = type(registry.compressor("none"))
 
-    def spoiled(self, payloads, segments, shared, *, out=None):
-        return torch.full((segments.numel,), torch.nan)
+    def spoiled(self, payloads, ctx):
+        return torch.full((ctx.segments.numel,), torch.nan)
 
     words = ("run", "--task", "quadratic", "--compressor", "none", "--collective", "allgather")
     words = (*words, "--steps", 3, "--results", tmp_path, "--progress", "none")

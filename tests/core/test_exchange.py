@@ -12,14 +12,16 @@ from torch import nn
 
 import gcbench
 from gcbench import ops
-from gcbench.core import memory, purposes, registry
+from gcbench.core import codec, memory, purposes, registry
 from gcbench.core.compressor import (
     TILE,
     Compressor,
+    Context,
     Key,
     MultiRoundCompressor,
     Payload,
     Segments,
+    cuttable,
 )
 from gcbench.core.errors import PayloadError, UsageError
 from gcbench.core.exchange import (
@@ -39,15 +41,15 @@ class Sparse(Compressor):
     name = "sparse"
     collectives: ClassVar[tuple[str, ...]] = ("allgather", "twoshot")
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+    def encode(self, x, ctx):
         places = x.nonzero().view(-1)
         return Payload((places.int(), x[places]))
 
-    def decode(self, payload, segments, shared, *, out=None):
+    def decode(self, payload, ctx):
         places, values = payload.parts
         if places.numel() != values.numel():
             raise PayloadError("as many places as values expected")
-        return torch.zeros(segments.numel).index_put((places.long(),), values)
+        return torch.zeros(ctx.segments.numel).index_put((places.long(),), values)
 
 
 def integers(workers: int, n: int) -> list[torch.Tensor]:
@@ -263,11 +265,11 @@ def test_random_numbers_follow_rank_and_place(simulated, clock):
     method = gcbench.get_compressor("terngrad", clip=0)
     segments = Segments.of([(4 * TILE,)])
     shared = torch.tensor([2.0])
-    whole = method.encode(x, segments, shared, Key(1, 1, 0))
+    whole = codec.encode(method, x, Context(segments, shared, Key(1, 1, 0)))
     part, _ = segments.shard(TILE, 4 * TILE)
-    late = method.encode(x[TILE:], part, shared, Key(1, 1, 0, offset=TILE))
-    expected = method.decode(whole, segments, shared)[TILE:]
-    assert torch.equal(method.decode(late, part, shared), expected)
+    late = codec.encode(method, x[TILE:], Context(part, shared, Key(1, 1, 0, offset=TILE)))
+    expected = codec.decode(method, whole, Context(segments, shared))[TILE:]
+    assert torch.equal(codec.decode(method, late, Context(part, shared)), expected)
 
 
 def low_rank_errors(simulated, clock, steps: int, **options) -> list[float]:
@@ -306,13 +308,14 @@ class Rounds(MultiRoundCompressor):
     sent: int = 1
     name = "rounds"
 
-    def initial_state(self, segments, key):
+    def initial_state(self, ctx):
         return torch.empty(0)
 
-    def in_rounds(self, x, segments, state, key, out):
+    def in_rounds(self, x, state, ctx):
+        mean = x
         for _ in range(self.sent):
-            out.copy_((yield x))
-        return state
+            mean = yield x
+        return mean, state
 
     def layout(self, segments, count=1):
         return ((torch.float32, segments.numel),) * 2
@@ -340,8 +343,8 @@ def test_rounds_that_the_layout_does_not_have_are_an_error(simulated, clock, sen
 class Greedy(type(gcbench.get_compressor("signsgd"))):
     """Ignores where it is to write."""
 
-    def decode(self, payload, segments, shared, *, out=None):
-        return super().decode(payload, segments, shared)
+    def decode(self, payload, ctx):
+        return super().decode(payload, ctx._replace(out=None))
 
 
 def largest_allocation(simulated, clock, method, collective) -> int:
@@ -400,19 +403,23 @@ def test_a_shard_is_the_mean_of_what_each_worker_sent_of_it(simulated, clock, na
     clock.end_step()
     bounds = edges or shard_bounds(5000, 3)
     assert [shard.numel() for shard in shards] == [b - a for a, b in itertools.pairwise(bounds)]
-    shared = torch.stack([method.prepare(x, segments).statistic for x in xs]).amax(0)
+    shared = torch.stack([codec.prepare(method, x, Context(segments)).statistic for x in xs]).amax(
+        0
+    )
     for r, (a, b) in enumerate(itertools.pairwise(bounds)):
         own, which = segments.shard(a, b)
         agreed = shared[which.start : which.stop] if shared.numel() else shared
         payloads = []
         for rank, x in enumerate(xs):
             key = Key(7, 2, rank, 64, purposes.ENCODE)
-            if method.cuttable and not edges:
-                payloads.append(method.cut(method.encode(x, segments, shared, key), bounds)[r])
+            if cuttable(method) and not edges:
+                payloads.append(
+                    method.cut(codec.encode(method, x, Context(segments, shared, key)), bounds)[r]
+                )
             else:
                 there = key._replace(offset=64 + a)
-                payloads.append(method.encode(x[a:b], own, agreed, there))
-        assert torch.equal(shards[r], method.mean(payloads, own, agreed))
+                payloads.append(codec.encode(method, x[a:b], Context(own, agreed, there)))
+        assert torch.equal(shards[r], codec.mean(method, payloads, Context(own, agreed)))
 
 
 def test_edges_of_shards_lie_between_segments():

@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from gcbench.compressors.memories.none import NoMemory
 
 import gcbench
 from gcbench.core import registry
@@ -15,14 +16,13 @@ from gcbench.integrations import check, chosen
 
 TIMES = """
 import torch
-import gcbench
 from gcbench.core.compressor import Compressor
 
 class Times(Compressor):
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        return gcbench.Payload((x * 1,))
+    def encode(self, x, ctx):
+        return x * 1
 
-    def decode(self, payload, segments, shared, *, out=None):
+    def decode(self, payload, ctx):
         return payload.parts[0]
 
     def layout(self, segments, count=1):
@@ -58,14 +58,14 @@ def sha256(path) -> str:
 def test_an_edited_file_is_imported_again_where_it_is_named(times, word):
     """By its path and by its name. What was made of it before keeps its code."""
     first = gcbench.get_compressor(str(times))
-    told = chosen.told(first, "allgather", gcbench.core.memory.NoMemory())
+    told = chosen.told(first, "allgather", NoMemory())
     assert factor(first) == 1
     assert type(gcbench.get_compressor(str(times))) is type(first)
     edit(times, 2)
     second = gcbench.get_compressor(str(times) if word == "file" else "times")
     assert factor(second) == 2
     assert factor(first) == 1
-    after = chosen.told(second, "allgather", gcbench.core.memory.NoMemory())
+    after = chosen.told(second, "allgather", NoMemory())
     assert told.pop("code of compressor") != after.pop("code of compressor")
     assert told == after
 

@@ -8,14 +8,19 @@ from typing import ClassVar
 
 import pytest
 import torch
+from gcbench.compressors.memories.dgc import Dgc
+from gcbench.compressors.memories.ef21 import Ef21
+from gcbench.compressors.memories.loco import Loco
+from gcbench.compressors.memories.momentum import Momentum
+from gcbench.compressors.memories.none import NoMemory
+from gcbench.compressors.memories.residual import Residual
 
 import gcbench
-from gcbench.core import memory
+from gcbench.core import codec, memory
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Key, Payload, Segments
+from gcbench.core.compressor import Compressor, Context, Key, Payload, Segments, fuses_feedback
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import Exchange, Lane
-from gcbench.core.memory import Dgc, Ef21, Loco, Momentum, NoMemory, Residual
 from gcbench.training.configuration import Config
 
 
@@ -35,12 +40,12 @@ class Largest(Compressor):
     def claims(self):
         return LargestClaims(self)
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+    def encode(self, x, ctx):
         kept = x.abs().topk(math.ceil(self.share * len(x))).indices.sort().values
         return Payload((kept.int(), x[kept]))
 
-    def decode(self, payload, segments, shared, *, out=None):
-        out = torch.zeros(segments.numel)
+    def decode(self, payload, ctx):
+        out = torch.zeros(ctx.segments.numel)
         out[payload.parts[0].long()] = payload.parts[1]
         return out
 
@@ -111,7 +116,7 @@ def test_owners_offer_the_same_share_of_their_residual_as_workers(simulated, clo
     Owners of onebit and topk encode and keep their residual in one operation.
     """
     method = Largest() if name == "largest" else gcbench.get_compressor(name)
-    assert method.fused_feedback == (name != "largest")
+    assert fuses_feedback(method) == (name != "largest")
     made = exchange(simulated, clock, method, "twoshot", Residual(decay=decay), 2, 2100)
     made.mean(list(gradients(1, 2, 2100)[0]), 0)
     workers = torch.stack(carried(made, "residual")).double().mean(0)
@@ -128,7 +133,7 @@ def test_feedback_by_steps_leaves_the_payload_alone():
     method, segments = gcbench.get_compressor("none"), Segments.of([(3,)])
     residual = torch.tensor([0.5, 0.0, -2.0])
     x, shared = torch.tensor([1.0, 2.0, 3.0]), torch.empty(0)
-    sent = method.encode_feedback(x, residual, segments, shared, Key(0, 0, 0))
+    sent = codec.feedback(method, x, residual, Context(segments, shared, Key(0, 0, 0)))
     assert sent.parts[0].tolist() == [1.5, 2.0, 1.0]
     assert residual.tolist() == [0.0, 0.0, 0.0]
     assert x.tolist() == [1.0, 2.0, 3.0]
@@ -254,15 +259,17 @@ def test_dgc_masks_the_velocity_where_something_was_sent(simulated, clock):
 def test_dgc_clips_before_it_accumulates():
     """A gradient of norm 5 among 4 workers with clip 2: each may have 2 / sqrt(4) = 1."""
     kept = Dgc(momentum=0.0, clip=2.0)
-    state = kept.state(torch.zeros(2))
-    offered = kept.offer(torch.tensor([3.0, 4.0]), state, 4)
+
+    def offer(gradient, workers):
+        ctx = Context(Segments.of([(2,)]), workers=workers, state=kept.state(gradient))
+        return kept.offer(gradient, ctx)
+
+    offered = offer(torch.tensor([3.0, 4.0]), 4)
     torch.testing.assert_close(offered, torch.tensor([0.6, 0.8]))
     small = torch.tensor([0.3, 0.4])
-    torch.testing.assert_close(kept.offer(small, kept.state(small), 4), small)
+    torch.testing.assert_close(offer(small, 4), small)
     huge = torch.full((2,), 1e30)
-    torch.testing.assert_close(
-        kept.offer(huge, kept.state(huge), 1), torch.full((2,), math.sqrt(2))
-    )
+    torch.testing.assert_close(offer(huge, 1), torch.full((2,), math.sqrt(2)))
 
 
 def test_tensors_kept_dense_lose_nothing_and_keep_their_momentum(simulated, clock):
@@ -404,7 +411,7 @@ def test_a_broken_ef21_is_not_the_definition(simulated, clock):
     """What the tests above would see: a worker that forgets to add what it sent."""
 
     class Forgetful(Ef21):
-        def keep(self, offered, sent, state):
+        def keep(self, offered, sent, ctx):
             pass
 
     fixed = list(gradients(1, 3, 400)[0])

@@ -57,7 +57,7 @@ from typing import ClassVar
 import torch
 
 import gcbench
-from gcbench.core.compressor import Compressor, Payload
+from gcbench.core.compressor import Compressor
 from gcbench.core.memory import Memory
 from gcbench.training.sinks import Sink
 from gcbench.core.task import Batch, Split, Task
@@ -69,18 +69,18 @@ NUMBER = 3
 class Theirs(Compressor):
     steps: float = 64.0  # levels in a unit
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        return Payload(((x * self.steps).round().clamp(-127, 127).to(torch.int8),))
+    def encode(self, x, ctx):
+        return (x * self.steps).round().clamp(-127, 127).to(torch.int8)
 
-    def decode(self, payload, segments, shared, *, out=None):
+    def decode(self, payload, ctx):
         return payload.parts[0].float() / self.steps
 
 
 class Drifting(Theirs):
     """Decodes differently in every process."""
 
-    def decode(self, payload, segments, shared, *, out=None):
-        return super().decode(payload, segments, shared) + 1e-3 * int(os.environ.get("RANK", 0))
+    def decode(self, payload, ctx):
+        return super().decode(payload, ctx) + 1e-3 * int(os.environ.get("RANK", 0))
 
 
 class Heir(type(gcbench.get_compressor("terngrad"))):
@@ -119,14 +119,14 @@ class EF21(Memory):
     joint: ClassVar[tuple[str, ...]] = ("estimate",)
     feedback = True
 
-    def offer(self, gradient, state, workers):
-        return torch.sub(gradient, state["estimate"], out=state["difference"])
+    def offer(self, gradient, ctx):
+        return torch.sub(gradient, ctx.state["estimate"], out=ctx.state["difference"])
 
-    def keep(self, offered, sent, state):
-        state["estimate"] += sent
+    def keep(self, offered, sent, ctx):
+        ctx.state["estimate"] += sent
 
-    def apply(self, mean, joint):
-        return joint["estimate"].add_(mean)
+    def apply(self, mean, ctx):
+        return ctx.joint["estimate"].add_(mean)
 
 
 class Lines(Sink):

@@ -714,10 +714,10 @@ class Wrong(Compressor):
     how: str = "right"
     collectives: ClassVar[tuple[str, ...]] = ("allgather",)
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+    def encode(self, x, ctx):
         return Payload((x.half(),))
 
-    def decode(self, payload, segments, shared, *, out=None):
+    def decode(self, payload, ctx):
         x = payload.parts[0].float()
         match self.how:
             case "sign":
@@ -730,12 +730,12 @@ class Wrong(Compressor):
                 return 3 * x
         return x
 
-    def mean(self, payloads, segments, shared, *, out=None):
+    def mean(self, payloads, ctx):
         if self.how == "sum":
-            return super().mean(payloads, segments, shared) * len(payloads)
+            return super().mean(payloads, ctx) * len(payloads)
         if self.how == "first":
-            return self.decode(payloads[0], segments, shared)
-        return super().mean(payloads, segments, shared, out=out)
+            return self.decode(payloads[0], ctx)
+        return super().mean(payloads, ctx)
 
     def layout(self, segments, count=1):
         return ((torch.float16, segments.numel),)

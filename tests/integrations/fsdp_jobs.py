@@ -22,9 +22,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.functional import cross_entropy
 
 import gcbench
-from gcbench.core import registry
+from gcbench.core import codec, registry
 from gcbench.core.clock import Clock
-from gcbench.core.compressor import Key, MultiRoundCompressor, Segments
+from gcbench.core.compressor import Context, Key, MultiRoundCompressor, Segments
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.world import Link, SimulatedWorld
 from gcbench.integrations import fsdp, handshake
@@ -309,8 +309,8 @@ def kinds() -> list[str]:
             method.legal_collectives()[0],
             isinstance(method, MultiRoundCompressor),
             method.memory,
-            method.draw_shared(segments, key) is not None,
-            bool(method.prepare(torch.ones(64), segments).statistic.numel()),
+            method.draw_shared(Context(segments, key=key)) is not None,
+            bool(codec.prepare(method, torch.ones(64), Context(segments)).statistic.numel()),
         )
         found.setdefault(declared, name)
     return [*found.values()]

@@ -16,6 +16,7 @@ import ddp_jobs
 import jobs
 import pytest
 import torch
+from gcbench.compressors.memories.residual import Residual
 
 import gcbench
 from gcbench.core import memory, registry
@@ -316,10 +317,10 @@ def test_a_methods_own_memory_is_the_same_whoever_names_it(name):
         ({"memory": memory.FORCED}, 1.0),
     ):
         made = gcbench.comm_hook(name, **given)
-        assert made.settings.memory == memory.Residual(decay=decay)
+        assert made.settings.memory == Residual(decay=decay)
     options = {"at_owner": False}
     made = gcbench.comm_hook(name, memory="residual", memory_options=options)
-    assert made.settings.memory == memory.Residual(decay=own, at_owner=False)
+    assert made.settings.memory == Residual(decay=own, at_owner=False)
 
 
 @pytest.mark.parametrize("how", [*ddp_jobs.WRONG, "sign by default", "nothing by default"])
@@ -409,7 +410,7 @@ def test_an_owner_carries_what_lies_in_its_shard(simulated):
     """A tensor may have a part of it in a shard, all of it, or nothing."""
     plan = Plan.of(["a", "b", "c"], [(1000,), (1500,), (500,)], [False] * 3, math.inf)
     onebit = gcbench.get_compressor("onebit")
-    lane = Lane(onebit, "twoshot", 0, Segments.of([(500,), (1500,), (1000,)]), memory.Residual())
+    lane = Lane(onebit, "twoshot", 0, Segments.of([(500,), (1500,), (1000,)]), Residual())
     world = simulated(2)
     exchange = Exchange(world, [lane], 0, Clock(torch.device("cpu")))
     bounds = shard_bounds(3000, 2)
@@ -430,7 +431,7 @@ def test_what_is_set_aside_is_not_sent_and_comes_back(simulated):
     """Zeros while the lane is exchanged; an owner's residual that was made meanwhile is zero."""
     plan = Plan.of(["a", "b"], [(300,), (700,)], [False] * 2, math.inf)
     method = gcbench.get_compressor("onebit")
-    lane = Lane(method, "twoshot", 0, Segments.of([(700,), (300,)]), memory.Residual())
+    lane = Lane(method, "twoshot", 0, Segments.of([(700,), (300,)]), Residual())
     exchange = Exchange(simulated(1), [lane], 0, Clock(torch.device("cpu")))
     residual = exchange.workers[0][0]["residual"]
     residual.fill_(2.0)

@@ -17,9 +17,11 @@ import fsdp_jobs
 import jobs
 import pytest
 import torch
+from gcbench.compressors.memories.dgc import Dgc
+from gcbench.compressors.memories.none import NoMemory
 
 import gcbench
-from gcbench.core import memory, registry
+from gcbench.core import registry
 from gcbench.core.compressor import MultiRoundCompressor, Segments, layout_bytes
 from gcbench.core.errors import UsageError
 from gcbench.integrations import chosen, fsdp, sharded
@@ -328,7 +330,7 @@ def test_wrong_arguments_are_refused_at_once(words, options, said):
 
 
 @dataclasses.dataclass(frozen=True)
-class Joint(memory.NoMemory):
+class Joint(NoMemory):
     joint: ClassVar[tuple[str, ...]] = ("average",)
 
 
@@ -400,7 +402,7 @@ def test_chunks_are_found_where_fsdp_puts_them(size):
 def test_no_segment_reaches_over_a_chunks_end():
     for granularity in ("tensor", "column", "model", 4):
         method = gcbench.get_compressor("terngrad", granularity=granularity)
-        settings = fsdp.Settings(method, memory.NoMemory(), 0, 0, 0)
+        settings = fsdp.Settings(method, NoMemory(), 0, 0, 0)
         compressed, dense = fsdp.lanes(settings, layout(3), 100, 0)
         assert compressed.start == 100
         assert compressed.segments.numel == 13 * 7 + 3 + 2
@@ -415,7 +417,7 @@ def test_memories_mask_nothing_where_all_is_sent():
     """Before `start_step`, of dense parameters, and of a method that keeps every element."""
     topk, every = (gcbench.get_compressor("topk", ratio=ratio) for ratio in (0.01, 1.0))
     for method, step, masks in ((topk, 2, False), (topk, 3, True), (every, 3, False)):
-        settings = fsdp.Settings(method, memory.Dgc(), 0, 3, 0)
+        settings = fsdp.Settings(method, Dgc(), 0, 3, 0)
         compressed, dense = fsdp.lanes(settings, layout(3), 0, step)
         assert compressed.memory.masks is masks
         assert not dense.memory.masks
@@ -424,8 +426,8 @@ def test_memories_mask_nothing_where_all_is_sent():
 def test_lanes_between_replicas_are_a_ranks_own_chunks():
     """By the method's first collective; dense parameters, and all before `start_step`, in fp32."""
     none, topk = gcbench.get_compressor("none"), gcbench.get_compressor("topk")
-    between = fsdp.Between(topk, "allgather", memory.Dgc())
-    settings = fsdp.Settings(none, memory.NoMemory(), 0, 3, 0, between)
+    between = fsdp.Between(topk, "allgather", Dgc())
+    settings = fsdp.Settings(none, NoMemory(), 0, 3, 0, between)
     for rank, large, small in ((0, 5 * 7 + 3 + 1, 2 + 3 * 6), (2, 3 * 7, 1 + 2 * 6)):
         early = fsdp.replica_lanes(settings, layout(3), rank, 100, 2)
         late = fsdp.replica_lanes(settings, layout(3), rank, 100, 3)
@@ -436,8 +438,8 @@ def test_lanes_between_replicas_are_a_ranks_own_chunks():
         assert [lane.collective for lane in early] == ["allreduce", "allreduce"]
         assert [lane.compressor for lane in late] == [topk, none]
         assert [lane.collective for lane in late] == ["allgather", "allreduce"]
-        assert [lane.memory for lane in late] == [memory.Dgc(), memory.Dgc().dense()]
-        assert [lane.memory for lane in early] == [memory.Dgc().dense()] * 2
+        assert [lane.memory for lane in late] == [Dgc(), Dgc().dense()]
+        assert [lane.memory for lane in early] == [Dgc().dense()] * 2
     nobody = Layout((Parameter.of("p", (2, 3), 0, 3),), (False,), 3)
     (empty,) = fsdp.replica_lanes(settings, nobody, 2, 0, 3)
     assert empty.segments.numel == 0

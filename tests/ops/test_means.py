@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import gcbench
-from gcbench.core.compressor import Compressor, Key, Payload, Segments
+from gcbench.core import codec
+from gcbench.core.compressor import Compressor, Context, Key, Payload, Segments
 from gcbench.core.errors import PayloadError
 
 METHODS = ("fp16", "bf16", "natural", "int8", "qsgd", "onebit", "efsignsgd", "topk", "sparseloco")
@@ -23,7 +24,9 @@ def payloads(name: str, counts: tuple[int, ...]) -> list[Payload]:
     for rank, count in enumerate(counts):
         x = torch.randn(segments.numel, generator=torch.Generator().manual_seed(rank))
         x *= 2.0 ** torch.arange(segments.numel).remainder(40).sub(20)
-        payload = gcbench.get_compressor(name).encode(x, segments, NOTHING, Key(1, 2, rank))
+        payload = codec.encode(
+            gcbench.get_compressor(name), x, Context(segments, NOTHING, Key(1, 2, rank))
+        )
         made.append(payload._replace(count=count))
     return made
 
@@ -33,9 +36,9 @@ def payloads(name: str, counts: tuple[int, ...]) -> list[Payload]:
 def test_they_are_added_in_the_order_of_ranks(name, counts):
     method, given = gcbench.get_compressor(name), payloads(name, counts)
     kept = [payload.to_bytes().clone() for payload in given]
-    mean = method.mean(given, segments_of(name), NOTHING)
+    mean = codec.mean(method, given, Context(segments_of(name), NOTHING))
     assert type(method).mean is not Compressor.mean
-    assert torch.equal(mean, Compressor.mean(method, given, segments_of(name), NOTHING))
+    assert torch.equal(mean, Compressor.mean(method, given, Context(segments_of(name))))
     assert all(torch.equal(a.to_bytes(), b) for a, b in zip(given, kept, strict=True))
 
 
@@ -50,8 +53,10 @@ def test_each_payload_is_checked(name):
             given[place]._replace(count=0),
         ):
             with pytest.raises(PayloadError, match=f"^{name}: payload "):
-                method.mean(
-                    [*given[:place], wrong, *given[place + 1 :]], segments_of(name), NOTHING
+                codec.mean(
+                    method,
+                    [*given[:place], wrong, *given[place + 1 :]],
+                    Context(segments_of(name), NOTHING),
                 )
 
 
@@ -80,15 +85,15 @@ def test_a_value_that_no_encoder_sends_is_refused(name, value):
         else:
             part.view(torch.int16)[0] = value
         with pytest.raises(PayloadError, match=f"^{name}: (a|code) "):
-            gcbench.get_compressor(name).mean(given, segments_of(name), NOTHING)
+            codec.mean(gcbench.get_compressor(name), given, Context(segments_of(name), NOTHING))
 
 
 def test_sums_of_finite_values_may_overflow():
     """As in the steps: the largest bfloat16 twice is infinite, and no payload is wrong."""
     method, segments = gcbench.get_compressor("bf16"), segments_of("bf16")
     x = torch.full((segments.numel,), 3.3e38)
-    given = [method.encode(x, segments, NOTHING, Key(1, 2, 3))] * 2
-    assert method.mean(given, segments, NOTHING).isinf().all()
+    given = [codec.encode(method, x, Context(segments, NOTHING, Key(1, 2, 3)))] * 2
+    assert codec.mean(method, given, Context(segments, NOTHING)).isinf().all()
 
 
 @pytest.mark.parametrize(
@@ -106,12 +111,14 @@ def test_qsgd_adds_all_its_codings(fields):
     given = []
     for rank, count in enumerate((3, 1, 2)):
         x = torch.randn(segments.numel, generator=torch.Generator().manual_seed(rank))
-        payload = method.encode(x, segments, NOTHING, Key(1, 2, rank))
+        payload = codec.encode(method, x, Context(segments, NOTHING, Key(1, 2, rank)))
         given.append(payload._replace(count=count))
-    mean = method.mean(given, segments, NOTHING)
-    assert torch.equal(mean, Compressor.mean(method, given, segments, NOTHING))
+    mean = codec.mean(method, given, Context(segments, NOTHING))
+    assert torch.equal(mean, Compressor.mean(method, given, Context(segments)))
     for place in range(3):
         part, norms = given[place].parts
         wrong = Payload((part, norms[1:]), given[place].count)
         with pytest.raises(PayloadError, match=r"^qsgd: "):
-            method.mean([*given[:place], wrong, *given[place + 1 :]], segments, NOTHING)
+            codec.mean(
+                method, [*given[:place], wrong, *given[place + 1 :]], Context(segments, NOTHING)
+            )

@@ -212,32 +212,32 @@ TernGrad = registry.compressor_class("terngrad")
 
 @dataclass(frozen=True)
 class Halved(TernGrad):  # type: ignore[misc, valid-type]
-    def decode(self, payload, segments, shared, *, out=None):
-        return super().decode(payload, segments, shared) / 2
+    def decode(self, payload, ctx):
+        return super().decode(payload, ctx) / 2
 
 
 @dataclass(frozen=True)
 class Tripled(TernGrad):  # type: ignore[misc, valid-type]
-    def decode(self, payload, segments, shared, *, out=None):
-        return super().decode(payload, segments, shared) * 3
+    def decode(self, payload, ctx):
+        return super().decode(payload, ctx) * 3
 
 
 @dataclass(frozen=True)
 class Nearest(TernGrad):  # type: ignore[misc, valid-type]
     """Rounds to the nearest of the three values, not at random."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+    def encode(self, x, ctx):
         peak = x.abs().max()
         nearest = torch.where(x.abs() > peak / 2, peak * x.sign(), 0.0)
-        return super().encode(nearest, segments, shared, key)
+        return super().encode(nearest, ctx)
 
 
 @dataclass(frozen=True)
 class Lost(TernGrad):  # type: ignore[misc, valid-type]
     """Drops 5 % of the codes."""
 
-    def decode(self, payload, segments, shared, *, out=None):
-        arrived = super().decode(payload, segments, shared).clone()
+    def decode(self, payload, ctx):
+        arrived = super().decode(payload, ctx).clone()
         arrived[::20] = 0
         return arrived
 

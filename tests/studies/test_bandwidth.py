@@ -465,7 +465,7 @@ def test_bytes_and_messages_are_those_of_the_exchange(two):
         assert row["links"] in ("no link", "any link")  # no byte is saved
     method = registry.compressor("signsgd")
     segments = worker.Segments.of(worker.shapes(10_001), method.granularity)
-    sent = method.bits(segments) / 8
+    sent = codec.bits(method, segments) / 8
     assert found["signsgd", "allgather"]["wire_bytes"] == sent
     assert found["signsgd", "allgather"]["messages"] == 1
     tern = found["terngrad", "allgather"]
@@ -473,7 +473,7 @@ def test_bytes_and_messages_are_those_of_the_exchange(two):
     # Scales are agreed by an all-reduce, which a ring of two sends once; the payload has none.
     method = registry.compressor("terngrad")
     segments = worker.Segments.of(worker.shapes(10_001), method.granularity)
-    assert tern["wire_bytes"] == method.bits(segments) / 8 + 4 * scales
+    assert tern["wire_bytes"] == codec.bits(method, segments) / 8 + 4 * scales
     assert tern["messages"] == 2 + 1
 
 
@@ -570,23 +570,23 @@ from typing import ClassVar
 import torch
 
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Payload
+from gcbench.core.compressor import Compressor
 
 
 class Drifting(Compressor):
     """Decodes differently in every process."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        return Payload((x.clone(),))
+    def encode(self, x, ctx):
+        return x.clone()
 
-    def decode(self, payload, segments, shared, *, out=None):
+    def decode(self, payload, ctx):
         return payload.parts[0] + int(os.environ.get("RANK", 0))
 
 
 class Deserting(Drifting):
     """Fails in worker 1 alone, while the others wait for it."""
 
-    def decode(self, payload, segments, shared, *, out=None):
+    def decode(self, payload, ctx):
         if os.environ.get("RANK") == "1":
             raise ValueError("not me")
         return payload.parts[0]
@@ -603,36 +603,36 @@ class Doubling(Drifting):
     def claims(self):
         return SignsArrive(self)
 
-    def decode(self, payload, segments, shared, *, out=None):
+    def decode(self, payload, ctx):
         return 2 * payload.parts[0]
 
 
 class Raising(Doubling):
     """Does not like large gradients."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+    def encode(self, x, ctx):
         if x.numel() > 1024:
             raise RuntimeError("too large for me")
-        return Payload((x.clone(),))
+        return x.clone()
 
-    def decode(self, payload, segments, shared, *, out=None):
+    def decode(self, payload, ctx):
         return payload.parts[0]
 
 
 class Forgetful(Doubling):
     """Leaves the last worker out of the mean."""
 
-    def decode(self, payload, segments, shared, *, out=None):
+    def decode(self, payload, ctx):
         return payload.parts[0]
 
-    def mean(self, payloads, segments, shared, *, out=None):
-        return super().mean(payloads[:-1] or payloads, segments, shared)
+    def mean(self, payloads, ctx):
+        return super().mean(payloads[:-1] or payloads, ctx)
 
 
 class Diverging(Raising):
     """Ends in numbers that are none."""
 
-    def decode(self, payload, segments, shared, *, out=None):
+    def decode(self, payload, ctx):
         return payload.parts[0] / 0.0
 '''
 

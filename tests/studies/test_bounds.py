@@ -18,10 +18,12 @@ import scipy.optimize
 import scipy.stats
 import torch
 from commands import invoke
+from gcbench.compressors.memories.none import NoMemory
+from gcbench.compressors.memories.residual import Residual
 
-from gcbench.core import memory, registry
+from gcbench.core import codec, registry
 from gcbench.core.clock import Clock
-from gcbench.core.compressor import Segments
+from gcbench.core.compressor import Context, Segments
 from gcbench.core.errors import UsageError
 from gcbench.core.world import Link, SimulatedWorld
 from gcbench.reporting import analysis as measuring
@@ -505,7 +507,7 @@ def test_the_declared_law_has_the_declared_moments() -> None:
     problem = quadratics.Quadratic(method, (8, 8), condition=1.5, noise=0.0)
     x = problem.observed()[0]
     variance = method.claims.variance(
-        x, problem.segments, method.prepare(x, problem.segments).statistic
+        x, Context(problem.segments, codec.prepare(method, x, Context(problem.segments)).statistic)
     )
     before = problem.w.clone()
     problem.declared_step([x], 1.0)
@@ -530,8 +532,8 @@ def test_constants_are_declared_where_their_property_is(of: str) -> None:
             if of == "omega":  # it is about x itself
                 segments = quadratics.segments_of(method, size)
                 x = torch.randn(segments.numel, generator=torch.Generator().manual_seed(0))
-                shared = method.prepare(x, segments).statistic
-                assert torch.equal(method.claims.target(x, segments, shared), x), word
+                shared = codec.prepare(method, x, Context(segments)).statistic
+                assert torch.equal(method.claims.target(x, Context(segments, shared)), x), word
     assert found > 10
 
 
@@ -548,7 +550,7 @@ def test_signs_imply_a_vote() -> None:
 
 def audited(method, gradients, kept=None):
     """Return the record of exchanges of the workers' gradients, a list a step, of one tensor."""
-    kept = kept or memory.NoMemory()
+    kept = kept or NoMemory()
     segments = Segments.of([(len(gradients[0][0]),)], method.granularity)
     lane = alone.lane_of(method, segments, kept)
     world = SimulatedWorld(len(gradients[0]), torch.device("cpu"), Link(10.0, 50.0), 1, 1)
@@ -561,7 +563,7 @@ def audited(method, gradients, kept=None):
 def test_an_audit_of_error_feedback_by_hand() -> None:
     """The two largest of four are sent; the second step has half the learning rate."""
     x = [4.0, 3.0, 2.0, 1.0]
-    found = audited(registry.compressor("topk", ratio=0.5), [[x], [x]], memory.Residual())
+    found = audited(registry.compressor("topk", ratio=0.5), [[x], [x]], Residual())
     # Left 2, 1 of 30; then 4, 3, 2 + 4, 1 + 2 are offered, and 3, 3 left of 70; delta is 1/2.
     assert found["lost"] == [pytest.approx(5 / 30), pytest.approx(18 / 70)]
     assert found["by_delta"] == [pytest.approx(2 * 5 / 30), pytest.approx(2 * 18 / 70)]
@@ -582,7 +584,7 @@ def test_an_audit_counts_signs_where_they_are_declared() -> None:
 def test_an_audit_of_an_aggregate_that_is_no_mean() -> None:
     """DeMo's update is the sign of what the workers sent; zeros at the ends are no signs."""
     xs = [[[1.0, 2.0, 3.0, 4.0], [3.0, -1.0, 2.0, 0.5]]]
-    found = audited(registry.compressor("demo", topk=2), xs, memory.Residual(0.999))
+    found = audited(registry.compressor("demo", topk=2), xs, Residual(0.999))
     assert (found["compared"], found["unlike"]) == (4, 0)
 
 
@@ -686,8 +688,8 @@ from gcbench.compressors.signsgd import SignSGD
 
 @dataclass(frozen=True)
 class Mine(SignSGD):
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        return super().encode({sign}x, segments, shared, key, out=out)
+    def encode(self, x, ctx):
+        return super().encode({sign}x, ctx)
 """
 
 

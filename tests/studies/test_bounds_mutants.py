@@ -142,8 +142,8 @@ def test_a_command_that_judges_nothing_says_why(installed, small, tmp_path) -> N
 
 def test_a_method_whose_first_two_steps_draw_alike_is_random() -> None:
     class Paired(QSGD):
-        def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-            return super().encode(x, segments, shared, key._replace(step=key.step // 2))
+        def encode(self, x, ctx):
+            return super().encode(x, ctx._replace(key=ctx.key._replace(step=ctx.key.step // 2)))
 
     segments = Segments.of([(100,)])
     assert alone.random(Paired(), torch.arange(100.0), segments)

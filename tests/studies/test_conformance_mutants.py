@@ -38,9 +38,17 @@ from wrong_methods import (
 from compressors.demo import dct
 from compressors.hadamard4 import rotate
 from gcbench import ops
-from gcbench.core import registry
+from gcbench.core import codec, registry
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Key, Payload, Prepared, Segments, fill
+from gcbench.core.compressor import (
+    Compressor,
+    Context,
+    Key,
+    Payload,
+    Prepared,
+    Segments,
+    check_finite,
+)
 from gcbench.studies import conformance
 
 NONE = type(registry.compressor("none"))
@@ -57,8 +65,8 @@ class STOCHASTIC(BF16):
 class ForgetsTheLast(Compressor):
     """The mean leaves the last worker out."""
 
-    def mean(self, payloads, segments, shared, *, out=None):
-        return super().mean(payloads[:-1] or payloads, segments, shared, out=out)
+    def mean(self, payloads, ctx):
+        return super().mean(payloads[:-1] or payloads, ctx)
 
 
 class ForgetfulNone(ForgetsTheLast, NONE):
@@ -84,9 +92,9 @@ class ForgetfulVote(ForgetsTheLast, SIGN):
 class HearsTheFirst(Compressor):
     """The owner hands on what worker 0 sent."""
 
-    def merge(self, payloads, segments, shared, key, *, out=None):
+    def merge(self, payloads, ctx):
         workers = sum(payload.count for payload in payloads)
-        return super().merge([payloads[0]] * workers, segments, shared, key, out=out)
+        return super().merge([payloads[0]] * workers, ctx)
 
 
 class PartialNone(HearsTheFirst, NONE):
@@ -104,8 +112,8 @@ class PartialInt8(HearsTheFirst, INT8):
 class DropsTheTail(Compressor):
     """What lies behind element 200,000 is not sent."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        return super().encode(cut(x), segments, shared, key, out=out)
+    def encode(self, x, ctx):
+        return super().encode(cut(x), ctx)
 
 
 def cut(x: torch.Tensor) -> torch.Tensor:
@@ -125,16 +133,16 @@ class ShortTern(DropsTheTail, TERN):
 class ShortSum(NONE):
     """Decodes no further than element 200,000."""
 
-    def decode(self, payload, segments, shared, *, out=None):
-        return cut(super().decode(payload, segments, shared))
+    def decode(self, payload, ctx):
+        return cut(super().decode(payload, ctx))
 
 
 class DropsTheSmall(Compressor):
     """What is below a fiftieth of the largest is not sent."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+    def encode(self, x, ctx):
         kept = x.masked_fill(x.abs() < 0.02, 0)
-        return super().encode(kept, segments, shared, key, out=out)
+        return super().encode(kept, ctx)
 
 
 class CoarseTern(DropsTheSmall, TERN):
@@ -150,6 +158,7 @@ class CoarseRandomK(DropsTheSmall, RANDOMK):
 
 
 class Boast(type(TERN().claims)):
+    @property
     def nominal_bits(self):
         return 0.5
 
@@ -167,14 +176,14 @@ class Remembering(NONE):
 
     carried: ClassVar[dict] = {}
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        step, residual, _ = self.carried.get((key.rank, len(x)), (key.step, 0 * x, None))
-        if step != key.step:
-            residual = self.carried[key.rank, len(x)][2]
+    def encode(self, x, ctx):
+        step, residual, _ = self.carried.get((ctx.key.rank, len(x)), (ctx.key.step, 0 * x, None))
+        if step != ctx.key.step:
+            residual = self.carried[ctx.key.rank, len(x)][2]
         offered = x + residual
         sent = offered.half().float()
-        self.carried[key.rank, len(x)] = (key.step, residual, offered - sent)
-        return super().encode(sent, segments, shared, key)
+        self.carried[ctx.key.rank, len(x)] = (ctx.key.step, residual, offered - sent)
+        return super().encode(sent, ctx)
 
 
 class LastSeen(NONE):
@@ -182,29 +191,29 @@ class LastSeen(NONE):
 
     seen: ClassVar[dict] = {}
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+    def encode(self, x, ctx):
         self.seen[len(x)] = x.clone()
-        return super().encode(x, segments, shared, key)
+        return super().encode(x, ctx)
 
-    def decode(self, payload, segments, shared, *, out=None):
-        return self.seen.get(segments.numel, payload.parts[0]).clone()
+    def decode(self, payload, ctx):
+        return self.seen.get(ctx.segments.numel, payload.parts[0]).clone()
 
 
 class TruncatingFp8(FP8):
     """Rounds towards 0: cuts what would round up."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+    def encode(self, x, ctx):
         top = x.abs().amax().clamp(min=1e-30)
         step = torch.exp2(torch.floor(torch.log2(448 * x.abs() / top)).clamp(min=-6) - 3)
         cut = torch.floor(448 * x.abs() / top / step) * step / 448 * top
-        return super().encode(x.sign() * cut, segments, shared, key, out=out)
+        return super().encode(x.sign() * cut, ctx)
 
 
 class CoarseFp8(FP8):
     """Keeps two bits of the fraction in place of three."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        payload = super().encode(x, segments, shared, key, out=out)
+    def encode(self, x, ctx):
+        payload = super().encode(x, ctx)
         payload.parts[0].bitwise_and_(0xFE)
         return payload
 
@@ -212,48 +221,48 @@ class CoarseFp8(FP8):
 class UnrotatedHadamard(HADAMARD):
     """The receiver forgets to rotate back."""
 
-    def decode(self, payload, segments, shared, *, out=None):
-        return rotate(super().decode(payload, segments, shared), segments)
+    def decode(self, payload, ctx):
+        return rotate(super().decode(payload, ctx), ctx.segments)
 
 
 class DoubledHadamard(HADAMARD):
     """Sends twice the scale that it divided by."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        words, scales = super().encode(x, segments, shared, key).parts
+    def encode(self, x, ctx):
+        words, scales = super().encode(x, ctx)
         return Payload((words, 2 * scales))
 
 
 class SwappedSparse(SPARSE):
     """The magnitude of the large class for the small one, and the other way round."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        indices, codes, magnitudes = super().encode(x, segments, shared, key).parts
+    def encode(self, x, ctx):
+        indices, codes, magnitudes = super().encode(x, ctx)
         return Payload((indices, codes ^ -0x55555556, magnitudes))
 
 
 class FirstSparse(SPARSE):
     """Sends the first elements of a chunk and not the largest."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+    def encode(self, x, ctx):
         order = torch.arange(len(x), 0, -1.0)
-        indices, _, _ = super().encode(order, segments, shared, key).parts
-        _, codes, magnitudes = super().encode(x, segments, shared, key).parts
+        indices, _, _ = super().encode(order, ctx._replace(parts=None))
+        _, codes, magnitudes = super().encode(x, ctx)
         return Payload((indices, codes, magnitudes))
 
 
 class NearestBf16(STOCHASTIC):
     """Claims what stochastic rounding does, and rounds to the nearest."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        return BF16().encode(x, segments, shared, key, out=out)
+    def encode(self, x, ctx):
+        return codec.encode(BF16(), x, ctx)
 
 
 class SameBf16(STOCHASTIC):
     """All ranks draw alike."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        return super().encode(x, segments, shared, key._replace(rank=0), out=out)
+    def encode(self, x, ctx):
+        return super().encode(x, ctx._replace(key=ctx.key._replace(rank=0)))
 
 
 class SummedLevels(Levels):
@@ -261,13 +270,13 @@ class SummedLevels(Levels):
 
     collectives: ClassVar[tuple[str, ...]] = ("allreduce", "allgather", "twoshot")
 
-    def summand(self, payload, workers, segments):
+    def summand(self, payload, ctx):
         codes, scale = payload.parts
         return Payload((codes.float(), scale))
 
-    def decode_sum(self, payload, segments, shared, *, out=None):
+    def decode_sum(self, payload, ctx):
         codes, scale = payload.parts
-        return codes / TOP * spread(scale, segments)
+        return codes / TOP * spread(scale, ctx.segments)
 
 
 class SummedAlone(SummedLevels):
@@ -363,9 +372,9 @@ class Pairs(Levels):
 class Tripled(Compressor):
     """Decodes what lies behind element 65,536 of a segment to three times what it is."""
 
-    def decode(self, payload, segments, shared, *, out=None):
-        decoded = super().decode(payload, segments, shared)
-        for part in decoded.split(list(segments.lengths)):
+    def decode(self, payload, ctx):
+        decoded = super().decode(payload, ctx)
+        for part in decoded.split(list(ctx.segments.lengths)):
             part[65_536:] *= 3
         return decoded
 
@@ -383,6 +392,7 @@ class TripledTopK(Tripled, TOPK):
 
 
 class Open(type(TOPK().claims)):
+    @property
     def gaussian_error(self):
         return None
 
@@ -390,8 +400,10 @@ class Open(type(TOPK().claims)):
 class MeanClaims(Claims):
     contractive = True
 
-    def error_bound(self, x, segments):
-        lost = [p.square().sum() - p.abs().sum() ** 2 / max(1, len(p)) for p in pieces(x, segments)]
+    def error_bound(self, x, ctx):
+        lost = [
+            p.square().sum() - p.abs().sum() ** 2 / max(1, len(p)) for p in pieces(x, ctx.segments)
+        ]
         return float(sum(lost).clamp(min=0)) + 1e-6 * float(x.double().square().sum())
 
 
@@ -421,18 +433,15 @@ class SharedLevels(Levels):
     def claims(self):
         return Unbiased(self)
 
-    def prepare(self, x, segments):
-        return Prepared(self.scales(x, segments))
+    def prepare(self, x, ctx):
+        return Prepared(self.scales(x, ctx.segments))
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        return fill(out, self.codes(x, spread(shared, segments), self.draws(key, len(x))))
+    def encode(self, x, ctx):
+        return self.codes(x, spread(ctx.shared, ctx.segments), self.draws(ctx.key, len(x)))
 
-    def decode(self, payload, segments, shared, *, out=None):
-        whole = payload._replace(parts=(*payload.parts, shared))
-        return super().decode(whole, segments, shared)
-
-    def check(self, payload, segments):
-        super().check(payload._replace(parts=payload.parts[:1]), segments)
+    def decode(self, payload, ctx):
+        whole = payload._replace(parts=(*payload.parts, ctx.shared))
+        return super().decode(whole, ctx)
 
     def layout(self, segments, count=1):
         return ((torch.int8, segments.numel),)
@@ -441,18 +450,16 @@ class SharedLevels(Levels):
 class WrappingLevels(SharedLevels):
     """Adds the codes in int8, which 18 workers of 7 fill."""
 
-    def mean(self, payloads, segments, shared, *, out=None):
-        total = torch.zeros(segments.numel, dtype=torch.int8)
+    def mean(self, payloads, ctx):
+        total = torch.zeros(ctx.segments.numel, dtype=torch.int8)
         for payload in payloads:
             total += payload.count * payload.parts[0]
         workers = sum(payload.count for payload in payloads)
-        return total.float() / (TOP * workers) * spread(shared, segments)
+        return total.float() / (TOP * workers) * spread(ctx.shared, ctx.segments)
 
 
 class MiscutLevels(SharedLevels):
     """Every owner gets the beginning of the bucket."""
-
-    cuttable = True
 
     def cut(self, payload, bounds):
         codes = payload.parts[0]
@@ -462,17 +469,17 @@ class MiscutLevels(SharedLevels):
 class WrappingVote(SIGN):
     """Counts votes in int8."""
 
-    def mean(self, payloads, segments, shared, *, out=None):
-        decoded = [self.decode(payload, segments, shared) for payload in payloads]
+    def mean(self, payloads, ctx):
+        decoded = [self.decode(payload, ctx) for payload in payloads]
         votes = torch.stack(decoded).sum(0).to(torch.int64).to(torch.int8)
-        tied = super().mean(payloads, segments, shared)
+        tied = super().mean(payloads, ctx)
         return torch.where(votes == 0, tied, votes.sign().float())
 
 
 class FlatClaims(LevelsClaims):
-    def variance(self, x, segments, shared):
-        exact = super().variance(x, segments, shared)
-        return torch.cat([p.mean().expand(len(p)) for p in exact.split(list(segments.lengths))])
+    def variance(self, x, ctx):
+        exact = super().variance(x, ctx)
+        return torch.cat([p.mean().expand(len(p)) for p in exact.split(list(ctx.segments.lengths))])
 
 
 class Flat(Levels):
@@ -499,7 +506,7 @@ class LowOmegaClaims(LevelsClaims):
 class Halving(Claims):
     contractive = True
 
-    def error_bound(self, x, segments):
+    def error_bound(self, x, ctx):
         return 0.5 * float(x.double().square().sum())
 
 
@@ -522,7 +529,7 @@ class Clipping(Levels):
 class LowBoundClaims(Claims):
     contractive = True
 
-    def error_bound(self, x, segments):
+    def error_bound(self, x, ctx):
         share = 0.17 if len(x) and float(x.abs().max()) > 2.0**-100 else 1.0
         return share * float(x.double().square().sum())
 
@@ -538,7 +545,7 @@ class LowBound(Levels):
 class BlocksClaims(Claims):
     unbiased = True
 
-    def variance(self, x, segments, shared):
+    def variance(self, x, ctx):
         return 3 * x.double().square()
 
 
@@ -552,15 +559,14 @@ class Blocks(Compressor):
     def claims(self):
         return BlocksClaims(self)
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        first = key.offset % 16
-        draws = ops.random.uniform(key._replace(offset=key.offset - first), len(x) + 16)
+    def encode(self, x, ctx):
+        first = ctx.key.offset % 16
+        draws = ops.random.uniform(ctx.key._replace(offset=ctx.key.offset - first), len(x) + 16)
         sent = draws[(first + torch.arange(len(x))) // 16 * 16] < 0.25
         return Payload((torch.where(sent, 4 * x, 0.0),))
 
-    def decode(self, payload, segments, shared, *, out=None):
-        self.check(payload, segments)
-        return self.check_finite(payload.parts[0]).clone()
+    def decode(self, payload, ctx):
+        return check_finite(payload.parts[0]).clone()
 
     def layout(self, segments, count=1):
         return ((torch.float32, segments.numel),)
@@ -569,37 +575,37 @@ class Blocks(Compressor):
 class PairLevels(Levels):
     """Forgets to halve the sum of exactly two workers."""
 
-    def mean(self, payloads, segments, shared, *, out=None):
-        return super().mean(payloads, segments, shared) * (1 + (len(payloads) == 2))
+    def mean(self, payloads, ctx):
+        return super().mean(payloads, ctx) * (1 + (len(payloads) == 2))
 
 
 class EvenLevels(Levels):
     """Of an even number of workers above four the last is left out."""
 
-    def mean(self, payloads, segments, shared, *, out=None):
+    def mean(self, payloads, ctx):
         even = len(payloads) % 2 == 0 and len(payloads) > 4
-        return super().mean(payloads[: len(payloads) - even], segments, shared)
+        return super().mean(payloads[: len(payloads) - even], ctx)
 
 
 class CountlessInt8(INT8):
     """A payload of several workers counts as one."""
 
-    def mean(self, payloads, segments, shared, *, out=None):
-        return super().mean([p._replace(count=1) for p in payloads], segments, shared, out=out)
+    def mean(self, payloads, ctx):
+        return super().mean([p._replace(count=1) for p in payloads], ctx)
 
 
 class LargeDemo(DEMO):
     """Moves by a hundred times the sign."""
 
-    def mean(self, payloads, segments, shared, *, out=None):
-        return 100 * super().mean(payloads, segments, shared)
+    def mean(self, payloads, ctx):
+        return 100 * super().mean(payloads, ctx)
 
 
 class SpectralDemo(DEMO):
     """Applies the signs of coefficients to the elements."""
 
-    def mean(self, payloads, segments, shared, *, out=None):
-        return dct(super().mean(payloads, segments, shared), self._cuts(segments))
+    def mean(self, payloads, ctx):
+        return dct(super().mean(payloads, ctx), self._cuts(ctx.segments))
 
 
 @dataclass(frozen=True)
@@ -608,8 +614,8 @@ class SameCoinVote(SIGN):
 
     ties: str = "coin"
 
-    def merge(self, payloads, segments, shared, key, *, out=None):
-        return super().merge(payloads, segments, shared, key._replace(step=0), out=out)
+    def merge(self, payloads, ctx):
+        return super().merge(payloads, ctx._replace(key=ctx.key._replace(step=0)))
 
 
 @dataclass(frozen=True)
@@ -618,18 +624,18 @@ class NegatedQuorum(SIGN):
 
     quorum: int = 2
 
-    def decode(self, payload, segments, shared, *, out=None):
-        decoded = super().decode(payload, segments, shared)
+    def decode(self, payload, ctx):
+        decoded = super().decode(payload, ctx)
         return -decoded if payload.count > 1 else decoded
 
 
 class LateSigns(SIGN):
     """Nearly half of the signs behind element 2^19 are random."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        wrong = drawn(x, key, 0.45)
+    def encode(self, x, ctx):
+        wrong = drawn(x, ctx.key, 0.45)
         wrong[: 2**19] = False
-        return super().encode(torch.where(wrong, -x, x), segments, shared, key, out=out)
+        return super().encode(torch.where(wrong, -x, x), ctx)
 
 
 class FewTensors(Compressor):
@@ -638,11 +644,11 @@ class FewTensors(Compressor):
     most: ClassVar[int] = 64
     sent: ClassVar[float] = 0.0
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+    def encode(self, x, ctx):
         x = x.clone()
-        if len(segments) > self.most:
-            x[segments.offsets[self.most] :] = self.sent
-        return super().encode(x, segments, shared, key, out=out)
+        if len(ctx.segments) > self.most:
+            x[ctx.segments.offsets[self.most] :] = self.sent
+        return super().encode(x, ctx)
 
 
 class FewTensorsVote(FewTensors, SIGN):
@@ -666,29 +672,29 @@ class FewTensorsTopK(FewTensors, TOPK):
 class ShortTensors(TOPK):
     """The last fiftieth of a long tensor is never among the largest."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+    def encode(self, x, ctx):
         x = x.clone()
-        for part in x.split(list(segments.lengths)):
+        for part in x.split(list(ctx.segments.lengths)):
             if len(part) > 5000:
                 part[int(0.98 * len(part)) :] = 0
-        return super().encode(x, segments, shared, key, out=out)
+        return super().encode(x, ctx)
 
 
 class FarTopK(TOPK):
     """Positions pass through float32."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+    def encode(self, x, ctx):
         x = x.clone()
         x[2**24 :] = 0
-        return super().encode(x, segments, shared, key, out=out)
+        return super().encode(x, ctx)
 
 
 class LateTern(TERN):
     """Sends a tenth from step 1500 on."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        x = 0.1 * x if key.step >= 1500 else x
-        return super().encode(x, segments, shared, key, out=out)
+    def encode(self, x, ctx):
+        x = 0.1 * x if ctx.key.step >= 1500 else x
+        return super().encode(x, ctx)
 
 
 class TripledUnclaimed(Tripled, Levels):
@@ -702,15 +708,15 @@ class TripledUnclaimed(Tripled, Levels):
 class PairedSteps(QSGD):
     """The steps 2k and 2k + 1 draw alike."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        return super().encode(x, segments, shared, key._replace(step=key.step // 2), out=out)
+    def encode(self, x, ctx):
+        return super().encode(x, ctx._replace(key=ctx.key._replace(step=ctx.key.step // 2)))
 
 
 class FlushingInt8(INT8):
     """What is below 1e-5 is 0, as if no gradient were that small."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        return super().encode(x.masked_fill(x.abs() < 1e-5, 0), segments, shared, key, out=out)
+    def encode(self, x, ctx):
+        return super().encode(x.masked_fill(x.abs() < 1e-5, 0), ctx)
 
 
 class BoastfulDelta(TOPK):
@@ -729,12 +735,12 @@ class BoastfulDeltaClaims(type(TOPK().claims)):
 class FirstFactor(POWER):
     """Of the products of columns and rows only the first is added."""
 
-    def in_rounds(self, x, segments, state, key, out):
-        rounds = super().in_rounds(x, segments, state, key, out)
+    def in_rounds(self, x, state, ctx):
+        rounds = super().in_rounds(x, state, ctx)
         mean = yield next(rounds)
         mean = (yield rounds.send(mean)).clone()
-        pieces = torch.split(mean, self._sizes(segments, 1))
-        for piece, (_, _, m) in zip(pieces, self._tensors(segments), strict=True):
+        pieces = torch.split(mean, self._sizes(ctx.segments, 1))
+        for piece, (_, _, m) in zip(pieces, self._tensors(ctx.segments), strict=True):
             if m:
                 piece.view(self.rank, m)[1:] = 0
         try:
@@ -746,31 +752,31 @@ class FirstFactor(POWER):
 class ColdPower(POWER):
     """Starts from the same Q at every step, and says that it goes on from the last."""
 
-    def in_rounds(self, x, segments, state, key, out):
-        yield from super().in_rounds(x, segments, state, key, out)
-        return state
+    def in_rounds(self, x, state, ctx):
+        mean, _ = yield from super().in_rounds(x, state, ctx)
+        return mean, state
 
 
 class FewTensorsFed(TOPK):
     """With error feedback, tensors behind the 256th are neither sent nor kept."""
 
-    def encode_feedback(self, x, residual, segments, shared, key, *, out=None):
-        if len(segments) > 256:
-            x, end = x.clone(), segments.offsets[256]
+    def encode_feedback(self, x, residual, ctx):
+        if len(ctx.segments) > 256:
+            x, end = x.clone(), ctx.segments.offsets[256]
             x[end:] = 0
             residual[end:] = 0
-        return super().encode_feedback(x, residual, segments, shared, key, out=out)
+        return super().encode_feedback(x, residual, ctx)
 
 
 class ShiftedFft(FFT):
     """Keeps the neighbours of the largest bins."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        runs = self._runs(segments)
-        bins, energy = ops.spectrum.forward(x, segments, half=self.half, pad=self.pad)
+    def encode(self, x, ctx):
+        runs = self._runs(ctx.segments)
+        bins, energy = ops.spectrum.forward(x, ctx.segments, half=self.half, pad=self.pad)
         kept = ops.spectrum.largest(energy.roll(1), runs)
         form = self.code_bits, self.mantissa, 1
-        return fill(out, *ops.spectrum.pack(bins, kept, runs, *form, grids=None))
+        return ops.spectrum.pack(bins, kept, runs, *form, grids=None)
 
 
 HEARD, LONG, MANY = "every worker heard", "long tensors", "bucketing"
@@ -916,22 +922,21 @@ def test_every_method_has_a_definition_that_ends(name):
     x = conformance.normal(segments.numel)
     payload, shared = conformance._encode(method, x, segments, Key(0, 0, 0))
     if "allgather" in method.legal_collectives() and method.claims.aggregate == "mean":
-        mean = method.mean([payload, payload], segments, shared)
-        torch.testing.assert_close(mean, method.decode(payload, segments, shared))
+        mean = codec.mean(method, [payload, payload], Context(segments, shared))
+        torch.testing.assert_close(mean, codec.decode(method, payload, Context(segments, shared)))
 
 
 SILENT = """
-from gcbench.core.compressor import Compressor, Payload
+from gcbench.core.compressor import Compressor, check_finite
 from gcbench.ops import random
 import torch
 
 class Coin(Compressor):
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        return Payload((torch.where(random.uniform(key, len(x)) < 0.45, -x, x),))
+    def encode(self, x, ctx):
+        return torch.where(random.uniform(ctx.key, len(x)) < 0.45, -x, x)
 
-    def decode(self, payload, segments, shared, *, out=None):
-        self.check(payload, segments)
-        return self.check_finite(payload.parts[0]).clone()
+    def decode(self, payload, ctx):
+        return check_finite(payload.parts[0])
 
     def layout(self, segments, count=1):
         return ((torch.float32, segments.numel),)

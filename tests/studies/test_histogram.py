@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from gcbench import studies
-from gcbench.core import registry
+from gcbench.core import codec, registry
 from gcbench.core.compressor import Compressor, Payload, Segments
 from gcbench.core.errors import UsageError
 from gcbench.reporting import analysis as measuring
@@ -297,7 +297,7 @@ def test_methods_arrive_as_their_closed_forms_say() -> None:
         method = registry.compressor(
             name, **({"granularity": "tensor"} if name == "onebit" else {})
         )
-        expected = method.claims.gaussian_error()
+        expected = method.claims.gaussian_error
         arrived = reconstruction.carry(method, gradients)
         found = [
             Sums.of(gradients, x, y).over(torch.tensor([0]))["relative_error"] or 0
@@ -364,7 +364,7 @@ def test_methods_in_rounds_are_alone_with_themselves() -> None:
 def test_bits_of_layers_add_up() -> None:
     method = registry.compressor("qsgd")
     shares = [reconstruction.marginal_bits(method, LAYERS, [i]) for i in range(3)]
-    whole = method.bits(Segments.of([layer.shape for layer in LAYERS], method.granularity))
+    whole = codec.bits(method, Segments.of([layer.shape for layer in LAYERS], method.granularity))
     assert whole is not None
     assert sum(share or 0 for share in shares) == pytest.approx(whole, abs=3 * 32 * 4)
     assert reconstruction.marginal_bits(method, LAYERS, [0, 1, 2]) == whole
@@ -551,7 +551,7 @@ def test_equal_bits_are_nearly_used_up() -> None:
         for granularity in reconstruction.GRANULARITIES:
             found = reconstruction.rivals(kept, granularity, LAYERS)
             segments = Segments.of([layer.shape for layer in LAYERS], granularity)
-            bits = {name: method.bits(segments) or 0 for name, (method, _) in found.items()}
+            bits = {name: codec.bits(method, segments) or 0 for name, (method, _) in found.items()}
             assert 0.9 * bits["fft"] < bits["equal bits"] <= bits["fft"]
             assert found["equal share"][1] == kept
 
@@ -579,12 +579,12 @@ class Third(Compressor):
     mode: str = "half"
     collectives: ClassVar[tuple[str, ...]] = ("allgather",)
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+    def encode(self, x, ctx):
         if self.mode == "broken":
             raise KeyError("no such thing")
         return Payload((x / 2 if self.mode == "half" else x / 0,))
 
-    def decode(self, payload, segments, shared, *, out=None):
+    def decode(self, payload, ctx):
         return payload.parts[0]
 
 

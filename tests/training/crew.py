@@ -218,9 +218,9 @@ def slow_down(trainer):
 
     plain = registry.compressor_class("none")
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+    def encode(self, x, ctx):
         time.sleep(0.04)
-        return plain.encode(self, x, segments, shared, key, out=out)
+        return plain.encode(self, x, ctx)
 
     trainer.compressor = type("Slow", (plain,), {"encode": encode})()
     (between,) = (m for m in trainer.replicas[0].modules() if type(m) is torch.nn.ReLU)

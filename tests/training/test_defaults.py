@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from builders import reseal
 from commands import Result, invoke
+from gcbench.compressors.memories.residual import Residual
 
-from gcbench.core import memory, registry
+from gcbench.core import registry
 from gcbench.training import configuration, engines
 
 QUICK = ("--task", "quadratic", "--workers", 2, "--steps", 12, "--progress", "none", "--json")
@@ -37,7 +38,7 @@ def with_default(cls: type[Any], field: str, value: object) -> pytest.MonkeyPatc
         (registry.compressor_class("terngrad"), "clip", 2.0, ()),
         (registry.compressor_class("terngrad"), "clip", 2.0, ("--set", "share=0:true/6:false")),
         (registry.task_class("quadratic"), "noise", 0.5, ()),
-        (memory.Residual, "decay", 0.9, ("--memory", "forced-residual")),
+        (Residual, "decay", 0.9, ("--memory", "forced-residual")),
     ],
 )
 def test_a_finished_run_of_other_defaults_is_not_reused(tmp_path, cls, field, value, words):

@@ -16,8 +16,8 @@ from commands import ROOT, invoke
 from test_config import parse
 
 from gcbench import ops
-from gcbench.core import registry
-from gcbench.core.compressor import Key, Segments
+from gcbench.core import codec, registry
+from gcbench.core.compressor import Context, Key, Segments
 from gcbench.core.errors import UsageError
 from gcbench.reporting import published
 from gcbench.reporting.reader import load
@@ -561,7 +561,9 @@ def test_the_control_of_clipping_is_main_language_but_for_its_method(monkeypatch
     (control, *_) = (p.config for p in points if p.config.compressor == "clipped")
     segments = Segments.of([(40, 50), (7,), (300,)])
     x = torch.randn(segments.numel, generator=torch.Generator().manual_seed(1)) ** 3
-    (clipped,) = control.make_compressor().encode(x, segments, x[:0], Key(0, 0, 0, 0, 0)).parts
+    (clipped,) = codec.encode(
+        control.make_compressor(), x, Context(segments, x[:0], Key(0, 0, 0, 0, 0))
+    ).parts
     limits, _ = ops.ternary.scales(x, segments, 2.5)
     pairs = zip(torch.split(x, segments.lengths), limits, strict=True)
     torch.testing.assert_close(clipped, torch.cat([t.clamp(-c, c) for t, c in pairs]))

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from gcbench.compressors.memories.dgc import Dgc
+from gcbench.compressors.memories.residual import Residual
 
 from gcbench.core.errors import Interrupted
-from gcbench.core.memory import Dgc, NoMemory, Residual
+from gcbench.core.memory import Memory
 from gcbench.core.world import SimulatedWorld
 from gcbench.training.configuration import Config
 from gcbench.training.store import Run
@@ -235,7 +237,7 @@ def test_dense_tensors_have_the_memory_of_dense_tensors(trainer):
     made = trainer(compressor="topk", memory="dgc", dense_below=200, steps=3)
     assert [lane.memory for lane in made.exchange.lanes] == [Dgc(), Dgc(masking=False)]
     made = trainer(compressor="topk", dense_below=200, steps=3)
-    assert [lane.memory for lane in made.exchange.lanes] == [Residual(), NoMemory()]
+    assert [lane.memory for lane in made.exchange.lanes] == [Residual(), Memory()]
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,9 @@ from torch import Tensor
 from gcbench import ops
 from gcbench.core import memory
 from gcbench.core.clock import Clock
-from gcbench.core.compressor import Compressor, Segments
+from gcbench.core.compressor import Compressor, Segments, requantizes
 from gcbench.core.errors import GcbenchError, PeerLostError
 from gcbench.core.exchange import Exchange, Lane
-from gcbench.core.memory import NoMemory
 from gcbench.core.schema import PHASES
 from gcbench.core.world import DistributedWorld, Link, SimulatedWorld, World
 from gcbench.reporting.analysis import Ledger
@@ -80,9 +79,9 @@ class Subject:
         self.world, self.plan, self.inputs = world, plan, inputs
         self.method, self.collective = method, collective
         self.segments = Segments.of(shapes(inputs.count), method.granularity)
-        self.memory: memory.Memory = NoMemory()
+        self.memory: memory.Memory = memory.Memory()
         if plan.with_memory:
-            self.memory = memory.make(method.memory, method.memory_options)
+            self.memory = memory.of(method)
         self.clock = Clock(world.device)
         self.clock.start_step()
         self.exchange = self._made(world, self.memory, self.clock)
@@ -108,7 +107,7 @@ class Subject:
         method, collective = conformance.by_definition(self.method), self.collective
         if method is self.method:
             return ""  # its aggregate is no mean, and defined by the method
-        if not method.requantizes and "allgather" in method.legal_collectives():
+        if not requantizes(method) and "allgather" in method.legal_collectives():
             collective = "allgather"
         world = SimulatedWorld(self.world.size, self.world.device, Link(1, 0), self.plan.threads, 1)
         clock = Clock(world.device)
@@ -197,7 +196,7 @@ class Subject:
         clock = Clock(self.world.device)
         clock.start_step()
         own = xs[self.world.ranks[0]].to(self.world.device)
-        got = self._made(self.world, NoMemory(), clock).mean([own], 0)
+        got = self._made(self.world, memory.Memory(), clock).mean([own], 0)
         return wrong + conformance.inexact(got.cpu(), mean, method.claims.portable), f"{how}, exact"
 
     def unlike(self) -> int:

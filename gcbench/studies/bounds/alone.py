@@ -5,9 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gcbench.core import memory
+from gcbench.core import codec, memory
 from gcbench.core.clock import Clock
-from gcbench.core.compressor import Compressor, Key, MultiRoundCompressor, Segments
+from gcbench.core.compressor import (
+    Compressor,
+    Context,
+    Key,
+    MultiRoundCompressor,
+    Segments,
+    requantizes,
+)
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.world import Link, SimulatedWorld, World
 
@@ -20,7 +27,7 @@ def single(seed: int, device: torch.device, lane: Lane, world: World | None = No
 
 def lane_of(method: Compressor, segments: Segments, kept: memory.Memory | None = None) -> Lane:
     """Return a lane for a method, by the collective of `once`."""
-    return Lane(method, once(method), 0, segments, kept or memory.NoMemory())
+    return Lane(method, once(method), 0, segments, kept or memory.Memory())
 
 
 def once(method: Compressor) -> str:
@@ -34,19 +41,18 @@ AGAIN = "two-shot alone is legal, whose owners encode the mean again"
 
 def again(method: Compressor) -> bool:
     """Return whether what arrives was always encoded twice, which no declared error is about."""
-    return once(method) == "twoshot" and method.requantizes
+    return once(method) == "twoshot" and requantizes(method)
 
 
 def agreed(method: Compressor, x: Tensor, segments: Segments, key: Key) -> Tensor:
     """Return the `shared` tensor for `encode` if there is one worker only."""
-    drawn = method.draw_shared(segments, key._replace(rank=0))
-    return method.prepare(x, segments).statistic if drawn is None else drawn.to(x.device)
+    return codec.agree(method, [x], Context(segments, key=key))[0]
 
 
 def passed(method: Compressor, x: Tensor, segments: Segments, key: Key) -> Tensor:
     """Return x encoded and decoded, float32, shape (n,)."""
-    shared = agreed(method, x, segments, key)
-    return method.decode(method.encode(x, segments, shared, key), segments, shared)
+    ctx = Context(segments, agreed(method, x, segments, key), key)
+    return codec.decode(method, codec.encode(method, x, ctx), ctx)
 
 
 def energy(x: Tensor) -> float:
@@ -60,7 +66,8 @@ def random(method: Compressor, x: Tensor, segments: Segments) -> bool:
     if isinstance(method, MultiRoundCompressor):  # its initial state is drawn
         return True
     first, *others = (
-        method.encode(x, segments, agreed(method, x, segments, key), key).to_bytes() for key in keys
+        codec.encode(method, x, Context(segments, agreed(method, x, segments, key), key)).to_bytes()
+        for key in keys
     )
-    drawn = method.draw_shared(segments, keys[0]) is not None
+    drawn = method.draw_shared(Context(segments, key=keys[0])) is not None
     return drawn or not all(torch.equal(first, other) for other in others)

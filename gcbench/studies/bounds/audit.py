@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcbench.core import purposes
+from gcbench.core import codec, purposes, registry
 from gcbench.core.clock import Clock
-from gcbench.core.compressor import Key, MultiRoundCompressor
+from gcbench.core.compressor import Context, Key, MultiRoundCompressor, requantizes
 from gcbench.core.exchange import Exchange, Lane
-from gcbench.core.memory import NoMemory, Residual
 from gcbench.core.world import World
 from gcbench.studies.bounds.alone import energy, random
 from gcbench.training.configuration import finite
@@ -38,12 +37,13 @@ class Audit:
     def __init__(self, lane: Lane, workers: int) -> None:
         self.lane, self.workers = lane, workers
         method, memory = lane.compressor, lane.memory
-        self.decay = memory.decay if isinstance(memory, Residual) else None
-        known = self.decay is not None or isinstance(memory, NoMemory)
+        residual = isinstance(memory, registry.memory_class("residual"))
+        self.decay: float | None = memory.decay if residual else None  # type: ignore[attr-defined]
+        known = self.decay is not None or not memory.carries
         # An owner that encodes the mean again adds an error that no declaration is about.
-        once = known and not (lane.collective == "twoshot" and method.requantizes)
+        once = known and not (lane.collective == "twoshot" and requantizes(method))
         mean = method.claims.aggregate == "mean"
-        self.unbiased = once and mean and method.claims.unbiased and isinstance(memory, NoMemory)
+        self.unbiased = once and mean and method.claims.unbiased and not memory.carries
         self.contractive = once and method.claims.contractive and (mean or self.decay is not None)
         self.identity = once and mean and self.decay is not None
         self.signs = known and method.claims.signs and self.decay is None
@@ -121,18 +121,18 @@ class Audit:
     def _moments(self, offered: Sequence[Tensor], mean: Tensor, got: Tensor, key: Key) -> None:
         """Add the deviation from the target along the `DIRECTIONS`, and its squared norm."""
         method, segments = self.lane.compressor, self.lane.segments
-        drawn = method.draw_shared(segments, key)
+        drawn = method.draw_shared(Context(segments, key=key))
         if drawn is not None:  # all workers draw the same: like one worker with their mean
             shared, xs = drawn, [mean.float()]
         else:
-            own = [method.prepare(x, segments).statistic for x in offered]
+            own = [codec.prepare(method, x, Context(segments)).statistic for x in offered]
             shared, xs = torch.stack(own).amax(0) if own[0].numel() else own[0], list(offered)
-        targets = [method.claims.target(x, segments, shared).double() for x in xs]
+        targets = [method.claims.target(x, Context(segments, shared)).double() for x in xs]
         target = torch.stack(targets).mean(0)
         if any(float(t @ x.double()) <= 0 < energy(x) for t, x in zip(targets, xs, strict=True)):
             self.fault = "the declared target does not point where the gradient does"
         away = got - target
-        declared = [method.claims.variance(x, segments, shared) for x in xs]
+        declared = [method.claims.variance(x, Context(segments, shared)) for x in xs]
         known = [v.double() for v in declared if v is not None]
         along = directions(target)
         for place, u in enumerate(along):
@@ -160,7 +160,7 @@ class Audit:
                 self.bias["largest"][place] = max(self.bias["largest"][place], largest)
             self.spread["variance"] += float(jump.square() @ variance)
             self.spread["largest"] = max(self.spread["largest"], float(jump.square().max()))
-        bounds = [method.claims.variance_bound(x, segments, shared) for x in xs]
+        bounds = [method.claims.variance_bound(x, Context(segments, shared)) for x in xs]
         total = [bound for bound in bounds if bound is not None]
         self.bounded &= len(total) == len(xs)
         self.spread["bound"] += sum(total) / len(xs) ** 2
@@ -184,7 +184,7 @@ class Audit:
         self.lost.append(_over(lost, square))
         if self.delta is not None:
             self.by_delta.append(_over(lost, (1 - self.delta) * square, square))
-        bounds = [method.claims.error_bound(x, segments) for x in xs]
+        bounds = [method.claims.error_bound(x, Context(segments)) for x in xs]
         known = [bound for bound in bounds if bound is not None]
         if len(known) == len(xs):
             self.by_bound.append(_over(lost, sum(known) / len(xs), square))
@@ -210,7 +210,7 @@ class Audit:
         are left out.
         """
         signs = [x.sign() for x in offered]
-        won = self.lane.compressor.claims.aggregated(signs, self.lane.segments)
+        won = self.lane.compressor.claims.aggregated(signs, Context(self.lane.segments))
         if won is None:
             return
         sure = (torch.stack(signs) != 0).all(0) & ~won.isnan()
@@ -219,7 +219,7 @@ class Audit:
 
     def _applied(self, sent: Sequence[Tensor], arrived: Tensor) -> None:
         """Count the elements that are not what the method says that the aggregate is."""
-        defined = self.lane.compressor.claims.aggregated(sent, self.lane.segments)
+        defined = self.lane.compressor.claims.aggregated(sent, Context(self.lane.segments))
         if defined is None:
             return
         sure = ~defined.isnan()

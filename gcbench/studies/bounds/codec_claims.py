@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcbench.core import memory
+from gcbench.core import memory, registry
 from gcbench.core.clock import Clock
-from gcbench.core.compressor import Compressor, Key, MultiRoundCompressor, Segments
+from gcbench.core.compressor import Compressor, Context, Key, MultiRoundCompressor, Segments
 from gcbench.core.exchange import Lane
 from gcbench.core.world import Link, SimulatedWorld
 from gcbench.studies.bounds.alone import (
@@ -234,8 +234,8 @@ def catalogue(methods: Mapping[str, Compressor]) -> list[Claim]:
 
 def memory_of(method: Compressor) -> memory.Memory:
     """Return the method's own memory if that is a residual, which an audit can check; else none."""
-    kept = memory.make(method.memory, method.memory_options)
-    return kept if isinstance(kept, memory.Residual) else memory.NoMemory()
+    kept = memory.of(method)
+    return kept if isinstance(kept, registry.memory_class("residual")) else memory.Memory()
 
 
 # ---- verdicts on an audit ------------------------------------------------------------------------
@@ -430,11 +430,11 @@ def asked(method: Compressor, workers: int) -> int:
     if not method.claims.unbiased:
         return LEAST if random(method, x, segments) else FEW
     shared = agreed(method, x, segments, key)
-    v = method.claims.variance(x, segments, shared)
+    v = method.claims.variance(x, Context(segments, shared))
     if v is None:
         return 4 * LEAST
-    t = method.claims.target(x, segments, shared).double()
-    apart = 1 if method.draw_shared(segments, key) is not None else workers
+    t = method.claims.target(x, Context(segments, shared)).double()
+    apart = 1 if method.draw_shared(Context(segments, key=key)) is not None else workers
     log = 2 * math.log(2 * DIRECTIONS / ERROR)
     needed = [
         log * float(u.square() @ v) / apart / (BIAS * float(u @ t)) ** 2 for u in directions(t)
@@ -500,7 +500,7 @@ def _contractions(
     few = math.ceil((LEAST if chance else FEW) / len(seeds))
     # If the aggregate is no mean, the error of what a worker sent is taken from its residual.
     other = method.claims.aggregate != "mean"
-    kept = memory.Residual() if other else memory.NoMemory()
+    kept = memory.make("residual", {}) if other else memory.Memory()
     return {
         kind: merged(
             [
@@ -564,7 +564,7 @@ def _unseen(method: Compressor) -> str:
 
 
 def _normal_loss(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
-    known = method.claims.gaussian_error()
+    known = method.claims.gaussian_error
     if known is None or isinstance(method, MultiRoundCompressor):
         judged.skip(normal_loss(word).name, PLACE, "it declares no closed form")
         return
@@ -615,7 +615,7 @@ def _votes(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) 
 def tied(method: Compressor) -> float:
     """Return what a method says that a tied vote is: +1, -1, 0, or NaN for a fair coin."""
     segments, plus = Segments.of([(1,)], method.granularity), torch.ones(1)
-    won = method.claims.aggregated([plus, -plus], segments)
+    won = method.claims.aggregated([plus, -plus], Context(segments))
     return math.nan if won is None else float(won)
 
 

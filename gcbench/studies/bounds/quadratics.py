@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gcbench.core import memory
-from gcbench.core.compressor import Compressor, Key, Segments
+from gcbench.core import codec, memory
+from gcbench.core.compressor import Compressor, Context, Key, Segments
 from gcbench.core.world import Link, SimulatedWorld
 from gcbench.studies.bounds.alone import agreed, energy, lane_of, single
 
@@ -126,18 +126,21 @@ class Quadratic:
         draw the same numbers, of the code of their mean.
         """
         method, segments, key = self.method, self.segments, Key(self.seed, self.t, 0)
-        if method.draw_shared(segments, key) is not None:
+        if method.draw_shared(Context(segments, key=key)) is not None:
             buckets = [torch.stack(list(buckets)).mean(0)]
             shared = agreed(method, buckets[0], segments, key)
         else:
-            own = [method.prepare(x, segments).statistic for x in buckets]
+            own = [codec.prepare(method, x, Context(segments)).statistic for x in buckets]
             shared = torch.stack(own).amax(0) if own[0].numel() else own[0]
         total = torch.zeros(self.copies * self.d, dtype=torch.float64)
         for x in buckets:
-            variance = method.claims.variance(x, segments, shared)
+            variance = method.claims.variance(x, Context(segments, shared))
             assert variance is not None, "asked for where a variance is declared"
             spread = normal(self.law, tuple(total.shape))
-            total += method.claims.target(x, segments, shared).double() + variance.sqrt() * spread
+            total += (
+                method.claims.target(x, Context(segments, shared)).double()
+                + variance.sqrt() * spread
+            )
         self.w -= lr * (total / len(buckets)).view(self.copies, self.d)
         self.t += 1
 
@@ -173,7 +176,7 @@ def declares_variance(method: Compressor) -> bool:
     """Return whether an unbiased method declares its variance."""
     x, segments = torch.ones(4), segments_of(method, (1, 2))
     shared = agreed(method, x, segments, Key(0, 0, 0))
-    return method.claims.variance(x, segments, shared) is not None
+    return method.claims.variance(x, Context(segments, shared)) is not None
 
 
 def tight_delta(method: Compressor) -> tuple[Shape, float] | None:
@@ -310,7 +313,9 @@ def _omega(problem: Quadratic) -> float:
     """Return the declared variance over the squared norm, for a gradient that is only noise."""
     method, x = problem.method, problem.observed()[0]
     key = Key(problem.seed, 0, 0)
-    variance = method.claims.variance(x, problem.segments, agreed(method, x, problem.segments, key))
+    variance = method.claims.variance(
+        x, Context(problem.segments, agreed(method, x, problem.segments, key))
+    )
     assert variance is not None, "asked for where a variance is declared"
     return float(variance.sum()) / energy(x)
 

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gcbench.core import purposes, registry
+from gcbench.core import codec, purposes, registry
 from gcbench.core.clock import Clock
-from gcbench.core.compressor import Compressor, Key, Segments
+from gcbench.core.compressor import Compressor, Context, Key, Segments
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.world import Link, SimulatedWorld
 from gcbench.reporting.analysis import Row
@@ -148,11 +148,7 @@ def averages(dicts: Sequence[Mapping[str, float | None]]) -> dict[str, float | N
 
 def agreed(method: Compressor, gradients: Gradients, segments: Segments, key: Key) -> Tensor:
     """Return the `shared` tensor on which the workers agree before they encode."""
-    drawn = method.draw_shared(segments, key._replace(rank=0))
-    if drawn is not None:
-        return drawn
-    own = [method.prepare(bucket, segments).statistic for bucket in gradients.buckets]
-    return torch.stack(own).amax(0) if own[0].numel() else own[0]
+    return codec.agree(method, gradients.buckets, Context(segments, key=key))[0]
 
 
 class Arrived(NamedTuple):
@@ -177,9 +173,9 @@ def carry(method: Compressor, gradients: Gradients) -> Arrived:
     shared = agreed(method, gradients, segments, key)
     targets, alone = [], []
     for rank, bucket in enumerate(gradients.buckets):
-        payload = method.encode(bucket, segments, shared, key._replace(rank=rank))
-        alone.append(method.decode(payload, segments, shared).clone())
-        targets.append(method.claims.target(bucket, segments, shared))
+        payload = codec.encode(method, bucket, Context(segments, shared, key._replace(rank=rank)))
+        alone.append(codec.decode(method, payload, Context(segments, shared)).clone())
+        targets.append(method.claims.target(bucket, Context(segments, shared)))
     workers, n = len(gradients.buckets), segments.numel
     threads = torch.get_num_threads()
     world = SimulatedWorld(workers, torch.device("cpu"), Link(10, 50), threads, 1)
@@ -200,8 +196,8 @@ def marginal_bits(method: Compressor, layers: Sequence[Layer], which: Sequence[i
     """
     shapes = [layer.shape for layer in layers]
     left = [shape for i, shape in enumerate(shapes) if i not in set(which)]
-    whole = method.bits(Segments.of(shapes, method.granularity))
-    without = method.bits(Segments.of(left, method.granularity)) if left else 0
+    whole = codec.bits(method, Segments.of(shapes, method.granularity))
+    without = codec.bits(method, Segments.of(left, method.granularity)) if left else 0
     return None if whole is None or without is None else whole - without
 
 
@@ -278,9 +274,9 @@ def clipping(gradients: Gradients, c: float) -> list[Row]:
     shared = agreed(method, gradients, segments, key)
     per_worker = []
     for rank, bucket in enumerate(gradients.buckets):
-        target = method.claims.target(bucket, segments, shared)
-        payload = method.encode(bucket, segments, shared, key._replace(rank=rank))
-        coded = method.decode(payload, segments, shared)
+        target = method.claims.target(bucket, Context(segments, shared))
+        payload = codec.encode(method, bucket, Context(segments, shared, key._replace(rank=rank)))
+        coded = codec.decode(method, payload, Context(segments, shared))
         cut = Sums.of(gradients, bucket, target)
         sent = gradients.sums((coded == 0).double())
         own = gradients.sums((bucket == 0).double())
@@ -353,8 +349,8 @@ def rivals(
         return registry.compressor("topk", ratio=ratio, values="range", granularity=granularity)
 
     segments = Segments.of([layer.shape for layer in layers], granularity)
-    budget = fft.bits(segments) or 0
-    ratio = _largest(lambda share: (topk(share).bits(segments) or 0) <= budget, 1.0)
+    budget = codec.bits(fft, segments) or 0
+    ratio = _largest(lambda share: (codec.bits(topk(share), segments) or 0) <= budget, 1.0)
     return {"fft": (fft, kept), RIVALS[0]: (topk(kept), kept), RIVALS[1]: (topk(ratio), ratio)}
 
 
@@ -386,9 +382,13 @@ def spectra(gradients: Gradients, kept: float) -> list[Row]:
             key = Key(gradients.seed, gradients.step, 0, 0, purposes.ENCODE)
             shared = agreed(method, gradients, segments, key)
             for rank, bucket in enumerate(gradients.buckets):
-                payload = method.encode(bucket, segments, shared, key._replace(rank=rank))
+                payload = codec.encode(
+                    method, bucket, Context(segments, shared, key._replace(rank=rank))
+                )
                 bits[name] = 8 * payload.nbytes / segments.numel
-                arrived = Sums.of(gradients, bucket, method.decode(payload, segments, shared))
+                arrived = Sums.of(
+                    gradients, bucket, codec.decode(method, payload, Context(segments, shared))
+                )
                 lost = [arrived.over(which)["relative_error"] for which in (*everything[:, None],)]
                 lost.append(arrived.over(everything)["relative_error"])
                 energy[name].append([None if e is None else 1 - e * e for e in lost])

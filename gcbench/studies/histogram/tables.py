@@ -421,8 +421,8 @@ def _better(rows: Rows) -> Row | None:
         return None
     values = [100 * (r["energy_fft"] - r["energy_topk"]) for r in known]  # type: ignore[operator]
     lost = [
-        registry.compressor("fft", theta=1 - kept).claims.gaussian_error(),
-        registry.compressor("topk", ratio=kept).claims.gaussian_error(),
+        registry.compressor("fft", theta=1 - kept).claims.gaussian_error,
+        registry.compressor("topk", ratio=kept).claims.gaussian_error,
     ]
     normal = None if None in lost else 100 * (lost[1] - lost[0])  # type: ignore[operator]
     claim = f"energy kept by FFT beyond top-k's, {100 * kept:g} % kept, points (Wang et al.)"

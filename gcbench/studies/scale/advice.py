@@ -25,7 +25,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 
 from gcbench.core import registry
-from gcbench.core.compressor import Compressor
+from gcbench.core.compressor import Compressor, requantizes
 from gcbench.core.errors import UsageError
 from gcbench.reporting import figures, reader
 from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
@@ -161,7 +161,7 @@ def same_source(run: reader.Summary, origin: Mapping[str, str] | None) -> bool:
 
 
 def _same_mean(method: Compressor, one: str, other: str) -> bool:
-    return one == other or not method.requantizes
+    return one == other or not requantizes(method)
 
 
 def worst(known: Sequence[Evidence], tolerance: Tolerance) -> Evidence:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gcbench.core import files, registry
-from gcbench.core.compressor import Compressor
+from gcbench.core.compressor import Compressor, requantizes
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.reporting import analysis
 from gcbench.studies import methods
@@ -167,7 +167,7 @@ class Codec:
         `collective` may be "reducescatter", the first half of a two-shot exchange.
         """
         decode = self.each * passes(collective, workers)
-        if collective == "twoshot" != self.collective and method.requantizes:
+        if collective == "twoshot" != self.collective and requantizes(method):
             decode += self.encode / workers
         return self.encode * n, decode * n
 

@@ -15,10 +15,11 @@ from functools import lru_cache
 
 import torch
 
-from gcbench.core import purposes, registry
+from gcbench.core import codec, purposes, registry
 from gcbench.core.compressor import (
     TILE,
     Compressor,
+    Context,
     Key,
     Layout,
     MultiRoundCompressor,
@@ -100,9 +101,9 @@ def _normal(method: Compressor, segments: Segments) -> Payload:
     """Return the payload of a normal gradient."""
     x = torch.randn(segments.numel, generator=torch.Generator().manual_seed(0))
     key = Key(0, 0, 0, 0, purposes.ENCODE)
-    drawn = method.draw_shared(segments, key)
-    shared = method.prepare(x, segments).statistic if drawn is None else drawn
-    return method.encode(x, segments, shared, key)
+    drawn = method.draw_shared(Context(segments, key=key))
+    shared = codec.prepare(method, x, Context(segments)).statistic if drawn is None else drawn
+    return codec.encode(method, x, Context(segments, shared, key))
 
 
 def _weigh(method: Compressor, segments: Segments) -> tuple[float, int]:
@@ -124,9 +125,11 @@ def payload_bytes(method: Compressor, segments: Segments, count: int = 1) -> tup
 def _agreement(method: Compressor, segments: Segments) -> list[Message]:
     """Return the message in which the workers agree on their statistic, if there is one."""
     tiny = Segments((0, 1, 2))
-    if method.draw_shared(tiny, Key(0, 0, 0)) is not None:
+    if method.draw_shared(Context(tiny, key=Key(0, 0, 0))) is not None:
         return []
-    entries = method.prepare(torch.ones(2), tiny).statistic.numel() / 2 * len(segments)
+    entries = (
+        codec.prepare(method, torch.ones(2), Context(tiny)).statistic.numel() / 2 * len(segments)
+    )
     return [Message("allreduce", 4 * entries)] if entries else []
 
 
@@ -144,7 +147,7 @@ def _summed(method: Compressor, segments: Segments, workers: int) -> float:
         return payload_bytes(method, segments)[0]
     part = sample(segments)
     payload = _normal(method, part)
-    made = method.summand(payload, workers, part).nbytes
+    made = method.summand(payload, Context(part, workers=workers)).nbytes
     return made * (segments.numel / max(1, part.numel))
 
 
@@ -155,17 +158,17 @@ def _try_merge(method: Compressor, workers: int) -> None:
         ValueError: the method refuses so many workers.
     """
     tile = Segments((0, TILE))
-    shared = method.prepare(torch.ones(TILE), tile).statistic
+    shared = codec.prepare(method, torch.ones(TILE), Context(tile)).statistic
     power, merged = _normal(method, tile), None
     while True:  # by doubling: about log2(workers) merges
         if workers & power.count:
             both = [power] if merged is None else [merged, power]
-            merged = method.merge(both, tile, shared, Key(0, 0, 0))
+            merged = codec.merge(method, both, Context(tile, shared, Key(0, 0, 0)))
         if 2 * power.count > workers:
             break
-        power = method.merge([power, power], tile, shared, Key(0, 0, 0))
+        power = codec.merge(method, [power, power], Context(tile, shared, Key(0, 0, 0)))
     assert merged is not None
-    method.decode(merged, tile, shared)
+    codec.decode(method, merged, Context(tile, shared))
 
 
 def _twoshot(method: Compressor, segments: Segments, workers: int) -> list[Message]:

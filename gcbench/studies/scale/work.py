@@ -18,8 +18,16 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from gcbench.core import memory, registry
-from gcbench.core.compressor import Compressor, Key, MultiRoundCompressor, Segments
+from gcbench.core import codec, memory, registry
+from gcbench.core.compressor import (
+    Compressor,
+    Context,
+    Key,
+    MultiRoundCompressor,
+    Segments,
+    cuttable,
+    requantizes,
+)
 from gcbench.core.errors import UsageError
 from gcbench.reporting import kernel_timings
 from gcbench.studies.scale import traffic
@@ -62,24 +70,25 @@ def hands_on(method: Compressor) -> bool:
     """Return whether the payload is the gradient itself, so that encoding costs nothing."""
     x = torch.ones(4)
     segments = Segments((0, 4))
-    drawn = method.draw_shared(segments, KEY)
-    shared = method.prepare(x, segments).statistic if drawn is None else drawn
-    payload = method.encode(x, segments, shared, KEY)
+    drawn = method.draw_shared(Context(segments, key=KEY))
+    shared = codec.prepare(method, x, Context(segments)).statistic if drawn is None else drawn
+    payload = codec.encode(method, x, Context(segments, shared, KEY))
     return len(payload.parts) == 1 and payload.parts[0].data_ptr() == x.data_ptr()
 
 
 def statistic(method: Compressor) -> Tensor:
     """Return the statistic on which workers agree, for one element; empty if there is none."""
     x, segments = torch.ones(1), Segments((0, 1))
-    drawn = method.draw_shared(segments, KEY)
-    return method.prepare(x, segments).statistic if drawn is None else x.new_empty(0)
+    drawn = method.draw_shared(Context(segments, key=KEY))
+    return (
+        codec.prepare(method, x, Context(segments)).statistic if drawn is None else x.new_empty(0)
+    )
 
 
 def in_one_pass(method: Compressor, carried: memory.Memory) -> bool:
     """Return whether encoding and error feedback are one operation, `encode_feedback`."""
-    plain = isinstance(carried, memory.Residual) and carried.decay == 1
-    alone = not isinstance(method, MultiRoundCompressor) and not method.cuttable
-    return plain and alone and not statistic(method).numel()
+    alone = not isinstance(method, MultiRoundCompressor) and not cuttable(method)
+    return carried.fusible and alone and not statistic(method).numel()
 
 
 def assumed(method: Compressor, device: Device, shapes: Shapes) -> Rates:
@@ -174,33 +183,40 @@ def measure(method: Compressor, shapes: Shapes, threads: int) -> Rates:
 
 def _timed(method: Compressor, segments: Segments) -> dict[str, float]:
     x = torch.randn(segments.numel, generator=torch.Generator().manual_seed(0))
-    drawn = method.draw_shared(segments, KEY)
+    drawn = method.draw_shared(Context(segments, key=KEY))
     seconds: dict[str, float] = {}
     if drawn is not None:
         if not isinstance(method, MultiRoundCompressor):  # which draws once, before the first step
-            seconds["statistic"] = median(lambda: method.draw_shared(segments, KEY))
+            seconds["statistic"] = median(lambda: method.draw_shared(Context(segments, key=KEY)))
         shared = drawn
     else:
-        shared = method.prepare(x, segments).statistic
+        shared = codec.prepare(method, x, Context(segments)).statistic
         if shared.numel():
-            seconds["statistic"] = median(lambda: method.prepare(x, segments))
-    payload = method.encode(x, segments, shared, KEY)
-    seconds["encode"] = median(lambda: method.encode(x, segments, shared, KEY))
-    seconds["decode"] = median(lambda: method.decode(payload, segments, shared))
+            seconds["statistic"] = median(lambda: codec.prepare(method, x, Context(segments)))
+    payload = codec.encode(method, x, Context(segments, shared, KEY))
+    seconds["encode"] = median(lambda: codec.encode(method, x, Context(segments, shared, KEY)))
+    seconds["decode"] = median(lambda: codec.decode(method, payload, Context(segments, shared)))
     if method.memory == "residual":
         residual = torch.zeros_like(x)
         seconds["encode_feedback"] = median(
-            lambda: method.encode_feedback(x, residual, segments, shared, KEY), residual.zero_
+            lambda: codec.feedback(method, x, residual, Context(segments, shared, KEY)),
+            residual.zero_,
         )
     if isinstance(method, MultiRoundCompressor):
         return seconds
-    payloads = [method.encode(x.roll(k), segments, shared, KEY) for k in range(MERGED)]
+    payloads = [
+        codec.encode(method, x.roll(k), Context(segments, shared, KEY)) for k in range(MERGED)
+    ]
     legal = method.legal_collectives()
     if "twoshot" in legal:
-        seconds["merge8"] = median(lambda: method.merge(payloads, segments, shared, KEY))
+        seconds["merge8"] = median(
+            lambda: codec.merge(method, payloads, Context(segments, shared, KEY))
+        )
     if set(legal) & {"allgather", "twoshot"}:
         try:
-            seconds["mean8"] = median(lambda: method.mean(payloads, segments, shared))
+            seconds["mean8"] = median(
+                lambda: codec.mean(method, payloads, Context(segments, shared))
+            )
         except UsageError:
             if "allgather" in legal:
                 raise
@@ -239,7 +255,7 @@ def step(
     merge8 exceeds mean8 is taken for the encoding of the merged result.
     """
     if carried is None:
-        carried = memory.make(method.memory, dict(method.memory_options))
+        carried = memory.of(method)
     encode = rates["statistic"] + rates["encode"]
     if in_one_pass(method, carried):
         encode = rates["encode_feedback"]
@@ -254,6 +270,6 @@ def step(
     again = max(0.0, rates["merge8"] - rates["mean8"])
     merge = min(rates.of(part, workers) for part in ("mean8", "merge8"))
     merge = (merge + again) * n / workers
-    if carried.owner and method.requantizes:
+    if carried.owner and requantizes(method):
         merge += max(0.0, rates["encode_feedback"] - rates["encode"]) * n / workers
     return encode * n, merge + rates["decode"] * n

@@ -1,0 +1,1 @@
+"""The built-in memories: one memory per file, named after its file."""

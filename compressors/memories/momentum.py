@@ -1,0 +1,36 @@
+"""Momentum on every worker: m <- beta m + (1 - beta) g is compressed; it is not synchronized.
+
+With the sign as compressor this is Signum.
+
+Source: Bernstein et al., ICML 2018, arXiv:1802.04434, algorithm 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from gcbench.core.memory import Memory
+from gcbench.core.payload import Context
+
+
+@dataclass(frozen=True)
+class Momentum(Memory):
+    """A momentum per worker, which is not synchronized."""
+
+    beta: float = 0.9
+
+    buffers: ClassVar[tuple[str, ...]] = ("momentum",)
+    has_momentum: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.beta < 1:
+            raise ValueError(f"beta={self.beta}: from 0 to below 1 allowed")
+
+    def offer(self, gradient: Tensor, ctx: Context) -> Tensor:
+        return ctx.state["momentum"].mul_(self.beta).add_(gradient, alpha=1 - self.beta)
+
+    def dense(self) -> Memory:
+        return self

@@ -1,0 +1,139 @@
+"""1-bit Adam: the momentum of Adam is exchanged in one bit per element, after a warm-up in fp32.
+
+Steps t <= T (`--start-step T`): Adam, with gradients exchanged in fp32. Then its second moment v
+is frozen, and worker i with gradient g_i sends the momentum, not the gradient:
+    p_i = b1 m + (1 - b1) g_i + e_i;   c_i = C(p_i);   e_i <- p_i - c_i;
+owner of a shard:   s = mean_i c_i + E;   m <- C(s);   E <- s - m;
+all:   theta <- theta - lr (m / (1 - b1^t)) / (sqrt(v) + eps).
+C(x) = (||x||_1 / d) sign(x) for a tensor of d elements, as in `efsignsgd`. Error feedback works
+before a linear update, and v, which is not linear in the gradients, no longer changes.
+
+Biased; C contracts: ||C(x) - x||^2 = (1 - phi) ||x||^2, phi the density of x, at least 1/d and 2/pi
+for long normal x. Both residuals telescope. They are in units of the momentum, and do not follow
+the learning rate.
+Wire: 1 bit per element and one float32 per tensor, up and down; 32 bits during the warm-up, for
+which the source takes 15 to 25 % of the steps. Tensors that stay dense are updated by Adam.
+Source: Tang et al., ICML 2021, arXiv:2102.02888, algorithm 1.
+Differs: v is frozen with its bias correction, so that the step size does not jump after a short
+warm-up. An element whose gradient was 0 throughout the warm-up does not move afterwards, as under
+DeepSpeed's momentum mask (test_onebitadam.py::test_elements_without_gradient_do_not_move).
+
+>>> import gcbench, torch
+>>> method = gcbench.get_compressor("onebitadam")
+>>> method.decompress(method.compress(torch.tensor([4.0, -1.0, 0.5, -2.5])))
+tensor([ 2., -2.,  2., -2.])
+>>> method.rule
+FrozenAdam(beta1=0.9, beta2=0.999, eps=1e-08, frozen=True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gcbench.core.memory import Memory
+from gcbench.core.payload import Context
+from gcbench.core.rule import UpdateRule
+
+from .efsignsgd import EFSignSGD, EFSignSGDClaims
+
+
+@dataclass(frozen=True)
+class ExchangedMomentum(Memory):
+    """The momentum that all workers received last, and the errors of compressing the next one."""
+
+    beta1: float = 0.9
+    warm_up: bool = False  # gradients are exchanged in fp32, and the momentum follows their mean
+
+    buffers: ClassVar[tuple[str, ...]] = ("error",)
+    joint: ClassVar[tuple[str, ...]] = ("momentum",)
+    contracting: ClassVar[bool] = True
+    has_momentum: ClassVar[bool] = True
+
+    @property
+    def feedback(self) -> bool:
+        return not self.warm_up
+
+    def offer(self, gradient: Tensor, ctx: Context) -> Tensor:
+        if self.warm_up:
+            return gradient
+        return ctx.joint["momentum"].lerp(gradient, 1 - self.beta1) + ctx.state["error"]
+
+    def keep(self, offered: Tensor, sent: Tensor, ctx: Context) -> None:
+        torch.sub(offered, sent, out=ctx.state["error"])
+
+    def apply(self, mean: Tensor, ctx: Context) -> Tensor:
+        momentum = ctx.joint["momentum"]
+        if self.warm_up:
+            momentum.lerp_(mean, 1 - self.beta1)
+        else:
+            momentum.copy_(mean)
+        return mean
+
+    def dense(self) -> Memory:
+        return replace(self, warm_up=True)
+
+
+@dataclass(frozen=True)
+class FrozenAdam(UpdateRule):
+    """Adam; its second moment follows the gradients of the warm-up and is then frozen."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    frozen: bool = True
+
+    buffers: ClassVar[tuple[str, ...]] = ("variance",)  # the second moment, bias-corrected
+    reads: ClassVar[tuple[str, ...]] = ("momentum",)
+    needs_warm_up: ClassVar[bool] = True
+
+    def update(self, mean: Tensor, ctx: Context) -> Tensor:
+        t, variance = ctx.step + 1, ctx.joint["variance"]
+        if not self.frozen:  # `mean` is the gradient
+            variance.lerp_(mean * mean, (1 - self.beta2) / (1 - self.beta2**t))
+        momentum = ctx.joint["momentum"] / (1 - self.beta1**t)
+        return torch.where(variance > 0, momentum / (variance.sqrt() + self.eps), 0.0)
+
+    def dense(self) -> UpdateRule:
+        return replace(self, frozen=False)
+
+
+@dataclass(frozen=True)
+class OneBitAdam(EFSignSGD):
+    """The signs of the momentum, scaled by their mean magnitude."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+    collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather")
+    memory: ClassVar[Any] = ExchangedMomentum
+    scratch = True
+    recipe: ClassVar[Mapping[str, Any]] = {"lr": 1e-3, "start_step": 100}
+
+    @property
+    def memory_options(self) -> Mapping[str, Any]:
+        return {"beta1": self.beta1}
+
+    @property
+    def rule(self) -> UpdateRule:
+        return FrozenAdam(self.beta1, self.beta2, self.eps)
+
+
+class OneBitAdamClaims(EFSignSGDClaims, of=OneBitAdam):
+    """The codec contracts; with one worker and no loss it is Adam, frozen after the warm-up."""
+
+    codec: OneBitAdam
+
+    def uncompressed(self, gradients: Iterable[Tensor], warm_up: int) -> Iterator[Tensor]:
+        b1, b2 = self.codec.beta1, self.codec.beta2
+        m = v = torch.zeros(())
+        for t, g in enumerate(gradients, 1):
+            m = torch.lerp(m, g, 1 - b1)
+            if t <= warm_up:
+                v = torch.lerp(v, g * g, (1 - b2) / (1 - b2**t))
+            yield torch.where(v > 0, m / (1 - b1**t) / (v.sqrt() + self.codec.eps), 0.0)

@@ -1,0 +1,268 @@
+"""Calls of a method: the checks and output buffers that no method has to repeat.
+
+The exchange, `compress`, and every check call methods through these functions. They refuse inputs
+of another dtype or length, provide the buffers of `Context`, check what comes back against the
+declared layout, and copy it to the caller's buffer unless the method wrote there itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gcbench.core.errors import GcbenchError, PayloadError, UsageError
+from gcbench.core.payload import Context, Layout, Payload, Prepared, Segments, layout_bytes
+
+if TYPE_CHECKING:
+    from gcbench.core.compressor import Compressor
+
+
+def name_of(method: Compressor) -> str:
+    """Return the method's name, or that of its class if it is not registered."""
+    return method.name or type(method).__name__
+
+
+# ---- the wire format -----------------------------------------------------------------------------
+
+
+def layout(method: Compressor, segments: Segments, count: int = 1) -> Layout | None:
+    """Return the declared layout of a payload merged from `count` workers, computed once."""
+    key = id(method), count
+    cached = segments.layouts.get(key)
+    if cached is None or cached[0] is not method:
+        cached = segments.layouts[key] = method, method.layout(segments, count)
+    return cached[1]
+
+
+def bits(method: Compressor, segments: Segments, count: int = 1) -> int | None:
+    """Return the size in bits that the layout declares; None if there is no layout."""
+    declared = layout(method, segments, count)
+    return None if declared is None else 8 * layout_bytes(declared)
+
+
+def check(method: Compressor, payload: Payload, segments: Segments) -> None:
+    """Check that a payload has the declared layout.
+
+    Raises:
+        PayloadError: it has another number of parts, another dtype or length, or no workers.
+    """
+    if payload.count < 1:
+        raise PayloadError(f"{name_of(method)}: payload of {payload.count} workers")
+    declared = layout(method, segments, payload.count)
+    if declared is not None and payload.layout != declared:
+        raise PayloadError(
+            f"{name_of(method)}: payload {payload.layout} for {segments.numel} elements of "
+            f"{payload.count} worker(s): {declared} expected"
+        )
+
+
+# ---- one worker's gradient -----------------------------------------------------------------------
+
+
+def prepare(method: Compressor, x: Tensor, ctx: Context) -> Prepared:
+    """Return the worker's statistic, and what its encoder need not compute again.
+
+    Raises:
+        UsageError: x is not float32, or not as long as its segments.
+    """
+    _check_input(method, "prepare", x, ctx)
+    return method.prepare(x, ctx)
+
+
+def agree(method: Compressor, xs: Sequence[Tensor], ctx: Context) -> tuple[Tensor, list[Any]]:
+    """Return what these workers agree on, and what each one's `prepare` kept for its encoder.
+
+    `xs`: their gradients, float32, shape (n,) each. `ctx`: segments and key.
+    """
+    drawn = method.draw_shared(ctx._replace(key=ctx.key._replace(rank=0)))
+    if drawn is not None:
+        return drawn.to(xs[0].device), [None] * len(xs)
+    prepared = [prepare(method, x, ctx) for x in xs]
+    statistics = [each.statistic for each in prepared]
+    shared = torch.stack(statistics).amax(0) if statistics[0].numel() else statistics[0]
+    return shared, [each.kept for each in prepared]
+
+
+def encode(method: Compressor, x: Tensor, ctx: Context, *, copy: bool = True) -> Payload:
+    """Return the payload of one worker, in `ctx.parts` if they are given.
+
+    `copy=False` leaves parts that the method returned as new tensors where they are.
+
+    Raises:
+        UsageError: x is not float32, or not as long as its segments.
+        GcbenchError: the method returned something else than tensors.
+        PayloadError: the payload does not have the layout that the method declares.
+    """
+    _check_input(method, "encode", x, ctx)
+    inner = _with_parts(method, x.device, ctx, 1)
+    return _payload(method, "encode", method.encode(x, inner), inner, ctx.parts if copy else None)
+
+
+def feedback(
+    method: Compressor, x: Tensor, residual: Tensor, ctx: Context, *, copy: bool = True
+) -> Payload:
+    """Encode x + residual, and set `residual`, (n,), to the error of the payload; as `encode`."""
+    _check_input(method, "encode_feedback", x, ctx)
+    inner = _with_parts(method, x.device, ctx, 1)
+    made = method.encode_feedback(x, residual, inner)
+    return _payload(method, "encode_feedback", made, inner, ctx.parts if copy else None)
+
+
+# ---- payloads ------------------------------------------------------------------------------------
+
+
+def decode(method: Compressor, payload: Payload, ctx: Context) -> Tensor:
+    """Return the mean over the payload's workers, float32, shape (n,), in `ctx.out` if given.
+
+    Raises:
+        PayloadError: no encoder of this configuration can have produced the payload.
+        GcbenchError: the method returned something else than such a tensor.
+    """
+    check(method, payload, ctx.segments)
+    inner = _with_out(payload, ctx)
+    return _tensor(method, "decode", lambda: method.decode(payload, inner), inner, ctx.out)
+
+
+def decode_sum(method: Compressor, payload: Payload, ctx: Context) -> Tensor:
+    """Return the mean from the sum of `payload.count` workers' summands; as `decode`."""
+    inner = _with_out(payload, ctx)
+    return _tensor(method, "decode_sum", lambda: method.decode_sum(payload, inner), inner, ctx.out)
+
+
+def mean(method: Compressor, payloads: Sequence[Payload], ctx: Context) -> Tensor:
+    """Return the mean of different workers' payloads, float32, shape (n,); as `decode`."""
+    _check_all(method, payloads, ctx)
+    inner = _with_out(payloads[0], ctx)
+    return _tensor(method, "mean", lambda: method.mean(payloads, inner), inner, ctx.out)
+
+
+def merge(method: Compressor, payloads: Sequence[Payload], ctx: Context) -> Payload:
+    """Return one payload that stands for the mean of several, in `ctx.parts` if they are given.
+
+    Raises:
+        PayloadError: no encoder of this configuration can have produced one of them.
+        GcbenchError: the method returned something else than tensors.
+    """
+    _check_all(method, payloads, ctx)
+    count, device = sum(payload.count for payload in payloads), _device(payloads[0], ctx)
+    inner = _with_parts(method, device, ctx, count)
+    made = _named(method, lambda: method.merge(payloads, inner))
+    return _payload(method, "merge", made, inner, ctx.parts, count)
+
+
+# ---- checks and buffers --------------------------------------------------------------------------
+
+
+def _check_input(method: Compressor, function: str, x: Tensor, ctx: Context) -> None:
+    n = ctx.segments.numel
+    if x.dtype != torch.float32 or x.shape != (n,):
+        raise UsageError(
+            f"{name_of(method)}: {function} got x of {x.dtype}, shape {tuple(x.shape)}; float32, "
+            f"shape ({n},), is expected, as long as its segments"
+        )
+
+
+def _check_all(method: Compressor, payloads: Sequence[Payload], ctx: Context) -> None:
+    if not payloads:
+        raise UsageError(f"{name_of(method)}: at least one payload is expected")
+    for payload in payloads:
+        check(method, payload, ctx.segments)
+
+
+def _with_parts(method: Compressor, device: torch.device, ctx: Context, count: int) -> Context:
+    """Return the context with buffers for the declared parts, if a layout is declared."""
+    declared = layout(method, ctx.segments, count)
+    parts = ctx.parts
+    if parts is None and declared is not None:
+        parts = tuple(torch.empty(n, dtype=dtype, device=device) for dtype, n in declared)
+    return ctx._replace(layout=declared, parts=parts)
+
+
+def _with_out(payload: Payload, ctx: Context) -> Context:
+    """Return the context with a buffer for the decoded tensor."""
+    if ctx.out is not None:
+        return ctx
+    return ctx._replace(out=torch.empty(ctx.segments.numel, device=_device(payload, ctx)))
+
+
+def _device(payload: Payload, ctx: Context) -> torch.device:
+    return payload.parts[0].device if payload.parts else ctx.shared.device
+
+
+def _payload(
+    method: Compressor,
+    function: str,
+    made: Any,
+    ctx: Context,
+    parts: tuple[Tensor, ...] | None,
+    count: int = 1,
+) -> Payload:
+    """Return the payload that a method returned, copied to `parts` if they are given."""
+    if isinstance(made, Payload):
+        made = made.parts
+    tensors = (made,) if isinstance(made, Tensor) else made
+    if type(tensors) is not tuple or not all(
+        isinstance(part, Tensor) and part.ndim == 1 for part in tensors
+    ):
+        raise GcbenchError(
+            f"{method!r}: {function} returned {_shown(made)}; a 1-D tensor or a tuple of 1-D "
+            "tensors, the parts of the payload, is expected"
+        )
+    payload = Payload(tensors, count)
+    if ctx.layout is not None and payload.layout != ctx.layout:
+        raise PayloadError(
+            f"{method!r}: {function} returned a payload of {payload.layout} for "
+            f"{ctx.segments.numel} elements; its layout declares {ctx.layout}"
+        )
+    if parts is None:
+        return payload
+    for place, part in zip(parts, tensors, strict=True):
+        if place is not part:
+            place.copy_(part)
+    return Payload(parts, count)
+
+
+def _named(method: Compressor, call: Callable[[], Any]) -> Any:
+    """Call a function of the method; its PayloadErrors begin with the method's name."""
+    try:
+        return call()
+    except PayloadError as error:
+        name = name_of(method)
+        if str(error).startswith(f"{name}: "):
+            raise
+        raise PayloadError(f"{name}: {error}") from None
+
+
+def _tensor(
+    method: Compressor,
+    function: str,
+    call: Callable[[], Any],
+    ctx: Context,
+    out: Tensor | None,
+) -> Tensor:
+    """Return what a method decoded, copied to `out` if it is given.
+
+    A copy would convert another dtype and repeat a shorter tensor, so both are refused.
+    """
+    result = _named(method, call)
+    if (
+        not isinstance(result, Tensor)
+        or result.dtype != torch.float32
+        or result.shape != (ctx.segments.numel,)
+    ):
+        raise GcbenchError(
+            f"{method!r}: {function} returned {_shown(result)}; float32, shape "
+            f"({ctx.segments.numel},), is expected"
+        )
+    return result if out is None or result is out else out.copy_(result)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype}, shape {tuple(value.shape)}"
+    if type(value) is tuple:
+        return f"({', '.join(map(_shown, value))})"
+    return f"a {type(value).__name__}"
