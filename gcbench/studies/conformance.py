@@ -307,11 +307,11 @@ def _steps(
             made.change([lossy])
         yield made.mean(list(xs), step).clone()
         if resume and step == WARM_UP:
-            later = make(step)
-            states = zip((*made.workers, made.joint), (*later.workers, later.joint), strict=True)
-            for before, own in states:
-                own[0].update({name: buffer.clone() for name, buffer in before[0].items()})
-            later.lr, made = made.lr, later
+            later = make(0)
+            later.change([lossy])
+            for worker in range(len(xs)):
+                later.load_state_dict(made.state_dict(worker), worker)
+            made = later
 
 
 def by_definition(method: Compressor) -> Compressor:

@@ -32,9 +32,9 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from gcbench.core import registry
+from gcbench.core import registry, schedule
 from gcbench.core.errors import GcbenchError, UsageError, unknown
-from gcbench.training import grid, rows, schedule
+from gcbench.training import grid, rows
 from gcbench.training.configuration import SET_FLAGS, Config, canonical, text
 from gcbench.training.suites.tuning import (
     TUNED_KEYS,
