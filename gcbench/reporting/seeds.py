@@ -105,9 +105,8 @@ def examples(runs: Sequence[Run]) -> dict[str, float]:
     found: dict[str, float] = {}
     for run in runs:
         split = _split(run)
-        recorded = (
-            run.summary.test_examples if not run.is_trial else run.summary.config.get("holdout")
-        )
+        held_out = run.summary.config.get("holdout")
+        recorded = held_out if run.is_trial else run.summary.test_examples
         if recorded:
             found[split] = float(recorded)
     missing: dict[str, int] = {}
