@@ -32,14 +32,14 @@ class Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Return the next node; raise YAMLError for an alias, or where it is nested too deep."""
         if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
+            event = self.peek_event()  # type: ignore[no-untyped-call]
             raise yaml.YAMLError(
                 f"the alias *{event.anchor}{event.start_mark}: aliases are not allowed; write the "
                 "value again"
             )
         self._depth += 1
         if self._depth > DEEPEST:
-            mark = self.peek_event().start_mark
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise yaml.YAMLError(f"more than {DEEPEST} levels{mark}; settings have at most 4")
         node = super().compose_node(parent, index)
         self._depth -= 1
