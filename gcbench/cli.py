@@ -495,6 +495,10 @@ def compare(
     if suite is not None:
         made += groups.get("", [])
         groups = {suite: made}
+    elif len(groups.keys() - {""}) > 1 and not (where or by or target or trials or plot or columns):
+        output.emit(published.index(groups, folders or [RUNS], asked.format))
+        _end_with(faults)
+        return
     elif len(groups) > 1 and (json or plot is not None or format_ is Format.csv):
         raise UsageError(
             f"rows of {len(groups)} suites here, which are no one table or picture: choose with "

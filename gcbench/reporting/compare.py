@@ -6,14 +6,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gcbench.core.errors import UsageError, unknown
+from gcbench.core import registry
+from gcbench.core.errors import GcbenchError, UsageError, unknown
 from gcbench.core.schema import PHASES
 from gcbench.reporting import seeds
 from gcbench.reporting.reader import Modelled, Run, Summary, fields
@@ -266,43 +269,75 @@ def _varying(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _labels(runs: Sequence[Run], own: frozenset[str]) -> list[str]:
     """Return a short label for each row, of which a run is given; equal only for equal methods."""
-    varying = _varying([run.config for run in runs])
-    labels = []
-    for run in runs:
-        summary, config = run.summary, run.config
-        same = [
-            one.summary for one in runs if one.summary.compressor_name == summary.compressor_name
-        ]
-        every = fields(summary)
-        shown = dict.fromkeys([*(config.get("options") or {}), *_varying([*map(fields, same)])])
-        words = [summary.compressor_name]
-        words += [f"{name}={text(every[name])}" for name in shown if name in every]
-        if len({one.collective for one in same}) > 1:
-            words.append(summary.collective)
-        if len({one.config.get("memory") for one in runs if one.summary in same}) > 1:
-            words.append(f"memory={config.get('memory')}")
-        carried = [one.config.get("memory_options") for one in runs if one.summary in same]
-        if len({canonical(options or {}) for options in carried}) > 1:
-            kept = config.get("memory_options") or {}
-            words += [f"{name}={text(value)}" for name, value in kept.items()]
-        if config.get("dense_last"):
-            words.append("dense-last")
-        if config.get("dense_below"):
-            words.append(f"dense<{config['dense_below']}")
-        tags = [text(config[key]) for key in _TAG_KEYS if key in varying and config.get(key)]
-        tags += [f"{key}={text(config.get(key))}" for key in _TAG_PAIRS if key in varying]
-        digests = {one.sources.get("compressor") for one in runs if one.summary in same}
-        if len(digests) > 1:
-            tags.append(f"source {run.sources.get('compressor', '')[:6]}")
-        labels.append(" ".join(words + [f"[{tag}]" for tag in tags]))
+    configs = [run.config for run in runs]
+    varying = _varying(configs)
+    groups: dict[str, list[int]] = {}
+    for i, run in enumerate(runs):
+        groups.setdefault(run.summary.compressor_name, []).append(i)
+    labels = [""] * len(runs)
+    for name, group in groups.items():
+        every = {i: fields(runs[i].summary) for i in group}
+        differing = _varying(list(every.values()))
+        several = {
+            key: len({canonical(configs[i].get(key) or None) for i in group}) > 1
+            for key in ("collective", "memory", "memory_options")
+        }
+        digests = {runs[i].sources.get("compressor") for i in group}
+        for i in group:
+            run, config = runs[i], configs[i]
+            shown = dict.fromkeys([*(config.get("options") or {}), *differing])
+            words = [name]
+            words += [f"{key}={text(every[i][key])}" for key in shown if key in every[i]]
+            if several["collective"]:
+                words.append(run.summary.collective)
+            words += _memory_words(config, several)
+            if config.get("dense_last"):
+                words.append("dense-last")
+            if config.get("dense_below"):
+                words.append(f"dense<{config['dense_below']}")
+            tags = [text(config[key]) for key in _TAG_KEYS if key in varying and config.get(key)]
+            tags += [f"{key}={text(config.get(key))}" for key in _TAG_PAIRS if key in varying]
+            if len(digests) > 1:
+                tags.append(f"source {run.sources.get('compressor', '')[:6]}")
+            labels[i] = " ".join(words + [f"[{tag}]" for tag in tags])
     places = [
         canonical([_budget(run), label, {key: run.config.get(key) for key in own}])
         for run, label in zip(runs, labels, strict=True)
     ]
+    count = Counter(places)
     return [  # what the short label does not tell apart gets the long one
-        label if places.count(place) == 1 else run.summary.compressor
+        label if count[place] == 1 else run.summary.compressor
         for run, label, place in zip(runs, labels, places, strict=True)
     ]
+
+
+def _memory_words(config: Mapping[str, Any], several: Mapping[str, bool]) -> list[str]:
+    """Return the memory of a row, and its fields, where they are not what the method declares.
+
+    They are shown, too, where the rows of the method differ in them, or where the method is not
+    installed here.
+    """
+    memory, options = config.get("memory"), config.get("memory_options") or {}
+    usual = _declared_memory(str(config.get("compressor")), canonical(config.get("options")))
+    words = []
+    if several["memory"] or (usual is not None and memory != usual[0]):
+        words.append(f"memory={memory}")
+    own = dict(usual[1]) if usual is not None and memory == usual[0] else {}
+    if several["memory_options"] or (usual is not None and {**own, **options} != own):
+        words += [f"{name}={text(value)}" for name, value in options.items()]
+    return words
+
+
+@cache
+def _declared_memory(name: str, options: str) -> tuple[str, Mapping[str, Any]] | None:
+    """Return the memory and its fields that a method declares; None if it is not known here."""
+    try:
+        given = json.loads(options) or {}
+        fixed = {key: value for key, value in given.items() if not isinstance(value, Mapping)}
+        method = registry.compressor(name, **fixed)
+    except (GcbenchError, TypeError):
+        return None
+    return method.memory, method.memory_options
 
 
 def _budget(run: Run, own: frozenset[str] = frozenset()) -> dict[str, Any]:

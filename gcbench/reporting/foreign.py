@@ -119,15 +119,20 @@ PROVENANCE: Mapping[str, type] = {
 }
 
 
+_PLAIN_TYPES = frozenset((*SCALARS, dict))
+
+
 def wrong_type(kind: str, found: Mapping[str, Any], known: Mapping[str, type]) -> str:
     """Return what is wrong with the types in a row's config or provenance, or nothing."""
     for key, value in found.items():
         expected = known.get(key)
-        if expected is not None:
-            right = value is None or isinstance(value, expected)
-        else:
+        if expected is None:
+            if type(value) in _PLAIN_TYPES:
+                continue
             many = value if isinstance(value, list) else [value]
             right = all(isinstance(each, (*SCALARS, dict)) for each in many)
+        else:
+            right = value is None or isinstance(value, expected)
         if not right:
             told = "" if expected is None else f", a {expected.__name__} expected"
             return f"`{kind}.{cut(key, LABEL)}` is a {type(value).__name__}{told}"

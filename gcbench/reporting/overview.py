@@ -131,9 +131,8 @@ def _front(chosen: Sequence[Compared], accuracy: Mapping[int, Section]) -> Secti
         columns,
         1,
         notes=[
-            "The rows that no other row of equal budget beats in both, mean and payload bytes up "
-            "and down; of several budgets the one with most rows, the others are marked in the "
-            "tables below. One seed (n = 1) tells no differences of a few points apart. vs none: "
+            f"{tables.FRONT} Payload bytes are up and down together. Of several budgets this is "
+            "the one with most rows; the others are marked in the tables below. vs none: "
             "difference from the uncompressed runs with its 95 % interval."
         ],
         methods=[row.first.compressor_name for row in rows],

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from gcbench.core import registry
 from gcbench.core.errors import UsageError
 from gcbench.reporting.compare import Row, ranked
 from gcbench.reporting.reader import Run, fields, warn
+from gcbench.reporting.rendering import Column, block, csv_text, json_text
 from gcbench.training import grid
 from gcbench.training.configuration import text
 from gcbench.training.suites import Point, Suite, decide, load, names
@@ -130,6 +133,34 @@ def by_suite(runs: Sequence[Run], *asked: Suite) -> dict[str, list[Run]]:
             f"{versions[name]} here, whose results do not compare with them"
         )
     return groups
+
+
+def index(groups: Mapping[str, Sequence[Run]], places: Sequence[Path], format: str) -> str:
+    """Return what there is of each suite, and the command that shows it, in a format of tables.
+
+    `groups` as `by_suite` returns them; runs of no suite have a line, too.
+    """
+    found = [
+        {
+            "suite": name or None,
+            "title": load(name).title if name else "runs of no suite",
+            "methods": len({run.summary.compressor_name for run in runs}),
+            "rows": len({run.method for run in runs if not run.is_trial}),
+            "runs": len(runs),
+            "command": shlex.join(
+                ["gcbench", "compare", *map(str, places), *(["--suite", name] if name else [])]
+            ),
+        }
+        for name, runs in groups.items()
+    ]
+    if format == "json":
+        return json_text(found)
+    if format == "csv":
+        return csv_text(found)
+    cells = [{key: str(value or "-") for key, value in one.items()} for one in found]
+    columns = [Column(key, [one[key] for one in cells]) for key in cells[0]]
+    width = shutil.get_terminal_size((200, 24)).columns
+    return block(f"{len(found)} suites; each has its tables:", columns, 2, format, width)
 
 
 def beside(suite: Suite, runs: Sequence[Run]) -> Beside:

@@ -111,7 +111,7 @@ class Run:
     suite: str = ""
     """The suite for which a row was made, as name/version."""
 
-    @cached_property
+    @property
     def config(self) -> dict[str, Any]:
         """The config without the seed, with what the run resolved in place of what was asked."""
         resolved = ("task", "workers", "collective", "engine", "gradients", "steps", "batch")
@@ -125,9 +125,10 @@ class Run:
         config = {key: value for key, value in self.config.items() if key != "options"}
         by_step = schedules(self.summary)
         name = self.summary.compressor_name
-        return canonical([name, self.summary.compressor, config, by_step, self.sources])
+        told = canonical([name, self.summary.compressor, config, by_step, self.sources])
+        return sys.intern(told)  # the seeds of a configuration share it
 
-    @cached_property
+    @property
     def sources(self) -> dict[str, str]:
         """Digests of the code of third parties' plug-ins, by kind ("compressor", "task", ...)."""
         plugins = self.summary.provenance.get("plugins") or {}
@@ -142,12 +143,12 @@ class Run:
     @property
     def is_trial(self) -> bool:
         """Whether the run only helped to choose a setting: it never saw the test split."""
-        return not self.config.get("test", True)
+        return not self.summary.config.get("test", True)
 
     @property
     def judged_by(self) -> str:
         """The split that the evaluations are of: "validation" where examples were held out."""
-        return "validation" if self.config.get("holdout") else "test"
+        return "validation" if self.summary.config.get("holdout") else "test"
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Return the records of the evaluations; none for a row of a .json file without metrics.

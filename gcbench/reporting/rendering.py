@@ -275,6 +275,12 @@ def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def json_text(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return the records as a JSON array, null for what is no finite number."""
-    plain = [{key: _plain(value) for key, value in record.items()} for record in records]
+    """Return the records as a JSON array: bytes are integers, what is not finite is null."""
+    plain = [{key: _whole(key, _plain(value)) for key, value in one.items()} for one in records]
     return json.dumps(plain, indent=2, allow_nan=False)
+
+
+def _whole(key: str, value: Any) -> Any:
+    """Return a number of bytes as an integer; other values as they are."""
+    is_bytes = "bytes" in key and isinstance(value, float)
+    return round(value) if is_bytes else value

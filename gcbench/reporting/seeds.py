@@ -105,7 +105,8 @@ def examples(runs: Sequence[Run]) -> dict[str, float]:
     found: dict[str, float] = {}
     for run in runs:
         split = _split(run)
-        recorded = run.summary.test_examples if not run.is_trial else run.config.get("holdout")
+        held_out = run.summary.config.get("holdout")
+        recorded = held_out if run.is_trial else run.summary.test_examples
         if recorded:
             found[split] = float(recorded)
     missing: dict[str, int] = {}
@@ -128,7 +129,8 @@ def _accuracy(run: Run) -> float | None:
 
 def _split(run: Run) -> str:
     """Return what identifies the examples on which a run was judged."""
-    return canonical([run.summary.task, run.config.get("task_options") or {}, run.is_trial])
+    options = run.summary.config.get("task_options")
+    return canonical([run.summary.task, options or {}, run.is_trial])
 
 
 def _final(run: Run, metric: str) -> float | None:

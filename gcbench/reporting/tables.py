@@ -27,6 +27,11 @@ from gcbench.reporting.rendering import (
 from gcbench.training.configuration import canonical, text
 
 FORMATS = ("table", "markdown", "csv", "json", "latex")
+FRONT = (
+    "front: no row of equal budget is better for as few payload bytes, by the paired 95 % "
+    "interval, or by its value where there is one seed."
+)
+"""What the front is, in the notes of tables and in the report."""
 PAYLOAD = "payload\nMB/step"
 METRICS = ("accuracy %", "test loss", "accuracy %\nor loss")
 ALWAYS = (*METRICS, "vs none", PAYLOAD)
@@ -305,8 +310,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         "seed, with its 95 % confidence interval (Student's t over seeds, and the test set's "
         "noise) where there are two pairs or more. "
         "in band: whether the mean lies between the lowest and the highest of the uncompressed "
-        "seeds. front: no row of equal budget is better for as few payload bytes, by the paired "
-        "95 % interval, or by its value where there is one seed.",
+        f"seeds. {FRONT}",
         "Bytes are those of a worker and step, MB = 10^6 bytes. payload: encoded, up and down "
         "together; wire: what a worker sends over the network, by this collective.",
     ]

@@ -75,8 +75,8 @@ def _mark(metadata: Any) -> str | None:
     return found if found == PLAIN or found.startswith(SEALED) else None
 
 
-def _table(path: Path) -> Any:
-    """Return the Parquet table of a file.
+def _opened(path: Path) -> Any:
+    """Return the Parquet file at a path, after its digest was compared.
 
     Raises:
         UsageError: it is a pipe, a socket or a device.
@@ -96,14 +96,13 @@ def _table(path: Path) -> Any:
                     f"{path} does not match its digest: it was damaged or edited. Restore it from "
                     "a copy, or make its runs again"
                 )
-        table = file.read() if mark is not None else None
     except (OSError, ValueError, pa.ArrowException) as error:
         raise GcbenchError(f"{path} cannot be read as Parquet: {error}") from error
     if mark is None:
         raise GcbenchError(
             f"{path} holds no rows of gcbench runs; `gcbench run --rows` writes them"
         )
-    return table
+    return file
 
 
 def _shared(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -138,10 +137,11 @@ def each(
     """
     if not path.exists() and not path.is_symlink():
         return
-    table = _table(path)
-    nested = {field.name for field in table.schema if (field.metadata or {}).get(b"json") == b"1"}
+    file = _opened(path)
+    schema = file.schema_arrow
+    nested = {field.name for field in schema if (field.metadata or {}).get(b"json") == b"1"}
     number = 0
-    for batch in table.to_batches(max_chunksize=4096):
+    for batch in _batches(path, file):
         columns = [(name, batch.column(name).to_pylist()) for name in batch.schema.names]
         for i in range(batch.num_rows):
             number += 1
@@ -171,6 +171,16 @@ def each(
                 faults.append(fault)
                 continue
             yield number, {**dict.fromkeys(nulls), **found} if nulls else found
+
+
+def _batches(path: Path, file: Any) -> Iterator[Any]:
+    """Yield the rows of a Parquet file a few thousand at a time: texts take much memory."""
+    import pyarrow as pa
+
+    try:
+        yield from file.iter_batches(batch_size=2048)
+    except (OSError, pa.ArrowException) as error:
+        raise GcbenchError(f"{path} cannot be read as Parquet: {error}") from error
 
 
 def decoded(text: Any, where: str) -> Any:

@@ -65,7 +65,7 @@ READERS = {
     "report": ["report"],
     "config": ["run", "--config"],
     "suite": ["run", "--suite"],
-    "cluster": ["advise", "--network", "resnet50", "--cluster"],
+    "cluster": ["advise", "--compressor", "topk", "--cluster"],
     "kernels": ["kernels"],
     "rows": ["run", "--task", "quadratic", "--rows"],
 }
@@ -134,7 +134,7 @@ def test_yaml_that_is_refused(tmp_path: Path, name: str, flag: str) -> None:
     path = tmp_path / "mine.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     before = time.process_time()
-    command = ["advise", "--network", "resnet50"] if flag == "--cluster" else ["run"]
+    command = ["advise", "--compressor", "topk"] if flag == "--cluster" else ["run"]
     done = invoke(*command, flag, path)
     assert done.code == 2, done
     assert str(path) in done.err

@@ -930,3 +930,36 @@ def test_evaluations_that_cannot_be_read(tmp_path: Path) -> None:
     (run.source / "metrics.jsonl").write_text('{"step": 3}')
     with pytest.raises(GcbenchError, match=r"metrics in .* cannot be read"):
         run.evaluations()
+
+
+# --- an index, labels, whole bytes
+
+
+def test_rows_of_several_suites_have_an_index() -> None:
+    place = ROOT / "results/reference"
+    shown = invoke("compare", place, "--json").json
+    names = {path.stem for path in place.glob("*.parquet")}
+    assert {one["suite"] for one in shown} == names
+    assert all(one["command"].endswith(f"--suite {one['suite']}") for one in shown)
+    text = invoke("compare", place).out
+    assert len(text.splitlines()) <= 25
+    assert all(name in text for name in names)
+
+
+def test_a_memory_that_is_not_the_methods_is_named(tmp_path: Path) -> None:
+    """A Lion built from signsgd printed as `signsgd`."""
+    lion = summary("signsgd", 0, 0.5)
+    lion["config"] |= {"memory": "momentum", "memory_options": {"decay": 0.99}}
+    (label,) = (row.method for row in table(tmp_path / "a", lion))
+    assert label == "signsgd memory=momentum decay=0.99"
+    plain = summary("signsgd", 0, 0.5)
+    (label,) = (row.method for row in table(tmp_path / "b", plain))
+    assert label == "signsgd"
+
+
+def test_bytes_are_whole_in_json(tmp_path: Path) -> None:
+    made = [summary("none", s, 0.9, payload_bytes_up=1001 + s) for s in range(2)]
+    (record,) = json.loads(render(table(tmp_path, *made), "json"))
+    sizes = {key: value for key, value in record.items() if "bytes" in key and value is not None}
+    assert len(sizes) >= 2
+    assert all(type(value) is int for value in sizes.values())
