@@ -58,9 +58,8 @@ from gcbench.integrations.hook import (
 from gcbench.integrations.layout import Layout, Parameter
 from gcbench.integrations.rates import Rates
 from gcbench.integrations.sharded import Sharded
+from gcbench.integrations.watch import Watch
 
-LOOK_EVERY = 10
-"""Exchanges between two looks at how large residuals are, besides those with another rate."""
 SHARDS = "shard of each module, which replicas have in common"
 """By what name replicas tell each other which shards they hold."""
 
@@ -639,6 +638,7 @@ class _Level:
         """
         self.world, self.lanes, self.stages, self.names = world, lanes, stages, names
         self._words, self._owns_shards, self._buffers = (seed, clock), owns_shards, buffers
+        self.watch = Watch()
         self.exchange = self.made(0)
 
     def made(self, step: int) -> Exchange:
@@ -941,10 +941,14 @@ class _Module:
             hook._undo.append(level.undo())
         if self.step in level.stages and self.step:
             exchange.change(level.lanes(self.step))
-        before = [list(lane) for lane in exchange.rates], exchange.scale
-        exchange.follow(level.rates(hook._rates), hook._rates.scale)
-        changed = before != (exchange.rates, exchange.scale)
-        if not hook._warned and (changed or self.step % LOOK_EVERY == 0):
+        rates, scale = level.rates(hook._rates), hook._rates.scale
+        exchange.follow(rates, scale)
+        by_name = {
+            name: rate
+            for lane, own in zip(level.names, rates, strict=True)
+            for (name, _), rate in zip(lane, own, strict=True)
+        }
+        if level.watch.due(self.step, by_name, scale) and not hook._watch.warned:
             self._look(level, gradients)
         return exchange
 
@@ -961,7 +965,8 @@ class _Module:
                     squares[parameter] = squares[parameter] + both if parameter in squares else both
         for parameter, both in squares.items():
             residual, gradient = both.sqrt().tolist()
-            self.hook._warn_large(parameter, residual, gradient)
+            level.watch.look(parameter, residual, gradient)
+        self.hook._watch.warned |= level.watch.warned
 
     def _check_finite(self, gradients: Sequence[Tensor], ranks: Sequence[int]) -> None:
         """Raise DivergedError, with a parameter's name, if a gradient is not finite.
