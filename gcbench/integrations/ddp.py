@@ -166,7 +166,7 @@ def comm_hook(
             methods that contract, no limit for others. It also names those whose cosine is 0 or
             less (of votes -0.5 or less).
         on_check: a function that gets the comparisons of a step, in the thread that exchanges. It
-            must not call the hook or the model, which wait for that thread.
+            must not call `state_dict`, `load_state_dict` or `close`, which wait for that thread.
         seed: of random numbers; models trained at the same time should have different ones.
         bucket_mb: tensors of together about this many MiB in fp32 are exchanged together.
         timeout: seconds that a rank waits for the others in a collective.
@@ -238,6 +238,7 @@ class CommHook(Hook):
 
     CALL = "gcbench.comm_hook"
     FORMAT = 2
+    RESIZE = 'on_resize="redistribute"'
 
     def __init__(self, settings: Settings, rates: Rates) -> None:
         super().__init__(settings, rates)

@@ -96,7 +96,6 @@ class Settings:
     later: Stages = field(default_factory=dict)
     """The compressors that hold from later exchanges on."""
     on_nonfinite: str = "stop"
-    on_resize: str = "refuse"
 
     @property
     def methods(self) -> Stages:
@@ -163,8 +162,8 @@ def shard_hook(
             were before this backward pass, and the module's gradients are NaN on every rank, as
             are those of the modules after it, so that the optimizer's step can be skipped on all
             ranks. Default: "skip" with a scaler, else "stop".
-        on_resize: "redistribute": a state that was saved with another number of ranks is accepted;
-            the sum of all residuals is kept. "refuse" (default): it is refused.
+        on_resize: "refuse": a state that was saved with another number of ranks is refused. Only
+            `comm_hook` can redistribute one.
         options: fields of the compressor, each a value or a schedule by step: "0:0.25/100:0.01" or
             {0: 0.25, 100: 0.01}.
 
@@ -203,6 +202,12 @@ def shard_hook(
         )
     if on_nonfinite is None:
         on_nonfinite = "stop" if scaler is None else "skip"
+    if arguments.choice("on_resize", on_resize, RESIZE) != "refuse":
+        raise UsageError(
+            f"on_resize={on_resize!r}: with FSDP other ranks cut parameters in other places, and "
+            'residuals are not redistributed. "refuse" is allowed: go on with as many ranks as '
+            "before, or register a hook without a state"
+        )
     settings = Settings(
         methods[0],
         carried,
@@ -212,7 +217,6 @@ def shard_hook(
         second,
         {start: method for start, method in methods.items() if start},
         arguments.choice("on_nonfinite", on_nonfinite, NONFINITE),
-        arguments.choice("on_resize", on_resize, RESIZE),
     )
     return ShardHook(settings, Rates(optimizer, scaler))
 

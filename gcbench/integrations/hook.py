@@ -159,6 +159,8 @@ class Hook:
     """How the user makes one."""
     FORMAT = 0
     """Version of the states."""
+    RESIZE = ""
+    """The argument that lets a state of another number of ranks be loaded; "": there is none."""
 
     def __init__(self, settings: Any, rates: Rates) -> None:
         self._settings, self._rates = settings, rates
@@ -337,12 +339,16 @@ class Hook:
         """
         entry = state.get(key_of(rank, size))
         if entry is None:
+            way = f" give {self.CALL}(..., {self.RESIZE}) and" if self.RESIZE else ""
             raise UsageError(
                 f"the state is that of {', '.join(map(str, state))}, and this is rank {rank} of "
                 f"{size}: every rank saves and loads its own. To go on with another number of "
-                'ranks give on_resize="redistribute" and the entries of all ranks of the job '
-                "that saved them, in one dict; or register a hook without a state, and residuals "
-                "are lost"
+                f"ranks{way or ' register a hook without a state: residuals are then lost'}"
+                + (
+                    " load the entries of all ranks of the job that saved them, in one dict"
+                    if way
+                    else ""
+                )
             )
         place = sealed.entry(entry, "rank"), sealed.entry(entry, "world_size")
         if place != (rank, size):
