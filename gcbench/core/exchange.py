@@ -21,15 +21,15 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from gcbench.core import faults, purposes, registry
+from gcbench.core import faults, purposes, registry, sealed
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import (
     COLLECTIVES,
@@ -49,7 +49,7 @@ from gcbench.core.compressor import (
 )
 from gcbench.core.errors import GcbenchError, PayloadError, UsageError
 from gcbench.core.memory import Memory, NoMemory, Residual, State, for_method
-from gcbench.core.world import World
+from gcbench.core.world import Traffic, World
 
 T = TypeVar("T")
 
@@ -250,10 +250,31 @@ class Exchange:
     ("state"), and the buffers that a memory keeps jointly.
     """
 
-    def __init__(self, world: World, lanes: Sequence[Lane], seed: int, clock: Clock) -> None:
+    def __init__(
+        self,
+        world: World,
+        lanes: Sequence[Lane],
+        seed: int,
+        clock: Clock,
+        *,
+        owns_shards: bool = True,
+    ) -> None:
+        """`owns_shards`: whether owners may keep residuals of shards; not with `lane_shards`."""
         self.world, self.seed, self.clock = world, seed, clock
         self.lanes: tuple[Lane, ...] = ()
-        self.lr: float | None = None
+        self.parts: list[Sequence[slice]] = []
+        """Of each lane, the stretches whose residuals may follow different learning rates."""
+        self.rates: list[list[float | None]] = []
+        """The last positive learning rate of each part; None before the first."""
+        self.scale: float | None = None
+        """The loss scale of the residuals; None: the loss was not scaled."""
+        self.owns_shards = owns_shards
+        self.owned: list[bool] = []
+        """Of each lane, whether an owner's residual is kept at this stage or was at another."""
+        self.in_rounds: list[MultiRoundCompressor | None] = []
+        """Of each lane, the last method in rounds that it had."""
+        self.agreement = Traffic()
+        """The part of the only local worker's traffic that `agree` cost."""
         self.workers: list[list[State]] = [[] for _ in world.ranks]
         self.joint: list[State] = []
         self.buffers = Buffers(world.device)
@@ -270,9 +291,17 @@ class Exchange:
         ]:
             raise ValueError("lanes may change their compressor, not their place")
         if not self.lanes:
+            self.parts = [[slice(0, lane.segments.numel)] for lane in lanes]
+            self.rates = [[None] for _ in lanes]
+            self.owned = [False] * len(lanes)
+            self.in_rounds = [None] * len(lanes)
             self.joint = [{} for _ in lanes]
             self.workers = [[{} for _ in lanes] for _ in self.world.ranks]
         for i, lane in enumerate(lanes):
+            two = lane.collective == "twoshot" and lane.compressor.requantizes
+            self.owned[i] |= self.owns_shards and two and lane.memory.owner
+            if isinstance(lane.compressor, MultiRoundCompressor):
+                self.in_rounds[i] = lane.compressor
             like = torch.zeros(lane.segments.numel, device=self.world.device)
             fresh = {name: torch.zeros_like(like) for name in lane.memory.joint}
             self.joint[i] = fresh | self.joint[i]
@@ -303,24 +332,209 @@ class Exchange:
                 self.lane_mean(number, [bucket[place] for bucket in buckets], step)
         return self._means()[0]
 
-    def follow(self, lr: float) -> None:
+    @property
+    def lr(self) -> float | None:
+        """The last positive learning rate that residuals followed; None if parts have several."""
+        rates = {rate for lane in self.rates for rate in lane}
+        return rates.pop() if len(rates) == 1 else None
+
+    def divide(self, parts: Sequence[Sequence[slice]]) -> None:
+        """Let parts of each lane, which lie one after the other, follow rates of their own."""
+        self.parts = list(parts)
+        self.rates = [[None] * len(lane) for lane in parts]
+
+    def follow(
+        self, lr: float | Sequence[Sequence[float | None]], scale: float | None = None
+    ) -> None:
         """Rescale the residuals to the learning rate that the next means will be applied with.
 
-        A rate of 0 rescales nothing, and the next positive rate is compared with the last one.
+        A rate of 0 rescales nothing, and the next positive rate is compared with the last one. The
+        first rate rescales nothing either. `lr`: one for all, or of each part of each lane, where
+        None leaves the part as it is. `scale`: the factor by which the loss, and so each gradient,
+        is multiplied; the residuals are multiplied by its change.
 
         Raises:
-            UsageError: the rate is negative or not finite.
+            UsageError: a rate is negative or not finite.
         """
-        lr = checked_rate(lr)
-        if not lr:
-            return
-        if self.lr and lr != self.lr:
-            for states in self.workers:
-                for lane, state in zip(self.lanes, states, strict=True):
-                    lane.memory.rescale(state, self.lr / lr)
-                    if "owner" in state and lane.memory.residuals:
-                        state["owner"].mul_(self.lr / lr)
-        self.lr = lr
+        rates = self._rates(lr)
+        grown = 1.0
+        if scale is not None:
+            grown = scale / (self.scale or scale)
+            self.scale = scale
+        for number, lane in enumerate(rates):
+            factors = [
+                grown * (old / new if old and new else 1.0)
+                for old, new in zip(self.rates[number], lane, strict=True)
+            ]
+            self._rescale(number, factors)
+        self.assume(rates)
+
+    def assume(self, lr: float | Sequence[Sequence[float | None]]) -> None:
+        """Take these for the rates of the last mean, without a change to the residuals.
+
+        For what becomes known after the exchange: the rate that the optimizer did apply.
+        """
+        for own, lane in zip(self.rates, self._rates(lr), strict=True):
+            own[:] = [new or old for old, new in zip(own, lane, strict=True)]
+
+    def _rates(
+        self, lr: float | Sequence[Sequence[float | None]]
+    ) -> Sequence[Sequence[float | None]]:
+        if isinstance(lr, Sequence) and not isinstance(lr, str):
+            return lr
+        rate = checked_rate(lr)
+        return [[rate] * len(parts) for parts in self.parts]
+
+    def _rescale(self, number: int, factors: Sequence[float]) -> None:
+        """Multiply the residuals of each part of a lane by its factor; neighbours together."""
+        lane, parts = self.lanes[number], self.parts[number]
+        first = 0
+        for i in range(1, len(parts) + 1):
+            if i < len(parts) and factors[i] == factors[first]:
+                continue
+            start, stop, factor = parts[first].start, parts[i - 1].stop, factors[first]
+            first = i
+            if factor == 1 or not lane.memory.residuals:
+                continue
+            for rank, states in zip(self.world.ranks, self.workers, strict=True):
+                mine = states[number]
+                whole = {name: part[start:stop] for name, part in mine.items() if name != "owner"}
+                lane.memory.rescale(whole, factor)
+                if "owner" in mine:
+                    begin, end = lane.bounds(self.world.size)[rank : rank + 2]
+                    low, high = max(start, begin), min(stop, end)
+                    if low < high:
+                        mine["owner"][low - begin : high - begin].mul_(factor)
+
+    def agree(self, row: Sequence[int]) -> list[list[int]]:
+        """Return every worker's row of integers, by rank; for one local worker.
+
+        8 bytes per integer and worker, which count as traffic; `agreement` has their part.
+        """
+        own = self.world.traffic[0]
+        before = replace(own)
+        sent = torch.tensor(row, dtype=torch.int64, device=self.world.device)
+        rows = self.world.all_gather([sent], [len(row)] * self.world.size)
+        for name in ("payload_up", "payload_down", "wire"):
+            spent = getattr(own, name) - getattr(before, name)
+            setattr(self.agreement, name, getattr(self.agreement, name) + spent)
+        found: list[list[int]] = torch.stack(rows).tolist()
+        return found
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def state_dict(self, worker: int = 0, *, copy: bool = True) -> dict[str, Any]:
+        """Return what a local worker carries, sealed by a digest, with its bytes so far.
+
+        Numbers, strings, and float32 tensors on the CPU. The same entries are there at every step,
+        also those that are not used yet. `copy`: False returns the exchange's own tensors where
+        they are on the CPU already.
+        """
+        keep: Callable[[Any], Any] = sealed.copied if copy else lambda value: value
+        rank, traffic = self.world.ranks[worker], self.world.traffic[worker]
+        memory = [dict(own) for own in self.workers[worker]]
+        joint = [dict(own) for own in self.joint]
+        for number, lane in enumerate(self.lanes):
+            if "owner" not in memory[number] and self.owned[number]:
+                begin, end = lane.bounds(self.world.size)[rank : rank + 2]
+                memory[number]["owner"] = torch.zeros(end - begin)
+            method = self.in_rounds[number]
+            if "state" not in joint[number] and method is not None:
+                first = method.initial_state(lane.segments, Key(self.seed, 0, 0))
+                joint[number]["state"] = torch.zeros(first.shape)
+        return sealed.seal(
+            {
+                "rank": rank,
+                "world_size": self.world.size,
+                "places": [[lane.start, lane.segments.numel] for lane in self.lanes],
+                "rates": [list(lane) for lane in self.rates],
+                "scale": self.scale,
+                "begun": ["state" in own for own in self.joint],
+                "traffic": list(astuple(traffic)),
+                "agreement": list(astuple(self.agreement)),
+                "memory": keep([{k: v.cpu() for k, v in own.items()} for own in memory]),
+                "joint": keep([{k: v.cpu() for k, v in own.items()} for own in joint]),
+            }
+        )
+
+    def load_state_dict(self, saved: Mapping[str, Any], worker: int = 0) -> None:
+        """Carry on from `state_dict` of the same worker, for the same lanes; all or nothing.
+
+        Raises:
+            UsageError: another worker's or exchange's state, or a value that it cannot have.
+        """
+        rank, size, device = self.world.ranks[worker], self.world.size, self.world.device
+        place = sealed.entry(saved, "rank"), sealed.entry(saved, "world_size")
+        if place != (rank, size):
+            raise sealed.malformed(
+                f"it is of rank {place[0]} of {place[1]}, here is {rank} of {size}"
+            )
+        places = [[lane.start, lane.segments.numel] for lane in self.lanes]
+        if [
+            list(each) for each in sealed.sequence("places", saved["places"], len(places))
+        ] != places:
+            raise sealed.malformed(
+                f"its lanes lie at {saved['places']!r:.80}, here at {places!r:.80}"
+            )
+        rates = [
+            [
+                None if rate is None else sealed.number(f"rate of lane {i}", rate, positive=True)
+                for rate in sealed.sequence(f"rates of lane {i}", own, len(self.rates[i]))
+            ]
+            for i, own in enumerate(
+                sealed.sequence("rates", sealed.entry(saved, "rates"), len(self.rates))
+            )
+        ]
+        scale = sealed.entry(saved, "scale")
+        scale = None if scale is None else sealed.number("scale", scale, positive=True)
+        counts = {
+            name: Traffic(
+                *(
+                    sealed.number(name, count)
+                    for count in sealed.sequence(name, sealed.entry(saved, name), 3)
+                )
+            )
+            for name in ("traffic", "agreement")
+        }
+        memory, joint = self._checked_buffers(saved, worker)
+        sealed.check_seal(saved)
+        self.rates, self.scale = rates, scale
+        self.world.traffic[worker], self.agreement = counts["traffic"], counts["agreement"]
+        for mine, found in ((self.workers[worker], memory), (self.joint, joint)):
+            for own, new in zip(mine, found, strict=True):
+                own.clear()
+                own.update({name: value.to(device, copy=True) for name, value in new.items()})
+
+    def _checked_buffers(
+        self, saved: Mapping[str, Any], worker: int
+    ) -> tuple[list[State], list[State]]:
+        """Return the tensors of a worker, and the joint ones, of each lane of a saved state.
+
+        Raises:
+            UsageError: one is missing, unknown, of another shape or dtype, or not finite.
+        """
+        count, rank = len(self.lanes), self.world.ranks[worker]
+        memory = sealed.sequence("memory", sealed.entry(saved, "memory"), count)
+        joint = sealed.sequence("joint", sealed.entry(saved, "joint"), count)
+        begun = sealed.sequence("begun", sealed.entry(saved, "begun"), count)
+        found: tuple[list[State], list[State]] = ([], [])
+        for number, lane in enumerate(self.lanes):
+            whole = (lane.segments.numel,)
+            shapes: dict[str, tuple[int, ...]] = dict.fromkeys(self.workers[worker][number], whole)
+            begin, end = lane.bounds(self.world.size)[rank : rank + 2]
+            may = {**shapes, "owner": (end - begin,)} if self.owns_shards else shapes
+            found[0].append(_checked(f"lane {number}", memory[number], {*shapes} - {"owner"}, may))
+            shapes = {name: whole for name in self.joint[number] if name != "state"}
+            may = dict(shapes)
+            if begun[number] and isinstance(lane.compressor, MultiRoundCompressor):
+                first = lane.compressor.initial_state(lane.segments, Key(self.seed, 0, 0))
+                may["state"] = tuple(first.shape)
+            given = joint[number]
+            if not begun[number] and isinstance(given, Mapping):
+                given = {name: value for name, value in given.items() if name != "state"}
+            must = {*shapes, *(["state"] if begun[number] else [])}
+            found[1].append(_checked(f"lane {number}", given, must, may))
+        return found
 
     def lane_mean(self, number: int, gradients: Sequence[Tensor], step: int) -> Tensor:
         """Return the mean of lane `number` alone, float32, shape (n of the lane,).
@@ -769,6 +983,20 @@ class Exchange:
             [*map(Payload.over, row, row_layouts)]
             for row, row_layouts in zip(received, layouts, strict=True)
         ]
+
+
+def _checked(where: str, given: Any, must: set[str], may: Mapping[str, Sequence[int]]) -> State:
+    """Return the tensors of a lane by name: all of `must`, and of `may` with these shapes.
+
+    Raises:
+        UsageError: one is missing, unknown, or malformed.
+    """
+    if not isinstance(given, Mapping) or not must <= {*given} <= {*may}:
+        names = sorted(map(str, given)) if isinstance(given, Mapping) else repr(given)
+        raise sealed.malformed(f"{where} has {names}: {sorted(must)} are expected")
+    return {
+        name: sealed.floats(f"{name} of {where}", value, may[name]) for name, value in given.items()
+    }
 
 
 def _checked_decoding(method: Compressor, what: str, result: Any, out: Tensor) -> Tensor:

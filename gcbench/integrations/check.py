@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from gcbench.core import registry
@@ -113,7 +114,32 @@ def diverged(rank: int, name: str, step: int) -> DivergedError:
     """Return the error for a gradient that is not finite, of the parameter of this name."""
     return DivergedError(
         f"rank {rank}: the gradient of {name} is not finite at step {step}. Lower the learning "
-        "rate. If a GradScaler is in use, leave it out and train in bfloat16: it finds its scale "
-        "by letting gradients overflow, and those cannot be compressed",
+        'rate; or skip such steps on all ranks, as a GradScaler does: on_nonfinite="skip", with '
+        "scaler=scaler if there is one",
         step,
     )
+
+
+def overflowed(
+    method: Compressor, name: str, mean: Tensor, dtype: torch.dtype, step: int
+) -> DivergedError:
+    """Return the error for a decoded mean that its parameter's dtype cannot hold."""
+    word = registry.word(method.name or type(method).__name__)
+    if not mean.isfinite().all():
+        return DivergedError(
+            f"the mean of {name} that {word} decoded is not finite at step {step}, and every "
+            f"gradient was: the method or its memory is at fault. Check it: gcbench verify {word}",
+            step,
+        )
+    return DivergedError(
+        f"the mean of {name} that {word} decoded reaches {float(mean.abs().max()):.3g} at step "
+        f"{step}, and its {dtype} overflows at {torch.finfo(dtype).max:.3g}, though every gradient "
+        "was finite. Keep the parameters in float32 with torch.autocast, or in bfloat16; or take a "
+        "method that does not enlarge values",
+        step,
+    )
+
+
+def fits(mean: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether all values of a mean, float32, are finite in its parameter's dtype."""
+    return bool(mean.to(dtype).isfinite().all())

@@ -18,9 +18,10 @@ never run.
 import hashlib
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Self
 
@@ -30,32 +31,41 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket, Store  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from gcbench.core import sealed
 from gcbench.core.clock import Totals
 from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
-from gcbench.core.exchange import (
-    Exchange,
-    Lane,
-    check_legal,
-    checked_rate,
-    classifier,
-    dense_tensors,
-    lane_of,
-)
+from gcbench.core.exchange import Exchange, Lane, check_legal, classifier, dense_tensors, lane_of
 from gcbench.core.memory import Memory
-from gcbench.core.world import DistributedWorld, Traffic
-from gcbench.integrations import check, chosen, handshake
+from gcbench.core.world import Traffic
+from gcbench.integrations import agreement, arguments, check, chosen, handshake
 from gcbench.integrations import plan as plans
+from gcbench.integrations.agreement import Common, Fault
 from gcbench.integrations.check import Bounds, Comparison
+from gcbench.integrations.chosen import Stages
+from gcbench.integrations.hook import (
+    NONFINITE,
+    RESIZE,
+    BeforeForward,
+    Copied,
+    Hook,
+    HookWorld,
+    RankState,
+    compressed,
+    traffic_of,
+)
 from gcbench.integrations.plan import Placed, Plan
+from gcbench.integrations.rates import Rates
 from gcbench.integrations.worker import Worker
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Types that parameters may have: the exchange works in float32, which holds all three exactly."""
 CLOSING = 5.0
 """The most seconds that `close` waits for a collective that is under way."""
-FORMAT = 1
-"""Version of what `CommHook.state_dict` returns."""
+RECORDS = 10_000
+"""The most comparisons that `CommHook.records` has; older ones are dropped."""
+LOOK_EVERY = 10
+"""Steps between two looks at how large residuals are, besides those at which a rate changed."""
 CLOSED = (
     "the hook of this model was closed. Wrap the module in a new DistributedDataParallel, and "
     "register a new hook, to train on"
@@ -68,6 +78,7 @@ class Settings:
     """What `comm_hook` was asked for."""
 
     compressor: Compressor
+    """The one that holds from step 0 on."""
     collective: str
     memory: Memory
     dense_below: int
@@ -80,10 +91,27 @@ class Settings:
     bucket_mb: float
     timeout: float
     process_group: dist.ProcessGroup | None
+    on_nonfinite: str = "stop"
+    on_resize: str = "refuse"
+    later: Stages = field(default_factory=dict)
+    """The compressors that hold from later steps on."""
+    agree: bool = True
+    """Whether ranks agree before each exchange. gcbench's own engines stop all workers where one
+    fails, and their results have the bytes of gradients alone."""
+
+    @property
+    def methods(self) -> Stages:
+        """The compressor that holds from each step on."""
+        return {0: self.compressor, **self.later}
+
+    @property
+    def stages(self) -> list[int]:
+        """The steps from which lanes are exchanged in another way than before, and 0."""
+        return sorted({0, self.start_step, *self.later})
 
     def lanes(self, plan: Plan, step: int) -> list[Lane]:
         """Return how each lane of the plan is exchanged from `step` on."""
-        way = (self.compressor, self.collective, self.memory)
+        way = (chosen.at(self.methods, step), self.collective, self.memory)
         return [
             lane_of(
                 [placed.shape for placed in tensors],
@@ -111,6 +139,10 @@ def comm_hook(
     bucket_mb: float = 25.0,
     timeout: float = 1800.0,
     process_group: dist.ProcessGroup | None = None,
+    optimizer: Any = None,
+    scaler: Any = None,
+    on_nonfinite: str | None = None,
+    on_resize: str = "refuse",
     **options: Any,
 ) -> "CommHook":
     """Return a hook that compresses the gradients of a DistributedDataParallel model.
@@ -133,50 +165,62 @@ def comm_hook(
         check_error: a warning names the tensors whose relative error is larger; default 1.5 for
             methods that contract, no limit for others. It also names those whose cosine is 0 or
             less (of votes -0.5 or less).
-        on_check: a function that gets the comparisons of a step, in the thread that exchanges.
+        on_check: a function that gets the comparisons of a step, in the thread that exchanges. It
+            must not call the hook or the model, which wait for that thread.
         seed: of random numbers; models trained at the same time should have different ones.
         bucket_mb: tensors of together about this many MiB in fp32 are exchanged together.
         timeout: seconds that a rank waits for the others in a collective.
         process_group: the group in which compressed gradients travel; nothing else may use it,
             and its ranks are those of the model's group, in the same order. Default: a new one.
-        options: fields of the compressor.
+        optimizer: the optimizer of the model's parameters, or a list of them: residuals follow the
+            learning rate of their parameter's group. It may be given to `register` instead. Without
+            it set `hook.lr` at each step, if the rate changes.
+        scaler: the torch.amp.GradScaler that scales the loss: residuals follow its scale.
+        on_nonfinite: what to do where a rank's gradient is not finite. "stop": every rank raises
+            DivergedError, which names that rank and the tensor. "skip": no rank exchanges anything
+            at this step, residuals stay as they are, and every rank gets NaN for all gradients, so
+            that a GradScaler skips its step on all ranks. The exchange then begins after the last
+            gradient and does not overlap with backward. Default: "skip" with a scaler, else "stop".
+        on_resize: "redistribute": a state that was saved with another number of ranks is accepted;
+            the sum of all residuals is kept. "refuse" (default): it is refused.
+        options: fields of the compressor, each a value or a schedule by step: "0:0.25/100:0.01" or
+            {0: 0.25, 100: 0.01}.
 
     Raises:
         gcbench.core.errors.UsageError: an unknown name, field or value, or an illegal collective.
     """
-    method = chosen.compressor(compressor, options)
-    for name, value, least in (
-        ("dense_below", dense_below, 0),
-        ("start_step", start_step, 0),
-        ("check_every", check_every, 0),
-        ("check_error", math.inf if check_error is None else check_error, 0),
-        ("bucket_mb", bucket_mb, 0),
-        ("timeout", timeout, 0.001),
-    ):
-        if not value >= least:
-            raise UsageError(f"{name}={value!r}: at least {least} allowed")
-    if math.isinf(timeout):
-        raise UsageError(
-            "timeout=inf: a finite number of seconds is expected, or else a rank would wait for a "
-            "dead one forever"
-        )
-    return CommHook(
-        Settings(
-            compressor=method,
-            collective=check_legal(method, collective),
-            memory=chosen.memory(memory, memory_options, method),
-            dense_below=dense_below,
-            dense_last=dense_last,
-            start_step=start_step,
-            check_every=check_every,
-            check_error=check_error,
-            on_check=on_check,
-            seed=seed,
-            bucket_mb=bucket_mb,
-            timeout=timeout,
-            process_group=process_group,
-        )
+    arguments.optional_text("memory", memory)
+    arguments.optional_text("collective", collective)
+    arguments.optional_mapping("memory_options", memory_options)
+    arguments.optional_function("on_check", on_check)
+    methods = chosen.stages(compressor, options)
+    for method in methods.values():
+        collective = check_legal(method, collective)
+    if check_error is not None:
+        arguments.number("check_error", check_error)
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise UsageError(f"process_group={process_group!r}: a process group is expected, or None")
+    if on_nonfinite is None:
+        on_nonfinite = "stop" if scaler is None else "skip"
+    settings = Settings(
+        compressor=methods[0],
+        later={start: method for start, method in methods.items() if start},
+        collective=collective or "",
+        memory=chosen.memory(memory, memory_options, methods),
+        dense_below=arguments.integer("dense_below", dense_below),
+        dense_last=arguments.flag("dense_last", dense_last),
+        start_step=arguments.integer("start_step", start_step, sealed.STEPS),
+        check_every=arguments.integer("check_every", check_every),
+        check_error=check_error,
+        on_check=on_check,
+        seed=arguments.integer("seed", seed, arguments.SEEDS),
+        bucket_mb=arguments.number("bucket_mb", bucket_mb),
+        timeout=arguments.number("timeout", timeout, 0.001, finite=True),
+        process_group=process_group,
+        on_nonfinite=arguments.choice("on_nonfinite", on_nonfinite, NONFINITE),
+        on_resize=arguments.choice("on_resize", on_resize, RESIZE),
     )
+    return CommHook(settings, Rates(optimizer, scaler))
 
 
 @dataclass(eq=False)
@@ -189,37 +233,33 @@ class _Arrived:
     done: torch.futures.Future[Any]
 
 
-class CommHook:
-    """One model's compressed exchange, made by `comm_hook`.
+class CommHook(Hook):
+    """One model's compressed exchange, made by `comm_hook`."""
 
-    `records` has the comparisons of `check_every`, oldest first.
-    """
+    CALL = "gcbench.comm_hook"
+    FORMAT = 2
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self._lr: float | None = None
-        """None: nobody has set a learning rate, nor has a state that was loaded."""
-        self.step = 0
-        """Steps that were exchanged: backward passes outside `no_sync`."""
-        self.records: list[Comparison] = []
-        self.ready = 0.0
-        """When DDP last handed over a bucket, by `time.perf_counter`. After the last bucket of a
-        backward pass there is nothing left to compute, and backward waits for the exchange."""
-        self._registered = self._closed = False
-        self._loaded: dict[str, Any] | None = None
-        self._failed: BaseException | None = None
+    def __init__(self, settings: Settings, rates: Rates) -> None:
+        super().__init__(settings, rates)
+        self._step = self._skipped = 0
+        self._records: deque[Comparison] = deque(maxlen=RECORDS)
+        self._ready = 0.0
         self._worker: Worker | None = None
         """None: not registered, or nothing is exchanged, as there is one rank."""
-        self._checked = Traffic()
-        self._told_all: dict[str, Any] = {}
-        self._size = 0
 
     # -- for the user ------------------------------------------------------------------------------
 
-    def register(self, model: DistributedDataParallel) -> Self:
+    def register(
+        self, model: DistributedDataParallel, *, optimizer: Any = None, scaler: Any = None
+    ) -> Self:
         """Exchange the gradients of `model` from its next backward on. All ranks call it.
 
         With one rank nothing is sent and nothing changes, but steps are counted.
+
+        Args:
+            model: the wrapped model.
+            optimizer: as for `comm_hook`, if it was not given there.
+            scaler: as for `comm_hook`, if it was not given there. `on_nonfinite` stays as it is.
 
         Raises:
             gcbench.core.errors.UsageError: what this model has cannot be compressed, or the ranks
@@ -229,103 +269,149 @@ class CommHook:
         if not isinstance(model, DistributedDataParallel):
             raise UsageError(
                 f"a {type(model).__name__} came: wrap the module in "
-                "torch.nn.parallel.DistributedDataParallel first, and register on that"
+                "torch.nn.parallel.DistributedDataParallel first, and register on that, before "
+                "torch.compile"
             )
+        refused, told, rank = "", {}, model.process_group.rank()
+        self._size = model.process_group.size()
         try:
+            self._rates.add(optimizer, scaler)
             named = self._examine(model)
-            refused, plan = "", self._plan(model, named)
-            told = self._told(model, plan, named)
-            self._check_state(model, told)
+            plan = self._plan(model, named)
+            self._told = told = self._tell(model, plan, named)
+            self._prepare(plan, named, rank)
+            if self._loaded is not None:
+                self._adopt(self._loaded)
+                told["step"] = self._step
+            self._follow_steps(named)
         except UsageError as error:
             refused, told = str(error), {}
         timeout = self.settings.timeout
         store = handshake.meet(model.process_group, told, refused, timeout)
-        self._registered = True
-        self._told_all, self._size = told, model.process_group.size()
-        self.step = told["step"]
-        if self._size == 1:
-            self._loaded = None
-            model.register_comm_hook(None, self._count)
-            return self
-        self._begin(model, plan, named, told, store)
-        model.register_forward_pre_hook(self._before_forward)
-        model.register_comm_hook(None, self._hook)
+        self._registered, self._loaded = True, None
+        self._frozen = [
+            (name, parameter)
+            for name, parameter in model.module.named_parameters()
+            if name not in named and name not in getattr(model, "parameters_to_ignore", ())
+        ]
+        if self._size > 1:
+            self._begin(model, store)
+        model.register_forward_pre_hook(BeforeForward(self))
+        model.register_comm_hook(None, self._hook if self._size > 1 else self._count)
+        # Copies of the model share this list; `compressed` can be copied and pickled.
+        model._comm_hooks[-1] = (compressed, None)
         return self
 
     @property
-    def lr(self) -> float:
-        """The learning rate that the next mean is applied with; 1 at first.
+    def step(self) -> int:
+        """Backward passes outside `no_sync` so far, those that were skipped among them."""
+        return self._step
 
-        Set it with your schedule, so that residuals stand for the same update after a change; left
-        alone, residuals stay as they are. A state that is loaded brings the rate that its residuals
-        were told last, unless one was set before.
+    @property
+    def skipped(self) -> int:
+        """Steps at which a gradient was not finite and nothing was exchanged, since `register`."""
+        return self._skipped
+
+    @property
+    def records(self) -> list[Comparison]:
+        """The comparisons of `check_every`, oldest first: the last `RECORDS`, 10,000."""
+        return list(self._records)
+
+    @property
+    def ready(self) -> float:
+        """When DDP last handed over a bucket, by `time.perf_counter`.
+
+        After the last bucket of a backward pass there is nothing left to compute, and backward
+        waits for the exchange.
         """
-        return 1.0 if self._lr is None else self._lr
-
-    @lr.setter
-    def lr(self, rate: float) -> None:
-        self._lr = checked_rate(rate)
+        return self._ready
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes of this rank since the first step, those of `check_every` not among them."""
+        """Bytes of this rank since the first step, with `agreement`, without `checked`."""
         return replace(self._world.traffic[0]) if self._worker else Traffic()
+
+    @property
+    def agreement(self) -> Traffic:
+        """The part of `traffic` by which ranks agree before each exchange of a lane."""
+        return replace(self._exchange.agreement) if self._worker else Traffic()
 
     @property
     def checked(self) -> Traffic:
         """Bytes that `check_every` cost this rank."""
-        return replace(self._checked)
+        return replace(self._checked_bytes)
 
     @property
     def plain_bytes(self) -> float:
         """Bytes that this rank would have handed over in fp32."""
-        return 4.0 * self.step * self._flat.numel() if self._worker else 0.0
+        return 4.0 * self._step * self._flat.numel() if self._worker else 0.0
 
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds of the exchanging thread by phase: statistic, encode, communicate, decode."""
         return self._clock.seconds if self._worker else {}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what this rank carries: numbers, strings and tensors, for `torch.save`.
+    def state_dict(self) -> RankState:
+        """Return what this rank carries, under "rank R of N": for `torch.save` and for DCP.
 
-        Every rank has its own and saves its own; between steps, after backward. After `close` it is
-        the state at the end.
+        Numbers, strings and tensors. Every rank has its own and saves its own; between steps, after
+        backward. After `close` it is the state at the end.
+
+        Raises:
+            gcbench.core.errors.UsageError: `on_check` called it.
         """
+        self._outside("state_dict")
         if not self._registered:
-            return {} if self._loaded is None else self._loaded
+            return RankState(self._loaded or {})
         if self._worker is None or self._closed:
             return self._state()
         return self._worker.submit(self._state).result()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Carry on from a `state_dict` of the same rank. Before `register`, which compares it.
+        """Carry on from a `state_dict` of the same rank, before `register` or after it.
+
+        All ranks load theirs, of the same step: they compare it when they register, or at the next
+        exchange.
 
         Raises:
-            gcbench.core.errors.UsageError: the hook is registered, or that is no such state.
+            gcbench.core.errors.UsageError: that is no such state, or of another rank, world size or
+                configuration; or `on_check` called it.
         """
-        if self._registered:
-            raise UsageError(
-                "load_state_dict after register: the ranks compare their states when they "
-                "register. Make a hook, load the state, then register it on a new DDP model"
-            )
-        if state and state.get("format") != FORMAT:
-            raise UsageError(
-                f"state of format {state.get('format')!r}: {FORMAT} expected, as "
-                "CommHook.state_dict returns it"
-            )
-        self._loaded = dict(state) or None
-        if self._lr is None and state:
-            self._lr = state["lr"]
+        self._outside("load_state_dict")
+        self._keep(state)
+        if not self._registered or self._loaded is None:
+            return
+        loaded, self._loaded = self._loaded, None
+        if self._worker is None:
+            self._adopt(loaded)
+        elif self._closed:
+            raise UsageError(CLOSED)
+        else:
+            self._worker.submit(lambda: self._adopt(loaded)).result()
+        self._loads += 1
 
     def close(self) -> None:
-        """End the thread and the process group. The model cannot be trained on after that."""
+        """End the thread and the process group. The model cannot be trained on after that.
+
+        Raises:
+            gcbench.core.errors.UsageError: `on_check` called it.
+        """
+        self._outside("close")
         if self._closed:
             return
         self._closed = True
+        self._rates.close()
         if self._worker is not None:
             self._worker.close(CLOSING)
             self._world.close()
+
+    def _outside(self, what: str) -> None:
+        """Raise UsageError in the thread that exchanges, which would wait for itself."""
+        if self._worker is not None and self._worker.is_current:
+            raise UsageError(
+                f"on_check called {what}, which waits for the thread that runs on_check. Note what "
+                "is needed there, and call the hook after backward"
+            )
 
     # -- registration ------------------------------------------------------------------------------
 
@@ -357,6 +443,16 @@ class CommHook:
                 "DDP(mixed_precision=...) takes the one place for a hook itself. Leave it out and "
                 "use torch.autocast around the forward pass, or parameters in bfloat16"
             )
+        if getattr(model, "_use_python_reducer", False):
+            raise UsageError(
+                'torch._dynamo.config.optimize_ddp is "python_reducer", with which DDP averages '
+                "gradients without its hook. Set it to True or False before "
+                "DistributedDataParallel wraps the module"
+            )
+        before = model._forward_pre_hooks
+        for key in [key for key, each in before.items() if isinstance(each, Copied)]:
+            del before[key]
+            model._comm_hooks = [each for each in model._comm_hooks if each[0] is not compressed]
         if getattr(model, "_comm_hooks", ()):
             raise UsageError(
                 "the model has a communication hook, and DDP takes one. Wrap the module in a new "
@@ -390,70 +486,74 @@ class CommHook:
         dense = dense_tensors(names, shapes, settings.dense_below, last)
         return Plan.of(names, shapes, dense, settings.bucket_mb * 2**20 / 4)
 
-    def _told(
+    def _tell(
         self, model: DistributedDataParallel, plan: Plan, named: Mapping[str, nn.Parameter]
     ) -> dict[str, Any]:
         """Return what must be the same on all ranks, by a name for people."""
-        settings = self.settings
+        settings, rates = self.settings, self._rates
         layout = [
             [[placed.name, placed.shape, str(named[placed.name].dtype)] for placed in lane]
             for lane in plan.lanes
         ]
         digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:12]
         count = sum(placed.numel for placed in plan.tensors)
+        follows = "optimizer" if rates.optimizers else "hook.lr"
         return {
-            **chosen.told(settings.compressor, settings.collective, settings.memory),
+            **chosen.told(settings.methods, settings.collective, settings.memory),
             "dense_below": settings.dense_below,
             "dense_last": settings.dense_last,
             "start_step": settings.start_step,
             "check_every": settings.check_every,
             "seed": settings.seed,
             "bucket_mb": settings.bucket_mb,
+            "on_nonfinite": settings.on_nonfinite,
+            "rates": follows + (" and scaler" if rates.scaler is not None else ""),
             "process_group": "given" if settings.process_group is not None else "own",
             "unused parameters": bool(model.find_unused_parameters or model.static_graph),
             "parameters": f"{len(plan.tensors)} with {count} elements, layout {digest}",
-            "step": self._loaded["step"] if self._loaded else 0,
+            "step": self._step,
         }
 
-    def _check_state(self, model: DistributedDataParallel, told: Mapping[str, Any]) -> None:
-        """Raise UsageError if the state that was loaded is of another rank or configuration."""
-        if self._loaded is not None:
-            group = model.process_group
-            chosen.check_state(self._loaded, group.rank(), group.size(), told)
-
-    def _begin(
-        self,
-        model: DistributedDataParallel,
-        plan: Plan,
-        named: Mapping[str, nn.Parameter],
-        told: dict[str, Any],
-        store: Store,
-    ) -> None:
-        """Make the process group, the exchange and the thread."""
-        settings, group = self.settings, self.settings.process_group
-        device, limit = next(iter(named.values())).device, timedelta(seconds=settings.timeout)
-        if group is None:
-            theirs = model.process_group
-            group = _group_of_its_own(store, theirs.rank(), theirs.size(), device, limit)
-        self._world = DistributedWorld(
-            *(device, store, limit), watched=False, group=group, limit="comm_hook(timeout=...)"
-        )
+    def _prepare(self, plan: Plan, named: Mapping[str, nn.Parameter], rank: int) -> None:
+        """Make the exchange, but for its process group."""
+        settings, device = self.settings, next(iter(named.values())).device
+        limit = timedelta(seconds=settings.timeout)
+        where = "comm_hook(timeout=...)"
+        self._world = HookWorld(device, rank, self._size, limit, where)
         self._clock = Totals(device)
         self._plan_made = plan
-        self._partial = bool(told["unused parameters"])
         self._placed = {id(named[placed.name]): placed for placed in plan.tensors}
+        self._dtypes = {name: parameter.dtype for name, parameter in named.items()}
         self._parameters = list(named.values())  # so that no other tensor gets their ids
-        self._flat = torch.zeros(sum(placed.numel for placed in plan.tensors), device=device)
-        state = self._loaded
-        # Those of the step before: `_take` changes them at `start_step`, in a resumed job, too.
-        lanes = settings.lanes(plan, max(0, self.step - 1))
-        self._exchange = Exchange(self._world, lanes, settings.seed, self._clock)
-        if state:
-            plans.load(self._exchange, plan, state)
-            self._exchange.lr = state["lr"]
-            self._world.traffic[0] = Traffic(*state["traffic"])
-            self._checked = Traffic(*state["checked"])
-        self._loaded = None
+        self._exchange = self._made(0)
+
+    def _made(self, step: int) -> Exchange:
+        """Return a new exchange, as it is before that of `step`, at which a stage may begin.
+
+        It passes through all stages first, so that states have the same entries at every step.
+        """
+        settings, plan, parts = self.settings, self._plan_made, []
+        lanes = [settings.lanes(plan, start) for start in settings.stages]
+        made = Exchange(self._world, lanes[0], settings.seed, self._clock)
+        for number, lane in enumerate(plan.lanes):
+            first = plan.stretch(number).start
+            parts.append([slice(p.start - first, p.start - first + p.numel) for p in lane])
+        made.divide(parts)
+        for each in lanes[1:]:
+            made.change(each)
+        made.change(settings.lanes(plan, max(0, step - 1)))
+        return made
+
+    def _begin(self, model: DistributedDataParallel, store: Store) -> None:
+        """Make the process group and the thread."""
+        device, group = self._world.device, self.settings.process_group
+        self._owns_group = group is None
+        if group is None:
+            rank, size = self._world.ranks[0], self._size
+            group = _group_of_its_own(store, rank, size, device, self._world.timeout)
+        self._world.join(store, group)
+        self._partial = bool(model.find_unused_parameters or model.static_graph)
+        self._flat = torch.zeros(sum(p.numel for p in self._plan_made.tensors), device=device)
         self._stream = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -461,38 +561,44 @@ class CommHook:
         self._new_step()
         self._worker = Worker("gcbench comm_hook")
 
-    def _state(self) -> dict[str, Any]:
+    # -- state -------------------------------------------------------------------------------------
+
+    def _state(self) -> RankState:
         """Return what is carried; of one rank that is the number of steps."""
-        traffic, checked, some = self.traffic, self._checked, self._worker is not None
-        carried = plans.save(self._exchange, self._plan_made) if some else plans.nothing()
-        return {
-            "format": FORMAT,
-            "step": self.step,
-            "lr": self._exchange.lr if some else self._lr,
-            "rank": self._world.ranks[0] if some else 0,
-            "world_size": self._size,
-            "told": self._told_all,
-            "traffic": [traffic.payload_up, traffic.payload_down, traffic.wire],
-            "checked": [checked.payload_up, checked.payload_down, checked.wire],
-            **carried,
+        entry = {
+            "step": self._step,
+            "checked": list(astuple(self._checked_bytes)),
+            "exchange": self._exchange.state_dict() if self._size > 1 else None,
         }
+        return self._sealed(self._world.ranks[0], entry)
+
+    def _adopt(self, state: Mapping[str, Any]) -> None:
+        """Carry on from a state, whose every entry is checked before anything changes."""
+        entry = self._entry(state, self._world.ranks[0], self._size)
+        step = sealed.integer("step", sealed.entry(entry, "step"), 0, sealed.STEPS)
+        checked = traffic_of("checked", sealed.entry(entry, "checked"))
+        if self._size > 1:
+            made = self._made(step)
+            made.load_state_dict(sealed.entry(entry, "exchange"))
+            self._exchange = made
+        self._step, self._checked_bytes = step, checked
 
     # -- called by DDP, in its threads -------------------------------------------------------------
 
-    def raise_failure(self) -> None:
-        """Raise what broke the last exchange off, if anything."""
-        if self._failed is not None:
-            raise self._failed
-
-    def _before_forward(self, model: nn.Module, inputs: Any) -> None:
+    def _before_forward(self, model: nn.Module) -> None:
         """Raise what went wrong, or would, before the model computes anything.
 
         Raises:
-            UsageError: inside `join`, or after `close`.
+            UsageError: inside `join`, from `on_check`, or for training after `close`.
             GcbenchError: what broke the last exchange off.
         """
+        trains = model.training and torch.is_grad_enabled()
+        if self._worker is None or not torch.is_grad_enabled():
+            return  # an evaluation exchanges nothing
+        self._outside("the model")
         self.raise_failure()
-        if self._closed:
+        self._warn_unfrozen()
+        if self._closed and trains:
             raise UsageError(CLOSED)
         if getattr(getattr(model, "_join_config", None), "enable", False):
             raise UsageError(
@@ -504,7 +610,7 @@ class CommHook:
     def _hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Hand a bucket to the thread; the future ends with its mean, in the same buffer."""
         buffer, parameters, last = bucket.buffer(), bucket.parameters(), bucket.is_last()
-        self.ready = time.perf_counter()
+        self._ready = time.perf_counter()
         if self._closed or self._worker is None:
             raise UsageError(CLOSED)
         devices: list[int | str | torch.device] = []
@@ -512,14 +618,13 @@ class CommHook:
             devices.append(buffer.device)
         done: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
         ready = torch.cuda.current_stream().record_event() if self._stream is not None else None
-        lr = self.lr
-        self._worker.submit(lambda: self._arrive(buffer, parameters, last, lr, done, ready))
+        self._worker.submit(lambda: self._arrive(buffer, parameters, last, done, ready))
         return done.then(_result)
 
     def _count(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Hand a bucket back as it is, which is the mean of one rank; count the step."""
-        self.ready = time.perf_counter()
-        self.step += bucket.is_last()
+        self._ready = time.perf_counter()
+        self._step += bucket.is_last()
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done
@@ -543,7 +648,6 @@ class CommHook:
         buffer: Tensor,
         parameters: Sequence[Tensor],
         last: bool,
-        lr: float,
         done: torch.futures.Future[Any],
         ready: Any,
     ) -> None:
@@ -553,28 +657,101 @@ class CommHook:
         try:
             self.raise_failure()
             with self._on_stream(ready):
-                self._take(arrived, parameters, lr)
-                for number in sorted({placed.lane for placed, _ in arrived.parts}):
-                    if self._left[number] == 0:
-                        self._exchange_lane(number)
-                finished = self._finished()
+                self._take(arrived, parameters)
+                if self.settings.on_nonfinite == "stop":
+                    for number in sorted({placed.lane for placed, _ in arrived.parts}):
+                        if self._left[number] == 0:
+                            self._agree([number])
+                            self._exchange_lane(number)
+                elif last:
+                    self._exchange_all()
+                finished = self._finished(last)
                 if last:
                     self._end_step()
                 self._waiting = [each for each in self._waiting if each not in finished]
                 for each in finished:
                     each.done.set_result(each.buffer)
         except BaseException as error:
-            self._failed = error
-            for waiting in self._waiting:
-                waiting.done.set_result(error)
-            self._waiting = []
+            self._break_off(error)
 
-    def _take(self, arrived: _Arrived, parameters: Sequence[Tensor], lr: float) -> None:
+    def _break_off(self, error: BaseException) -> None:
+        """Hand an error back in the place of all means that are due, now and at later steps.
+
+        An error of this rank alone breaks the others' collectives off as well, by the end of the
+        process group, and they find its text in the store.
+        """
+        if self._failed is None:
+            if not self._agreed:
+                self._world.report(error)
+                if self._owns_group:
+                    self._world.close()
+            self._failed = error
+        for waiting in self._waiting:
+            waiting.done.set_result(error)
+        self._waiting = []
+
+    def _exchange_all(self) -> None:
+        """Exchange all lanes of a step, or none: then the means are NaN on every rank."""
+        lanes = [number for number, left in enumerate(self._left) if left == 0]
+        if self._agree(lanes):
+            for number in lanes:
+                self._exchange_lane(number)
+        else:
+            self._flat.fill_(torch.nan)
+            self._skipped += 1
+
+    def _agree(self, lanes: Sequence[int]) -> bool:
+        """Return whether lanes are exchanged; False: a gradient is not finite, and is skipped.
+
+        Raises:
+            DivergedError: a rank's gradient is not finite: on every rank, with its name.
+            UsageError: the ranks follow different rates, or loaded states of different steps.
+        """
+        fault = None
+        for number in lanes:
+            own = self._flat[self._plan_made.stretch(number)]
+            name = self._not_finite(own, self._plan_made.lanes[number])
+            if name and fault is None:
+                error = check.diverged(self._world.ranks[0], name, self._step)
+                fault = Fault.of(error, self._step)
+        if self.settings.agree:
+            fault = agreement.agree(self._exchange, fault, self._shared)
+            self._agreed = fault is not None
+        if fault is None:
+            return True
+        if fault.kind == "diverged" and self.settings.on_nonfinite == "skip":
+            self._agreed = False
+            return False
+        raise fault.error
+
+    def _follow(self) -> None:
+        """Begin a step: its stage, its learning rates, and what ranks have in common."""
+        settings, plan, exchange = self.settings, self._plan_made, self._exchange
+        self._agreed = False
+        if self._step in settings.stages and self._step:
+            exchange.change(settings.lanes(plan, self._step))
+        names = [placed.name for placed in plan.tensors]
+        rates = self._rates.of(names)
+        self._shared: Common = self._common(self._step, names, rates)
+        before = [list(lane) for lane in exchange.rates], exchange.scale
+        exchange.follow(self._by_lane(rates), self._rates.scale)
+        changed = before != (exchange.rates, exchange.scale)
+        self._looks = not self._warned and (changed or self._step % LOOK_EVERY == 0)
+
+    def _by_lane(self, rates: Sequence[float | None]) -> list[list[float | None]]:
+        """Return the rates of all tensors, lane by lane."""
+        each = iter(rates)
+        return [[next(each) for _ in lane] for lane in self._plan_made.lanes]
+
+    def _stepped(self) -> None:
+        if self._worker is not None:
+            names = [placed.name for placed in self._plan_made.tensors]
+            self._exchange.assume(self._by_lane(self._rates.of(names)))
+
+    def _take(self, arrived: _Arrived, parameters: Sequence[Tensor]) -> None:
         """Copy a bucket's gradients to their places in the flat gradient."""
         if not self._seen:
-            if self.step == self.settings.start_step and self.step:
-                self._exchange.change(self.settings.lanes(self._plan_made, self.step))
-            self._exchange.follow(lr)
+            self._follow()
         if arrived.buffer.is_sparse:
             raise UsageError(
                 "a sparse gradient came, which is not compressed here. Make the module that has "
@@ -606,20 +783,43 @@ class CommHook:
         """Put the mean of a lane in the place of its gradients."""
         tensors = self._plan_made.lanes[number]
         own = self._flat[self._plan_made.stretch(number)]
-        self._check_finite(own, tensors)
         before = replace(self._world.traffic[0])
         idle = self._unused(tensors) if self._partial else []
         if len(idle) == len(tensors):
             return  # zeros, and DDP throws them away
+        self._look(tensors, idle)
         with plans.set_aside(self._exchange, self._plan_made, idle):
             every = self.settings.check_every
-            plain = self._plain_mean(number, own) if every and self.step % every == 0 else None
-            mean = self._exchange.lane_mean(number, [own], self.step)
+            plain = self._plain_mean(number, own) if every and self._step % every == 0 else None
+            mean = self._exchange.lane_mean(number, [own], self._step)
         own.copy_(mean)
+        self._check_mean(number, tensors)
         if plain is not None:
             handed = self._world.traffic[0].payload_up - before.payload_up
             bits = 8 * handed / own.numel() if own.numel() else 0.0
             self._compare([placed for placed in tensors if placed not in idle], plain, bits)
+
+    def _check_mean(self, number: int, tensors: Sequence[Placed]) -> None:
+        """Raise DivergedError if a mean does not fit its parameter's dtype: alike on all ranks."""
+        for placed in tensors:
+            dtype, mean = self._dtypes[placed.name], placed.of(self._flat)
+            if not check.fits(mean, dtype):
+                self._agreed = True  # all ranks have the same mean
+                method = self._exchange.lanes[number].compressor
+                raise check.overflowed(method, placed.name, mean, dtype, self._step)
+
+    def _look(self, tensors: Sequence[Placed], idle: Sequence[Placed]) -> None:
+        """Warn if a residual is far larger than the gradient that it is about to be added to."""
+        if not self._looks:
+            return
+        for placed in tensors:
+            if placed in idle:
+                continue
+            lane = self._exchange.lanes[placed.lane]
+            views = plans.carried(self._exchange, self._plan_made, placed)
+            gradient = float(placed.of(self._flat).double().norm())
+            for name in lane.memory.residuals:
+                self._warn_large(placed.name, float(views[name].double().norm()), gradient)
 
     def _compare(self, tensors: Sequence[Placed], plain: Tensor, bits: float) -> None:
         """Compare the means of a lane's tensors with the lane's plain mean, 1-D."""
@@ -627,15 +827,14 @@ class CommHook:
             start = placed.start - self._exchange.lanes[placed.lane].start
             there = plain[start : start + placed.numel].view(placed.shape)
             applied = placed.of(self._flat)
-            found = check.compare(self.step, placed.name, applied, there, bits)
+            found = check.compare(self._step, placed.name, applied, there, bits)
             self._compared.append(found)
 
-    def _check_finite(self, own: Tensor, tensors: Sequence[Placed]) -> None:
-        """Raise DivergedError, with the tensor's name, if a gradient is not finite."""
+    def _not_finite(self, own: Tensor, tensors: Sequence[Placed]) -> str:
+        """Return the name of the first tensor whose gradient is not finite; "" if all are."""
         if math.isfinite(float(own.sum())) or own.isfinite().all():
-            return
-        name = next(p.name for p in tensors if not p.of(self._flat).isfinite().all())
-        raise check.diverged(self._world.ranks[0], name, self.step)
+            return ""
+        return next(p.name for p in tensors if not p.of(self._flat).isfinite().all())
 
     def _unused(self, tensors: Sequence[Placed]) -> list[Placed]:
         """Return the tensors whose gradient is zero on every rank: DDP throws their mean away."""
@@ -657,15 +856,17 @@ class CommHook:
             offered = lane.memory.offer(own, state, world.size)
         before = replace(world.traffic[0])
         mean = world.all_reduce([offered], "sum").div_(world.size)
-        spent, now = self._checked, world.traffic[0]
+        spent, now = self._checked_bytes, world.traffic[0]
         spent.payload_up += now.payload_up - before.payload_up
         spent.payload_down += now.payload_down - before.payload_down
         spent.wire += now.wire - before.wire
         world.traffic[0] = before
         return mean
 
-    def _finished(self) -> list[_Arrived]:
+    def _finished(self, last: bool) -> list[_Arrived]:
         """Return the buckets whose lanes are all done, with the means in their buffers."""
+        if self.settings.on_nonfinite == "skip" and not last:
+            return []
         finished = [
             each
             for each in self._waiting
@@ -685,10 +886,10 @@ class CommHook:
                 "was registered. Set requires_grad before DistributedDataParallel wraps the module"
             )
         found = self._compared
-        self.step += 1
+        self._step += 1
         self._new_step()
         if found:
-            self.records += found
+            self._records.extend(found)
             if self.settings.on_check is not None:
                 self.settings.on_check(found)
             if self._world.ranks[0] == 0:

@@ -22,11 +22,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -35,26 +37,30 @@ from torch import Tensor, nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
+from gcbench.core import sealed
 from gcbench.core.clock import Totals
 from gcbench.core.compressor import Compressor, Segments
-from gcbench.core.errors import GcbenchError, UsageError
-from gcbench.core.exchange import (
-    Buffers,
-    Exchange,
-    Lane,
-    check_legal,
-    checked_rate,
-    exact_or,
-    lane_of,
-)
-from gcbench.core.memory import Memory
+from gcbench.core.errors import DivergedError, GcbenchError, UsageError
+from gcbench.core.exchange import Buffers, Exchange, Lane, check_legal, exact_or, lane_of
+from gcbench.core.memory import Memory, State
 from gcbench.core.world import DistributedWorld, Traffic
-from gcbench.integrations import check, chosen, handshake, sharded
-from gcbench.integrations.layout import Layout
+from gcbench.integrations import agreement, arguments, check, chosen, handshake, sharded
+from gcbench.integrations.agreement import Fault
+from gcbench.integrations.chosen import Stages
+from gcbench.integrations.hook import (
+    NONFINITE,
+    RESIZE,
+    BeforeForward,
+    Hook,
+    HookWorld,
+    RankState,
+)
+from gcbench.integrations.layout import Layout, Parameter
+from gcbench.integrations.rates import Rates
 from gcbench.integrations.sharded import Sharded
 
-FORMAT = 2
-"""Version of what `ShardHook.state_dict` returns."""
+LOOK_EVERY = 10
+"""Exchanges between two looks at how large residuals are, besides those with another rate."""
 SHARDS = "shard of each module, which replicas have in common"
 """By what name replicas tell each other which shards they hold."""
 
@@ -64,8 +70,16 @@ class Between:
     """How the replicas of a shard exchange it."""
 
     compressor: Compressor
+    """The one that holds from step 0 on."""
     collective: str
     memory: Memory
+    later: Stages = field(default_factory=dict)
+    """The compressors that hold from later exchanges on."""
+
+    @property
+    def methods(self) -> Stages:
+        """The compressor that holds from each exchange on."""
+        return {0: self.compressor, **self.later}
 
 
 @dataclass(frozen=True)
@@ -73,12 +87,28 @@ class Settings:
     """What `shard_hook` was asked for."""
 
     compressor: Compressor
+    """The one that holds from step 0 on."""
     memory: Memory
     dense_below: int
     start_step: int
     seed: int
     between: Between | None = None
     """None: the replicas' mean is taken in fp32."""
+    later: Stages = field(default_factory=dict)
+    """The compressors that hold from later exchanges on."""
+    on_nonfinite: str = "stop"
+    on_resize: str = "refuse"
+
+    @property
+    def methods(self) -> Stages:
+        """The compressor that holds from each exchange on."""
+        return {0: self.compressor, **self.later}
+
+    @property
+    def stages(self) -> list[int]:
+        """The exchanges from which lanes are exchanged in another way than before, and 0."""
+        between = {} if self.between is None else self.between.later
+        return sorted({0, self.start_step, *self.later, *between})
 
 
 def shard_hook(
@@ -93,6 +123,10 @@ def shard_hook(
     between_options: Mapping[str, Any] | None = None,
     between_memory: str | None = None,
     between_memory_options: Mapping[str, Any] | None = None,
+    optimizer: Any = None,
+    scaler: Any = None,
+    on_nonfinite: str | None = None,
+    on_resize: str = "refuse",
     **options: Any,
 ) -> ShardHook:
     """Return a hook that compresses the reduce-scatters of an FSDP2 model.
@@ -121,24 +155,42 @@ def shard_hook(
         between_memory: as `memory`, of the exchange between replicas; default what `between`
             published. Error feedback may be used at both levels; each carries its own error.
         between_memory_options: fields of `between_memory`.
-        options: fields of the compressor.
+        optimizer: the optimizer of the model's parameters, or a list of them: residuals follow the
+            learning rate of their parameter's group. It may be given to `register` instead. Without
+            it set `hook.lr` at each step, if the rate changes.
+        scaler: the torch.amp.GradScaler that scales the loss: residuals follow its scale.
+        on_nonfinite: what to do where a rank's gradient is not finite. "stop": every rank raises
+            DivergedError, which names that rank and the parameter. "skip": residuals stay as they
+            were before this backward pass, and the module's gradients are NaN on every rank, as
+            are those of the modules after it, so that the optimizer's step can be skipped on all
+            ranks. Default: "skip" with a scaler, else "stop".
+        on_resize: "redistribute": a state that was saved with another number of ranks is accepted;
+            the sum of all residuals is kept. "refuse" (default): it is refused.
+        options: fields of the compressor, each a value or a schedule by step: "0:0.25/100:0.01" or
+            {0: 0.25, 100: 0.01}.
 
     Raises:
         gcbench.core.errors.UsageError: an unknown name, field or value, or a method or memory that
             cannot work where each rank keeps a shard alone.
     """
-    method = chosen.compressor(compressor, options)
-    for name, value in (("dense_below", dense_below), ("start_step", start_step)):
-        if not value >= 0:
-            raise UsageError(f"{name}={value!r}: at least 0 allowed")
-    legal = method.legal_collectives()
-    if "twoshot" not in legal:
-        raise UsageError(
-            f"{method!r} is exchanged by {', '.join(legal)}, where every rank gets every element. "
-            "With FSDP each rank gets its shard alone, which is half of a twoshot exchange. Take a "
-            "method that gcbench list compressors shows with twoshot"
-        )
-    carried = chosen.memory(memory, memory_options, method)
+    arguments.optional_text("memory", memory)
+    arguments.optional_text("between_memory", between_memory)
+    for name, value in (
+        ("memory_options", memory_options),
+        ("between_options", between_options),
+        ("between_memory_options", between_memory_options),
+    ):
+        arguments.optional_mapping(name, value)
+    methods = chosen.stages(compressor, options)
+    for method in methods.values():
+        legal = method.legal_collectives()
+        if "twoshot" not in legal:
+            raise UsageError(
+                f"{method!r} is exchanged by {', '.join(legal)}, where every rank gets every "
+                "element. With FSDP each rank gets its shard alone, which is half of a twoshot "
+                "exchange. Take a method that gcbench list compressors shows with twoshot"
+            )
+    carried = chosen.memory(memory, memory_options, methods)
     if carried.joint:
         raise UsageError(
             f"{carried!r} keeps {', '.join(carried.joint)} of the whole mean on every rank, and "
@@ -150,7 +202,20 @@ def shard_hook(
             f"memory {carried!r} and between_memory {second.memory!r} would both apply momentum. "
             "Leave one of them out"
         )
-    return ShardHook(Settings(method, carried, dense_below, start_step, seed, second))
+    if on_nonfinite is None:
+        on_nonfinite = "stop" if scaler is None else "skip"
+    settings = Settings(
+        methods[0],
+        carried,
+        arguments.integer("dense_below", dense_below),
+        arguments.integer("start_step", start_step, sealed.STEPS),
+        arguments.integer("seed", seed, arguments.SEEDS),
+        second,
+        {start: method for start, method in methods.items() if start},
+        arguments.choice("on_nonfinite", on_nonfinite, NONFINITE),
+        arguments.choice("on_resize", on_resize, RESIZE),
+    )
+    return ShardHook(settings, Rates(optimizer, scaler))
 
 
 def _between(
@@ -177,8 +242,12 @@ def _between(
                     'their shards by, between="hadamard4", or leave it out'
                 )
         return None
-    method = chosen.compressor(name, options or {})
-    return Between(method, check_legal(method), chosen.memory(memory, memory_options, method))
+    methods, collective = chosen.stages(name, options or {}), None
+    for method in methods.values():
+        collective = check_legal(method, collective)
+    carried = chosen.memory(memory, memory_options, methods)
+    later = {start: method for start, method in methods.items() if start}
+    return Between(methods[0], collective or "", carried, later)
 
 
 def lanes(settings: Settings, layout: Layout, start: int, step: int) -> list[Lane]:
@@ -190,7 +259,8 @@ def lanes(settings: Settings, layout: Layout, start: int, step: int) -> list[Lan
     made = []
     for parameters in layout.lanes():
         exact = layout.is_dense(parameters) or step < settings.start_step
-        method, memory = exact_or(settings.compressor, settings.memory, exact=exact)
+        at = chosen.at(settings.methods, step)
+        method, memory = exact_or(at, settings.memory, exact=exact)
         offsets, edges = [0], [0]
         for rank in range(layout.ranks):
             # A rank's chunks by themselves: no segment is cut where another rank's begin.
@@ -215,7 +285,8 @@ def replica_lanes(
     between = settings.between
     if between is None:
         return []
-    made, way = [], (between.compressor, between.collective, between.memory)
+    made = []
+    way = (chosen.at(between.methods, step), between.collective, between.memory)
     for parameters in layout.lanes():
         shapes = [p.chunks[rank] for p in parameters if math.prod(p.chunks[rank])]
         exact = layout.is_dense(parameters) or step < settings.start_step
@@ -224,23 +295,33 @@ def replica_lanes(
     return made
 
 
-class ShardHook:
+class ShardHook(Hook):
     """One FSDP2 model's compressed reduce-scatters, made by `shard_hook`."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self._lr: float | None = None
-        """None: nobody has set a learning rate, nor has a state that was loaded."""
+    CALL = "gcbench.shard_hook"
+    FORMAT = 3
+
+    def __init__(self, settings: Settings, rates: Rates) -> None:
+        super().__init__(settings, rates)
         self._modules: list[_Module] = []
-        self._told: dict[str, Any] = {}
-        self._registered = False
-        self._loaded: dict[str, Any] | None = None
-        self._failed: BaseException | None = None
+        self._skipped = 0
+        self._skipping: Fault | None = None
+        """Why nothing is exchanged until the next forward pass."""
+        self._undo: list[Callable[[], None]] = []
+        """What takes back the exchanges since the last forward pass, if steps may be skipped."""
+        self._reduced: set[str] = set()
+        """Names of the modules that were exchanged since then: one comes once in a step."""
+        self._root: Callable[[], nn.Module | None] = lambda: None
 
     # -- for the user ------------------------------------------------------------------------------
 
     def register(
-        self, model: nn.Module, *, replicas: dist.ProcessGroup | DeviceMesh | None = None
+        self,
+        model: nn.Module,
+        *,
+        replicas: dist.ProcessGroup | DeviceMesh | None = None,
+        optimizer: Any = None,
+        scaler: Any = None,
     ) -> Self:
         """Exchange the gradients of `model` from its next backward on. All ranks call it.
 
@@ -250,6 +331,8 @@ class ShardHook:
                 dimension of a mesh, `fully_shard(..., mesh=mesh["shard"])`, and give the other,
                 `mesh["replicate"]`. After the compressed reduce-scatter they take the mean of
                 their shards as `between` says.
+            optimizer: as for `shard_hook`, if it was not given there.
+            scaler: as for `shard_hook`, if it was not given there. `on_nonfinite` stays as it is.
 
         Raises:
             gcbench.core.errors.UsageError: what this model has cannot be compressed, or the ranks
@@ -260,38 +343,28 @@ class ShardHook:
             raise UsageError("this hook is registered already: make one for each model")
         found, group = sharded.modules(model), sharded.group_of(replicas)
         layouts, refused = [each.layout(self.settings.dense_below) for each in found], ""
+        self._size = dist.get_world_size()
         try:
+            self._rates.add(optimizer, scaler)
             self._examine(found, group)
             self._told = self._tell(found, layouts, group)
+            self._prepare(found, layouts, group)
             if self._loaded is not None:
-                place = dist.get_rank(), dist.get_world_size()
-                chosen.check_state(self._loaded, *place, self._told)
+                self._adopt(self._loaded)
+                self._told["step"] = self.step
+            names = [parameter.name for each in found for parameter in each.parameters]
+            tensors = [tensor for each in found for tensor in each.tensors]
+            self._follow_steps(dict(zip(names, tensors, strict=True)))
         except UsageError as error:
-            refused, self._told = str(error), {}
+            refused, self._told, self._modules = str(error), {}, []
         stores = self._meet(found, group, refused)
-        self._registered = True
-        self._begin(found, layouts, group, stores)
-        if self._loaded is not None:
-            kept = self._loaded["modules"]
-            for module in self._modules:
-                if module.levels or module.name in kept:  # once steps of others were not counted
-                    module.load(kept[module.name])
-        self._loaded = None
+        self._registered, self._loaded = True, None
+        self._root = weakref.ref(model)
+        for module in self._modules:
+            module.begin(group, stores)
+        for each in {id(m): m for m in (model, *(each.module for each in found))}.values():
+            each.register_forward_pre_hook(BeforeForward(self), prepend=True)
         return self
-
-    @property
-    def lr(self) -> float:
-        """The learning rate that the next mean is applied with; 1 at first.
-
-        Set it with your schedule, so that residuals stand for the same update after a change; left
-        alone, residuals stay as they are. A state that is loaded brings the rate that its residuals
-        were told last, unless one was set before.
-        """
-        return 1.0 if self._lr is None else self._lr
-
-    @lr.setter
-    def lr(self, rate: float) -> None:
-        self._lr = checked_rate(rate)
 
     @property
     def step(self) -> int:
@@ -327,40 +400,47 @@ class ShardHook:
                 total[phase] = total.get(phase, 0.0) + seconds
         return total
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what this rank carries, by module: numbers, strings and tensors for `torch.save`.
+    @property
+    def skipped(self) -> int:
+        """Backward passes at which a gradient was not finite, since `register`."""
+        return self._skipped
 
-        Every rank has its own and saves its own; between steps, after backward.
+    @property
+    def agreement(self) -> Traffic:
+        """The part of `traffic` by which ranks agree around each exchange of a module."""
+        total = Traffic()
+        for module in self._modules:
+            for level in module.levels:
+                _add(total, level.exchange.agreement)
+        return total
+
+    def state_dict(self) -> RankState:
+        """Return what this rank carries, under "rank R of N": for `torch.save` and for DCP.
+
+        Numbers, strings and tensors, by module. Every rank has its own and saves its own; between
+        steps, after backward.
         """
         if not self._registered:
-            return self._loaded or {}
-        return {
-            "format": FORMAT,
-            "rank": dist.get_rank(),
-            "world_size": dist.get_world_size(),
-            "told": self._told,
-            "modules": {module.name: module.state() for module in self._modules},
-        }
+            return RankState(self._loaded or {})
+        modules = {module.name: module.state() for module in self._modules}
+        return self._sealed(dist.get_rank(), {"modules": modules})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Carry on from a `state_dict` of the same rank. Before `register`, which compares it.
+        """Carry on from a `state_dict` of the same rank, before `register` or after it.
+
+        All ranks load theirs, of the same step: they compare it when they register, or at the next
+        exchange.
 
         Raises:
-            gcbench.core.errors.UsageError: the hook is registered, or that is no such state.
+            gcbench.core.errors.UsageError: that is no such state, or of another rank, world size or
+                configuration.
         """
-        if self._registered:
-            raise UsageError(
-                "load_state_dict after register: the ranks compare their states when they "
-                "register. Make a hook, load the state, then register it on the model"
-            )
-        if state and state.get("format") != FORMAT:
-            raise UsageError(
-                f"state of format {state.get('format')!r}: {FORMAT} expected, as "
-                "ShardHook.state_dict returns it"
-            )
-        self._loaded = dict(state) or None
-        if self._lr is None and state:
-            self._lr = _last_rate(state["modules"].values())
+        self._keep(state)
+        if not self._registered or self._loaded is None:
+            return
+        loaded, self._loaded = self._loaded, None
+        self._adopt(loaded)
+        self._loads += 1
 
     # -- registration ------------------------------------------------------------------------------
 
@@ -387,13 +467,12 @@ class ShardHook:
         digest = hashlib.sha256(words.encode()).hexdigest()[:12]
         count = sum(len(layout.parameters) for layout in layouts)
         numel = sum(layout.numel for layout in layouts)
-        loaded = self._loaded["modules"] if self._loaded else {}
         second: dict[str, Any] = {}
         if settings.between is not None:
             way = settings.between
-            second = chosen.told(way.compressor, way.collective, way.memory)
+            second = chosen.told(way.methods, way.collective, way.memory)
         return {
-            **chosen.told(settings.compressor, "twoshot", settings.memory),
+            **chosen.told(settings.methods, "twoshot", settings.memory),
             **{
                 f"between {name}": second.get(name)
                 for name in ("compressor", "code of compressor", "collective", "memory")
@@ -403,7 +482,10 @@ class ShardHook:
             "seed": settings.seed,
             "replicas": 1 if replicas is None else replicas.size(),
             "parameters": f"{count} with {numel} elements, layout {digest}",
-            "step": max((each["step"] for each in loaded.values()), default=0),
+            "on_nonfinite": settings.on_nonfinite,
+            "rates": ("optimizer" if self._rates.optimizers else "hook.lr")
+            + (" and scaler" if self._rates.scaler is not None else ""),
+            "step": self.step,
         }
 
     def _meet(
@@ -430,14 +512,13 @@ class ShardHook:
             raise first
         return stores
 
-    def _begin(
+    def _prepare(
         self,
         found: Sequence[Sharded],
         layouts: Sequence[Layout],
         replicas: dist.ProcessGroup | None,
-        stores: Mapping[str, Store],
     ) -> None:
-        """Make the exchanges of each module, and give them to FSDP.
+        """Make the exchanges of each module, but for their process groups.
 
         Seeds differ from one shard group to the next, or else replicas would round alike; and from
         one shard's replicas to those of the next.
@@ -450,36 +531,90 @@ class ShardHook:
             module, rank = _Module(self, each, layout, start), each.group.rank()
             if each.group.size() > 1:
                 plan = partial(lanes, settings, layout, start)
-                world = _world(each.group, stores, each.device)
+                names = [
+                    [(p.name, math.prod(p.chunks[r])) for r in range(layout.ranks) for p in lane]
+                    for lane in layout.lanes()
+                ]
                 seed = settings.seed + (number << 32)
-                module.inside = _Level(world, plan, seed, module.clock, buffers[0])
-                each.module.set_custom_reduce_scatter(module)
+                world = _world(each.group, each.device)
+                module.inside = _Level(
+                    *(world, plan, settings.stages, seed, module.clock, buffers[0], names),
+                    owns_shards=False,
+                )
             if replicas is not None and count > 1:
                 plan = partial(replica_lanes, settings, layout, rank, start)
-                world = _world(replicas, stores, each.device)
+                names = []
+                if settings.between is not None:
+                    names = [
+                        [(p.name, math.prod(p.chunks[rank])) for p in lane]
+                        for lane in layout.lanes()
+                    ]
                 seed = settings.seed + (count + rank << 32)
-                module.between = _Level(world, plan, seed, module.clock, buffers[1])
-                each.module.set_all_reduce_hook(module.over_replicas)
-            if not module.levels:
-                module.theirs = each.known._all_reduce_hook
-                each.module.set_all_reduce_hook(module.count)
+                world = _world(replicas, each.device)
+                module.between = _Level(
+                    *(world, plan, settings.stages, seed, module.clock, buffers[1], names),
+                    owns_shards=True,
+                )
             self._modules.append(module)
             start += layout.numel
 
+    def _adopt(self, state: Mapping[str, Any]) -> None:
+        """Carry on from a state, whose every entry is checked before anything changes."""
+        entry = self._entry(state, dist.get_rank(), dist.get_world_size())
+        modules = sealed.entry(entry, "modules")
+        made = [module.loaded(sealed.entry(modules, module.name)) for module in self._modules]
+        for module, (step, exchanges) in zip(self._modules, made, strict=True):
+            module.step = step
+            for level, exchange in zip(module.levels, exchanges, strict=True):
+                level.replace(exchange)
+
+    # -- training ----------------------------------------------------------------------------------
+
+    def _before_forward(self, model: nn.Module) -> None:
+        """Raise what broke the last exchange off; a new step begins.
+
+        Raises:
+            GcbenchError: what broke the last exchange off.
+        """
+        if torch.is_grad_enabled():
+            self.raise_failure()
+        if model is self._root():
+            self._new_step()
+
+    def _new_step(self) -> None:
+        self._skipping, self._undo, self._reduced = None, [], set()
+
+    def _stepped(self) -> None:
+        for module in self._modules:
+            for level in module.levels:
+                level.exchange.assume(level.rates(self._rates))
+
+    def _skip(self, fault: Fault) -> None:
+        """Take back what was exchanged since the last forward pass; exchange nothing until then."""
+        if self._skipping is None:
+            self._skipping = fault
+            self._skipped += 1
+            for undo in self._undo:
+                undo()
+            self._undo = []
+
     @contextmanager
-    def exchanging(self) -> Iterator[None]:
+    def _exchanging(self, module: _Module) -> Iterator[None]:
         """Run a part of an exchange; after an error no other is begun, which would wait in vain.
 
         Raises:
             GcbenchError: what broke an earlier exchange off.
         """
-        if self._failed is not None:
-            raise self._failed
+        self.raise_failure()
+        module.agreed = False
         try:
             with torch.no_grad():
                 yield
         except BaseException as error:
             self._failed = error
+            if not module.agreed:
+                for level in module.levels:
+                    level.world.report(error)
             raise
 
 
@@ -488,44 +623,78 @@ class _Level:
 
     def __init__(
         self,
-        world: DistributedWorld,
+        world: HookWorld,
         lanes: Callable[[int], list[Lane]],
+        stages: Sequence[int],
         seed: int,
         clock: Totals,
         buffers: Buffers,
+        names: Sequence[Sequence[tuple[str, int]]],
+        *,
+        owns_shards: bool,
     ) -> None:
-        """`lanes`: returns how lanes are exchanged from a step on."""
-        self.world, self.lanes = world, lanes
-        self.exchange = Exchange(world, lanes(0), seed, clock)
-        self.exchange.buffers = buffers
+        """`lanes`: returns how lanes are exchanged from a step on, which may change at `stages`.
 
-    def state(self) -> dict[str, Any]:
-        """Return what is carried: dicts of tensors for each lane, in the order of its elements."""
-        own, exchange = self.world.traffic[0], self.exchange
-        return {
-            "lr": exchange.lr,
-            "traffic": [own.payload_up, own.payload_down, own.wire],
-            "lanes": [{k: v.clone() for k, v in lane.items()} for lane in exchange.workers[0]],
-            "joint": [{k: v.clone() for k, v in lane.items()} for lane in exchange.joint],
-        }
+        `names`: of each lane the parameters that its parts are of, and their numbers of elements.
+        """
+        self.world, self.lanes, self.stages, self.names = world, lanes, stages, names
+        self._words, self._owns_shards, self._buffers = (seed, clock), owns_shards, buffers
+        self.exchange = self.made(0)
 
-    def load(self, state: Mapping[str, Any], step: int) -> None:
-        """Carry on at `step` from what `state` returned for the same lanes and rank."""
-        exchange, device = self.exchange, self.world.device
-        exchange.change(self.lanes(step))
-        exchange.lr = state["lr"]
-        self.world.traffic[0] = Traffic(*state["traffic"])
-        for name, carried in (("lanes", exchange.workers[0]), ("joint", exchange.joint)):
-            for own, kept in zip(carried, state[name], strict=True):
-                own.update({key: value.to(device, copy=True) for key, value in kept.items()})
+    def made(self, step: int) -> Exchange:
+        """Return a new exchange, as it is before that of `step`, at which a stage may begin.
+
+        It passes through all stages first, so that states have the same entries at every step.
+        """
+        lanes = [self.lanes(start) for start in self.stages]
+        made = Exchange(self.world, lanes[0], *self._words, owns_shards=self._owns_shards)
+        parts = []
+        for lane in self.names:
+            edges = [0]
+            for _, size in lane:
+                edges.append(edges[-1] + size)
+            parts.append([slice(*pair) for pair in pairwise(edges)])
+        made.divide(parts)
+        for each in [*lanes[1:], self.lanes(max(0, step - 1))]:
+            made.change(each)
+        made.buffers = self._buffers
+        return made
+
+    def replace(self, exchange: Exchange) -> None:
+        """Carry on with an exchange that `made` returned."""
+        self.exchange = exchange
+
+    def rates(self, rates: Rates) -> list[list[float | None]]:
+        """Return the learning rates of the parts of each lane."""
+        return [rates.of([name for name, _ in lane]) for lane in self.names]
+
+    def undo(self) -> Callable[[], None]:
+        """Return a function that puts back what is carried now."""
+        exchange = self.exchange
+        kept = sealed.copied(exchange.workers[0]), sealed.copied(exchange.joint)
+
+        def restore() -> None:
+            for carried, before in zip((exchange.workers[0], exchange.joint), kept, strict=True):
+                for own, old in zip(carried, before, strict=True):
+                    own.clear()
+                    own.update(old)
+
+        return restore
 
 
 class _Module:
     """One module's exchanges: what FSDP calls in the place of its reduce-scatter, and after it."""
 
     def __init__(self, hook: ShardHook, known: Sharded, layout: Layout, start: int) -> None:
-        self.hook, self.name, self.layout, self.start = hook, known.name, layout, start
+        self.hook, self.known, self.name = hook, known, known.name
+        self.layout, self.start = layout, start
         self.rank, self.clock, self.step = known.group.rank(), Totals(known.device), 0
+        self.dtypes = {
+            parameter.name: tensor.dtype
+            for parameter, tensor in zip(known.parameters, known.tensors, strict=True)
+        }
+        self.agreed = False
+        """Whether all ranks know of the error that is about to be raised."""
         self.inside: _Level | None = None
         """None: the module has one shard."""
         self.between: _Level | None = None
@@ -538,15 +707,38 @@ class _Module:
         """The exchanges that there are."""
         return [level for level in (self.inside, self.between) if level is not None]
 
+    def begin(self, replicas: dist.ProcessGroup | None, stores: Mapping[str, Store]) -> None:
+        """Let FSDP call the exchanges."""
+        module = self.known.module
+        if self.inside is not None:
+            group = self.known.group
+            self.inside.world.join(stores[group.group_name], group)
+            module.set_custom_reduce_scatter(self)
+        if self.between is not None and replicas is not None:
+            self.between.world.join(stores[replicas.group_name], replicas)
+            module.set_all_reduce_hook(self.over_replicas)
+        if not self.levels:
+            self.theirs = self.known.known._all_reduce_hook
+            module.set_all_reduce_hook(self.count)
+
     def state(self) -> dict[str, Any]:
         """Return what is carried."""
-        return {"step": self.step, "levels": [level.state() for level in self.levels]}
+        return {"step": self.step, "levels": [each.exchange.state_dict() for each in self.levels]}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Carry on from what `state` returned for the same layout, settings and rank."""
-        self.step = state["step"]
-        for level, kept in zip(self.levels, state["levels"], strict=True):
-            level.load(kept, self.step)
+    def loaded(self, state: Mapping[str, Any]) -> tuple[int, list[Exchange]]:
+        """Return the step and the exchanges of a state, whose every entry is checked."""
+        step = sealed.integer(f"step of {self.name}", sealed.entry(state, "step"), 0, sealed.STEPS)
+        levels = sealed.sequence("levels", sealed.entry(state, "levels"), len(self.levels))
+        made = [level.made(step) for level in self.levels]
+        before = [level.world.traffic[0] for level in self.levels]
+        try:
+            for exchange, each in zip(made, levels, strict=True):
+                exchange.load_state_dict(each)
+        except UsageError:
+            for level, traffic in zip(self.levels, before, strict=True):
+                level.world.traffic[0] = traffic
+            raise
+        return step, made
 
     # -- called by FSDP ----------------------------------------------------------------------------
 
@@ -567,9 +759,22 @@ class _Module:
         Raises:
             GcbenchError: the exchange broke off, or FSDP asks for what cannot be compressed.
         """
-        with self.hook.exchanging():
+        assert self.inside is not None
+        gradients: list[Tensor] = []
+
+        def looked() -> None:
             self._check_call(input_tensor, group, op)
-            self._reduce(output_tensor, input_tensor, group, op)
+            gradients[:] = self.layout.take(input_tensor)
+            self._check_finite(gradients, range(self.layout.ranks))
+
+        with self.hook._exchanging(self):
+            if self.name in self.hook._reduced:
+                self.hook._new_step()
+            self.hook._reduced.add(self.name)
+            if self._agree(looked):
+                self._reduce(self.inside, output_tensor, gradients, group, op)
+            else:
+                output_tensor.fill_(torch.nan)
             if self.between is None:
                 self.step += 1
 
@@ -580,12 +785,19 @@ class _Module:
             GcbenchError: the exchange broke off, or FSDP asks for what cannot be compressed.
         """
         assert self.between is not None
-        with self.hook.exchanging():
+
+        def looked() -> None:
             self._check_elements(shard.numel(), self.layout.row)
-            if self.hook.settings.between is None:
-                self._plain_mean(shard, self.between.world)
+            self._check_finite(self.layout.own(shard, self.rank), [self.rank])
+
+        with self.hook._exchanging(self):
+            if self.hook._skipping is None and self._agree(looked):
+                if self.hook.settings.between is None:
+                    self._plain_mean(shard, self.between.world)
+                else:
+                    self._exchange(shard, self.between)
             else:
-                self._exchange(shard, self.between)
+                shard.fill_(torch.nan)
             self.step += 1
 
     def count(self, shard: Tensor) -> None:
@@ -595,6 +807,33 @@ class _Module:
         self.step += 1
 
     # -- exchanges ---------------------------------------------------------------------------------
+
+    def _agree(self, look: Callable[[], None]) -> bool:
+        """Return whether all ranks go on; False: the step is skipped.
+
+        `look`: raises what this rank has found to be wrong. The ranks that shard the module agree
+        first, then the replicas of each shard, so that the ranks of all replicas know.
+
+        Raises:
+            GcbenchError: what a rank has found, on every rank.
+        """
+        hook, fault = self.hook, self.hook._skipping
+        if fault is None:
+            try:
+                look()
+            except GcbenchError as error:
+                fault = Fault.of(error, self.step)
+        names = [parameter.name for parameter in self.layout.parameters]
+        common = hook._common(self.step, names, hook._rates.of(names))
+        for level in self.levels:
+            fault = agreement.agree(level.exchange, fault, common)
+        if fault is None:
+            return True
+        if fault.kind == "diverged" and hook.settings.on_nonfinite == "skip":
+            hook._skip(fault)
+            return False
+        self.agreed = True
+        raise fault.error
 
     def _check_call(self, given: Tensor, group: dist.ProcessGroup, op: Any) -> None:
         """Raise UsageError if FSDP asks for another reduce-scatter than was registered."""
@@ -625,20 +864,57 @@ class _Module:
                 "before register"
             )
 
-    def _reduce(self, output: Tensor, given: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+    def _reduce(
+        self,
+        level: _Level,
+        output: Tensor,
+        gradients: Sequence[Tensor],
+        group: dist.ProcessGroup,
+        op: Any,
+    ) -> None:
         """Exchange the gradients among the ranks that shard the module."""
-        assert self.inside is not None
-        layout, world = self.layout, self.inside.world
+        layout, world = self.layout, level.world
         world.group = group  # set_separate_reduce_scatter_group may have changed it
-        gradients = layout.take(given)
-        self._check_finite(gradients, range(layout.ranks))
-        exchange = self._ready(self.inside)
+        exchange = self._ready(level, gradients)
         output.zero_()
+        wrong: list[DivergedError] = []
         for number, parameters in enumerate(layout.lanes()):
             (shard,) = exchange.lane_shards(number, [gradients[number]], self.step)
             if op == dist.ReduceOp.SUM:
                 shard.mul_(world.size)
+            self._look_at_mean(exchange.lanes[number], parameters, shard, output.dtype, wrong)
             layout.give(parameters, shard, output, self.rank)
+        self._agree_on_means(wrong)
+
+    def _look_at_mean(
+        self,
+        lane: Lane,
+        parameters: Sequence[Parameter],
+        shard: Tensor,
+        dtype: torch.dtype,
+        wrong: list[DivergedError],
+    ) -> None:
+        """Add to `wrong` an error for each mean that the gradient's or parameter's dtype loses."""
+        for parameter, piece in self.layout.pieces(parameters, shard, [self.rank]):
+            for each in dict.fromkeys((dtype, self.dtypes[parameter.name])):
+                if not check.fits(piece, each):
+                    words = lane.compressor, parameter.name, piece, each, self.step
+                    wrong.append(check.overflowed(*words))
+                    break
+
+    def _agree_on_means(self, wrong: Sequence[DivergedError]) -> None:
+        """Raise the first rank's error, on every rank: a mean that overflows is its owner's alone.
+
+        Raises:
+            DivergedError: a mean does not fit its parameter's dtype.
+        """
+        fault = Fault.of(wrong[0], self.step) if wrong else None
+        common = agreement.Common.of({"step": self.step})
+        for level in self.levels:
+            fault = agreement.agree(level.exchange, fault, common)
+        if fault is not None:
+            self.agreed = True
+            raise fault.error
 
     def _plain_mean(self, shard: Tensor, world: DistributedWorld) -> None:
         """Take the mean over the replicas in fp32."""
@@ -649,19 +925,43 @@ class _Module:
         """Exchange this rank's shard among its replicas; padding is not sent."""
         layout = self.layout
         own = layout.own(shard, self.rank)
-        self._check_finite(own, [self.rank])
-        exchange = self._ready(level)
+        exchange = self._ready(level, own)
+        wrong: list[DivergedError] = []
         for number, (parameters, x) in enumerate(zip(layout.lanes(), own, strict=True)):
             if x.numel():  # else it is empty on all replicas
                 mean = exchange.lane_mean(number, [x], self.step)
+                self._look_at_mean(exchange.lanes[number], parameters, mean, shard.dtype, wrong)
                 layout.give(parameters, mean, shard, self.rank)
+        self._agree_on_means(wrong)
 
-    def _ready(self, level: _Level) -> Exchange:
+    def _ready(self, level: _Level, gradients: Sequence[Tensor]) -> Exchange:
         """Return the exchange of a level as it is at this step."""
-        if self.step == self.hook.settings.start_step and self.step:
-            level.exchange.change(level.lanes(self.step))
-        level.exchange.follow(self.hook.lr)
-        return level.exchange
+        hook, exchange = self.hook, level.exchange
+        if hook.settings.on_nonfinite == "skip":
+            hook._undo.append(level.undo())
+        if self.step in level.stages and self.step:
+            exchange.change(level.lanes(self.step))
+        before = [list(lane) for lane in exchange.rates], exchange.scale
+        exchange.follow(level.rates(hook._rates), hook._rates.scale)
+        changed = before != (exchange.rates, exchange.scale)
+        if not hook._warned and (changed or self.step % LOOK_EVERY == 0):
+            self._look(level, gradients)
+        return exchange
+
+    def _look(self, level: _Level, gradients: Sequence[Tensor]) -> None:
+        """Warn if a residual is far larger than the gradient that it is about to be added to."""
+        squares: dict[str, Tensor] = {}
+        for number, names in enumerate(level.names):
+            state: State = level.exchange.workers[0][number]
+            for name in level.exchange.lanes[number].memory.residuals:
+                for (parameter, _), part in zip(names, level.exchange.parts[number], strict=True):
+                    both = torch.stack(
+                        [x[part].double().square().sum() for x in (state[name], gradients[number])]
+                    )
+                    squares[parameter] = squares[parameter] + both if parameter in squares else both
+        for parameter, both in squares.items():
+            residual, gradient = both.sqrt().tolist()
+            self.hook._warn_large(parameter, residual, gradient)
 
     def _check_finite(self, gradients: Sequence[Tensor], ranks: Sequence[int]) -> None:
         """Raise DivergedError, with a parameter's name, if a gradient is not finite.
@@ -679,24 +979,17 @@ class _Module:
         raise check.diverged(dist.get_rank(), name, self.step)
 
 
-def _last_rate(modules: Iterable[Mapping[str, Any]]) -> float | None:
-    """Return the learning rate that the module with the most exchanges was told last, if any.
-
-    `modules`: what `_Module.state` returned.
-    """
-    latest = max(modules, key=lambda module: module["step"], default=None)
-    rates = [level["lr"] for level in latest["levels"]] if latest else []
-    return next((rate for rate in rates if rate is not None), None)
+def _add(total: Traffic, own: Traffic) -> None:
+    total.payload_up += own.payload_up
+    total.payload_down += own.payload_down
+    total.wire += own.wire
 
 
 def _total(levels: Sequence[_Level]) -> Traffic:
     """Return the bytes of this rank in all of these exchanges."""
     total = Traffic()
     for level in levels:
-        own = level.world.traffic[0]
-        total.payload_up += own.payload_up
-        total.payload_down += own.payload_down
-        total.wire += own.wire
+        _add(total, level.world.traffic[0])
     return total
 
 
@@ -713,9 +1006,6 @@ def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return limit
 
 
-def _world(
-    group: dist.ProcessGroup, stores: Mapping[str, Store], device: torch.device
-) -> DistributedWorld:
-    limit = "init_process_group(timeout=...)"
-    store, timeout = stores[group.group_name], _timeout(group, device)
-    return DistributedWorld(device, store, timeout, watched=False, group=group, limit=limit)
+def _world(group: dist.ProcessGroup, device: torch.device) -> HookWorld:
+    limit, timeout = "init_process_group(timeout=...)", _timeout(group, device)
+    return HookWorld(device, group.rank(), group.size(), timeout, limit)

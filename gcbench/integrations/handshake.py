@@ -22,8 +22,6 @@ PATIENCE = 60.0
 """Seconds that a rank waits for the others to register, if the timeout is not shorter."""
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """The backend that a process group needs for tensors on each type of device."""
-_meetings: dict[str, int] = {}
-"""Process group's name -> how many meetings of it this process has come to."""
 
 
 def check_backend(what: str, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -62,12 +60,12 @@ def meet(group: dist.ProcessGroup, told: Mapping[str, Any], refused: str, timeou
         PeerLostError: a rank did not come in time.
     """
     store, rank, size = group.get_group_store(), group.rank(), group.size()
-    number = _meetings.get(group.group_name, 0)
+    # Counted in the store and not in the process, which may be older or younger than the group.
+    number = store.add(f"gcbench/comm_hook/meetings/{rank}", 1) - 1
     place = f"gcbench/comm_hook/{number}"
     keys = [f"{place}/rank/{each}" for each in range(size)]
     store.set(keys[rank], json.dumps({"refused": refused, "told": dict(told)}))
     seconds = min(timeout, PATIENCE)
-    _meetings[group.group_name] = number + 1
     if refused:
         raise UsageError(refused)
     _await(store, keys, rank, seconds)

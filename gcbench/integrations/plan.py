@@ -11,9 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from gcbench.core.exchange import Exchange, shard_bounds
@@ -136,50 +134,3 @@ def set_aside(exchange: Exchange, plan: Plan, idle: Sequence[Placed]) -> Iterato
                 view.copy_(kept[name])
             else:  # an owner's residual that was made meanwhile
                 view.zero_()
-
-
-def save(exchange: Exchange, plan: Plan) -> dict[str, Any]:
-    """Return copies of all that is carried: "tensors", by name, and "rounds".
-
-    In "rounds" are the states of a method in rounds, one a lane, by the lane's first tensor.
-    """
-    tensors = {
-        placed.name: {name: view.clone() for name, view in carried(exchange, plan, placed).items()}
-        for placed in plan.tensors
-    }
-    rounds = {
-        lane[0].name: joint["state"].clone()
-        for lane, joint in zip(plan.lanes, exchange.joint, strict=True)
-        if "state" in joint
-    }
-    return {"tensors": tensors, "rounds": rounds}
-
-
-def nothing() -> dict[str, Any]:
-    """Return what `save` returns where nothing is carried."""
-    return {"tensors": {}, "rounds": {}}
-
-
-def load(exchange: Exchange, plan: Plan, state: dict[str, Any]) -> None:
-    """Carry on from what `save` returned for the same plan, rank and number of workers.
-
-    Raises:
-        LookupError, RuntimeError: it was another plan.
-    """
-    world, tensors = exchange.world, state["tensors"]
-    for number, lane in enumerate(plan.lanes):
-        if any("owner" in tensors[placed.name] for placed in lane):
-            stretch, rank = plan.stretch(number), world.ranks[0]
-            bounds = shard_bounds(stretch.stop - stretch.start, world.size)
-            shard = torch.zeros(bounds[rank + 1] - bounds[rank], device=world.device)
-            exchange.workers[0][number]["owner"] = shard
-        if lane[0].name in state["rounds"]:
-            exchange.joint[number]["state"] = state["rounds"][lane[0].name].to(world.device)
-        for placed in lane:
-            views = carried(exchange, plan, placed)
-            if views.keys() != tensors[placed.name].keys():
-                raise LookupError(
-                    f"{placed.name}: {sorted(tensors[placed.name])} for {sorted(views)}"
-                )
-            for name, view in views.items():
-                view.copy_(tensors[placed.name][name].view(-1))

@@ -42,6 +42,8 @@ class Sharded:
     """The ranks of which each holds one shard."""
     device: torch.device
     tensor_parallel: bool
+    tensors: tuple[torch.Tensor, ...]
+    """The parameters themselves, as optimizers have them: this rank's shards."""
 
     def layout(self, dense_below: int) -> Layout:
         """Return where the gradients lie. Parameters of fewer elements than that stay in fp32."""
@@ -175,7 +177,8 @@ def _read(name: str, module: Any, state: Any, prefixes: Mapping[int, str]) -> Sh
         dtypes.append(policy.reduce_dtype or policy.param_dtype or each.sharded_param.dtype)
     parallel = any(each.is_dtensor for each in trained)
     return Sharded(
-        name, module, known, tuple(parameters), tuple(dtypes), group, known.device, parallel
+        *(name, module, known, tuple(parameters), tuple(dtypes), group, known.device, parallel),
+        tensors=tuple(each.sharded_param for each in trained),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -12,11 +13,14 @@ import torch
 
 T = TypeVar("T")
 Job = tuple[Callable[[], Any], Future[Any]]
-"""What is to be done, and who waits for it."""
+"""A call, and the future of its result."""
 
 
 class Worker:
-    """It is a daemon thread, so that a process whose collective hangs can still end."""
+    """A daemon thread, so that a process whose collective hangs can still end.
+
+    The thread ends with `close`, or when nothing refers to this object any more.
+    """
 
     def __init__(self, name: str) -> None:
         """Start the thread. Its operations use as many threads as those of the one that calls."""
@@ -24,6 +28,12 @@ class Worker:
         words = self._queue, torch.get_num_threads()
         self._thread = threading.Thread(target=_work, args=words, name=name, daemon=True)
         self._thread.start()
+        weakref.finalize(self, self._queue.put, None)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs in this thread."""
+        return threading.current_thread() is self._thread
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Have `call` done after all calls that were submitted before; return its future."""
@@ -32,7 +42,7 @@ class Worker:
         return future
 
     def close(self, seconds: float) -> None:
-        """End the thread after all calls that were submitted; wait for it so many seconds at most.
+        """End the thread after all calls that were submitted; wait at most this many seconds.
 
         Without that it may still run when the interpreter ends, which aborts the process.
         """

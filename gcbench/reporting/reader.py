@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from gcbench.core import schedule
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.core.schema import ADDED, SCHEMA
 from gcbench.reporting import foreign
-from gcbench.training import progress, schedule
+from gcbench.training import progress
 from gcbench.training import rows as rowfiles
 from gcbench.training.configuration import canonical
 

@@ -19,14 +19,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from gcbench import ops
-from gcbench.core import memory, registry
+from gcbench.core import memory, registry, schedule
 from gcbench.core.compressor import Compressor, Segments
 from gcbench.core.errors import DivergedError, GcbenchError, UsageError, unknown
 from gcbench.core.exchange import check_legal
 from gcbench.core.memory import Memory
 from gcbench.core.schema import ADDED, SCHEMA
 from gcbench.core.task import Task
-from gcbench.training import limits, schedule
+from gcbench.training import limits
 from gcbench.training.store import Run
 
 Positive = Annotated[int, Field(ge=1, strict=True)]  # strict: neither true nor "8"

@@ -17,6 +17,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from gcbench.core.exchange import Exchange
 from gcbench.core.schema import PHASES
 from gcbench.core.world import World
 from gcbench.integrations.ddp import CommHook, comm_hook
+from gcbench.integrations.rates import Rates
 from gcbench.training.configuration import Config
 from gcbench.training.dropout import set_dropout_key
 from gcbench.training.store import Run
@@ -74,7 +76,7 @@ class DdpTrainer(Trainer):
             self.torch_hook = CountedHook(config, self.world)
             self.wrapped.register_comm_hook(None, self.torch_hook.hook())
             return
-        self.hook = comm_hook(
+        made = comm_hook(
             self.compressor,
             memory=config.memory,
             memory_options=config.memory_options,
@@ -85,6 +87,8 @@ class DdpTrainer(Trainer):
             seed=config.seed,
             bucket_mb=config.bucket_mb,
         )
+        # The launcher ends all workers where one fails, and a result has the bytes of gradients.
+        self.hook = CommHook(replace(made.settings, agree=False), Rates(None, None))
         if self._hook_state is not None:
             self.hook.load_state_dict(self._hook_state)
         self.hook.register(self.wrapped)

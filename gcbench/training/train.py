@@ -120,23 +120,6 @@ def _fitting(value: Tensor, like: Tensor) -> Tensor:
     return value
 
 
-def _restore_buffers(
-    mine: dict[str, Tensor], saved: Mapping[str, Tensor], more: set[str], device: torch.device
-) -> None:
-    """Put saved buffers into `mine`, on the device.
-
-    `more` names buffers that are made at the first step, and so may be saved without being in
-    `mine`.
-
-    Raises:
-        ValueError: a buffer is missing, unknown, or of another shape or dtype.
-    """
-    if not (mine.keys() <= saved.keys() <= mine.keys() | more):
-        raise ValueError(f"buffers {sorted(saved)} for {sorted(mine)}")
-    for name, value in saved.items():
-        mine[name] = (_fitting(value, mine[name]) if name in mine else value).to(device)
-
-
 def _permutation(key: Key, n: int) -> Tensor:
     """Return a random order of n examples, int64 on the CPU."""
     draws = ops.random.draws24(key, 2 * n).long()
@@ -720,12 +703,9 @@ class Trainer:
         found: list[dict[str, Any]] = [
             {
                 "buffers": {k: v.cpu() for k, v in replica.named_buffers()},
-                "traffic": [t.payload_up, t.payload_down, t.wire],
-                "memory": [{k: v.cpu() for k, v in state.items()} for state in states],
+                "exchange": self.exchange.state_dict(worker, copy=False),
             }
-            for replica, t, states in zip(
-                self.replicas, self.world.traffic, self.exchange.workers, strict=True
-            )
+            for worker, replica in enumerate(self.replicas)
         ]
         for worker, own, optimizer in zip(found, self.owned, self.inner, strict=False):
             worker["parameters"] = [parameter.detach().cpu() for parameter in own]
@@ -747,8 +727,6 @@ class Trainer:
                 "optimizer": self.optimizer.state_dict(),
                 "ema": [average.cpu() for average in self.ema],
                 "workers": workers,
-                "joint": [{k: v.cpu() for k, v in own.items()} for own in self.exchange.joint],
-                "exchange_lr": self.exchange.lr,
                 "late": None if self.late is None else self.late.cpu(),
                 "skipped": self.skipped,
                 "seconds": self.seconds,
@@ -763,7 +741,9 @@ class Trainer:
             return
         try:
             self._restore(state)
-        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        except (
+            *(AttributeError, LookupError, TypeError, ValueError, RuntimeError, UsageError),
+        ) as error:
             said = (str(error).splitlines() or [""])[0]
             raise GcbenchError(
                 f"{self.run.folder}/checkpoint.pt does not fit this run "
@@ -792,22 +772,15 @@ class Trainer:
         for start in sorted(self.stages):
             if start < self.step:
                 exchange.change(self._lanes(start))
-        exchange.lr = state["exchange_lr"]
-        for mine, saved in zip(exchange.joint, state["joint"], strict=True):
-            _restore_buffers(mine, saved, {"state"}, self.device)
         late = None if state["late"] is None else state["late"].to(self.device)
         self.late = None if late is None else _fitting(late, self.buckets[0])
         if (self.late is None) == (self.config.delay > 0 and self.step > self.skipped):
             raise ValueError("the mean that is applied late")
-        for rank, replica, traffic, own in zip(
-            self.world.ranks, self.replicas, self.world.traffic, exchange.workers, strict=True
-        ):
+        for i, (rank, replica) in enumerate(zip(self.world.ranks, self.replicas, strict=True)):
             worker = state["workers"][rank]
-            for mine, saved in zip(own, worker["memory"], strict=True):
-                _restore_buffers(mine, saved, {"owner"}, self.device)
+            exchange.load_state_dict(worker["exchange"], i)
             for name, buffer in replica.named_buffers():
                 buffer.copy_(_fitting(worker["buffers"][name], buffer))
-            traffic.payload_up, traffic.payload_down, traffic.wire = worker["traffic"]
         self._restore_locals(state["workers"])
         self.skipped, self.seconds = state["skipped"], state["seconds"]
         self.world.modelled_seconds = state["modelled_seconds"]

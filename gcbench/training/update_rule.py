@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from gcbench.core import memory, registry
+from gcbench.core import memory, registry, schedule
 from gcbench.core.compressor import UPDATE_RULE
 from gcbench.core.errors import GcbenchError
-from gcbench.training import schedule
 
 OUTER = {"momentum": "outer_momentum", "nesterov": "outer_nesterov"}
 """With local steps it is the outer step that applies what was decoded, and it is SGD."""

@@ -21,13 +21,14 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gcbench
-from gcbench.core import registry
+from gcbench.core import registry, sealed
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import Compressor, Payload
 from gcbench.core.errors import GcbenchError
 from gcbench.core.exchange import Exchange
 from gcbench.core.world import Link, SimulatedWorld
 from gcbench.integrations import chosen
+from gcbench.integrations import plan as plans
 
 STEPS = 5
 BATCH = 8
@@ -58,6 +59,17 @@ def model() -> Net:
 def comm_hook(*words: Any, **options: Any) -> Any:
     """Make a hook with a short timeout, so that a test that hangs fails soon."""
     return gcbench.comm_hook(*words, **{"timeout": 60.0, **options})
+
+
+def up(hook: Any) -> float:
+    """Return the bytes of gradients that this rank handed over, without those of agreements."""
+    return hook.traffic.payload_up - hook.agreement.payload_up
+
+
+def changed(state: Any, **values: Any) -> dict[str, Any]:
+    """Return a state with other values, sealed anew: as a hook with those would have saved it."""
+    ((key, entry),) = state.items()
+    return {key: sealed.seal({k: v for k, v in {**entry, **values}.items() if k != "digest"})}
 
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -167,7 +179,7 @@ def method(rank: int, size: int, name: str) -> dict[str, Any]:
             "equal": torch.equal(ended, own),
             "far": float((ended - own).abs().max()),
             "lanes": len(hook._plan_made.lanes),
-            "up": hook.traffic.payload_up / hook.plain_bytes,
+            "up": up(hook) / hook.plain_bytes,
             "resumed": torch.equal(ended, resumed(rank, name, options)),
         }
         hook.close()
@@ -395,7 +407,8 @@ def channels_last(rank: int, size: int) -> dict[str, Any]:
 
 
 def residual(hook: Any, name: str) -> Tensor:
-    return hook.state_dict()["tensors"][name]["residual"]
+    placed = next(each for each in hook._plan_made.tensors if each.name == name)
+    return plans.carried(hook._exchange, hook._plan_made, placed)["residual"].clone()
 
 
 @job
@@ -420,9 +433,11 @@ def unused(rank: int, size: int) -> dict[str, Any]:
         for step in range(STEPS):
             train(ddp, optimizer, range(step, step + 1), rank, forward)
             steps.append(ddp.module.branch.weight.grad is None)
-            state = hook.state_dict()["tensors"]["branch.weight"]
-            kept.append(state["residual"])
-            owners.append(state.get("owner"))
+            plan = hook._plan_made
+            placed = next(each for each in plan.tensors if each.name == "branch.weight")
+            state = plans.carried(hook._exchange, plan, placed)
+            kept.append(state["residual"].clone())
+            owners.append(state["owner"].clone() if "owner" in state else None)
         same = torch.equal(kept[1], kept[2]) and (
             owners[1] is None or torch.equal(owners[1], owners[2])
         )
@@ -463,7 +478,7 @@ def one_rank(rank: int, size: int) -> dict[str, Any]:
     return {
         "equal": torch.equal(one, flat(ddp)),
         "bytes": (hook.traffic.payload_up, hook.plain_bytes, hook.records),
-        "state": {key: value for key, value in state.items() if key != "told"},
+        "state": {key: state[key] for key in ("lr", "step", "rank", "world_size", "exchange")},
         "resumed": resumed,
         "then": again.step,
         "more ranks": refused(lambda: register(other)),
@@ -481,10 +496,11 @@ def closed(rank: int, size: int) -> dict[str, Any]:
     torch.save(hook.state_dict(), file)
     file.seek(0)
     after = torch.load(file, weights_only=True)
-    tensors = [state["tensors"]["hidden.weight"]["residual"] for state in (before, after)]
+    (after,) = after.values()
+    tensors = [state["exchange"]["memory"][0]["residual"] for state in (before, after)]
     return {
         "step": after["step"],
-        "keys": before.keys() == after.keys(),
+        "keys": next(iter(before.values())).keys() == after.keys(),
         "same": torch.equal(*tensors) and bool(tensors[0].any()),
     }
 
@@ -557,7 +573,6 @@ def refusals(rank: int, size: int) -> dict[str, Any]:
     one = hook("none").register(ddp)
     found["second hook"] = refused(lambda: hook("none").register(ddp))
     found["same hook"] = refused(lambda: register(one))
-    found["load after"] = refused(lambda: one.load_state_dict(one.state_dict()))
     state = one.state_dict()
     one.close()
     found["closed"] = refused(lambda: ddp(batch(0, rank)[0]))
@@ -577,7 +592,7 @@ def refusals(rank: int, size: int) -> dict[str, Any]:
     def loaded(**changes: Any) -> Any:
         made = hook("none", **{k: v for k, v in changes.items() if k == "bucket_mb"})
         others = {k: v for k, v in changes.items() if k != "bucket_mb"}
-        made.load_state_dict({**state, **others})
+        made.load_state_dict(changed(state, **others))
         return register(made)
 
     found["state of another rank"] = refused(lambda: loaded(rank=size))
@@ -762,6 +777,7 @@ def checks(rank: int, size: int) -> dict[str, Any]:
             "records": [dataclasses.asdict(record) for record in hook.records],
             "heard": len(heard),
             "checked": hook.checked.payload_up,
-            "up": hook.traffic.payload_up,
+            "up": up(hook),
+            "agreed": hook.agreement.payload_up,
         }
     return found

@@ -179,9 +179,9 @@ def test_two_levels_that_cannot_be_are_refused_on_every_rank(name):
 
 
 def test_a_gradient_that_is_not_finite_is_found_where_a_module_has_one_shard():
-    for rank, found in enumerate(of("two_levels_refused", 4)):
+    for found in of("two_levels_refused", 4):
         assert found["nan"]["kind"] == "DivergedError"
-        assert f"rank {rank}: the gradient of branch.weight is not" in found["nan"]["text"]
+        assert "rank 0: the gradient of branch.weight is not" in found["nan"]["text"]
 
 
 OPTIONS = ("start", "seed", "field", "model", "memory", "decay", "resumed at the start")
@@ -205,7 +205,7 @@ def test_steps_of_one_shard_are_counted_though_nothing_is_exchanged():
     for found in of("one_shard"):
         assert found["equal"]
         assert found["bytes"] == [0, 0]
-        assert found["steps"] == [fsdp_jobs.STEPS, fsdp_jobs.STEPS, 0]
+        assert found["steps"] == [fsdp_jobs.STEPS, fsdp_jobs.STEPS]
         assert found["theirs"] == fsdp_jobs.STEPS
 
 
@@ -245,10 +245,9 @@ REFUSED = {
     "mixed": "hidden: gradients would be reduced in torch.bfloat16, torch.float32",
     "second hook": "has a reduce-scatter of its own already",
     "same hook": "registered already: make one for each model",
-    "load after": "load the state, then register",
     "state of another rank": "that of rank 2 of 2, and this is rank",
     "state of other settings": "seed: 0 then, 3 now",
-    "state of another format": "format 99: 2 expected",
+    "state of another format": "format 99: 3 expected",
     "state of another rank alone": "that of rank 2 of 2, and this is rank 1 of 2",
     "factor": "hidden: set_gradient_divide_factor.3.0. asks for a scaled sum.*scale the loss",
     "factor later": "neither a mean nor a sum.*scale the loss",
@@ -288,7 +287,7 @@ def test_ranks_that_differ_all_say_in_what():
         assert "seed: rank 0 0, rank 1 1" in found["seed"]["text"]
         assert "rank 1 did not register a hook within 1 s" in found["absent"]["text"]
         assert found["absent"]["kind"] == ("UsageError" if rank else "PeerLostError")
-        said = f"rank {rank}: the gradient of branch.weight is not finite at step 0"
+        said = "rank 0: the gradient of branch.weight is not finite at step 0"
         assert said in found["nan"]["text"]
         assert found["nan"]["kind"] == "DivergedError"
         assert found["after"]["text"] == found["nan"]["text"], "and it is not gone at the next step"

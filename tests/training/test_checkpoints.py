@@ -82,11 +82,11 @@ def shrink(state):
 
 
 def forget(state):
-    state["workers"][1]["memory"][0].clear()
+    state["workers"][1]["exchange"]["memory"][0].clear()
 
 
 def narrow(state):
-    memory = state["workers"][0]["memory"][0]
+    memory = state["workers"][0]["exchange"]["memory"][0]
     memory["velocity"] = memory["velocity"][:1].clone()
 
 
@@ -94,11 +94,24 @@ def widen(state):
     state["parameters"][0] = state["parameters"][0].double()
 
 
+def taint(state):
+    state["workers"][0]["exchange"]["memory"][0]["velocity"][0] = torch.nan
+
+
+def alter(state):
+    """A value that it might have, but for the digest."""
+    state["workers"][1]["exchange"]["memory"][0]["velocity"][0] += 1
+
+
+def unrate(state):
+    state["workers"][0]["exchange"]["rates"][0][0] = -0.5
+
+
 def lengthen(state):
-    state["workers"][0]["memory"][0]["other"] = torch.zeros(1)
+    state["workers"][0]["exchange"]["memory"][0]["other"] = torch.zeros(1)
 
 
-@pytest.mark.parametrize("wrong", [shrink, forget, narrow, widen, lengthen])
+@pytest.mark.parametrize("wrong", [shrink, forget, narrow, widen, lengthen, taint, alter, unrate])
 def test_shapes_and_what_is_carried_are_checked(broken_off, simulated, wrong):
     run, whole = broken_off
     state = run.checkpoint()

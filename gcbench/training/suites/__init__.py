@@ -25,9 +25,9 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from gcbench.core import registry
+from gcbench.core import registry, schedule
 from gcbench.core.errors import UsageError, unknown
-from gcbench.training import grid, schedule
+from gcbench.training import grid
 from gcbench.training.configuration import SET_FLAGS, Config, canonical, text
 from gcbench.training.suites.tuning import (
     FREE_OF_TRIALS,

@@ -6,12 +6,43 @@ A schedule is a mapping from the step at which a value begins to hold to the val
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from gcbench.core.errors import UsageError
 
 Options = Mapping[str, Any]
+
+
+STAGES = re.compile(r"\d+:[^/:]+(/\d+:[^/:]+)*")
+"""How the command line writes a schedule."""
+
+
+def parsed(name: str, value: Any) -> Any:
+    """Return a schedule that came as a mapping or as text, 0:0.25/100:0.01; others as they are.
+
+    `name` is the field's, for the error.
+
+    Raises:
+        UsageError: a step comes twice, is below 0, or no value holds at step 0.
+    """
+    if isinstance(value, str) and STAGES.fullmatch(value):
+        parts = [part.partition(":") for part in value.split("/")]
+        stages = {int(step): _literal(text) for step, _, text in parts}
+        if len(stages) < len(parts):
+            raise UsageError(f"{name}={value!r}: a step comes twice; give each stage its own step")
+        value = stages
+    return normalize(name, value)
+
+
+def _literal(text: str) -> Any:
+    """Return the number or constant that a text is, or the text."""
+    try:
+        return ast.literal_eval(text.strip())
+    except (SyntaxError, ValueError):
+        return text.strip()
 
 
 def normalize(name: str, value: Any) -> Any:

@@ -1,0 +1,87 @@
+"""Ranks agree before each exchange: on what is wrong, and on what must be the same on all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gcbench.core.errors import DivergedError, GcbenchError, UsageError
+from gcbench.core.exchange import Exchange
+
+BYTES = 16
+"""What a rank hands over in one agreement: two integers."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why no rank may go on: the text of the error that all of them raise."""
+
+    kind: str
+    """"diverged", "usage" or "error"."""
+    text: str
+    step: int
+
+    @classmethod
+    def of(cls, error: GcbenchError, step: int) -> Fault:
+        """Return the fault that an error of this rank is for all."""
+        kind = "error"
+        if isinstance(error, DivergedError):
+            kind = "diverged"
+        elif isinstance(error, UsageError):
+            kind = "usage"
+        return cls(kind, str(error), step)
+
+    @property
+    def error(self) -> GcbenchError:
+        """The error to raise."""
+        if self.kind == "diverged":
+            return DivergedError(self.text, self.step)
+        return (UsageError if self.kind == "usage" else GcbenchError)(self.text)
+
+
+@dataclass(frozen=True)
+class Common:
+    """What must be the same on all ranks at an exchange, by a name for people; JSON values."""
+
+    values: Mapping[str, Any]
+    digest: int
+    """A 63-bit digest of the values."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Common:
+        """Digest the values."""
+        hashed = hashlib.sha256(json.dumps(values).encode()).digest()
+        return cls(values, int.from_bytes(hashed[:8], "big") >> 1)
+
+
+def agree(exchange: Exchange, mine: Fault | None, common: Common) -> Fault | None:
+    """Return the fault of the first rank that has one, or that the ranks differ; None: go on.
+
+    All ranks of the exchange's world call it at the same place, and all get the same fault. It
+    costs `BYTES` per rank; only after a fault are texts exchanged, too.
+    """
+    rows = exchange.agree([mine is not None, common.digest])
+    if rows == [[0, common.digest]] * len(rows):
+        return None
+    own = {"fault": None if mine is None else asdict(mine), "values": dict(common.values)}
+    everyone: list[dict[str, Any]] = exchange.world.collect([own])
+    for each in everyone:
+        if each["fault"] is not None:
+            return Fault(**each["fault"])
+    values = [each["values"] for each in everyone]
+    names = dict.fromkeys(name for each in values for name in each)
+    different = [
+        f"{name}: " + ", ".join(f"rank {i} {each.get(name)!r}" for i, each in enumerate(values))
+        for name in names
+        if any(each.get(name) != values[0].get(name) for each in values)
+    ]
+    more = f"; and {len(different) - 3} more" if len(different) > 3 else ""
+    return Fault(
+        "usage",
+        f"the ranks differ at an exchange. {'; '.join(different[:3])}{more}. Set the same rates, "
+        "and load states of the same step, on every rank",
+        int(common.values.get("step", 0)),
+    )

@@ -1,0 +1,122 @@
+"""The learning rates and the loss scale that residuals follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcbench.core.errors import UsageError
+from gcbench.core.exchange import checked_rate
+
+
+class Rates:
+    """Reads each parameter's learning rate from optimizers, or returns the one that was assigned.
+
+    `assigned` is None until somebody sets a rate or loads a state with one.
+    """
+
+    def __init__(self, optimizer: Any, scaler: Any) -> None:
+        """Take one optimizer, several in a list or tuple, or None; and a GradScaler or None."""
+        self.assigned: float | None = None
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
+        self.scaler: Any = None
+        self._parameters: dict[str, int] = {}
+        self._handles: list[Any] = []
+        self.add(optimizer, scaler)
+
+    def add(self, optimizer: Any, scaler: Any) -> None:
+        """Read from an optimizer and a scaler from now on; None leaves what there is.
+
+        Raises:
+            UsageError: something else came, or another optimizer or scaler is read already.
+        """
+        for what, given, there in (
+            ("optimizer", optimizer, self.optimizers),
+            ("scaler", scaler, self.scaler),
+        ):
+            if given is not None and there:
+                raise UsageError(f"{what} came twice: give it to the hook or to register, once")
+        if optimizer is not None:
+            several = isinstance(optimizer, list | tuple)
+            self.optimizers = tuple(map(_plain, optimizer if several else [optimizer]))
+            if not self.optimizers:
+                raise UsageError("optimizer=[]: at least one optimizer is expected, or None")
+        if scaler is not None:
+            if not callable(getattr(scaler, "get_scale", None)):
+                raise UsageError(
+                    f"scaler={scaler!r}: a torch.amp.GradScaler is expected, or an object with "
+                    "get_scale()"
+                )
+            self.scaler = scaler
+
+    def bind(self, parameters: Mapping[str, Tensor], stepped: Callable[[], None]) -> None:
+        """Find the rates of these parameters; call `stepped` before each step of an optimizer.
+
+        Raises:
+            UsageError: no optimizer has any of the parameters, or a group has no rate.
+        """
+        self._parameters = {name: id(parameter) for name, parameter in parameters.items()}
+        if not self.optimizers:
+            return
+        if not any(rate is not None for rate in self.of([*parameters])):
+            raise UsageError(
+                "the optimizer has none of the model's parameters. Make it from "
+                "model.parameters() after the model is wrapped or sharded, and give that one"
+            )
+        for optimizer in self.optimizers:
+            handle = optimizer.register_step_pre_hook(lambda *_: stepped())
+            self._handles.append(handle)
+
+    def of(self, names: Sequence[str]) -> list[float | None]:
+        """Return the rate of each parameter by name; None for one that no optimizer has.
+
+        Raises:
+            UsageError: a group has no rate, or one that is negative or not finite.
+        """
+        if not self.optimizers:
+            return [self.assigned] * len(names)
+        rates: dict[int, float] = {}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                if "lr" not in group:
+                    raise UsageError(
+                        f"{type(optimizer).__name__} has a parameter group without 'lr'. Set "
+                        "hook.lr at each step in place of optimizer="
+                    )
+                rate = checked_rate(group["lr"])
+                rates |= {id(parameter): rate for parameter in group["params"]}
+        return [rates.get(self._parameters[name]) for name in names]
+
+    @property
+    def scale(self) -> float | None:
+        """The loss scale; None without a scaler.
+
+        Raises:
+            UsageError: it is not above 0 or not finite.
+        """
+        if self.scaler is None:
+            return None
+        scale = float(self.scaler.get_scale())
+        if not 0 < scale < float("inf"):
+            raise UsageError(f"loss scale {scale!r}: a finite number above 0 is expected")
+        return scale
+
+    def close(self) -> None:
+        """Call nothing any more at the optimizers' steps."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _plain(optimizer: Any) -> torch.optim.Optimizer:
+    """Return an optimizer, out of a framework's wrapper around it (`.optimizer`)."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"optimizer={optimizer!r:.80}: a torch.optim.Optimizer, or a list of them, is expected"
+        )
+    return optimizer
