@@ -1,0 +1,134 @@
+"""What the adapters for Lightning, Accelerate and Transformers share: hook, metrics, states."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gcbench.core.compressor import Compressor
+from gcbench.core.errors import UsageError
+from gcbench.integrations.ddp import CommHook, comm_hook
+from gcbench.integrations.hook import key_of
+
+
+def make(
+    compressor: str | Compressor,
+    options: Mapping[str, Any],
+    optimizer: Any = None,
+    scaler: Any = None,
+) -> CommHook:
+    """Return a hook that follows the framework's optimizer, or several, and its GradScaler.
+
+    Raises:
+        UsageError: an option that the framework sets, or a wrong one.
+    """
+    if taken := sorted({"optimizer", "scaler"} & set(options)):
+        raise UsageError(
+            f"{', '.join(taken)}: the hook follows the framework's. Leave {' and '.join(taken)} out"
+        )
+    return comm_hook(compressor, optimizer=optimizer, scaler=scaler, **options)
+
+
+def wrapped(model: Any) -> DistributedDataParallel | None:
+    """Return the DDP model, also if torch.compile wraps it; None if there is none."""
+    model = getattr(model, "_orig_mod", model)
+    return model if isinstance(model, DistributedDataParallel) else None
+
+
+class Metrics:
+    """The numbers of one hook for a framework's logger.
+
+    The bytes are those of this rank since the job's first step. With `check_every`, each
+    parameter's relative error and cosine at the last checked step follow, and the worst of all.
+    """
+
+    def __init__(self, hook: CommHook) -> None:
+        self.hook = hook
+        self._logged = hook.step - 1
+        """The last step whose comparisons were returned."""
+
+    @property
+    def checked(self) -> bool:
+        """Whether there are comparisons that were not returned yet."""
+        return bool(self.hook.records) and self.hook.records[-1].step > self._logged
+
+    def __call__(self) -> dict[str, float]:
+        """Return the values by name: bytes, and comparisons if there are new ones."""
+        hook = self.hook
+        sent, plain = hook.traffic.payload_up, hook.plain_bytes
+        values = {"gcbench/sent_bytes": float(sent), "gcbench/fp32_bytes": float(plain)}
+        if plain:
+            values["gcbench/bits_per_element"] = 32.0 * sent / plain
+        if self.checked:
+            self._logged = hook.records[-1].step
+            records = [each for each in hook.records if each.step == self._logged]
+            for each in records:
+                values[f"gcbench/relative_error/{each.name}"] = each.relative_error
+                values[f"gcbench/cosine/{each.name}"] = each.cosine
+            values["gcbench/max_relative_error"] = max(each.relative_error for each in records)
+            values["gcbench/min_cosine"] = min(each.cosine for each in records)
+        return values
+
+
+# ---- states --------------------------------------------------------------------------------------
+
+
+def on_cpu(state: Any) -> Any:
+    """Return a state whose tensors are on the CPU."""
+    if isinstance(state, torch.Tensor):
+        return state.cpu()
+    if isinstance(state, Mapping):
+        return {key: on_cpu(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [on_cpu(value) for value in state]
+    return state
+
+
+def gather(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of all ranks in one dict on rank 0, an empty one elsewhere. All call it."""
+    states: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(on_cpu(state), states, dst=0)
+    return {key: entry for each in states or [] for key, entry in each.items()}
+
+
+def save(hook: CommHook, folder: str | Path, name: str) -> None:
+    """Write this rank's state into a checkpoint's folder."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(on_cpu(hook.state_dict()), folder / _file(name, dist.get_rank()))
+
+
+def load(folder: str | Path, name: str) -> dict[str, Any] | None:
+    """Return this rank's state from a checkpoint's folder; None if no rank's is there.
+
+    If this rank of a job of this size has none, those of all ranks are returned in one dict, which
+    the hook redistributes or refuses.
+    """
+    folder, rank = Path(folder), dist.get_rank()
+    path = folder / _file(name, rank)
+    if path.exists():
+        state: dict[str, Any] = torch.load(path, weights_only=True)
+        if key_of(rank, dist.get_world_size()) in state:
+            return state
+    states = [torch.load(path, weights_only=True) for path in folder.glob(_file(name, "*"))]
+    return {key: entry for each in states for key, entry in each.items()} or None
+
+
+def _file(name: str, rank: int | str) -> str:
+    return f"{name}_rank{rank}.pt"
+
+
+def warn_missing(place: object) -> None:
+    """Warn on rank 0 that a checkpoint has no compression state."""
+    if dist.get_rank() == 0:
+        warnings.warn(
+            f"{place} has no compression state: it was saved without this hook, or on the way out "
+            "after an exception. Training resumes with empty residuals",
+            stacklevel=3,
+        )

@@ -1,0 +1,156 @@
+"""Gradient compression in a Lightning Trainer: `callbacks=[Compression("int8")]`."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+from weakref import ReferenceType, ref
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError:  # the same classes, from the older of the two packages
+    from pytorch_lightning import Callback, LightningModule, Trainer
+
+from gcbench.core.compressor import Compressor
+from gcbench.core.errors import UsageError
+from gcbench.integrations import frameworks
+from gcbench.integrations.ddp import CommHook
+
+OTHERS = {
+    "FSDPStrategy": (
+        "it shards by FSDP1, whose reduction cannot be replaced. Shard by fully_shard in your own "
+        "loop and call gcbench.shard_hook(...).register(model)"
+    ),
+    "ModelParallelStrategy": (
+        "it has no DistributedDataParallel model. Leave the callback out and call "
+        "gcbench.shard_hook(...).register(model) after fully_shard in configure_model"
+    ),
+    "DeepSpeedStrategy": "DeepSpeed reduces gradients itself and has no place for a hook",
+}
+"""Why a strategy cannot have a hook, and what to call in its place, by the class's name."""
+
+
+class Compression(Callback):  # type: ignore[misc]
+    """Compress the gradients of a Trainer whose strategy is DDP.
+
+    `Trainer(strategy="ddp", callbacks=[Compression("int8")])`. The callback registers a
+    `gcbench.comm_hook` on the model of each `fit`, which follows the learning rates of all
+    optimizers and the GradScaler's scale. `gcbench/sent_bytes`, `gcbench/fp32_bytes`,
+    `gcbench/bits_per_element` and the comparisons of `check_every` go to the Trainer's loggers,
+    every `log_every_n_steps` and at each check: the values of rank 0.
+
+    A checkpoint has the state of every rank. Rank 0 gathers them into its memory: for a method with
+    error feedback these are 4 bytes per parameter and rank. `fit(ckpt_path=...)` with as many ranks
+    ends in the bits of an uninterrupted job. A checkpoint that Lightning saves on the way out after
+    an exception has none, since other ranks may be at another step or gone.
+
+    Args:
+        compressor: a registered name, a file (./mine.py), or a compressor.
+        options: those of `gcbench.comm_hook`, without `optimizer` and `scaler`.
+
+    Raises:
+        gcbench.core.errors.UsageError: a wrong option, here; in `fit` a strategy other than DDP, on
+            every rank.
+    """
+
+    def __init__(self, compressor: str | Compressor, **options: Any) -> None:
+        frameworks.make(compressor, options).close()  # refuses what is wrong here, not in `fit`
+        self._compressor, self._options = compressor, options
+        self._hook: CommHook | None = None
+        self._module: ReferenceType[LightningModule] | None = None
+        """Whose gradients the hook exchanges."""
+        self._states: dict[str, Any] = {}
+        """Every rank's state in the checkpoint that `fit` resumes from."""
+        self._stage = ""
+        self._interrupted = False
+
+    @property
+    def hook(self) -> CommHook:
+        """The hook of the `fit` that runs, or of the last one.
+
+        Raises:
+            gcbench.core.errors.UsageError: `fit` has not registered one yet.
+        """
+        if self._hook is None:
+            raise UsageError("there is no hook before fit: read it in a callback, or after fit")
+        return self._hook
+
+    # -- called by the Trainer ---------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a strategy that cannot have a hook, before anything is built."""
+        self._stage, self._states, self._interrupted = stage, {}, False
+        if stage == "fit":
+            known = {cls.__name__ for cls in type(trainer.strategy).__mro__}
+            for name in OTHERS.keys() & known:
+                _refuse(trainer, OTHERS[name])
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Register the hook on the model that the strategy has wrapped."""
+        model = frameworks.wrapped(trainer.strategy.model)
+        if model is None:
+            _refuse(trainer, "it has no DistributedDataParallel model")
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        hook = frameworks.make(self._compressor, self._options, trainer.optimizers, scaler)
+        if trainer.ckpt_path is not None and not self._states:
+            frameworks.warn_missing(trainer.ckpt_path)
+        elif trainer.ckpt_path is None:
+            self._states = self._carried(pl_module)
+        hook.load_state_dict(self._states)
+        hook.register(model)
+        self._hook, self._module, self._states = hook, ref(pl_module), {}
+        self._metrics, self._step = frameworks.Metrics(hook), hook.step
+
+    def _carried(self, module: LightningModule) -> dict[str, Any]:
+        """Return the state at the end of the last `fit` of the same module; else an empty one."""
+        if self._hook is None or self._module is None or self._module() is not module:
+            return {}
+        return self._hook.state_dict()
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Log bytes and comparisons after a batch that ended a step."""
+        exchanges, every = self.hook.step, trainer.log_every_n_steps
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped  # by which Lightning logs
+        due = exchanges > self._step and every and (step + 1) % every == 0
+        self._step = exchanges
+        if due or self._metrics.checked:
+            values = self._metrics()
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step=step)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Gather nothing from here on: other ranks may not come. End the hook's thread."""
+        self._interrupted = True
+        if self._hook is not None:
+            self._hook.close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """End the hook's thread. Its last state is in checkpoints that are saved after `fit`."""
+        if stage == "fit" and self._hook is not None:
+            self._hook.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return every rank's state on rank 0, for the checkpoint. All ranks call it."""
+        if self._hook is None or self._interrupted:
+            return {}
+        return frameworks.gather(self._hook.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume from the states of a checkpoint; `validate` and `test` change nothing."""
+        if self._stage == "fit":
+            self._states = state_dict
+
+
+def _refuse(trainer: Trainer, why: str) -> NoReturn:
+    raise UsageError(
+        f"Compression with the strategy {type(trainer.strategy).__name__}: {why}. "
+        'Compression works with Trainer(strategy="ddp")'
+    )
