@@ -28,13 +28,10 @@ from torch import Tensor
 from gcbench import ops
 from gcbench.core.claims import Claims
 from gcbench.core.compressor import Compressor, Key, Layout, Payload, Segments, fill
-from gcbench.core.errors import PayloadError
+from gcbench.ops.fp8 import TOP
 
-TOP = 448.0
 UNIT = 2.0**-4  # unit roundoff
 HALF_STEP = 2.0**-10  # half the distance of denormals
-SHARES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().div_(TOP)
-"""c / 448 of all 256 codes: a conversion from float8 is slow on CPUs, a look-up is not."""
 
 
 @dataclass(frozen=True)
@@ -57,31 +54,15 @@ class Fp8(Compressor):
         prepared: Any = None,
         out: Payload | None = None,
     ) -> Payload:
-        top = ops.statistics.absmax(x, segments)
-        divisor = torch.where((top >= ops.statistics.TINY) & top.isfinite(), top, torch.inf)
-        scaled = torch.empty_like(x)
-        for (which, rows), (_, own) in zip(segments.views(x), segments.views(scaled), strict=True):
-            torch.div(rows, divisor[which].unsqueeze(1), out=own)
-        scaled.mul_(TOP)  # the quotient first: a / a * 448 is 448
-        codes = scaled.nan_to_num_(nan=0.0).to(torch.float8_e4m3fn).view(torch.uint8)
-        scales = torch.where(top < ops.statistics.TINY, 0.0, top)
-        return fill(out, codes, scales)
+        given = None if out is None else out.parts
+        return fill(out, *ops.fp8.encode(x, segments, out=given))
 
     def decode(
         self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
     ) -> Tensor:
         self.check(payload, segments)
         codes, scales = payload.parts
-        if not (scales.isfinite() & ((scales == 0) | (scales >= ops.statistics.TINY))).all():
-            raise PayloadError(f"{self.name}: a block's scale is 0, or finite and at least 2^-100")
-        values = SHARES.to(codes.device).index_select(0, codes.int())
-        if values.isnan().any():
-            raise PayloadError(f"{self.name}: a code is no number")
-        for which, rows in segments.views(values):
-            if bool(((scales[which] == 0).unsqueeze(1) & (rows != 0)).any()):
-                raise PayloadError(f"{self.name}: codes in a block whose scale is 0")
-        ops.statistics.scale_(values, scales, segments)
-        return values if out is None else out.copy_(values)
+        return ops.fp8.decode(codes, scales, segments, self.name, out=out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         return ((torch.uint8, segments.numel), (torch.float32, len(segments)))

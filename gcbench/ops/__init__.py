@@ -13,6 +13,8 @@ from typing import Any
 from gcbench.core.faults import together as faults_together
 from gcbench.ops import (
     bitstream,
+    fp8,
+    hadamard,
     half,
     int8,
     levels,
@@ -37,6 +39,8 @@ __all__ = [
     "bitstream",
     "choose",
     "faults_together",
+    "fp8",
+    "hadamard",
     "half",
     "int8",
     "levels",

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import gcbench
-from compressors.hadamard4 import rotate
 from gcbench.core.compressor import Key, Payload, Segments
 from gcbench.core.errors import PayloadError
+from gcbench.ops.hadamard import rotate
 
 NOTHING = torch.empty(0)
 FIRST = Key(0, 0, 0)

@@ -351,12 +351,13 @@ HUGE = 2**57
         ("gc_ternary_scales", (None, "tiles", 0, 2.5, 0, None, None)),
         ("gc_range_pack", (None, 0, None, HUGE, 10, 6, None, None)),
         ("gc_random_positions", (1, 0, 0, 0, "run", 1, None)),
+        ("gc_hadamard_encode", (None, 1024, "tiles", 1, None, None)),
         ("gc_scatter_mean", (None, None, None, HUGE, 1.0, None, 2**16)),
     ],
 )
 def test_without_memory_a_kernel_raises(name, arguments, number):
     tables = {
-        "tiles": [0, HUGE],  # where segments begin, and how many tiles lie before
+        "tiles": [0, HUGE],  # where a segment begins and ends, or how many tiles lie before
         "run": [0, 1, 2**50, 2**49],
     }
     given = [tables[x] if isinstance(x, str) else x for x in arguments]

@@ -38,11 +38,11 @@ from wrong_methods import (
 )
 
 from compressors.demo import dct
-from compressors.hadamard4 import rotate
 from gcbench import ops
 from gcbench.core import registry
 from gcbench.core.claims import Claims
 from gcbench.core.compressor import Compressor, Key, Payload, Prepared, Segments, fill
+from gcbench.ops.hadamard import rotate
 from gcbench.studies import conformance
 
 NONE = type(registry.compressor("none"))
