@@ -13,6 +13,7 @@ from typing import Any
 from gcbench.core.faults import together as faults_together
 from gcbench.ops import (
     bitstream,
+    dct,
     fp8,
     hadamard,
     half,
@@ -38,6 +39,7 @@ __all__ = [
     "backends",
     "bitstream",
     "choose",
+    "dct",
     "faults_together",
     "fp8",
     "hadamard",

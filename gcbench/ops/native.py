@@ -34,6 +34,8 @@ ROWS = {
     "bitstream.omega_dense_write": "gc_omega_dense_write codes n levels out",
     "bitstream.omega_sparse_read": "gc_omega_sparse_read words #words n levels codes info",
     "bitstream.omega_sparse_write": "gc_omega_sparse_write codes n levels out",
+    "dct.forward": "gc_dct_forward x chunks #chunks matrices out threads",
+    "dct.inverse": "gc_dct_inverse x chunks #chunks matrices out threads",
     "fp8.decode": "gc_fp8_decode codes scales n table m out threads",
     "fp8.encode": "gc_fp8_encode x n table m codes scales threads",
     "hadamard.decode": "gc_hadamard_decode words scales n table m out threads",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from benchmarks import eager
 from benchmarks.sizes import SIZES, Shapes, numel
+from compressors import demo
 from gcbench import ops
 from gcbench.core import registry
 from gcbench.core.compressor import (
@@ -96,6 +97,7 @@ KINDS = ("class", "scaled")
 
 
 SERVED_BY = {
+    **{f"dct_{part}": f"dct.{part}" for part in ("forward", "inverse")},
     **{f"fp8_{part}": f"fp8.{part}" for part in ("encode", "decode")},
     **{f"hadamard_{part}": f"hadamard.{part}" for part in ("rotate", "encode", "decode")},
     "half.decode": "half.mean",
@@ -500,6 +502,22 @@ def _hadamard_decode(g: Gradient) -> Timed:
     blocks, out = g.segments(ROTATED), g.empty(torch.float32, g.n)
     coded = ops.hadamard.encode(g.x, blocks)
     return Timed(lambda: ops.hadamard.decode(*coded, blocks, "", out=out), nbytes(coded, out))
+
+
+@case("dct_forward")
+def _dct_forward(g: Gradient) -> Timed:
+    return _dct(g, ops.dct.forward)
+
+
+@case("dct_inverse")
+def _dct_inverse(g: Gradient) -> Timed:
+    return _dct(g, ops.dct.inverse)
+
+
+def _dct(g: Gradient, transform: Callable[..., Tensor]) -> Timed:
+    chunks = [ops.dct.Chunks(*cut[:5]) for cut in demo.cut_chunks(g.segments(), 64, 32)]
+    out = g.empty(torch.float32, g.n)
+    return Timed(lambda: transform(g.x, chunks, out=out), nbytes(g.x, out))
 
 
 # formats of floats
