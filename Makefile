@@ -1,10 +1,11 @@
 # make run: a first comparison; make test: the test suite; make bench: kernel timings, of all sizes;
-# of some: make bench SIZES=1e4,1e6 TIMINGS=some.json. Each makes what it needs.
+# of some: make bench SIZES=1e4,1e6 TIMINGS=some.json; make gpu: what the CUDA kernels do on a GPU. Each makes what
+# it needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test lint bench sanitize mutation clean
+.PHONY: run test lint bench gpu sanitize mutation clean
 
 run: $(VENV)/installed
 	$(BIN)/gcbench run --task digits --compressor none,terngrad --seed 0,1,2
@@ -27,6 +28,12 @@ bench: $(VENV)/installed-dev
 	  --benchmark-json build/kernels.json
 	$(BIN)/gcbench kernels build/kernels.json --json > $(TIMINGS)
 	$(BIN)/gcbench kernels $(TIMINGS)
+
+# The CUDA kernels on this machine's GPU: their bytes, their speed beside torch, one training. Writes
+# $(OUT)/gpu.json and gpu.md in under 8 minutes; exits with an error, and one line, where there is no GPU.
+OUT ?= build
+gpu: $(VENV)/installed-dev
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.gpu --out $(OUT)
 
 # The kernels' tests with every access to memory checked; the libraries are built anew before and after.
 sanitize: $(VENV)/installed-dev

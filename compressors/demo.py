@@ -30,6 +30,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from gcbench import ops
 from gcbench.core.claims import Claims
 from gcbench.core.compressor import (
     Compressor,
@@ -77,7 +78,7 @@ class DeMo(Compressor):
 
     def encode(self, x: Tensor, ctx: Context) -> Parts:
         cuts = self._cuts(ctx.segments)
-        places, values = selection.largest_elements(dct(x, cuts), kept_runs(cuts))
+        places, values = largest(x, cuts)
         return pack_places(places, cuts), values
 
     def _sent(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor]:
@@ -88,9 +89,15 @@ class DeMo(Compressor):
     def decode(self, payload: Payload, ctx: Context) -> Tensor:
         """Return what one worker sent: the inverse DCT of its coefficients, without the sign."""
         places, values = self._sent(payload, ctx.segments)
-        dense = values.new_zeros(ctx.segments.numel)
-        dense[places] = values
-        return inverse_dct(dense, self._cuts(ctx.segments))
+        restored = values.new_empty(ctx.segments.numel) if ctx.out is None else ctx.out
+        first = 0
+        for slab in slabs(tuple(self._cuts(ctx.segments)), SLAB):
+            start, stop, last = slab[0].start, slab[-1].place.stop, first + count_kept(slab)
+            dense = values.new_zeros(stop - start)
+            dense[places[first:last] - start] = values[first:last]
+            inverse_dct(dense, _moved(slab), out=restored[start:stop])
+            first = last
+        return restored
 
     def mean(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
         """Return the update: coefficients averaged over their senders, and the sign taken."""
@@ -212,48 +219,54 @@ def cut_chunks(segments: Segments, limit: int, keep: int) -> list[Chunks]:
     return cuts
 
 
-@functools.cache
-def dct_matrix(n: int) -> Tensor:
-    """Return the orthonormal DCT-II matrix, float32 rounded from float64, (n, n); do not change it.
+SLAB = 1 << 19
+"""Elements that are transformed at a time, so that coefficients stay in a cache."""
 
-    C[k, i] = sqrt((2 - [k = 0]) / n) cos(pi (2 i + 1) k / (2 n)): Ahmed, Natarajan and Rao 1974.
-    """
-    # The angle is reduced in integers: a large float angle would lose precision.
-    angle = [[math.pi * ((2 * i + 1) * k % (4 * n)) / (2 * n) for i in range(n)] for k in range(n)]
-    matrix = torch.tensor(angle, dtype=torch.float64).cos() * math.sqrt(2 / n)
-    matrix[0] = math.sqrt(1 / n)
-    return matrix.float()
+
+@functools.lru_cache(maxsize=32)
+def slabs(cuts: tuple[Chunks, ...], limit: int) -> tuple[tuple[Chunks, ...], ...]:
+    """Return neighbouring chunks in groups of at most `limit` elements, or of one row of chunks."""
+    groups: list[list[Chunks]] = []
+    room = 0
+    for cut in cuts:
+        row, done = cut.size * cut.across, 0
+        while done < cut.down:
+            if room < row:
+                groups.append([])
+                room = max(limit, row)
+            down = min(cut.down - done, room // row)
+            groups[-1].append(cut._replace(start=cut.start + done * row, down=down))
+            done, room = done + down, room - down * row
+    return tuple(map(tuple, groups))
+
+
+def _moved(slab: Sequence[Chunks]) -> list[Chunks]:
+    """Return the chunks of a slab as they lie in it."""
+    return [cut._replace(start=cut.start - slab[0].start) for cut in slab]
+
+
+def largest(x: Tensor, cuts: Sequence[Chunks]) -> tuple[Tensor, Tensor]:
+    """Return the positions of the kept coefficients, int64, increasing, and their values."""
+    positions, values = [x.new_empty(0, dtype=torch.int64)], [x.new_empty(0)]
+    for slab in slabs(tuple(cuts), SLAB):
+        chunks, start = _moved(slab), slab[0].start
+        coefficients = dct(x[start : slab[-1].place.stop], chunks)
+        places, found = selection.largest_elements(coefficients, kept_runs(chunks))
+        positions.append(places.add_(start))
+        values.append(found)
+    return torch.cat(positions), torch.cat(values)
 
 
 def dct(x: Tensor, cuts: Sequence[Chunks]) -> Tensor:
-    """Return the DCT coefficients of `x`, float32, shape (n,), chunk after chunk.
-
-    Coefficients beyond float32's range saturate.
-    """
-    out = torch.empty_like(x)
-    for cut in cuts:
-        blocks = x[cut.place].view(cut.down, cut.height, cut.across, cut.width)
-        if cut.width > 1:
-            blocks = blocks @ dct_matrix(cut.width).to(x.device).T
-        blocks = blocks.transpose(1, 2)
-        if cut.height > 1:
-            blocks = dct_matrix(cut.height).to(x.device) @ blocks
-        out[cut.place].view(blocks.shape).copy_(blocks)
-    return out.nan_to_num_()
+    """Return the DCT coefficients of `x`, float32, shape (n,), chunk after chunk."""
+    return ops.dct.forward(x, [ops.dct.Chunks(*cut[:5]) for cut in cuts])
 
 
-def inverse_dct(coefficients: Tensor, cuts: Sequence[Chunks]) -> Tensor:
+def inverse_dct(
+    coefficients: Tensor, cuts: Sequence[Chunks], *, out: Tensor | None = None
+) -> Tensor:
     """Return the inverse DCT, float32, shape (n,), of coefficients in the order of `dct`."""
-    out = torch.empty_like(coefficients)
-    for cut in cuts:
-        blocks = coefficients[cut.place].view(cut.down, cut.across, cut.height, cut.width)
-        if cut.height > 1:
-            blocks = dct_matrix(cut.height).to(out.device).T @ blocks
-        blocks = blocks.transpose(1, 2)
-        if cut.width > 1:
-            blocks = blocks @ dct_matrix(cut.width).to(out.device)
-        out[cut.place].view(blocks.shape).copy_(blocks)
-    return out.nan_to_num_()
+    return ops.dct.inverse(coefficients, [ops.dct.Chunks(*cut[:5]) for cut in cuts], out=out)
 
 
 def exact_dct(x: Tensor, cut: Chunks, *, inverse: bool = False) -> Tensor:

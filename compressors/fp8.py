@@ -28,13 +28,10 @@ from torch import Tensor
 from gcbench import ops
 from gcbench.core.claims import Claims
 from gcbench.core.compressor import Compressor, Context, Layout, Parts, Payload, Segments
-from gcbench.core.errors import PayloadError
+from gcbench.ops.fp8 import TOP
 
-TOP = 448.0
 UNIT = 2.0**-4  # unit roundoff
 HALF_STEP = 2.0**-10  # half the distance of denormals
-SHARES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().div_(TOP)
-"""c / 448 of all 256 codes: a conversion from float8 is slow on CPUs, a look-up is not."""
 
 
 @dataclass(frozen=True)
@@ -48,30 +45,11 @@ class Fp8(Compressor):
     variants = ({}, {"granularity": "tensor"})
 
     def encode(self, x: Tensor, ctx: Context) -> Parts:
-        top = ops.statistics.absmax(x, ctx.segments)
-        divisor = torch.where((top >= ops.statistics.TINY) & top.isfinite(), top, torch.inf)
-        scaled = torch.empty_like(x)
-        for (which, rows), (_, own) in zip(
-            ctx.segments.views(x), ctx.segments.views(scaled), strict=True
-        ):
-            torch.div(rows, divisor[which].unsqueeze(1), out=own)
-        scaled.mul_(TOP)  # the quotient first: a / a * 448 is 448
-        codes = scaled.nan_to_num_(nan=0.0).to(torch.float8_e4m3fn).view(torch.uint8)
-        scales = torch.where(top < ops.statistics.TINY, 0.0, top)
-        return codes, scales
+        return ops.fp8.encode(x, ctx.segments, out=ctx.parts)
 
     def decode(self, payload: Payload, ctx: Context) -> Tensor:
         codes, scales = payload.parts
-        if not (scales.isfinite() & ((scales == 0) | (scales >= ops.statistics.TINY))).all():
-            raise PayloadError("a block's scale is 0, or finite and at least 2^-100")
-        values = SHARES.to(codes.device).index_select(0, codes.int())
-        if values.isnan().any():
-            raise PayloadError("a code is no number")
-        for which, rows in ctx.segments.views(values):
-            if bool(((scales[which] == 0).unsqueeze(1) & (rows != 0)).any()):
-                raise PayloadError("codes in a block whose scale is 0")
-        ops.statistics.scale_(values, scales, ctx.segments)
-        return values
+        return ops.fp8.decode(codes, scales, ctx.segments, self.name, out=ctx.out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         return ((torch.uint8, segments.numel), (torch.float32, len(segments)))

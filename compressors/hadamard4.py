@@ -23,7 +23,6 @@ bits (test_hadamard4.py::test_the_rotation_is_the_matrix).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -33,40 +32,7 @@ from torch import Tensor
 from gcbench import ops
 from gcbench.core.claims import Claims
 from gcbench.core.compressor import Compressor, Context, Layout, Parts, Payload, Segments
-from gcbench.core.errors import PayloadError
-from gcbench.ops import packing
-
-TOP = 7
-BITS = 4
-
-
-def rotate(x: Tensor, segments: Segments) -> Tensor:
-    """Return H x of each segment, float32, shape (n,); twice is x. Beyond float32 it saturates.
-
-    A segment's powers of two come from the left, the largest first: 100 elements are 64, 32, 4.
-    """
-    rotated = x.clone()
-    for _, rows in segments.views(rotated):
-        start, length = 0, rows.shape[1]
-        for bit in reversed(range(length.bit_length())):
-            size = 1 << bit
-            if length & size:
-                rows[:, start : start + size] = _butterflies(rows[:, start : start + size])
-                start += size
-    return rotated.nan_to_num_()
-
-
-def _butterflies(rows: Tensor) -> Tensor:
-    """Return the orthonormal transform of each row, shape (m, d), d a power of two."""
-    m, d = rows.shape
-    rows = rows * (1 / math.sqrt(d))
-    half = 1
-    while half < d:
-        pairs = rows.view(m, d // (2 * half), 2, half)
-        left, right = pairs[:, :, 0], pairs[:, :, 1]
-        rows = torch.stack((left + right, left - right), 2).view(m, d)
-        half *= 2
-    return rows
+from gcbench.ops.hadamard import TOP
 
 
 @dataclass(frozen=True)
@@ -80,31 +46,14 @@ class Hadamard4(Compressor):
     variants = ({}, {"granularity": 100})
 
     def encode(self, x: Tensor, ctx: Context) -> Parts:
-        y = rotate(x, ctx.segments)
-        top = ops.statistics.absmax(y, ctx.segments)
-        divisor = torch.where(top >= ops.statistics.TINY, top, torch.inf)
-        for which, rows in ctx.segments.views(y):
-            rows.div_(divisor[which].unsqueeze(1))
-        codes = y.mul_(TOP).round_().add_(TOP).to(torch.int32)
-        scales = torch.where(top < ops.statistics.TINY, 0.0, top)
-        return packing.pack(codes, BITS, out=ctx.part(0)), scales
+        return ops.hadamard.encode(x, ctx.segments, out=ctx.parts)
 
     def decode(self, payload: Payload, ctx: Context) -> Tensor:
         words, scales = payload.parts
-        if not (scales.isfinite() & ((scales == 0) | (scales >= ops.statistics.TINY))).all():
-            raise PayloadError("a block's scale is 0, or finite and at least 2^-100")
-        codes = packing.unpack(words, BITS, ctx.segments.numel)
-        if codes.numel() and int(codes.amax()) > 2 * TOP:
-            raise PayloadError("code 15 stands for nothing")
-        # By a tensor: a device may turn the division by a number into a product.
-        values = codes.sub_(TOP).float().div_(torch.tensor(float(TOP), device=codes.device))
-        for which, rows in ctx.segments.views(values):
-            if bool(((scales[which] == 0).unsqueeze(1) & (rows != 0)).any()):
-                raise PayloadError("codes in a block whose scale is 0")
-        return rotate(ops.statistics.scale_(values, scales, ctx.segments), ctx.segments)
+        return ops.hadamard.decode(words, scales, ctx.segments, self.name, out=ctx.out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
-        words = packing.packed_words(segments.numel, BITS)
+        words = ops.packing.packed_words(segments.numel, ops.hadamard.BITS)
         return ((torch.int32, words), (torch.float32, len(segments)))
 
 

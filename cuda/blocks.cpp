@@ -3,6 +3,7 @@
 #include <stdlib.h>
 
 #include "blocks.cuh"
+#include "blocks.hpp"
 #include "levels.cuh"
 #include "called.hpp"
 
@@ -12,42 +13,7 @@ GC_API int64_t gc_segment_absmax(const float* x, const int64_t* table, int64_t m
 
 namespace {
 
-constexpr int64_t SHORT = 16 * TILE;  // elements of a block that the cache keeps between its two passes
-
-constexpr int STEP = 64;  // elements for which lines are asked at once
-constexpr int HALF = STEP / 2;
 constexpr int MANY = TILE / STEP;  // blocks in a tile that are too short for loops of their own
-
-// Looking for the largest magnitude and encoding ask for one half each of what lies two tiles ahead.
-float largest(const float* x, int64_t n) {
-  VecI tops = {};
-  int64_t i = 0;
-  GC_ROLLED for (; i + STEP <= n; i += STEP) {
-    ask_lines<HALF / 16>(x + i + HALF, 0);
-    GC_UNROLL
-    for (int k = 0; k < STEP; k += WIDTH) {
-      const VecI size = load_vector<VecI>(x + i + k) & 0x7fffffff;
-      tops = size > tops ? size : tops;
-    }
-  }
-  GC_ROLLED for (; i + WIDTH <= n; i += WIDTH) {
-    const VecI size = load_vector<VecI>(x + i) & 0x7fffffff;
-    tops = size > tops ? size : tops;
-  }
-  int32_t top = 0;  // bits of magnitudes order as these do, and NaN above all
-  typedef int32_t Four __attribute__((vector_size(16)));
-  Four parts[WIDTH / 4], four = {};
-  memcpy(parts, &tops, sizeof tops);
-  GC_UNROLL
-  for (int k = 0; k < WIDTH / 4; ++k) four = parts[k] > four ? parts[k] : four;
-  GC_UNROLL
-  for (int l = 0; l < 4; ++l) top = four[l] > top ? four[l] : top;
-  for (; i < n; ++i) {
-    const int32_t size = (int32_t)(bits_of(x[i]) & 0x7fffffffu);
-    top = size > top ? size : top;
-  }
-  return float_of((uint32_t)top);
-}
 
 // The codes code(0) ... code(count - 1) of x.
 template <class F>
@@ -78,16 +44,6 @@ inline void encode_mixed(const float* x, const float* divisor, const uint32_t* d
   } else {
     write_codes([=](int i) { return int8_nearest(x[i], divisor[i]); }, x, count, codes);
   }
-}
-
-bool good_scales(const float* scales, int64_t m) {
-  uint32_t wrong = 0;
-#pragma omp simd reduction(| : wrong)
-  for (int64_t s = 0; s < m; ++s) {
-    const float scale = scales[s];
-    wrong |= !((scale == 0) | ((scale >= TINY) & (scale <= FLOAT_MAX)));
-  }
-  return !wrong;
 }
 
 constexpr int VECTORS = 4;                // whose sums stay in registers
@@ -169,8 +125,7 @@ GC_API int64_t gc_int8_encode(const float* x, int64_t n, const int64_t* table, i
                               float* scales, int threads) {
   const Segments segments(table, m);
   const Key key{seed, offset, step, who};
-  bool fused = true;
-  for (int64_t s = 0; s < m; ++s) fused &= segments.offsets[s + 1] - segments.offsets[s] <= SHORT;
+  const bool fused = all_short(segments);
   if (!fused) {
     gc_segment_absmax(x, table, m, scales, threads);
   } else {

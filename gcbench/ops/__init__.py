@@ -9,6 +9,9 @@ from __future__ import annotations
 from gcbench.core.faults import together as faults_together
 from gcbench.ops import (
     bitstream,
+    dct,
+    fp8,
+    hadamard,
     half,
     int8,
     levels,
@@ -32,7 +35,10 @@ __all__ = [
     "backends",
     "bitstream",
     "choose",
+    "dct",
     "faults_together",
+    "fp8",
+    "hadamard",
     "half",
     "int8",
     "levels",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from benchmarks import eager
 from benchmarks.sizes import SIZES, Shapes, numel
+from compressors import demo
 from gcbench import ops
 from gcbench.core import codec, registry
 from gcbench.core.compressor import (
@@ -33,7 +34,8 @@ KEY = Key(1, 2, 0)
 WORKERS = 8
 CLIP = 2.5
 LEVELS, BUCKET = 7, 512  # QSGD in 4 bits
-BLOCK = 256  # of int8
+BLOCK = 256  # of int8 and fp8
+ROTATED = 128  # elements that are rotated together
 RATIO = 0.01
 RANGE = 10, 6  # bits, and those of the mantissa
 TWICE = 8
@@ -96,6 +98,9 @@ KINDS = ("class", "scaled")
 
 
 SERVED_BY = {
+    **{f"dct_{part}": f"dct.{part}" for part in ("forward", "inverse")},
+    **{f"fp8_{part}": f"fp8.{part}" for part in ("encode", "decode")},
+    **{f"hadamard_{part}": f"hadamard.{part}" for part in ("rotate", "encode", "decode")},
     "half.decode": "half.mean",
     "natural.decode": "natural.mean",
     "selection.pack_positions": "selection.pack_gaps",
@@ -475,6 +480,59 @@ def _int8_mean(g: Gradient) -> Timed:
     coded = [ops.int8.encode(g.of_worker(rank), blocks, "nearest", KEY) for rank in range(WORKERS)]
     payloads = [(codes, scales, 1) for codes, scales in coded]
     return Timed(lambda: ops.int8.mean(payloads, blocks, out=out), nbytes(coded, out))
+
+
+@case("fp8_encode")
+def _fp8_encode(g: Gradient) -> Timed:
+    blocks = g.segments(BLOCK)
+    out = ops.fp8.encode(g.x, blocks)
+    return Timed(lambda: ops.fp8.encode(g.x, blocks, out=out), nbytes(g.x, out))
+
+
+@case("fp8_decode")
+def _fp8_decode(g: Gradient) -> Timed:
+    blocks, out = g.segments(BLOCK), g.empty(torch.float32, g.n)
+    coded = ops.fp8.encode(g.x, blocks)
+    return Timed(lambda: ops.fp8.decode(*coded, blocks, "", out=out), nbytes(coded, out))
+
+
+# rotations
+
+
+@case("hadamard_rotate")
+def _hadamard_rotate(g: Gradient) -> Timed:
+    blocks, out = g.segments(ROTATED), g.empty(torch.float32, g.n)
+    return Timed(lambda: ops.hadamard.rotate(g.x, blocks, out=out), nbytes(g.x, out))
+
+
+@case("hadamard_encode")
+def _hadamard_encode(g: Gradient) -> Timed:
+    blocks = g.segments(ROTATED)
+    out = ops.hadamard.encode(g.x, blocks)
+    return Timed(lambda: ops.hadamard.encode(g.x, blocks, out=out), nbytes(g.x, out))
+
+
+@case("hadamard_decode")
+def _hadamard_decode(g: Gradient) -> Timed:
+    blocks, out = g.segments(ROTATED), g.empty(torch.float32, g.n)
+    coded = ops.hadamard.encode(g.x, blocks)
+    return Timed(lambda: ops.hadamard.decode(*coded, blocks, "", out=out), nbytes(coded, out))
+
+
+@case("dct_forward")
+def _dct_forward(g: Gradient) -> Timed:
+    return _dct(g, ops.dct.forward)
+
+
+@case("dct_inverse")
+def _dct_inverse(g: Gradient) -> Timed:
+    return _dct(g, ops.dct.inverse)
+
+
+def _dct(g: Gradient, transform: Callable[..., Tensor]) -> Timed:
+    chunks = [ops.dct.Chunks(*cut[:5]) for cut in demo.cut_chunks(g.segments(), 64, 32)]
+    out = g.empty(torch.float32, g.n)
+    return Timed(lambda: transform(g.x, chunks, out=out), nbytes(g.x, out))
 
 
 # formats of floats

@@ -43,7 +43,7 @@ def relative_error(x: torch.Tensor, y: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 16, 37, 64, 256])
 def test_the_transform_is_orthonormal(n):
-    matrix = code.dct_matrix(n)
+    matrix = ops.dct.matrix(n)
     assert matrix.dtype == torch.float32
     identity = torch.eye(n, dtype=torch.float64)
     torch.testing.assert_close(matrix.double() @ matrix.double().T, identity, rtol=0, atol=1e-6)
@@ -353,3 +353,19 @@ def test_what_the_contract_is_told():
 def test_bad_fields_are_refused(fields):
     with pytest.raises(UsageError, match="demo"):
         gcbench.get_compressor("demo", **fields)
+
+
+def test_slabs_change_no_bit(monkeypatch):
+    """Tensors, and rows of chunks of one tensor, are transformed in groups of 1,000 elements."""
+    segments = Segments.of([(300, 96), (70,), (67, 33), (1,), (0,), (5, 5)])
+    x = normal(segments.numel)
+    whole, restored = encode(x, segments), sent(x, segments)
+    monkeypatch.setattr(code, "SLAB", 1000)
+    cuts = tuple(code.cut_chunks(segments, 64, 32))
+    groups = code.slabs(cuts, 1000)
+    assert len(groups) > len(cuts)
+    assert [cut.place.start for group in groups for cut in group][1:] == [
+        cut.place.stop for group in groups for cut in group
+    ][:-1]
+    assert torch.equal(encode(x, segments).to_bytes(), whole.to_bytes())
+    assert torch.equal(sent(x, segments), restored)

@@ -66,7 +66,7 @@ def test_every_code():
     for code in range(256):
         payload = Payload((torch.tensor([code], dtype=torch.uint8), torch.tensor([448.0])))
         if code & 0x7F == 0x7F:
-            with pytest.raises(PayloadError, match="no number"):
+            with pytest.raises(PayloadError, match="not a number"):
                 codec.decode(method, payload, Context(Segments((0, 1)), NOTHING))
         else:
             decoded = codec.decode(method, payload, Context(Segments((0, 1)), NOTHING))

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import gcbench
-from compressors.hadamard4 import rotate
 from gcbench.core import codec
 from gcbench.core.compressor import Context, Key, Payload, Segments
 from gcbench.core.errors import PayloadError
+from gcbench.ops.hadamard import rotate
 
 NOTHING = torch.empty(0)
 FIRST = Key(0, 0, 0)

@@ -9,13 +9,17 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gcbench import ops
 from gcbench.core.compressor import Key, Segments
+from gcbench.core.errors import GcbenchError
+from gcbench.ops.cuda import compile, launch
 
 SIZES = (0, 1, 33, 1024, 1025, 5000, 70_007)
 """No tile, parts of one, one, more; and enough for two threads."""
@@ -79,6 +83,48 @@ def segmentations(n: int) -> Iterator[tuple[str, Segments]]:
     yield "columns", Segments.of([(n // 27, 27), (n % 27,)], "column")
     edges = [0, 0, 1, 3, 3, 40, 552, 1064, 1576, 3624, 3624, 8191, 20_000]
     yield "tensors", Segments((*(edge for edge in edges if edge < n), n, n))
+
+
+def bits(value: Any) -> Any:
+    """Return what must be equal: bytes of tensors, NaN as one value, and all else as it is."""
+    if isinstance(value, Tensor):
+        data = value.contiguous()
+        if data.is_floating_point():
+            data = torch.where(data.isnan(), torch.nan, data)
+        raw = data.view(torch.uint8).numpy().tobytes() if data.numel() else b""
+        return value.dtype, tuple(value.shape), raw
+    if isinstance(value, list | tuple):
+        return [bits(item) for item in value]
+    return value
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Return arguments with their tensors on `device`."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, torch.device):
+        return device
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(moved(item, device) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(moved(item, device) for item in value)
+    if isinstance(value, dict):
+        return {
+            name: device if name == "device" else moved(item, device)
+            for name, item in value.items()
+        }
+    return value
+
+
+def returned(call: Call, device: torch.device) -> Any:
+    """Return what a call returns with its tensors on `device`, or the type of what it raises."""
+    args, kwargs = moved(call.args, device), moved(dict(call.kwargs), device)
+    try:
+        return bits(moved(attrgetter(call.op)(ops)(*args, **kwargs), torch.device("cpu")))
+    except GcbenchError as error:
+        if isinstance(error, launch.LaunchError | compile.CompileError):
+            raise
+        return type(error)
 
 
 def families() -> dict[str, Any]:

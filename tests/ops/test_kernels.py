@@ -21,14 +21,13 @@ import kernel_cases.selection
 import pytest
 import torch
 from cusim import cuda_device, shim  # noqa: F401  # fixtures
-from kernel_cases import Call
+from kernel_cases import Call, bits, returned
 from torch import Tensor
 
 from gcbench import ops
 from gcbench.core.compressor import TILE, Key, Segments
 from gcbench.core.errors import GcbenchError, PayloadError
 from gcbench.ops import cuda, native, sources
-from gcbench.ops.cuda import compile, launch
 from gcbench.ops.dispatch import OPERATIONS, Operation
 from gcbench.ops.selection import gaps_low_bits
 from gcbench.ops.transform import turns
@@ -39,19 +38,6 @@ if not NATIVE[0] and os.environ.get("GCBENCH_REQUIRE_NATIVE", "0") != "0":
     raise RuntimeError(
         f"GCBENCH_REQUIRE_NATIVE is set, and the native kernels are missing: {NATIVE[1]}"
     )
-
-
-def bits(value: Any) -> Any:
-    """Return what must be equal: bytes of tensors, NaN as one value, and all else as it is."""
-    if isinstance(value, Tensor):
-        data = value.contiguous()
-        if data.is_floating_point():
-            data = torch.where(data.isnan(), torch.nan, data)
-        raw = data.view(torch.uint8).numpy().tobytes() if data.numel() else b""
-        return value.dtype, tuple(value.shape), raw
-    if isinstance(value, list | tuple):
-        return [bits(item) for item in value]
-    return value
 
 
 @contextmanager
@@ -71,35 +57,6 @@ def outcome(call: Call, number: int = 1) -> Any:
             result = attrgetter(call.op)(ops)(*call.args, **call.kwargs)
         return bits(result)
     except GcbenchError as error:
-        return type(error)
-
-
-def moved(value: Any, device: torch.device) -> Any:
-    """Return arguments with their tensors on `device`."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, torch.device):
-        return device
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(moved(item, device) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(moved(item, device) for item in value)
-    if isinstance(value, dict):
-        return {
-            name: device if name == "device" else moved(item, device)
-            for name, item in value.items()
-        }
-    return value
-
-
-def returned(call: Call, device: torch.device) -> Any:
-    """Return what a call returns with its tensors on `device`, or the type of what it raises."""
-    args, kwargs = moved(call.args, device), moved(dict(call.kwargs), device)
-    try:
-        return bits(moved(attrgetter(call.op)(ops)(*args, **kwargs), torch.device("cpu")))
-    except GcbenchError as error:
-        if isinstance(error, launch.LaunchError | compile.CompileError):
-            raise
         return type(error)
 
 
@@ -190,8 +147,8 @@ def large(n: int) -> Iterator[Call]:
         yield Call("half.mean", f"{dtype}", ([(x.to(dtype), 1), (x.flip(0).to(dtype), 2)], "x"))
     words = ops.natural.encode(x, key)
     yield Call("natural.mean", "", ([(words, 1), (words, 4)], n, "x"))
-    for bits in (1, 2):
-        yield Call("sign.decode", f"{bits}", (ops.sign.pack(x, bits), bits, n, "method"))
+    for width in (1, 2):
+        yield Call("sign.decode", f"{width}", (ops.sign.pack(x, width), width, n, "method"))
     yield Call("random.draws24", "", (key, n), {"device": x.device})
     yield Call(
         "packing.unpack",
@@ -351,12 +308,13 @@ HUGE = 2**57
         ("gc_ternary_scales", (None, "tiles", 0, 2.5, 0, None, None)),
         ("gc_range_pack", (None, 0, None, HUGE, 10, 6, None, None)),
         ("gc_random_positions", (1, 0, 0, 0, "run", 1, None)),
+        ("gc_hadamard_encode", (None, 1024, "tiles", 1, None, None)),
         ("gc_scatter_mean", (None, None, None, HUGE, 1.0, None, 2**16)),
     ],
 )
 def test_without_memory_a_kernel_raises(name, arguments, number):
     tables = {
-        "tiles": [0, HUGE],  # where segments begin, and how many tiles lie before
+        "tiles": [0, HUGE],  # where a segment begins and ends, or how many tiles lie before
         "run": [0, 1, 2**50, 2**49],
     }
     given = [tables[x] if isinstance(x, str) else x for x in arguments]

@@ -36,7 +36,6 @@ from wrong_methods import (
 )
 
 from compressors.demo import dct
-from compressors.hadamard4 import rotate
 from gcbench import ops
 from gcbench.core import codec, registry
 from gcbench.core.claims import Claims
@@ -49,6 +48,7 @@ from gcbench.core.compressor import (
     Segments,
     check_finite,
 )
+from gcbench.ops.hadamard import rotate
 from gcbench.studies import conformance
 
 NONE = type(registry.compressor("none"))

@@ -1,0 +1,64 @@
+// What codecs of blocks that have one scale each share: the largest magnitude of a block, and the check of scales.
+#pragma once
+#include "loops.hpp"
+
+namespace gc {
+
+constexpr int64_t SHORT = 16 * TILE;  // elements of a block that the cache keeps between its two passes
+
+constexpr int STEP = 64;  // elements for which lines are asked at once
+constexpr int HALF = STEP / 2;
+
+// Looking for the largest magnitude and encoding ask for one half each of what lies two tiles ahead.
+inline float largest(const float* x, int64_t n) {
+  VecI tops = {};
+  int64_t i = 0;
+  GC_ROLLED for (; i + STEP <= n; i += STEP) {
+    ask_lines<HALF / 16>(x + i + HALF, 0);
+    GC_UNROLL
+    for (int k = 0; k < STEP; k += WIDTH) {
+      const VecI size = load_vector<VecI>(x + i + k) & 0x7fffffff;
+      tops = size > tops ? size : tops;
+    }
+  }
+  GC_ROLLED for (; i + WIDTH <= n; i += WIDTH) {
+    const VecI size = load_vector<VecI>(x + i) & 0x7fffffff;
+    tops = size > tops ? size : tops;
+  }
+  int32_t top = 0;  // bits of magnitudes order as these do, and NaN above all
+  typedef int32_t Four __attribute__((vector_size(16)));
+  Four parts[WIDTH / 4], four = {};
+  memcpy(parts, &tops, sizeof tops);
+  GC_UNROLL
+  for (int k = 0; k < WIDTH / 4; ++k) four = parts[k] > four ? parts[k] : four;
+  GC_UNROLL
+  for (int l = 0; l < 4; ++l) top = four[l] > top ? four[l] : top;
+  for (; i < n; ++i) {
+    const int32_t size = (int32_t)(bits_of(x[i]) & 0x7fffffffu);
+    top = size > top ? size : top;
+  }
+  return float_of((uint32_t)top);
+}
+
+// Whether the cache keeps every block between its two passes.
+inline bool all_short(const Segments& segments) {
+  int64_t longest = 0;
+  for (int64_t s = 0; s < segments.count; ++s) {
+    const int64_t length = segments.offsets[s + 1] - segments.offsets[s];
+    longest = length > longest ? length : longest;
+  }
+  return longest <= SHORT;
+}
+
+// Whether an encoder sends these scales: 0, or finite and at least TINY.
+inline bool good_scales(const float* scales, int64_t m) {
+  uint32_t wrong = 0;
+#pragma omp simd reduction(| : wrong)
+  for (int64_t s = 0; s < m; ++s) {
+    const float scale = scales[s];
+    wrong |= !((scale == 0) | ((scale >= TINY) & (scale <= FLOAT_MAX)));
+  }
+  return !wrong;
+}
+
+}  // namespace gc

@@ -1,0 +1,116 @@
+// Blocks of e4m3 floats on the CPU: `gcbench.ops.fp8`.
+//
+// c = e4m3(448 (x / a)), a the block's largest magnitude; x' = (c / 448) a. Bytes per element: encoding reads 4, or 8
+// where a block is longer than SHORT, and writes 1; decoding reads 1 and writes 4.
+#include "blocks.hpp"
+#include "levels.cuh"
+#include "called.hpp"
+
+using namespace gc;
+
+GC_API int64_t gc_segment_absmax(const float* x, const int64_t* table, int64_t m, float* absmax, int threads);
+
+namespace {
+
+constexpr float LARGEST = 448;
+constexpr uint32_t NOT_A_NUMBER = 0x7f;  // without its sign
+
+// The code of y, at most 448 in magnitude: rounded to nearest, ties to even. Beside 2^14 a float has the steps of the
+// denormals, so the sum is rounded as they are.
+inline uint32_t fp8_code(float y) {
+  const uint32_t size = bits_of(y) & 0x7fffffffu, sign = bits_of(y) >> 24 & 0x80u;
+  const uint32_t denormal = bits_of(float_of(size) + 0x1p14f) - bits_of(0x1p14f);
+  const uint32_t normal = (size + 0x7ffffu + (size >> 20 & 1u) - (120u << 23)) >> 20;
+  return (size < bits_of(0x1p-6f) ? denormal : normal) | sign;
+}
+
+// c / 448 of a code, if it is a number. Its magnitude is k 2^e with k at most 15, so `level_ratio` divides it by
+// 448 = 7 * 2^6 as it divides k by 7; the sign comes last, as level_ratio loses that of -0.
+inline float fp8_share(uint32_t code) {
+  const uint32_t size = (code & 0x7fu) << 20, sign = (code & 0x80u) << 24;
+  const float denormal = float_of(size + (121u << 23)) - 0x1p-6f;
+  const float value = size < (1u << 23) ? denormal : float_of(size + (120u << 23));
+  return float_of(bits_of(level_ratio(value, LARGEST, 1.0f / LARGEST)) | sign);
+}
+
+// The codes of a part of a block whose largest magnitude is `top`. Where that counts as zero or is not finite, codes
+// are zeros with the sign of x; of infinity and NaN without it.
+inline void encode_part(const float* x, float top, int count, uint8_t* codes) {
+  if (top >= TINY && top <= FLOAT_MAX) {
+    GC_SIMD for (int i = 0; i < count; ++i) codes[i] = (uint8_t)fp8_code(x[i] / top * LARGEST);
+  } else {
+    GC_SIMD for (int i = 0; i < count; ++i) codes[i] = magnitude(x[i]) <= FLOAT_MAX ? is_negative(x[i]) << 7 : 0;
+  }
+}
+
+}  // namespace
+
+// Codes of x, (n,), and the scale of each block: its largest magnitude, or 0 if that is below TINY.
+GC_API int64_t gc_fp8_encode(const float* x, int64_t n, const int64_t* table, int64_t m, uint8_t* codes, float* scales,
+                             int threads) {
+  const Segments segments(table, m);
+  const bool twice = !all_short(segments);
+  if (twice) gc_segment_absmax(x, table, m, scales, threads);
+  parallel(tiles_of(n), threads, [=, &segments](int64_t first, int64_t last) {
+    int64_t at = segments.holding(first * TILE), known = -1;
+    float top = 0;  // of block `known`
+    for (int64_t t = first; t < last; ++t) {
+      const int64_t start = t * TILE;
+      const int count = (int)(n - start < TILE ? n - start : TILE);
+      for_parts(segments, start, count, at, [&](int64_t s, int begin, int end) {
+        if (s != known) {  // where threads share a block, each finds its largest magnitude
+          const int64_t from = segments.offsets[s];
+          top = twice ? scales[s] : largest(x + from, segments.offsets[s + 1] - from);
+          if (from >= first * TILE) scales[s] = top;
+          known = s;
+        }
+        encode_part(x + start + begin, top, end - begin, codes + start + begin);
+      });
+    }
+  });
+  for (int64_t s = 0; s < m; ++s) {
+    if (scales[s] < TINY || segments.offsets[s] == segments.offsets[s + 1]) scales[s] = 0;
+  }
+  return 0;
+}
+GC_CALLED(gc_fp8_encode)
+
+// (c / 448) a. Returns 1 if a scale is what no encoder sends, 2 if a code is no number, 3 if there are codes other than
+// zero in a block whose scale is 0.
+GC_API int64_t gc_fp8_decode(const uint8_t* codes, const float* scales, int64_t n, const int64_t* table, int64_t m,
+                             float* out, int threads) {
+  const Segments segments(table, m);
+  if (!good_scales(scales, m)) return 1;
+  const bool stream = n >= STREAM_FROM;
+  int bad = 0;
+  parallel(tiles_of(n), threads, [=, &segments, &bad](int64_t first, int64_t last) {
+    GC_ALIGNED float values[TILE];
+    uint32_t most = 0, coded = 0;  // codes without their signs
+    int64_t at = segments.holding(first * TILE);
+    for (int64_t t = first; t < last; ++t) {
+      const int64_t start = t * TILE;
+      const int count = (int)(n - start < TILE ? n - start : TILE);
+      for_parts(segments, start, count, at, [&](int64_t s, int begin, int end) {
+        const uint8_t* part = codes + start;
+        const float scale = scales[s];
+        uint32_t top = 0;
+#pragma omp simd reduction(max : top)
+        for (int i = begin; i < end; ++i) {
+          const uint32_t code = part[i], size = code & 0x7fu;
+          top = size > top ? size : top;
+          values[i] = fp8_share(code) * scale;
+        }
+        most = top > most ? top : most;
+        coded |= scale == 0 ? top : 0;
+      });
+      write_tile(out + start, values, count, stream);
+    }
+    if (stream) end_stream();
+    if (most >= NOT_A_NUMBER || coded) {
+#pragma omp critical
+      bad = most >= NOT_A_NUMBER ? 2 : bad ? bad : 3;
+    }
+  });
+  return bad;
+}
+GC_CALLED(gc_fp8_decode)

@@ -1,0 +1,142 @@
+"""The Walsh-Hadamard transform of segments, and segments that are rotated by it, in 4 bits.
+
+H is Sylvester's orthonormal matrix, with entries +-1 / sqrt(d) for d = 2^k elements; H H = 1. A
+segment of another length is transformed in parts, whose lengths are the binary digits of its
+length, the largest first: 100 elements are 64, 32 and 4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcbench.core.compressor import Segments
+from gcbench.core.errors import PayloadError
+from gcbench.ops import packing, statistics
+from gcbench.ops.dispatch import operation, output, part, vector
+from gcbench.ops.statistics import TINY, scale_
+
+TOP = 7
+"""The largest level, which stands for a segment's largest magnitude; codes are levels plus 7."""
+BITS = 4
+
+
+def _butterflies(rows: Tensor) -> Tensor:
+    """Return the orthonormal transform of each row, shape (m, d), d a power of two."""
+    m, d = rows.shape
+    rows = rows * (1 / math.sqrt(d))
+    half = 1
+    while half < d:
+        pairs = rows.view(m, d // (2 * half), 2, half)
+        left, right = pairs[:, :, 0], pairs[:, :, 1]
+        rows = torch.stack((left + right, left - right), 2).view(m, d)
+        half *= 2
+    return rows
+
+
+@operation()
+def _rotate(x: Tensor, segments: Segments, out: Tensor) -> None:
+    rotated = x.clone()
+    for _, rows in segments.views(rotated):
+        start, length = 0, rows.shape[1]
+        for bit in reversed(range(length.bit_length())):
+            size = 1 << bit
+            if length & size:
+                rows[:, start : start + size] = _butterflies(rows[:, start : start + size])
+                start += size
+    out.copy_(rotated.nan_to_num_())
+
+
+def rotate(x: Tensor, segments: Segments, *, out: Tensor | None = None) -> Tensor:
+    """Return H x of each segment, float32, shape (n,). NaN becomes 0, infinity the largest float.
+
+    `x`: float32, shape (n,), multiplied by 1 / sqrt(d) before the butterflies (a + b, a - b) of
+    elements 1, 2, 4 ... d / 2 apart. `out`: where to write; it may be `x`.
+    """
+    x = vector(x, torch.float32, segments.numel)
+    out = output(out, torch.float32, segments.numel, x.device)
+    _rotate(x.device, x=x, segments=segments, out=out)
+    return out
+
+
+# ---- 4 bits --------------------------------------------------------------------------------------
+
+FAULTS = {
+    1: "a block's scale is 0, or finite and at least 2^-100",
+    2: "code 15 stands for nothing",
+    3: "codes in a block whose scale is 0",
+}
+
+
+def _fault(found: int, given: Mapping[str, Any]) -> PayloadError:
+    return PayloadError(f"{given['name']}: {FAULTS[found]}")
+
+
+@operation()
+def _encode(x: Tensor, segments: Segments, words: Tensor, scales: Tensor) -> None:
+    y = rotate(x, segments)
+    top = statistics.absmax(y, segments)
+    divisor = torch.where(top >= TINY, top, torch.inf)
+    for which, rows in segments.views(y):
+        rows.div_(divisor[which].unsqueeze(1))
+    codes = y.mul_(TOP).round_().add_(TOP).to(torch.int32)
+    packing.pack(codes, BITS, out=words)
+    scales.copy_(torch.where(top < TINY, 0.0, top))
+
+
+def encode(
+    x: Tensor, segments: Segments, *, out: Sequence[Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return codes of y = H x, packed in int32 words, and each segment's a = max |y|, float32.
+
+    A code is round(7 y / a) + 7, ties to even, each operation rounded to float32; 7 if a is below
+    `TINY`, and then 0 is sent for a. `x`: float32, shape (n,); `out`: where to write both.
+    """
+    n, m = segments.numel, len(segments)
+    x = vector(x, torch.float32, n)
+    given: Sequence[Tensor | None] = (None, None) if out is None else out
+    words = output(given[0], torch.int32, packing.packed_words(n, BITS), x.device)
+    scales = output(given[1], torch.float32, m, x.device)
+    _encode(x.device, x=x, segments=segments, words=words, scales=scales)
+    return words, scales
+
+
+@operation(_fault)
+def _decode(words: Tensor, scales: Tensor, segments: Segments, name: str, out: Tensor) -> None:
+    given = {"name": name}
+    if not (scales.isfinite() & ((scales == 0) | (scales >= TINY))).all():
+        raise _fault(1, given)
+    codes = packing.unpack(words, BITS, segments.numel)
+    if codes.numel() and int(codes.amax()) > 2 * TOP:
+        raise _fault(2, given)
+    # By a tensor: a device may turn the division by a number into a product.
+    values = codes.sub_(TOP).float().div_(torch.tensor(float(TOP), device=codes.device))
+    for which, rows in segments.views(values):
+        if bool(((scales[which] == 0).unsqueeze(1) & (rows != 0)).any()):
+            raise _fault(3, given)
+    rotate(scale_(values, scales, segments), segments, out=out)
+
+
+def decode(
+    words: Tensor, scales: Tensor, segments: Segments, name: str, *, out: Tensor | None = None
+) -> Tensor:
+    """Return H y of each segment, y = (code - 7) / 7 * scale, float32, shape (n,).
+
+    `words`, `scales`: as `encode` returns them. `out`: where to write; its content is undefined
+    after an error.
+
+    Raises:
+        PayloadError: another dtype or shape; a code is 15, a scale is negative, not finite or below
+            `TINY` but not 0, or a segment with scale 0 has codes other than 7. The message begins
+            with `name`.
+    """
+    n, m = segments.numel, len(segments)
+    words = part(words, torch.int32, packing.packed_words(n, BITS), f"{name}: codes")
+    scales = part(scales, torch.float32, m, f"{name}: scales")
+    out = output(out, torch.float32, n, words.device)
+    _decode(words.device, words=words, scales=scales, segments=segments, name=name, out=out)
+    return out
