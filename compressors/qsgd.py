@@ -149,6 +149,11 @@ class QSGDClaims(Claims[QSGD]):
         ]
         return ("signs", "ternary", "sparse", *whole)
 
+    @property
+    def smallest(self) -> float:
+        """Return s 2^-100: the step of a segment's levels is not denormal."""
+        return self.codec.levels * ops.statistics.TINY
+
     def nominal_bits(self) -> float | None:
         """Return code and norm; for "omega-dense" at s = sqrt(d) what Corollary 3.3 claims."""
         bucket = self.codec.granularity if isinstance(self.codec.granularity, int) else 0

@@ -180,7 +180,7 @@ class TernGradClaims(Claims[TernGrad]):
                 apart = rows.amin(1) < rows.amax(1)
                 sigma = rows.std(1, correction=0)
                 limits[which] = torch.where(apart, self.codec.clip * sigma, math.inf)
-        return limits.repeat_interleave(torch.tensor(segments.lengths))
+        return limits.repeat_interleave(torch.tensor(segments.lengths, dtype=torch.int64))
 
     def target(self, x: Tensor, segments: Segments, shared: Tensor) -> Tensor:
         """Return x clipped at c standard deviations of its segment, unless all of it is equal.
@@ -210,7 +210,7 @@ class TernGradClaims(Claims[TernGrad]):
             spread = ops.statistics.scale_(f.abs(), shared.double(), segments)
             return (spread - f * f).clamp(min=0)  # f may be s, rounded up
         scale = ops.statistics.absmax(f.float(), segments).double()
-        scale = scale.repeat_interleave(torch.tensor(segments.lengths))
+        scale = scale.repeat_interleave(torch.tensor(segments.lengths, dtype=torch.int64))
         if self.codec.scale == "c-sigma":
             limits = self._limits(x, segments)
             scale = torch.where(limits.isinf(), scale, limits)
