@@ -540,6 +540,13 @@ def verify(
     processes: Annotated[
         bool, typer.Option(help="Also compare the simulation with real processes.")
     ] = True,
+    memory: Annotated[
+        S, typer.Option(help="A memory to check beside it; default: the method's own.")
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="A reference in numpy to compare with: decoded(x, segments)."),
+    ] = None,
     details: Annotated[bool, typer.Option("--details", help="Print every check.")] = False,
     progress: Shown = Progress.auto,
     json: Json = False,
@@ -561,7 +568,9 @@ def verify(
     texts = [" ".join(f"{key}={value}" for key, value in options.items())]
     if not options:
         texts = [text or "default" for text, _ in conformance.configurations(name)]
-    running = verifying.verify(name, options, processes=processes)
+    running = verifying.verify(
+        name, options, processes=processes, carried=memory or "", reference=against
+    )
     for number, text in enumerate(texts):
         # A bar is closed before the table is printed, as it draws over what else comes to a screen.
         shown = showing.observer(progress.value, f"verify {name}", len(texts))

@@ -7,12 +7,14 @@ what it declares, and a search (`gcbench.checks.adversary`) on every function of
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from gcbench.checks import adversary
+from gcbench.checks import adversary, against, memories
 from gcbench.checks.adversary import Effort, Search
 from gcbench.checks.calls import FUNCTIONS, Covered
+from gcbench.core import memory
 from gcbench.core.compressor import Compressor
 from gcbench.studies import conformance
 
@@ -37,21 +39,43 @@ class Verified(NamedTuple):
 
 
 def verify(
-    name: str, options: Mapping[str, Any] | None = None, *, processes: bool = False
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    processes: bool = False,
+    carried: str = "",
+    reference: Path | None = None,
 ) -> Iterator[Verified]:
     """Yield the result for one configuration, or for each declared variant.
 
     With `processes` three processes are started first, and their exchanges compared with simulated
-    ones.
+    ones. `carried`: the memory to check beside the method; empty: the method's own. `reference`: a
+    file to compare the first configuration with, see `gcbench.checks.against`.
+
+    Raises:
+        UsageError: the memory or the reference does not exist, or does not fit the method.
     """
+    known = against.load(reference) if reference else None
     tables = conformance.verify(name, options, processes=processes)
     for number, (text, method) in enumerate(conformance.chosen(name, options)):
         start = time.perf_counter()
         rows = list(next(tables))
         search = searched(method, EFFORTS[min(number, 1)])
-        rows += [{"configuration": text or "default", **row} for row in search_rows(search)]
+        found = list(search_rows(search))
+        if not number:
+            found += [row._asdict() for row in _memory_rows(method, carried)]
+            found += [row._asdict() for row in against.compare(method, known)] if known else []
+        rows += [{"configuration": text or "default", **row} for row in found]
         seconds = time.perf_counter() - start
         yield Verified(text or "default", rows, search.covered, search.inputs, seconds)
+
+
+def _memory_rows(method: Compressor, carried: str) -> Sequence[conformance.Outcome]:
+    """Return the rows of the memory beside a method: the one given, or the method's own."""
+    name = carried or method.memory
+    options = method.memory_options if name == method.memory else {}
+    memory.check_legal(name, method)
+    return memories.verify(memory.make(name, options), method)
 
 
 def searched(method: Compressor, effort: Effort) -> Search:

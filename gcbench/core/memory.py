@@ -42,6 +42,14 @@ class Memory(ABC):
     """Whether the memory applies the momentum, so that the optimizer must add none."""
 
     @property
+    def lossy(self) -> bool:
+        """Whether part of the error is dropped on purpose.
+
+        Applied means and residuals then do not add up to the gradients.
+        """
+        return False
+
+    @property
     def feedback(self) -> bool:
         """Whether `keep` is called with what was sent; by default if there are residuals."""
         return bool(self.residuals)
@@ -134,6 +142,10 @@ class Residual(Memory):
             raise ValueError(f"decay={self.decay}: above 0 and at most 1 allowed")
 
     @property
+    def lossy(self) -> bool:  # noqa: D102
+        return self.decay != 1
+
+    @property
     def owner(self) -> bool:  # noqa: D102
         return self.at_owner
 
@@ -171,6 +183,10 @@ class Loco(Memory):
     def __post_init__(self) -> None:
         if not 0 <= self.beta < 1:
             raise ValueError(f"beta={self.beta}: from 0 to below 1 allowed")
+
+    @property
+    def lossy(self) -> bool:  # noqa: D102
+        return True
 
     @property
     def owner(self) -> bool:  # noqa: D102
