@@ -135,8 +135,8 @@ class DeMoClaims(Claims[DeMo], of=DeMo):
         """Return the sign of each coefficient's mean over the workers that sent it.
 
         A worker sent the coefficients of what it decodes to that are not 0, up to rounding. NaN: an
-        element below 1e-4 of the largest, whose sign is left to rounding; without the sign it is
-        what it is.
+        element below 1e-4 of the largest, whose sign is left to rounding, and a chunk of which a
+        worker sent zeros, as the decoding does not show which.
         """
         update = torch.zeros(ctx.segments.numel, dtype=torch.float64)
         for cut in self.codec._cuts(ctx.segments):
@@ -144,11 +144,14 @@ class DeMoClaims(Claims[DeMo], of=DeMo):
             all_sent = cut.kept == cut.size
             sent = (found.abs() > 1e-5 * found.abs().amax((1, 2), keepdim=True)) | all_sent
             total = torch.where(sent, found, 0.0).sum(0)
+            total[(sent.sum(2) < cut.kept).any(0)] = torch.nan
             update[cut.place] = exact_dct(total / sent.sum(0).clamp(min=1), cut, inverse=True)
         if not self.codec.sign:
             return update.float()
-        small = update.abs() < 1e-4 * update.abs().amax() if len(update) else update.bool()
-        return torch.where(small & (update != 0), torch.nan, update.sign()).float()
+        size = update.abs().nan_to_num()
+        small = size < 1e-4 * size.amax() if len(update) else update.bool()
+        unsure = (small & (update != 0)) | update.isnan()  # the sign of NaN is 0
+        return torch.where(unsure, torch.nan, update.sign()).float()
 
     def delta(self, segments: Segments) -> float | None:
         """Return the least topk / size of a chunk, with room for rounding."""

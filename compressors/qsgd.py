@@ -109,6 +109,11 @@ class QSGDClaims(Claims[QSGD], of=QSGD):
         return ("signs", "ternary", "sparse", *whole)
 
     @property
+    def smallest(self) -> float:
+        """Return s 2^-100: the step of a segment's levels is not denormal."""
+        return self.codec.levels * ops.statistics.TINY
+
+    @property
     def nominal_bits(self) -> float | None:
         """Return code and norm; for "omega-dense" at s = sqrt(d) what Corollary 3.3 claims."""
         bucket = self.codec.granularity if isinstance(self.codec.granularity, int) else 0

@@ -139,7 +139,7 @@ class TernGradClaims(Claims[TernGrad], of=TernGrad):
                 apart = rows.amin(1) < rows.amax(1)
                 sigma = rows.std(1, correction=0)
                 limits[which] = torch.where(apart, self.codec.clip * sigma, math.inf)
-        return limits.repeat_interleave(torch.tensor(segments.lengths))
+        return limits.repeat_interleave(torch.tensor(segments.lengths, dtype=torch.int64))
 
     def target(self, x: Tensor, ctx: Context) -> Tensor:
         """Return x clipped at c standard deviations of its segment, unless all of it is equal.
@@ -169,7 +169,7 @@ class TernGradClaims(Claims[TernGrad], of=TernGrad):
             spread = ops.statistics.scale_(f.abs(), ctx.shared.double(), ctx.segments)
             return (spread - f * f).clamp(min=0)  # f may be s, rounded up
         scale = ops.statistics.absmax(f.float(), ctx.segments).double()
-        scale = scale.repeat_interleave(torch.tensor(ctx.segments.lengths))
+        scale = scale.repeat_interleave(torch.tensor(ctx.segments.lengths, dtype=torch.int64))
         if self.codec.scale == "c-sigma":
             limits = self._limits(x, ctx.segments)
             scale = torch.where(limits.isinf(), scale, limits)

@@ -570,13 +570,22 @@ def verify(
     processes: Annotated[
         bool, typer.Option(help="Also compare the simulation with real processes.")
     ] = True,
+    memory: Annotated[
+        S, typer.Option(help="A memory to check beside it; default: the method's own.")
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="A reference in numpy to compare with: decoded(x, segments)."),
+    ] = None,
+    details: Annotated[bool, typer.Option("--details", help="Print every check.")] = False,
     progress: Shown = Progress.auto,
     json: Json = False,
 ) -> None:
     """Check a compressor against its declarations; exit code 1 if one does not hold."""
+    from gcbench.checks import verify as verifying
     from gcbench.core import registry
     from gcbench.reporting import catalog
-    from gcbench.studies import conformance as verifying
+    from gcbench.studies import conformance
     from gcbench.training import grid
     from gcbench.training import progress as showing
 
@@ -585,28 +594,32 @@ def verify(
         if isinstance(value, list | dict):
             raise UsageError(f"--set {field}: one value expected; verify takes no grid")
     name = registry.add_file(name)
-    rows: list[dict[str, Any]] = []
+    results: list[verifying.Verified] = []
     texts = [" ".join(f"{key}={value}" for key, value in options.items())]
     if not options:
-        texts = [text or "default" for text, _ in verifying.configurations(name)]
-    tables = verifying.verify(name, options, processes=processes)
+        texts = [text or "default" for text, _ in conformance.configurations(name)]
+    running = verifying.verify(
+        name, options, processes=processes, carried=memory or "", reference=against
+    )
     for number, text in enumerate(texts):
         # A bar is closed before the table is printed, as it draws over what else comes to a screen.
         shown = showing.observer(progress.value, f"verify {name}", len(texts))
         try:
-            shown.step(number, f"{len(verifying.CHECKS)} checks of {text}")
-            table = next(tables)
+            shown.step(number, f"{len(conformance.CHECKS)} checks and a search of {text}")
+            results.append(next(running))
         finally:
             shown.close()
-        rows += table
-        if not json:
-            catalog.show_verdicts(table)
+        if details and not json:
+            catalog.show_verdicts(results[-1].rows)
+    rows = [row for result in results for row in result.rows]
     if json:
         print_json(rows)
+    elif not details:
+        catalog.show_verified(results, verifying.together(results))
     verdicts = [row["verdict"] for row in rows]
     hold, fail = verdicts.count("holds"), verdicts.count("fails")
     say(f"{name}: {hold} hold, {fail} fail, {len(rows) - hold - fail} not declared")
-    if not verifying.claims_anything(name, options):
+    if not conformance.claims_anything(name, options):
         say(
             f"{name} claims nothing of what arrives (unbiased, contractive, signs, exact_for): no "
             "check says whether its values are right"

@@ -36,6 +36,10 @@ class Loco(Memory):
             raise ValueError(f"beta={self.beta}: from 0 to below 1 allowed")
 
     @property
+    def lossy(self) -> bool:
+        return True
+
+    @property
     def owner(self) -> bool:
         return False
 

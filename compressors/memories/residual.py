@@ -38,6 +38,10 @@ class Residual(Memory):
         return type(self) is Residual and self.decay == 1
 
     @property
+    def lossy(self) -> bool:
+        return self.decay != 1
+
+    @property
     def owner(self) -> bool:
         return self.at_owner
 

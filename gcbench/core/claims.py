@@ -85,6 +85,14 @@ class Claims(Generic[C]):
         """
         return False
 
+    @property
+    def smallest(self) -> float:
+        """Magnitude below which a segment may be sent as zeros, whatever the other claims say.
+
+        A segment counts if no element of its `target` is larger. By default 2^-100.
+        """
+        return 2.0**-100
+
     def variance_bound(self, x: Tensor, ctx: Context) -> float | None:
         """Return the published bound on the sum of `variance`; None: the source has none."""
         return None

@@ -42,6 +42,14 @@ class Memory:
     """Whether the memory applies the momentum, so that the optimizer must add none."""
 
     @property
+    def lossy(self) -> bool:
+        """Whether part of the error is dropped on purpose.
+
+        Applied means and residuals then do not add up to the gradients.
+        """
+        return False
+
+    @property
     def feedback(self) -> bool:
         """Whether `keep` is called with what was sent; by default if there are residuals."""
         return bool(self.residuals)

@@ -286,6 +286,47 @@ def show_verdicts(rows: Sequence[Mapping[str, Any]]) -> None:
     Console(file=output.stream(), width=width).print(table)
 
 
+def _columns(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows of the same keys as aligned columns on stdout; numbers to the right."""
+    if not rows:
+        return
+    texts = [[*rows[0]]]
+    texts += [[f"{v:,}" if isinstance(v, int) else str(v) for v in row.values()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    right = [isinstance(value, int | float) for value in rows[0].values()]
+    for line in texts:
+        cells = zip(line, widths, right, strict=True)
+        print("  ".join(f"{t:>{w}}" if r else f"{t:<{w}}" for t, w, r in cells).rstrip())
+    print()
+
+
+def show_verified(results: Sequence[Any], covered: Sequence[Mapping[str, Any]]) -> None:
+    """Print one line per configuration, every check that fails, and what the search covered.
+
+    `results`: the `Verified` of each configuration; `covered`: one row per function of the
+    contract. On stdout.
+    """
+    _columns(
+        [
+            {
+                "configuration": result.configuration,
+                "hold": result.count("holds"),
+                "fail": result.count("fails"),
+                "not declared": result.count("not declared"),
+                "inputs": result.inputs,
+                "seconds": round(result.seconds, 1),
+            }
+            for result in results
+        ]
+    )
+    for result in results:
+        for row in result.rows:
+            if row["verdict"] == "fails":
+                why = "; ".join(part for part in (row["measured"], row["note"]) if part)
+                print(f"FAILS {result.configuration}, {row['check']}: {why}")
+    _columns([*covered])
+
+
 def show_info(found: Row) -> None:
     """Print what `info` found on stdout."""
     for title in ("versions", "machine", "engines"):

@@ -1485,16 +1485,16 @@ def verify(
     With `processes` three processes are started first, and their exchanges compared with simulated
     ones.
     """
-    chosen = _chosen(name, options)
+    configured = chosen(name, options)
     there = in_processes([(name, dict(m)) for m in _options(name, options)]) if processes else None
-    for i, (text, method) in enumerate(chosen):
+    for i, (text, method) in enumerate(configured):
         outcomes = [run(method, check) for check in CHECKS]
         if there is not None:
             outcomes.append(_compared(_digests(method), there[i]))
         yield [{"configuration": text or "default", **each._asdict()} for each in outcomes]
 
 
-def _chosen(name: str, options: Mapping[str, Any] | None) -> list[tuple[str, Compressor]]:
+def chosen(name: str, options: Mapping[str, Any] | None) -> list[tuple[str, Compressor]]:
     """Return what is checked: one configuration, or each declared variant, with its words."""
     if not options:
         return list(configurations(name))
@@ -1504,7 +1504,7 @@ def _chosen(name: str, options: Mapping[str, Any] | None) -> list[tuple[str, Com
 
 def claims_anything(name: str, options: Mapping[str, Any] | None = None) -> bool:
     """Return whether some of what is checked claims something of the values that arrive."""
-    claims = [method.claims for _, method in _chosen(name, options)]
+    claims = [method.claims for _, method in chosen(name, options)]
     return any(c.unbiased or c.contractive or c.signs or c.exact_for for c in claims)
 
 

@@ -17,7 +17,8 @@ BELOW = {
     "training": ("core", "ops", "integrations"),
     "reporting": ("core", "ops", "training"),
     "studies": ("core", "ops", "training", "reporting"),
-    "commands": ("core", "ops", "training", "reporting", "studies"),
+    "checks": ("core", "ops", "training", "reporting", "studies"),
+    "commands": ("core", "ops", "training", "reporting", "studies", "checks"),
 }
 """What each room may import besides itself and `gcbench._version`."""
 PLUGINS = ("gcbench.ops", "gcbench.core")

@@ -1,0 +1,234 @@
+"""All calls of the contract that the checks make, and what those calls covered.
+
+The checks call a method only through `Calls`, so a change of the contract's signatures touches this
+module alone. `Calls` also records, per function, the largest inputs it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcbench.core import codec
+from gcbench.core.compressor import (
+    Compressor,
+    Context,
+    Key,
+    Layout,
+    MultiRoundCompressor,
+    Payload,
+    Segments,
+    layout_bytes,
+)
+
+FUNCTIONS = (
+    *("prepare", "encode", "encode_feedback", "decode", "mean", "merge"),
+    *("summand", "decode_sum", "cut", "in_rounds"),
+)
+"""The functions of the contract, in the order of the tables."""
+UNSCALED = 2.0**-149
+
+
+@dataclass
+class Covered:
+    """The largest inputs that one function received."""
+
+    calls: int = 0
+    elements: int = 0
+    segments: int = 0
+    workers: int = 0
+    step: int = 0
+    low: int = 0
+    """Base-2 exponent of the smallest scale of a gradient."""
+    high: int = 0
+
+    def add(self, other: Covered) -> None:
+        """Extend the ranges by those of `other`."""
+        self.low = min(self.low, other.low) if self.calls else other.low
+        self.high = max(self.high, other.high) if self.calls else other.high
+        self.calls += other.calls
+        for name in ("elements", "segments", "workers", "step"):
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
+
+    def as_row(self, function: str) -> dict[str, Any]:
+        """Return one line of the coverage table."""
+        return {
+            "function": function,
+            "calls": self.calls,
+            "elements": self.elements,
+            "segments": self.segments,
+            "workers": self.workers,
+            "step": self.step,
+            "scales": f"2^{self.low} to 2^{self.high}",
+        }
+
+
+class Calls:
+    """A method as the checks call it; `covered` has the largest inputs per function."""
+
+    def __init__(self, method: Compressor) -> None:
+        self.method = method
+        self.covered: dict[str, Covered] = {}
+        self.last = "encode"
+        """The function that was called last."""
+        self.scale = 0, 0
+        """Exponents of the smallest and largest scale of the current input."""
+
+    def _note(self, function: str, segments: Segments, workers: int = 1, step: int = 0) -> None:
+        self.last = function
+        one = Covered(1, segments.numel, len(segments), workers, step, *self.scale)
+        self.covered.setdefault(function, Covered()).add(one)
+
+    # ---- one worker ------------------------------------------------------------------------------
+
+    def shared(self, xs: Sequence[Tensor], segments: Segments, key: Key) -> Tensor:
+        """Return what these workers agree on before they encode."""
+        if not self.draws_shared(segments, key):
+            self._note("prepare", segments, len(xs))
+        ctx = Context(segments, key=key, workers=len(xs))
+        return codec.agree(self.method, xs, ctx)[0]
+
+    def draws_shared(self, segments: Segments, key: Key) -> bool:
+        """Return whether `shared` is drawn from the common seed instead of a statistic."""
+        return self.method.draw_shared(Context(segments, key=key._replace(rank=0))) is not None
+
+    def initial_state(self, segments: Segments, key: Key) -> Tensor:
+        """Return the first state of a method in rounds."""
+        assert isinstance(self.method, MultiRoundCompressor)
+        return self.method.initial_state(Context(segments, key=key))
+
+    def prepared(self, x: Tensor, segments: Segments) -> Any:
+        """Return what the worker's `prepare` caches for its `encode`."""
+        return codec.prepare(self.method, x, Context(segments)).kept
+
+    def encode(
+        self,
+        x: Tensor,
+        segments: Segments,
+        shared: Tensor,
+        key: Key,
+        *,
+        prepared: Any = None,
+        out: Payload | None = None,
+    ) -> Payload:
+        """Return one worker's payload."""
+        self._note("encode", segments, 1, key.step)
+        ctx = Context(segments, shared, key, prepared=prepared, parts=out and out.parts)
+        return codec.encode(self.method, x, ctx)
+
+    def encode_feedback(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        segments: Segments,
+        shared: Tensor,
+        key: Key,
+        *,
+        out: Payload | None = None,
+    ) -> Payload:
+        """Return the payload of x + residual; `residual` becomes the error."""
+        self._note("encode_feedback", segments, 1, key.step)
+        ctx = Context(segments, shared, key, parts=out and out.parts)
+        return codec.feedback(self.method, x, residual, ctx)
+
+    def decode(
+        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Return the decoded tensor, float32, shape (n,), in `out` if it is given."""
+        self._note("decode", segments, payload.count)
+        ctx = Context(segments, shared, workers=payload.count, out=out)
+        return codec.decode(self.method, payload, ctx)
+
+    def cut(self, payload: Payload, segments: Segments, bounds: Sequence[int]) -> list[Payload]:
+        """Return the payload's shards."""
+        self._note("cut", segments, len(bounds) - 1)
+        return self.method.cut(payload, bounds)
+
+    # ---- several workers -------------------------------------------------------------------------
+
+    def mean(
+        self,
+        payloads: Sequence[Payload],
+        segments: Segments,
+        shared: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return the mean over the payloads, float32, shape (n,), in `out` if it is given."""
+        self._note("mean", segments, len(payloads))
+        ctx = Context(segments, shared, workers=len(payloads), out=out)
+        return codec.mean(self.method, payloads, ctx)
+
+    def merge(
+        self,
+        payloads: Sequence[Payload],
+        segments: Segments,
+        shared: Tensor,
+        key: Key,
+        *,
+        out: Payload | None = None,
+    ) -> Payload:
+        """Return the payload that stands for the mean of several."""
+        self._note("merge", segments, len(payloads), key.step)
+        ctx = Context(segments, shared, key, workers=len(payloads), parts=out and out.parts)
+        return codec.merge(self.method, payloads, ctx)
+
+    def summand(self, payload: Payload, workers: int, segments: Segments) -> Payload:
+        """Return the payload in the form that an all-reduce adds."""
+        self._note("summand", segments, workers)
+        return self.method.summand(payload, Context(segments, workers=workers))
+
+    def decode_sum(
+        self, total: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Return the mean from the sum of summands, in `out` if it is given."""
+        self._note("decode_sum", segments, total.count)
+        ctx = Context(segments, shared, workers=total.count, out=out)
+        return codec.decode_sum(self.method, total, ctx)
+
+    def rounds(
+        self, xs: Sequence[Tensor], segments: Segments, state: Tensor, key: Key, out: Tensor
+    ) -> Tensor:
+        """Run one step of a method in rounds for all workers; return the state it ends with.
+
+        The mean is written to `out`.
+        """
+        method = self.method
+        assert isinstance(method, MultiRoundCompressor)
+        self._note("in_rounds", segments, len(xs), key.step)
+        ctx = Context(segments, key=key, workers=len(xs), out=out)
+        running = [method.in_rounds(x, state, ctx) for x in xs]
+        summands = [next(each) for each in running]
+        for _ in range(len(method.layout(segments) or ()) - 1):
+            mean = torch.stack(summands).sum(0).div_(len(xs))
+            summands = [each.send(mean) for each in running]
+        mean = torch.stack(summands).sum(0).div_(len(xs))
+        try:
+            running[0].send(mean)
+        except StopIteration as end:
+            approximation, final = end.value
+        else:
+            raise ValueError("the method has more rounds than parts in its layout")
+        for each in running[1:]:
+            each.close()
+        if approximation is not out:
+            out.copy_(approximation)
+        return final  # type: ignore[no-any-return]
+
+    # ---- sizes -----------------------------------------------------------------------------------
+
+    def layout(self, segments: Segments, count: int = 1) -> Layout | None:
+        """Return the declared layout of a payload of `count` workers."""
+        return self.method.layout(segments, count)
+
+    def slots(self, segments: Segments, byte: int, count: int = 1) -> Payload | None:
+        """Return a payload to write to, filled with `byte`; None where sizes depend on the data."""
+        layout = self.layout(segments, count)
+        if layout is None:
+            return None
+        noise = torch.full((layout_bytes(layout),), byte, dtype=torch.uint8)
+        return Payload.over(noise, layout, count)

@@ -1,0 +1,193 @@
+"""The inputs of the search: shapes of buckets, families of values, and how workers differ.
+
+Values come from one pool of normal numbers, so that long inputs are cheap. The same arguments give
+the same bits on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from gcbench.core.compressor import TILE, Segments
+from gcbench.studies.conformance import FAMILIES as EXACT
+from gcbench.studies.conformance import normal
+
+Shapes = tuple[tuple[int, ...], ...]
+
+LONGEST = 1_100_003
+"""Elements of the pool, and so of the longest input."""
+MIXED = ((40, 33), (0,), (1,), (33, 40), (8, 3, 3, 3), (), (1030,), (7,))
+MODEL: Shapes = tuple(
+    [((3, 7), (5,), (40,), (), (2, 3, 3, 3), (1,), (33, 4), (64,))[i % 8] for i in range(300)]
+)
+MANY = 40_000
+"""Tensors of the bucket with more segments than 16 bits count."""
+
+
+@cache
+def _pool() -> Tensor:
+    values = normal(LONGEST)
+    return torch.cat([values, values])
+
+
+def values(n: int, start: int) -> Tensor:
+    """Return n values of the pool from `start` on, float32, shape (n,), a new tensor."""
+    start %= LONGEST
+    return _pool()[start : start + n].clone()
+
+
+def per_segment(of_segment: Tensor, segments: Segments) -> Tensor:
+    """Return each segment's value at all of its elements, shape (n,)."""
+    lengths = torch.tensor(segments.lengths, dtype=torch.int64)
+    return of_segment.repeat_interleave(lengths, output_size=segments.numel)
+
+
+# ---- families of values --------------------------------------------------------------------------
+
+
+def _starts(segments: Segments) -> tuple[Tensor, Tensor]:
+    """Return first elements and lengths of the nonempty segments, int64."""
+    lengths = torch.tensor(segments.lengths, dtype=torch.int64)
+    starts = torch.tensor(segments.offsets[:-1], dtype=torch.int64)
+    return starts[lengths > 0], lengths[lengths > 0]
+
+
+def _normal(segments: Segments, seed: int) -> Tensor:
+    return values(segments.numel, 7919 * seed)
+
+
+def _zeros(segments: Segments, seed: int) -> Tensor:
+    return torch.zeros(segments.numel)
+
+
+def _third_zero(segments: Segments, seed: int) -> Tensor:
+    """Every third segment is zero."""
+    live = (torch.arange(len(segments)) + seed) % 3 != 0
+    return _normal(segments, seed) * per_segment(live.float(), segments)
+
+
+def _norms_differ(segments: Segments, seed: int) -> Tensor:
+    """Segments have scales from 2^-20 to 2^20."""
+    power = ((torch.arange(len(segments)) + seed) * 29 % 41 - 20).float()
+    return _normal(segments, seed) * per_segment(torch.exp2(power), segments)
+
+
+def _wide(segments: Segments, seed: int) -> Tensor:
+    """Elements have scales from 2^-18 to 2^18."""
+    power = ((torch.arange(segments.numel) + seed) * 7 % 13 * 3 - 18).float()
+    return _normal(segments, seed) * torch.exp2(power)
+
+
+def _last_alone(segments: Segments, seed: int) -> Tensor:
+    """Only the last element of each segment is not zero."""
+    out = torch.zeros(segments.numel)
+    starts, lengths = _starts(segments)
+    out[starts + lengths - 1] = _normal(segments, seed)[starts] + 2
+    return out
+
+
+FAMILIES: Mapping[str, Callable[[Segments, int], Tensor]] = {
+    "normal": _normal,
+    "zeros": _zeros,
+    "every third segment zero": _third_zero,
+    "segments of different norms": _norms_differ,
+    "elements of different scales": _wide,
+    "heavy tails": lambda segments, seed: _normal(segments, seed) ** 3,
+    "constant": lambda segments, seed: torch.full((segments.numel,), 0.75 - 0.5 * (seed % 2)),
+    "positive": lambda segments, seed: _normal(segments, seed).abs() + 0.01,
+    "signs": EXACT["signs"],
+    "one nonzero per segment": EXACT["sparse"],
+    "last element of each segment": _last_alone,
+}
+"""Families of values by name; a worker's rank is the seed."""
+
+DIAGONAL = "element i of tensor i alone"
+
+
+def _diagonal(segments: Segments, seed: int) -> Tensor:
+    """Tensor i is zero but for its element i."""
+    out = torch.zeros(segments.numel)
+    starts = torch.tensor([start for start, _ in segments.tensors])
+    sizes = torch.tensor([max(1, math.prod(shape)) for _, shape in segments.tensors])
+    out[starts + (torch.arange(len(starts)) + seed) % sizes] = 2.5
+    return out
+
+
+EVERY_FAMILY: Mapping[str, Callable[[Segments, int], Tensor]] = {
+    **{f"exact {name}": make for name, make in EXACT.items()},
+    **FAMILIES,
+    DIAGONAL: _diagonal,
+}
+"""`FAMILIES`, and those that only some inputs have."""
+
+SPREADS: Mapping[str, Callable[[int], float]] = {
+    "equal scales": lambda rank: 1.0,
+    "scales 2^0, 2^-10, 2^-20": lambda rank: 2.0 ** -(10 * (rank % 3)),
+    "scales 2^0, 2^12, 2^-12": lambda rank: (1.0, 2.0**12, 2.0**-12)[rank % 3],
+    "worker 0 alone large": lambda rank: 1.0 if rank == 0 else 2.0**-16,
+    "the others zero": lambda rank: 1.0 if rank == 0 else 0.0,
+    "alternating signs": lambda rank: 1.0 - 2.0 * (rank % 2),
+}
+"""How the scales of workers differ: the factor of each rank."""
+
+
+# ---- shapes of buckets ---------------------------------------------------------------------------
+
+
+def short_shapes(group: int) -> Mapping[str, Shapes]:
+    """Return buckets of up to about 8,000 elements; `group`: the method's group size, if any."""
+    g = group
+    return {
+        "empty": ((0,),),
+        "one element": ((1,),),
+        "three elements": ((3,),),
+        "a tile": ((TILE,),),
+        "a tile and one": ((TILE + 1,),),
+        "a last group of one": ((3 * g + 1,),),
+        "groups of one": ((g + 1,), (1,), (2 * g,), (2 * g + 1,), (g - 1,), (g,), (1,)),
+        "mixed": MIXED,
+        "300 tensors": MODEL,
+        "4096 and one": ((4097,),),
+        "matrices": ((64, 48), (48,), (24, 5, 3, 3), (24,)),
+    }
+
+
+def long_shapes() -> Mapping[str, Shapes]:
+    """Return buckets of many elements or segments."""
+    return {
+        "70,001 elements": ((70_001,),),
+        "40,000 tensors": ((1,),) * (MANY // 2) + ((2,),) * (MANY // 2 - 7) + ((5,),) * 7,
+        "two matrices": ((300, 450), (257, 256), (65,)),
+    }
+
+
+MILLION: Shapes = ((1031, 1030), (3,), (33,))
+"""More than 2^20 elements."""
+
+
+def same_length(n: int = 2310) -> list[Shapes]:
+    """Return buckets of the same length with other segments: other numbers, and other places."""
+    return [
+        ((n,),),
+        ((n // 2,), (n - n // 2,)),
+        ((700,), (n - 700,)),
+        ((701,), (n - 701,)),
+        ((n - 1,), (1,)),
+        ((1,), (n - 1,)),
+        ((33, 70),),
+        ((70, 33),),
+        tuple([(7,)] * (n // 7)),
+        ((700,), (n - 1400,), (700,)),
+    ]
+
+
+def describe(shapes: Sequence[Sequence[int]]) -> str:
+    """Return shapes as text, at most six of them."""
+    few = ", ".join("x".join(map(str, shape)) or "scalar" for shape in shapes[:6])
+    more = f", ... ({len(shapes)} tensors)" if len(shapes) > 6 else ""
+    return f"[{few}{more}]"

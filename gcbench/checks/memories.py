@@ -1,0 +1,222 @@
+"""Does a memory do what it declares? Checks of a memory beside a method."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcbench.checks import inputs
+from gcbench.checks.calls import Calls
+from gcbench.checks.oracle import raw
+from gcbench.core.clock import Clock
+from gcbench.core.compressor import Compressor, Context, Key, MultiRoundCompressor, Segments
+from gcbench.core.exchange import Exchange, Lane
+from gcbench.core.memory import Memory
+from gcbench.core.world import Link, SimulatedWorld
+from gcbench.studies.conformance import Outcome
+
+SHAPES = ((40, 33), (1,), (1030,))
+N = 40 * 33 + 1031
+WORKERS = 3
+
+
+class Spy(Memory):
+    """A memory that passes all calls on, and remembers what it received and returned."""
+
+    def __init__(self, inner: Memory) -> None:
+        self.inner = inner
+        self.offered: list[Tensor] = []
+        self.sent: list[Tensor] = []
+        self.changed = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        passed = ("inner", "offered", "sent", "changed", "offer", "keep", "fusible")
+        if name in passed or name.startswith("__"):
+            return super().__getattribute__(name)
+        return getattr(super().__getattribute__("inner"), name)
+
+    fusible = False  # the engine calls `offer` and `keep`
+
+    def offer(self, gradient: Tensor, ctx: Context) -> Tensor:
+        """Pass on; the gradient must stay as it is."""
+        before = gradient.clone()
+        offered = self.inner.offer(gradient, ctx)
+        self.changed += raw(before) != raw(gradient)
+        self.offered.append(offered.clone())
+        return offered
+
+    def keep(self, offered: Tensor, sent: Tensor, ctx: Context) -> None:
+        """Pass on."""
+        self.sent.append(sent.clone())
+        self.inner.keep(offered, sent, ctx)
+
+
+def gradients(step: int, count: int = WORKERS) -> list[Tensor]:
+    """Return the gradients of a step; they have a part in common."""
+    common = inputs.values(N, 3)
+    return [common + inputs.values(N, 100 * step + rank + 50) for rank in range(count)]
+
+
+def exchange(method: Compressor, carried: Memory, collective: str | None = None) -> Exchange:
+    """Return an exchange of three simulated workers."""
+    world = SimulatedWorld(WORKERS, torch.device("cpu"), Link(10, 50), 1, 1)
+    clock = Clock(world.device)
+    clock.start_step()
+    segments = Segments.of(SHAPES, method.granularity)
+    way = collective or method.legal_collectives()[0]
+    return Exchange(world, [Lane(method, way, 0, segments, carried)], 7, clock)
+
+
+def _states(made: Exchange) -> list[dict[str, Tensor]]:
+    return [*(worker[0] for worker in made.workers), made.joint[0]]
+
+
+def _buffers(carried: Memory, method: Compressor) -> str:
+    like = torch.zeros(7)
+    state = carried.state(like)
+    if {*state} != {*carried.buffers}:
+        return f"state() has {sorted(state)}; buffers declares {sorted(carried.buffers)}"
+    for name, buffer in state.items():
+        if buffer.shape != like.shape or buffer.dtype != torch.float32 or bool(buffer.any()):
+            return f"buffer {name!r}: {buffer.dtype}, shape {tuple(buffer.shape)}; zeros expected"
+    if not {*carried.residuals} <= {*carried.buffers}:
+        return f"residuals {carried.residuals} are not among the buffers {carried.buffers}"
+    return ""
+
+
+def _received(carried: Memory, method: Compressor) -> str:
+    """`keep` receives the decoding of the worker's own payload, and gradients stay as they are."""
+    if isinstance(method, MultiRoundCompressor) or "allgather" not in method.legal_collectives():
+        return ""
+    spy = Spy(carried)
+    made = exchange(method, spy, "allgather")
+    calls, segments = Calls(method), Segments.of(SHAPES, method.granularity)
+    for step in range(4):
+        spy.offered.clear()
+        spy.sent.clear()
+        made.mean(gradients(step), step)
+        if spy.changed:
+            return f"step {step}: offer changes the gradient"
+        key = Key(7, step, 0)
+        shared = calls.shared(spy.offered, segments, key)
+        for rank, (offered, sent) in enumerate(zip(spy.offered, spy.sent, strict=False)):
+            payload = calls.encode(offered, segments, shared, key._replace(rank=rank))
+            if raw(calls.decode(payload, segments, shared)) != raw(sent):
+                return f"step {step}, worker {rank}: `sent` is not what the payload decodes to"
+    return ""
+
+
+def _checkpoint(carried: Memory, method: Compressor) -> str:
+    """A memory goes on from its saved buffers to the same bits, and has no other state."""
+    made = exchange(method, carried)
+    for step in range(3):
+        made.mean(gradients(step), step, lr=0.1)
+    saved = copy.deepcopy((made.workers, made.joint))
+    after = [made.mean(gradients(step), step, lr=0.05).clone() for step in range(3, 6)]
+    other = exchange(method, copy.deepcopy(carried))
+    other.workers, other.joint = saved
+    other.assume(0.1)
+    for step, want in enumerate(after, 3):
+        if raw(other.mean(gradients(step), step, lr=0.05)) != raw(want):
+            return f"step {step}: after a restart from the buffers the mean has other bits"
+    return ""
+
+
+def _finite(carried: Memory, method: Compressor) -> str:
+    """100 steps of one gradient, and of zeros, leave finite buffers."""
+    made = exchange(method, carried)
+    largest = float(max(x.abs().amax() for x in gradients(0)))
+    for step in range(100):
+        xs = gradients(0) if step < 50 else [torch.zeros(N)] * WORKERS
+        mean = made.mean(xs, step)
+        for state in _states(made):
+            for name, buffer in state.items():
+                if not bool(buffer.isfinite().all()):
+                    return f"step {step}: buffer {name!r} is not finite"
+        if not bool(mean.isfinite().all()):
+            return f"step {step}: the mean is not finite"
+        if float(mean.abs().amax()) > 1e4 * largest:
+            return f"step {step}: the mean is 10,000 times the largest gradient"
+    return ""
+
+
+def _telescoping(carried: Memory, method: Compressor) -> str:
+    """What is applied and what is left in residuals add up to the gradients, without decay.
+
+    The sum is the same whatever the memory remembers besides, such as a momentum.
+    """
+    if carried.lossy or len(carried.buffers) != 1 or carried.residuals != carried.buffers:
+        return SKIPPED + "drops errors on purpose, or carries more than one residual"
+    if method.claims.aggregate != "mean" or isinstance(method, MultiRoundCompressor):
+        return SKIPPED + "what is applied is not the mean of what was sent"
+    if "allgather" not in method.legal_collectives() or carried.joint:
+        return SKIPPED + "the owner of a shard keeps an error, too"
+    made = exchange(method, carried, "allgather")
+    applied, total = torch.zeros(N).double(), torch.zeros(N).double()
+    for step in range(60):
+        xs = gradients(step)
+        applied += made.mean(xs, step).double()
+        total += torch.stack(xs).double().mean(0)
+    left = (
+        torch.stack([worker[0][carried.residuals[0]] for worker in made.workers]).double().mean(0)
+    )
+    off = float((applied + left - total).abs().amax())
+    return f"off by {off:.3g} after 60 steps" if not off < 1e-2 else ""
+
+
+def _rescaled(carried: Memory, method: Compressor) -> str:
+    """`rescale` multiplies the residuals, and nothing else."""
+    state = {name: inputs.values(9, i) for i, name in enumerate(carried.buffers)}
+    before = {name: buffer.clone() for name, buffer in state.items()}
+    carried.rescale(state, 0.25)
+    for name, buffer in state.items():
+        factor = 0.25 if name in carried.residuals else 1.0
+        if not torch.equal(buffer, before[name] * factor):
+            return f"buffer {name!r} is not multiplied by {factor}"
+    return ""
+
+
+def _replicas(carried: Memory, method: Compressor) -> str:
+    """Two runs of the same gradients end in the same bits, and do not share buffers."""
+    ends = []
+    for _ in range(2):
+        made = exchange(method, carried)
+        means = [made.mean(gradients(step), step).clone() for step in range(3)]
+        ends.append(b"".join(map(raw, means)))
+        tensors = [buffer for state in _states(made) for buffer in state.values()]
+        if len({tensor.data_ptr() for tensor in tensors}) < len(tensors):
+            return "two workers share a buffer"
+    return "" if ends[0] == ends[1] else "a second run of the same gradients has other means"
+
+
+SKIPPED = "not declared: "
+CHECKS: Mapping[str, Callable[[Memory, Compressor], str]] = {
+    "memory: buffers": _buffers,
+    "memory: what was sent": _received,
+    "memory: checkpoint": _checkpoint,
+    "memory: finite": _finite,
+    "memory: nothing lost": _telescoping,
+    "memory: learning rate": _rescaled,
+    "memory: replicas": _replicas,
+}
+"""The checks of a memory, by name; each returns what is wrong, or ""."""
+
+
+def verify(carried: Memory, method: Compressor) -> Sequence[Outcome]:
+    """Return one row per check of a memory beside a method."""
+    rows = []
+    for name, check in CHECKS.items():
+        try:
+            found = check(carried, method)
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+        if found.startswith(SKIPPED):
+            rows.append(Outcome(name, "-", "-", "not declared", found.removeprefix(SKIPPED)))
+        else:
+            verdict = "fails" if found else "holds"
+            rows.append(Outcome(name, found or "0 faults", "0 faults", verdict, ""))
+    return rows

@@ -1,0 +1,436 @@
+"""Does `gcbench verify` refuse broken methods? Faults derived from every file of compressors/.
+
+    python -m gcbench.checks.mutants [--share 0.1] [--output results/MUTANTS-AUTO.json] [FILE ...]
+
+Each mutant changes one place of the code that encodes and decodes: it drops a statement, negates a
+condition, or changes a constant, an index, a comparison or an operator, or swaps two arguments.
+Claims, default hyper-parameters, the checks of hyper-parameters and texts stay as they are: they
+say what the method should do, and another value is another method.
+
+A mutant counts if any output changes on a broad set of inputs: payloads, decoded values, layouts,
+and which corrupt payloads are refused. The file is written after each mutant; a second run goes on
+from there. `--share` takes a fixed sample, evenly over the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import datetime
+import hashlib
+import importlib
+import inspect
+import json
+import os
+import platform
+import random
+import resource
+import signal
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gcbench.checks.adversary import Effort, Search
+from gcbench.checks.calls import Calls
+from gcbench.checks.verify import EFFORTS
+from gcbench.core.compressor import Compressor, Payload, Segments, cuttable, requantizes
+from gcbench.core.errors import PayloadError
+from gcbench.studies import conformance
+
+FIRST = Effort(pairs=False, long=0, million=0, steps=64)
+BROAD = Effort(pairs=False, long=1, million=0, steps=600)
+PATIENCE = 240
+"""CPU seconds after which a mutant counts as stuck, and so as killed."""
+KEPT = ("__post_init__", "claims", "recipe", "variants")
+OPERATORS: Mapping[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.Pow: ast.Mult,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+    ast.BitXor: ast.BitAnd,
+    ast.LShift: ast.RShift,
+    ast.RShift: ast.LShift,
+}
+COMPARISONS: Mapping[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+
+
+class Mutant(NamedTuple):
+    """One change of one place."""
+
+    file: str
+    line: int
+    change: str
+    tree: ast.Module
+
+    @property
+    def name(self) -> str:
+        """The file, the line and the change."""
+        return f"{self.file}:{self.line} {self.change}"
+
+
+def _changes(node: ast.AST) -> Iterator[tuple[str, Callable[[Any], None]]]:
+    """Yield the changes of one node: what they do, and a function that applies them to a copy."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield f"{node.value} -> {not node.value}", lambda n: setattr(n, "value", not n.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        yield f"{node.value} -> {node.value + 1}", lambda n: setattr(n, "value", n.value + 1)
+        if node.value:
+            yield f"{node.value} -> 0", lambda n: setattr(n, "value", 0 * n.value)
+    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        other = OPERATORS[type(node.op)]
+        yield (
+            f"{type(node.op).__name__} -> {other.__name__}",
+            lambda n: setattr(n, "op", other()),
+        )
+    elif isinstance(node, ast.AugAssign) and type(node.op) in OPERATORS:
+        other = OPERATORS[type(node.op)]
+        yield (
+            f"{type(node.op).__name__}= -> {other.__name__}=",
+            lambda n: setattr(n, "op", other()),
+        )
+    elif isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
+        turned = COMPARISONS[type(node.ops[0])]
+        yield (
+            f"{type(node.ops[0]).__name__} -> {turned.__name__}",
+            lambda n: n.ops.__setitem__(0, turned()),
+        )
+    elif isinstance(node, ast.BoolOp):
+        swapped = ast.Or if isinstance(node.op, ast.And) else ast.And
+        yield f"{type(node.op).__name__} swapped", lambda n: setattr(n, "op", swapped())
+    elif isinstance(node, ast.Call) and len(node.args) > 1:
+        if not any(isinstance(argument, ast.Starred) for argument in node.args[:2]):
+            yield (
+                "first two arguments swapped",
+                lambda n: n.args.__setitem__(slice(0, 2), n.args[1::-1]),
+            )
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.Not):
+        yield f"{type(node.op).__name__} removed", lambda n: setattr(n, "op", ast.UAdd())
+    elif isinstance(node, ast.If | ast.IfExp):
+        yield (
+            "condition negated",
+            lambda n: setattr(n, "test", ast.UnaryOp(ast.Not(), n.test)),
+        )
+    elif isinstance(node, ast.Return) and node.value is not None:
+        return
+
+
+def _bodies(tree: ast.Module) -> Iterator[ast.FunctionDef]:
+    """Yield the functions that encode and decode: not those of claims, nor checks of fields."""
+    for item in tree.body:
+        if isinstance(item, ast.FunctionDef):
+            yield item
+        elif isinstance(item, ast.ClassDef) and not item.name.endswith("Claims"):
+            for inner in item.body:
+                if isinstance(inner, ast.FunctionDef) and inner.name not in KEPT:
+                    yield inner
+
+
+def mutants_of(path: Path) -> Iterator[Mutant]:
+    """Yield all mutants of one file, in the order of its lines."""
+    source = path.read_text()
+    plain = ast.parse(source)
+    for number, function in enumerate(_bodies(plain)):
+        skipped: set[int] = set()
+        for node in ast.walk(function):
+            if isinstance(node, ast.Raise | ast.JoinedStr):
+                skipped |= {id(inner) for inner in ast.walk(node)} - {id(node)}
+            if isinstance(node, ast.arg) and node.annotation is not None:
+                skipped |= {id(inner) for inner in ast.walk(node.annotation)}
+        for decorated in (*function.decorator_list, function.returns, *function.args.kw_defaults):
+            if decorated is not None:
+                skipped |= {id(inner) for inner in ast.walk(decorated)}
+        for place, node in enumerate(ast.walk(function)):
+            if id(node) in skipped:
+                continue
+            for index, (change, _) in enumerate(_changes(node)):
+                tree = copy.deepcopy(plain)
+                same = list(ast.walk(list(_bodies(tree))[number]))[place]
+                list(_changes(same))[index][1](same)
+                yield _made(path, node, change, tree)
+            for name in ("body", "orelse", "finalbody"):
+                body = getattr(node, name, None)
+                for index, statement in enumerate(body if isinstance(body, list) else ()):
+                    if not isinstance(statement, ast.stmt) or isinstance(
+                        statement, ast.Return | ast.Pass | ast.FunctionDef
+                    ):
+                        continue
+                    if isinstance(statement, ast.Expr) and isinstance(
+                        statement.value, ast.Constant
+                    ):
+                        continue  # a docstring
+                    tree = copy.deepcopy(plain)
+                    same = list(ast.walk(list(_bodies(tree))[number]))[place]
+                    getattr(same, name)[index] = ast.Pass()
+                    yield _made(path, statement, "statement dropped", tree)
+
+
+def _made(path: Path, node: Any, change: str, tree: ast.Module) -> Mutant:
+    text = " ".join(ast.unparse(node).split())
+    return Mutant(
+        path.name, node.lineno, f"`{text[:60]}`: {change}", ast.fix_missing_locations(tree)
+    )
+
+
+# ---- one mutant ----------------------------------------------------------------------------------
+
+
+def load(mutant: Mutant | None, file: str) -> list[type[Compressor]]:
+    """Return the classes of a file as the mutant has them; None: as they are."""
+    package = importlib.import_module("compressors")
+    folder = Path(package.__path__[0])
+    files = [file]
+    if file.startswith("_"):
+        word = f"from .{file.removesuffix('.py')} import"
+        files += [p.name for p in sorted(folder.glob("[a-z]*.py")) if word in p.read_text()]
+    classes = []
+    for name in files:
+        stem = name.removesuffix(".py")
+        module = types.ModuleType(f"compressors.{stem}")
+        module.__package__, module.__file__ = "compressors", str(folder / name)
+        sys.modules[module.__name__] = module
+        changed = mutant is not None and name == mutant.file
+        tree = mutant.tree if changed and mutant else ast.parse((folder / name).read_text())
+        exec(compile(tree, str(folder / name), "exec"), module.__dict__)
+        for value in vars(module).values():
+            if (
+                inspect.isclass(value)
+                and issubclass(value, Compressor)
+                and value.__module__ == module.__name__
+                and not stem.startswith("_")
+            ):
+                value.name = stem
+                classes.append(value)
+    return classes
+
+
+def configured(classes: list[type[Compressor]]) -> list[Compressor]:
+    """Return all declared variants of the classes."""
+    return [cls(**dict(options)) for cls in classes for options in cls().variants]
+
+
+def killed_by(methods: list[Compressor], effort: Effort, rest: Effort) -> str:
+    """Return what the search says of the first configuration that it refuses; "": of none."""
+    for number, method in enumerate(methods):
+        search = Search(method, rest if number else effort)
+        for finding in search.run():
+            return f"search, {finding.function}: {finding.fault}"
+    return ""
+
+
+def listed(methods: list[Compressor]) -> str:
+    """Return which of the declared checks fails first; "": none."""
+    slow = ("long tensors", "nothing lost over steps", "every worker heard")
+    order = sorted(conformance.CHECKS, key=lambda name: name in slow)
+    for name in order:
+        for method in methods:
+            outcome = conformance.run(method, name)
+            if outcome.verdict == "fails":
+                return f"{name}: {outcome.measured} {outcome.note}"
+    return ""
+
+
+class Recording(Calls):
+    """Calls whose results are added to a digest."""
+
+    def __init__(self, method: Compressor) -> None:
+        super().__init__(method)
+        self.digest = hashlib.sha256()
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name.startswith("_") or not inspect.ismethod(value):
+            return value
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            result = value(*arguments, **options)
+            for part in result if type(result) is list else [result]:
+                for tensor in part.parts if isinstance(part, Payload) else [part]:
+                    if isinstance(tensor, Tensor):
+                        self.digest.update(tensor.contiguous().numpy().tobytes())
+                    elif not isinstance(tensor, Search):
+                        self.digest.update(repr(type(tensor)).encode())
+            return result
+
+        return call
+
+
+def fingerprint(methods: list[Compressor]) -> str:
+    """Return a digest of all outputs on the broad inputs, and of which payloads are refused."""
+    digest = hashlib.sha256()
+    for method in methods:
+        search = Search(method, BROAD, seed=1)
+        search.calls = Recording(method)
+        search.run()
+        digest.update(search.calls.digest.digest())
+        digest.update(repr(search.findings).encode())
+        segments = Segments.of([(40, 33), (1,), (70,)], method.granularity)
+        try:
+            payload, shared = conformance._encode(method, conformance.normal(1391), segments)
+            for seed in range(3):
+                for _, broken, _ in conformance.corruptions(payload, seed):
+                    digest.update(_decoded(method, broken, segments, shared))
+        except Exception as error:
+            digest.update(repr(error).encode())
+        facts = method.legal_collectives(), requantizes(method), cuttable(method), method.memory
+        digest.update(repr(facts).encode())
+    return digest.hexdigest()
+
+
+def _decoded(method: Compressor, payload: Payload, segments: Segments, shared: Tensor) -> bytes:
+    try:
+        return Calls(method).decode(payload, segments, shared).numpy().tobytes()
+    except PayloadError:
+        return b"refused"
+    except Exception as error:
+        return type(error).__name__.encode()
+
+
+def judge(mutant: Mutant, original: str) -> dict[str, Any]:
+    """Return what becomes of a mutant: killed, equivalent or survived, and by what."""
+    try:
+        methods = configured(load(mutant, mutant.file))
+    except Exception as error:
+        return {"outcome": "killed", "by": f"does not load: {type(error).__name__}"}
+    if why := killed_by(methods, FIRST, FIRST):
+        return {"outcome": "killed", "by": why}
+    same = fingerprint(methods) == original
+    if same:
+        return {"outcome": "equivalent", "by": "no output changes"}
+    if why := listed(methods) or killed_by(methods, *EFFORTS):
+        return {"outcome": "killed", "by": why}
+    return {"outcome": "survived", "by": ""}
+
+
+def apart(work: Callable[[], dict[str, Any]], patience: int = PATIENCE) -> dict[str, Any]:
+    """Return the result of `work` from a forked process, or that it was stuck or died."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.close(read)
+            resource.setrlimit(resource.RLIMIT_CPU, (patience, patience + 5))
+            silent = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(silent, 1)
+            os.dup2(silent, 2)
+            os.write(write, json.dumps(work()).encode()[:60_000])
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if text:
+        result: dict[str, Any] = json.loads(text)
+        return result
+    stuck = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU
+    return {"outcome": "killed", "by": "stuck" if stuck else f"the process died ({status})"}
+
+
+# ---- all of them ---------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Run the mutants of all files, or of those named, and write the result."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("files", nargs="*", help="files of compressors/; without any: all")
+    parser.add_argument(
+        "--share", type=float, default=1.0, help="share of the mutants of each file"
+    )
+    parser.add_argument("--output", type=Path, default=Path("results/MUTANTS-AUTO.json"))
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after these")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    folder = Path(importlib.import_module("compressors").__path__[0])
+    paths = [p for p in sorted(folder.glob("*.py")) if p.name != "__init__.py"]
+    paths = [p for p in paths if not options.files or p.name in options.files]
+    known = json.loads(options.output.read_text()) if options.output.is_file() else {}
+    done: dict[str, Any] = known.get("mutants", {})
+    start = time.monotonic()
+    chosen = []
+    totals = {}
+    for path in paths:
+        every = list(mutants_of(path))
+        totals[path.name] = len(every)
+        order = random.Random(path.name).sample(range(len(every)), len(every))
+        chosen += [
+            (rank / len(every), every[i])
+            for rank, i in enumerate(order)
+            if rank < max(1, round(options.share * len(every)))
+        ]
+    chosen.sort(key=lambda pair: pair[0])  # every file in turn
+    originals: dict[str, str] = {}
+    for _, mutant in chosen:
+        digest = hashlib.sha256(ast.dump(mutant.tree).encode()).hexdigest()[:16]
+        if digest in done or time.monotonic() - start > options.seconds:
+            continue
+        if mutant.file not in originals:
+            originals[mutant.file] = apart(
+                lambda file=mutant.file: {"digest": fingerprint(configured(load(None, file)))}  # type: ignore[misc]
+            )["digest"]
+        began = time.monotonic()
+        result = apart(lambda m=mutant: judge(m, originals[m.file]))  # type: ignore[misc]
+        done[digest] = {
+            "mutant": mutant.name,
+            **result,
+            "by": result["by"][:160],
+            "seconds": round(time.monotonic() - began, 1),
+        }
+        print(f"{result['outcome']}: {mutant.name}: {result['by'][:100]}", flush=True)
+        options.output.write_text(json.dumps(summary(done, totals), indent=1) + "\n")
+    print(json.dumps({k: v for k, v in summary(done, totals).items() if k != "mutants"}, indent=1))
+
+
+def summary(done: Mapping[str, Any], totals: Mapping[str, int]) -> dict[str, Any]:
+    """Return the result as it is stored: counts by file, the survivors, and every mutant."""
+    files: dict[str, dict[str, int]] = {}
+    for each in done.values():
+        file = each["mutant"].partition(":")[0]
+        counts = files.setdefault(
+            file,
+            {"all": totals.get(file, 0), "tried": 0, "equivalent": 0, "killed": 0, "survived": 0},
+        )
+        counts["tried"] += 1
+        counts[each["outcome"]] += 1
+    killed = sum(counts["killed"] for counts in files.values())
+    survived = sum(counts["survived"] for counts in files.values())
+    return {
+        "command": "python -m gcbench.checks.mutants",
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores; one thread",
+        "torch": torch.__version__,
+        "killed": killed,
+        "counted": killed + survived,
+        "share": round(killed / max(1, killed + survived), 4),
+        "files": dict(sorted(files.items())),
+        "survivors": sorted(e["mutant"] for e in done.values() if e["outcome"] == "survived"),
+        "mutants": done,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+"""What the results of a method must be, in float64, from its declarations alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gcbench import ops
+from gcbench.checks import inputs
+from gcbench.checks.calls import Calls
+from gcbench.core.compressor import Context, Key, MultiRoundCompressor, Segments
+
+UNLIKELY = 36.0
+"""A correct method is refused by one statistic with a probability of at most 2 exp(-36), by
+Bernstein's inequality for independent elements."""
+DRAWS = 12
+
+
+class FaultError(Exception):
+    """A function of the contract returned what its definition excludes."""
+
+    def __init__(self, function: str, what: str) -> None:
+        super().__init__(f"{function}: {what}")
+        self.function, self.what = function, what
+
+
+class Profile(NamedTuple):
+    """Properties of a method that decide which definitions apply."""
+
+    random: bool
+    """Whether results depend on the key."""
+    drawn: bool
+    """Whether the workers draw `shared` from the common seed."""
+    local: bool
+    """Whether a tensor's result does not depend on the other tensors of the bucket."""
+    group: int
+    """Elements of a group; 512 if segments are tensors, columns or the model."""
+
+
+def profile(calls: Calls) -> Profile:
+    """Return the properties of a method, from its declarations and seven encodings."""
+    method = calls.method
+    segments = Segments.of([(40, 50)], method.granularity)
+    x = inputs.values(2000, 1)
+    keys = [Key(0, 0, 0), Key(1, 0, 0), Key(0, 1, 0), Key(0, 2, 0), Key(0, 3, 3), Key(9, 9, 9)]
+    sent = set()
+    for key in keys:
+        shared = calls.shared([x], segments, key)
+        payload = calls.encode(x, segments, shared, key)
+        sent.add(raw(calls.decode(payload, segments, shared)))
+    size = method.granularity
+    return Profile(
+        random=len(sent) > 1,
+        drawn=calls.draws_shared(segments, keys[0]),
+        local=size != "model" and not isinstance(method, MultiRoundCompressor),
+        group=size if isinstance(size, int) and size <= 1200 else 512,
+    )
+
+
+# ---- comparisons ---------------------------------------------------------------------------------
+
+
+def raw(x: Tensor) -> bytes:
+    """Return the bytes of a tensor."""
+    return x.contiguous().numpy().tobytes()
+
+
+def same_bits(function: str, got: Tensor, want: Tensor, what: str) -> None:
+    """Require equal bits.
+
+    Raises:
+        FaultError: shape, dtype or a bit differs.
+    """
+    if got.shape != want.shape or got.dtype != want.dtype:
+        raise FaultError(
+            function,
+            f"{got.dtype}, shape {tuple(got.shape)}, where {what} is {want.dtype}, shape "
+            f"{tuple(want.shape)}",
+        )
+    if torch.equal(got, want) and not (got == 0).any():
+        return
+    if raw(got) == raw(want):
+        return
+    width = got.element_size()
+    as_bytes = [x.contiguous().view(torch.uint8).view(-1, width) for x in (got, want)]
+    first = int((as_bytes[0] != as_bytes[1]).any(1).nonzero()[0])
+    raise FaultError(function, _at(first, got, want, what))
+
+
+def near(function: str, got: Tensor, want: Tensor, allowed: Tensor, what: str) -> None:
+    """Require |got - want| <= allowed for each element; NaN in `want` promises nothing.
+
+    Raises:
+        FaultError: shape or dtype differ, or an element is too far away.
+    """
+    if got.shape != want.shape or got.dtype != torch.float32:
+        raise FaultError(function, f"{got.dtype}, shape {tuple(got.shape)}")
+    wrong = ~((got.double() - want.double()).abs() <= allowed) & ~want.isnan()
+    if bool(wrong.any()):
+        raise FaultError(function, _at(int(wrong.nonzero()[0]), got, want, what))
+
+
+def _at(i: int, got: Tensor, want: Tensor, what: str) -> str:
+    def shown(value: float) -> str:
+        return f"{value:.6g}"
+
+    return (
+        f"element {i:,} of {len(got):,} is {shown(got[i].item())}; {what} is "
+        f"{shown(want[i].item())}"
+    )
+
+
+def finite(function: str, got: Tensor, n: int) -> None:
+    """Require float32, shape (n,), finite.
+
+    Raises:
+        FaultError: it is something else.
+    """
+    if not isinstance(got, Tensor) or got.dtype != torch.float32 or got.shape != (n,):
+        found = f"{got.dtype}, {tuple(got.shape)}" if isinstance(got, Tensor) else type(got)
+        raise FaultError(function, f"returned {found}; float32, shape ({n},), is expected")
+    if not math.isfinite(float(got.sum(dtype=torch.float64))):
+        raise FaultError(function, "returned values that are not finite")
+
+
+# ---- the value of one worker's payload -----------------------------------------------------------
+
+
+def value(calls: Calls, x: Tensor, segments: Segments, shared: Tensor, decoded: Tensor) -> None:
+    """Hold a decoded gradient to the claims of the method.
+
+    Raises:
+        FaultError: the value contradicts a claim.
+    """
+    claims = calls.method.claims
+    function = "decode(encode(x))"
+    if claims.signs:
+        want = torch.where(x == 0, decoded.sign(), x.sign())
+        near(function, decoded, want, torch.zeros_like(want).double(), "its sign")
+    if claims.unbiased:
+        _unbiased(calls, x, segments, shared, decoded, function)
+
+
+def _unbiased(
+    calls: Calls, x: Tensor, segments: Segments, shared: Tensor, decoded: Tensor, function: str
+) -> None:
+    claims = calls.method.claims
+    target = claims.target(x, Context(segments, shared))
+    variance = claims.variance(x, Context(segments, shared))
+    t, e = target.double(), decoded.double() - target.double()
+    rounding = 1e-5 * (t.abs() + decoded.double().abs()) + 2.0**-120
+    if variance is None:
+        _along(t, e, 0.01 * e.square(), None, function)
+        return
+    v = variance.double()
+    top = ops.statistics.absmax(target, segments)
+    if bool((top < claims.smallest).any()):  # such segments may be zeros
+        silent = inputs.per_segment(top < claims.smallest, segments)
+        t, e, v = (y.masked_fill(silent, 0.0) for y in (t, e, v))
+        target, decoded = (y.masked_fill(silent, 0.0) for y in (target, decoded))
+    sure = v <= 1e-12 * t.square()
+    exact = torch.where(sure, target, torch.nan)
+    near(function, decoded, exact, rounding, "what it encodes, where the declared variance is 0,")
+    size = t.abs()
+    if claims.two_levels:
+        widest = torch.where(size > 0, size + v / size.clamp(min=2.0**-149), torch.inf)
+        wrong = e.abs() > widest * 1.00001 + rounding
+        if bool(wrong.any()):
+            i = int(wrong.nonzero()[0])
+            raise FaultError(
+                function,
+                f"element {i:,} of {len(x):,} is {float(decoded[i]):.6g}; the levels around "
+                f"{float(t[i]):.6g} are at most {float(widest[i]):.3g} away",
+            )
+    _along(t, e, v, 1.0 if claims.two_levels else None, function)
+
+
+def _along(t: Tensor, e: Tensor, v: Tensor, most: float | None, function: str) -> None:
+    """Hold the sum of w e with w = t / (t^2 + v) to Bernstein's bound, in each stretch.
+
+    For a code of two levels |w e| <= 1. Otherwise the largest one observed is taken.
+    """
+    both = t.square() + v
+    live = both > 0
+    w = torch.where(live, t / torch.where(live, both, 1.0), 0.0)
+    errors, spread = w * e, w.square() * v
+    for name, part, var in _stretches(errors, spread):
+        reach = max(most or 0.0, float(part.abs().max()) if most is None else 0.0)
+        rows = part[: len(part) // 64 * 64].view(64, -1).sum(1) if len(part) >= 640 else None
+        scatter = max(float(var.sum()), 64 * float(rows.var()) if rows is not None else 0.0)
+        limit = math.sqrt(2 * UNLIKELY * scatter) + 2 / 3 * UNLIKELY * reach + 1e-5 * len(part)
+        total = float(part.sum())
+        if abs(total) > limit:
+            raise FaultError(
+                function,
+                f"not unbiased in {name} of {len(t):,} elements: sum of weighted errors "
+                f"{total:.4g}, at most {limit:.4g} by chance",
+            )
+
+
+def _stretches(errors: Tensor, spread: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+    yield "all", errors, spread
+    n = len(errors)
+    if n >= 4096:
+        count = 32 if n >= 60_000 else 8
+        parts = zip(errors.tensor_split(count), spread.tensor_split(count), strict=True)
+        for i, (part, var) in enumerate(parts):
+            yield f"stretch {i + 1} of {count}", part, var
+
+
+def error_energy(x: Tensor, decoded: Tensor) -> float:
+    """Return ||x - decoded||^2."""
+    return float((x.double() - decoded.double()).square().sum())
+
+
+def energy(x: Tensor) -> float:
+    """Return ||x||^2."""
+    return float(x.double().square().sum())
+
+
+def bound_of(calls: Calls, x: Tensor, segments: Segments) -> float:
+    """Return the declared bound on ||x - decode(encode(x))||^2 of a contractive method."""
+    claims, size = calls.method.claims, energy(x)
+    bound = claims.error_bound(x, Context(segments))
+    if bound is None:
+        bound = size
+    delta = claims.delta(segments)
+    smallest = float(torch.where(x == 0, torch.inf, x.abs()).amin()) if len(x) else 1.0
+    if delta is not None and smallest > claims.smallest:
+        bound = min(bound, (1 - delta) * size * (1 + 1e-6))
+    return min(bound, size) * (1 + 1e-6) + 1e-290
+
+
+def contraction(
+    calls: Calls, x: Tensor, segments: Segments, errors: Sequence[float], *, random: bool
+) -> None:
+    """Hold squared errors of one or several encodings of x to the declared bound.
+
+    Raises:
+        FaultError: the bound is exceeded; of a random method, beyond what chance explains.
+    """
+    from gcbench.studies.conformance import _beyond
+
+    size = energy(x)
+    worst = max(errors)
+    if worst > size * (1 + 1e-5) + 1e-290:
+        raise FaultError(
+            "decode(encode(x))", f"||x - C(x)||^2 = {worst:.6g} is above ||x||^2 = {size:.6g}"
+        )
+    if random and len(errors) < DRAWS:
+        return
+    bound = bound_of(calls, x, segments)
+    if _beyond(errors, bound, size):
+        mean = math.fsum(errors) / len(errors)
+        raise FaultError(
+            "decode(encode(x))",
+            f"||x - C(x)||^2 = {mean:.6g} is above the declared bound {bound:.6g}; ||x||^2 is "
+            f"{size:.6g}",
+        )
+
+
+# ---- the mean of several workers -----------------------------------------------------------------
+
+
+def aggregate(calls: Calls, decoded: Sequence[Tensor], segments: Segments) -> Tensor | None:
+    """Return what the mean of payloads that decode to these tensors must be; None: undefined."""
+    return calls.method.claims.aggregated(decoded, Context(segments, workers=len(decoded)))
+
+
+def mean_rounding(calls: Calls, decoded: Sequence[Tensor], segments: Segments) -> Tensor:
+    """Return by how much a mean of these may differ from the float64 one, float64, (n,).
+
+    A few units in the last place of the mean magnitude; where a library decides the last bits, 2e-5
+    of the segment's largest.
+    """
+    size = torch.stack([one.double().abs() for one in decoded])
+    if calls.method.claims.portable:
+        return (len(decoded) + 8) * 2.0**-24 * size.mean(0) + 2.0**-140
+    largest = ops.statistics.absmax(size.amax(0).float(), segments)
+    return 2e-5 * inputs.per_segment(largest.double(), segments) + 2.0**-140

@@ -1,0 +1,496 @@
+"""Methods that are wrong on some inputs only, by kind; `Levels` of wrong_methods.py is right.
+
+Each is derived from a right method, keeps what that declares, and does one thing wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from wrong_methods import INT8, ONEBIT, QSGD, SIGN, TERN, TOPK, Levels, spread
+
+from gcbench import ops
+from gcbench.core import registry
+from gcbench.core.compressor import TILE, Compressor, Payload, fill
+
+NONE = type(registry.compressor("none"))
+FFT = type(registry.compressor("fft"))
+POWER = type(registry.compressor("powersgd"))
+RANDOMK = type(registry.compressor("randomk"))
+SPARSE = type(registry.compressor("sparseloco"))
+
+
+def plain(method: Compressor) -> Any:
+    """Return the base class of a broken method."""
+    return type(method).__mro__[1]
+
+
+# ---- several workers, long tensors ---------------------------------------------------------------
+
+
+class LongMean(TOPK):
+    """The mean is that of worker 0 behind element 65,536."""
+
+    def mean(self, payloads, segments, shared, *, out=None):
+        got = super().mean(payloads, segments, shared, out=out)
+        got[65_536:] = self.decode(payloads[0], segments, shared)[65_536:]
+        return got
+
+
+class VeryLongMean(INT8):
+    """The mean forgets the last worker behind element 2^20."""
+
+    def mean(self, payloads, segments, shared, *, out=None):
+        got = super().mean(payloads, segments, shared, out=out)
+        if segments.numel > 2**20 and len(payloads) > 2:
+            got[2**20 :] = super().mean(payloads[:-1], segments, shared)[2**20 :]
+        return got
+
+
+class LongMerge(SIGN):
+    """The vote is that of worker 0 behind element 65,536."""
+
+    def merge(self, payloads, segments, shared, key, *, out=None):
+        merged = super().merge(payloads, segments, shared, key, out=out)
+        merged.parts[0][65_536 // 32 :] = payloads[0].parts[0][65_536 // 32 :]
+        return merged
+
+
+class LongSum(NONE):
+    """The sum is not divided behind element 65,536."""
+
+    def decode_sum(self, payload, segments, shared, *, out=None):
+        got = self.decode(payload, segments, shared).clone()
+        got[65_536:] *= payload.count
+        return got
+
+
+class LongOnto(QSGD):
+    """Nothing is added behind element 65,536."""
+
+    def decode_onto(self, payload, segments, shared, total):
+        before = total[65_536:].clone()
+        super().decode_onto(payload, segments, shared, total)
+        total[65_536:] = before
+
+
+class LongFeedback(TOPK):
+    """The residual is cleared behind element 65,536."""
+
+    def encode_feedback(self, x, residual, segments, shared, key, *, out=None):
+        payload = super().encode_feedback(x, residual, segments, shared, key, out=out)
+        residual[65_536:] = 0
+        return payload
+
+
+class LongOut(QSGD):
+    """decode(out=) writes no further than element 65,536."""
+
+    def decode(self, payload, segments, shared, *, out=None):
+        got = super().decode(payload, segments, shared)
+        if out is None:
+            return got
+        out[:65_536] = got[:65_536]
+        return out
+
+
+class SixteenWorkers(TERN):
+    """The mean hears 16 workers at most."""
+
+    def mean(self, payloads, segments, shared, *, out=None):
+        return super().mean(payloads[:16], segments, shared, out=out)
+
+
+class ManyShards(TERN):
+    """The 33rd shard is cut from the wrong place."""
+
+    def cut(self, payload, bounds):
+        pieces = super().cut(payload, bounds)
+        if len(pieces) > 32 and pieces[0].parts[0].numel():
+            pieces[0] = Payload((pieces[0].parts[0].flip(0),))
+        return pieces
+
+
+class LateShard(SIGN):
+    """A shard that begins behind 64 tiles has the codes of the first."""
+
+    def cut(self, payload, bounds):
+        pieces = super().cut(payload, bounds)
+        for i, (start, piece) in enumerate(zip(bounds, pieces, strict=False)):
+            if start >= 64 * TILE and piece.parts[0].shape == pieces[0].parts[0].shape:
+                pieces[i] = pieces[0]
+        return pieces
+
+
+# ---- workers of different scale ------------------------------------------------------------------
+
+
+class FirstScale(Levels):
+    """The mean decodes all workers by the scale of worker 0."""
+
+    def mean(self, payloads, segments, shared, *, out=None):
+        scale = payloads[0].parts[1]
+        return super().mean(
+            [p._replace(parts=(p.parts[0], scale)) for p in payloads], segments, shared
+        )
+
+
+class OwnLimit(TERN):
+    """Rounds by its own largest magnitude, and is decoded by the common one."""
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        limit, own = self._own(x, segments)
+        scale = own if self.share else shared
+        if not self.share:
+            return super().encode(x, segments, shared, key, out=out)
+        return fill(out, ops.ternary.encode(x, limit, scale, segments, key))
+
+
+class SmallWorkers(INT8):
+    """A worker a thousand times smaller than the first does not count."""
+
+    def mean(self, payloads, segments, shared, *, out=None):
+        top = [float(p.parts[1].abs().amax()) if p.parts[1].numel() else 0.0 for p in payloads]
+        mine = [self.decode(p, segments, shared).clone() for p in payloads]
+        for i, size in enumerate(top):
+            if size < top[0] / 1000:
+                mine[i].zero_()
+        return torch.stack(mine).mean(0)
+
+
+# ---- buffers that were used ----------------------------------------------------------------------
+
+
+class DirtyZeros(INT8):
+    """decode leaves `out` as it is if all codes are zero."""
+
+    def decode(self, payload, segments, shared, *, out=None):
+        if out is not None and not bool(payload.parts[1].any()):
+            self.check(payload, segments)
+            return out
+        return super().decode(payload, segments, shared, out=out)
+
+
+class DirtyMean(TOPK):
+    """The mean leaves `out` where nobody sent anything."""
+
+    def mean(self, payloads, segments, shared, *, out=None):
+        got = super().mean(payloads, segments, shared)
+        if out is None:
+            return got
+        out[got != 0] = got[got != 0]
+        return out
+
+
+class DirtySum(NONE):
+    """The sum is added to what was in `out` if it is zero."""
+
+    def decode_sum(self, payload, segments, shared, *, out=None):
+        got = self.decode(payload, segments, shared)
+        if out is None or bool(got.any()):
+            return got
+        return out
+
+
+class DirtyPayload(Levels):
+    """encode leaves the codes of `out` where a segment is zero."""
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        codes, scale = super().encode(x, segments, shared, key).parts
+        if out is None:
+            return Payload((codes, scale))
+        live = spread(scale, segments) > 0
+        out.parts[0][live] = codes[live]
+        out.parts[1].copy_(scale)
+        return out
+
+
+# ---- scales --------------------------------------------------------------------------------------
+
+
+class Eps(Compressor):
+    """Adds a small number to the scale that it divides by."""
+
+    eps: ClassVar[float] = 1e-12
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        small = ops.statistics.absmax(x, segments) < self.eps
+        zero = small.repeat_interleave(torch.tensor(segments.lengths, dtype=torch.int64))
+        return plain(self).encode(self, x.masked_fill(zero, 0), segments, shared, key, out=out)
+
+
+class EpsQsgd(QSGD):
+    """Segments below 1e-12 are sent as zeros."""
+
+    eps: ClassVar[float] = 1e-12
+    encode = Eps.encode
+
+
+class EpsTopK(TOPK):
+    """Segments below 2^-60 are sent as zeros."""
+
+    eps: ClassVar[float] = 2.0**-60
+    encode = Eps.encode
+    encode_feedback = Compressor.encode_feedback
+
+
+class EpsOneBit(ONEBIT):
+    """Segments below 2^-90 are sent as zeros."""
+
+    eps: ClassVar[float] = 2.0**-90
+    encode = Eps.encode
+    encode_feedback = Compressor.encode_feedback
+
+
+class HugeInt8(INT8):
+    """Clips at 2^64."""
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        return super().encode(x.clamp(-(2.0**64), 2.0**64), segments, shared, key, out=out)
+
+
+# ---- segments ------------------------------------------------------------------------------------
+
+
+class LastOfOne(QSGD):
+    """A last group of one element behind whole ones is sent as zero."""
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        x = x.clone()
+        for start, shape in segments.tensors:
+            n = math.prod(shape)
+            if n > 512 and n % 512 == 1:
+                x[start + n - 1] = 0
+        return super().encode(x, segments, shared, key, out=out)
+
+
+class ShortIndex(Levels):
+    """Segments are numbered in 16 bits with a sign."""
+
+    def decode(self, payload, segments, shared, *, out=None):
+        codes, scale = payload.parts
+        if len(scale) > 32_767:
+            scale = torch.cat([scale[:32_767], scale[: len(scale) - 32_767]])
+        return super().decode(payload._replace(parts=(codes, scale)), segments, shared)
+
+
+class OneNorm(Levels):
+    """With more than 32,768 segments all have the largest scale of them."""
+
+    def scales(self, x, segments):
+        scales = super().scales(x, segments)
+        return scales.amax().expand(len(scales)).clone() if len(scales) > 32_768 else scales
+
+
+# ---- steps, ranks --------------------------------------------------------------------------------
+
+
+class Flushing(Levels):
+    """Nothing is sent at every 500th step."""
+
+    period: ClassVar[int] = 500
+    phase: ClassVar[int] = 499
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        x = x * (key.step % self.period != self.phase)
+        return super().encode(x, segments, shared, key, out=out)
+
+
+class Flushing1327(Flushing):
+    """Nothing is sent at every 1,327th step."""
+
+    period, phase = 1327, 1000
+
+
+class Flushing20000(Flushing):
+    """Nothing is sent at every 20,000th step."""
+
+    period, phase = 20_000, 0
+
+
+class LateSteps(TOPK):
+    """Behind step 70,000 a tenth is sent."""
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        return super().encode(
+            x * (0.1 if key.step > 70_000 else 1.0), segments, shared, key, out=out
+        )
+
+
+class PeriodicMerge(INT8):
+    """The owner hands on worker 0 at every 1000th step."""
+
+    def merge(self, payloads, segments, shared, key, *, out=None):
+        if key.step % 1000 == 0:
+            payloads = [payloads[0]._replace(count=sum(p.count for p in payloads))]
+        return super().merge(payloads, segments, shared, key, out=out)
+
+
+class PeriodicFeedback(TOPK):
+    """The residual is dropped at every 100th step."""
+
+    def encode_feedback(self, x, residual, segments, shared, key, *, out=None):
+        if key.step % 100 == 99:
+            residual.zero_()
+        return super().encode_feedback(x, residual, segments, shared, key, out=out)
+
+
+class HighRanks(SIGN):
+    """Ranks from 1000 on send the opposite."""
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        return super().encode(-x if key.rank >= 1000 else x, segments, shared, key, out=out)
+
+
+# ---- residuals -----------------------------------------------------------------------------------
+
+
+class ClippedResidual(TOPK):
+    """Residuals are clipped at 1000."""
+
+    def encode_feedback(self, x, residual, segments, shared, key, *, out=None):
+        payload = super().encode_feedback(x, residual, segments, shared, key, out=out)
+        residual.clamp_(-1000, 1000)
+        return payload
+
+
+class ZeroGradient(ONEBIT):
+    """Nothing is sent for a gradient of zeros, and the residual waits."""
+
+    def encode_feedback(self, x, residual, segments, shared, key, *, out=None):
+        if not bool(x.any()):
+            return self.encode(x, segments, shared, key, out=out)
+        return super().encode_feedback(x, residual, segments, shared, key, out=out)
+
+
+# ---- values that are not finite ------------------------------------------------------------------
+
+
+class NanScales(Levels):
+    """A NaN in the gradient comes out as NaN."""
+
+    def decode(self, payload, segments, shared, *, out=None):
+        codes, scale = payload.parts
+        bad = ~scale.isfinite()
+        known = payload._replace(parts=(codes, torch.where(bad, 1.0, scale)))
+        got = super().decode(known, segments, shared)
+        return got.masked_fill(spread(bad, segments), math.nan)
+
+
+class NanMean(QSGD):
+    """An infinite norm is decoded as it is, in a mean."""
+
+    def mean(self, payloads, segments, shared, *, out=None):
+        if all(bool(p.parts[1].isfinite().all()) for p in payloads):
+            return super().mean(payloads, segments, shared, out=out)
+        return torch.full((segments.numel,), math.inf)
+
+
+# ---- caches --------------------------------------------------------------------------------------
+
+
+class PlanByLength(Levels):
+    """Which element belongs to which segment is cached by the length alone."""
+
+    plans: ClassVar[dict] = {}
+    collectives: ClassVar[tuple[str, ...]] = ("allgather",)
+
+    def plan(self, segments):
+        return segments.numel
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        scale = self.scales(x, segments)
+        index = torch.arange(len(segments))
+        at = self.plans.setdefault(self.plan(segments), spread(index, segments))
+        each = (
+            scale[at.clamp(max=max(0, len(scale) - 1))] if len(scale) else spread(scale, segments)
+        )
+        return fill(out, self.codes(x, each, self.draws(key, len(x))), scale)
+
+
+class PlanByNumber(PlanByLength):
+    """The same, by the length and the number of segments."""
+
+    plans: ClassVar[dict] = {}
+
+    def plan(self, segments):
+        return segments.numel, len(segments)
+
+
+class DrawsByStep(Levels):
+    """The first draws of a step are used again by all ranks."""
+
+    seen: ClassVar[dict] = {}
+
+    def draws(self, key, n):
+        return self.seen.setdefault((key.step, n), super().draws(key, n))
+
+
+class LastSegments(TOPK):
+    """decode takes the segments of the last encode."""
+
+    last: ClassVar[list] = []
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        self.last[:] = [segments]
+        return super().encode(x, segments, shared, key, out=out)
+
+    def decode(self, payload, segments, shared, *, out=None):
+        same = self.last and self.last[0].numel == segments.numel
+        got = super().decode(payload, segments, shared, out=out)
+        return got.flip(0) if same and self.last[0].offsets != segments.offsets else got
+
+    encode_feedback = Compressor.encode_feedback
+
+
+# ---- positions -----------------------------------------------------------------------------------
+
+
+class LostPlace(SPARSE):
+    """Element 300 of a tensor is never sent."""
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        x = x.clone()
+        for start, shape in segments.tensors:
+            if math.prod(shape) > 300:
+                x[start + 300] = 0
+        return super().encode(x, segments, shared, key, out=out)
+
+
+# ---- a method in rounds --------------------------------------------------------------------------
+
+
+class DirtyRounds(POWER):
+    """What is no matrix is added to the output buffer."""
+
+    def in_rounds(self, x, segments, state, key, out):
+        before = out.clone()
+        final = yield from super().in_rounds(x, segments, state, key, out)
+        for place, _, m in self._tensors(segments):
+            if not m:
+                out[place] += before[place]
+        return final
+
+
+KINDS: dict[str, tuple[type[Compressor], ...]] = {
+    "several workers, long tensors": (LongMean, VeryLongMean, LongMerge, LongSum, LongOnto),
+    "long tensors": (LongFeedback, LongOut),
+    "many workers": (SixteenWorkers,),
+    "many shards": (ManyShards, LateShard),
+    "workers of different scale": (FirstScale, OwnLimit, SmallWorkers),
+    "output buffers that were used": (DirtyZeros, DirtyMean, DirtySum, DirtyPayload, DirtyRounds),
+    "small and large scales": (EpsQsgd, EpsTopK, EpsOneBit, HugeInt8),
+    "a last group of one element": (LastOfOne,),
+    "more than 32,768 segments": (ShortIndex, OneNorm),
+    "periodic and late steps": (
+        *(Flushing, Flushing1327, Flushing20000, LateSteps, PeriodicMerge, PeriodicFeedback),
+    ),
+    "ranks": (HighRanks,),
+    "residuals": (ClippedResidual, ZeroGradient),
+    "gradients that are not finite": (NanScales, NanMean),
+    "caches and the order of calls": (PlanByLength, PlanByNumber, DrawsByStep, LastSegments),
+    "positions": (LostPlace,),
+}
+"""Broken methods by the kind of input that shows the fault."""

@@ -1,0 +1,92 @@
+"""The search refuses methods that are wrong on some inputs only, and no right one."""
+
+from __future__ import annotations
+
+import itertools
+
+import broken
+import pytest
+import torch
+from wrong_methods import Levels, TwoShotLevels
+
+from gcbench.checks import adversary, inputs
+from gcbench.checks.adversary import Case, Search
+from gcbench.checks.covering import pairwise
+from gcbench.core import registry
+
+BROKEN = [(kind, made) for kind, several in broken.KINDS.items() for made in several]
+
+
+@pytest.mark.parametrize(("kind", "made"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_broken_method_is_refused(kind, made):
+    """With the function and the input; an exception would be no finding of the search."""
+    (finding,) = Search(made(), EFFORTS.get(made, adversary.QUICK)).run()
+    assert finding.function
+    assert "Error" not in finding.fault
+    assert finding.case
+
+
+EFFORTS = {
+    broken.VeryLongMean: adversary.Effort(pairs=False, long=0, million=1, steps=1),
+    broken.Flushing1327: adversary.Effort(pairs=False, long=0, million=0, steps=2048),
+}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        Levels(),
+        TwoShotLevels(),
+        *map(registry.compressor, ("qsgd", "terngrad", "topk", "powersgd")),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+def test_a_right_method_is_not_refused(method):
+    search = Search(method, adversary.Effort(pairs=False, long=0, million=0, steps=100))
+    assert search.run() == []
+    assert search.inputs > 100
+
+
+def test_the_same_seed_searches_the_same_inputs():
+    first, second = (Search(broken.Flushing(), adversary.QUICK, seed=3) for _ in range(2))
+    assert first.run() == second.run()
+    assert first.inputs == second.inputs
+
+
+def test_a_finding_is_reduced():
+    """The input that is left fails, and has one short tensor and as few workers as that takes."""
+    (finding,) = Search(broken.LastOfOne(), adversary.QUICK).run()
+    assert "1 worker(s)" in finding.case
+    (finding,) = Search(broken.FirstScale(), adversary.QUICK).run()
+    assert "2 worker(s)" in finding.case
+
+
+def test_every_pair_of_values_occurs():
+    dimensions = {"a": range(5), "b": range(4), "c": range(3), "d": range(2)}
+    rows = pairwise(dimensions, 1)
+    for one, other in itertools.combinations(dimensions, 2):
+        pairs = {(row[one], row[other]) for row in rows}
+        assert pairs == set(itertools.product(dimensions[one], dimensions[other]))
+    assert len(rows) < 30
+    assert rows == pairwise(dimensions, 1)
+
+
+def test_what_was_covered_is_reported():
+    search = Search(registry.compressor("int8"), adversary.Effort(False, 1, 1, 3))
+    assert search.run() == []
+    mean = search.covered["mean"]
+    assert mean.elements > 2**20
+    assert mean.segments > 32_768
+    assert mean.workers >= 401
+    assert (mean.low, mean.high) == (-95, 95)
+    assert search.covered["encode"].step == 2**32 - 1
+    assert "encode_feedback" not in search.covered
+
+
+@pytest.mark.parametrize("family", inputs.EVERY_FAMILY)
+def test_a_family_has_finite_values_of_any_segments(family):
+    for shapes in (((0,),), ((1,),), inputs.MIXED):
+        case = Case(shapes, values=family, workers=3)
+        for x in case.gradients(case.segments(registry.compressor("none"))):
+            assert x.dtype == torch.float32
+            assert x.isfinite().all()
