@@ -228,7 +228,8 @@ class CommHook:
     def register(self, model: DistributedDataParallel) -> Self:
         """Exchange the gradients of `model` from its next backward on. All ranks call it.
 
-        With one rank nothing is sent and nothing changes, but steps are counted.
+        With one rank nothing is sent and nothing changes, but steps are counted; an update rule of
+        the method is applied all the same.
 
         Raises:
             gcbench.core.errors.UsageError: what this model has cannot be compressed, or the ranks
@@ -252,7 +253,7 @@ class CommHook:
         self._registered = True
         self._told_all, self._size = told, model.process_group.size()
         self.step = told["step"]
-        if self._size == 1:
+        if self._size == 1 and self.settings.compressor.rule.plain:
             self._loaded = None
             model.register_comm_hook(None, self._count)
             return self

@@ -139,11 +139,7 @@ def shard_hook(
             "method that gcbench list compressors shows with twoshot"
         )
     carried = chosen.memory(memory, memory_options, method)
-    if not method.rule.plain:
-        raise UsageError(
-            f"the update rule of {method!r} needs the whole mean on every rank, and with FSDP each "
-            "rank sees its shard alone. Use DistributedDataParallel and gcbench.comm_hook"
-        )
+    _check_rule(method)
     if carried.joint:
         raise UsageError(
             f"{carried!r} keeps {', '.join(carried.joint)} of the whole mean on every rank, and "
@@ -156,6 +152,15 @@ def shard_hook(
             "Leave one of them out"
         )
     return ShardHook(Settings(method, carried, dense_below, start_step, seed, second))
+
+
+def _check_rule(method: Compressor) -> None:
+    """Refuse a method with an update rule of its own."""
+    if not method.rule.plain:
+        raise UsageError(
+            f"the update rule of {method!r} needs the whole mean on every rank, and with FSDP each "
+            "rank sees its shard alone. Use DistributedDataParallel and gcbench.comm_hook"
+        )
 
 
 def _between(
@@ -183,6 +188,7 @@ def _between(
                 )
         return None
     method = chosen.compressor(name, options or {})
+    _check_rule(method)
     return Between(method, check_legal(method), chosen.memory(memory, memory_options, method))
 
 

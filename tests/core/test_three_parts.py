@@ -129,13 +129,16 @@ print(float(flat.sum()))
 """
 
 
-@pytest.mark.parametrize(("method", "start"), [("mine", 0), ("onebitadam", 3), ("dlion", 0)])
-def test_the_update_rule_runs_in_a_ddp_job(mine, tmp_path, method, start):
+@pytest.mark.parametrize(
+    ("method", "start", "ranks"),
+    [("mine", 0, 2), ("onebitadam", 3, 2), ("dlion", 0, 2), ("onebitadam", 3, 1)],
+)
+def test_the_update_rule_runs_in_a_ddp_job(mine, tmp_path, method, start, ranks):
     """Replicas stay equal, and the optimizer of the hook applies the direction that it delivers."""
     (tmp_path / "job.py").write_text(JOB)
     word = str(mine) if method == "mine" else method
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc-per-node", "2", "job.py", word, str(start), str(mine)]
+    command = [*torchrun, "--nproc-per-node", str(ranks), "job.py", word, str(start), str(mine)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len({json.loads(line) for line in done.stdout.split()}) == 1
@@ -148,6 +151,8 @@ def test_hooks_say_which_optimizer_they_want(mine):
         gcbench.comm_hook("dlion", check_every=10)
     with pytest.raises(UsageError, match="DistributedLion"):
         gcbench.shard_hook("dlion")
+    with pytest.raises(UsageError, match="OneBitAdam"):
+        gcbench.shard_hook("int8", between="onebitadam")
     with pytest.raises(UsageError, match="optimizer 'adam'"):
         Config.make({"compressor": registry.add_file(str(mine)), "optimizer": "adam"})
 
