@@ -16,6 +16,14 @@ Source: Kalamkar et al. 2019, arXiv:1905.12322: the upper half of a float32; sto
 as in Gupta et al., ICML 2015, arXiv:1502.02551, section 3.
 A plain cast sends infinity above 3.396e38; here nothing infinite is ever sent
 (test_half.py::test_nothing_infinite_is_sent).
+
+>>> import gcbench, torch
+>>> method = gcbench.get_compressor("bf16")
+>>> packed = method.compress(torch.tensor([1.0, 0.1, -3.14159, 1e-39]))
+>>> packed.payload.nbytes
+8
+>>> method.decompress(packed).tolist()
+[1.0, 0.10009765625, -3.140625, 1.0101904577379033e-39]
 """
 
 from __future__ import annotations

@@ -17,6 +17,14 @@ Source: Peng, Quesnelle and Kingma 2024, arXiv:2411.19870, algorithm 1; defaults
 That code sends 64-bit indices, 0.75 bits an element (test_demo.py::test_bytes_of_a_chunk),
 fails on tensors of four dimensions (test_four_dimensions_are_a_matrix), and averages in an order
 that a GPU does not fix; here workers are added in the order of ranks.
+
+>>> import gcbench, torch
+>>> method = gcbench.get_compressor("demo", chunk=4, topk=1)
+>>> packed = method.compress(torch.tensor([4.0, 4.0, 4.0, 5.0]))
+>>> packed.payload.nbytes
+12
+>>> method.decompress(packed).round(decimals=2)
+tensor([4.2500, 4.2500, 4.2500, 4.2500])
 """
 
 from __future__ import annotations

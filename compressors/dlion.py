@@ -37,6 +37,7 @@ from torch import Tensor
 from gcbench import ops
 from gcbench.core.claims import Claims
 from gcbench.core.compressor import Compressor, Context, Layout, Payload, Segments
+from gcbench.core.errors import PayloadError
 from gcbench.core.memory import Memory
 from gcbench.core.rule import UpdateRule
 
@@ -106,6 +107,8 @@ class DistributedLion(Compressor):
         if bits == 1:
             return ops.sign.decode(words, 1, n, self.name, out=ctx.out)
         positive = ops.packing.unpack(words, bits, n)
+        if bool((positive > payload.count).any()):
+            raise PayloadError("more positive signs than workers")
         return (2 * positive - payload.count).float() / payload.count
 
     def mean(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
@@ -135,10 +138,6 @@ class DistributedLionClaims(Claims[DistributedLion], of=DistributedLion):
     @property
     def aggregate(self) -> str:
         return "vote" if self.codec.aggregate == "vote" else "mean"
-
-    def aggregated(self, decoded: Sequence[Tensor], ctx: Context) -> Tensor:
-        mean = torch.stack([one.double() for one in decoded]).mean(0)
-        return (sign(mean) if self.codec.aggregate == "vote" else mean).float()
 
     def uncompressed(self, gradients: Iterable[Tensor], warm_up: int) -> Iterator[Tensor]:
         m, own = torch.zeros(()), LionMomentum()

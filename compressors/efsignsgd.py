@@ -16,6 +16,14 @@ The residual is kept in units of the gradient and is rescaled when the learning 
 learning rate multiplies the mean. So the updates are the paper's, with p = lr g + e, also the first
 (test_signsgd.py::test_ef_first_step_has_the_learning_rate_of_all). The theory is that of one
 worker. The authors' code takes one scale a tensor, the default here; finer ones raise phi.
+
+>>> import gcbench, torch
+>>> method = gcbench.get_compressor("efsignsgd")
+>>> packed = method.compress(torch.tensor([4.0, -1.0, 0.5, -2.5]))
+>>> packed.payload.nbytes
+8
+>>> method.decompress(packed)
+tensor([ 2., -2.,  2., -2.])
 """
 
 from __future__ import annotations

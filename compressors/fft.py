@@ -34,6 +34,14 @@ first (of even L, the last too) counts once in the energy and the others twice
 (test_the_largest_bins_*). As in the paper, the model is one segment. Libraries are slow, and MKL
 sometimes off by 2^-15, at lengths with a large prime factor: a length above 32,768 is padded, by a
 few tenths of a percent (`gcbench.ops.transform.padded_length`), unless `--set pad=false`.
+
+>>> import gcbench, torch
+>>> method = gcbench.get_compressor("fft", theta=0.6)
+>>> packed = method.compress(torch.tensor([4.0, 4.0, 4.0, 5.0]))
+>>> packed.payload.nbytes
+48
+>>> method.decompress(packed).round(decimals=1)
+tensor([4.2000, 4.2000, 4.2000, 4.2000])
 """
 
 from __future__ import annotations

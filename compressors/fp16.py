@@ -11,6 +11,14 @@ every addition, and no residual would contain that error.
 Source: IEEE 754-2008 binary16, section 3.6; without loss scaling or gradient clipping.
 A plain cast sends infinity above 65520; here nothing infinite is ever sent
 (test_half.py::test_nothing_infinite_is_sent).
+
+>>> import gcbench, torch
+>>> method = gcbench.get_compressor("fp16")
+>>> packed = method.compress(torch.tensor([1.0, 0.1, -3.14159, 1e9]))
+>>> packed.payload.nbytes
+8
+>>> method.decompress(packed).tolist()
+[1.0, 0.0999755859375, -3.140625, 65504.0]
 """
 
 from __future__ import annotations

@@ -15,6 +15,14 @@ Source: Micikevicius et al. 2022, arXiv:2209.05433, table 1: the format (e4m3 wi
 blocks with a scale as in `int8`.
 Sends a, and no a / 448: the block's largest element is exact
 (test_fp8.py::test_block_maxima_are_exact).
+
+>>> import gcbench, torch
+>>> method = gcbench.get_compressor("fp8")
+>>> packed = method.compress(torch.tensor([4.0, -1.0, 0.5, -2.5]))
+>>> packed.payload.nbytes
+8
+>>> method.decompress(packed)
+tensor([ 4.0000, -1.0000,  0.5000, -2.5714])
 """
 
 from __future__ import annotations

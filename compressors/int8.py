@@ -14,6 +14,14 @@ Source: Dettmers, ICLR 2016, arXiv:1511.04561: the linear 8-bit quantization com
 blocks as in Dettmers et al., ICLR 2022, arXiv:2110.02861, section 2.1.
 Differs from code that sends the scale a / 127: sending a makes the block's largest element exact,
 and blocks near the largest float32 finite (test_int8.py::test_block_maxima_are_exact).
+
+>>> import gcbench, torch
+>>> method = gcbench.get_compressor("int8")
+>>> packed = method.compress(torch.tensor([4.0, -1.0, 0.5, -2.5]))
+>>> packed.payload.parts
+(tensor([127, -32,  16, -79], dtype=torch.int8), tensor([4.]))
+>>> method.decompress(packed)
+tensor([ 4.0000, -1.0079,  0.5039, -2.4882])
 """
 
 from __future__ import annotations

@@ -11,6 +11,12 @@ Wire: 9 bits an element and no scale for a payload. All-gather hands down those 
 two-shot draws once more for the mean.
 Source: Horvath et al. 2019, arXiv:1905.10988: natural compression, omega = 1/8. 0 has one code,
 and a payload with infinity, NaN or -0 is refused.
+
+>>> import gcbench, torch
+>>> method = gcbench.get_compressor("natural")
+>>> packed = method.compress(torch.tensor([4.0, -1.0, 0.75, -2.5]))
+>>> method.decompress(packed)
+tensor([ 4., -1.,  1., -2.])
 """
 
 from __future__ import annotations

@@ -4,6 +4,14 @@ x' = x; exact.
 Wire: 32 bits an element (float32), up and down.
 Source: none. Payloads are summed, and the sum is divided by the number of workers once, after the
 reduction.
+
+>>> import gcbench, torch
+>>> method = gcbench.get_compressor("none")
+>>> packed = method.compress(torch.tensor([4.0, -1.0, 0.5, -2.5]))
+>>> packed.payload.nbytes
+16
+>>> method.decompress(packed)
+tensor([ 4.0000, -1.0000,  0.5000, -2.5000])
 """
 
 from __future__ import annotations

@@ -17,6 +17,14 @@ carried from earlier steps (test_onebit.py::test_the_printed_residual_loses_mass
 averaged where the paper sums. CNTK stores weights column-major as outputs x inputs, so its
 column is one input's outgoing weights; here a column is one output's incoming weights, the stretch
 that is contiguous in torch, and a vector is one column (test_a_column_is_one_output_unit).
+
+>>> import gcbench, torch
+>>> method = gcbench.get_compressor("onebit")
+>>> packed = method.compress(torch.tensor([4.0, -1.0, 0.5, -2.5]))
+>>> packed.payload.nbytes
+12
+>>> method.decompress(packed)
+tensor([ 2.2500, -1.7500,  2.2500, -1.7500])
 """
 
 from __future__ import annotations

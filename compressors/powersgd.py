@@ -19,6 +19,15 @@ its Q stays 0 for the rest of the run. Here a column of P that depends on the ot
 a random one, so that P^ is always orthonormal (test_powersgd.py::test_warm_start_survives_zeros).
 And Q is orthonormalized between steps, which keeps its span and bounds the magnitude of P by that
 of the gradient.
+
+>>> import gcbench, torch
+>>> method = gcbench.get_compressor("powersgd", rank=1)
+>>> x = torch.tensor([4.0, -1.0, 0.5, -2.5])
+>>> packed = method.compress(torch.outer(x, x))
+>>> packed.payload.nbytes, torch.outer(x, x).nbytes
+(32, 64)
+>>> torch.allclose(method.decompress(packed), torch.outer(x, x), atol=1e-5)
+True
 """
 
 from __future__ import annotations

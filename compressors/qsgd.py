@@ -15,6 +15,14 @@ bounds Theorem 3.2 and Corollary 3.3; buckets and norm="max", as in all experime
 Differs from the paper: the positions of "omega-sparse" run on across segments, behind the number
 of nonzeros; 2.8 bits at s = sqrt(d) are not reached (test_qsgd.py::test_claimed_*). The
 2-norm of a whole tensor drowns it in noise (test_qsgd.py::test_whole_tensor_*).
+
+>>> import gcbench, torch
+>>> method = gcbench.get_compressor("qsgd", levels=4)
+>>> packed = method.compress(torch.tensor([4.0, -1.0, 0.5, -2.5]))
+>>> packed.payload.nbytes
+20
+>>> method.decompress(packed)
+tensor([ 4., -1.,  1., -2.])
 """
 
 from __future__ import annotations

@@ -16,6 +16,14 @@ Source: Stich et al., NeurIPS 2018, arXiv:1809.07599, definition 2.2 and lemma A
 unscaled, with memory); scaled, from a seed: the subsampling of Konecny et al. 2016,
 arXiv:1610.05492, whose positions differ from worker to worker; here all workers have the same, as
 in Vogels et al., NeurIPS 2019 (test_randomk.py::test_positions_are_shared_and_fresh).
+
+>>> import gcbench, torch
+>>> method = gcbench.get_compressor("randomk", ratio=0.5)
+>>> packed = method.compress(torch.tensor([4.0, -1.0, 0.5, -2.5]))
+>>> packed.context.shared
+tensor([2, 3])
+>>> method.decompress(packed)
+tensor([ 0.,  0.,  1., -5.])
 """
 
 from __future__ import annotations

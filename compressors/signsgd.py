@@ -16,6 +16,14 @@ number of workers so do all others, by the votes that are tied: `ties="coin"` en
 with 4 workers (results/FINDINGS.md). Abstention is theirs without a rule; here a worker sends 0
 where |g| < abstain * rms of its tensor, or g = 0, and the vote is 0, as in a tie, where it is won
 by fewer than min(quorum, M) votes.
+
+>>> import gcbench, torch
+>>> method = gcbench.get_compressor("signsgd")
+>>> packed = method.compress(torch.tensor([4.0, -1.0, 0.5, -2.5]))
+>>> packed.payload.parts[0].tolist()
+[5]
+>>> method.decompress(packed)
+tensor([ 1., -1.,  1., -1.])
 """
 
 from __future__ import annotations

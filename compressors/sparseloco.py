@@ -18,6 +18,14 @@ Source: Sarfi, Therien, Lidin and Belilovsky 2025, arXiv:2508.15706: 1-3 % densi
 error feedback with decay 0.95, 2 bits.
 Their code cuts a matrix into blocks of 64 x 64 where we take 4096 neighbours, and its quantizer
 rounds to bins of the standard deviation and sends a table of their means.
+
+>>> import gcbench, torch
+>>> method = gcbench.get_compressor("sparseloco", chunk=4, topk=3)
+>>> packed = method.compress(torch.tensor([4.0, -1.0, 0.5, -2.5]))
+>>> packed.payload.parts[2]
+tensor([1.0000, 3.2500])
+>>> method.decompress(packed)
+tensor([ 3.2500, -1.0000,  0.0000, -3.2500])
 """
 
 from __future__ import annotations

@@ -13,6 +13,14 @@ Source: Wen et al., NeurIPS 2017, arXiv:1705.07878: eq. (1)-(4); clipping, eq. (
 scale, section 3.3.
 The authors' code takes the scale c max_i sigma_i: `scale="c-sigma"`
 (test_terngrad.py::test_c_sigma_*).
+
+>>> import gcbench, torch
+>>> method = gcbench.get_compressor("terngrad", clip=0)
+>>> packed = method.compress(torch.tensor([4.0, -1.0, 0.5, -2.5]))
+>>> packed.payload.nbytes, packed.context.shared.tolist()
+(8, [4.0])
+>>> method.decompress(packed)
+tensor([4., 0., 4., 0.])
 """
 
 from __future__ import annotations
@@ -28,7 +36,6 @@ from torch import Tensor
 from gcbench import ops
 from gcbench.core.claims import Claims
 from gcbench.core.compressor import Compressor, Context, Layout, Parts, Payload, Prepared, Segments
-from gcbench.core.errors import PayloadError
 
 
 @dataclass(frozen=True)
@@ -72,23 +79,12 @@ class TernGrad(Compressor):
         return [Payload((piece,)) for piece in ops.packing.split_words(payload.parts[0], 2, bounds)]
 
     def decode(self, payload: Payload, ctx: Context) -> Tensor:
-        words = _words([payload])
         scale = ctx.shared if self.share else payload.parts[1]
-        decoded = ops.ternary.mean(words, scale, ctx.segments, out=ctx.out)
+        decoded = ops.ternary.mean(_words([payload]), scale, ctx.segments, out=ctx.out)
         if not self.share:
-            self._check_scales(words, scale, ctx.segments)
+            reached = self.scale == "clipped-max"
+            ops.ternary.check_scales(payload.parts[0], scale, ctx.segments, reached=reached)
         return decoded
-
-    def _check_scales(
-        self, words: list[tuple[Tensor, int]], scale: Tensor, segments: Segments
-    ) -> None:
-        """Raise PayloadError for codes beside a scale of 0, or a scale that no code reaches."""
-        codes = ops.ternary.mean(words, torch.ones_like(scale), segments)
-        found, told = ops.statistics.absmax(codes, segments) > 0, scale >= ops.statistics.TINY
-        if bool((found & ~told).any()):
-            raise PayloadError("codes in a segment whose scale is 0")
-        if self.scale != "c-sigma" and bool((told & ~found).any()):
-            raise PayloadError(f"a scale of {self.scale!r} that no code reaches")
 
     def mean(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
         if not self.share:
@@ -112,6 +108,9 @@ class TernGrad(Compressor):
 
 def _words(payloads: Sequence[Payload]) -> list[tuple[Tensor, int]]:
     return [(payload.parts[0], payload.count) for payload in payloads]
+
+
+# ---- claims --------------------------------------------------------------------------------------
 
 
 class TernGradClaims(Claims[TernGrad], of=TernGrad):

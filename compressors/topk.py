@@ -21,6 +21,14 @@ arXiv:1809.10505, algorithm 1; the bound: Stich et al., NeurIPS 2018, arXiv:1809
 Aji & Heafield estimate one threshold of the model from a sample, so their count varies; here it is
 exact (test_topk.py::test_exactly_k_by_magnitude_then_index), and `granularity="model"` is
 their global choice. Wang et al. 2020 compare without error feedback: `--memory none`.
+
+>>> import gcbench, torch
+>>> method = gcbench.get_compressor("topk", ratio=0.5)
+>>> packed = method.compress(torch.tensor([4.0, -1.0, 0.5, -2.5]))
+>>> packed.payload.nbytes
+12
+>>> method.decompress(packed)
+tensor([ 4.0000,  0.0000,  0.0000, -2.5000])
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ declared layout, and copy it to the caller's buffer unless the method wrote ther
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,7 +52,7 @@ def check(method: Compressor, payload: Payload, segments: Segments) -> None:
     if payload.count < 1:
         raise PayloadError(f"{name_of(method)}: payload of {payload.count} workers")
     declared = layout(method, segments, payload.count)
-    if declared is not None and payload.layout != declared:
+    if declared is not None and not _fits(payload, declared):
         raise PayloadError(
             f"{name_of(method)}: payload {payload.layout} for {segments.numel} elements of "
             f"{payload.count} worker(s): {declared} expected"
@@ -122,21 +122,32 @@ def decode(method: Compressor, payload: Payload, ctx: Context) -> Tensor:
         GcbenchError: the method returned something else than such a tensor.
     """
     check(method, payload, ctx.segments)
-    inner = _with_out(payload, ctx)
-    return _tensor(method, "decode", lambda: method.decode(payload, inner), inner, ctx.out)
+    try:
+        result = method.decode(payload, ctx if ctx.out is not None else _with_out(payload, ctx))
+    except PayloadError as error:
+        raise _named(method, error) from None
+    return _tensor(method, "decode", result, ctx)
 
 
 def decode_sum(method: Compressor, payload: Payload, ctx: Context) -> Tensor:
     """Return the mean from the sum of `payload.count` workers' summands; as `decode`."""
-    inner = _with_out(payload, ctx)
-    return _tensor(method, "decode_sum", lambda: method.decode_sum(payload, inner), inner, ctx.out)
+    inner = ctx if ctx.out is not None else _with_out(payload, ctx)
+    try:
+        result = method.decode_sum(payload, inner)
+    except PayloadError as error:
+        raise _named(method, error) from None
+    return _tensor(method, "decode_sum", result, ctx)
 
 
 def mean(method: Compressor, payloads: Sequence[Payload], ctx: Context) -> Tensor:
     """Return the mean of different workers' payloads, float32, shape (n,); as `decode`."""
     _check_all(method, payloads, ctx)
-    inner = _with_out(payloads[0], ctx)
-    return _tensor(method, "mean", lambda: method.mean(payloads, inner), inner, ctx.out)
+    inner = ctx if ctx.out is not None else _with_out(payloads[0], ctx)
+    try:
+        result = method.mean(payloads, inner)
+    except PayloadError as error:
+        raise _named(method, error) from None
+    return _tensor(method, "mean", result, ctx)
 
 
 def merge(method: Compressor, payloads: Sequence[Payload], ctx: Context) -> Payload:
@@ -149,7 +160,10 @@ def merge(method: Compressor, payloads: Sequence[Payload], ctx: Context) -> Payl
     _check_all(method, payloads, ctx)
     count, device = sum(payload.count for payload in payloads), _device(payloads[0], ctx)
     inner = _with_parts(method, device, ctx, count)
-    made = _named(method, lambda: method.merge(payloads, inner))
+    try:
+        made = method.merge(payloads, inner)
+    except PayloadError as error:
+        raise _named(method, error) from None
     return _payload(method, "merge", made, inner, ctx.parts, count)
 
 
@@ -173,18 +187,17 @@ def _check_all(method: Compressor, payloads: Sequence[Payload], ctx: Context) ->
 
 
 def _with_parts(method: Compressor, device: torch.device, ctx: Context, count: int) -> Context:
-    """Return the context with buffers for the declared parts, if a layout is declared."""
-    declared = layout(method, ctx.segments, count)
-    parts = ctx.parts
-    if parts is None and declared is not None:
+    """Return the context with the declared layout, and with buffers if it has none."""
+    declared, parts = layout(method, ctx.segments, count), ctx.parts
+    if parts is not None:
+        return ctx if ctx.layout is declared else ctx._replace(layout=declared)
+    if declared is not None:
         parts = tuple(torch.empty(n, dtype=dtype, device=device) for dtype, n in declared)
     return ctx._replace(layout=declared, parts=parts)
 
 
 def _with_out(payload: Payload, ctx: Context) -> Context:
     """Return the context with a buffer for the decoded tensor."""
-    if ctx.out is not None:
-        return ctx
     return ctx._replace(out=torch.empty(ctx.segments.numel, device=_device(payload, ctx)))
 
 
@@ -201,9 +214,9 @@ def _payload(
     count: int = 1,
 ) -> Payload:
     """Return the payload that a method returned, copied to `parts` if they are given."""
-    if isinstance(made, Payload):
-        made = made.parts
     tensors = (made,) if isinstance(made, Tensor) else made
+    if isinstance(made, Payload):
+        tensors = made.parts
     if type(tensors) is not tuple or not all(
         isinstance(part, Tensor) and part.ndim == 1 for part in tensors
     ):
@@ -212,7 +225,7 @@ def _payload(
             "tensors, the parts of the payload, is expected"
         )
     payload = Payload(tensors, count)
-    if ctx.layout is not None and payload.layout != ctx.layout:
+    if ctx.layout is not None and not _fits(payload, ctx.layout):
         raise PayloadError(
             f"{method!r}: {function} returned a payload of {payload.layout} for "
             f"{ctx.segments.numel} elements; its layout declares {ctx.layout}"
@@ -225,29 +238,31 @@ def _payload(
     return Payload(parts, count)
 
 
-def _named(method: Compressor, call: Callable[[], Any]) -> Any:
-    """Call a function of the method; its PayloadErrors begin with the method's name."""
-    try:
-        return call()
-    except PayloadError as error:
-        name = name_of(method)
-        if str(error).startswith(f"{name}: "):
-            raise
-        raise PayloadError(f"{name}: {error}") from None
+def _fits(payload: Payload, declared: Layout) -> bool:
+    """Return whether a payload has a layout."""
+    parts = payload.parts
+    if len(parts) != len(declared):
+        return False
+    for part, (dtype, numel) in zip(parts, declared, strict=True):
+        if part.dtype is not dtype or part.numel() != numel:
+            return False
+    return True
 
 
-def _tensor(
-    method: Compressor,
-    function: str,
-    call: Callable[[], Any],
-    ctx: Context,
-    out: Tensor | None,
-) -> Tensor:
-    """Return what a method decoded, copied to `out` if it is given.
+def _named(method: Compressor, error: PayloadError) -> PayloadError:
+    """Return an error that a method raised, with the method's name in front."""
+    name = name_of(method)
+    return error if str(error).startswith(f"{name}: ") else PayloadError(f"{name}: {error}")
+
+
+def _tensor(method: Compressor, function: str, result: Any, ctx: Context) -> Tensor:
+    """Return what a method decoded, copied to `ctx.out` if it is given.
 
     A copy would convert another dtype and repeat a shorter tensor, so both are refused.
     """
-    result = _named(method, call)
+    out = ctx.out
+    if out is not None and result is out:
+        return out
     if (
         not isinstance(result, Tensor)
         or result.dtype != torch.float32
@@ -257,7 +272,8 @@ def _tensor(
             f"{method!r}: {function} returned {_shown(result)}; float32, shape "
             f"({ctx.segments.numel},), is expected"
         )
-    return result if out is None or result is out else out.copy_(result)
+    decoded: Tensor = result if out is None else out.copy_(result)
+    return decoded
 
 
 def _shown(value: Any) -> str:

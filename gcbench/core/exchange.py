@@ -734,13 +734,15 @@ class Exchange:
         payloads are moved to the buffer of this name, one after the other.
         """
         method = lane.compressor
-        slots = self._slots(name, [codec.layout(method, ctx.segments) for ctx in contexts])
-        payloads = []
+        layouts = [codec.layout(method, ctx.segments) for ctx in contexts]
+        slots, payloads = self._slots(name, layouts), []
         for i, (x, ctx, slot) in enumerate(zip(xs, contexts, slots, strict=True)):
             if slot is not None and not slot.nbytes:
                 payloads.append(slot)  # empty, as most shards are if workers outnumber tiles
                 continue
-            there = ctx if slot is None else ctx._replace(parts=slot.parts)
+            there = ctx
+            if slot is not None:
+                there = ctx._replace(parts=slot.parts, layout=layouts[i])
             if residuals is None:
                 payloads.append(codec.encode(method, x, there, copy=settle))
             else:

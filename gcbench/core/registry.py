@@ -356,7 +356,7 @@ def named(kind: str, entries: dict[str, Entry], name: str) -> type[Any]:
 def compressor_class(name: str) -> type[Compressor]:
     """Return the class registered as `name`; UsageError for an unknown name."""
     cls = named("compressor", compressors(), name)
-    if "own_memory" in vars(cls):
+    if vars(cls).get("own_memory") is not None:
         cls.memory = name
     return cls
 

@@ -273,7 +273,8 @@ class CommHook(Hook):
     ) -> Self:
         """Exchange the gradients of `model` from its next backward on. All ranks call it.
 
-        With one rank nothing is sent and nothing changes, but steps are counted.
+        With one rank nothing is sent and nothing changes, but steps are counted; an update rule of
+        the method is applied all the same.
 
         Args:
             model: the wrapped model.
@@ -313,10 +314,11 @@ class CommHook(Hook):
             for name, parameter in model.module.named_parameters()
             if name not in named and name not in getattr(model, "parameters_to_ignore", ())
         ]
-        if self._size > 1:
+        exchanges = self._size > 1 or not self.settings.compressor.rule.plain
+        if exchanges:
             self._begin(model, store)
         model.register_forward_pre_hook(BeforeForward(self))
-        model.register_comm_hook(None, self._hook if self._size > 1 else self._count)
+        model.register_comm_hook(None, self._hook if exchanges else self._count)
         # Copies of the model share this list; `compressed` can be copied and pickled.
         model._comm_hooks[-1] = (compressed, None)
         return self

@@ -189,11 +189,7 @@ def shard_hook(
                 "element. With FSDP each rank gets its shard alone, which is half of a twoshot "
                 "exchange. Take a method that gcbench list compressors shows with twoshot"
             )
-        if not method.rule.plain:
-            raise UsageError(
-                f"the update rule of {method!r} needs the whole mean on every rank, and with FSDP "
-                "each rank sees its shard alone. Use DistributedDataParallel and gcbench.comm_hook"
-            )
+        _check_rule(method)
     carried = chosen.memory(memory, memory_options, methods)
     if carried.joint:
         raise UsageError(
@@ -227,6 +223,15 @@ def shard_hook(
     return ShardHook(settings, Rates(optimizer, scaler))
 
 
+def _check_rule(method: Compressor) -> None:
+    """Refuse a method with an update rule of its own."""
+    if not method.rule.plain:
+        raise UsageError(
+            f"the update rule of {method!r} needs the whole mean on every rank, and with FSDP each "
+            "rank sees its shard alone. Use DistributedDataParallel and gcbench.comm_hook"
+        )
+
+
 def _between(
     name: str | Compressor | None,
     options: Mapping[str, Any] | None,
@@ -254,6 +259,7 @@ def _between(
     methods, collective = chosen.stages(name, options or {}), None
     for method in methods.values():
         collective = check_legal(method, collective)
+        _check_rule(method)
     carried = chosen.memory(memory, memory_options, methods)
     later = {start: method for start, method in methods.items() if start}
     return Between(methods[0], collective or "", carried, later)

@@ -226,6 +226,23 @@ def mean(
     return out
 
 
+def check_scales(words: Tensor, scale: Tensor, segments: Segments, *, reached: bool) -> None:
+    """Check the scales that one worker sent beside its codes, float32, shape (m,).
+
+    `words`: its codes, as `encode` returns them. `reached`: the scale is the largest magnitude,
+    which some code of the segment has.
+
+    Raises:
+        PayloadError: a segment has codes and a scale of 0, or a scale that no code reaches.
+    """
+    codes = mean([(words, 1)], torch.ones_like(scale), segments)
+    used, positive = statistics.absmax(codes, segments) > 0, scale >= TINY
+    if bool((used & ~positive).any()):
+        raise PayloadError("codes in a segment whose scale is 0")
+    if reached and bool((positive & ~used).any()):
+        raise PayloadError("a scale that no code reaches")
+
+
 @operation(_fault)
 def _merge(
     words: Sequence[Tensor],

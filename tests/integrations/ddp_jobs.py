@@ -174,9 +174,12 @@ def hooked(rank: int, hook: Any, *, steps: range = range(STEPS), **options: Any)
 def method(rank: int, size: int, name: str) -> dict[str, Any]:
     """One method, by each of its collectives: on rank 0 against gcbench's own exchange; resumed."""
     found: dict[str, Any] = {}
-    for collective in registry.compressor(name).legal_collectives():
+    made = registry.compressor(name)
+    for collective in made.legal_collectives():
         options = {"collective": collective, "dense_below": 50, "bucket_mb": 0.015}
-        hook = comm_hook(name, **options, check_every=2)
+        if made.rule.needs_warm_up:
+            options["start_step"] = 2
+        hook = comm_hook(name, **options, check_every=2 if made.rule.plain else 0)
         ended = hooked(rank, hook)
         own = ended if rank else alone(hook, model(), size)
         found[collective] = {

@@ -317,6 +317,8 @@ def kinds() -> list[str]:
     found: dict[Any, str] = {}
     for name in registry.compressors():
         method = registry.compressor(name)
+        if not method.rule.plain:
+            continue
         segments = Segments.of([(64,)])
         key = Key(0, 0, 0)
         declared = (

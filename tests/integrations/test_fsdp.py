@@ -29,7 +29,8 @@ from gcbench.integrations.layout import Layout, Parameter
 
 ROOT = Path(__file__).parents[2]
 COLLECTIVES = {n: gcbench.get_compressor(n).legal_collectives() for n in registry.compressors()}
-METHODS = [name for name, legal in COLLECTIVES.items() if "twoshot" in legal]
+RULES = [n for n in COLLECTIVES if not gcbench.get_compressor(n).rule.plain]
+METHODS = [n for n, legal in COLLECTIVES.items() if "twoshot" in legal and n not in RULES]
 GRID = [
     *("hybrid", "silent_replicas"),
     *(name for name in fsdp_jobs.JOBS if name.startswith("two_levels")),
@@ -355,7 +356,7 @@ def test_ranks_that_differ_all_say_in_what():
         assert found["after"]["text"] == found["nan"]["text"], "and it is not gone at the next step"
 
 
-@pytest.mark.parametrize("name", [name for name in COLLECTIVES if name not in METHODS])
+@pytest.mark.parametrize("name", [n for n in COLLECTIVES if n not in (*METHODS, *RULES)])
 def test_methods_that_need_every_element_everywhere_are_refused(name):
     with pytest.raises(UsageError, match=r"its shard alone, which is half of a twoshot exchange"):
         gcbench.shard_hook(name)

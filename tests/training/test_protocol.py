@@ -140,6 +140,10 @@ def test_a_run_is_marked_where_it_leaves_the_rule_that_its_method_declares(name)
     rule = _declared()[name]
     for other in ({"optimizer": "adam"}, {"momentum": 0.7}, {"momentum": 0.7, "nesterov": True}):
         given = {"task": "digits", "compressor": name, **other}
+        if not registry.compressor(name).rule.plain:
+            with pytest.raises(UsageError, match="an update rule of its own"):
+                Config.make(given)
+            continue
         found = update_rule.other(Config.make(given).model_dump(mode="json"))
         apart = {key for key, value in other.items() if key in rule and rule[key] != value}
         assert (set() if found is None else set(found.came)) == apart

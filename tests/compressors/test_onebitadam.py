@@ -1,0 +1,175 @@
+"""1-bit Adam: the codec, the memory at both ends, and the update with a frozen second moment."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from gcbench.compressors.onebitadam import ExchangedMomentum, FrozenAdam
+
+import gcbench
+from gcbench.core import memory
+from gcbench.core.compressor import Context, Segments
+from gcbench.core.errors import UsageError
+from gcbench.core.exchange import Exchange, lane_of
+from gcbench.training.configuration import Config
+
+B1, B2, EPS, LR = 0.9, 0.999, 1e-8, 0.01
+
+
+def gradients(steps: int, workers: int, n: int) -> torch.Tensor:
+    return torch.randn(steps, workers, n, generator=torch.Generator().manual_seed(5))
+
+
+def run(simulated, clock, grads, warm_up, collective="twoshot", code="onebitadam", **fields):
+    """Return the parameters after each step, and the exchange."""
+    steps, workers, n = grads.shape
+    method = gcbench.get_compressor("onebitadam", **fields)
+    carried = memory.of(method)
+    exact = lane_of([(n,)], 0, method, collective, carried, exact=True)
+    lossy = lane_of([(n,)], 0, method, collective, carried, exact=False)
+    if code != "onebitadam":
+        lossy = type(lossy)(
+            gcbench.get_compressor(code), "allreduce", 0, lossy.segments, carried, rule=lossy.rule
+        )
+    made = Exchange(simulated(workers), [exact], 0, clock)
+    clock.start_step()
+    theta, path = torch.zeros(n), []
+    for step in range(steps):
+        if step == warm_up:
+            made.change([lossy])
+        direction = made.mean(list(grads[step]), step, LR)
+        theta = theta.sub(direction, alpha=LR)
+        path.append(theta.clone())
+    return path, made
+
+
+def adam(grads, warm_up, beta2=B2):
+    """torch.optim.Adam written out, whose second moment is frozen after the warm-up."""
+    n = grads.shape[-1]
+    theta, m, v, path = torch.zeros(n), torch.zeros(n), torch.zeros(n), []
+    for t, g in enumerate(grads, 1):
+        m = torch.lerp(m, g, 1 - B1)
+        if t <= warm_up:
+            v = torch.lerp(v, g * g, (1 - beta2) / (1 - beta2**t))  # v / (1 - beta2^t) of torch
+        direction = m / (1 - B1**t) / (v.sqrt() + EPS)
+        theta = theta.sub(direction, alpha=LR)
+        path.append(theta)
+    return path
+
+
+def test_one_worker_without_loss_is_adam_with_a_frozen_second_moment(simulated, clock):
+    """Bit for bit, in the warm-up and after it."""
+    grads = gradients(30, 1, 500)
+    path, _ = run(simulated, clock, grads, 10, code="none")
+    for step, (ours, theirs) in enumerate(zip(path, adam(grads[:, 0], 10), strict=True)):
+        assert torch.equal(ours, theirs), step
+
+
+def test_the_warm_up_is_torchs_adam(simulated, clock):
+    """To rounding: torch's own step divides in another order."""
+    grads = gradients(20, 3, 500)
+    path, _ = run(simulated, clock, grads, 20)
+    theta = torch.nn.Parameter(torch.zeros(500))
+    optimizer = torch.optim.Adam([theta], lr=LR, betas=(B1, B2), eps=EPS)
+    for step in range(20):
+        theta.grad = grads[step].mean(0)
+        optimizer.step()
+        torch.testing.assert_close(path[step], theta.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_exchanged_momentum_by_its_definition(simulated, clock):
+    """The recursions of algorithm 1 in float64, at two workers and by all-gather."""
+    grads, warm_up = gradients(12, 2, 300), 4
+    path, made = run(simulated, clock, grads, warm_up, "allgather")
+    m, v, theta = (torch.zeros(300, dtype=torch.float64) for _ in range(3))
+    errors = torch.zeros(2, 300, dtype=torch.float64)
+    for t, g in enumerate(grads.double(), 1):
+        if t <= warm_up:
+            m = B1 * m + (1 - B1) * g.mean(0)
+            v = B2 * v + (1 - B2) * g.mean(0).square()
+            frozen = v / (1 - B2**t)
+        else:
+            p = B1 * m + (1 - B1) * g + errors
+            c = p.abs().mean(1, keepdim=True) * torch.where(p >= 0, 1.0, -1.0)
+            errors, m = p - c, c.mean(0)
+        theta = theta - LR * m / (1 - B1**t) / (frozen.sqrt() + EPS)
+        assert float((path[t - 1] - theta).abs().max()) < 1e-4, t
+    carried = torch.stack([worker[0]["error"] for worker in made.workers]).double()
+    assert float((carried - errors).abs().max()) < 1e-5
+
+
+def test_both_residuals_telescope(simulated, clock):
+    """What was applied, and what workers and owners carry, add up to what was offered."""
+    grads, warm_up, n = gradients(10, 3, 2100), 2, 2100
+    _, made = run(simulated, clock, grads[:warm_up], warm_up)
+    method = gcbench.get_compressor("onebitadam")
+    made.change([lane_of([(n,)], 0, method, "twoshot", memory.of(method), exact=False)])
+    total = torch.zeros(n, dtype=torch.float64)
+    for step in range(warm_up, 10):
+        before = made.joint[0]["momentum"].double().clone()
+        total += B1 * before + (1 - B1) * grads[step].double().mean(0)
+        made.mean(list(grads[step]), step, LR)
+        total -= made.joint[0]["momentum"].double()
+    carried = torch.stack([worker[0]["error"] for worker in made.workers]).double().mean(0)
+    owners = torch.cat([worker[0]["owner"] for worker in made.workers]).double()
+    assert float(owners.abs().max()) > 0.01
+    assert float((carried + owners - total).abs().max()) < 1e-5
+
+
+def test_residuals_do_not_follow_the_learning_rate(simulated, clock):
+    grads = gradients(6, 2, 300)
+    _, made = run(simulated, clock, grads, 2)
+    before = [worker[0]["error"].clone() for worker in made.workers]
+    made.follow(LR / 10)
+    assert all(torch.equal(a, w[0]["error"]) for a, w in zip(before, made.workers, strict=True))
+
+
+def test_elements_without_gradient_do_not_move(simulated, clock):
+    """Their second moment is 0, and the compressed momentum is not: they would leap."""
+    grads = gradients(12, 2, 300)
+    grads[:, :, 100:] = 0
+    path, made = run(simulated, clock, grads, 4)
+    assert float(made.joint[0]["momentum"][100:].abs().min()) > 0
+    assert not path[-1][100:].any()
+    assert float(path[-1][:100].abs().min()) > 0
+
+
+def test_fields_reach_all_three_parts():
+    method = gcbench.get_compressor("onebitadam", beta1=0.8, beta2=0.9, eps=1e-4)
+    assert method.rule == FrozenAdam(0.8, 0.9, 1e-4)
+    assert method.rule.dense() == FrozenAdam(0.8, 0.9, 1e-4, frozen=False)
+    assert memory.of(method) == ExchangedMomentum(0.8)
+    config = Config.make({"compressor": "onebitadam", "options": {"beta1": 0.8}})
+    assert config.make_memory() == ExchangedMomentum(0.8)
+    assert (config.optimizer, config.momentum, config.start_step) == ("sgd", 0.0, 100)
+
+
+@pytest.mark.parametrize(
+    ("settings", "value"),
+    [
+        ({"start_step": 0}, "start_step"),
+        ({"optimizer": "adam"}, "adam"),
+        ({"momentum": 0.9}, "momentum"),
+        ({"memory": "residual"}, "momentum"),
+    ],
+)
+def test_settings_that_the_update_rule_cannot_work_with_are_refused(settings, value):
+    with pytest.raises(UsageError, match=value):
+        Config.make({"compressor": "onebitadam", **settings})
+    hook = {k: v for k, v in settings.items() if k in ("start_step", "memory")}
+    if hook:
+        with pytest.raises(UsageError, match=value):
+            gcbench.comm_hook("onebitadam", **{"start_step": 10, **hook})
+
+
+def test_the_memory_alone_in_the_warm_up():
+    carried = ExchangedMomentum(0.5).dense()
+    gradient, joint = torch.tensor([2.0, -4.0]), {"momentum": torch.tensor([1.0, 1.0])}
+    ctx = Context(Segments.of([(2,)]), joint=joint)
+    assert carried.offer(gradient, ctx) is gradient
+    assert carried.apply(gradient, ctx) is gradient
+    assert joint["momentum"].tolist() == [1.5, -1.5]
+    assert not carried.feedback
+    assert math.isclose(ExchangedMomentum(0.5).beta1, 0.5)
