@@ -442,8 +442,15 @@ class Exchange:
             if "state" not in joint[number] and method is not None:
                 first = method.initial_state(lane.segments, Key(self.seed, 0, 0))
                 joint[number]["state"] = torch.zeros(first.shape)
+        tensors = {
+            f"{kind} {number} {name}": keep(value.cpu())
+            for kind, lanes in (("memory", memory), ("joint", joint))
+            for number, own in enumerate(lanes)
+            for name, value in own.items()
+        }
         return sealed.seal(
             {
+                **({"tensors": tensors} if tensors else {}),  # empty dicts are lost in a DCP file
                 "rank": rank,
                 "world_size": self.world.size,
                 "places": [[lane.start, lane.segments.numel] for lane in self.lanes],
@@ -452,8 +459,6 @@ class Exchange:
                 "begun": ["state" in own for own in self.joint],
                 "traffic": list(astuple(traffic)),
                 "agreement": list(astuple(self.agreement)),
-                "memory": keep([{k: v.cpu() for k, v in own.items()} for own in memory]),
-                "joint": keep([{k: v.cpu() for k, v in own.items()} for own in joint]),
             }
         )
 
@@ -514,8 +519,7 @@ class Exchange:
             UsageError: one is missing, unknown, of another shape or dtype, or not finite.
         """
         count, rank = len(self.lanes), self.world.ranks[worker]
-        memory = sealed.sequence("memory", sealed.entry(saved, "memory"), count)
-        joint = sealed.sequence("joint", sealed.entry(saved, "joint"), count)
+        memory, joint = by_lane(saved, count)
         begun = sealed.sequence("begun", sealed.entry(saved, "begun"), count)
         found: tuple[list[State], list[State]] = ([], [])
         for number, lane in enumerate(self.lanes):
@@ -530,7 +534,7 @@ class Exchange:
                 first = lane.compressor.initial_state(lane.segments, Key(self.seed, 0, 0))
                 may["state"] = tuple(first.shape)
             given = joint[number]
-            if not begun[number] and isinstance(given, Mapping):
+            if not begun[number]:
                 given = {name: value for name, value in given.items() if name != "state"}
             must = {*shapes, *(["state"] if begun[number] else [])}
             found[1].append(_checked(f"lane {number}", given, must, may))
@@ -985,15 +989,35 @@ class Exchange:
         ]
 
 
+def by_lane(saved: Mapping[str, Any], lanes: int) -> tuple[list[State], list[State]]:
+    """Return the tensors of a worker, and the joint ones, of each lane of a saved state.
+
+    Raises:
+        UsageError: one has a name that no lane has.
+    """
+    found: dict[str, list[State]] = {
+        kind: [{} for _ in range(lanes)] for kind in ("memory", "joint")
+    }
+    tensors = saved.get("tensors", {})
+    if not isinstance(tensors, Mapping):
+        raise sealed.malformed(f"tensors={tensors!r:.40}: a mapping by name is expected")
+    for key, value in tensors.items():
+        kind, _, rest = str(key).partition(" ")
+        number, _, name = rest.partition(" ")
+        if kind not in found or not number.isdecimal() or int(number) >= lanes:
+            raise sealed.malformed(f"a tensor has the name {key!r}, which no lane has")
+        found[kind][int(number)][name] = value
+    return found["memory"], found["joint"]
+
+
 def _checked(where: str, given: Any, must: set[str], may: Mapping[str, Sequence[int]]) -> State:
     """Return the tensors of a lane by name: all of `must`, and of `may` with these shapes.
 
     Raises:
         UsageError: one is missing, unknown, or malformed.
     """
-    if not isinstance(given, Mapping) or not must <= {*given} <= {*may}:
-        names = sorted(map(str, given)) if isinstance(given, Mapping) else repr(given)
-        raise sealed.malformed(f"{where} has {names}: {sorted(must)} are expected")
+    if not must <= {*given} <= {*may}:
+        raise sealed.malformed(f"{where} has {sorted(given)}: {sorted(must)} are expected")
     return {
         name: sealed.floats(f"{name} of {where}", value, may[name]) for name, value in given.items()
     }

@@ -37,6 +37,7 @@ from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import Exchange, Lane, check_legal, classifier, dense_tensors, lane_of
 from gcbench.core.memory import Memory
+from gcbench.core.resize import redistributed
 from gcbench.core.world import Traffic
 from gcbench.integrations import agreement, arguments, check, chosen, handshake
 from gcbench.integrations import plan as plans
@@ -52,6 +53,7 @@ from gcbench.integrations.hook import (
     HookWorld,
     RankState,
     compressed,
+    key_of,
     traffic_of,
 )
 from gcbench.integrations.plan import Placed, Plan
@@ -64,8 +66,6 @@ CLOSING = 5.0
 """The most seconds that `close` waits for a collective that is under way."""
 RECORDS = 10_000
 """The most comparisons that `CommHook.records` has; older ones are dropped."""
-LOOK_EVERY = 10
-"""Steps between two looks at how large residuals are, besides those at which a rate changed."""
 CLOSED = (
     "the hook of this model was closed. Wrap the module in a new DistributedDataParallel, and "
     "register a new hook, to train on"
@@ -166,7 +166,7 @@ def comm_hook(
             methods that contract, no limit for others. It also names those whose cosine is 0 or
             less (of votes -0.5 or less).
         on_check: a function that gets the comparisons of a step, in the thread that exchanges. It
-            must not call the hook or the model, which wait for that thread.
+            must not call `state_dict`, `load_state_dict` or `close`, which wait for that thread.
         seed: of random numbers; models trained at the same time should have different ones.
         bucket_mb: tensors of together about this many MiB in fp32 are exchanged together.
         timeout: seconds that a rank waits for the others in a collective.
@@ -238,6 +238,7 @@ class CommHook(Hook):
 
     CALL = "gcbench.comm_hook"
     FORMAT = 2
+    RESIZE = 'on_resize="redistribute"'
 
     def __init__(self, settings: Settings, rates: Rates) -> None:
         super().__init__(settings, rates)
@@ -574,12 +575,25 @@ class CommHook(Hook):
 
     def _adopt(self, state: Mapping[str, Any]) -> None:
         """Carry on from a state, whose every entry is checked before anything changes."""
-        entry = self._entry(state, self._world.ranks[0], self._size)
+        rank, size = self._world.ranks[0], self._size
+        resized = self.settings.on_resize == "redistribute" and key_of(rank, size) not in state
+        entries = self._entries(state) if resized else [self._entry(state, rank, size)]
+        entry = entries[min(rank, len(entries) - 1)]
         step = sealed.integer("step", sealed.entry(entry, "step"), 0, sealed.STEPS)
         checked = traffic_of("checked", sealed.entry(entry, "checked"))
-        if self._size > 1:
+        if resized and size == 1:
+            raise UsageError(
+                "one rank carries no residuals, so those of the state would be lost. Register a "
+                "hook without a state to train on without them"
+            )
+        if size > 1:
             made = self._made(step)
-            made.load_state_dict(sealed.entry(entry, "exchange"))
+            saved = [sealed.entry(each, "exchange") for each in entries]
+            if resized and None not in saved:
+                memory = self.settings.memory
+                saved = [redistributed(saved, made, (*memory.residuals, *memory.dense().residuals))]
+            if saved[0] is not None or not resized:  # one rank carried nothing
+                made.load_state_dict(saved[0])
             self._exchange = made
         self._step, self._checked_bytes = step, checked
 
@@ -733,10 +747,9 @@ class CommHook(Hook):
         names = [placed.name for placed in plan.tensors]
         rates = self._rates.of(names)
         self._shared: Common = self._common(self._step, names, rates)
-        before = [list(lane) for lane in exchange.rates], exchange.scale
-        exchange.follow(self._by_lane(rates), self._rates.scale)
-        changed = before != (exchange.rates, exchange.scale)
-        self._looks = not self._warned and (changed or self._step % LOOK_EVERY == 0)
+        scale = self._rates.scale
+        exchange.follow(self._by_lane(rates), scale)
+        self._looks = self._watch.due(self._step, dict(zip(names, rates, strict=True)), scale)
 
     def _by_lane(self, rates: Sequence[float | None]) -> list[list[float | None]]:
         """Return the rates of all tensors, lane by lane."""
@@ -819,7 +832,7 @@ class CommHook(Hook):
             views = plans.carried(self._exchange, self._plan_made, placed)
             gradient = float(placed.of(self._flat).double().norm())
             for name in lane.memory.residuals:
-                self._warn_large(placed.name, float(views[name].double().norm()), gradient)
+                self._watch.look(placed.name, float(views[name].double().norm()), gradient)
 
     def _compare(self, tensors: Sequence[Placed], plain: Tensor, bits: float) -> None:
         """Compare the means of a lane's tensors with the lane's plain mean, 1-D."""

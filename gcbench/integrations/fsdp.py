@@ -58,9 +58,8 @@ from gcbench.integrations.hook import (
 from gcbench.integrations.layout import Layout, Parameter
 from gcbench.integrations.rates import Rates
 from gcbench.integrations.sharded import Sharded
+from gcbench.integrations.watch import Watch
 
-LOOK_EVERY = 10
-"""Exchanges between two looks at how large residuals are, besides those with another rate."""
 SHARDS = "shard of each module, which replicas have in common"
 """By what name replicas tell each other which shards they hold."""
 
@@ -97,7 +96,6 @@ class Settings:
     later: Stages = field(default_factory=dict)
     """The compressors that hold from later exchanges on."""
     on_nonfinite: str = "stop"
-    on_resize: str = "refuse"
 
     @property
     def methods(self) -> Stages:
@@ -164,8 +162,8 @@ def shard_hook(
             were before this backward pass, and the module's gradients are NaN on every rank, as
             are those of the modules after it, so that the optimizer's step can be skipped on all
             ranks. Default: "skip" with a scaler, else "stop".
-        on_resize: "redistribute": a state that was saved with another number of ranks is accepted;
-            the sum of all residuals is kept. "refuse" (default): it is refused.
+        on_resize: "refuse": a state that was saved with another number of ranks is refused. Only
+            `comm_hook` can redistribute one.
         options: fields of the compressor, each a value or a schedule by step: "0:0.25/100:0.01" or
             {0: 0.25, 100: 0.01}.
 
@@ -204,6 +202,12 @@ def shard_hook(
         )
     if on_nonfinite is None:
         on_nonfinite = "stop" if scaler is None else "skip"
+    if arguments.choice("on_resize", on_resize, RESIZE) != "refuse":
+        raise UsageError(
+            f"on_resize={on_resize!r}: with FSDP other ranks cut parameters in other places, and "
+            'residuals are not redistributed. "refuse" is allowed: go on with as many ranks as '
+            "before, or register a hook without a state"
+        )
     settings = Settings(
         methods[0],
         carried,
@@ -213,7 +217,6 @@ def shard_hook(
         second,
         {start: method for start, method in methods.items() if start},
         arguments.choice("on_nonfinite", on_nonfinite, NONFINITE),
-        arguments.choice("on_resize", on_resize, RESIZE),
     )
     return ShardHook(settings, Rates(optimizer, scaler))
 
@@ -639,6 +642,7 @@ class _Level:
         """
         self.world, self.lanes, self.stages, self.names = world, lanes, stages, names
         self._words, self._owns_shards, self._buffers = (seed, clock), owns_shards, buffers
+        self.watch = Watch()
         self.exchange = self.made(0)
 
     def made(self, step: int) -> Exchange:
@@ -941,10 +945,14 @@ class _Module:
             hook._undo.append(level.undo())
         if self.step in level.stages and self.step:
             exchange.change(level.lanes(self.step))
-        before = [list(lane) for lane in exchange.rates], exchange.scale
-        exchange.follow(level.rates(hook._rates), hook._rates.scale)
-        changed = before != (exchange.rates, exchange.scale)
-        if not hook._warned and (changed or self.step % LOOK_EVERY == 0):
+        rates, scale = level.rates(hook._rates), hook._rates.scale
+        exchange.follow(rates, scale)
+        by_name = {
+            name: rate
+            for lane, own in zip(level.names, rates, strict=True)
+            for (name, _), rate in zip(lane, own, strict=True)
+        }
+        if level.watch.due(self.step, by_name, scale) and not hook._watch.warned:
             self._look(level, gradients)
         return exchange
 
@@ -961,7 +969,8 @@ class _Module:
                     squares[parameter] = squares[parameter] + both if parameter in squares else both
         for parameter, both in squares.items():
             residual, gradient = both.sqrt().tolist()
-            self.hook._warn_large(parameter, residual, gradient)
+            level.watch.look(parameter, residual, gradient)
+        self.hook._watch.warned |= level.watch.warned
 
     def _check_finite(self, gradients: Sequence[Tensor], ranks: Sequence[int]) -> None:
         """Raise DivergedError, with a parameter's name, if a gradient is not finite.

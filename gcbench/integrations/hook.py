@@ -22,13 +22,12 @@ from gcbench.core.world import DistributedWorld, Traffic
 from gcbench.integrations import chosen
 from gcbench.integrations.agreement import Common
 from gcbench.integrations.rates import Rates
+from gcbench.integrations.watch import Watch
 
 NONFINITE = ("stop", "skip")
 """What may happen at a gradient that is not finite."""
 RESIZE = ("refuse", "redistribute")
 """What may happen to a state of another number of ranks."""
-LARGE = 10.0
-"""A residual whose norm is this many times its gradient's is warned about."""
 
 
 class UnknownAttributeError(UsageError, AttributeError):
@@ -39,7 +38,7 @@ class RankState(dict[str, Any]):
     """A hook's state, by the rank that it is of; it reads like that rank's entry.
 
     `torch.distributed.checkpoint` takes values with the same key on several ranks for copies of one
-    another, so each rank's values have keys of their own. Saved as an OrderedDict, which `torch.load`
+    another, so each rank has keys of its own. It is saved as an OrderedDict, which `torch.load`
     takes with `weights_only=True`.
     """
 
@@ -160,6 +159,8 @@ class Hook:
     """How the user makes one."""
     FORMAT = 0
     """Version of the states."""
+    RESIZE = ""
+    """The argument that lets a state of another number of ranks be loaded; "": there is none."""
 
     def __init__(self, settings: Any, rates: Rates) -> None:
         self._settings, self._rates = settings, rates
@@ -170,7 +171,7 @@ class Hook:
         self._failed: BaseException | None = None
         self._told: dict[str, Any] = {}
         self._size = 0
-        self._warned: set[str] = set()
+        self._watch = Watch()
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self._checked_bytes = Traffic()
 
@@ -279,20 +280,6 @@ class Hook:
         values["loss scale"] = self._rates.scale
         return Common.of(values)
 
-    def _warn_large(self, name: str, residual: float, gradient: float) -> None:
-        """Warn, once for each hook, that a residual is far larger than the gradient."""
-        if self._warned or not residual > LARGE * gradient:
-            return
-        self._warned.add(name)
-        warnings.warn(
-            f"the residual of {name} has the norm {residual:.3g}, more than {LARGE:g} times the "
-            f"{gradient:.3g} of its gradient. Did the learning rate fall by much, or is hook.lr "
-            "set to a rate that the optimizer does not apply? Give optimizer= in place of hook.lr; "
-            "if the rate falls to 0 by design, bound the residual: "
-            'memory="residual", memory_options={"decay": 0.9}, or send more elements',
-            stacklevel=2,
-        )
-
     # -- failures ----------------------------------------------------------------------------------
 
     def raise_failure(self) -> None:
@@ -352,12 +339,16 @@ class Hook:
         """
         entry = state.get(key_of(rank, size))
         if entry is None:
+            way = f" give {self.CALL}(..., {self.RESIZE}) and" if self.RESIZE else ""
             raise UsageError(
                 f"the state is that of {', '.join(map(str, state))}, and this is rank {rank} of "
                 f"{size}: every rank saves and loads its own. To go on with another number of "
-                'ranks give on_resize="redistribute" and the entries of all ranks of the job '
-                "that saved them, in one dict; or register a hook without a state, and residuals "
-                "are lost"
+                f"ranks{way or ' register a hook without a state: residuals are then lost'}"
+                + (
+                    " load the entries of all ranks of the job that saved them, in one dict"
+                    if way
+                    else ""
+                )
             )
         place = sealed.entry(entry, "rank"), sealed.entry(entry, "world_size")
         if place != (rank, size):
@@ -365,9 +356,35 @@ class Hook:
                 f"the state is that of rank {place[0]} of {place[1]}, and this is rank {rank} of "
                 f"{size}: every rank saves and loads its own"
             )
+        self._check_entry(entry)
+        return entry  # type: ignore[no-any-return]
+
+    def _check_entry(self, entry: Mapping[str, Any]) -> None:
+        """Raise UsageError if an entry was saved with other settings, or changed after that."""
         chosen.check_told(sealed.entry(entry, "told"), self._told)
         sealed.check_seal(entry)
-        return entry  # type: ignore[no-any-return]
+
+    def _entries(self, state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Return the checked entries of all ranks of the job that saved a state, by rank.
+
+        Raises:
+            UsageError: the entry of a rank is missing, or is of another configuration.
+        """
+        sizes = {sealed.entry(entry, "world_size") for entry in state.values()}
+        before = max((size for size in sizes if isinstance(size, int)), default=0)
+        missing = [r for r in range(before) if key_of(r, before) not in state]
+        if len(sizes) != 1 or missing:
+            raise UsageError(
+                f"the state has {', '.join(map(repr, state))}: to redistribute it, the entries of "
+                "all ranks of one job are expected, in one dict: {**state_0, **state_1, ...}"
+            )
+        entries = [state[key_of(rank, before)] for rank in range(before)]
+        for entry in entries:
+            self._check_entry(entry)
+        steps = [sealed.entry(entry, "step") for entry in entries]
+        if len(set(steps)) > 1:
+            raise UsageError(f"the ranks' states are of steps {steps}: one step is expected")
+        return entries
 
 
 def traffic_of(name: str, value: Any) -> Traffic:

@@ -21,7 +21,7 @@ from commands import ROOT, files_of_at_most, gcbench, invoke
 from gcbench import get_compressor
 from gcbench.core import registry
 from gcbench.core.compressor import Compressor
-from gcbench.integrations.chosen import compressor
+from gcbench.integrations.chosen import stages
 from gcbench.studies import conformance
 from gcbench.training.store import METRIC_COLUMNS, Run
 
@@ -598,7 +598,7 @@ def test_a_compressor_may_be_a_file(mine, tmp_path):
     from gcbench.studies import methods
 
     assert repr(methods.parse(f"{mine}:most=1.0")) == "Halves(most=1.0)"
-    for made in (get_compressor(str(mine), most=1.0), compressor(str(mine), {"most": 1.0})):
+    for made in (get_compressor(str(mine), most=1.0), stages(str(mine), {"most": 1.0})[0]):
         assert repr(made) == "Halves(most=1.0)"
 
 

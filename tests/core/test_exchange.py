@@ -435,3 +435,66 @@ def test_where_the_owner_loses_nothing_shards_are_the_two_shot_mean(simulated, c
     clock.end_step()
     assert half.world.traffic[0].payload_up == world.traffic[0].payload_up
     assert half.world.traffic[0].wire < world.traffic[0].wire, "nothing travels down"
+
+
+def carrying(simulated, clock):
+    """An exchange of two workers, 2048 elements in two shards, with residuals on both levels."""
+    lane = Lane(
+        *(gcbench.get_compressor("onebit"), "twoshot", 0, Segments.of([(1500,), (548,)])),
+        memory.Residual(),
+    )
+    made = Exchange(simulated(2), [lane], 0, clock)
+    made.divide([[slice(0, 1500), slice(1500, 2048)]])
+    for step in range(2):
+        made.follow([[1.0, 1.0]], 4.0)
+        made.mean([torch.randn(2048) for _ in range(2)], step, 1.0)
+    return made
+
+
+def test_each_part_follows_its_own_rate_and_the_scale(simulated, clock):
+    """Rates 1 -> 0.5 and 0.25, None and 0 as they are; the scale 4 -> 8 doubles everything."""
+    made = carrying(simulated, clock)
+    for rates, scale, factors in (
+        ([[0.5, 0.25]], 4.0, (2.0, 4.0)),
+        ([[None, 0.0]], 8.0, (2.0, 2.0)),
+        ([[0.5, 0.5]], None, (1.0, 0.5)),
+    ):
+        whole = torch.cat([torch.full((1500,), factors[0]), torch.full((548,), factors[1])])
+        before = [{k: v.clone() for k, v in own[0].items()} for own in made.workers]
+        made.follow(rates, scale)
+        for rank, (old, own) in enumerate(zip(before, made.workers, strict=True)):
+            assert torch.equal(own[0]["residual"], old["residual"] * whole)
+            shard = whole[1024 * rank : 1024 * (rank + 1)]
+            assert torch.equal(own[0]["owner"], old["owner"] * shard)
+    assert made.lr == 0.5
+    made.assume([[0.125, None]])
+    assert made.rates == [[0.125, 0.5]]
+
+
+WRONG_STATES = {
+    "rank": lambda state: {**state, "rank": 1},
+    "world size": lambda state: {**state, "world_size": 3},
+    "place": lambda state: {**state, "places": [[0, 2049]]},
+    "rate": lambda state: {**state, "rates": [[1.0, float("nan")]]},
+    "scale": lambda state: {**state, "scale": 0.0},
+    "traffic": lambda state: {**state, "traffic": [1.0, 2.0]},
+    "name": lambda state: {**state, "tensors": {**state["tensors"], "memory 7 residual": 0}},
+    "other": lambda state: {**state, "tensors": {**state["tensors"], "memory 0 x": torch.ones(1)}},
+    "no tensors": lambda state: {k: v for k, v in state.items() if k != "tensors"},
+    "flipped": lambda state: {
+        **state,
+        "tensors": {k: v + 1 if "owner" in k else v for k, v in state["tensors"].items()},
+    },
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_STATES)
+def test_a_state_comes_back_to_the_bit_or_is_refused(simulated, clock, wrong):
+    made, again = carrying(simulated, clock), carrying(simulated, clock)
+    state = made.state_dict(0)
+    before = again.state_dict(0)
+    with pytest.raises(UsageError, match="the saved state does not fit"):
+        again.load_state_dict(WRONG_STATES[wrong](state), 0)
+    assert again.state_dict(0)["digest"] == before["digest"], "nothing was changed"
+    again.load_state_dict(state, 0)
+    assert again.state_dict(0)["digest"] == state["digest"] != before["digest"]

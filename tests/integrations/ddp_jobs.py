@@ -5,8 +5,12 @@ One start of the processes does many jobs, each of which returns what a test loo
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import gc
 import io
+import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -15,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from jobs import digest
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -24,7 +29,6 @@ import gcbench
 from gcbench.core import registry, sealed
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import Compressor, Payload
-from gcbench.core.errors import GcbenchError
 from gcbench.core.exchange import Exchange
 from gcbench.core.world import Link, SimulatedWorld
 from gcbench.integrations import chosen
@@ -141,7 +145,7 @@ def alone(
     exchange = Exchange(world, settings.lanes(plan, 0), settings.seed, Clock(torch.device("cpu")))
     optimizer = sgd(net)
     for step in range(steps):
-        if step == settings.start_step and step:
+        if step in (settings.start_step, *settings.later) and step:
             exchange.change(settings.lanes(plan, step))
         buckets = []
         for rank in range(size):
@@ -497,7 +501,7 @@ def closed(rank: int, size: int) -> dict[str, Any]:
     file.seek(0)
     after = torch.load(file, weights_only=True)
     (after,) = after.values()
-    tensors = [state["exchange"]["memory"][0]["residual"] for state in (before, after)]
+    tensors = [state["exchange"]["tensors"]["memory 0 residual"] for state in (before, after)]
     return {
         "step": after["step"],
         "keys": next(iter(before.values())).keys() == after.keys(),
@@ -543,7 +547,7 @@ def refused(call: Callable[[], object]) -> dict[str, Any]:
     began = time.perf_counter()
     try:
         call()
-    except (GcbenchError, RuntimeError) as error:
+    except Exception as error:
         kind, text = type(error).__name__, str(error)
     else:
         kind, text = "", ""
@@ -780,4 +784,458 @@ def checks(rank: int, size: int) -> dict[str, Any]:
             "up": up(hook),
             "agreed": hook.agreement.payload_up,
         }
+    return found
+
+
+# ---- nothing goes wrong silently -----------------------------------------------------------------
+
+
+def offered(hook: Any) -> list[dict[str, Tensor]]:
+    """Return a list that gets, at each step, the residuals just before they are exchanged."""
+    seen: list[dict[str, Tensor]] = []
+    exchange = hook._exchange_lane
+
+    def looked(number: int) -> None:
+        if number == 0:
+            seen.append({})
+        own = residuals(hook)
+        lane = {placed.name for placed in hook._plan_made.lanes[number]}
+        seen[-1] |= {name: value for name, value in own.items() if name in lane}
+        exchange(number)
+
+    hook._exchange_lane = looked
+    return seen
+
+
+def residuals(hook: Any) -> dict[str, Tensor]:
+    exchange, plan = hook._exchange, hook._plan_made
+    carried = {placed.name: plans.carried(exchange, plan, placed) for placed in plan.tensors}
+    return {name: own["residual"].clone() for name, own in carried.items() if "residual" in own}
+
+
+def times(after: dict[str, Tensor], before: dict[str, Tensor], factor: float) -> bool:
+    return all(torch.equal(after[name], before[name] * factor) for name in before)
+
+
+@job
+def rates(rank: int, size: int) -> dict[str, Any]:
+    """Follow a rate that is set late, read from an optimizer, of groups, or not known in time."""
+    found: dict[str, Any] = {}
+
+    def rate(step: int) -> float:
+        return 2.0**-step
+
+    hook = comm_hook("onebit", **METHOD)
+    ddp = wrapped(model())
+    hook.register(ddp)
+    optimizer = sgd(ddp)
+    for step in range(STEPS):
+        train(ddp, optimizer, range(step, step + 1), rank)
+        hook.lr = rate(step)
+    own = alone(hook, model(), size, lrs=lambda step: rate(max(0, step - 1)))
+    found["set after backward"] = torch.equal(flat(ddp), own)
+    hook.close()
+
+    ends = []
+    for follows in (True, False):
+        ddp = wrapped(model())
+        optimizer = sgd(ddp)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+        hook = comm_hook("onebit", **METHOD, **({"optimizer": optimizer} if follows else {}))
+        hook.register(ddp)
+        for step in range(STEPS):
+            if not follows:
+                hook.lr = optimizer.param_groups[0]["lr"]
+            train(ddp, optimizer, range(step, step + 1), rank)
+            schedule.step()
+        ends.append(flat(ddp))
+        if follows:
+            found["set beside"] = refused(lambda hook=hook: setattr(hook, "lr", 0.1))
+        hook.close()
+    found["optimizer"] = torch.equal(*ends)
+
+    ddp = wrapped(model())
+    named = dict(ddp.module.named_parameters())
+    last = [p for name, p in named.items() if name.startswith("last")]
+    rest = [p for name, p in named.items() if not name.startswith("last")]
+    optimizer = torch.optim.SGD([{"params": rest}, {"params": last}], lr=1.0)
+    hook = comm_hook("onebit", bucket_mb=0.015).register(ddp, optimizer=optimizer)
+    seen = offered(hook)
+    x, y = batch(0, rank)
+    for now in ((1e-3, 1e-3), (5e-4, 1e-3), (0.0, 4e-3)):
+        kept = residuals(hook)
+        cross_entropy(ddp(x), y).backward()
+        # The rates are set after backward, as by hand: what was read before it is not what holds.
+        for group, lr in zip(optimizer.param_groups, now, strict=True):
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+        found[f"groups {now}"] = times(seen[-1], kept, 1.0)
+    kept = residuals(hook)
+    for group, lr in zip(optimizer.param_groups, (2.5e-4, 1e-3), strict=True):
+        group["lr"] = lr
+    cross_entropy(ddp(x), y).backward()
+    rest_kept = {k: v for k, v in kept.items() if not k.startswith("last")}
+    last_kept = {k: v for k, v in kept.items() if k.startswith("last")}
+    found["each group its own"] = times(seen[-1], rest_kept, 2.0)
+    found["each group its own"] &= times(seen[-1], last_kept, 4.0)
+    found["carried"] = all(bool(v.any()) for v in kept.values())
+    hook.close()
+
+    hook = comm_hook("onebit", **METHOD)
+    ddp = wrapped(model())
+    hook.register(ddp)
+    hook.lr = 0.1 * (1 + rank)
+    began = time.perf_counter()
+    found["ranks differ, backward"] = refused(lambda: ddp(x).sum().backward())
+    found["ranks differ"] = refused(lambda: ddp(x))
+    found["ranks differ"]["seconds"] = time.perf_counter() - began
+    hook.close()
+    other = torch.optim.SGD(model().parameters(), lr=0.1)
+    found["another model's"] = refused(lambda: register(comm_hook("onebit", optimizer=other)))
+
+    found["warnings"] = []
+    for name, rates_of in (("topk", [1.0] * 60), ("onebit", [1.0] * 12 + [1e-3] * 3)):
+        ddp = wrapped(model())
+        hook = comm_hook(name).register(ddp)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for step, lr in enumerate(rates_of):
+                hook.lr = lr
+                train(ddp, torch.optim.SGD(ddp.parameters(), 0.01), range(step, step + 1), rank)
+        found["warnings"].append([str(w.message) for w in said if "residual" in str(w.message)])
+        hook.close()
+    return found
+
+
+class Scaled(nn.Module):
+    """A linear layer whose output overflows on one rank at one step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def scaled(ddp: nn.Module, rank: int, steps: int, hook: Any = None) -> dict[str, Any]:
+    """Train with a GradScaler, whose scale grows at every second step and overflows on rank 1."""
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    if hook is not None:
+        hook.register(ddp, optimizer=optimizer, scaler=scaler)
+    scales, kept, seen = [], [], offered(hook) if hook is not None else []
+    for step in range(8):
+        optimizer.zero_grad()
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = ddp(x).square().mean() * (1e38 if rank == 1 and step == 4 else 1)
+        before = residuals(hook) if hook is not None else {}
+        scaler.scale(loss).backward()
+        kept.append((before, residuals(hook) if hook is not None else {}))
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    finite = bool(flat(ddp).isfinite().all())
+    return {"scales": scales, "finite": finite, "kept": kept, "seen": seen, "end": flat(ddp)}
+
+
+@job
+def nonfinite(rank: int, size: int) -> dict[str, Any]:
+    """One rank's gradient is not finite: all stop at once, or all skip as plain DDP does."""
+    found: dict[str, Any] = {}
+    for when in ("stop", "skip"):
+        hook = comm_hook("onebit", bucket_mb=0.001, on_nonfinite=when)
+        ddp = wrapped(model())
+        hook.register(ddp)
+        train(ddp, sgd(ddp), range(2), rank)
+        x, y = batch(2, rank)
+        before, bytes_before = residuals(hook), up(hook)
+        if rank == 1:
+            ddp.module.conv.weight.register_hook(lambda g: g * torch.nan)
+        loss = cross_entropy(ddp(x), y)
+        ddp.zero_grad()
+        found[when] = refused(loss.backward)
+        found[f"{when}, forward"] = refused(lambda ddp=ddp, x=x: ddp(x))
+        if when == "skip":
+            found["all are nan"] = all(bool(p.grad.isnan().all()) for p in ddp.parameters())
+            found["untouched"] = times(residuals(hook), before, 1.0) and up(hook) == bytes_before
+            found["counted"] = [hook.step, hook.skipped]
+        hook.close()
+
+    plain = scaled(DDP(Scaled()), rank, 8)
+    none = scaled(DDP(Scaled()), rank, 8, comm_hook("none", on_nonfinite="skip"))
+    hook = comm_hook("onebit", bucket_mb=0.0, on_nonfinite="skip")
+    ours = scaled(DDP(Scaled()), rank, 8, hook)
+    found["scales"] = [each["scales"] for each in (plain, none, ours)]
+    found["finite"] = [each["finite"] for each in (plain, none, ours)]
+    found["none"] = float((plain["end"] - none["end"]).abs().max())
+    found["skipped, untouched"] = times(ours["kept"][4][1], ours["kept"][3][1], 1.0) or times(
+        ours["kept"][4][1], ours["kept"][3][1], 2.0
+    )
+    # seen has no entry for the skipped step 4: the residuals of step 3, at half the scale there.
+    follows = []
+    factors = {1: 1.0, 2: 2.0, 3: 1.0}
+    for step, factor in factors.items():
+        follows.append(times(ours["seen"][step], ours["kept"][step - 1][1], factor))
+    found["follows"] = follows
+    hook.close()
+
+    half = nn.Linear(300, 300, bias=False).half()
+    ddp = DDP(half)
+    hook = comm_hook("randomk", ratio=0.01).register(ddp)
+    x = torch.full((1, 300), 3000.0).half()
+    found["overflow"] = refused(ddp(x).sum().backward)
+    found["overflow, forward"] = refused(lambda: ddp(x))
+    hook.close()
+    return found
+
+
+@job
+def states(rank: int, size: int) -> dict[str, Any]:
+    """Load states after `register`; refuse each kind of bad one, and go on unchanged."""
+    found: dict[str, Any] = {"refused": {}}
+    hook = comm_hook("onebit", **METHOD)
+    whole = hooked(rank, hook)
+    hook.close()
+
+    ddp = wrapped(model())
+    hook = comm_hook("onebit", **METHOD).register(ddp)
+    optimizer = sgd(ddp)
+    train(ddp, optimizer, range(3), rank)
+    state = hook.state_dict()
+    kept = copy.deepcopy((ddp.module.state_dict(), optimizer.state_dict()))
+    train(ddp, optimizer, range(3, 4), rank)  # away from the state
+    ((key, entry),) = state.items()
+
+    def bad(**values: Any) -> dict[str, Any]:
+        return changed(state, exchange=sealed.seal({**entry["exchange"], **values}))
+
+    tensors = entry["exchange"]["tensors"]
+
+    def first(value: Tensor) -> dict[str, Tensor]:
+        return {**tensors, "memory 0 residual": value}
+
+    own = tensors["memory 0 residual"]
+    nan, flipped = own.clone(), own.clone()
+    nan[3] = torch.nan
+    flipped[3] += 1
+    before = residuals(hook)
+    unsealed = {key: {**entry, "exchange": {**entry["exchange"], "tensors": first(flipped)}}}
+    for name, wrong in {
+        "shape": bad(tensors=first(own[:1].clone())),
+        "dtype": bad(tensors=first(own.to(torch.int8))),
+        "nan": bad(tensors=first(nan)),
+        "missing": bad(tensors={k: v for k, v in tensors.items() if " 0 " not in k}),
+        "rate": bad(rates=[[-1.0] * len(lane) for lane in entry["exchange"]["rates"]]),
+        "traffic": bad(traffic=[0.0, -1.0, 0.0]),
+        "step -5": changed(state, step=-5),
+        "step 2^70": changed(state, step=2**70),
+        "step True": changed(state, step=True),
+        "flipped": unsealed,
+        "header": {key: {**entry, "lr": 3.0}},
+        "text": {key: "state"},
+    }.items():
+        found["refused"][name] = refused(lambda wrong=wrong: hook.load_state_dict(wrong))
+    found["unchanged"] = times(residuals(hook), before, 1.0) and hook.step == 4
+    ddp.module.load_state_dict(kept[0])
+    optimizer.load_state_dict(kept[1])
+    hook.load_state_dict(state)
+    found["step"] = hook.step
+    train(ddp, optimizer, range(3, STEPS), rank)
+    found["goes on"] = torch.equal(flat(ddp), whole)
+    if rank == 0:
+        hook.load_state_dict(hook.state_dict())  # alone, and of the same step
+    x, _ = batch(0, rank)
+    found["alone, backward"] = refused(lambda: ddp(x).sum().backward())
+    found["alone"] = refused(lambda: ddp(x))
+    hook.close()
+
+    # A distributed checkpoint: each rank gets its own back, in a hook that has exchanged nothing.
+    name = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(name)
+    for method, options in (
+        ("onebit", {"start_step": 2}),
+        ("powersgd", {}),
+        ("topk", {"memory": "dgc", "collective": "twoshot", "ratio": "0:0.5/2:0.1"}),
+    ):
+        with warnings.catch_warnings(action="ignore"):
+            ddp = wrapped(model())
+            hook = comm_hook(method, **METHOD, **options).register(ddp)
+            optimizer = sgd(ddp)
+            train(ddp, optimizer, range(3), rank)
+            place = f"{name[0]}/{method}"
+            dcp.save({"hook": hook.state_dict()}, checkpoint_id=place)
+            again = comm_hook(method, **METHOD, **options).register(wrapped(model()))
+            loaded = {"hook": again.state_dict()}
+            dcp.load(loaded, checkpoint_id=place)
+        again.load_state_dict(loaded["hook"])
+        digests = [each.state_dict()["exchange"]["digest"] for each in (hook, again)]
+        found[f"dcp {method}"] = [digests[0] == digests[1], again.step, loaded["hook"]["rank"]]
+        hook.close()
+        again.close()
+    return found
+
+
+@job
+def copies(rank: int, size: int) -> dict[str, Any]:
+    """Copy, average, save and evaluate a hooked model as one without a hook."""
+    found: dict[str, Any] = {}
+    net = model()
+    plain, ddp = wrapped(copy.deepcopy(net)), wrapped(net)
+    hook = comm_hook("topk", **METHOD).register(ddp)
+    file = io.BytesIO()
+    torch.save(ddp, file)
+    file.seek(0)
+    averaged = torch.optim.swa_utils.AveragedModel(ddp)
+    x, y = batch(0, rank)
+    expected = flat(plain)
+    found["averaged"] = torch.equal(flat(averaged.module), expected)
+    cross_entropy(plain(x), y).backward()
+    for name, made in (
+        ("copy", copy.deepcopy(ddp)),
+        ("file", torch.load(file, weights_only=False)),
+    ):
+        with torch.no_grad():
+            found[f"{name}, evaluated"] = torch.equal(made.eval()(x), plain.module(x))
+        made.train()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            cross_entropy(made(x), y).backward()
+        found[f"{name}, warned"] = [str(w.message) for w in said]
+        pairs = zip(made.parameters(), plain.parameters(), strict=True)
+        found[name] = all(torch.equal(a.grad, b.grad) for a, b in pairs)
+        other = comm_hook("topk", **METHOD).register(made)
+        cross_entropy(made(x), y).backward()
+        found[f"{name}, hooked anew"] = other.step
+        other.close()
+    for name, call in (
+        ("deepcopy", lambda: copy.deepcopy(hook)),
+        ("pickle", lambda: torch.save(hook, io.BytesIO())),
+        ("direct", lambda: wrapped(model()).register_comm_hook(None, comm_hook("topk"))),
+    ):
+        found[name] = refused(call)
+    hook.close()
+    ddp.eval()
+    found["after close"] = refused(lambda: ddp(x))["kind"]
+    with torch.no_grad():
+        found["after close, no grad"] = refused(lambda: ddp.train()(x))["kind"]
+    found["trained after close"] = refused(lambda: ddp(x))
+    return found
+
+
+@job
+def lives(rank: int, size: int) -> dict[str, Any]:
+    """`on_check` that calls back; threads that end; what changes behind the hook."""
+    found: dict[str, Any] = {}
+    for name in ("state_dict", "close", "model"):
+        calls: list[Any] = []
+        ddp = wrapped(model())
+        hook = comm_hook("none", check_every=1, on_check=lambda seen, calls=calls: calls[0]())
+        hook.register(ddp)
+        x, _ = batch(0, rank)
+        calls.append((lambda ddp=ddp, x=x: ddp(x)) if name == "model" else getattr(hook, name))
+        found[f"{name}, backward"] = refused(lambda ddp=ddp, x=x: ddp(x).sum().backward())
+        found[name] = refused(lambda ddp=ddp, x=x: ddp(x))
+        hook.close()
+
+    # One rank's on_check raises: the others' next collective ends at once, with the cause.
+    hook = comm_hook(
+        "none", check_every=3, on_check=lambda seen: 1 / (rank == 0 or hook.step < 4), timeout=50.0
+    )
+    ddp = wrapped(model())
+    hook.register(ddp)
+    train(ddp, sgd(ddp), range(3), rank)  # DDP forms new buckets at the second step
+    for _ in range(2):
+        found["one rank"] = refused(lambda: ddp(x).sum().backward())
+    found["one rank, forward"] = {"kind": type(hook._failed).__name__, "text": str(hook._failed)}
+    hook.close()
+
+    def threads() -> int:
+        return sum("comm_hook" in thread.name for thread in threading.enumerate())
+
+    before = threads()
+    ddp = wrapped(model())
+    hook = comm_hook("none").register(ddp)
+    ddp(x).sum().backward()
+    alive = threads()
+    del ddp, hook
+    gc.collect()
+    limit = time.monotonic() + 5
+    while threads() > before and time.monotonic() < limit:
+        time.sleep(0.01)
+    found["threads"] = [alive - before, threads() - before]
+
+    import torch._dynamo
+
+    config = torch._dynamo.config
+    kept, config.optimize_ddp = config.optimize_ddp, "python_reducer"
+    try:
+        found["python reducer"] = refused(lambda: register(comm_hook("none")))
+    finally:
+        config.optimize_ddp = kept
+
+    part = model()
+    part.branch.requires_grad_(False)
+    ddp = wrapped(part, find_unused_parameters=True)
+    hook = comm_hook("none").register(ddp)
+    part.branch.requires_grad_(True)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train(ddp, sgd(ddp), range(2), rank)
+    found["unfrozen"] = [str(w.message) for w in said if "branch" in str(w.message)]
+    hook.close()
+
+    hook = comm_hook("topk", **METHOD, ratio="0:0.25/2:0.01")
+    ended = hooked(rank, hook)
+    found["schedule"] = torch.equal(ended, alone(hook, model(), size))
+    found["stages"] = [hook.settings.compressor.ratio, hook.settings.later[2].ratio]
+    hook.close()
+    return found
+
+
+@job
+def resized(rank: int, size: int) -> dict[str, Any]:
+    """Go on with another number of ranks: refused, or the sum of all residuals is kept."""
+    found: dict[str, Any] = {}
+    options = {**METHOD, "collective": "twoshot"}
+    ddp = wrapped(model())
+    hook = comm_hook("onebit", **options).register(ddp)
+    train(ddp, sgd(ddp), range(3), rank)
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, dict(hook.state_dict()))
+    hook.close()
+    merged = {key: entry for each in everyone for key, entry in each.items()}
+    names = [*merged]
+    part = dist.new_group([0, 2])
+    if rank == 1:
+        return found
+    few = wrapped(model(), process_group=part)
+    plain = comm_hook("onebit", **options)
+    plain.load_state_dict(merged)
+    found["refused"] = refused(lambda: plain.register(few))
+    lost = comm_hook("onebit", **options, on_resize="redistribute")
+    lost.load_state_dict({key: merged[key] for key in names[:2]})
+    found["one is missing"] = refused(lambda: lost.register(wrapped(model(), process_group=part)))
+    hook = comm_hook("onebit", **options, on_resize="redistribute")
+    hook.load_state_dict(merged)
+    hook.register(few)
+    now: list[Any] = [None, None]
+    dist.all_gather_object(now, hook.state_dict()["exchange"]["tensors"], group=part)
+    before = [entry["exchange"]["tensors"] for entry in merged.values()]
+    equal, owners, carried = [], [], []
+    for name in before[0]:
+        old, new = [each[name] for each in before], [each[name] for each in now]
+        if name.endswith("residual"):
+            equal.append(torch.equal(new[0], old[0] + old[2]) and torch.equal(new[1], old[1]))
+            carried.append(bool(old[1].any()))
+        if name.endswith("owner"):
+            owners.append(torch.equal(torch.cat(old), torch.cat(new)))
+    found |= {"residuals": equal, "owners": owners, "carried": carried, "step": hook.step}
+    with torch.no_grad():
+        few.module.load_state_dict(ddp.module.state_dict())
+    train(few, sgd(few), range(3, 5), rank)
+    found["trains on"] = hook.step
+    hook.close()
     return found

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import tempfile
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ddp_jobs import batch, changed, flat, model, of_loss, refused, sgd
 from jobs import digest
 from torch import Tensor, nn
@@ -22,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.functional import cross_entropy
 
 import gcbench
-from gcbench.core import registry
+from gcbench.core import registry, sealed
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import Key, MultiRoundCompressor, Segments
 from gcbench.core.exchange import Exchange, Lane
@@ -711,4 +714,153 @@ def differences(rank: int, size: int) -> dict[str, Any]:
     x, _ = batch(0, rank)
     found["nan"] = refused(lambda: (net(x).sum() * float("nan")).backward())
     found["after"] = refused(lambda: one._modules[0](x, x, None, None))
+    return found
+
+
+# ---- nothing goes wrong silently -----------------------------------------------------------------
+
+
+def carried(hook: Any) -> list[Tensor]:
+    """Return copies of all that a hook carries on this rank."""
+    return [
+        value.clone()
+        for module in hook._modules
+        for level in module.levels
+        for own in (*level.exchange.workers[0], *level.exchange.joint)
+        for value in own.values()
+    ]
+
+
+def same(before: list[Tensor], after: list[Tensor], factor: float = 1.0) -> bool:
+    return all(torch.equal(b * factor, a) for b, a in zip(before, after, strict=True))
+
+
+def late_nan(module: nn.Module, given: Any, out: Tensor) -> None:
+    """Make the gradients of a module NaN that ends its backward pass last, and no others."""
+    out.register_hook(lambda gradient: gradient * torch.nan)
+
+
+@job
+def silent(rank: int, size: int) -> dict[str, Any]:
+    """One rank's gradient is not finite; rates that differ; states; another step after an error."""
+    found: dict[str, Any] = {}
+    x, y = batch(0, rank)
+
+    def backward(net: nn.Module) -> None:
+        cross_entropy(net(x).float(), y).backward()
+
+    for when in ("stop", "skip"):
+        net = sharded()
+        hook = gcbench.shard_hook("onebit", on_nonfinite=when).register(net)
+        train(net, range(2), rank)
+        before, bytes_before, names = carried(hook), up(hook), dict(net.named_parameters())
+        net.zero_grad()
+        # The root module, whose backward ends last, is not finite: the others were exchanged.
+        handle = None
+        if rank == size - 1:
+            handle = net.conv.register_forward_hook(late_nan)
+        found[when] = refused(lambda net=net: backward(net))
+        if handle is not None:
+            handle.remove()
+        if when == "skip":
+            found["nan"] = bool(names["conv.weight"].grad.to_local().isnan().all())
+            found["untouched"] = same(before, carried(hook))
+            found["counted"] = [hook.step, hook.skipped]
+            found["more bytes"] = up(hook) - bytes_before
+            net.zero_grad()
+            backward(net)
+            found["and on"] = not same(before, carried(hook)) and hook.skipped == 1
+        else:
+            found["again"] = refused(lambda net=net: backward(net))
+            found["again, a part"] = refused(lambda net=net: net.hidden(torch.randn(2, 128)))
+
+    net = sharded()
+    hook = gcbench.shard_hook("onebit").register(net)
+    hook.lr = 0.1 + rank
+    found["rates"] = refused(lambda: backward(net))
+
+    ends = []
+    for follows in (True, False):
+        net = sharded()
+        optimizer = sgd(net)
+        rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 2.0**-step)
+        hook = gcbench.shard_hook("onebit", **DENSE)
+        hook.register(net, **({"optimizer": optimizer} if follows else {}))
+        for step in range(STEPS):
+            if not follows:
+                hook.lr = optimizer.param_groups[0]["lr"]
+            x, y = batch(step, rank)
+            optimizer.zero_grad()
+            backward(net)
+            optimizer.step()
+            rate.step()
+        ends.append(ended(net))
+    found["optimizer"] = torch.equal(*ends)
+
+    net = sharded()
+    hook = gcbench.shard_hook("onebit", start_step=2, **DENSE).register(net)
+    train(net, range(3), rank)
+    state = hook.state_dict()
+    ((_, entry),) = state.items()
+    kept = carried(hook)
+    root = entry["modules"]["hidden"]
+
+    def bad(**values: Any) -> dict[str, Any]:
+        inner = {**root["levels"][0], **values.pop("level", {})}
+        modules = {**entry["modules"], "hidden": {**root, "levels": [sealed.seal(inner)], **values}}
+        return changed(state, modules=modules)
+
+    tensors = root["levels"][0]["tensors"]
+    name = next(iter(tensors))
+    for case, wrong in {
+        "shape": bad(level={"tensors": {**tensors, name: tensors[name][:1].clone()}}),
+        "dtype": bad(level={"tensors": {**tensors, name: tensors[name].to(torch.int8)}}),
+        "step": bad(step=-5),
+        "missing": bad(levels=[]),
+    }.items():
+        found[f"state, {case}"] = refused(lambda wrong=wrong: hook.load_state_dict(wrong))
+    found["unchanged"] = same(kept, carried(hook))
+    train(net, range(3, 4), rank)
+    hook.load_state_dict(state)
+    found["loaded"] = same(kept, carried(hook)) and hook.step == 3
+
+    place = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(place)
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save({"hook": hook.state_dict()}, checkpoint_id=place[0])
+        again = gcbench.shard_hook("onebit", start_step=2, **DENSE).register(sharded())
+        loaded = {"hook": again.state_dict()}
+        dcp.load(loaded, checkpoint_id=place[0])
+    again.load_state_dict(loaded["hook"])
+    found["dcp"] = [same(kept, carried(again)), again.step, loaded["hook"]["rank"]]
+
+    hook = gcbench.shard_hook("topk", ratio="0:0.5/2:0.1")
+    end = hooked(rank, hook)
+    found["schedule"] = not torch.equal(end, hooked(rank, gcbench.shard_hook("topk", ratio=0.5)))
+    whole = 4 * sum(p.numel() for p in model().parameters())
+    found["bytes"] = up(hook) / whole / STEPS
+    return found
+
+
+@job
+def silent_replicas(rank: int, size: int) -> dict[str, Any]:
+    """Two replicas of two shards: what one rank finds, all four raise, or all skip."""
+    found: dict[str, Any] = {}
+    shards, replicas = grid(size)
+    x, y = batch(0, rank)
+    for when in ("stop", "skip"):
+        net = sharded(mesh=shards)
+        hook = gcbench.shard_hook("int8", between="onebit", on_nonfinite=when)
+        hook.register(net, replicas=replicas)
+        train(net, range(2), rank)
+        before = carried(hook)
+        net.zero_grad()
+        if rank == 1:
+            net.conv.register_forward_hook(late_nan)
+        found[when] = refused(lambda net=net: cross_entropy(net(x).float(), y).backward())
+        if when == "skip":
+            found["untouched"] = same(before, carried(hook))
+            found["nan"] = bool(net.conv.weight.grad.to_local().isnan().all())
+        else:
+            found["again"] = refused(lambda net=net: net(x))
     return found

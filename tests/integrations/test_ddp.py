@@ -25,7 +25,7 @@ from gcbench.core.errors import UsageError
 from gcbench.core.exchange import Exchange, Lane, shard_bounds
 from gcbench.integrations import check
 from gcbench.integrations import plan as plans
-from gcbench.integrations.ddp import _strided
+from gcbench.integrations.ddp import RECORDS, _strided
 from gcbench.integrations.plan import Placed, Plan
 from gcbench.integrations.worker import Worker
 
@@ -33,7 +33,10 @@ ROOT = Path(__file__).parents[2]
 JOBS = jobs.Jobs(
     "ddp_jobs",
     registry.compressors(),
-    {2: [*ddp_jobs.JOBS], 3: ["plain", "rebuilt", "unused", "two_models", "differences"]},
+    {
+        2: [name for name in ddp_jobs.JOBS if name != "resized"],
+        3: ["plain", "rebuilt", "unused", "two_models", "differences", "resized"],
+    },
 )
 of = JOBS.of
 
@@ -378,6 +381,232 @@ def test_bounds_follow_what_a_method_claims_and_judge_nan():
     assert "relative error inf" in contracting.judge(zero)
     assert contracting.judge(check.Comparison(0, "w", 255, 9.0, -1.0, 0.0, 1.0)) == ""
     assert contracting.judge(check.Comparison(0, "w", 1000, 0.0, 1.0, 1.0, 1.0)) == ""
+
+
+# ---- nothing goes wrong silently -----------------------------------------------------------------
+
+
+def test_residuals_follow_the_rate_that_is_applied():
+    for found in of("rates"):
+        assert found["set after backward"], "the first rate rescales nothing"
+        assert found["optimizer"], "the same bits as a rate that is set before each backward"
+        for now in ((1e-3, 1e-3), (5e-4, 1e-3), (0.0, 4e-3)):
+            assert found[f"groups {now}"], "the rate of the step before is still the one read"
+        assert found["each group its own"], (
+            "1e-3, 5e-4, 0 -> 2.5e-4: 2; 1e-3, 1e-3, 4e-3 -> 1e-3: 4"
+        )
+        assert found["carried"]
+
+
+def test_rates_that_cannot_be_followed_are_refused():
+    for found in of("rates"):
+        assert found["set beside"]["kind"] == "UsageError"
+        assert "lr=0.1 with optimizer=" in found["set beside"]["text"]
+        assert found["another model's"]["kind"] == "UsageError"
+        assert found["ranks differ"]["kind"] == "UsageError"
+        assert "hook.lr: rank 0 0.1, rank 1 0.2" in found["ranks differ"]["text"]
+        assert found["ranks differ"]["seconds"] < 5
+
+
+def test_a_large_residual_is_warned_about_once_and_a_healthy_one_never():
+    """Top-k at a steady rate; and a rate that falls by a thousand."""
+    for found in of("rates"):
+        healthy, fell = found["warnings"]
+        assert healthy == []
+        assert len(fell) == 1
+        assert re.match(r"the residual of [a-z.]+ has a norm of", fell[0])
+
+
+def test_a_gradient_that_is_not_finite_stops_all_ranks_at_once_or_is_skipped_on_all():
+    for found in of("nonfinite"):
+        assert "rank 1: the gradient of conv.weight" in found["stop"]["text"]
+        assert found["stop"]["seconds"] < 5
+        assert found["stop, forward"]["kind"] == "DivergedError"
+        assert found["skip"]["kind"] == found["skip, forward"]["kind"] == ""
+        assert found["all are nan"]
+        assert found["untouched"], "residuals and bytes of gradients"
+        assert found["counted"] == [3, 1]
+
+
+def test_a_grad_scaler_skips_as_in_plain_ddp_and_residuals_follow_its_scale():
+    for found in of("nonfinite"):
+        plain, none, ours = found["scales"]
+        assert plain == none == ours
+        assert plain[3] > plain[4], "the overflow of rank 1 was skipped on both"
+        assert found["finite"] == [True] * 3
+        assert found["none"] == 0
+        assert found["skipped, untouched"]
+        assert all(found["follows"])
+
+
+def test_a_mean_that_overflows_float16_is_an_error_on_every_rank():
+    for found in of("nonfinite"):
+        assert found["overflow, forward"]["kind"] == "DivergedError"
+        assert re.search(r"weight that randomk.*float16", found["overflow, forward"]["text"])
+
+
+BAD = {
+    "shape": r"residual.*shape \(1,\)",
+    "dtype": "int8",
+    "nan": "not finite",
+    "missing": "residual",
+    "rate": "-1.0",
+    "traffic": "-1.0",
+    "step -5": "step=-5",
+    "step 2^70": f"step={2**70}",
+    "step True": "step=True",
+    "flipped": "digest",
+    "header": "digest",
+    "text": "format None",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_state_that_cannot_be_is_refused_by_what_is_wrong(name):
+    for found in of("states"):
+        assert found["refused"][name]["kind"] == "UsageError"
+        assert re.search(BAD[name], found["refused"][name]["text"])
+        assert found["unchanged"]
+
+
+def test_a_state_may_be_loaded_after_register_on_all_ranks():
+    for found in of("states"):
+        assert found["step"] == 3
+        assert found["goes on"], "in the bits of the job that was not interrupted"
+        assert found["alone"]["kind"] == "UsageError"
+        assert re.search("states loaded.*rank 0 2, rank 1 1", found["alone"]["text"])
+
+
+@pytest.mark.parametrize("name", ["onebit", "powersgd", "topk"])
+def test_a_distributed_checkpoint_gives_each_rank_its_own_state(name):
+    for rank, found in enumerate(of("states")):
+        assert found[f"dcp {name}"] == [True, 3, rank]
+
+
+def test_another_number_of_ranks_is_refused_or_keeps_the_sum_of_residuals():
+    for found in of("resized", 3)[::2]:
+        assert found["refused"]["kind"] == "UsageError"
+        assert "rank 0 of 3" in found["refused"]["text"]
+        assert found["one is missing"]["kind"] == "UsageError"
+        for name in ("residuals", "owners", "carried"):
+            assert found[name] == [True, True]
+        assert (found["step"], found["trains on"]) == (3, 5)
+
+
+@pytest.mark.parametrize("how", ["copy", "file"])
+def test_a_copy_of_the_model_is_one_without_a_hook(how):
+    for found in of("copies"):
+        assert found["averaged"]
+        assert found[f"{how}, evaluated"]
+        assert found[how], "plain DDP's gradients"
+        assert len(found[f"{how}, warned"]) == 1
+        assert found[f"{how}, hooked anew"] == 1
+
+
+def test_a_hook_is_no_function_and_is_not_copied():
+    for found in of("copies"):
+        for name in ("deepcopy", "pickle", "direct"):
+            assert found[name]["kind"] == "UsageError"
+        assert "gcbench.comm_hook(...).register(model)" in found["direct"]["text"]
+        assert "state_dict" in found["pickle"]["text"]
+
+
+def test_a_model_is_evaluated_after_close_but_not_trained():
+    for found in of("copies"):
+        assert found["after close"] == found["after close, no grad"] == ""
+        assert found["trained after close"]["kind"] == "UsageError"
+
+
+def test_what_on_check_must_not_do_is_refused_at_once():
+    first, second = of("lives")
+    for found in (first, second):
+        for name in ("state_dict", "close"):
+            assert found[name]["kind"] == "UsageError"
+            assert f"on_check called {name}" in found[name]["text"]
+            assert found[f"{name}, backward"]["seconds"] < 5
+        assert found["model"]["kind"] == "", "an evaluation waits for nothing"
+    assert second["one rank, forward"]["kind"] == "ZeroDivisionError"
+    assert first["one rank, forward"]["kind"] == "PeerLostError"
+    assert "worker 1 failed: ZeroDivisionError" in first["one rank, forward"]["text"]
+    assert first["one rank"]["seconds"] < 10
+
+
+def test_what_changes_behind_the_hook_is_seen():
+    for found in of("lives"):
+        assert found["threads"] == [1, 0], "the thread ends with the hook"
+        assert found["python reducer"]["kind"] == "UsageError"
+        assert len(found["unfrozen"]) == 1
+        assert "branch.weight" in found["unfrozen"][0]
+
+
+def test_fields_change_by_step_as_in_a_run():
+    for found in of("lives"):
+        assert found["schedule"]
+        assert found["stages"] == [0.25, 0.01]
+
+
+@pytest.mark.parametrize("make", [gcbench.comm_hook, gcbench.shard_hook])
+@pytest.mark.parametrize("name", ["ratio", "step", "settings", "records", "l", "optimizer"])
+def test_attributes_that_nobody_may_set_are_refused(make, name):
+    hook = make("topk")
+    with pytest.raises(UsageError, match=f"{name} = 0.01"):
+        setattr(hook, name, 0.01)
+    with pytest.raises(AttributeError):
+        setattr(hook, name, 0.01)
+
+
+@pytest.mark.parametrize("make", [gcbench.comm_hook, gcbench.shard_hook])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"seed": "a"},
+        {"seed": -1},
+        {"seed": 2**63},
+        {"seed": True},
+        {"dense_below": 1.5},
+        {"dense_below": None},
+        {"start_step": 1e3},
+        {"memory": 3},
+        {"memory_options": "decay"},
+        {"on_nonfinite": "raise"},
+        {"on_resize": True},
+        {"optimizer": 0.1},
+        {"optimizer": []},
+        {"scaler": 1024},
+        {"compressor": 7},
+        {"ratio": "0:0.5/0:0.1"},
+        {"ratio": "1:0.5"},
+    ],
+)
+def test_arguments_of_another_type_are_refused_in_the_call(make, wrong):
+    with pytest.raises(UsageError, match=re.escape(next(iter(wrong)))):
+        make(**{"compressor": "topk", **wrong})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"dense_last": 1},
+        {"check_every": True},
+        {"check_every": 0.5},
+        {"check_error": "1"},
+        {"on_check": 1},
+        {"bucket_mb": "25"},
+        {"timeout": True},
+        {"process_group": "gloo"},
+        {"collective": 1},
+    ],
+)
+def test_arguments_of_the_hook_for_ddp_are_refused_in_the_call(wrong):
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        gcbench.comm_hook("topk", **wrong)
+
+
+def test_records_are_bounded():
+    hook = gcbench.comm_hook("none")
+    hook._records.extend([check.Comparison(i, "w", 1, 0, 1, 0, 32) for i in range(20_000)])
+    assert len(hook.records) == RECORDS == 10_000
+    assert [each.step for each in hook.records[-2:]] == [19_998, 19_999]
 
 
 # ---- pieces --------------------------------------------------------------------------------------

@@ -28,7 +28,10 @@ from gcbench.integrations.layout import Layout, Parameter
 ROOT = Path(__file__).parents[2]
 COLLECTIVES = {n: gcbench.get_compressor(n).legal_collectives() for n in registry.compressors()}
 METHODS = [name for name, legal in COLLECTIVES.items() if "twoshot" in legal]
-GRID = ["hybrid", *(name for name in fsdp_jobs.JOBS if name.startswith("two_levels"))]
+GRID = [
+    *("hybrid", "silent_replicas"),
+    *(name for name in fsdp_jobs.JOBS if name.startswith("two_levels")),
+]
 """Jobs of two replicas of two shards."""
 JOBS = jobs.Jobs(
     "fsdp_jobs",
@@ -233,6 +236,63 @@ def test_a_weight_may_be_cut_along_another_axis():
         assert found["chunks"] == [[40, 64], [40, 64]]
         assert found["none"] == 0
         assert 0 < found["int8"] < 0.01
+
+
+# ---- nothing goes wrong silently -----------------------------------------------------------------
+
+
+def test_a_gradient_that_is_not_finite_stops_all_ranks_at_once_and_for_good():
+    """It is in the module whose backward pass ends last; every rank catches the error."""
+    for job, size, culprit in (("silent", 2, 1), ("silent_replicas", 4, 1)):
+        for found in of(job, size):
+            said = f"rank {culprit}: the gradient of conv."
+            for name in ("stop", "again", *(["again, a part"] if size == 2 else [])):
+                assert found[name]["kind"] == "DivergedError"
+                assert found[name]["text"].startswith(said)
+                assert found[name]["seconds"] < 5
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks():
+    """Modules that were exchanged before in this backward pass take their residuals back."""
+    for found in (*of("silent"), *of("silent_replicas", 4)):
+        assert found["skip"]["kind"] == ""
+        assert found["untouched"]
+        assert found["nan"]
+    for found in of("silent"):
+        assert found["more bytes"] > 0, "there were such modules"
+        assert found["counted"] == [3, 1]
+        assert found["and on"]
+
+
+def test_rates_come_from_the_optimizer_and_are_the_same_on_all_ranks():
+    for found in of("silent"):
+        assert found["optimizer"], "the same bits as a rate that is set before each backward"
+        assert found["rates"]["kind"] == "UsageError"
+        assert "hook.lr: rank 0 0.1, rank 1 1.1" in found["rates"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("shape", r"shape \(1,\)"), ("dtype", "int8"), ("step", "=-5"), ("missing", "levels")],
+)
+def test_a_state_that_cannot_be_is_refused_by_what_is_wrong(name, said):
+    for found in of("silent"):
+        assert found[f"state, {name}"]["kind"] == "UsageError"
+        assert re.search(said, found[f"state, {name}"]["text"])
+        assert found["unchanged"]
+
+
+def test_states_are_loaded_after_register_and_fit_a_distributed_checkpoint():
+    for rank, found in enumerate(of("silent")):
+        assert found["loaded"]
+        assert found["dcp"] == [True, 3, rank]
+
+
+def test_fields_change_by_step():
+    """Two of four exchanges send half of the elements, and two a tenth."""
+    for found in of("silent"):
+        assert found["schedule"]
+        assert 0.25 < found["bytes"] < 0.65
 
 
 # ---- refusals ------------------------------------------------------------------------------------

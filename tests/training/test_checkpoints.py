@@ -82,12 +82,12 @@ def shrink(state):
 
 
 def forget(state):
-    state["workers"][1]["exchange"]["memory"][0].clear()
+    state["workers"][1]["exchange"]["tensors"].clear()
 
 
 def narrow(state):
-    memory = state["workers"][0]["exchange"]["memory"][0]
-    memory["velocity"] = memory["velocity"][:1].clone()
+    tensors = state["workers"][0]["exchange"]["tensors"]
+    tensors["memory 0 velocity"] = tensors["memory 0 velocity"][:1].clone()
 
 
 def widen(state):
@@ -95,12 +95,12 @@ def widen(state):
 
 
 def taint(state):
-    state["workers"][0]["exchange"]["memory"][0]["velocity"][0] = torch.nan
+    state["workers"][0]["exchange"]["tensors"]["memory 0 velocity"][0] = torch.nan
 
 
 def alter(state):
     """A value that it might have, but for the digest."""
-    state["workers"][1]["exchange"]["memory"][0]["velocity"][0] += 1
+    state["workers"][1]["exchange"]["tensors"]["memory 0 velocity"][0] += 1
 
 
 def unrate(state):
@@ -108,7 +108,7 @@ def unrate(state):
 
 
 def lengthen(state):
-    state["workers"][0]["exchange"]["memory"][0]["other"] = torch.zeros(1)
+    state["workers"][0]["exchange"]["tensors"]["memory 0 other"] = torch.zeros(1)
 
 
 @pytest.mark.parametrize("wrong", [shrink, forget, narrow, widen, lengthen, taint, alter, unrate])

@@ -1,0 +1,66 @@
+"""Residuals that are far larger than the gradients which they are added to."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+LARGE = 10.0
+"""A residual is large if its norm is more than this many times its gradient's."""
+EVERY = 10
+"""Steps between two looks at the residuals, besides those at which a rate fell."""
+FELL = 1.5
+"""A rate, or the loss scale, fell if it was this many times as high at the look before."""
+GROWN = 2.0
+"""Where the rate fell, a large residual is warned about if it grew by more than this factor."""
+
+
+class Watch:
+    """Warns once about a residual that grew large because of a change of the rate or the gradient.
+
+    Top-k with 1 % of the elements keeps residuals of 10 to 20 times the gradient in a healthy job,
+    so each is compared with the largest multiple that it had before at a steady rate. It is warned
+    about if it is above `LARGE`, and above `GROWN` times that after the rate fell, or `LARGE` times
+    that at a steady rate.
+    """
+
+    def __init__(self) -> None:
+        self.warned = False
+        self._rates: dict[str, float] = {}
+        """Each parameter's rate at the last look."""
+        self._calm: dict[str, float] = {}
+        """The largest multiple of each parameter at a steady rate."""
+
+    def due(self, step: int, rates: Mapping[str, float | None], scale: float | None) -> bool:
+        """Return whether residuals are to be looked at in this step; `rates`: by parameter."""
+        if self.warned:
+            return False
+        self._now = {
+            name: (1.0 if rate is None else rate) / (scale or 1.0) for name, rate in rates.items()
+        }
+        return step % EVERY == 0 or any(self._fell(name) for name in self._now)
+
+    def _fell(self, name: str) -> bool:
+        now = self._now[name]
+        return 0 < now < self._rates.get(name, 0.0) / FELL
+
+    def look(self, name: str, residual: float, gradient: float) -> None:
+        """Warn if a residual of this norm is too large beside the gradient's norm."""
+        calm, fell = max(1.0, self._calm.get(name, 1.0)), self._fell(name)
+        self._rates[name] = self._now[name] or self._rates.get(name, 0.0)
+        if self.warned or not (residual and gradient):
+            return
+        times = residual / gradient
+        if times > LARGE and times > (GROWN if fell else LARGE) * calm:
+            self.warned = True
+            warnings.warn(
+                f"the residual of {name} has a norm of {residual:.3g}, {times:.0f} times the "
+                f"{gradient:.3g} of its gradient; before it was at most {calm:.1f} times as large. "
+                "Did the learning rate fall by much, is hook.lr set to another rate than the "
+                "optimizer's, or does a GradScaler change the loss scale? Give optimizer= and "
+                "scaler= in place of hook.lr. If the rate falls to 0 by design, let it end above "
+                'one tenth of its peak, or forget residuals: memory_options={"decay": 0.9}',
+                stacklevel=2,
+            )
+        if not fell:
+            self._calm[name] = max(calm, times)
