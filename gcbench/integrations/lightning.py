@@ -60,7 +60,6 @@ class Compression(Callback):  # type: ignore[misc]
         """Whose gradients the hook exchanges."""
         self._states: dict[str, Any] = {}
         """Every rank's state in the checkpoint that `fit` resumes from."""
-        self._stage = ""
         self._interrupted = False
 
     @property
@@ -78,7 +77,7 @@ class Compression(Callback):  # type: ignore[misc]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a strategy that cannot have a hook, before anything is built."""
-        self._stage, self._states, self._interrupted = stage, {}, False
+        self._states, self._interrupted = {}, False
         if stage == "fit":
             known = {cls.__name__ for cls in type(trainer.strategy).__mro__}
             for name in OTHERS.keys() & known:
@@ -134,7 +133,7 @@ class Compression(Callback):  # type: ignore[misc]
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """End the hook's thread. Its last state is in checkpoints that are saved after `fit`."""
-        if stage == "fit" and self._hook is not None:
+        if self._hook is not None:
             self._hook.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -144,9 +143,8 @@ class Compression(Callback):  # type: ignore[misc]
         return frameworks.gather(self._hook.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from the states of a checkpoint; `validate` and `test` change nothing."""
-        if self._stage == "fit":
-            self._states = state_dict
+        """Take the states of the checkpoint that `fit` resumes from; it registers a hook next."""
+        self._states = state_dict
 
 
 def _refuse(trainer: Trainer, why: str) -> NoReturn:

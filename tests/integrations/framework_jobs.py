@@ -205,7 +205,7 @@ def _lightning(folder: Path, epochs: int, module: Any = None, ckpt: Any = None, 
         devices=2,
         strategy=options.pop("strategy", None) or DDPStrategy(process_group_backend="gloo"),
         max_epochs=epochs,
-        callbacks=[callback],
+        callbacks=[callback, *options.pop("extra", [])],
         use_distributed_sampler=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -263,8 +263,7 @@ def lightning(rank: int, size: int, folder: Path) -> dict[str, Any]:
         "closed": hook._closed,
     }
     if rank == 0:
-        with open(folder / "log" / "metrics.csv") as lines:
-            result["rows"] = [row for row in csv.DictReader(lines) if row["gcbench/sent_bytes"]]
+        result["rows"] = _rows(folder / "log")
     result["validated"] = len(trainer.validate(module, loader(rank, size), verbose=False))
     trainer.save_checkpoint(folder / "after.ckpt")
     again = _lightning(folder, 3, module, trainer=trainer, callback=callback)
@@ -274,9 +273,19 @@ def lightning(rank: int, size: int, folder: Path) -> dict[str, Any]:
     saved[1].save_checkpoint(folder / "one.ckpt")
     resumed = _lightning(folder, 2, ckpt=folder / "one.ckpt")
     result["resumed"], result["resumed steps"] = end(resumed[0]), resumed[2].hook.step
-    module, _, callback = _lightning(folder, 2, accumulate_grad_batches=2)
+    logger = CSVLogger(folder, "accumulated", "")
+    words = {"logger": logger, "log_every_n_steps": 1, "accumulate_grad_batches": 2}
+    module, _, callback = _lightning(folder, 2, **words)
     result["accumulated"] = {"end": end(module), "steps": callback.hook.step}
+    if rank == 0:
+        result["accumulated rows"] = _rows(folder / "accumulated")
     return result
+
+
+def _rows(folder: Path) -> list[dict[str, str]]:
+    """Return what Lightning's logger wrote about compression."""
+    with open(folder / "metrics.csv") as lines:
+        return [row for row in csv.DictReader(lines) if row["gcbench/sent_bytes"]]
 
 
 def two(module: nn.Module) -> list[tuple[Any, Any]]:
@@ -341,6 +350,13 @@ def lightning_states(rank: int, size: int, folder: Path) -> dict[str, Any]:
     result["without"] = {"steps": callback.hook.step, "warned": texts}
     result["one rank"] = refused(lambda: _lightning(folder, 2, ckpt=folder / "one.ckpt"))
 
+    def found_rate(lr: float = 1e-3) -> Any:
+        """Return a module whose rate a LearningRateFinder sets."""
+        module = _module()
+        module.lr = lr
+        module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), module.lr)
+        return module
+
     class Fails(pl.Callback):
         """A job that breaks off, on all ranks, and saves on the way out."""
 
@@ -355,6 +371,12 @@ def lightning_states(rank: int, size: int, folder: Path) -> dict[str, Any]:
     trainer.callbacks = [callback, Fails(), OnExceptionCheckpoint(folder)]
     with contextlib.suppress(RuntimeError):
         _lightning(folder, 3, trainer=trainer, callback=callback)
+    found = _lightning(
+        folder, 2, found_rate(), extra=[pl.callbacks.LearningRateFinder(num_training_steps=12)]
+    )
+    result["after the search"] = [found[2].hook.step, end(found[0])]
+    found = _lightning(folder, 2, found_rate(found[0].lr))
+    result["without a search"] = [found[2].hook.step, end(found[0])]
     broken = torch.load(folder / "on_exception.ckpt", weights_only=True)
     result["on exception"] = [key for key in broken["callbacks"] if "Compression" in key]
     result["closed"] = callback.hook._closed
@@ -465,6 +487,7 @@ def accelerate(rank: int, size: int, folder: Path) -> dict[str, Any]:
     }
     hook.close()
     _accelerate(size, range(1), folder=folder / "saved")[2].close()
+    dist.barrier()
     result["files"] = sorted(path.name for path in (folder / "saved").glob("gcbench*"))
     _, model, hook = _accelerate(size, range(1, 2), folder=folder / "saved", load=True)
     result["resumed"], result["resumed steps"] = end(model), hook.step
@@ -664,6 +687,8 @@ def transformers(rank: int, size: int, folder: Path) -> dict[str, Any]:
     dist.barrier()
     resumed, other = compressed("resumed", folder / "whole" / "checkpoint-3")
     result["resumed"] = [end(resumed.model), other.hook.step]
+    trainer.train(resume_from_checkpoint=folder / "whole" / "checkpoint-3")
+    result["again"] = [end(trainer.model), hook.step]
     trainer.args.max_steps = 9
     trainer.train(resume_from_checkpoint=folder / "whole" / "checkpoint-6")
     result["second train"] = [end(trainer.model), callback.hook is hook, hook.step]
@@ -700,79 +725,6 @@ def transformers_refusals(rank: int, size: int, folder: Path) -> dict[str, Any]:
         "hook": refused(lambda: Compression("int8").hook),
         "called": refused(called),
     }
-
-
-# ---- hooks that nobody registers -----------------------------------------------------------------
-
-
-def forward(model: nn.Module) -> Callable[[], Any]:
-    return lambda: model(torch.zeros(1, 10))
-
-
-@job
-def unregistered(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """A DDP model without a hook, beside a hook that is never registered."""
-    plain = DDP(net())
-    result: dict[str, Any] = {"before": refused(forward(plain))}
-    hook = gcbench.comm_hook("topk")
-    result["made"] = refused(forward(plain))
-    result["again"] = refused(forward(plain))
-    with torch.no_grad():
-        result["no gradient"] = refused(forward(plain))
-    result["evaluation"] = refused(forward(plain.eval()))
-    result["not wrapped"] = refused(forward(net()))
-    plain.train()
-    second = gcbench.comm_hook("int8", **OPTIONS)
-    hook.close()
-    result["closed, and a second"] = refused(forward(plain))
-    other = DDP(net())
-    second.register(other)
-    result["registered"] = [refused(forward(plain)), refused(forward(other))]
-    second.close()
-    third = gcbench.comm_hook("topk")
-    del third
-    result["deleted"] = refused(forward(plain))
-    fourth = gcbench.comm_hook("topk")
-    refused(lambda: fourth.register(net()))
-    result["not for DDP"] = refused(forward(plain))
-    result["watched"] = len(torch.nn.modules.module._global_forward_pre_hooks)
-    return result
-
-
-@job
-def lightning_argument(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """Hand a hook to a strategy, which drops it on the CPU."""
-    import lightning.pytorch as pl
-    from lightning.pytorch.strategies import DDPStrategy
-
-    def fit(**words: Any) -> Callable[[], Any]:
-        strategy = DDPStrategy(process_group_backend="gloo", **words)
-        return lambda: _lightning(folder, 1, callback=pl.Callback(), strategy=strategy)
-
-    hook = gcbench.comm_hook("topk")
-    result = {
-        "hook": refused(fit(ddp_comm_hook=hook)),
-        "state": refused(fit(ddp_comm_state=hook, ddp_comm_hook=lambda state, bucket: None)),
-    }
-    hook.close()
-    result["none"] = refused(fit())
-    return result
-
-
-@job
-def accelerate_argument(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """Hand a hook to Accelerate's handler, which drops what is not one of its names."""
-    from accelerate import Accelerator, DistributedDataParallelKwargs
-
-    def train(*handlers: Any) -> None:
-        accelerator = Accelerator(cpu=True, kwargs_handlers=[*handlers])
-        forward(accelerator.prepare(net()))()
-
-    hook = gcbench.comm_hook("topk")
-    result = {"hook": refused(lambda: train(DistributedDataParallelKwargs(comm_hook=hook)))}
-    hook.close()
-    result["none"] = refused(train)
-    return result
 
 
 # ---- README --------------------------------------------------------------------------------------
