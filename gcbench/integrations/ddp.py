@@ -314,14 +314,18 @@ class CommHook(Hook):
             for name, parameter in model.module.named_parameters()
             if name not in named and name not in getattr(model, "parameters_to_ignore", ())
         ]
-        exchanges = self._size > 1 or not self.settings.compressor.rule.plain
-        if exchanges:
+        if self._exchanges:
             self._begin(model, store)
         model.register_forward_pre_hook(BeforeForward(self))
-        model.register_comm_hook(None, self._hook if exchanges else self._count)
+        model.register_comm_hook(None, self._hook if self._exchanges else self._count)
         # Copies of the model share this list; `compressed` can be copied and pickled.
         model._comm_hooks[-1] = (compressed, None)
         return self
+
+    @property
+    def _exchanges(self) -> bool:
+        """Whether gradients pass through an exchange: not those of one rank without a rule."""
+        return self._size > 1 or not self.settings.compressor.rule.plain
 
     @property
     def step(self) -> int:
@@ -615,7 +619,7 @@ class CommHook(Hook):
         entry = {
             "step": self._step,
             "checked": list(astuple(self._checked_bytes)),
-            "exchange": self._exchange.state_dict() if self._size > 1 else None,
+            "exchange": self._exchange.state_dict() if self._exchanges else None,
         }
         return self._sealed(self._world.ranks[0], entry)
 
@@ -632,7 +636,7 @@ class CommHook(Hook):
                 "one rank carries no residuals, so those of the state would be lost. Register a "
                 "hook without a state to train on without them"
             )
-        if size > 1:
+        if self._exchanges:
             made = self._made(step)
             saved = [sealed.entry(each, "exchange") for each in entries]
             if resized and None not in saved:
