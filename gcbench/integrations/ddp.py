@@ -47,7 +47,7 @@ from gcbench.core.exchange import (
 from gcbench.core.memory import Memory
 from gcbench.core.resize import redistributed
 from gcbench.core.world import Traffic
-from gcbench.integrations import agreement, arguments, check, chosen, handshake
+from gcbench.integrations import agreement, arguments, check, chosen, handshake, unregistered
 from gcbench.integrations import plan as plans
 from gcbench.integrations.agreement import Common, Fault
 from gcbench.integrations.check import Bounds, Comparison
@@ -263,6 +263,7 @@ class CommHook(Hook):
         self._step = self._skipped = 0
         self._records: deque[Comparison] = deque(maxlen=RECORDS)
         self._ready = 0.0
+        unregistered.expect(self)
         self._worker: Worker | None = None
         """None: not registered, or nothing is exchanged, as there is one rank."""
 
@@ -286,6 +287,7 @@ class CommHook(Hook):
                 differ in what they registered: on every rank, with what to do.
             gcbench.core.errors.PeerLostError: another rank did not come.
         """
+        unregistered.settle(self)
         if not isinstance(model, DistributedDataParallel):
             raise UsageError(
                 f"a {type(model).__name__} came: wrap the module in "
@@ -451,6 +453,7 @@ class CommHook(Hook):
         if self._closed:
             return
         self._closed = True
+        unregistered.settle(self)
         self._rates.close()
         if self._worker is not None:
             self._worker.close(CLOSING)

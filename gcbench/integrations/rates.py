@@ -67,7 +67,7 @@ class Rates:
                 "model.parameters() after the model is wrapped or sharded, and give that one"
             )
         for optimizer in self.optimizers:
-            handle = optimizer.register_step_pre_hook(lambda *_: stepped())
+            handle = optimizer.register_step_post_hook(lambda *_: stepped())
             self._handles.append(handle)
 
     def of(self, names: Sequence[str]) -> list[float | None]:

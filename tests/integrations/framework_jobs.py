@@ -727,6 +727,80 @@ def transformers_refusals(rank: int, size: int, folder: Path) -> dict[str, Any]:
     }
 
 
+# ---- hooks that nobody registers -----------------------------------------------------------------
+
+
+def forward(model: nn.Module) -> Callable[[], Any]:
+    return lambda: model(torch.zeros(1, 10))
+
+
+@job
+def unregistered(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """A DDP model without a hook, beside a hook that is never registered."""
+    plain = DDP(net())
+    result: dict[str, Any] = {"before": refused(forward(plain))}
+    hook = gcbench.comm_hook("topk")
+    result["made"] = refused(forward(plain))
+    result["again"] = refused(forward(plain))
+    with torch.no_grad():
+        result["no gradient"] = refused(forward(plain))
+    result["evaluation"] = refused(forward(plain.eval()))
+    result["not wrapped"] = refused(forward(net()))
+    plain.train()
+    second = gcbench.comm_hook("int8", **OPTIONS)
+    hook.close()
+    result["closed, and a second"] = refused(forward(plain))
+    other = DDP(net())
+    second.register(other)
+    result["registered"] = [refused(forward(plain)), refused(forward(other))]
+    third = gcbench.comm_hook("topk")
+    result["another waits"] = [refused(forward(plain)), refused(forward(other))]
+    second.close()
+    del third
+    result["deleted"] = refused(forward(plain))
+    fourth = gcbench.comm_hook("topk")
+    refused(lambda: fourth.register(net()))
+    result["not for DDP"] = refused(forward(plain))
+    result["watched"] = len(torch.nn.modules.module._global_forward_pre_hooks)
+    return result
+
+
+@job
+def lightning_argument(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """Hand a hook to a strategy, which drops it on the CPU."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import DDPStrategy
+
+    def fit(**words: Any) -> Callable[[], Any]:
+        strategy = DDPStrategy(process_group_backend="gloo", **words)
+        return lambda: _lightning(folder, 1, callback=pl.Callback(), strategy=strategy)
+
+    hook = gcbench.comm_hook("topk")
+    result = {
+        "hook": refused(fit(ddp_comm_hook=hook)),
+        "state": refused(fit(ddp_comm_state=hook, ddp_comm_hook=lambda state, bucket: None)),
+    }
+    hook.close()
+    result["none"] = refused(fit())
+    return result
+
+
+@job
+def accelerate_argument(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """Hand a hook to Accelerate's handler, which drops what is not one of its names."""
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    def train(*handlers: Any) -> None:
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[*handlers])
+        forward(accelerator.prepare(net()))()
+
+    hook = gcbench.comm_hook("topk")
+    result = {"hook": refused(lambda: train(DistributedDataParallelKwargs(comm_hook=hook)))}
+    hook.close()
+    result["none"] = refused(train)
+    return result
+
+
 # ---- README --------------------------------------------------------------------------------------
 
 

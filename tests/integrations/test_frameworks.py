@@ -34,7 +34,7 @@ STEPS = 2 * framework_jobs.EPOCH
 # ---- equal to a hook that is registered by hand --------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["accelerate"])
+@pytest.mark.parametrize("name", ["lightning", "accelerate"])
 def test_a_job_ends_in_the_bits_of_plain_ddp_with_a_hook_that_is_given_each_rate(name):
     (expected, _), results = JOBS.of("reference"), of(name)
     assert len({expected["onebit"]["end"], expected["rate 1"], expected["none"]}) == 3
@@ -49,7 +49,7 @@ def test_a_transformers_job_ends_in_the_bits_of_a_hook_that_is_registered_by_han
         assert len({result["end"][0], result["rate 1"], result["none"]}) == 3
 
 
-@pytest.mark.parametrize("name", ["accelerate"])
+@pytest.mark.parametrize("name", ["lightning", "accelerate"])
 def test_accumulated_gradients_are_exchanged_once_per_optimizer_step(name):
     expected = JOBS.of("reference")[0]["accumulated"]
     for result in of(name):
@@ -77,6 +77,16 @@ def test_a_resumed_job_ends_in_the_bits_of_an_uninterrupted_one(name):
             assert result["resumed"] == result["end"][:2]
         else:
             assert (result["resumed"], result["resumed steps"]) == (result["end"], STEPS)
+
+
+def test_a_second_fit_begins_with_the_residuals_of_the_first():
+    """Lightning makes new optimizers for it. A checkpoint saved after `fit` has them, too."""
+    expected = JOBS.of("reference")[0]
+    for result in of("lightning"):
+        assert result["second fit"] == expected["renewed"]
+        assert result["after fit"] == expected["longer"]
+        assert result["closed"]
+        assert result["validated"] == 1
 
 
 def test_a_second_train_goes_on_with_the_hook_of_the_first():
@@ -155,6 +165,14 @@ def check_row(row: dict, step: int, reference: dict, prefix: str = "") -> None:
     for name in ("sent_bytes", "fp32_bytes", "bits_per_element"):
         del logged[f"gcbench/{name}"]
     assert logged == expected
+
+
+def test_lightnings_logger_gets_bytes_at_its_interval_and_comparisons_at_each_check():
+    reference = JOBS.of("reference")[0]["onebit"]
+    rows = of("lightning")[0]["rows"]
+    assert [int(row["step"]) for row in rows] == [0, 3, 6, 7], "every 4 steps, and checks of 3"
+    for row in rows:
+        check_row(row, int(row["step"]) + 1, reference, "net.")
 
 
 def test_lightning_logs_once_per_step_where_gradients_are_accumulated():
@@ -236,6 +254,39 @@ def test_accelerate_is_refused_what_cannot_work(case, words):
 def test_transformers_is_refused_what_cannot_work(case, words):
     for result in of("transformers_refusals"):
         assert [word for word in words if word not in result[case]] == []
+
+
+# ---- hooks that nobody registers -----------------------------------------------------------------
+
+
+def test_a_ddp_model_does_not_train_while_a_hook_waits_to_be_registered():
+    for result in JOBS.of("unregistered"):
+        for case in ("made", "again", "closed, and a second"):
+            assert "hook.register(model)" in result[case]
+            assert "framework_jobs.py:" in result[case], "where the hook was made"
+        for case in (
+            "before",
+            "no gradient",
+            "evaluation",
+            "not wrapped",
+            "deleted",
+            "not for DDP",
+        ):
+            assert result[case] == ""
+        assert result["registered"] == ["", ""]
+        assert result["another waits"][0]
+        assert result["another waits"][1] == "", "the model that has its hook"
+        assert result["watched"] == 0
+
+
+def test_a_hook_that_a_framework_drops_is_an_error():
+    for result in of("lightning_argument"):
+        assert "gcbench.integrations.lightning" in result["hook"]
+        assert "gcbench.integrations.lightning" in result["state"]
+        assert result["none"] == ""
+    for result in of("accelerate_argument"):
+        assert "gcbench" in result["hook"]
+        assert result["none"] == ""
 
 
 # ---- README --------------------------------------------------------------------------------------
