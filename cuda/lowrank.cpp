@@ -51,8 +51,9 @@ GC_API int64_t gc_lowrank_product(const float* left, const float* right, int64_t
 GC_CALLED(gc_lowrank_product)
 
 // Gram-Schmidt of r rows of n floats, in float64, projections subtracted twice. Returns 1 if at most `collapsed` of a
-// row's squared norm is left, or it is not finite; `out` is then undefined.
+// row's squared norm is left, or it is not finite, or if a row is longer than what `halve` sums; `out` is then undefined.
 GC_API int64_t gc_lowrank_orthonormalize(const float* vectors, int64_t r, int64_t n, double collapsed, float* out) {
+  if (n > 1 << 30) return 1;
   int64_t width = 1;
   while (width < n) width *= 2;
   std::unique_ptr<double[]> memory(new (std::nothrow) double[r * n + width + r]);
