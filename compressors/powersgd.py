@@ -32,7 +32,6 @@ True
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,12 +40,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from gcbench import ops
 from gcbench.core.claims import Claims
 from gcbench.core.compressor import (
     Context,
-    Key,
     Layout,
     MultiRoundCompressor,
+    Payload,
     Segments,
     check_finite,
 )
@@ -100,7 +100,7 @@ class PowerSGD(MultiRoundCompressor):
 
         pieces = torch.split(check_finite(mean), self._sizes(ctx.segments, 0))
         p = [
-            orthonormalize(piece.view(self.rank, n))
+            ops.lowrank.orthonormalize(piece.view(self.rank, n))
             for piece, (_, n, m) in zip(pieces, tensors, strict=True)
             if m
         ]
@@ -108,17 +108,41 @@ class PowerSGD(MultiRoundCompressor):
 
         q = self._factors(check_finite(mean), [m for _, _, m in tensors if m])
         out = torch.empty_like(x) if ctx.out is None else ctx.out
-        factors = zip(p, q, strict=True)
-        for piece, (place, n, m) in zip(pieces, tensors, strict=True):
-            if m:
-                left, right = next(factors)
-                torch.mm(left.T, right, out=out[place].view(n, m))
-            else:
-                out[place] = piece
-        out.clamp_(-LARGEST, LARGEST)
+        self._rebuild(pieces, p, q, ctx.segments, out)
         if not self.warm_start:
             return out, self.initial_state(ctx._replace(key=ctx.key._replace(step=ctx.step + 1)))
-        return out, _joined(x, [orthonormalize(q_i) for q_i in q])
+        return out, _joined(x, [ops.lowrank.orthonormalize(q_i) for q_i in q])
+
+    def decode(self, payload: Payload, ctx: Context) -> Tensor:
+        """Return P^ Q'^T, and the tensors that are not compressed: what the rounds end with."""
+        first, second = map(check_finite, payload.parts)
+        shapes = [(n, m) for _, n, m in self._tensors(ctx.segments)]
+        pieces = torch.split(first, self._sizes(ctx.segments, 0))
+        p = [
+            ops.lowrank.orthonormalize(piece.view(self.rank, n))
+            for piece, (n, m) in zip(pieces, shapes, strict=True)
+            if m
+        ]
+        q = self._factors(second, [m for _, m in shapes if m])
+        out = first.new_empty(ctx.segments.numel) if ctx.out is None else ctx.out
+        self._rebuild(pieces, p, q, ctx.segments, out)
+        return out
+
+    def _rebuild(
+        self,
+        pieces: Sequence[Tensor],
+        p: Sequence[Tensor],
+        q: Sequence[Tensor],
+        segments: Segments,
+        out: Tensor,
+    ) -> None:
+        """Write P^ Q'^T of each matrix, and of other tensors the piece of the first mean."""
+        factors = zip(p, q, strict=True)
+        for piece, (place, _, m) in zip(pieces, self._tensors(segments), strict=True):
+            if m:
+                ops.lowrank.product(*next(factors), out=out[place])
+            else:
+                torch.clamp(piece, -LARGEST, LARGEST, out=out[place])
 
     def _factors(self, values: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """Cut values into matrices of r rows, each of one of these lengths."""
@@ -180,64 +204,3 @@ class PowerSGDClaims(Claims[PowerSGD], of=PowerSGD):
             return None
         shapes = [(n, m) for _, n, m in self.codec._tensors(segments) if m]
         return min((self.codec.rank / min(shape) for shape in shapes), default=1.0) - 2.0**-18
-
-
-# ---- orthonormal vectors, the same bits wherever the same bits come in ---------------------------
-
-COLLAPSED = 2.0**-80
-"""A vector counts as dependent on the earlier ones if at most this share of its squared norm is
-left without its projections on them. The vectors come in float32, so a smaller rest is float64's
-rounding."""
-
-
-def _dots(rows: Tensor, vector: Tensor) -> list[float]:
-    """Return the product of each row, (k, n), with `vector`, (n,), float64.
-
-    The second half of the terms is added to the first until one is left: an order that depends on
-    neither machine nor thread count.
-    """
-    terms = rows * vector
-    width = 1 << max(0, terms.shape[1] - 1).bit_length()
-    terms = torch.nn.functional.pad(terms, (0, width - terms.shape[1]))
-    while width > 1:
-        width //= 2
-        terms = terms[:, :width] + terms[:, width:]
-    values: list[float] = terms[:, 0].tolist()
-    return values
-
-
-def _subtract(vector: Tensor, basis: Tensor, shares: list[float]) -> Tensor:
-    for row, share in zip(basis, shares, strict=True):
-        vector = vector - row * share
-    return vector
-
-
-def orthonormalize(vectors: Tensor) -> Tensor:
-    """Return orthonormal rows, float32, shape (r, n), r <= n, that span the rows of `vectors`.
-
-    Gram-Schmidt in float64 with sums in a fixed order. Projections are subtracted twice, as the
-    second pass removes what rounding left after the first. A row that is zero, in the span of the
-    rows before it, or not finite is replaced by normal draws with a fixed key, made orthogonal to
-    those rows, so the result always has rank r and no NaN.
-
-    Raises:
-        ValueError: more rows than elements in a row.
-    """
-    r, n = vectors.shape
-    if r > n:
-        raise ValueError(f"{r} vectors of {n} elements cannot be orthonormal")
-    basis = torch.empty((r, n), dtype=torch.float64, device=vectors.device)
-    for j, given in enumerate(vectors.double()):
-        done = basis[:j]
-        for attempt in itertools.count():
-            row = normal(Key(0, 0, attempt), n, vectors.device).double() if attempt else given
-            *shares, energy = _dots(torch.cat([done, row[None]]), row)
-            rest, left = row, energy
-            if j:
-                rest = _subtract(row, done, shares)
-                rest = _subtract(rest, done, _dots(done, rest))
-                [left] = _dots(rest[None], rest)
-            if left > COLLAPSED * energy:
-                break
-        torch.div(rest, left**0.5, out=basis[j])
-    return basis.float()

@@ -56,6 +56,8 @@ ROWS = {
         "gc_level_mean words norms counts #words workers bits exact levels n table m out threads"
     ),
     "levels.norms": "gc_level_norms x table m two levels out threads",
+    "lowrank.orthonormalize": "gc_lowrank_orthonormalize vectors r n collapsed out",
+    "lowrank.product": "gc_lowrank_product left right rank rows columns out threads",
     "natural.encode": "gc_natural_encode x n key out threads",
     "natural.mean": "gc_natural_mean words counts #words workers n out threads",
     "packing.pack": "gc_pack codes size n bits out threads",

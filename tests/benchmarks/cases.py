@@ -99,6 +99,7 @@ KINDS = ("class", "scaled")
 
 SERVED_BY = {
     **{f"dct_{part}": f"dct.{part}" for part in ("forward", "inverse")},
+    **{f"lowrank_{part}": f"lowrank.{part}" for part in ("product", "orthonormalize")},
     **{f"fp8_{part}": f"fp8.{part}" for part in ("encode", "decode")},
     **{f"hadamard_{part}": f"hadamard.{part}" for part in ("rotate", "encode", "decode")},
     "half.decode": "half.mean",
@@ -533,6 +534,21 @@ def _dct(g: Gradient, transform: Callable[..., Tensor]) -> Timed:
     chunks = [ops.dct.Chunks(*cut[:5]) for cut in demo.cut_chunks(g.segments(), 64, 32)]
     out = g.empty(torch.float32, g.n)
     return Timed(lambda: transform(g.x, chunks, out=out), nbytes(g.x, out))
+
+
+@case("lowrank_product")
+def _lowrank_product(g: Gradient) -> Timed:
+    """Rank 2, with rows of 1000 elements."""
+    left, right = g.x[: g.n // 1000 * 2].view(2, -1), g.x[:2000].view(2, -1)
+    out = g.empty(torch.float32, g.n // 1000 * 1000)
+    return Timed(lambda: ops.lowrank.product(left, right, out=out), nbytes(left, right, out))
+
+
+@case("lowrank_orthonormalize")
+def _lowrank_orthonormalize(g: Gradient) -> Timed:
+    """Two vectors, each of half of the elements."""
+    rows, out = g.x[: g.n // 2 * 2].view(2, -1), g.empty(torch.float32, g.n // 2 * 2)
+    return Timed(lambda: ops.lowrank.orthonormalize(rows, out=out), nbytes(rows, out))
 
 
 # formats of floats

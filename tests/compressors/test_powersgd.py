@@ -8,13 +8,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from gcbench.compressors.powersgd import orthonormalize
 
 import gcbench
 from gcbench import ops
 from gcbench.core import codec
 from gcbench.core.compressor import Context, Key, MultiRoundCompressor, Payload, Segments
 from gcbench.core.errors import PayloadError, UsageError
+from gcbench.ops.lowrank import orthonormalize
 
 NOTHING = torch.empty(0)
 SHAPES = [(40, 30), (7,), (16, 3, 5, 5), (), (0,), (0, 5), (1, 9), (2, 2)]

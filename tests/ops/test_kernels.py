@@ -309,6 +309,7 @@ HUGE = 2**57
         ("gc_range_pack", (None, 0, None, HUGE, 10, 6, None, None)),
         ("gc_random_positions", (1, 0, 0, 0, "run", 1, None)),
         ("gc_hadamard_encode", (None, 1024, "tiles", 1, None, None)),
+        ("gc_lowrank_orthonormalize", (None, HUGE, 1, 0.5)),  # and `out`
         ("gc_scatter_mean", (None, None, None, HUGE, 1.0, None, 2**16)),
     ],
 )

@@ -1,0 +1,111 @@
+"""Matrices of low rank: products of a few vectors, and orthonormal vectors.
+
+The same bits come out wherever the same bits come in: sums have a stated order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+from gcbench.core.compressor import Key
+from gcbench.ops.dispatch import operation, output, vector
+from gcbench.ops.random import normal
+
+LARGEST = torch.finfo(torch.float32).max
+
+
+@operation()
+def _product(left: Tensor, right: Tensor, rank: int, rows: int, columns: int, out: Tensor) -> None:
+    total = left[0].unsqueeze(1) * right[0]
+    for a, b in zip(left[1:], right[1:], strict=True):
+        total = total + a.unsqueeze(1) * b
+    torch.clamp(total, -LARGEST, LARGEST, out=out.view(rows, columns))
+
+
+def product(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return left^T right, float32, shape (n m,), limited to the finite floats.
+
+    `left`: float32, shape (r, n), `right`: shape (r, m), r at least 1; the r products of an element
+    are added one after the other. `out`: where to write.
+    """
+    (rank, rows), columns = left.shape, right.shape[1]
+    left = vector(left, torch.float32, rank * rows, "left")
+    right = vector(right, torch.float32, rank * columns, "right")
+    out = output(out, torch.float32, rows * columns, left.device)
+    _product(left.device, left=left, right=right, rank=rank, rows=rows, columns=columns, out=out)
+    return out
+
+
+# ---- orthonormal vectors -------------------------------------------------------------------------
+
+COLLAPSED = 2.0**-80
+"""A vector counts as dependent on the earlier ones if at most this share of its squared norm is
+left without its projections on them. The vectors come in float32, so a smaller rest is float64's
+rounding."""
+
+
+def _dots(rows: Tensor, vector: Tensor) -> list[float]:
+    """Return the product of each row, (k, n), with `vector`, (n,), float64.
+
+    The second half of the terms is added to the first until one is left: an order that depends on
+    neither machine nor thread count.
+    """
+    terms = rows * vector
+    width = 1 << max(0, terms.shape[1] - 1).bit_length()
+    terms = torch.nn.functional.pad(terms, (0, width - terms.shape[1]))
+    while width > 1:
+        width //= 2
+        terms = terms[:, :width] + terms[:, width:]
+    values: list[float] = terms[:, 0].tolist()
+    return values
+
+
+def _subtract(vector: Tensor, basis: Tensor, shares: list[float]) -> Tensor:
+    for row, share in zip(basis, shares, strict=True):
+        vector = vector - row * share
+    return vector
+
+
+@operation()
+def _orthonormalize(vectors: Tensor, r: int, n: int, collapsed: float, out: Tensor) -> None:
+    basis = torch.empty((r, n), dtype=torch.float64, device=vectors.device)
+    for j, given in enumerate(vectors.double()):
+        done = basis[:j]
+        for attempt in itertools.count():
+            row = normal(Key(0, 0, attempt), n, vectors.device).double() if attempt else given
+            *shares, energy = _dots(torch.cat([done, row[None]]), row)
+            rest, left = row, energy
+            if j:
+                rest = _subtract(row, done, shares)
+                rest = _subtract(rest, done, _dots(done, rest))
+                [left] = _dots(rest[None], rest)
+            if left > collapsed * energy:
+                break
+        torch.div(rest, math.sqrt(left), out=basis[j])
+    out.copy_(basis)
+
+
+def orthonormalize(vectors: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return orthonormal rows, float32, shape (r, n), r <= n, that span the rows of `vectors`.
+
+    Gram-Schmidt in float64 with sums in a fixed order. Projections are subtracted twice, as the
+    second pass removes what rounding left after the first. A row that is zero, in the span of the
+    rows before it, or not finite is replaced by normal draws with a fixed key, made orthogonal to
+    those rows, so the result always has rank r and no NaN. `out`: where to write.
+
+    Raises:
+        ValueError: more rows than elements in a row.
+    """
+    r, n = vectors.shape
+    if r > n:
+        raise ValueError(f"{r} vectors of {n} elements cannot be orthonormal")
+    vectors = vector(vectors, torch.float32, r * n, "vectors")
+    out = output(out, torch.float32, r * n, vectors.device).view(r, n)
+    given = {"vectors": vectors, "r": r, "n": n, "collapsed": COLLAPSED, "out": out}
+    if _orthonormalize(vectors.device, **given):  # a kernel does not draw
+        _orthonormalize.definition(**given)
+    return out
