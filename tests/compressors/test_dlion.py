@@ -124,3 +124,16 @@ def test_a_run_applies_it_by_plain_sgd():
     assert (config.optimizer, config.momentum, config.decay) == ("sgd", 0.0, "update")
     assert config.memory == "dlion"
     assert config.make_memory() == LionMomentum()
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+def test_dense_tensors_follow_the_same_rule(simulated, clock, aggregate):
+    """In fp32 the mean of the signs travels, and the rule takes its sign for the vote."""
+    grads = gradients(4, 4, 300)
+    made = exchange(simulated, clock, aggregate, 4, 300, "allreduce", exact=True)
+    signs = [lion(grads[:, rank]) for rank in range(4)]
+    for step in range(4):
+        total = torch.stack([own[step] for own in signs]).sum(0)
+        assert bool((total == 0).any()), "ties are +1"
+        expected = total / 4 if aggregate == "average" else torch.where(total >= 0, 1.0, -1.0)
+        assert torch.equal(made.mean(list(grads[step]), step), expected)

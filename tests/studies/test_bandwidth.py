@@ -19,6 +19,7 @@ import torch.distributed as dist
 from commands import PATIENCE, end, invoke, members, start, wait_for
 
 from gcbench import studies
+from gcbench.core import codec as calls
 from gcbench.core import registry
 from gcbench.core.clock import Clock
 from gcbench.core.errors import UsageError
@@ -465,7 +466,7 @@ def test_bytes_and_messages_are_those_of_the_exchange(two):
         assert row["links"] in ("no link", "any link")  # no byte is saved
     method = registry.compressor("signsgd")
     segments = worker.Segments.of(worker.shapes(10_001), method.granularity)
-    sent = codec.bits(method, segments) / 8
+    sent = calls.bits(method, segments) / 8
     assert found["signsgd", "allgather"]["wire_bytes"] == sent
     assert found["signsgd", "allgather"]["messages"] == 1
     tern = found["terngrad", "allgather"]
@@ -473,7 +474,7 @@ def test_bytes_and_messages_are_those_of_the_exchange(two):
     # Scales are agreed by an all-reduce, which a ring of two sends once; the payload has none.
     method = registry.compressor("terngrad")
     segments = worker.Segments.of(worker.shapes(10_001), method.granularity)
-    assert tern["wire_bytes"] == codec.bits(method, segments) / 8 + 4 * scales
+    assert tern["wire_bytes"] == calls.bits(method, segments) / 8 + 4 * scales
     assert tern["messages"] == 2 + 1
 
 

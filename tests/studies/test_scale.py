@@ -15,6 +15,7 @@ from builders import reseal
 from commands import invoke
 
 from gcbench import ops
+from gcbench.core import codec as calls
 from gcbench.core import registry
 from gcbench.core.compressor import Compressor, Context, Key, Payload, Segments
 from gcbench.core.errors import UsageError
@@ -211,7 +212,7 @@ def test_undeclared_sizes_travel_ahead_of_each_part() -> None:
     method, workers = registry.compressor("qsgd", coding="omega-dense"), 6
     x = torch.ones(2048)
     segments = Segments((0, 2048))
-    parts = len(codec.encode(method, x, Context(segments, x.new_empty(0), Key(0, 0, 0))).parts)
+    parts = len(calls.encode(method, x, Context(segments, x.new_empty(0), Key(0, 0, 0))).parts)
     sent = traffic.exchange(method, "twoshot", (((60, 512),), ()), workers)
     assert [message.kind for message in sent] == ["alltoall", "alltoall", "allgather", "allgather"]
     assert (sent[0].nbytes, sent[2].nbytes) == (8 * parts * workers, 8 * parts)
@@ -260,7 +261,7 @@ def test_sampled_shards_come_to_the_bytes_of_all(workers) -> None:
     for k in range(workers):
         if bounds[k] < bounds[k + 1]:
             shard = segments.shard(bounds[k], bounds[k + 1])[0]
-            whole += codec.bits(method, shard) // 8
+            whole += calls.bits(method, shard) // 8
     sent = traffic.exchange(method, "twoshot", (shapes, ()), workers)[0]
     assert sent.kind == "alltoall"
     assert sent.nbytes == pytest.approx(whole, rel=5e-3)
