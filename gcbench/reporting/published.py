@@ -220,7 +220,8 @@ def _recorded(run: Run) -> dict[str, Any]:
 
     Rows of third parties may leave settings out.
     """
-    config = {**run.config, "compressor": run.summary.compressor_name}
+    given = {"compressor": run.summary.compressor_name, "memory": run.config["memory"]}
+    config = {**run.recorded, **given}
     usual = {
         "task_options": _defaults(registry.task_class(run.summary.task)),
         "memory_options": _defaults(registry.memory_class(config["memory"])),

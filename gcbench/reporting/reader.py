@@ -112,11 +112,15 @@ class Run:
     """The suite for which a row was made, as name/version."""
 
     @property
-    def config(self) -> dict[str, Any]:
-        """The config without the seed, with what the run resolved in place of what was asked."""
+    def recorded(self) -> dict[str, Any]:
+        """The stored config, with what the run resolved in place of what was asked."""
         resolved = ("task", "workers", "collective", "engine", "gradients", "steps", "batch")
-        resolutions = {key: getattr(self.summary, key) for key in resolved}
-        config = DEFAULTS | self.summary.config | resolutions
+        return self.summary.config | {key: getattr(self.summary, key) for key in resolved}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The recorded config without the seed; a setting that is missing has its default."""
+        config = DEFAULTS | self.recorded
         return {key: value for key, value in config.items() if key != "seed"}
 
     @cached_property

@@ -16,10 +16,6 @@ from gcbench.core.exchange import Exchange, Lane
 from gcbench.studies import conformance
 
 ROOT = Path(__file__).parents[2]
-REFERENCE = ROOT / "results" / "reference"
-CONTROLS = ROOT / "results" / "controls"
-
-
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 
 

@@ -204,7 +204,7 @@ def test_table_2_of_fft_sparsification():
     assert methods == {
         "NoCompression()": 0.9211,
         "FFT(theta=0.85, code_bits=10, mantissa=5, granularity='model', half=True, "
-        "bitmap='real', pad=True)": 0.9199,
+        "bitmap='real', pad=True, low=None, high=None)": 0.9199,
         "TopK(ratio=0.15, positions='smallest', values='fp32', granularity='tensor')": 0.9031,
         "QSGD(levels=3, norm='max', granularity=512, coding='fixed')": 0.8866,
         "TernGrad(clip=0.0, scale='clipped-max', share=True, granularity='tensor')": 0.8690,
