@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test lint bench sanitize clean
+.PHONY: run test lint bench mutants sanitize clean
 
 run: $(VENV)/installed
 	$(BIN)/gcbench run --task digits --compressor none,terngrad --seed 0,1,2
@@ -26,6 +26,11 @@ bench: $(VENV)/installed-dev
 	  --benchmark-json build/kernels.json
 	$(BIN)/gcbench kernels build/kernels.json --json > $(TIMINGS)
 	$(BIN)/gcbench kernels $(TIMINGS)
+
+# Faults derived from every file of compressors/: does `gcbench verify` refuse them? Resumable.
+SHARE ?= 1
+mutants: $(VENV)/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m gcbench.checks.mutants --share $(SHARE)
 
 # The kernels' tests with every access to memory checked; the libraries are built anew before and after.
 sanitize: $(VENV)/installed-dev

@@ -36,7 +36,7 @@ class Result(NamedTuple):
 
 def invoke(*words: object) -> Result:
     """Run `gcbench *words` in this process; a verification searches a tenth of its inputs."""
-    from gcbench.checks import adversary, verify
+    from gcbench.checks import adversary
 
     out, err, code = io.StringIO(), io.StringIO(), 0
     argv = ["gcbench", *map(str, words)]
@@ -44,7 +44,7 @@ def invoke(*words: object) -> Result:
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         mock.patch.object(sys, "argv", argv),
-        mock.patch.object(verify, "EFFORTS", (adversary.QUICK, adversary.QUICK)),
+        mock.patch.object(adversary, "effort_for", return_value=adversary.QUICK),
     ):
         try:
             cli.main()
