@@ -493,7 +493,8 @@ class RoundsTrial:
         self.method = calls.method
         self.segments = case.segments(self.method)
         xs = case.gradients(self.segments)
-        self.xs = [xs[rank % len(xs)] for rank in range(case.workers)]
+        count = case.workers if self.segments.numel < 2000 else min(case.workers, 4)
+        self.xs = [xs[rank % len(xs)] for rank in range(count)]
         calls.scale = case.scale, case.scale
         self.means: list[Tensor] = []
 

@@ -51,7 +51,7 @@ def page(rows: list[dict[str, Any]]) -> str:
         "",
         "`python -m gcbench.checks.coverage` wrote this page on "
         f"{datetime.date.today().isoformat()} ({platform.machine()}, {os.cpu_count()} cores, "
-        f"threads: {threads}). Every declared configuration of each method, without real processes.",
+        f"threads: {threads}). Every declared configuration of each method; no real processes.",
         "",
         "| method | configurations | fail | inputs of the search | seconds | CPU seconds | MiB |",
         "|-|-|-|-|-|-|-|",

@@ -80,7 +80,7 @@ class Lane:
     @property
     def fused(self) -> bool:
         """Whether the method encodes and updates the residual in one operation."""
-        plain = isinstance(self.memory, Residual) and self.memory.decay == 1
+        plain = type(self.memory) is Residual and self.memory.decay == 1  # a subclass may differ
         return plain and self.compressor.fused_feedback
 
 

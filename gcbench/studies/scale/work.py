@@ -77,7 +77,7 @@ def statistic(method: Compressor) -> Tensor:
 
 def in_one_pass(method: Compressor, carried: memory.Memory) -> bool:
     """Return whether encoding and error feedback are one operation, `encode_feedback`."""
-    plain = isinstance(carried, memory.Residual) and carried.decay == 1
+    plain = type(carried) is memory.Residual and carried.decay == 1
     alone = not isinstance(method, MultiRoundCompressor) and not method.cuttable
     return plain and alone and not statistic(method).numel()
 
