@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test lint bench gpu sanitize mutation clean
+.PHONY: run test lint bench gpu mutants sanitize mutation clean
 
 run: $(VENV)/installed
 	$(BIN)/gcbench run --task digits --compressor none,terngrad --seed 0,1,2
@@ -34,6 +34,11 @@ bench: $(VENV)/installed-dev
 OUT ?= build
 gpu: $(VENV)/installed-dev
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.gpu --out $(OUT)
+
+# Faults derived from every file of compressors/: does `gcbench verify` refuse them? Resumable.
+SHARE ?= 1
+mutants: $(VENV)/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m gcbench.checks.mutants --share $(SHARE)
 
 # The kernels' tests with every access to memory checked; the libraries are built anew before and after.
 sanitize: $(VENV)/installed-dev

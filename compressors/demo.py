@@ -147,18 +147,20 @@ class DeMoClaims(Claims[DeMo], of=DeMo):
         worker sent zeros, as the decoding does not show which.
         """
         update = torch.zeros(ctx.segments.numel, dtype=torch.float64)
+        live = torch.zeros(ctx.segments.numel, dtype=torch.bool)
         for cut in self.codec._cuts(ctx.segments):
             found = torch.stack([exact_dct(one, cut) for one in decoded])
             all_sent = cut.kept == cut.size
             sent = (found.abs() > 1e-5 * found.abs().amax((1, 2), keepdim=True)) | all_sent
             total = torch.where(sent, found, 0.0).sum(0)
+            live[cut.place] = bool(total.any())
             total[(sent.sum(2) < cut.kept).any(0)] = torch.nan
             update[cut.place] = exact_dct(total / sent.sum(0).clamp(min=1), cut, inverse=True)
         if not self.codec.sign:
             return update.float()
         size = update.abs().nan_to_num()
         small = size < 1e-4 * size.amax() if len(update) else update.bool()
-        unsure = (small & (update != 0)) | update.isnan()  # the sign of NaN is 0
+        unsure = (small & live) | update.isnan()  # the sign of NaN is 0
         return torch.where(unsure, torch.nan, update.sign()).float()
 
     def delta(self, segments: Segments) -> float | None:

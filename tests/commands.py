@@ -39,7 +39,7 @@ def invoke(*words: object, main: Callable[[], None] = cli.main) -> Result:
 
     A verification searches a tenth of its inputs.
     """
-    from gcbench.checks import adversary, verify
+    from gcbench.checks import adversary
 
     out, err, code = io.StringIO(), io.StringIO(), 0
     argv = ["gcbench", *map(str, words)]
@@ -47,7 +47,7 @@ def invoke(*words: object, main: Callable[[], None] = cli.main) -> Result:
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         mock.patch.object(sys, "argv", argv),
-        mock.patch.object(verify, "EFFORTS", (adversary.QUICK, adversary.QUICK)),
+        mock.patch.object(adversary, "effort_for", return_value=adversary.QUICK),
     ):
         try:
             main()

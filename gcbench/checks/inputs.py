@@ -23,8 +23,11 @@ LONGEST = 1_100_003
 """Elements of the pool, and so of the longest input."""
 MIXED = ((40, 33), (0,), (1,), (33, 40), (8, 3, 3, 3), (), (1030,), (7,))
 MODEL: Shapes = tuple(
-    [((3, 7), (5,), (40,), (), (2, 3, 3, 3), (1,), (33, 4), (64,))[i % 8] for i in range(300)]
+    shape
+    for shape in ((3, 7), (5,), (40,), (), (2, 3, 3, 3), (1,), (33, 4), (64,))
+    for _ in range(38)
 )
+"""304 tensors; those of one shape are neighbours, which many methods handle together."""
 MANY = 40_000
 """Tensors of the bucket with more segments than 16 bits count."""
 
@@ -151,7 +154,7 @@ def short_shapes(group: int) -> Mapping[str, Shapes]:
         "a last group of one": ((3 * g + 1,),),
         "groups of one": ((g + 1,), (1,), (2 * g,), (2 * g + 1,), (g - 1,), (g,), (1,)),
         "mixed": MIXED,
-        "300 tensors": MODEL,
+        "304 tensors": MODEL,
         "4096 and one": ((4097,),),
         "matrices": ((64, 48), (48,), (24, 5, 3, 3), (24,)),
     }

@@ -37,15 +37,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gcbench.checks.adversary import Effort, Search
+from gcbench.checks.adversary import Effort, Search, effort_for
 from gcbench.checks.calls import Calls
-from gcbench.checks.verify import EFFORTS
 from gcbench.core.compressor import Compressor, Payload, Segments, cuttable, requantizes
 from gcbench.core.errors import PayloadError
 from gcbench.studies import conformance
 
-FIRST = Effort(pairs=False, long=0, million=0, steps=64)
-BROAD = Effort(pairs=False, long=1, million=0, steps=600)
+FIRST = Effort(every=5, long=0, million=0, steps=64)
+BROAD = Effort(every=5, long=1, million=0, steps=600)
 PATIENCE = 240
 """CPU seconds after which a mutant counts as stuck, and so as killed."""
 KEPT = ("__post_init__", "claims", "recipe", "variants")
@@ -231,10 +230,13 @@ def configured(classes: list[type[Compressor]]) -> list[Compressor]:
     return [cls(**dict(options)) for cls in classes for options in cls().variants]
 
 
-def killed_by(methods: list[Compressor], effort: Effort, rest: Effort) -> str:
-    """Return what the search says of the first configuration that it refuses; "": of none."""
+def killed_by(methods: list[Compressor], effort: Effort | None = None) -> str:
+    """Return what the search says of the first configuration that it refuses; "": of none.
+
+    Without `effort` it tries as much as `gcbench verify` does.
+    """
     for number, method in enumerate(methods):
-        search = Search(method, rest if number else effort)
+        search = Search(method, effort or effort_for(method, first=not number))
         for finding in search.run():
             return f"search, {finding.function}: {finding.fault}"
     return ""
@@ -314,12 +316,12 @@ def judge(mutant: Mutant, original: str) -> dict[str, Any]:
         methods = configured(load(mutant, mutant.file))
     except Exception as error:
         return {"outcome": "killed", "by": f"does not load: {type(error).__name__}"}
-    if why := killed_by(methods, FIRST, FIRST):
+    if why := killed_by(methods, FIRST):
         return {"outcome": "killed", "by": why}
     same = fingerprint(methods) == original
     if same:
         return {"outcome": "equivalent", "by": "no output changes"}
-    if why := listed(methods) or killed_by(methods, *EFFORTS):
+    if why := listed(methods) or killed_by(methods):
         return {"outcome": "killed", "by": why}
     return {"outcome": "survived", "by": ""}
 

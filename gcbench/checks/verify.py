@@ -18,9 +18,6 @@ from gcbench.core import memory
 from gcbench.core.compressor import Compressor
 from gcbench.studies import conformance
 
-EFFORTS = adversary.FULL, adversary.VARIANT
-"""How much is searched: for the first configuration of a method, and for each further one."""
-
 
 class Verified(NamedTuple):
     """The result for one configuration."""
@@ -60,7 +57,7 @@ def verify(
     for number, (text, method) in enumerate(conformance.chosen(name, options)):
         start = time.perf_counter()
         rows = list(next(tables))
-        search = searched(method, EFFORTS[min(number, 1)])
+        search = searched(method, adversary.effort_for(method, first=not number))
         found = list(search_rows(search))
         if not number:
             found += [row._asdict() for row in _memory_rows(method, carried)]

@@ -27,8 +27,8 @@ def test_a_broken_method_is_refused(kind, made):
 
 
 EFFORTS = {
-    broken.VeryLongMean: adversary.Effort(pairs=False, long=0, million=1, steps=1),
-    broken.Flushing1327: adversary.Effort(pairs=False, long=0, million=0, steps=2048),
+    broken.VeryLongMean: adversary.Effort(every=5, long=0, million=1, steps=1),
+    broken.Flushing1327: adversary.Effort(every=5, long=0, million=0, steps=2048),
 }
 
 
@@ -42,7 +42,7 @@ EFFORTS = {
     ids=lambda method: type(method).__name__,
 )
 def test_a_right_method_is_not_refused(method):
-    search = Search(method, adversary.Effort(pairs=False, long=0, million=0, steps=100))
+    search = Search(method, adversary.Effort(every=5, long=0, million=0, steps=100))
     assert search.run() == []
     assert search.inputs > 100
 
@@ -72,7 +72,9 @@ def test_every_pair_of_values_occurs():
 
 
 def test_what_was_covered_is_reported():
-    search = Search(registry.compressor("int8"), adversary.Effort(False, 1, 1, 3))
+    search = Search(
+        registry.compressor("int8"), adversary.Effort(every=9, long=1, million=1, steps=3)
+    )
     assert search.run() == []
     mean = search.covered["mean"]
     assert mean.elements > 2**20

@@ -1,0 +1,126 @@
+"""A method is compared with an author's lines of numpy: bit for bit, in calls and in training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from commands import invoke
+from wrong_methods import INT8, TOPK
+
+from gcbench.checks import against
+from gcbench.core import registry
+from gcbench.core.errors import UsageError
+
+NONE = """
+def decoded(x, segments):
+    return x
+"""
+TOP = """
+import numpy as np
+
+def decoded(x, segments):
+    out = np.zeros_like(x)
+    for s in segments:
+        part = x[s]
+        k = max(1, int(np.ceil(0.01 * len(part)))) if len(part) else 0
+        order = np.argsort(-np.abs(part), kind="stable")[:k]
+        out[s][order] = part[order]
+    return out
+"""
+LEVELS = """
+import numpy as np
+
+TOLERANCE = 1e-6
+
+def decoded(x, segments, uniform):
+    out = np.zeros_like(x)
+    for s in segments:
+        top = np.abs(x[s]).max(initial=0)
+        if top >= 7 * 2.0**-100:
+            level = np.abs(x[s]).astype(np.float64) / top * 7
+            out[s] = np.sign(x[s]) * np.floor(level + uniform[s]) / 7 * top
+    return out
+"""
+
+
+def verdicts(method, text, tmp_path):
+    path = tmp_path / "reference.py"
+    path.write_text(text)
+    return {row.check: row for row in against.compare(method, against.load(path))}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("none", NONE), ("topk", TOP), ("topk", TOP + "\nTOLERANCE = 1e-6")]
+)
+def test_a_right_method_equals_its_reference(name, text, tmp_path):
+    rows = verdicts(registry.compressor(name), text, tmp_path)
+    assert {row.verdict for row in rows.values()} == {"holds"}, rows
+    assert len(rows) == 3
+
+
+class LastStep(TOPK):
+    """Sends nothing from step 20 on."""
+
+    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+        return super().encode(x * (not 20 <= key.step < 30), segments, shared, key, out=out)
+
+    def encode_feedback(self, x, residual, segments, shared, key, *, out=None):
+        if 20 <= key.step < 30:
+            residual.zero_()
+        return super().encode_feedback(x, residual, segments, shared, key, out=out)
+
+
+class FirstMean(TOPK):
+    """The mean is that of worker 0."""
+
+    def mean(self, payloads, segments, shared, *, out=None):
+        return self.decode(payloads[0], segments, shared, out=out)
+
+
+@pytest.mark.parametrize(
+    ("method", "text", "failing"),
+    [
+        (registry.compressor("topk", ratio=0.02), TOP, "reference: decode(encode(x))"),
+        (FirstMean(), TOP, "reference: mean"),
+        (LastStep(), TOP, "reference: 30 steps of training"),
+        (INT8(), NONE, "reference: decode(encode(x))"),
+    ],
+)
+def test_a_method_that_differs_is_refused(method, text, failing, tmp_path):
+    assert verdicts(method, text, tmp_path)[failing].verdict == "fails"
+
+
+def test_the_draws_of_a_method_are_at_hand(tmp_path):
+    """`uniform` has one number per element, the ones that the key gives."""
+    text = "def decoded(x, segments, uniform, step):\n    return uniform"
+    (tmp_path / "r.py").write_text(text)
+    reference = against.load(tmp_path / "r.py")
+    from gcbench import ops
+    from gcbench.core.compressor import Key, Segments
+
+    key, segments = Key(3, 4, 5, 6), Segments((0, 50))
+    got = reference.decoded(torch.zeros(50), segments, torch.empty(0), key)
+    assert torch.equal(got, ops.random.uniform(key, 50))
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("x = 1", "decoded"),
+        ("def decoded(x, segments, colour): ...", "colour"),
+        ("def decoded(x, segments): ...\nTOLERANCE = 2", "TOLERANCE"),
+        ("1 / 0", "ZeroDivisionError"),
+    ],
+)
+def test_a_file_that_is_no_reference_is_refused(text, named, tmp_path):
+    (tmp_path / "r.py").write_text(text)
+    with pytest.raises(UsageError, match=named):
+        against.load(tmp_path / "r.py")
+
+
+def test_verify_has_the_rows_of_the_reference(tmp_path):
+    (tmp_path / "r.py").write_text(NONE)
+    done = invoke("verify", "none", "--no-processes", "--against", tmp_path / "r.py", "--json")
+    rows = {row["check"]: row["verdict"] for row in done.json}
+    assert rows["reference: 30 steps of training"] == "holds"
+    assert rows["memory: checkpoint"] == "holds"
