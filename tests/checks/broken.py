@@ -13,7 +13,7 @@ from wrong_methods import INT8, ONEBIT, QSGD, SIGN, TERN, TOPK, Levels, spread
 
 from gcbench import ops
 from gcbench.core import registry
-from gcbench.core.compressor import TILE, Compressor, Payload, fill
+from gcbench.core.compressor import TILE, Compressor, Payload
 
 NONE = type(registry.compressor("none"))
 FFT = type(registry.compressor("fft"))
@@ -33,54 +33,46 @@ def plain(method: Compressor) -> Any:
 class LongMean(TOPK):
     """The mean is that of worker 0 behind element 65,536."""
 
-    def mean(self, payloads, segments, shared, *, out=None):
-        got = super().mean(payloads, segments, shared, out=out)
-        got[65_536:] = self.decode(payloads[0], segments, shared)[65_536:]
+    def mean(self, payloads, ctx):
+        got = super().mean(payloads, ctx)
+        got[65_536:] = self.decode(payloads[0], ctx._replace(out=None))[65_536:]
         return got
 
 
 class VeryLongMean(INT8):
     """The mean forgets the last worker behind element 2^20."""
 
-    def mean(self, payloads, segments, shared, *, out=None):
-        got = super().mean(payloads, segments, shared, out=out)
-        if segments.numel > 2**20 and len(payloads) > 2:
-            got[2**20 :] = super().mean(payloads[:-1], segments, shared)[2**20 :]
+    def mean(self, payloads, ctx):
+        got = super().mean(payloads, ctx)
+        if ctx.segments.numel > 2**20 and len(payloads) > 2:
+            fewer = super().mean(payloads[:-1], ctx._replace(out=None))
+            got[2**20 :] = fewer[2**20 :]
         return got
 
 
 class LongMerge(SIGN):
     """The vote is that of worker 0 behind element 65,536."""
 
-    def merge(self, payloads, segments, shared, key, *, out=None):
-        merged = super().merge(payloads, segments, shared, key, out=out)
-        merged.parts[0][65_536 // 32 :] = payloads[0].parts[0][65_536 // 32 :]
+    def merge(self, payloads, ctx):
+        merged = super().merge(payloads, ctx)
+        merged[65_536 // 32 :] = payloads[0].parts[0][65_536 // 32 :]
         return merged
 
 
 class LongSum(NONE):
     """The sum is not divided behind element 65,536."""
 
-    def decode_sum(self, payload, segments, shared, *, out=None):
-        got = self.decode(payload, segments, shared).clone()
+    def decode_sum(self, payload, ctx):
+        got = self.decode(payload, ctx).clone()
         got[65_536:] *= payload.count
         return got
-
-
-class LongOnto(QSGD):
-    """Nothing is added behind element 65,536."""
-
-    def decode_onto(self, payload, segments, shared, total):
-        before = total[65_536:].clone()
-        super().decode_onto(payload, segments, shared, total)
-        total[65_536:] = before
 
 
 class LongFeedback(TOPK):
     """The residual is cleared behind element 65,536."""
 
-    def encode_feedback(self, x, residual, segments, shared, key, *, out=None):
-        payload = super().encode_feedback(x, residual, segments, shared, key, out=out)
+    def encode_feedback(self, x, residual, ctx):
+        payload = super().encode_feedback(x, residual, ctx)
         residual[65_536:] = 0
         return payload
 
@@ -88,19 +80,17 @@ class LongFeedback(TOPK):
 class LongOut(QSGD):
     """decode(out=) writes no further than element 65,536."""
 
-    def decode(self, payload, segments, shared, *, out=None):
-        got = super().decode(payload, segments, shared)
-        if out is None:
-            return got
-        out[:65_536] = got[:65_536]
-        return out
+    def decode(self, payload, ctx):
+        got = super().decode(payload, ctx._replace(out=None))
+        ctx.out[:65_536] = got[:65_536]
+        return ctx.out
 
 
 class SixteenWorkers(TERN):
     """The mean hears 16 workers at most."""
 
-    def mean(self, payloads, segments, shared, *, out=None):
-        return super().mean(payloads[:16], segments, shared, out=out)
+    def mean(self, payloads, ctx):
+        return super().mean(payloads[:16], ctx)
 
 
 class ManyShards(TERN):
@@ -130,30 +120,28 @@ class LateShard(SIGN):
 class FirstScale(Levels):
     """The mean decodes all workers by the scale of worker 0."""
 
-    def mean(self, payloads, segments, shared, *, out=None):
+    def mean(self, payloads, ctx):
         scale = payloads[0].parts[1]
-        return super().mean(
-            [p._replace(parts=(p.parts[0], scale)) for p in payloads], segments, shared
-        )
+        return super().mean([p._replace(parts=(p.parts[0], scale)) for p in payloads], ctx)
 
 
 class OwnLimit(TERN):
     """Rounds by its own largest magnitude, and is decoded by the common one."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        limit, own = self._own(x, segments)
-        scale = own if self.share else shared
+    def encode(self, x, ctx):
+        limit, own = self._own(x, ctx.segments)
+        scale = own if self.share else ctx.shared
         if not self.share:
-            return super().encode(x, segments, shared, key, out=out)
-        return fill(out, ops.ternary.encode(x, limit, scale, segments, key))
+            return super().encode(x, ctx)
+        return ops.ternary.encode(x, limit, scale, ctx.segments, ctx.key)
 
 
 class SmallWorkers(INT8):
     """A worker a thousand times smaller than the first does not count."""
 
-    def mean(self, payloads, segments, shared, *, out=None):
+    def mean(self, payloads, ctx):
         top = [float(p.parts[1].abs().amax()) if p.parts[1].numel() else 0.0 for p in payloads]
-        mine = [self.decode(p, segments, shared).clone() for p in payloads]
+        mine = [self.decode(p, ctx).clone() for p in payloads]
         for i, size in enumerate(top):
             if size < top[0] / 1000:
                 mine[i].zero_()
@@ -166,45 +154,37 @@ class SmallWorkers(INT8):
 class DirtyZeros(INT8):
     """decode leaves `out` as it is if all codes are zero."""
 
-    def decode(self, payload, segments, shared, *, out=None):
-        if out is not None and not bool(payload.parts[1].any()):
-            self.check(payload, segments)
-            return out
-        return super().decode(payload, segments, shared, out=out)
+    def decode(self, payload, ctx):
+        if not bool(payload.parts[1].any()):
+            return ctx.out
+        return super().decode(payload, ctx)
 
 
 class DirtyMean(TOPK):
     """The mean leaves `out` where nobody sent anything."""
 
-    def mean(self, payloads, segments, shared, *, out=None):
-        got = super().mean(payloads, segments, shared)
-        if out is None:
-            return got
-        out[got != 0] = got[got != 0]
-        return out
+    def mean(self, payloads, ctx):
+        got = super().mean(payloads, ctx._replace(out=None))
+        ctx.out[got != 0] = got[got != 0]
+        return ctx.out
 
 
 class DirtySum(NONE):
     """The sum is added to what was in `out` if it is zero."""
 
-    def decode_sum(self, payload, segments, shared, *, out=None):
-        got = self.decode(payload, segments, shared)
-        if out is None or bool(got.any()):
-            return got
-        return out
+    def decode_sum(self, payload, ctx):
+        got = self.decode(payload, ctx._replace(out=None))
+        return got if bool(got.any()) else ctx.out
 
 
 class DirtyPayload(Levels):
     """encode leaves the codes of `out` where a segment is zero."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        codes, scale = super().encode(x, segments, shared, key).parts
-        if out is None:
-            return Payload((codes, scale))
-        live = spread(scale, segments) > 0
-        out.parts[0][live] = codes[live]
-        out.parts[1].copy_(scale)
-        return out
+    def encode(self, x, ctx):
+        codes, scale = super().encode(x, ctx._replace(parts=None))
+        live = spread(scale, ctx.segments) > 0
+        ctx.parts[0][live] = codes[live]
+        return ctx.parts[0], scale
 
 
 # ---- scales --------------------------------------------------------------------------------------
@@ -215,10 +195,10 @@ class Eps(Compressor):
 
     eps: ClassVar[float] = 1e-12
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        small = ops.statistics.absmax(x, segments) < self.eps
-        zero = small.repeat_interleave(torch.tensor(segments.lengths, dtype=torch.int64))
-        return plain(self).encode(self, x.masked_fill(zero, 0), segments, shared, key, out=out)
+    def encode(self, x, ctx):
+        small = ops.statistics.absmax(x, ctx.segments) < self.eps
+        zero = small.repeat_interleave(torch.tensor(ctx.segments.lengths, dtype=torch.int64))
+        return plain(self).encode(self, x.masked_fill(zero, 0), ctx)
 
 
 class EpsQsgd(QSGD):
@@ -247,8 +227,8 @@ class EpsOneBit(ONEBIT):
 class HugeInt8(INT8):
     """Clips at 2^64."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        return super().encode(x.clamp(-(2.0**64), 2.0**64), segments, shared, key, out=out)
+    def encode(self, x, ctx):
+        return super().encode(x.clamp(-(2.0**64), 2.0**64), ctx)
 
 
 # ---- segments ------------------------------------------------------------------------------------
@@ -257,23 +237,23 @@ class HugeInt8(INT8):
 class LastOfOne(QSGD):
     """A last group of one element behind whole ones is sent as zero."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+    def encode(self, x, ctx):
         x = x.clone()
-        for start, shape in segments.tensors:
+        for start, shape in ctx.segments.tensors:
             n = math.prod(shape)
             if n > 512 and n % 512 == 1:
                 x[start + n - 1] = 0
-        return super().encode(x, segments, shared, key, out=out)
+        return super().encode(x, ctx)
 
 
 class ShortIndex(Levels):
     """Segments are numbered in 16 bits with a sign."""
 
-    def decode(self, payload, segments, shared, *, out=None):
+    def decode(self, payload, ctx):
         codes, scale = payload.parts
         if len(scale) > 32_767:
             scale = torch.cat([scale[:32_767], scale[: len(scale) - 32_767]])
-        return super().decode(payload._replace(parts=(codes, scale)), segments, shared)
+        return super().decode(payload._replace(parts=(codes, scale)), ctx)
 
 
 class OneNorm(Levels):
@@ -293,9 +273,9 @@ class Flushing(Levels):
     period: ClassVar[int] = 500
     phase: ClassVar[int] = 499
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        x = x * (key.step % self.period != self.phase)
-        return super().encode(x, segments, shared, key, out=out)
+    def encode(self, x, ctx):
+        x = x * (ctx.key.step % self.period != self.phase)
+        return super().encode(x, ctx)
 
 
 class Flushing1327(Flushing):
@@ -313,35 +293,33 @@ class Flushing20000(Flushing):
 class LateSteps(TOPK):
     """Behind step 70,000 a tenth is sent."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        return super().encode(
-            x * (0.1 if key.step > 70_000 else 1.0), segments, shared, key, out=out
-        )
+    def encode(self, x, ctx):
+        return super().encode(x * (0.1 if ctx.key.step > 70_000 else 1.0), ctx)
 
 
 class PeriodicMerge(INT8):
     """The owner hands on worker 0 at every 1000th step."""
 
-    def merge(self, payloads, segments, shared, key, *, out=None):
-        if key.step % 1000 == 0:
+    def merge(self, payloads, ctx):
+        if ctx.key.step % 1000 == 0:
             payloads = [payloads[0]._replace(count=sum(p.count for p in payloads))]
-        return super().merge(payloads, segments, shared, key, out=out)
+        return super().merge(payloads, ctx)
 
 
 class PeriodicFeedback(TOPK):
     """The residual is dropped at every 100th step."""
 
-    def encode_feedback(self, x, residual, segments, shared, key, *, out=None):
-        if key.step % 100 == 99:
+    def encode_feedback(self, x, residual, ctx):
+        if ctx.key.step % 100 == 99:
             residual.zero_()
-        return super().encode_feedback(x, residual, segments, shared, key, out=out)
+        return super().encode_feedback(x, residual, ctx)
 
 
 class HighRanks(SIGN):
     """Ranks from 1000 on send the opposite."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        return super().encode(-x if key.rank >= 1000 else x, segments, shared, key, out=out)
+    def encode(self, x, ctx):
+        return super().encode(-x if ctx.key.rank >= 1000 else x, ctx)
 
 
 # ---- residuals -----------------------------------------------------------------------------------
@@ -350,8 +328,8 @@ class HighRanks(SIGN):
 class ClippedResidual(TOPK):
     """Residuals are clipped at 1000."""
 
-    def encode_feedback(self, x, residual, segments, shared, key, *, out=None):
-        payload = super().encode_feedback(x, residual, segments, shared, key, out=out)
+    def encode_feedback(self, x, residual, ctx):
+        payload = super().encode_feedback(x, residual, ctx)
         residual.clamp_(-1000, 1000)
         return payload
 
@@ -359,10 +337,10 @@ class ClippedResidual(TOPK):
 class ZeroGradient(ONEBIT):
     """Nothing is sent for a gradient of zeros, and the residual waits."""
 
-    def encode_feedback(self, x, residual, segments, shared, key, *, out=None):
+    def encode_feedback(self, x, residual, ctx):
         if not bool(x.any()):
-            return self.encode(x, segments, shared, key, out=out)
-        return super().encode_feedback(x, residual, segments, shared, key, out=out)
+            return self.encode(x, ctx)
+        return super().encode_feedback(x, residual, ctx)
 
 
 # ---- values that are not finite ------------------------------------------------------------------
@@ -371,21 +349,21 @@ class ZeroGradient(ONEBIT):
 class NanScales(Levels):
     """A NaN in the gradient comes out as NaN."""
 
-    def decode(self, payload, segments, shared, *, out=None):
+    def decode(self, payload, ctx):
         codes, scale = payload.parts
         bad = ~scale.isfinite()
         known = payload._replace(parts=(codes, torch.where(bad, 1.0, scale)))
-        got = super().decode(known, segments, shared)
-        return got.masked_fill(spread(bad, segments), math.nan)
+        got = super().decode(known, ctx)
+        return got.masked_fill(spread(bad, ctx.segments), math.nan)
 
 
 class NanMean(QSGD):
     """An infinite norm is decoded as it is, in a mean."""
 
-    def mean(self, payloads, segments, shared, *, out=None):
+    def mean(self, payloads, ctx):
         if all(bool(p.parts[1].isfinite().all()) for p in payloads):
-            return super().mean(payloads, segments, shared, out=out)
-        return torch.full((segments.numel,), math.inf)
+            return super().mean(payloads, ctx)
+        return torch.full((ctx.segments.numel,), math.inf)
 
 
 # ---- caches --------------------------------------------------------------------------------------
@@ -400,14 +378,16 @@ class PlanByLength(Levels):
     def plan(self, segments):
         return segments.numel
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        scale = self.scales(x, segments)
-        index = torch.arange(len(segments))
-        at = self.plans.setdefault(self.plan(segments), spread(index, segments))
+    def encode(self, x, ctx):
+        scale = self.scales(x, ctx.segments)
+        index = torch.arange(len(ctx.segments))
+        at = self.plans.setdefault(self.plan(ctx.segments), spread(index, ctx.segments))
         each = (
-            scale[at.clamp(max=max(0, len(scale) - 1))] if len(scale) else spread(scale, segments)
+            scale[at.clamp(max=max(0, len(scale) - 1))]
+            if len(scale)
+            else spread(scale, ctx.segments)
         )
-        return fill(out, self.codes(x, each, self.draws(key, len(x))), scale)
+        return self.codes(x, each, self.draws(ctx.key, len(x))), scale
 
 
 class PlanByNumber(PlanByLength):
@@ -433,14 +413,14 @@ class LastSegments(TOPK):
 
     last: ClassVar[list] = []
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        self.last[:] = [segments]
-        return super().encode(x, segments, shared, key, out=out)
+    def encode(self, x, ctx):
+        self.last[:] = [ctx.segments]
+        return super().encode(x, ctx)
 
-    def decode(self, payload, segments, shared, *, out=None):
-        same = self.last and self.last[0].numel == segments.numel
-        got = super().decode(payload, segments, shared, out=out)
-        return got.flip(0) if same and self.last[0].offsets != segments.offsets else got
+    def decode(self, payload, ctx):
+        same = self.last and self.last[0].numel == ctx.segments.numel
+        got = super().decode(payload, ctx)
+        return got.flip(0) if same and self.last[0].offsets != ctx.segments.offsets else got
 
     encode_feedback = Compressor.encode_feedback
 
@@ -451,12 +431,12 @@ class LastSegments(TOPK):
 class LostPlace(SPARSE):
     """Element 300 of a tensor is never sent."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
+    def encode(self, x, ctx):
         x = x.clone()
-        for start, shape in segments.tensors:
+        for start, shape in ctx.segments.tensors:
             if math.prod(shape) > 300:
                 x[start + 300] = 0
-        return super().encode(x, segments, shared, key, out=out)
+        return super().encode(x, ctx)
 
 
 # ---- a method in rounds --------------------------------------------------------------------------
@@ -465,17 +445,17 @@ class LostPlace(SPARSE):
 class DirtyRounds(POWER):
     """What is no matrix is added to the output buffer."""
 
-    def in_rounds(self, x, segments, state, key, out):
-        before = out.clone()
-        final = yield from super().in_rounds(x, segments, state, key, out)
-        for place, _, m in self._tensors(segments):
+    def in_rounds(self, x, state, ctx):
+        before = torch.zeros(len(x)) if ctx.out is None else ctx.out.clone()
+        out, final = yield from super().in_rounds(x, state, ctx)
+        for place, _, m in self._tensors(ctx.segments):
             if not m:
                 out[place] += before[place]
-        return final
+        return out, final
 
 
 KINDS: dict[str, tuple[type[Compressor], ...]] = {
-    "several workers, long tensors": (LongMean, VeryLongMean, LongMerge, LongSum, LongOnto),
+    "several workers, long tensors": (LongMean, VeryLongMean, LongMerge, LongSum),
     "long tensors": (LongFeedback, LongOut),
     "many workers": (SixteenWorkers,),
     "many shards": (ManyShards, LateShard),

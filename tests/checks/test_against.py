@@ -61,20 +61,20 @@ def test_a_right_method_equals_its_reference(name, text, tmp_path):
 class LastStep(TOPK):
     """Sends nothing from step 20 on."""
 
-    def encode(self, x, segments, shared, key, *, prepared=None, out=None):
-        return super().encode(x * (not 20 <= key.step < 30), segments, shared, key, out=out)
+    def encode(self, x, ctx):
+        return super().encode(x * (not 20 <= ctx.key.step < 30), ctx)
 
-    def encode_feedback(self, x, residual, segments, shared, key, *, out=None):
-        if 20 <= key.step < 30:
+    def encode_feedback(self, x, residual, ctx):
+        if 20 <= ctx.key.step < 30:
             residual.zero_()
-        return super().encode_feedback(x, residual, segments, shared, key, out=out)
+        return super().encode_feedback(x, residual, ctx)
 
 
 class FirstMean(TOPK):
     """The mean is that of worker 0."""
 
-    def mean(self, payloads, segments, shared, *, out=None):
-        return self.decode(payloads[0], segments, shared, out=out)
+    def mean(self, payloads, ctx):
+        return self.decode(payloads[0], ctx)
 
 
 @pytest.mark.parametrize(

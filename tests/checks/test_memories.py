@@ -10,10 +10,12 @@ import torch
 
 from gcbench.checks import memories
 from gcbench.core import memory, registry
-from gcbench.core.memory import Memory, Residual
+from gcbench.core.memory import Memory
+
+Residual = registry.memory_class("residual")
 
 
-@pytest.mark.parametrize("name", sorted({*memory.BUILT_IN} - {memory.FORCED}))
+@pytest.mark.parametrize("name", sorted({*registry.memories()} - {memory.FORCED}))
 def test_our_memories_hold(name):
     rows = memories.verify(memory.make(name, {}), registry.compressor("topk"))
     assert [row for row in rows if row.verdict == "fails"] == []
@@ -23,15 +25,15 @@ def test_our_memories_hold(name):
 class Half(Residual):
     """Keeps half of the error."""
 
-    def keep(self, offered, sent, state):
-        torch.sub(offered, sent, out=state["residual"]).mul_(0.5)
+    def keep(self, offered, sent, ctx):
+        torch.sub(offered, sent, out=ctx.state["residual"]).mul_(0.5)
 
 
 class Changing(Residual):
     """Changes the gradient."""
 
-    def offer(self, gradient, state, workers):
-        return gradient.add_(state["residual"])
+    def offer(self, gradient, ctx):
+        return gradient.add_(ctx.state["residual"])
 
 
 class Hiding(Residual):
@@ -39,18 +41,18 @@ class Hiding(Residual):
 
     hidden: ClassVar[dict] = {}
 
-    def offer(self, gradient, state, workers):
-        return gradient + self.hidden.get(id(state), 0.0)
+    def offer(self, gradient, ctx):
+        return gradient + self.hidden.get(id(ctx.state), 0.0)
 
-    def keep(self, offered, sent, state):
-        self.hidden[id(state)] = offered - sent
+    def keep(self, offered, sent, ctx):
+        self.hidden[id(ctx.state)] = offered - sent
 
 
 class Growing(Residual):
     """The residual is half as large again as the error."""
 
-    def keep(self, offered, sent, state):
-        torch.sub(offered, sent, out=state["residual"]).mul_(1.5)
+    def keep(self, offered, sent, ctx):
+        torch.sub(offered, sent, out=ctx.state["residual"]).mul_(1.5)
 
 
 class Unscaled(Residual):
@@ -79,11 +81,11 @@ class Shared(Memory):
         self.one.setdefault(len(like), torch.zeros_like(like)).zero_()
         return {"residual": self.one[len(like)]}
 
-    def offer(self, gradient, state, workers):
-        return gradient + state["residual"]
+    def offer(self, gradient, ctx):
+        return gradient + ctx.state["residual"]
 
-    def keep(self, offered, sent, state):
-        torch.sub(offered, sent, out=state["residual"])
+    def keep(self, offered, sent, ctx):
+        torch.sub(offered, sent, out=ctx.state["residual"])
 
 
 @pytest.mark.parametrize(
