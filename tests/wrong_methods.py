@@ -348,7 +348,7 @@ class CoinlessVote(SIGN):
     ties: str = "coin"
 
     def merge(self, payloads, ctx):
-        return codec.merge(SIGN(), payloads, ctx)
+        return SIGN().merge(payloads, ctx)
 
 
 @dataclass(frozen=True)

@@ -153,10 +153,10 @@ class Config(BaseModel):
             rule.check_legal(method.rule, made, values.get("start_step") or 0, method)
         if values.get("local_steps"):
             _check_local_steps(stages[max(stages)], str(carried), made, given)
-        if made.has_momentum:
-            _leave_momentum_to_memory(str(carried), values, given)
         if not stages[max(stages)].rule.plain:
             _leave_update_to_rule(stages[max(stages)], values, given)
+        if made.has_momentum:
+            _leave_momentum_to_memory(str(carried), values, given)
         place = str(values.get("device", "cpu")).partition(":")[0]
         ops.choose(str(values.get("backend", "auto")), place)
         try:

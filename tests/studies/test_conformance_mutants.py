@@ -213,9 +213,8 @@ class CoarseFp8(FP8):
     """Keeps two bits of the fraction in place of three."""
 
     def encode(self, x, ctx):
-        payload = super().encode(x, ctx)
-        payload.parts[0].bitwise_and_(0xFE)
-        return payload
+        codes, scales = super().encode(x, ctx)
+        return codes.bitwise_and_(0xFE), scales
 
 
 class UnrotatedHadamard(HADAMARD):
