@@ -139,6 +139,10 @@ class DistributedLionClaims(Claims[DistributedLion], of=DistributedLion):
     def aggregate(self) -> str:
         return "vote" if self.codec.aggregate == "vote" else "mean"
 
+    def aggregated(self, decoded: Sequence[Tensor], ctx: Context) -> Tensor:
+        mean = torch.stack([one.double() for one in decoded]).mean(0)
+        return (sign(mean) if self.aggregate == "vote" else mean).float()
+
     def uncompressed(self, gradients: Iterable[Tensor], warm_up: int) -> Iterator[Tensor]:
         m, own = torch.zeros(()), LionMomentum()
         for g in gradients:
