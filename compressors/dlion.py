@@ -84,7 +84,6 @@ class DistributedLion(Compressor):
 
     collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather")
     memory: ClassVar[Any] = LionMomentum
-    scratch = True
     recipe: ClassVar[Mapping[str, Any]] = {"lr": 1e-4, "decay": "update"}
     variants = ({}, {"aggregate": "average"})
 

@@ -23,7 +23,7 @@ bits (test_hadamard4.py::test_the_rotation_is_the_matrix).
 >>> import gcbench, torch
 >>> method = gcbench.get_compressor("hadamard4", granularity=4)
 >>> packed = method.compress(torch.tensor([4.0, -1.0, 0.5, -2.5]))
->>> rotate(torch.tensor([4.0, 0.0, 0.0, 0.0]), packed.context.segments)
+>>> ops.hadamard.rotate(torch.tensor([4.0, 0.0, 0.0, 0.0]), packed.context.segments)
 tensor([2., 2., 2., 2.])
 >>> method.decompress(packed)
 tensor([ 4.0000, -1.1429,  0.5714, -2.2857])

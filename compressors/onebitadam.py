@@ -112,7 +112,6 @@ class OneBitAdam(EFSignSGD):
 
     collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather")
     memory: ClassVar[Any] = ExchangedMomentum
-    scratch = True
     recipe: ClassVar[Mapping[str, Any]] = {"lr": 1e-3, "start_step": 100}
 
     @property

@@ -115,8 +115,8 @@ DIAGONAL = "element i of tensor i alone"
 def _diagonal(segments: Segments, seed: int) -> Tensor:
     """Tensor i is zero but for its element i."""
     out = torch.zeros(segments.numel)
-    starts = torch.tensor([start for start, _ in segments.tensors])
-    sizes = torch.tensor([max(1, math.prod(shape)) for _, shape in segments.tensors])
+    filled = [(start, math.prod(shape)) for start, shape in segments.tensors if math.prod(shape)]
+    starts, sizes = torch.tensor(filled, dtype=torch.int64).view(-1, 2).unbind(1)
     out[starts + (torch.arange(len(starts)) + seed) % sizes] = 3.0
     return out
 

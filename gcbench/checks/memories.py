@@ -92,6 +92,8 @@ def _received(carried: Memory, method: Compressor) -> str:
     """`keep` receives the decoding of the worker's own payload, and gradients stay as they are."""
     if isinstance(method, MultiRoundCompressor) or "allgather" not in method.legal_collectives():
         return ""
+    if not carried.carries:
+        return SKIPPED + "the gradient is offered as it is"
     spy = Spy(carried)
     made = exchange(method, spy, "allgather")
     calls, segments = Calls(method), Segments.of(SHAPES, method.granularity)

@@ -356,7 +356,7 @@ class CommHook(Hook):
     def optimizer(
         self, parameters: Iterable[Any], lr: float, *, weight_decay: float = 0.0
     ) -> torch.optim.SGD:
-        """Return the optimizer for a method with an update rule of its own; before `register`.
+        """Return the optimizer for a method with an update rule of its own.
 
         It is plain SGD: theta <- theta - lr (d + weight_decay theta), d being the direction that
         the rule makes of the decoded mean, which the hook delivers as the gradient. The hook
@@ -364,19 +364,19 @@ class CommHook(Hook):
 
         Raises:
             gcbench.core.errors.UsageError: the method has no update rule, so any optimizer will do;
-                the hook is registered, or has an optimizer already.
+                or the hook has an optimizer already.
         """
         method = self.settings.compressor
         if method.rule.plain:
             raise UsageError(
                 f"{method!r} has no update rule of its own: give the parameters to any optimizer"
             )
-        if self._registered:
-            raise UsageError("hook.optimizer(...) after register: call it before register")
         made = torch.optim.SGD(
             parameters, lr=checked_rate(lr), momentum=0.0, weight_decay=weight_decay
         )
         self._rates.add(made, None)
+        if self._registered:
+            self._follow_steps(dict(zip(self._dtypes, self._parameters, strict=True)))
         return made
 
     @property

@@ -83,7 +83,7 @@ def test_every_pair_of_values_occurs():
 
 def test_what_was_covered_is_reported():
     search = Search(
-        registry.compressor("int8"), adversary.Effort(every=9, long=1, million=1, steps=3)
+        registry.compressor("int8"), adversary.Effort(every=5, long=1, million=1, steps=3)
     )
     assert search.run() == []
     mean = search.covered["mean"]

@@ -448,7 +448,7 @@ def carrying(simulated, clock):
     """An exchange of two workers, 2048 elements in two shards, with residuals on both levels."""
     lane = Lane(
         *(gcbench.get_compressor("onebit"), "twoshot", 0, Segments.of([(1500,), (548,)])),
-        memory.Residual(),
+        memory.make("residual", {}),
     )
     made = Exchange(simulated(2), [lane], 0, clock)
     made.divide([[slice(0, 1500), slice(1500, 2048)]])
