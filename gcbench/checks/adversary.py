@@ -257,9 +257,13 @@ class Trial:
 
     def exact(self, x: Tensor, decoded: Tensor) -> None:
         """Compare with x what the method declares to transmit exactly."""
-        declared = {"signs": "signs", "one nonzero per segment": "sparse"}.get(
-            self.case.values, self.case.values.removeprefix("exact ")
-        )
+        families = {
+            "signs": "signs",
+            "one nonzero per segment": "sparse",
+            inputs.DIAGONAL: "sparse",
+        }
+        values = self.case.values
+        declared = families.get(values, values.removeprefix("exact "))
         case, claims = self.case, self.method.claims
         plain = case.spread == "equal scales" and case.scale == 0 and not case.shard
         if plain and claims.portable and declared in claims.exact_for:

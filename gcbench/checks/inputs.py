@@ -117,7 +117,7 @@ def _diagonal(segments: Segments, seed: int) -> Tensor:
     out = torch.zeros(segments.numel)
     starts = torch.tensor([start for start, _ in segments.tensors])
     sizes = torch.tensor([max(1, math.prod(shape)) for _, shape in segments.tensors])
-    out[starts + (torch.arange(len(starts)) + seed) % sizes] = 2.5
+    out[starts + (torch.arange(len(starts)) + seed) % sizes] = 3.0
     return out
 
 

@@ -44,7 +44,7 @@ from gcbench.core.errors import PayloadError
 from gcbench.studies import conformance
 
 FIRST = Effort(every=5, long=0, million=0, steps=64)
-BROAD = Effort(every=5, long=1, million=0, steps=600)
+BROAD = Effort(every=7, long=0, million=0, steps=200)
 PATIENCE = 240
 """CPU seconds after which a mutant counts as stuck, and so as killed."""
 KEPT = ("__post_init__", "claims", "recipe", "variants")

@@ -26,10 +26,20 @@ def test_a_broken_method_is_refused(kind, made):
     assert finding.case
 
 
+SHORT = adversary.Effort(every=12, long=0, million=0, steps=1)
 EFFORTS = {
-    broken.VeryLongMean: adversary.Effort(every=5, long=0, million=1, steps=1),
-    broken.Flushing1327: adversary.Effort(every=5, long=0, million=0, steps=2048),
+    broken.VeryLongMean: SHORT._replace(every=200, million=1),
+    broken.Flushing1327: SHORT._replace(every=200, steps=2048),
+    **{
+        made: SHORT
+        for made in (broken.NanScales, broken.NanMean, broken.LastSegments, broken.LostPlace)
+    },
+    **{
+        made: SHORT._replace(every=200, long=1)
+        for made in (broken.LongMean, broken.LongOut, broken.LongFeedback, broken.LongOnto)
+    },
 }
+"""Where the default for tests takes more than a second: what the fault is about, and less else."""
 
 
 @pytest.mark.parametrize(
@@ -42,7 +52,7 @@ EFFORTS = {
     ids=lambda method: type(method).__name__,
 )
 def test_a_right_method_is_not_refused(method):
-    search = Search(method, adversary.Effort(every=5, long=0, million=0, steps=100))
+    search = Search(method, adversary.Effort(every=8, long=0, million=0, steps=100))
     assert search.run() == []
     assert search.inputs > 100
 
