@@ -68,13 +68,17 @@ class SparseLoCo(Compressor):
     def _runs(self, segments: Segments) -> list[KeptRun]:
         """Return the chunks as runs: for each segment the whole chunks, and a shorter last one."""
         runs = []
-        for start, length in zip(segments.offsets, segments.lengths, strict=False):
+        for which, first, length in segments.runs:
             whole, rest = divmod(length, self.chunk)
-            if whole:
-                runs.append(KeptRun(start, whole, self.chunk, self.topk))
-            if rest:
-                keep = min(rest, -(-self.topk * rest // self.chunk))
-                runs.append(KeptRun(start + whole * self.chunk, 1, rest, keep))
+            keep = min(rest, -(-self.topk * rest // self.chunk))
+            if rest and not whole:  # equal segments shorter than a chunk are one run
+                runs.append(KeptRun(first, which.stop - which.start, rest, keep))
+                continue
+            for start in range(first, first + length * (which.stop - which.start), max(1, length)):
+                if whole:
+                    runs.append(KeptRun(start, whole, self.chunk, self.topk))
+                if rest:
+                    runs.append(KeptRun(start + whole * self.chunk, 1, rest, keep))
         return runs
 
     def _kept(self, segments: Segments) -> Segments:
@@ -198,18 +202,17 @@ class SparseLoCoClaims(Claims[SparseLoCo]):
     def error_bound(self, x: Tensor, segments: Segments) -> float:
         """Return ||x||^2 - sum S^2 / K over the segments, with room for the means' rounding."""
         size, lost = x.double().abs(), 0.0
-        for start, length in zip(segments.offsets, segments.lengths, strict=False):
-            own = size[start : start + length]
-            largest = [
-                chunk.topk(min(len(chunk), -(-self.codec.topk * len(chunk) // self.codec.chunk)))
-                for chunk in torch.split(own, self.codec.chunk)
-                if len(chunk)
-            ]
-            if largest:
-                kept = torch.cat([each.values for each in largest])
-                square = float(own.square().sum())
-                captured = float(kept.sum()) ** 2 / len(kept)
-                lost += max(0.0, square - captured * (1 - 2.0**-40)) + 2.0**-298 * len(kept)
+        for _, rows in segments.views(size):
+            if not rows.shape[1]:
+                continue
+            largest = []
+            for chunk in torch.split(rows, self.codec.chunk, dim=1):
+                keep = min(chunk.shape[1], -(-self.codec.topk * chunk.shape[1] // self.codec.chunk))
+                largest.append(chunk.topk(keep, dim=1).values)
+            kept = torch.cat(largest, dim=1)
+            captured = kept.sum(1).square() / kept.shape[1] * (1 - 2.0**-40)
+            lost += float((rows.square().sum(1) - captured).clamp(min=0).sum())
+            lost += 2.0**-298 * kept.numel()
         return min(lost, float(size.square().sum()))
 
     def delta(self, segments: Segments) -> float:
