@@ -559,8 +559,6 @@ def test_names_of_clusters_say_the_devices_a_node() -> None:
     for name in clusters.NAMES:
         each = clusters.load(name)
         assert name.startswith(f"{each.device.name}x{each.gpus_per_node}-")
-    for old, new in clusters.RENAMED.items():
-        assert clusters.load(old) == clusters.load(new)
     for wrong, right in [("a100-25g", "a100x8-25g"), ("h100-3200", "h100x8-3200g")]:
         with pytest.raises(UsageError, match=f"Did you mean '{right}'"):
             clusters.load(wrong)
