@@ -131,6 +131,7 @@ class DistributedLion(Compressor):
 class DistributedLionClaims(Claims[DistributedLion], of=DistributedLion):
     """The codec is exact for signs; with one worker the method is Lion."""
 
+    signs = True
     exact_for = ("signs",)
     nominal_bits = 1.0
 

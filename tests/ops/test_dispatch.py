@@ -131,7 +131,7 @@ SIZE_IS_FREE = {
     *("selection.gather", "selection.pack_positions", "transform.fold", "selection.scatter_mean"),
     *("bitstream.omega_dense_write", "bitstream.omega_sparse_write"),
     *("bitstream.omega_dense_read", "bitstream.omega_sparse_read", "spectrum.mean"),
-    "selection.largest_elements",
+    *("selection.largest_elements", "lowrank.orthonormalize"),
 }
 """A tensor alone says how many elements there are, or the bits of a stream where it ends."""
 
