@@ -112,7 +112,7 @@ def test_each_worker_knows_its_place_and_hears_no_terminal():
         ("kill", GcbenchError, "worker 1 was ended by SIGKILL: often memory that ran out"),
         ("late", GcbenchError, "worker 1 was ended by SIGKILL: often memory that ran out"),
         ("after", GcbenchError, "worker 1 was ended by SIGKILL: often memory that ran out"),
-        ("leave", GcbenchError, "worker 1 ended with exit code 3, without a word"),
+        ("leave", GcbenchError, "worker 1: SystemExit(3)"),
         ("known", GcbenchError, "worker 1 has something to say"),
         ("usage", UsageError, "worker 1 cannot do this"),
         ("diverged", DivergedError, "not finite in worker 1 at step 4"),
