@@ -113,7 +113,7 @@ def test_there_is_no_circle():
 @pytest.mark.parametrize("folder", ["compressors", "tasks"])
 def test_plugins_import_the_contract_and_operations_alone(folder):
     known = modules()
-    for path in sorted((ROOT / folder).glob("*.py")):
+    for path in sorted((ROOT / folder).rglob("*.py")):
         for name, _ in imported(path, known):
             allowed = name == "gcbench" or name.startswith((*PLUGINS, f"gcbench.{folder}"))
             assert allowed, f"{path.name} imports {name}"
