@@ -93,10 +93,11 @@ def test_what_is_no_row_is_refused_with_its_place(tmp_path, over, said):
         one[key] = {**one[key], **value} if isinstance(value, dict) else value
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([summary("fp16"), one]))
-    done = invoke("compare", path)
-    assert (done.code, done.out) == (1, "")
+    done = invoke("compare", path, "--json")
+    assert done.code == 1
+    assert [row["compressor_name"] for row in json.loads(done.out)] == ["fp16"]
     (line,) = done.err.splitlines()
-    assert line.startswith(f"gcbench: {path}, row 2")
+    assert line.startswith(f"gcbench: left out: {path}, row 2")
     assert said in line
 
 
