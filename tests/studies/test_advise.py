@@ -340,10 +340,7 @@ def test_suites_share_runs_and_each_is_evidence_once(tmp_path: Path) -> None:
         ("terngrad:clip=2", "terngrad-ablation", "tuned"),
     }
     assert len(seen) == 2
-    table = invoke("compare", path)
-    assert table.out.count("+0.00 [+0.00, +0.00]") == 1 + 2
-    for suite in ("main", "terngrad-ablation"):
-        assert f"Suite {suite}: " in table.out
+    assert {"main", "terngrad-ablation"} <= {*invoke("compare", path).out.split()}
     for suite, count in (("main", 2), ("terngrad-ablation", 3)):
         shown = invoke("compare", path, "--suite", suite, "--json").json
         assert len(shown) == count

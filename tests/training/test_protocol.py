@@ -16,7 +16,7 @@ from gcbench.core import registry
 from gcbench.core.compressor import UPDATE_RULE
 from gcbench.core.errors import GcbenchError, Interrupted, UsageError
 from gcbench.core.world import SimulatedWorld
-from gcbench.reporting import compare, published
+from gcbench.reporting import compare, published, seeds
 from gcbench.reporting.reader import load
 from gcbench.training import rows, suites, update_rule
 from gcbench.training.configuration import Config, command
@@ -570,8 +570,9 @@ def test_pairs_decide_where_seeds_differ_more_than_methods(tmp_path):
     assert (made["qsgd"].rank, made["terngrad"].rank) == ("1", "2")
 
 
-def test_the_more_pairs_the_wider_their_intervals(tmp_path):
+def test_the_more_pairs_the_wider_their_intervals(tmp_path, monkeypatch):
     """t = 3.4 of five seeds: beyond 2.78, the limit of one pair, and not beyond 3.96, of three."""
+    monkeypatch.setattr(seeds, "resolution", lambda *_: 0.0)  # seeds alone
     ahead = [0.005, 0.02, 0.03, 0.05, 0.02]
     two = {"terngrad": [0.7] * 5, "qsgd": [0.7 + d for d in ahead]}
     assert {row.rank for row in table(tmp_path, **two).values()} == {"1", "2"}
@@ -767,6 +768,7 @@ def test_the_picture_of_tiers(tmp_path, monkeypatch):
     """A tier with a tie, one with a clear best, and one whose ranks are not known."""
     from gcbench.reporting import tier_plot
 
+    monkeypatch.setattr(seeds, "resolution", lambda *_: 0.0)  # seeds alone
     made = table(
         tmp_path,
         none=[0.70, 0.71, 0.69, 0.70, 0.70],
@@ -834,14 +836,16 @@ def test_ranks_are_of_the_whole_tier_whatever_is_shown():
     assert alone["rank"] == every["bf16"] == "1-5"
 
 
-def test_tables_of_several_suites_have_their_titles_and_fit_into_80_columns(monkeypatch):
+def test_several_suites_have_an_index_and_tables_that_fit_into_80_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    done = invoke("compare", ROOT / "results" / "reference")
-    titles = [line for line in done.out.splitlines() if line.startswith("Suite ")]
-    assert [title.split(":")[0] for title in titles] == [
-        f"Suite {path.stem}" for path in sorted((ROOT / "results" / "reference").glob("*.parquet"))
-    ]
-    assert max(map(len, done.out.splitlines())) <= 80
+    folder = ROOT / "results" / "reference"
+    index = invoke("compare", folder)
+    assert max(map(len, index.out.splitlines())) <= 80
+    for path in folder.glob("*.parquet"):
+        assert path.stem in index.out.split()
+        done = invoke("compare", path, "--suite", path.stem)
+        assert done.code == 0, done.err
+        assert max(map(len, done.out.splitlines())) <= 80
 
 
 def test_without_known_ranks_the_picture_singles_out_none(tmp_path, monkeypatch):

@@ -289,7 +289,7 @@ def test_what_a_suite_does_not_have(own, flags, said):
         ("terngrad}\n    by: workers", "none}\n    by: workers", "entries 1 and 2 have the same"),
         ("entries:", "entries: []\nx:", "entries: list should have at least 1 item"),
         ("title:", "name: x\ntitle:", "'name' is the file's own"),
-        ("title: mine", "5: mine", "its keys are names"),
+        ("title: mine", "5: mine", "the key 5: a name expected"),
     ],
 )
 def test_files_that_are_wrong(tmp_path, old, new, said):
