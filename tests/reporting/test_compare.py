@@ -410,7 +410,7 @@ def many(tmp_path: Path) -> list[Any]:
     """Rows with every kind of cell: two tasks, two engines, a failed seed, special characters."""
     quadratic = [
         summary(name, seed, None, task="quadratic", workers=16, engine="spawn", test_loss=loss)
-        for name, seed, loss in [("none", 0, 1e-5), ("none", 1, 2e-5), ("topk", 0, 123.456)]
+        for name, seed, loss in [("none", 0, 1e-5), ("none", 1, 2e-5), ("fp16", 0, 123.456)]
     ]
     odd = summary("odd_100%", 0, 0.91, options={"rule": "a|b&c"}, compressor="Odd(rule='a|b&c')")
     return table(tmp_path, *BASE, odd, summary("sign", 0, 0.9), summary("sign", 1, NAN), *quadratic)
