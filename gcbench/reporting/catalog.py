@@ -296,8 +296,8 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> None:
     right = [isinstance(value, int | float) for value in rows[0].values()]
     for line in texts:
         cells = zip(line, widths, right, strict=True)
-        print("  ".join(f"{t:>{w}}" if r else f"{t:<{w}}" for t, w, r in cells).rstrip())
-    print()
+        output.emit("  ".join(f"{t:>{w}}" if r else f"{t:<{w}}" for t, w, r in cells).rstrip())
+    output.emit("")
 
 
 def show_verified(results: Sequence[Any], covered: Sequence[Mapping[str, Any]]) -> None:
@@ -323,7 +323,7 @@ def show_verified(results: Sequence[Any], covered: Sequence[Mapping[str, Any]]) 
         for row in result.rows:
             if row["verdict"] == "fails":
                 why = "; ".join(part for part in (row["measured"], row["note"]) if part)
-                print(f"FAILS {result.configuration}, {row['check']}: {why}")
+                output.emit(f"FAILS {result.configuration}, {row['check']}: {why}")
     _columns([*covered])
 
 

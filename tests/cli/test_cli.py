@@ -434,8 +434,10 @@ def test_verify_prints_a_table_and_its_exit_code_is_the_verdict():
     assert {row["configuration"] for row in rows} == {"default"}
     names = [row["check"] for row in rows]
     assert names[: len(conformance.CHECKS)] == list(conformance.CHECKS)
-    searched = {name.removeprefix("search: ") for name in names[len(conformance.CHECKS) :]}
+    others = names[len(conformance.CHECKS) :]
+    searched = {n.removeprefix("search: ") for n in others if n.startswith("search: ")}
     assert {"encode", "decode", "mean", "merge", "decode_sum"} <= searched <= {*FUNCTIONS}
+    assert all(name.startswith(("search: ", "memory: ")) for name in others)
 
 
 def test_verify_answers_in_25_lines(capsys):
