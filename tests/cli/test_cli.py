@@ -462,7 +462,7 @@ def test_verify_shows_each_configuration_before_it_is_checked(monkeypatch):
     quiet, plain = (invoke(*words, "--progress", how) for how in ("none", "plain"))
     assert quiet.code == plain.code == 0
     assert quiet.err.startswith(f"{name}: ")
-    assert ", 0 fail, 0 not declared" in quiet.err
+    assert ", 0 fail, " in quiet.err
     shown = [
         f"verify {name}  {i}/{len(texts)}  2 checks and a search of {t}"
         for i, t in enumerate(texts)
