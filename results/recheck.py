@@ -26,7 +26,7 @@ from gcbench.training.store import write_atomically
 REFERENCE = Path(__file__).parent / "reference"
 REPORT = REFERENCE / "recheck.json"
 EVERY = 5
-"""One of so many rows is run again."""
+"""One row in `EVERY` is run again."""
 
 
 def current(row: dict[str, Any]) -> bool:

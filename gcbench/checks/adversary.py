@@ -299,7 +299,7 @@ class Trial:
             self._summed(payloads, mean, want, room)
 
     def has_mean(self, workers: int) -> bool:
-        """Whether `mean` is defined for so many workers: a vote of an even number may toss."""
+        """Whether `mean` is defined for this number of workers: an even vote may be tied."""
         legal = self.method.legal_collectives()
         return "allgather" in legal or requantizes(self.method) or workers % 2 == 1
 

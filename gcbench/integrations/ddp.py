@@ -427,7 +427,7 @@ class CommHook(Hook):
         exchange.
 
         Raises:
-            gcbench.core.errors.UsageError: that is no such state, or of another rank, world size or
+            gcbench.core.errors.UsageError: not such a state, or of another rank, world size or
                 configuration; or `on_check` called it.
         """
         self._outside("load_state_dict")

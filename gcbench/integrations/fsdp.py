@@ -447,7 +447,7 @@ class ShardHook(Hook):
         exchange.
 
         Raises:
-            gcbench.core.errors.UsageError: that is no such state, or of another rank, world size or
+            gcbench.core.errors.UsageError: not such a state, or of another rank, world size or
                 configuration.
         """
         self._keep(state)
