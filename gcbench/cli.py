@@ -31,6 +31,7 @@ from gcbench.commands import (
 from gcbench.commands.advise import advise
 from gcbench.commands.bandwidth import bandwidth
 from gcbench.commands.bounds import bounds
+from gcbench.commands.help import help_
 from gcbench.commands.helptext import make_plain
 from gcbench.commands.histogram import histogram
 from gcbench.commands.report import report
@@ -686,6 +687,7 @@ app.command()(bandwidth)
 app.add_typer(scale_app, name="scale")
 app.command()(advise)
 app.command()(report)
+app.command(name="help")(help_)
 
 
 def _print_folder(name: str, folder: Path, *, as_json: bool) -> None:
