@@ -53,8 +53,6 @@ class Programs:
             path.write_text(text)
             path.chmod(0o755)
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
-        # torchrun starts each worker by this program, not by its own interpreter.
-        environment["PYTHON_EXEC"] = str(self.folder / "python")
         self._server = subprocess.Popen(
             [sys.executable, "-W", "ignore", __file__, address],
             env=environment,
@@ -77,6 +75,8 @@ class Programs:
     ) -> subprocess.CompletedProcess[str]:
         """Run a script by bash, which stops at the first command that fails."""
         path = f"{self.folder}{os.pathsep}{os.environ['PATH']}"
+        # torchrun starts each worker by this program, not by its own interpreter.
+        environment = {"PYTHON_EXEC": str(self.folder / "python"), **environment}
         return subprocess.run(
             ["bash", "-euo", "pipefail", "-c", script],
             cwd=folder,
