@@ -1,4 +1,4 @@
-"""Print rows of a committed JSON file as a Markdown table, for the generated tables of the pages.
+"""Print rows of a JSON file, or of stdin (-), as a Markdown table, for pages.
 
 python results/table.py FILE [--table NAME] [--where COLUMN=TEXT] [--scale COLUMN=FACTOR]
   COLUMN[=HEADING] ...
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -34,6 +36,10 @@ def cell(entry: Any, factor: float) -> str:
     if isinstance(entry, int | float) and not isinstance(entry, bool):
         entry *= factor
         return f"{entry:,.0f}" if abs(entry) >= 1000 else f"{entry:.3g}"
+    if isinstance(entry, list):
+        return ", ".join(map(str, entry))
+    if isinstance(entry, bool):
+        return "yes" if entry else "no"
     return "-" if entry is None else str(entry).replace("|", "&#124;")
 
 
@@ -46,8 +52,8 @@ def main() -> None:
     parser.add_argument("--scale", action="append", default=[])
     parser.add_argument("columns", nargs="+")
     given = parser.parse_args()
-    with open(given.file, encoding="utf-8") as file:
-        rows = rows_of(json.load(file), given.table)
+    text = sys.stdin.read() if given.file == "-" else Path(given.file).read_text(encoding="utf-8")
+    rows = rows_of(json.loads(text), given.table)
     for key, _, text in (word.partition("=") for word in given.where):
         rows = [row for row in rows if text in str(value(row, key))]
     factors = {key: float(factor) for key, _, factor in (w.partition("=") for w in given.scale)}

@@ -1,7 +1,7 @@
 """Flip every bit of every file of a small run: no reader may take a result that was changed.
 
 Run by hand, as it takes minutes: `PYTHONPATH=tests python tests/flips.py [--json FILE]`. The test
-suite flips a sample (tests/reporting/test_flips.py); results/TRUST.md has the last figures.
+suite flips a sample (tests/reporting/test_flips.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A fence opens a block: ```sh, ```python, or a language that is not run (`NOT_CODE`). A Python block
 whose first line is `# NAME.py` is saved under that name; another one is run. The comment
-`<!-- not run: REASON -->` above a fence leaves a block out. A generated table stands between
+`<!-- not run: REASON -->` above a fence leaves a block out. A ```text block right
+below another block repeats its output. A generated table stands between
 `<!-- generated: COMMAND -->` and `<!-- end -->`; `python -m pages` (`make docs`) writes it again.
 """
 
@@ -32,7 +33,7 @@ class PageError(Exception):
 
 @dataclass(frozen=True)
 class Block:
-    """A code block: where it begins, its language, its text, and why it is not run, if it is not."""
+    """A code block: its first line, language, text, and why it is not run, if it is not."""
 
     line: int
     language: str
@@ -63,7 +64,7 @@ def blocks(text: str) -> Iterator[Block]:
         PageError: a fence without a known language, or without an end.
     """
     lines = text.splitlines()
-    start = None
+    start, last = None, -9
     for number, line in enumerate(lines):
         fence = OPENING.match(line)
         if not fence:
@@ -77,10 +78,11 @@ def blocks(text: str) -> Iterator[Block]:
             continue
         language = lines[start].strip("` ")
         marker = LEFT_OUT.match(lines[start - 1]) if start else None
-        if language not in NOT_CODE:
+        repeats = language == "text" and start - last <= 2
+        if language not in NOT_CODE or repeats:
             text = "".join(f"{each}\n" for each in lines[start + 1 : number])
             yield Block(start + 1, language, text, marker[1] if marker else "")
-        start = None
+        start, last = None, number
     if start is not None:
         raise PageError(f"line {start + 1}: a block without an end")
 

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import TracebackType
 
 ROOT = Path(__file__).parents[1]
 IMPORTS = (
@@ -63,9 +62,7 @@ class Programs:
         assert self._server.stdout.readline() == b"ready\n"
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         os.killpg(self._server.pid, signal.SIGKILL)
         self._server.wait()
         self._scratch.cleanup()

@@ -87,7 +87,7 @@ def advise(
     """Say whether compression pays for a model on a cluster, and which method.
 
     Gains are predicted as by `gcbench scale predict`. The loss of accuracy is taken from runs that
-    were made for a suite with a holdout, with at least 3 seeds: results/PROTOCOL.md.
+    were made for a suite with a holdout, with at least 3 seeds: `gcbench help protocol`.
     """
     from gcbench.studies.scale import advice, clusters
     from gcbench.training import configuration

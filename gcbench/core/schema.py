@@ -1,4 +1,4 @@
-"""The schema of results on disk, which results/README.md explains. The module imports nothing."""
+"""The schema of results on disk (`gcbench help reading-results`). The module imports nothing."""
 
 SCHEMA = 1
 PHASES = ("forward_backward", "statistic", "encode", "communicate", "decode", "update")

@@ -237,7 +237,7 @@ def _parse(data: Any, source: Path, number: int = 0) -> Run:
     if data.get("schema") != SCHEMA:
         raise GcbenchError(
             f"{where}: schema {data.get('schema')!r}, but this gcbench reads {SCHEMA}; run again "
-            "with this version, or convert the file (results/README.md has the fields)"
+            "with this version, or convert the file (`gcbench help reading-results`)"
         )
     if not foreign.is_plain(data):
         data = foreign.plain(data, where)
@@ -249,12 +249,12 @@ def _parse(data: Any, source: Path, number: int = 0) -> Run:
         came = foreign.cut(foreign.printable(repr(first["input"])), foreign.LABEL)
         raise GcbenchError(
             f"{where}: `{field}`: {first['msg']}, not {came} ({len(error.errors())} in all); "
-            f"{remedy} (results/README.md has the fields)"
+            f"{remedy} (`gcbench help reading-results`)"
         ) from error
     parts = (("config", foreign.CONFIG), ("provenance", foreign.PROVENANCE))
     for kind, known in parts:
         if wrong := foreign.wrong_type(kind, data.get(kind) or {}, known):
-            raise GcbenchError(f"{where}: {wrong}; {remedy} (results/README.md has the fields)")
+            raise GcbenchError(f"{where}: {wrong}; {remedy} (`gcbench help reading-results`)")
     return run
 
 

@@ -1,4 +1,4 @@
-"""Evidence of the accuracy that a method loses: rows of runs made by results/PROTOCOL.md.
+"""Evidence of the accuracy that a method loses: rows of runs made by `gcbench help protocol`.
 
 Runs count if they were made for a suite, held examples out for validation, and evaluated the test
 split only after their last step. A row counts if at least `LEAST_SEEDS` of its seeds are also in
