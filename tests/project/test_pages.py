@@ -87,6 +87,12 @@ def test_a_fence_that_would_not_run_is_refused(text):
         list(blocks(text))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_fit_a_terminal_of_80_columns(name):
+    lines = [line for block in blocks(text_of(name)) for line in block.text.splitlines()]
+    assert [line for line in lines if len(line) > 78] == []  # `gcbench help` pads by one
+
+
 # ---- generated tables ----------------------------------------------------------------------------
 
 
