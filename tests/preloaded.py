@@ -64,7 +64,7 @@ class Programs:
 
     def __exit__(self, *error: object) -> None:
         os.killpg(self._server.pid, signal.SIGKILL)
-        self._server.wait()
+        self._server.communicate()
         self._scratch.cleanup()
 
     def shell(
