@@ -1,4 +1,4 @@
-# make run: a first comparison; make test: the test suite; make bench: kernel timings, of all sizes;
+# make run: a first comparison; make test: the test suite; make docs: the tables of the pages; make bench: kernel timings, of all sizes;
 # of some: make bench SIZES=1e4,1e6 TIMINGS=some.json; make gpu: what the CUDA kernels do on a GPU. Each makes what
 # it needs.
 PYTHON ?= python3
