@@ -120,12 +120,15 @@ def real_data() -> Path:
 def third_party(monkeypatch):
     """Return a function that puts a folder with the module `somebodys` on the path, for a test."""
     from gcbench.core import registry
-    from gcbench.studies import conformance
     from gcbench.training import sinks
 
     def forget():
-        entries = registry.compressors, registry.memories, registry.tasks, sinks.registered
-        for cached in (*entries, conformance.configurations):
+        for cached in (
+            registry.compressors,
+            registry.memories,
+            registry.tasks,
+            sinks.registered,
+        ):
             cached.cache_clear()
 
     def put(folder: str) -> None:

@@ -136,31 +136,28 @@ def by_suite(runs: Sequence[Run], *asked: Suite) -> dict[str, list[Run]]:
 
 
 def index(groups: Mapping[str, Sequence[Run]], places: Sequence[Path], format: str) -> str:
-    """Return what there is of each suite, and the command that shows it, in a format of tables.
+    """Return one row per suite and the command that shows one of them, in a format of tables.
 
-    `groups` as `by_suite` returns them; runs of no suite have a line, too.
+    `groups` as `by_suite` returns them; runs of no suite have a row, too.
     """
-    found = [
+    rows = [
         {
             "suite": name or None,
             "title": load(name).title if name else "runs of no suite",
             "methods": len({run.summary.compressor_name for run in runs}),
             "rows": len({run.method for run in runs if not run.is_trial}),
             "runs": len(runs),
-            "command": shlex.join(
-                ["gcbench", "compare", *map(str, places), *(["--suite", name] if name else [])]
-            ),
         }
         for name, runs in groups.items()
     ]
     if format == "json":
-        return json_text(found)
+        return json_text(rows)
     if format == "csv":
-        return csv_text(found)
-    cells = [{key: str(value or "-") for key, value in one.items()} for one in found]
-    columns = [Column(key, [one[key] for one in cells]) for key in cells[0]]
+        return csv_text(rows)
+    columns = [Column(key, [str(row[key] or "-") for row in rows]) for key in rows[0]]
     width = shutil.get_terminal_size((200, 24)).columns
-    return block(f"{len(found)} suites; each has its tables:", columns, 2, format, width)
+    command = shlex.join(["gcbench", "compare", *map(str, places), "--suite", "NAME"])
+    return block(f"{len(rows)} suites. Show one: {command}", columns, 2, format, width)
 
 
 def beside(suite: Suite, runs: Sequence[Run]) -> Beside:
