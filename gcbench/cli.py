@@ -37,10 +37,10 @@ from gcbench.commands.report import report
 from gcbench.commands.scale import app as scale_app
 from gcbench.core import output
 from gcbench.core.errors import GcbenchError, UsageError
-from gcbench.reporting import foreign
+from gcbench.results import sanitize
 
 if TYPE_CHECKING:
-    from gcbench.reporting.compare import Row
+    from gcbench.report.compare import Row
     from gcbench.training.runner import Runner
     from gcbench.training.suites import Suite
 
@@ -318,7 +318,7 @@ def run(
         for key, value in locals().items()
         if value is not None and key not in _NOT_SETTINGS
     }
-    from gcbench.reporting import catalog
+    from gcbench.report import listings
     from gcbench.training import captures, grid, membership, runner, sinks, suites
 
     if suite is not None and config is not None:
@@ -344,7 +344,7 @@ def run(
         sink_names=() if sink is None else sinks.names(sink),
         rows_files=rows or (),
         suite="" if chosen is None else chosen.label(),
-        show=catalog.show_runs,
+        show=listings.show_runs,
     )
     if chosen is not None and membership.leads():
         for path in rows[:1] if rows else ():
@@ -466,8 +466,9 @@ def compare(
     json: Json = False,
 ) -> None:
     """Compare finished runs: accuracy over seeds, bytes, time by phase."""
-    from gcbench.reporting import compare as comparing
-    from gcbench.reporting import figures, published, reader
+    from gcbench.report import compare as comparing
+    from gcbench.report import figures, suite_match
+    from gcbench.results import reader
     from gcbench.training import suites
 
     conditions = {}
@@ -490,13 +491,13 @@ def compare(
     wanted = [suites.load(suite)] if suite is not None else []
     watch = partial(watched, progress, "compare")
     faults: reader.Faults = []
-    groups = published.by_suite(reader.load(folders or [RUNS], watch, faults), *wanted)
+    groups = suite_match.by_suite(reader.load(folders or [RUNS], watch, faults), *wanted)
     made = [run for name, group in groups.items() if name for run in group]
     if suite is not None:
         made += groups.get("", [])
         groups = {suite: made}
     elif len(groups.keys() - {""}) > 1 and not (where or by or target or trials or plot or columns):
-        output.emit(published.index(groups, folders or [RUNS], asked.format))
+        output.emit(suite_match.index(groups, folders or [RUNS], asked.format))
         _end_with(faults)
         return
     elif len(groups) > 1 and (json or plot is not None or format_ is Format.csv):
@@ -507,7 +508,7 @@ def compare(
     shown: list[Row] = []
     for name, runs in groups.items():
         tested = not trials and any(not run.is_trial for run in runs)
-        beside = published.beside(suites.load(name), made) if name and tested else None
+        beside = suite_match.beside(suites.load(name), made) if name and tested else None
         if beside is not None:
             runs = beside.runs
         elif not trials:
@@ -523,7 +524,7 @@ def compare(
             say("\n  ".join(beside.unmade()))
         shown += rows
     if plot is not None:
-        from gcbench.reporting import paper_plot, run_plots, tier_plot
+        from gcbench.report import paper_plot, run_plots, tier_plot
 
         name = next(iter(groups))
         if name and paper_plot.has_published(shown):
@@ -583,11 +584,11 @@ def verify(
 ) -> None:
     """Check a compressor against its declarations; exit code 1 if one does not hold."""
     from gcbench.checks import verify as verifying
+    from gcbench.core import progress as showing
     from gcbench.core import registry
-    from gcbench.reporting import catalog
+    from gcbench.report import listings
     from gcbench.studies import conformance
     from gcbench.training import grid
-    from gcbench.training import progress as showing
 
     options = grid.pairs("--set", set_)
     for field, value in options.items():
@@ -610,12 +611,12 @@ def verify(
         finally:
             shown.close()
         if details and not json:
-            catalog.show_verdicts(results[-1].rows)
+            listings.show_verdicts(results[-1].rows)
     rows = [row for result in results for row in result.rows]
     if json:
         print_json(rows)
     elif not details:
-        catalog.show_verified(results, verifying.together(results))
+        listings.show_verified(results, verifying.together(results))
     verdicts = [row["verdict"] for row in rows]
     hold, fail = verdicts.count("holds"), verdicts.count("fails")
     say(f"{name}: {hold} hold, {fail} fail, {len(rows) - hold - fail} not declared")
@@ -634,26 +635,26 @@ def list_(
     json: Json = False,
 ) -> None:
     """List compressors, tasks, suites, backends, analyses, or the words of the tables."""
-    from gcbench.reporting import catalog
+    from gcbench.report import listings
 
-    listed = studies.listed if kind is Kind.analyses else catalog.ROWS[kind.value]
+    listed = studies.listed if kind is Kind.analyses else listings.ROWS[kind.value]
     rows = listed()
     if json:
         print_json(rows)
     else:
-        catalog.show(rows)
+        listings.show(rows)
 
 
 @app.command()
 def info(json: Json = False) -> None:
     """Show versions, devices, and backends with the reason where one is missing."""
-    from gcbench.reporting import catalog
+    from gcbench.report import listings
 
-    found = catalog.info()
+    found = listings.info()
     if json:
         print_json(found)
     else:
-        catalog.show_info(found)
+        listings.show_info(found)
 
 
 @app.command()
@@ -673,7 +674,7 @@ def kernels(
     json: Json = False,
 ) -> None:
     """Show saved kernel timings, beside copy_, eager torch and the fewest bytes that must move."""
-    from gcbench.reporting import kernel_timings as timing
+    from gcbench.report import kernel_timings as timing
 
     timings = timing.load(file)
     rows = timing.select(timings.rows, size=size, threads=threads, op=op, backend=backend)
@@ -704,7 +705,7 @@ def data_get(
 ) -> None:
     """Download a data set, or check the files if they are there, and print its folder."""
     from gcbench.core import data
-    from gcbench.training import progress as showing
+    from gcbench.core import progress as showing
 
     folder = data.get(name, data_dir, partial(showing.observer, progress.value))
     _print_folder(name, folder, as_json=as_json)
@@ -760,7 +761,7 @@ def _message(text: str) -> str:
 
     The middle is left out: the beginning says what came, the end what to do.
     """
-    text = foreign.printable(text)
+    text = sanitize.printable(text)
     if len(text) <= LONGEST_MESSAGE:
         return text
     half = LONGEST_MESSAGE // 2

@@ -22,8 +22,8 @@ from gcbench.core import output
 from gcbench.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from gcbench.reporting.analysis import Analysis, Ledger
-    from gcbench.training import progress
+    from gcbench.core import progress
+    from gcbench.report.analysis import Analysis, Ledger
 
 RUNS = Path("results/runs")
 ANALYSES = Path("results/analyses")
@@ -73,7 +73,7 @@ Results = Annotated[
 
 def _drawable(path: Path | None) -> Path | None:
     """Return the path, or refuse it if no picture can be written there, before any long work."""
-    from gcbench.reporting import figures
+    from gcbench.report import figures
 
     return None if path is None else figures.check(path)
 
@@ -104,7 +104,7 @@ def watched(shown: Progress, name: str, steps: int) -> progress.Observer:
 
     `name` and `steps` are the work's.
     """
-    from gcbench.training import progress
+    from gcbench.core import progress
 
     return progress.Delayed(lambda: progress.observer(shown.value, name, steps))
 
@@ -119,7 +119,7 @@ def deliver(
     draw: Callable[[Analysis, Path], list[Path] | None] = studies.draw,
 ) -> None:
     """Save an analysis, print it, and draw it into its folder and to `plot`."""
-    from gcbench.reporting import analysis as measuring
+    from gcbench.report import analysis as measuring
 
     folder = measuring.save(analysis, results)
     output.emit(measuring.render(analysis, "json" if as_json else chosen.value))
@@ -199,8 +199,8 @@ def long_work(
     then read and not made again, and a message says so if other code made it. Others also depend
     on files that change, such as the rows of runs, and are made anew.
     """
-    from gcbench.reporting import analysis as measuring
-    from gcbench.training import progress
+    from gcbench.core import progress
+    from gcbench.report import analysis as measuring
 
     name = f"{kind}-{measuring.digest(settings.model_dump(mode='json'))}"
     if code and not force and measuring.finished(results / name):

@@ -280,7 +280,7 @@ def validate(
     json: Json = False,
 ) -> None:
     """Predict finished runs, each without using its own times, and state the errors."""
-    from gcbench.reporting import reader
+    from gcbench.results import reader
     from gcbench.studies.scale import validation
 
     folders = runs or [RUNS]

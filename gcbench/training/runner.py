@@ -11,18 +11,11 @@ from typing import Any
 
 from gcbench.core import output
 from gcbench.core.errors import DivergedError, GcbenchError, Interrupted, UsageError
-from gcbench.core.schema import SCHEMA
-from gcbench.training import (
-    captures,
-    configuration,
-    engines,
-    membership,
-    rows,
-    sinks,
-    update_rule,
-)
+from gcbench.core.progress import Mode
+from gcbench.results import rows, update_rule
+from gcbench.results.schema import SCHEMA
+from gcbench.training import captures, configuration, engines, membership, sinks
 from gcbench.training.configuration import Config
-from gcbench.training.progress import Mode
 from gcbench.training.store import Run
 from gcbench.training.train import Options
 
@@ -72,7 +65,7 @@ class Runner:
 
         `capture`: which gradients are kept; `sink_names`: the sinks that receive the records;
         `show` prints the summaries of finished runs. `rows_files`: files of rows
-        (`gcbench.training.rows`); a run that has a row in one of them is not made again, and each
+        (`gcbench.results.rows`); a run that has a row in one of them is not made again, and each
         finished run adds its own to the first, with `suite`, name/version, as the suite for which
         it was made.
         """

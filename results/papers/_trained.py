@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from gcbench.core.errors import GcbenchError, UsageError
-from gcbench.reporting.analysis import Analysis, Ledger
+from gcbench.report.analysis import Analysis, Ledger
 from gcbench.studies import histogram
 from gcbench.studies.histogram.reconstruction import Gradients
 from gcbench.training import captures

@@ -32,14 +32,14 @@ from _script import main
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from gcbench import ops
-from gcbench.core import registry
+from gcbench.core import progress, registry
 from gcbench.core.compressor import Compressor, Segments
-from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
+from gcbench.report import figures
+from gcbench.report.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.studies import methods
 from gcbench.studies.scale import clusters, codec, traffic, work
 from gcbench.studies.scale import links as pays
-from gcbench.training import grid, progress
+from gcbench.training import grid
 
 KIND = "fft-breakeven"
 STAGES = ("Tm", "Tf", "Tp", "Ts")

@@ -35,20 +35,13 @@ from torch import Tensor
 
 from gcbench import ops
 from gcbench.core.compressor import Segments
-from gcbench.reporting import figures
-from gcbench.reporting.analysis import (
-    Analysis,
-    Ledger,
-    Row,
-    Shown,
-    Table,
-    Value,
-)
-from gcbench.reporting.rendering import records
+from gcbench.core.progress import Observer
+from gcbench.report import figures
+from gcbench.report.analysis import Analysis, Ledger, Row, Shown, Table, Value
+from gcbench.report.rendering import records
 from gcbench.studies import verdicts
 from gcbench.studies.histogram.reconstruction import Gradients
 from gcbench.studies.verdicts import Claim
-from gcbench.training.progress import Observer
 
 KIND = "number-formats"
 SOURCE = "Wang et al. 2020, figures 7 and 9"

@@ -24,9 +24,10 @@ from gcbench.checks.calls import FUNCTIONS, Covered
 from gcbench.core import registry
 from gcbench.core.compressor import Compressor
 from gcbench.integrations.chosen import stages
-from gcbench.reporting import catalog
+from gcbench.report import listings
+from gcbench.results.schema import METRIC_COLUMNS
 from gcbench.studies import conformance
-from gcbench.training.store import METRIC_COLUMNS, Run
+from gcbench.training.store import Run
 
 QUICK = ("--task", "quadratic", "--workers", 2, "--steps", 12, "--progress", "none")
 KEYS = {
@@ -445,7 +446,7 @@ def test_verify_answers_in_25_lines(capsys):
     covered = {function: Covered(1, 2, 3, 4, 5) for function in FUNCTIONS}
     rows = [{"configuration": "a", "check": "b", "verdict": "holds"}] * 30
     results = [verify.Verified("a=1 b=2", rows, covered, 3000, 1.0)] * 10
-    catalog.show_verified(results, verify.together(results))
+    listings.show_verified(results, verify.together(results))
     out = capsys.readouterr().out
     assert len(out.splitlines()) <= 25
     assert all(function in out for function in FUNCTIONS)
@@ -496,7 +497,7 @@ def test_the_list_says_what_is_really_sent():
 
 
 def test_compare_shows_the_files_that_it_reads_if_that_takes_long(tmp_path, monkeypatch):
-    from gcbench.training import progress
+    from gcbench.core import progress
 
     for name in ("a", "b"):
         write(tmp_path, summary("none" if name == "a" else "topk", 0))
@@ -753,7 +754,7 @@ def gcbench_completes(line, place):
 
 def test_the_time_of_a_grid_is_announced(monkeypatch, capsys, run):
     """Once, some seconds after the first step; by hand: 2 s a step, 8 and 18 steps left."""
-    from gcbench.training import progress
+    from gcbench.core import progress
 
     seconds = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: seconds[0])
@@ -772,7 +773,7 @@ def test_the_time_of_a_grid_is_announced(monkeypatch, capsys, run):
 
 
 def test_progress_ends_at_its_end(monkeypatch, capsys):
-    from gcbench.training import progress
+    from gcbench.core import progress
 
     monkeypatch.setattr(progress, "PLAIN_SECONDS", 0.0)
     plain = progress.Plain("x", 10)

@@ -11,7 +11,7 @@ import terngrad_figure5
 from commands import invoke
 
 from gcbench.core import registry
-from gcbench.reporting.analysis import load
+from gcbench.report.analysis import load
 from gcbench.studies.scale import clusters, networks
 
 PRESETS = {"gtx1080x4-1gbe": "1g", "p100x4-100g": "100g"}

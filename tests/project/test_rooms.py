@@ -13,12 +13,14 @@ ROOT = Path(__file__).parents[2]
 BELOW = {
     "core": (),
     "ops": ("core",),
+    "results": ("core",),
     "integrations": ("core", "ops"),
-    "training": ("core", "ops", "integrations"),
-    "reporting": ("core", "ops", "training"),
-    "studies": ("core", "ops", "training", "reporting"),
-    "checks": ("core", "ops", "training", "reporting", "studies"),
-    "commands": ("core", "ops", "training", "reporting", "studies", "checks"),
+    "training": ("core", "ops", "results", "integrations"),
+    "stats": ("core", "results"),
+    "report": ("core", "ops", "results", "training", "stats"),
+    "studies": ("core", "ops", "results", "training", "stats", "report"),
+    "checks": ("core", "ops", "results", "training", "stats", "report", "studies"),
+    "commands": ("core", "ops", "results", "training", "stats", "report", "studies", "checks"),
 }
 """What each room may import besides itself and `gcbench._version`."""
 PLUGINS = ("gcbench.ops", "gcbench.core")

@@ -23,8 +23,8 @@ from gcbench.core import codec as calls
 from gcbench.core import registry
 from gcbench.core.clock import Clock
 from gcbench.core.errors import UsageError
-from gcbench.reporting import analysis as measuring
-from gcbench.reporting import figures
+from gcbench.report import analysis as measuring
+from gcbench.report import figures
 from gcbench.studies import bandwidth, conformance
 from gcbench.studies.bandwidth import picture, settings, tables, transfers, worker
 from gcbench.studies.bandwidth.transfers import BOUNDS, PLAIN, Item, Loopback, Probe, pattern

@@ -21,7 +21,7 @@ from gcbench import studies
 from gcbench.core import codec, registry
 from gcbench.core.compressor import Compressor, Payload, Segments
 from gcbench.core.errors import UsageError
-from gcbench.reporting import analysis as measuring
+from gcbench.report import analysis as measuring
 from gcbench.studies import histogram
 from gcbench.studies.histogram import reconstruction, tables
 from gcbench.studies.histogram.reconstruction import ALL, Gradients, Sums
@@ -769,7 +769,7 @@ def test_the_picture_needs_the_saved_rows_alone(tmp_path: Path) -> None:
 
 
 def test_a_panel_without_values_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gcbench.reporting import figures
+    from gcbench.report import figures
 
     capture(tmp_path / "in", normal(2))
     words = ["histogram", tmp_path / "in", "--results", tmp_path, "--progress", "none"]

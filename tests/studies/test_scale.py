@@ -20,7 +20,8 @@ from gcbench.core import registry
 from gcbench.core.compressor import Compressor, Context, Key, Payload, Segments
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import Exchange, Lane, shard_bounds
-from gcbench.reporting import kernel_timings
+from gcbench.report import kernel_timings
+from gcbench.results import rows as rowfiles
 from gcbench.studies import methods
 from gcbench.studies.bandwidth import worker
 from gcbench.studies.scale import (
@@ -34,7 +35,6 @@ from gcbench.studies.scale import (
     validation,
     work,
 )
-from gcbench.training import rows as rowfiles
 
 ROOT = Path(__file__).parents[2]
 

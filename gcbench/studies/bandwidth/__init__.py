@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gcbench.reporting import analysis
-from gcbench.reporting.analysis import Analysis
+from gcbench.core import progress
+from gcbench.report import analysis
+from gcbench.report.analysis import Analysis
 from gcbench.studies.bandwidth.picture import draw
 from gcbench.studies.bandwidth.settings import KIND, Settings, items, plan
 from gcbench.studies.bandwidth.tables import summarize
 from gcbench.studies.bandwidth.worker import measure
-from gcbench.training import membership, progress
+from gcbench.training import membership
 from gcbench.training.membership import Membership
 
 __all__ = ["Settings", "draw", "run"]

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gcbench.reporting import figures
-from gcbench.reporting.rendering import number
+from gcbench.report import figures
+from gcbench.report.rendering import number
 from gcbench.studies.bandwidth.settings import Settings, size_text
 from gcbench.studies.bandwidth.transfers import PARTS, YARDSTICK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from gcbench.reporting.analysis import Analysis
+    from gcbench.report.analysis import Analysis
 
 Rows = Sequence[Mapping[str, Any]]
 COLUMNS = 9

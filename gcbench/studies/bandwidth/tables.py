@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from gcbench import ops
-from gcbench.reporting import analysis
-from gcbench.reporting.analysis import Analysis, Row, Shown, Table
+from gcbench.report import analysis
+from gcbench.report.analysis import Analysis, Row, Shown, Table
 from gcbench.studies.bandwidth.settings import KIND, Settings, combinations, command, size_text
 from gcbench.studies.bandwidth.transfers import PARTS, YARDSTICK, Item
 from gcbench.studies.scale import codec

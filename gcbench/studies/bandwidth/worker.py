@@ -14,17 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.core import memory
+from gcbench.core import memory, progress
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import Compressor, Segments, requantizes
 from gcbench.core.errors import GcbenchError, PeerLostError
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.schema import PHASES
 from gcbench.core.world import DistributedWorld, Link, SimulatedWorld, World
-from gcbench.reporting.analysis import Ledger
+from gcbench.report.analysis import Ledger
 from gcbench.studies import conformance, methods
 from gcbench.studies.bandwidth.transfers import BOUNDS, PARTS, PLAIN, YARDSTICK, Item, Plan, Probe
-from gcbench.training import progress
 
 CHECKED = 2
 """Number of steps that are compared with a simulation: at the second one a memory is not empty."""

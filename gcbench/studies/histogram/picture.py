@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Row
+from gcbench.report import figures
+from gcbench.report.analysis import Analysis, Row
 from gcbench.studies.histogram.reconstruction import ALL, BINS, EDGE, RIVALS, gaussian_clipping
 from gcbench.studies.histogram.tables import ANGLE, CLIP, GRADIENT, LENGTH
 

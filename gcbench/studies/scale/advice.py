@@ -24,17 +24,18 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from gcbench.core import registry
+from gcbench.core import progress, registry
 from gcbench.core.compressor import Compressor, requantizes
 from gcbench.core.errors import UsageError
-from gcbench.reporting import figures, reader
-from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
+from gcbench.report import figures
+from gcbench.report.analysis import Analysis, Ledger, Row, Shown, Table
+from gcbench.results import reader
 from gcbench.studies import methods
 from gcbench.studies.scale import codec, evidence, prediction, shipped, traffic
 from gcbench.studies.scale.clusters import Cluster
 from gcbench.studies.scale.evidence import Evidence, Tolerance
 from gcbench.studies.scale.prediction import HALF, Prepared, Step
-from gcbench.training import progress, suites
+from gcbench.training import suites
 
 KIND = "advice"
 USE, UNCLEAR, UNTESTED = "use", "unclear", "untested"

@@ -32,10 +32,10 @@ from typing import Any, NamedTuple
 from gcbench.core import files, registry
 from gcbench.core.compressor import Compressor, requantizes
 from gcbench.core.errors import GcbenchError, UsageError
-from gcbench.reporting import analysis
+from gcbench.core.values import finite
+from gcbench.report import analysis
 from gcbench.studies import methods
 from gcbench.studies.scale.clusters import Device
-from gcbench.training.configuration import finite
 
 KIND = "bandwidth"
 """The kind of analysis from whose table of phases the times are taken."""

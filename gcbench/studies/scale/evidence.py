@@ -18,10 +18,11 @@ from typing import NamedTuple
 
 from gcbench.core import registry
 from gcbench.core.errors import GcbenchError, UsageError
-from gcbench.reporting import compare, published, reader
-from gcbench.reporting.reader import Run
+from gcbench.report import compare, suite_match
+from gcbench.results import reader
+from gcbench.results.reader import Run
+from gcbench.results.settings import TUNED_KEYS
 from gcbench.training import suites
-from gcbench.training.suites import tuning
 
 LEAST_SEEDS = 3
 FITS, UNCLEAR, LOSES = "fits", "unclear", "loses too much"
@@ -203,7 +204,7 @@ def gather(paths: Sequence[Path]) -> Gathered:
     runs = reader.load(paths)
     left: Counter[str] = Counter()
     groups: dict[str, list[Run]] = {}
-    current = [run for group in published.by_suite(runs).values() for run in group]
+    current = [run for group in suite_match.by_suite(runs).values() for run in group]
     if older := len(runs) - len(current):
         left["of another version of their suite"] = older
     for run in current:
@@ -239,7 +240,7 @@ def _of_suite(
         shared = [run for other, group in groups.items() if other != name for run in group]
         rates, own = _rates(suite, [*runs, *shared])
         kept += [run for run in own if run.suite != name and run.config.get("holdout")]
-    rows = compare.rows(kept, own=tuning.TUNED_KEYS if tuned else frozenset())
+    rows = compare.rows(kept, own=TUNED_KEYS if tuned else frozenset())
     still_open = {row.method for row in rows if rates.get(row.runs[0].method) == "open"}
     plain_open = any(row.method in still_open for row in rows if row.is_baseline)
     for row in rows:
@@ -261,9 +262,9 @@ def _rates(suite: suites.Suite, runs: Sequence[Run]) -> tuple[dict[str, str | No
     Runs that belong to no entry of the suite are left out.
     """
     try:
-        beside = published.beside(suite, runs)
+        beside = suite_match.beside(suite, runs)
     except UsageError:
         return {}, []
-    own = tuning.TUNED_KEYS if suite.tune is not None else frozenset()
+    own = TUNED_KEYS if suite.tune is not None else frozenset()
     rows = beside.rows(compare.rows(beside.runs, own=own))
     return {row.runs[0].method: row.rate for row in rows}, beside.runs

@@ -14,17 +14,17 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from gcbench.core import progress
 from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import check_legal
-from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
+from gcbench.report import figures
+from gcbench.report.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.studies import methods
 from gcbench.studies.bandwidth.settings import size_text
 from gcbench.studies.bandwidth.worker import shapes
 from gcbench.studies.scale import codec, traffic
 from gcbench.studies.scale.codec import Measured
-from gcbench.training import progress
 
 KIND = "scale-pays"
 STORED = "stored"

@@ -28,17 +28,16 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from gcbench.core import registry
+from gcbench.core import progress, registry
 from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import check_legal
-from gcbench.reporting import figures, kernel_timings
-from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
+from gcbench.report import figures, kernel_timings
+from gcbench.report.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.studies import methods
 from gcbench.studies.scale import codec, networks, rates, traffic, work
 from gcbench.studies.scale.clusters import BACKWARD, Cluster, links_text, rate_text
 from gcbench.studies.scale.networks import Network, Shapes
-from gcbench.training import progress
 
 KIND = "scale"
 STEPS_PRICED = 1000

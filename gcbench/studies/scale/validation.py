@@ -26,15 +26,16 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from gcbench import ops
-from gcbench.core import registry
+from gcbench.core import progress, registry
 from gcbench.core.errors import GcbenchError
 from gcbench.core.exchange import classifier, dense_tensors
-from gcbench.reporting import figures, kernel_timings, reader
-from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
+from gcbench.report import figures, kernel_timings
+from gcbench.report.analysis import Analysis, Ledger, Row, Shown, Table
+from gcbench.results import reader
 from gcbench.studies.scale import traffic, work
 from gcbench.studies.scale.clusters import Cluster, make
 from gcbench.studies.scale.networks import Shapes
-from gcbench.training import configuration, progress
+from gcbench.training import configuration
 from gcbench.training.configuration import Config
 
 KIND = "scale-validation"

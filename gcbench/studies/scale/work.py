@@ -29,7 +29,7 @@ from gcbench.core.compressor import (
     requantizes,
 )
 from gcbench.core.errors import UsageError
-from gcbench.reporting import kernel_timings
+from gcbench.report import kernel_timings
 from gcbench.studies.scale import traffic
 from gcbench.studies.scale.clusters import Device
 from gcbench.studies.scale.networks import Shapes

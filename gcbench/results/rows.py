@@ -1,0 +1,314 @@
+"""Files of rows: many finished runs in one small Parquet file, which can be committed.
+
+A row is a run's summary and its evaluations. Numbers and strings are columns; what is nested
+(config, provenance, phases, evaluations, ...) is JSON text in a column of its name. A file contains
+a digest of all its bytes, which every reader compares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from gcbench.core import files
+from gcbench.core.errors import GcbenchError
+from gcbench.core.writing import explained, write_atomically
+
+MARK = "gcbench"
+"""The key in Parquet's metadata by which files of this module are recognized."""
+SEALED = "gcbench rows 2 sha256 "
+"""What stands under `MARK`, before the file's SHA-256 with 64 zeros in place of that digest."""
+PLAIN = "gcbench rows 1"
+"""What stands under `MARK` in files without a digest, such as those of other programs."""
+_NONE = "0" * 64
+_NULLS = "nulls"
+"""A column with the names of the row's values that are null, as JSON: a column that the row does
+not have is null in Parquet, too. A null test loss was not finite."""
+Row = dict[str, Any]
+
+
+def row(summary: Mapping[str, Any], evaluations: Sequence[Mapping[str, Any]], suite: str) -> Row:
+    """Return the row of a finished run.
+
+    `evaluations` are its records of kind "eval", of which null cells are left out, except a loss
+    beside an accuracy: it was not finite. `suite` is the suite for which it was made, as
+    name/version, or "".
+    """
+    curve = [
+        {k: v for k, v in record.items() if v is not None or _not_finite(record, k)}
+        for record in evaluations
+    ]
+    own = {key: value for key, value in summary.items() if key not in (files.DIGEST, files.FILES)}
+    return {**own, "suite": suite, "evaluations": curve}
+
+
+def _not_finite(record: Mapping[str, Any], key: str) -> bool:
+    """Return whether a null is a loss that was measured: the accuracy beside it has a value."""
+    split, _, kind = key.rpartition("_")
+    return kind == "loss" and record.get(f"{split}_accuracy") is not None
+
+
+def holds(path: Path) -> bool:
+    """Return whether a Parquet file holds rows; False for a file that cannot be read."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    if files.is_special(path):
+        return False
+    try:
+        return _mark(parquet.read_metadata(path)) is not None
+    except (OSError, pa.ArrowException):
+        return False
+
+
+def _mark(metadata: Any) -> str | None:
+    """Return what stands under `MARK`; None if that is not the mark of a file of rows."""
+    found = ((metadata.metadata or {}).get(MARK.encode()) or b"").decode(errors="replace")
+    return found if found == PLAIN or found.startswith(SEALED) else None
+
+
+def _opened(path: Path) -> Any:
+    """Return the Parquet file at a path, after its digest was compared.
+
+    Raises:
+        UsageError: it is a pipe, a socket or a device.
+        GcbenchError: it cannot be read, holds something else, or does not match its digest.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        data = files.read_bytes(path)
+        file = parquet.ParquetFile(pa.BufferReader(data))
+        mark = _mark(file.metadata)
+        if mark is not None and mark.startswith(SEALED):
+            blank = data.replace(mark.encode(), (SEALED + _NONE).encode())
+            if hashlib.sha256(blank).hexdigest() != mark.removeprefix(SEALED):
+                raise GcbenchError(
+                    f"{path} does not match its digest: it was damaged or edited. Restore it from "
+                    "a copy, or make its runs again"
+                )
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise GcbenchError(f"{path} cannot be read as Parquet: {error}") from error
+    if mark is None:
+        raise GcbenchError(
+            f"{path} holds no rows of gcbench runs; `gcbench run --rows` writes them"
+        )
+    return file
+
+
+def _shared(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object that shares its keys, and itself if it is small, with other rows.
+
+    Rows repeat most of what they contain: with copies, 100,000 rows took 2.8 GB. Nothing may change
+    the result.
+    """
+    made = {sys.intern(key): value for key, value in pairs}
+    if len(pairs) <= _SMALL and all(type(value) in _REPEATED for value in made.values()):
+        return _seen.setdefault(tuple(pairs), made) if len(_seen) < _MOST_SEEN else made
+    return made
+
+
+_SMALL, _MOST_SEEN = 8, 10_000
+_REPEATED = (str, int, type(None))
+_seen: dict[tuple[tuple[str, Any], ...], dict[str, Any]] = {}
+_decode = json.JSONDecoder(object_pairs_hook=_shared).decode
+
+
+def each(
+    path: Path, faults: list[GcbenchError], encoded: Collection[str] = ()
+) -> Iterator[tuple[int, Row]]:
+    """Yield the rows of a file with their numbers, from 1; nothing if the file does not exist.
+
+    A row with a column that cannot be decoded is left out, and its error is appended to `faults`.
+    Columns in `encoded` stay JSON text (`decoded` decodes it).
+
+    Raises:
+        UsageError: the path is a pipe, a socket or a device.
+        GcbenchError: the file cannot be read, holds something else, or does not match its digest.
+    """
+    if not path.exists() and not path.is_symlink():
+        return
+    file = _opened(path)
+    schema = file.schema_arrow
+    nested = {field.name for field in schema if (field.metadata or {}).get(b"json") == b"1"}
+    number = 0
+    for batch in _batches(path, file):
+        columns = [(name, batch.column(name).to_pylist()) for name in batch.schema.names]
+        for i in range(batch.num_rows):
+            number += 1
+            found: Row = {}
+            fault = None
+            for name, values in columns:
+                value = values[i]
+                if value is None:
+                    continue
+                if (name in nested or name == _NULLS) and name not in encoded:
+                    try:
+                        value = _decode(value)
+                    except (TypeError, ValueError, RecursionError) as error:
+                        fault = GcbenchError(
+                            f"{path}, row {number}, column `{name}`: JSON text expected, not "
+                            f"{_brief(value)} ({error})"
+                        )
+                        break
+                found[name] = value
+            nulls = found.pop(_NULLS, [])
+            if fault is None and not _are_names(nulls):
+                fault = GcbenchError(
+                    f"{path}, row {number}, column `{_NULLS}`: a JSON list of names expected, not "
+                    f"{_brief(nulls)}"
+                )
+            if fault is not None:
+                faults.append(fault)
+                continue
+            yield number, {**dict.fromkeys(nulls), **found} if nulls else found
+
+
+def _batches(path: Path, file: Any) -> Iterator[Any]:
+    """Yield the rows of a Parquet file a few thousand at a time: texts take much memory."""
+    import pyarrow as pa
+
+    try:
+        yield from file.iter_batches(batch_size=2048)
+    except (OSError, pa.ArrowException) as error:
+        raise GcbenchError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def decoded(text: Any, where: str) -> Any:
+    """Return the value of a column that `each` left as JSON text; `where` names its row.
+
+    Raises:
+        GcbenchError: it is not JSON text.
+    """
+    if not isinstance(text, str):
+        return text
+    try:
+        return _decode(text)
+    except (ValueError, RecursionError) as error:
+        raise GcbenchError(f"{where}: JSON text expected, not {_brief(text)} ({error})") from error
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:59] + '…'}"
+
+
+def read(path: Path) -> list[Row]:
+    """Return the rows of a file in their order; an empty list if it does not exist.
+
+    Raises:
+        UsageError: the path is a pipe, a socket or a device.
+        GcbenchError: it cannot be read, holds something else, does not match its digest, or a row
+            of it cannot be decoded.
+    """
+    faults: list[GcbenchError] = []
+    found = [row for _, row in each(path, faults)]
+    if faults:
+        raise faults[0]
+    return found
+
+
+def write(path: Path, rows: Sequence[Row]) -> None:
+    """Replace the file by these rows, atomically. It gets a digest of its bytes.
+
+    Raises:
+        GcbenchError: it cannot be written.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    fields, arrays = [], []
+    nulls = [[key for key, value in one.items() if value is None] for one in rows]
+    rows = [{**one, _NULLS: own} if own else one for one, own in zip(rows, nulls, strict=True)]
+    for key in dict.fromkeys(key for one in rows for key in one):
+        values = [one.get(key) for one in rows]
+        if _fits_a_column(values):
+            fields.append(pa.field(key, pa.infer_type(values)))
+        else:
+            values = [None if v is None else json.dumps(v, allow_nan=False) for v in values]
+            fields.append(pa.field(key, pa.string(), metadata={"json": "1"}))
+        arrays.append(pa.array(values, fields[-1].type))
+    buffer = io.BytesIO()
+    schema = pa.schema(fields)
+    with parquet.ParquetWriter(buffer, schema, compression="zstd") as file:
+        file.write_table(pa.table(arrays, schema=schema))
+        file.add_key_value_metadata({MARK: SEALED + _NONE})
+    blank = buffer.getvalue()
+    sealed = SEALED + hashlib.sha256(blank).hexdigest()
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, blank.replace((SEALED + _NONE).encode(), sealed.encode()))
+
+
+_NUMBERS = {int, float}
+
+
+def _fits_a_column(values: Sequence[Any]) -> bool:
+    """Return whether values are numbers, or all of one plain type; others are stored as JSON."""
+    kinds = {type(value) for value in values} - {type(None)}
+    if kinds <= _NUMBERS:  # a mixed column is float64, which has every integer below 2^53
+        return all(type(value) is not int or abs(value) < 2**53 for value in values)
+    return len(kinds) == 1 and kinds <= {str, bool}
+
+
+def relabel(path: Path, suite: str, belongs: Callable[[Row], bool]) -> int:
+    """Give rows of other versions of a suite the label `suite`, name/version, if they `belong`.
+
+    Return how many got it. A row of another version belongs if this version would make the same
+    run: a new version need not repeat it.
+
+    Raises:
+        GcbenchError: the file cannot be read or written.
+    """
+    name = suite.partition("/")[0]
+    if not path.exists():
+        return 0
+    with _locked(path):
+        found, count = read(path), 0
+        for one in found:
+            label = str(one.get("suite") or "")
+            if label != suite and label.partition("/")[0] == name and belongs(one):
+                one["suite"] = suite
+                count += 1
+        if count:
+            write(path, found)
+    return count
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keep other processes from changing the file, whose folder is made if it is missing."""
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(path.with_name(f".{path.name}.lock"))
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def add(path: Path, new: Row) -> None:
+    """Add a row to a file; a row of the same config is replaced.
+
+    Several processes may add to one file at the same time.
+
+    Raises:
+        GcbenchError: the file cannot be read or written.
+    """
+    with _locked(path):
+        kept = [one for one in read(path) if one.get("config_hash") != new.get("config_hash")]
+        write(path, [*kept, new])
