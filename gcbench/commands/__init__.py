@@ -89,6 +89,30 @@ Plot = Annotated[
 Force = Annotated[bool, typer.Option("--force", help="Repeat what is finished.")]
 
 
+SUITE = "A paper's table or figure, see `gcbench list suites`, or a YAML file."
+
+
+def _names(kind: str) -> list[str]:
+    """Return the names of compressors, tasks or suites, for completion in a shell."""
+    from gcbench.core import registry
+
+    if kind == "suites":
+        from gcbench.results import suites
+
+        return suites.names()
+    return list(registry.tasks() if kind == "tasks" else registry.compressors())
+
+
+def completed(kind: str) -> Callable[[str], list[str]]:
+    """Return a function that completes the last name of a comma-separated list."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in _names(kind) if name.startswith(last)]
+
+    return complete
+
+
 def say(text: str) -> None:
     """Print a line on stderr."""
     print(text, file=sys.stderr, flush=True)
@@ -223,3 +247,22 @@ def long_work(
             if not path.stat().st_size:
                 path.unlink()
                 path.parent.rmdir()
+
+
+LONGEST_MESSAGE = 4000
+"""Characters of an error message that are printed: a plug-in may raise an error of any length."""
+
+
+def message(text: str) -> str:
+    """Return an error message as it is printed: without control sequences, and of limited length.
+
+    The middle is left out: the beginning says what came, the end what to do.
+    """
+    from gcbench.results import sanitize
+
+    text = sanitize.printable(text)
+    if len(text) <= LONGEST_MESSAGE:
+        return text
+    half = LONGEST_MESSAGE // 2
+    left = len(text) - 2 * half
+    return f"{text[:half]} [... {left} characters left out ...] {text[-half:]}"

@@ -6,52 +6,30 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gcbench.core import registry
-from gcbench.core.errors import GcbenchError, UsageError, unknown
+from gcbench.core.errors import UsageError, unknown
 from gcbench.core.schema import PHASES
 from gcbench.core.values import canonical, finite, text
 from gcbench.report.rendering import MB, records, sentence
-from gcbench.results import update_rule
-from gcbench.results.reader import Modelled, Run, Summary, fields
-from gcbench.results.settings import TUNED_KEYS
-from gcbench.stats import seeds
+from gcbench.results import declared, update_rule
+from gcbench.results.reader import Run, fields
+from gcbench.results.schema import Modelled, Summary
+from gcbench.results.settings import DECLARED, METHOD_KEYS, TUNED_KEYS
+from gcbench.stats import ranks, seeds
 from gcbench.stats.seeds import BASELINE
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
     from gcbench.training.suites import Published
-
-METHOD_KEYS = frozenset(
-    {
-        *("seed", "compressor", "options", "collective", "dense_last", "dense_below", "engine"),
-        *("gradients", "threads", "device", "backend", "eval_every", "log_every"),
-        *("on_nonfinite", "link_gbit", "link_latency_us"),
-        *("memory", "memory_options", "start_step", "delay", "rebroadcast_every"),
-        *("local_steps", "outer_lr", "outer_momentum", "outer_nesterov", "hook", "bucket_mb"),
-    }
-)
-"""Config keys in which a row and its baseline may differ; all the others are the budget."""
-_CHANGES_FP32 = (
-    *("start_step", "delay", "rebroadcast_every", "local_steps"),
-    *("outer_lr", "outer_momentum", "outer_nesterov", "memory", "memory_options"),
-)
-"""Those of METHOD_KEYS with which an uncompressed run ends elsewhere, too."""
-_TAG_KEYS = ("engine", "gradients", "device", "backend")
-_TAG_PAIRS = (
-    *("start_step", "delay", "rebroadcast_every", "threads", "eval_every", "log_every"),
-    *("local_steps", "outer_lr", "outer_momentum", "outer_nesterov", "hook", "bucket_mb"),
-    *("on_nonfinite", "link_gbit", "link_latency_us"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,10 +175,10 @@ class Row:
     @cached_property
     def other_rule(self) -> str:
         """In which settings the update is not applied as the method declares; "" if it is."""
-        found = update_rule.other(self.first.config | {"compressor": self.first.compressor_name})
+        found = update_rule.other({**self.first.config, "compressor": self.first.compressor_name})
         return "" if found is None else found.words
 
-    @property
+    @cached_property
     def disowned(self) -> str:
         """Why whoever made these runs says that their times are not to be quoted; "" if not."""
         return next(filter(None, (run.summary.provenance.get("times") for run in self.runs)), "")
@@ -264,39 +242,79 @@ _MEASURED = (
 
 def _varying(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     keys = dict.fromkeys(key for config in configs for key in config)
-    return [key for key in keys if len({canonical(config.get(key)) for config in configs}) > 1]
+    return [
+        key for key in keys if any(config.get(key) != configs[0].get(key) for config in configs[1:])
+    ]
 
 
-def _labels(runs: Sequence[Run], own: frozenset[str]) -> list[str]:
+class Label(NamedTuple):
+    """A name that the user gives to rows: of a method, with some settings."""
+
+    name: str
+    method: str
+    settings: Mapping[str, str]
+    """Values of settings and fields as text."""
+
+    @classmethod
+    def parse(cls, given: str) -> Label:
+        """Return the label of NAME=METHOD[:SETTING=VALUE...]; METHOD may be a file, as ./mine.py.
+
+        Raises:
+            UsageError: it has another form.
+        """
+        name, equals, spec = given.partition("=")
+        method, *pairs = spec.split(":")
+        settings = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+        if not (name and equals and method) or len(settings) < len(pairs):
+            raise UsageError(
+                f"--label {given!r}: NAME=METHOD[:SETTING=VALUE...] expected, e.g. mine=./mine.py "
+                "or lion=signsgd:memory=momentum"
+            )
+        return cls(name, Path(method).stem if method.endswith(".py") else method, settings)
+
+    def fits(self, run: Run) -> bool:
+        """Return whether a run is of the method and has the settings."""
+        if run.summary.compressor_name != self.method:
+            return False
+        known = _settings(run)
+        return all(text(known.get(key)) == value for key, value in self.settings.items())
+
+
+def _labels(runs: Sequence[Run], own: frozenset[str], given: Sequence[Label]) -> list[str]:
     """Return a short label for each row, of which a run is given; equal only for equal methods."""
     configs = [run.config for run in runs]
-    varying = _varying(configs)
+    varying = frozenset(_varying(configs))
+    found = [next((one for one in given if one.fits(run)), None) for run in runs]
     groups: dict[str, list[int]] = {}
-    for i, run in enumerate(runs):
-        groups.setdefault(run.summary.compressor_name, []).append(i)
+    for i, (run, label) in enumerate(zip(runs, found, strict=True)):
+        groups.setdefault(label.name if label else run.summary.compressor_name, []).append(i)
     labels = [""] * len(runs)
     for name, group in groups.items():
         every = {i: fields(runs[i].summary) for i in group}
         differing = _varying(list(every.values()))
-        several = {
-            key: len({canonical(configs[i].get(key) or None) for i in group}) > 1
+        several = frozenset(
+            key
             for key in ("collective", "memory", "memory_options")
-        }
+            if len({canonical(configs[i].get(key) or None) for i in group}) > 1
+        )
         digests = {runs[i].sources.get("compressor") for i in group}
         for i in group:
-            run, config = runs[i], configs[i]
+            run, config, label = runs[i], configs[i], found[i]
+            known = label.settings if label else {}
             shown = dict.fromkeys([*(config.get("options") or {}), *differing])
             words = [name]
-            words += [f"{key}={text(every[i][key])}" for key in shown if key in every[i]]
-            if several["collective"]:
+            words += [
+                f"{key}={text(every[i][key])}" for key in shown if key in every[i].keys() - known
+            ]
+            if "collective" in several:
                 words.append(run.summary.collective)
-            words += _memory_words(config, several)
+            if "memory" not in known:
+                words += _memory_words(config, several)
             if config.get("dense_last"):
                 words.append("dense-last")
             if config.get("dense_below"):
                 words.append(f"dense<{config['dense_below']}")
-            tags = [text(config[key]) for key in _TAG_KEYS if key in varying and config.get(key)]
-            tags += [f"{key}={text(config.get(key))}" for key in _TAG_PAIRS if key in varying]
+            tags = _tags(config, varying, known)
             if len(digests) > 1:
                 tags.append(f"source {run.sources.get('compressor', '')[:6]}")
             labels[i] = " ".join(words + [f"[{tag}]" for tag in tags])
@@ -311,33 +329,60 @@ def _labels(runs: Sequence[Run], own: frozenset[str]) -> list[str]:
     ]
 
 
-def _memory_words(config: Mapping[str, Any], several: Mapping[str, bool]) -> list[str]:
+def _tags(
+    config: Mapping[str, Any], varying: frozenset[str], known: Mapping[str, str]
+) -> list[str]:
+    """Return the settings that a label names in brackets; `known` are in the label already.
+
+    These are settings of the method that are not its defaults, and those of the place in which the
+    rows of the table differ.
+    """
+    bare, pairs = [], []
+    for key, role in DECLARED.roles.items():
+        value = config.get(key)
+        if key in known or key in _IN_WORDS:
+            continue
+        if role == "place" and key in varying:
+            if key not in DECLARED.bare:
+                pairs.append(f"{key}={text(value)}")
+            elif value:
+                bare.append(text(value))
+        elif role == "method" and _is_changed(config, key):
+            pairs.append(f"{key}={text(value)}")
+    return bare + pairs
+
+
+_IN_WORDS = frozenset(
+    {
+        *("seed", "compressor", "options", "collective", "memory", "memory_options"),
+        *("dense_last", "dense_below"),
+    }
+)
+"""Settings of a method that are in the first part of its label."""
+
+
+def _is_changed(config: Mapping[str, Any], key: str) -> bool:
+    """Return whether a setting has another value than a run with this method has by default."""
+    value = config.get(key)
+    method = declared.of_method(config)
+    usual = DECLARED.defaults[key] if method is None else method.default(key)
+    return bool(value != usual)
+
+
+def _memory_words(config: Mapping[str, Any], several: frozenset[str]) -> list[str]:
     """Return the memory of a row, and its fields, where they are not what the method declares.
 
-    They are shown, too, where the rows of the method differ in them, or where the method is not
-    installed here.
+    They are shown, too, where the rows of the method differ in them.
     """
     memory, options = config.get("memory"), config.get("memory_options") or {}
-    usual = _declared_memory(str(config.get("compressor")), canonical(config.get("options")))
+    method = declared.of_method(config)
     words = []
-    if several["memory"] or (usual is not None and memory != usual[0]):
+    if "memory" in several or (method is not None and memory != method.memory):
         words.append(f"memory={memory}")
-    own = dict(usual[1]) if usual is not None and memory == usual[0] else {}
-    if several["memory_options"] or (usual is not None and {**own, **options} != own):
+    usual = {} if method is None or memory != method.memory else method.memory_options
+    if "memory_options" in several or (method is not None and {**usual, **options} != usual):
         words += [f"{name}={text(value)}" for name, value in options.items()]
     return words
-
-
-@cache
-def _declared_memory(name: str, options: str) -> tuple[str, Mapping[str, Any]] | None:
-    """Return the memory and its fields that a method declares; None if it is not known here."""
-    try:
-        given = json.loads(options) or {}
-        fixed = {key: value for key, value in given.items() if not isinstance(value, Mapping)}
-        method = registry.compressor(name, **fixed)
-    except (GcbenchError, TypeError):
-        return None
-    return method.memory, method.memory_options
 
 
 def _budget(run: Run, own: frozenset[str] = frozenset()) -> dict[str, Any]:
@@ -345,45 +390,58 @@ def _budget(run: Run, own: frozenset[str] = frozenset()) -> dict[str, Any]:
     return {key: value for key, value in run.config.items() if key not in METHOD_KEYS | own}
 
 
-def _baseline(
-    run: Run,
-    firsts: Sequence[Run],
-    table: DataFrame,
-    values: Mapping[str, Mapping[int, float]],
-    own: frozenset[str],
-) -> tuple[str | None, tuple[str, ...]]:
-    """Return the `none` configuration of equal budget, and the tuned keys that differ.
+class _Baselines:
+    """The uncompressed configurations, by the settings in which a row must agree with them."""
 
-    `firsts`: a run of each configuration; `table`: their statistics; `values`: their metric by
-    seed. Of several the one with most equal keys of `_CHANGES_FP32` (local steps, delay, ...), then
-    most common seeds, then most seeds, then most equal keys. Without one of equal budget: the best
-    that differs in tuned keys only; without that: None.
-    """
+    def __init__(
+        self,
+        firsts: Sequence[Run],
+        table: DataFrame,
+        values: Mapping[str, Mapping[int, float]],
+        own: frozenset[str],
+    ) -> None:
+        """`firsts`: a run of each configuration; `table`: their statistics; `values`: their metric
+        by seed; `own` as for `rows`.
+        """
+        self.values, self.own = values, own
+        self.scores = dict((table["sign"] * table["mean"]).fillna(-math.inf))
+        self.equal: dict[str, list[Run]] = {}
+        self.near: dict[str, list[Run]] = {}
+        for run in firsts:
+            if run.summary.compressor_name == BASELINE:
+                self.equal.setdefault(self._budget(run), []).append(run)
+                self.near.setdefault(self._budget(run, TUNED_KEYS), []).append(run)
 
-    def alike(other: Run, keys: Iterable[str]) -> int:
-        return sum(other.config.get(key) == run.config.get(key) for key in keys)
+    def _budget(self, run: Run, left: frozenset[str] = frozenset()) -> str:
+        known = _budget(run, self.own | left).items()
+        return canonical({k: float(v) if type(v) is int else v for k, v in known if v is not None})
 
-    def closeness(other: Run) -> tuple[int, int, int, int]:
-        mine, theirs = values[run.method], values[other.method]
-        common = len(mine.keys() & theirs.keys())
-        return alike(other, _CHANGES_FP32), common, len(theirs), alike(other, METHOD_KEYS)
+    def of(self, run: Run) -> tuple[str | None, tuple[str, ...]]:
+        """Return the `none` configuration of equal budget, and the tuned keys that differ.
 
-    def differing(other: Run) -> tuple[str, ...]:
-        theirs = _budget(other, own)
-        every = _budget(run, own) | theirs
-        return tuple(key for key in every if theirs.get(key) != run.config.get(key))
+        Of several the one with most equal settings that change an uncompressed run (local steps,
+        delay, ...), then most common seeds, then most seeds, then most equal keys. Without one of
+        equal budget: the best that differs in tuned keys only; without that: None.
+        """
 
-    uncompressed = [run for run in firsts if run.summary.compressor_name == BASELINE]
-    baselines = [(other, differing(other)) for other in uncompressed]
-    equals = [other for other, keys in baselines if not keys]
-    if equals:
-        return max(equals, key=closeness).method, ()
-    scores = (table["sign"] * table["mean"]).fillna(-math.inf)
-    near = [(other, keys) for other, keys in baselines if TUNED_KEYS.issuperset(keys)]
-    if not near:
-        return None, ()
-    best, keys = max(near, key=lambda one: scores[one[0].method])
-    return best.method, keys
+        def alike(other: Run, keys: Iterable[str]) -> int:
+            return sum(other.config.get(key) == run.config.get(key) for key in keys)
+
+        def closeness(other: Run) -> tuple[int, int, int, int]:
+            mine, theirs = self.values[run.method], self.values[other.method]
+            common = len(mine.keys() & theirs.keys())
+            fp32 = alike(other, DECLARED.changes_fp32)
+            return fp32, common, len(theirs), alike(other, METHOD_KEYS)
+
+        if equals := self.equal.get(self._budget(run)):
+            return max(equals, key=closeness).method, ()
+        near = self.near.get(self._budget(run, TUNED_KEYS))
+        if not near:
+            return None, ()
+        best = max(near, key=lambda other: self.scores[other.method])
+        mine, theirs = _budget(run, self.own), _budget(best, self.own)
+        apart = (key for key in mine | theirs if mine.get(key) != theirs.get(key))
+        return best.method, tuple(apart)
 
 
 def order(value: Any) -> tuple[int, float, str]:
@@ -433,14 +491,18 @@ def level(target: str | None, runs: Sequence[Run]) -> float | None:
 
 
 def rows(
-    runs: Sequence[Run], target: float | None = None, own: frozenset[str] = frozenset()
+    runs: Sequence[Run],
+    target: float | None = None,
+    own: frozenset[str] = frozenset(),
+    labels: Sequence[Label] = (),
 ) -> list[Row]:
     """Return a row for each configuration: all settings but the seed.
 
     Rows are sorted by budget, the uncompressed ones first. `target`: an accuracy (a fraction), or a
     loss for tasks without one; rows then say what a worker had spent when it was met: on validation
     examples where the runs held some out, else on the test split. `own`: keys of the config that
-    each method chooses for itself; they are no part of the budget.
+    each method chooses for itself; they are no part of the budget. `labels`: names that the user
+    gives to rows; the first that fits counts.
 
     Raises:
         UsageError: a target that no accuracy can meet.
@@ -461,22 +523,23 @@ def rows(
     contexts = [{key: run.config.get(key) for key in context} for run in firsts]
     chosen = [key for key in _varying([run.config for run in firsts]) if key in own]
 
-    by_run = seeds.by_run([run for group in groups.values() for run in group], metrics, target)
-    values = seeds.values(by_run)
-    table = seeds.by_configuration(by_run)
-    baselines = [_baseline(run, firsts, table, values, own) for run in firsts]
+    per_run = seeds.per_run([run for group in groups.values() for run in group], metrics, target)
+    values = seeds.values(per_run)
+    table = seeds.per_config(per_run)
+    known = _Baselines(firsts, table, values, own)
+    baselines = [known.of(run) for run in firsts]
     columns: dict[str, Any] = {
-        "method": _labels(firsts, own),
+        "method": _labels(firsts, own, labels),
         "metric": [metrics[run.summary.task] for run in firsts],
         "context": contexts,
         "own": [{key: run.config.get(key) for key in chosen} for run in firsts],
-        "budget": [contexts.index(one) for one in contexts],
+        "budget": [canonical(one) for one in contexts],
         "baseline": [baseline for baseline, _ in baselines],
         "tuned": [keys for _, keys in baselines],
     }
     table = table.assign(**columns)
-    table["on_front"] = seeds.on_front(by_run, table)
-    table = seeds.against_baselines(by_run, table)
+    table["on_front"] = ranks.on_front(per_run, table)
+    table = seeds.against_baselines(per_run, table)
     made = [
         _row(groups[name], values[name], target, known)
         for name, known in zip(groups, records(table), strict=True)
@@ -529,7 +592,7 @@ def _context_order(key: str) -> tuple[int, str]:
 def ranked(rows: Sequence[Row]) -> list[Row]:
     """Return the rows with their places in their tier and budget, and whether one beats them.
 
-    See `seeds.ranks` and `seeds.told_apart`.
+    See `ranks.places` and `ranks.pairwise`.
     """
     import pandas as pd
 
@@ -542,9 +605,9 @@ def ranked(rows: Sequence[Row]) -> list[Row]:
         values = pd.DataFrame({i: rows[i].values for i in members})
         sign = 1 if rows[members[0]].metric == "accuracy" else -1
         examples = rows[members[0]].examples or math.nan
-        better = seeds.told_apart(values, sign, examples) > 0
+        better = ranks.pairwise(values, sign, examples) > 0
         sizes = pd.Series({i: rows[i].payload for i in better.index})
-        for i, rank in zip(members, seeds.ranks(values, sign, examples), strict=True):
+        for i, rank in zip(members, ranks.places(values, sign, examples), strict=True):
             beaten = i in better and bool((better[i] & (sizes <= rows[i].payload)).any())
             made[i] = replace(made[i], rank=rank, beaten=beaten)
     return made
@@ -564,6 +627,7 @@ class Asked(NamedTuple):
     sort: str = ""
     columns: Sequence[str] = ()
     width: str = ""
+    labels: Sequence[Label] = ()
 
 
 def chosen(
@@ -580,7 +644,7 @@ def chosen(
         UsageError: no row has all that was asked for, or see `where`, `level` and `rows`.
     """
     runs, meets = where(runs, asked.conditions)
-    found = list(filter(meets, complete(rows(runs, level(asked.target, runs), own))))
+    found = list(filter(meets, complete(rows(runs, level(asked.target, runs), own, asked.labels))))
     if not found:
         words = (f"{key}={','.join(values)}" for key, values in asked.conditions.items())
         raise UsageError(f"no row has all of {' and '.join(words)}")

@@ -10,12 +10,12 @@ import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unicodedata import combining, east_asian_width
 
 from gcbench.results import sanitize
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-    from rich.table import Table
 
 
 class Column(NamedTuple):
@@ -50,29 +50,80 @@ def number(value: float | None, scale: float = 1.0) -> str:
 # ---- terminal ------------------------------------------------------------------------------------
 
 
-def _table(columns: Sequence[Column], which: int, wrap: bool) -> Table:
-    from rich import box
-    from rich.cells import cell_len
-    from rich.table import Table
-    from rich.text import Text
+GAP = "  "
+"""What stands between two columns."""
 
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for place, column in enumerate(columns):
-        folds = wrap and place == which - 1
-        pieces = [*column.heading.split("\n")]
-        pieces += [sanitize.cut(cell, sanitize.CELL) for cell in column.cells]
-        if folds:
-            pieces = [word for piece in pieces for word in piece.split()]
-        table.add_column(
-            Text(column.heading),
-            justify="left" if place < which else "right",
-            vertical="top",
-            no_wrap=not folds,
-            min_width=max(map(cell_len, pieces)),  # rich may shrink the rest to make room
+
+def cell_width(text: str) -> int:
+    """Return how many columns of a terminal a text takes: wide characters take two."""
+    if text.isascii():
+        return len(text)
+    return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def _padded(text: str, width: int, left: bool) -> str:
+    space = " " * (width - cell_width(text))
+    return text + space if left else space + text
+
+
+class _Measured(NamedTuple):
+    """A column with its cells cut to `sanitize.CELL`, and the columns that it takes."""
+
+    heading: list[str]
+    cells: list[str]
+    width: int
+    least: int
+    """Where its cells may fold between words."""
+
+    @classmethod
+    def of(cls, column: Column) -> _Measured:
+        heading = column.heading.split("\n")
+        cells = [sanitize.cut(cell, sanitize.CELL) for cell in column.cells]
+        words = {word for text in (*heading, *cells) for word in text.split()}
+        width = max(map(cell_width, (*heading, *cells)))
+        return cls(heading, cells, width, max(map(cell_width, words), default=0))
+
+
+def _needed(columns: Sequence[_Measured], which: int, wrap: bool) -> int:
+    """Return the width of a table; with `wrap` the last of the `which` columns is folded."""
+    fold = which - 1 if wrap else -1
+    widths = [one.least if place == fold else one.width for place, one in enumerate(columns)]
+    return sum(widths) + len(GAP) * (len(widths) - 1)
+
+
+def _drawn(columns: Sequence[_Measured], which: int, width: int) -> str:
+    """Return a table of at most `width` columns; the first `which` are aligned to the left."""
+    widths = [one.width for one in columns]
+    fold = which - 1
+    spare = _needed(columns, which, wrap=False) - width
+    folds = spare > 0 and fold >= 0
+    if folds:
+        widths[fold] -= spare
+
+    def folded(text: str) -> list[str]:
+        lines = textwrap.wrap(text, widths[fold], break_long_words=False, break_on_hyphens=False)
+        return lines or [""]
+
+    def line(cells: Iterable[str]) -> str:
+        padded = (
+            _padded(c, w, i < which) for i, (c, w) in enumerate(zip(cells, widths, strict=False))
         )
-    for cells in zip(*(column.cells for column in columns), strict=True):
-        table.add_row(*(Text(sanitize.cut(cell, sanitize.CELL)) for cell in cells))
-    return table
+        return GAP.join(padded).rstrip()
+
+    headings = [one.heading for one in columns]
+    if folds:
+        headings[fold] = [part for text in headings[fold] for part in folded(text)]
+    height = max(map(len, headings))
+    headings = [[""] * (height - len(one)) + one for one in headings]
+    lines = [line(one[i] for one in headings) for i in range(height)]
+    lines.append("─" * (sum(widths) + len(GAP) * (len(widths) - 1)))
+    for cells in zip(*(one.cells for one in columns), strict=True):
+        first, *rest = folded(cells[fold]) if folds else [""]
+        if folds:
+            cells = (*cells[:fold], first, *cells[fold + 1 :])
+        lines.append(line(cells))
+        lines += [line("" if i != fold else more for i in range(which)) for more in rest]
+    return "\n".join(lines)
 
 
 def terminal(which: Sequence[Column], groups: Sequence[Sequence[Column]], width: int) -> str:
@@ -81,18 +132,13 @@ def terminal(which: Sequence[Column], groups: Sequence[Sequence[Column]], width:
     Each begins with the columns `which`, which say what a row is; their last may fold between
     words. Columns of a group stay together where they can.
     """
-    from rich.console import Console
-    from rich.measure import Measurement
+    names = [_Measured.of(column) for column in which]
 
-    wide = Console(width=10_000, color_system=None, file=io.StringIO())
+    def needed(columns: Sequence[_Measured], wrap: bool) -> int:
+        return _needed([*names, *columns], len(names), wrap)
 
-    def needed(columns: Sequence[Column], wrap: bool) -> int:
-        table = _table([*which, *columns], len(which), wrap)
-        measured = Measurement.get(wide, wide.options, table)
-        return measured.minimum if wrap else measured.maximum
-
-    tables: list[list[Column]] = []
-    for group in groups:
+    tables: list[list[_Measured]] = []
+    for group in ([_Measured.of(column) for column in group] for group in groups):
         if tables and needed([*tables[-1], *group], wrap=False) <= width:
             tables[-1] += group
         elif needed(group, wrap=True) <= width:
@@ -104,19 +150,10 @@ def terminal(which: Sequence[Column], groups: Sequence[Sequence[Column]], width:
                     tables[-1].append(column)
                 else:
                     tables.append([column])
-    blocks = []
-    for columns in tables or [[]]:
-        wrap = needed(columns, wrap=False) > width
-        console = Console(
-            file=io.StringIO(),
-            width=max(width, needed(columns, wrap=True)),
-            color_system=None,
-            legacy_windows=False,
-        )
-        with console.capture() as capture:
-            console.print(_table([*which, *columns], len(which), wrap))
-        blocks.append("\n".join(line.rstrip() for line in capture.get().rstrip().splitlines()))
-    return "\n\n".join(blocks)
+    return "\n\n".join(
+        _drawn([*names, *columns], len(names), max(width, needed(columns, wrap=True)))
+        for columns in tables or [[]]
+    )
 
 
 # ---- documents -----------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from gcbench.report.kernel_timings import Timings
 from gcbench.report.rendering import Column, ends, where
 from gcbench.report.suite_match import Beside
 from gcbench.results.reader import Run
+from gcbench.results.suites import per_suite
 from gcbench.training import suites
 
 KINDS = ("summary", "accuracy", "analysis", "timing")
@@ -255,7 +256,7 @@ def compared(
 
     Trials, which chose learning rates and never saw the test split, are left out.
     """
-    groups = suite_match.by_suite(runs, *(beside.suite for beside in asked))
+    groups = per_suite(runs, {one.suite.name: one.suite.version for one in asked})
     rest = groups.pop("", [])
     labelled = [run for group in groups.values() for run in group]
     wanted = {beside.suite.name: beside for beside in asked}

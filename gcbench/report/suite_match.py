@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from gcbench.core import registry
 from gcbench.core.errors import UsageError
 from gcbench.core.values import text
 from gcbench.report.compare import Row, ranked
-from gcbench.report.rendering import Column, block, csv_text, json_text
-from gcbench.results.reader import Run, fields, warn
+from gcbench.results.reader import Run, fields
 from gcbench.training import grid
-from gcbench.training.suites import Point, Suite, decide, load, names
+from gcbench.training.suites import Point, Suite, decide
 from gcbench.training.suites.tuning import Trial, quality
 
 
@@ -108,56 +105,6 @@ def _described(points: Sequence[Point]) -> Iterator[str]:
                 values = dict.fromkeys(text(point.resolved[key]) for point in own)
                 words.append(f"{key}={','.join(values)}")
         yield " ".join(words)
-
-
-def by_suite(runs: Sequence[Run], *asked: Suite) -> dict[str, list[Run]]:
-    """Return the runs by the name of the suite for which they were made, "" for none.
-
-    Rows of another version of a suite than this gcbench has, or than the suites that are `asked`
-    for and may be files of the user's, are left out, and counted on stderr.
-    """
-    versions = {name: load(name).version for name in names()}
-    versions |= {suite.name: suite.version for suite in asked}
-    groups: dict[str, list[Run]] = {}
-    left: dict[str, int] = {}
-    for run in runs:
-        name, _, version = run.suite.partition("/")
-        if name in versions and version != str(versions[name]):
-            left[run.suite] = left.get(run.suite, 0) + 1
-            continue
-        groups.setdefault(name if name in versions else "", []).append(run)
-    for suite, count in left.items():
-        name, _, version = suite.partition("/")
-        warn(
-            f"{count} rows of version {version} of suite {name} left out: it is version "
-            f"{versions[name]} here, whose results do not compare with them"
-        )
-    return groups
-
-
-def index(groups: Mapping[str, Sequence[Run]], places: Sequence[Path], format: str) -> str:
-    """Return one row per suite and the command that shows one of them, in a format of tables.
-
-    `groups` as `by_suite` returns them; runs of no suite have a row, too.
-    """
-    rows = [
-        {
-            "suite": name or None,
-            "title": load(name).title if name else "runs of no suite",
-            "methods": len({run.summary.compressor_name for run in runs}),
-            "rows": len({run.method for run in runs if not run.is_trial}),
-            "runs": len(runs),
-        }
-        for name, runs in groups.items()
-    ]
-    if format == "json":
-        return json_text(rows)
-    if format == "csv":
-        return csv_text(rows)
-    columns = [Column(key, [str(row[key] or "-") for row in rows]) for key in rows[0]]
-    width = shutil.get_terminal_size((200, 24)).columns
-    command = shlex.join(["gcbench", "compare", *map(str, places), "--suite", "NAME"])
-    return block(f"{len(rows)} suites. Show one: {command}", columns, 2, format, width)
 
 
 def beside(suite: Suite, runs: Sequence[Run]) -> Beside:

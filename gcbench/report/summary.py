@@ -10,7 +10,7 @@ from gcbench.report.analysis import Analysis
 from gcbench.report.compare import Row
 from gcbench.report.rendering import Column, ends, number
 from gcbench.report.sections import Compared, Section, Sheet
-from gcbench.stats.seeds import LEAST_SEEDS
+from gcbench.stats.ranks import LEAST_SEEDS
 
 PAYS = ("advice", "bandwidth", "fft-breakeven", "scale")
 """Kinds of analyses whose conclusions say where compression pays."""

@@ -25,7 +25,7 @@ from gcbench.report.rendering import (
     number,
     terminal,
 )
-from gcbench.stats import seeds
+from gcbench.stats import intervals
 
 FORMATS = ("table", "markdown", "csv", "json", "latex")
 FRONT = (
@@ -152,7 +152,7 @@ def _resolution_note(rows: Sequence[Row]) -> str:
             "The size of the test set is not known, or the metric is a loss: intervals include the "
             "noise between seeds alone."
         )
-    least = min(seeds.resolution(0.0, float(size)) for size in sizes[:1])
+    least = min(intervals.resolution(0.0, float(size)) for size in sizes[:1])
     count = ends(sizes)
     return (
         f"Test set: {count} examples, shared by all seeds. Differences below "
@@ -270,10 +270,9 @@ def _withheld(rows: Sequence[Row]) -> str:
     Versions are told apart by their commit, or by the release where the commit is not known.
     """
     for field, what in (("machine", "machines"), ("commit", "commits")):
-        places = set()
-        for run in (run for row in rows if not row.disowned for run in row.runs):
-            found = run.summary.provenance
-            places.add(canonical(found.get(field) or found.get("versions")))
+        known = (run.summary.provenance for row in rows if not row.disowned for run in row.runs)
+        values = [found.get(field) or found.get("versions") for found in known]
+        places = set(map(canonical, {id(value): value for value in values}.values()))
         if len(places) > 1:
             return f"Times are left out: the runs come from {len(places)} {what}."
     return ""
@@ -434,7 +433,7 @@ def best_rows(rows: Sequence[Row]) -> list[int]:
         _, top = max(alike, key=lambda one: sign * (one[1].mean or 0.0))
         for i, row in alike:
             behind = sign * ((top.mean or 0.0) - (row.mean or 0.0))
-            noise = seeds.resolution(behind, top.examples or math.nan)
+            noise = intervals.resolution(behind, top.examples or math.nan)
             if behind <= math.hypot(top.half_interval, noise) + 1e-12:
                 found.append(i)
     return sorted(found)

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gcbench.core import files, progress, schedule
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.core.values import canonical
 from gcbench.results import rows as rowfiles
 from gcbench.results import sanitize
-from gcbench.results.schema import SCHEMA
+from gcbench.results.schema import SCHEMA, Summary, WrongValueError
 from gcbench.results.settings import DEFAULTS
 
 if TYPE_CHECKING:
@@ -29,81 +27,33 @@ if TYPE_CHECKING:
 RUN_FILES = ("config.json", "provenance.json", "metrics.jsonl", "metrics.parquet")
 
 
-class Wire(BaseModel):
-    """Bytes that crossed the network over the whole run, the collective's own factor included."""
-
-    per_worker: float
-    total: float | None = None
-
-
-class Modelled(BaseModel):
-    """Communication time of a step that was computed from a link, not measured."""
-
-    seconds: float
-    link_gbit: float
-    link_latency_us: float
-
-
-class Failure(BaseModel):
-    """Why a run has no result: it diverged at `step`, counted from 0."""
-
-    step: int
-    reason: str
-
-
-class Summary(BaseModel):
-    """The fields of summary.json (schema 1) that a comparison needs; the others are kept."""
-
-    model_config = ConfigDict(extra="allow")
-
-    task: str
-    compressor: str
-    compressor_name: str
-    workers: int = Field(ge=1)
-    collective: str
-    engine: str
-    gradients: str | None = None
-    seed: int
-    steps: int = Field(ge=1)
-    batch: int = Field(ge=1)
-    test_accuracy: float | None = None
-    test_loss: float | None = None
-    validation_accuracy: float | None = None
-    validation_loss: float | None = None
-    failed: Failure | None = None
-    test_top5: float | None = None
-    test_examples: int | None = Field(default=None, ge=1)
-    train_loss: float | None = None
-    params: int | None = None
-    payload_bytes_up: float = Field(ge=0)
-    payload_bytes_down: float = Field(ge=0)
-    wire_bytes: Wire
-    nominal_ratio: float | None = None
-    payload_ratio_up: float | None = None
-    payload_ratio_down: float | None = None
-    phase_seconds: dict[str, float | None] = {}
-    communicate_modelled: Modelled | None = None
-    step_seconds: float | None = None
-    config_hash: str | None = None
-    skipped_steps: int = 0
-    config: dict[str, Any]
-    provenance: dict[str, Any] = {}
-
-
-_OUTCOME = {
+_OUTCOME = (
     *("test_accuracy", "test_loss", "test_top5", "validation_accuracy", "validation_loss"),
     *("train_loss", "failed", "skipped_steps"),
     *("payload_bytes_up", "payload_bytes_down", "wire_bytes"),
-}
+)
+_RESOLVED = ("task", "workers", "collective", "engine", "gradients", "steps", "batch")
+"""Settings of which a run records what was resolved, in place of what was asked."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """What the seeds of a configuration share."""
+
+    config: dict[str, Any]
+    """The recorded config without the seed; a setting that is missing has its default."""
+    method: str
+    """What tells the configuration from others: a digest of all settings and sources."""
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """One finished run: its summary, and where it was read."""
 
     summary: Summary
     source: Path
     """The run's folder, or the .json or .parquet file that holds the summary."""
+    configuration: Configuration
     curve: str | Sequence[Mapping[str, Any]] | None = None
     """The evaluations, where the row of a file brought them; as JSON text until they are used."""
     number: int = 0
@@ -114,35 +64,27 @@ class Run:
     @property
     def recorded(self) -> dict[str, Any]:
         """The stored config, with what the run resolved in place of what was asked."""
-        resolved = ("task", "workers", "collective", "engine", "gradients", "steps", "batch")
-        return self.summary.config | {key: getattr(self.summary, key) for key in resolved}
+        return recorded(self.summary)
 
     @property
     def config(self) -> dict[str, Any]:
-        """The recorded config without the seed; a setting that is missing has its default."""
-        config = DEFAULTS | self.recorded
-        return {key: value for key, value in config.items() if key != "seed"}
+        """The config of the configuration: all settings but the seed."""
+        return self.configuration.config
 
-    @cached_property
+    @property
     def method(self) -> str:
-        """What tells this run from others except its seed, as canonical JSON."""
-        config = {key: value for key, value in self.config.items() if key != "options"}
-        by_step = schedules(self.summary)
-        name = self.summary.compressor_name
-        told = canonical([name, self.summary.compressor, config, by_step, self.sources])
-        return sys.intern(told)  # the seeds of a configuration share it
+        """What tells this run from others except its seed."""
+        return self.configuration.method
 
     @property
     def sources(self) -> dict[str, str]:
         """Digests of the code of third parties' plug-ins, by kind ("compressor", "task", ...)."""
-        plugins = self.summary.provenance.get("plugins") or {}
-        named = {kind: own for kind, own in plugins.items() if isinstance(own, Mapping)}
-        return {kind: str(own.get("sha256")) for kind, own in named.items()}
+        return sources(self.summary)
 
     @property
     def outcome(self) -> str:
         """What the run ended with, and what it sent; times and the machine are left out."""
-        return canonical(self.summary.model_dump(include=_OUTCOME))
+        return canonical([getattr(self.summary, name) for name in _OUTCOME])
 
     @property
     def is_trial(self) -> bool:
@@ -193,6 +135,47 @@ class Run:
             ) from error
 
 
+def recorded(summary: Summary) -> dict[str, Any]:
+    """Return the stored config, with what the run resolved in place of what was asked."""
+    resolved = {key: getattr(summary, key) for key in _RESOLVED}
+    return {"seed": summary.seed, **summary.config, **resolved}
+
+
+def sources(summary: Summary) -> dict[str, str]:
+    """Return the digests of the code of third parties' plug-ins, by kind."""
+    plugins = summary.provenance.get("plugins") or {}
+    named = {kind: own for kind, own in plugins.items() if isinstance(own, Mapping)}
+    return {kind: str(own.get("sha256")) for kind, own in named.items()}
+
+
+class Configurations:
+    """Makes the configuration of each run, one object for all of its seeds."""
+
+    def __init__(self) -> None:
+        self.by_parts: dict[tuple[Any, ...], Configuration] = {}
+        self.by_method: dict[str, Configuration] = {}
+
+    def of(self, summary: Summary) -> Configuration:
+        """Return the configuration of a run.
+
+        Runs whose config is one object, as `rows.each` shares it, are not compared again.
+        """
+        resolved = tuple(getattr(summary, key) for key in _RESOLVED)
+        plugins = canonical(summary.provenance.get("plugins") or "")
+        named = (summary.compressor_name, summary.compressor, plugins)
+        parts = (id(summary.config), *resolved, *named)
+        known = self.by_parts.get(parts)
+        if known is None:
+            config = {k: v for k, v in (DEFAULTS | recorded(summary)).items() if k != "seed"}
+            plain = {key: value for key, value in config.items() if key != "options"}
+            told = canonical([*named[:2], plain, schedules(summary), sources(summary)])
+            method = hashlib.sha256(told.encode()).hexdigest()[:32]
+            known = self.by_method.setdefault(method, Configuration(config, method))
+            if "seed" not in summary.config:  # shared, and so kept alive by its other runs
+                self.by_parts[parts] = known
+        return known
+
+
 def schedules(summary: Summary) -> dict[str, str]:
     """Return the fields that changed by step, as the command line writes them."""
     options = summary.config.get("options") or {}
@@ -216,8 +199,12 @@ def fields(summary: Summary) -> dict[str, Any]:
     return options | schedules(summary)
 
 
-def _parse(data: Any, source: Path, number: int = 0) -> Run:
+def _parse(
+    data: Any, source: Path, known: Configurations, number: int = 0, *, plain: bool = False
+) -> Run:
     """Return the run of one summary; `number` is that of its row in a file, 0 for a run's folder.
+
+    `plain`: whether all text in it is known to be printable.
 
     Raises:
         UsageError: it is an analysis, not a run.
@@ -239,23 +226,20 @@ def _parse(data: Any, source: Path, number: int = 0) -> Run:
             f"{where}: schema {data.get('schema')!r}, but this gcbench reads {SCHEMA}; run again "
             "with this version, or convert the file (results/README.md has the fields)"
         )
-    if not sanitize.is_plain(data):
+    if not (plain or sanitize.is_plain(data)):
         data = sanitize.plain(data, where)
     try:
-        run = Run(Summary.model_validate(data), source, number=number)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        came = sanitize.cut(sanitize.printable(repr(first["input"])), sanitize.LABEL)
+        summary = Summary.of(data)
+    except WrongValueError as error:
+        came = sanitize.cut(sanitize.printable(repr(error.value)), sanitize.LABEL)
         raise GcbenchError(
-            f"{where}: `{field}`: {first['msg']}, not {came} ({len(error.errors())} in all); "
-            f"{remedy} (results/README.md has the fields)"
+            f"{where}: `{error.place}`: {error.expected}, not {came}; {remedy} (results/README.md "
+            "has the fields)"
         ) from error
-    parts = (("config", sanitize.CONFIG), ("provenance", sanitize.PROVENANCE))
-    for kind, known in parts:
-        if wrong := sanitize.wrong_type(kind, data.get(kind) or {}, known):
+    for kind, types in (("config", sanitize.CONFIG), ("provenance", sanitize.PROVENANCE)):
+        if wrong := sanitize.wrong_type(kind, data.get(kind) or {}, types):
             raise GcbenchError(f"{where}: {wrong}; {remedy} (results/README.md has the fields)")
-    return run
+    return Run(summary, source, known.of(summary), number=number)
 
 
 def _read_json(path: Path) -> Any:
@@ -271,19 +255,19 @@ Faults = list[GcbenchError]
 """What is wrong with single rows, which are left out."""
 
 
-def _read_folder(place: Path) -> Run:
+def _read_folder(place: Path, known: Configurations) -> Run:
     """Return the finished run in a folder.
 
     Raises:
         GcbenchError: a file of the run does not match its digest; or see `_parse`.
     """
     found = _read_json(place / "summary.json")
-    run = _parse(found, place)
+    run = _parse(found, place, known)
     files.check_run(place, found)
     return run
 
 
-def _read_list(path: Path, faults: Faults) -> Iterator[Run]:
+def _read_list(path: Path, known: Configurations, faults: Faults) -> Iterator[Run]:
     """Yield the runs of a JSON file; rows that are wrong are left out, their errors in `faults`."""
     data = _read_json(path)
     items = data if isinstance(data, list) else [data]
@@ -291,21 +275,21 @@ def _read_list(path: Path, faults: Faults) -> Iterator[Run]:
         raise UsageError(f"{path} is an empty list; a summary or a list of summaries is expected")
     for number, item in enumerate(items, 1):
         try:
-            yield _parse(item, path, number)
+            yield _parse(item, path, known, number)
         except UsageError:
             raise
         except GcbenchError as error:
             faults.append(error)
 
 
-def _read_rows(path: Path, faults: Faults) -> Iterator[Run]:
+def _read_rows(path: Path, known: Configurations, faults: Faults) -> Iterator[Run]:
     """Yield the runs of a Parquet file; rows that are wrong are left out, as in `_read_list`."""
     number = 0
     before = len(faults)
-    for number, one in rowfiles.each(path, faults, encoded=("evaluations",)):
+    for number, one, plain in rowfiles.shared(path, faults):
         curve, suite = one.pop("evaluations", []), one.pop("suite", "")
         try:
-            run = _parse(one, path, number)
+            run = _parse(one, path, known, number, plain=plain)
         except GcbenchError as error:
             faults.append(error)
             continue
@@ -406,6 +390,7 @@ def load(
     if not folders:
         raise UsageError("no folder was named; name runs or a results folder, e.g. results/runs")
     found: list[Run] = []
+    configurations = Configurations()
     wrong: Faults = []
     unfinished: dict[Path, None] = {}
     places = [place for folder in map(Path, folders) for place in _places(folder)]
@@ -415,11 +400,11 @@ def load(
             shown.step(number, f"reading {place.name}")
             try:
                 if place.suffix == ".parquet" and not place.is_dir():
-                    found += _read_rows(place, wrong)
+                    found += _read_rows(place, configurations, wrong)
                 elif not place.is_dir():
-                    found += _read_list(place, wrong)
+                    found += _read_list(place, configurations, wrong)
                 elif (place / "summary.json").exists():
-                    found.append(_read_folder(place))
+                    found.append(_read_folder(place, configurations))
                 else:
                     unfinished[place.resolve()] = None
             except UsageError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ import filelock
 from gcbench.core import files
 from gcbench.core.errors import GcbenchError
 from gcbench.core.writing import explained, write_atomically
+from gcbench.results.sanitize import is_plain_text
 
 MARK = "gcbench"
 """The key in Parquet's metadata by which files of this module are recognized."""
@@ -32,10 +34,12 @@ _NONE = "0" * 64
 _NULLS = "nulls"
 """A column with the names of the row's values that are null, as JSON: a column that the row does
 not have is null in Parquet, too. A null test loss was not finite."""
-Row = dict[str, Any]
+StoredRun = dict[str, Any]
 
 
-def row(summary: Mapping[str, Any], evaluations: Sequence[Mapping[str, Any]], suite: str) -> Row:
+def row(
+    summary: Mapping[str, Any], evaluations: Sequence[Mapping[str, Any]], suite: str
+) -> StoredRun:
     """Return the row of a finished run.
 
     `evaluations` are its records of kind "eval", of which null cells are left out, except a loss
@@ -105,55 +109,93 @@ def _opened(path: Path) -> Any:
     return file
 
 
-def _shared(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object that shares its keys, and itself if it is small, with other rows.
+class _Decoder:
+    """Decodes JSON text of rows; nothing may change the results, which rows may share.
 
-    Rows repeat most of what they contain: with copies, 100,000 rows took 2.8 GB. Nothing may change
-    the result.
+    Rows repeat most of what they contain: with copies, 100,000 rows took 2.8 GB. `share_seeds`:
+    the configs of all seeds of a configuration are one object, without the seed.
     """
-    made = {sys.intern(key): value for key, value in pairs}
-    if len(pairs) <= _SMALL and all(type(value) in _REPEATED for value in made.values()):
-        return _seen.setdefault(tuple(pairs), made) if len(_seen) < _MOST_SEEN else made
-    return made
+
+    def __init__(self, *, share_seeds: bool) -> None:
+        self.share_seeds = share_seeds
+        self.seen: dict[tuple[str, str], Any] = {}
+        self.names: dict[str, str] = {}
+
+    def __call__(self, column: str, text: str) -> Any:
+        """Return the value of a column's text; ValueError or TypeError if it is not JSON text."""
+        seedless = text
+        if column == "config" and self.share_seeds and text.count('"seed":') == 1:
+            seedless = _SEED.sub("", text, count=1)
+        found = self.seen.get((column, seedless), self)
+        if found is self:
+            found = self._decode(text)
+            if seedless != text:
+                if not isinstance(found, dict) or type(found.get("seed")) is not int:
+                    return found  # that seed is a field of something else
+                found = {key: value for key, value in found.items() if key != "seed"}
+            if len(self.seen) < _MOST_SEEN:
+                self.seen[column, seedless] = found
+        return found
+
+    def _decode(self, text: str) -> Any:
+        return json.loads(text, object_pairs_hook=self._interned)
+
+    def _interned(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {sys.intern(key): value for key, value in pairs}
 
 
-_SMALL, _MOST_SEEN = 8, 10_000
-_REPEATED = (str, int, type(None))
-_seen: dict[tuple[tuple[str, Any], ...], dict[str, Any]] = {}
-_decode = json.JSONDecoder(object_pairs_hook=_shared).decode
+_SEED = re.compile(r'"seed": ?[0-9]+')
+_MOST_SEEN = 200_000
 
 
-def each(
-    path: Path, faults: list[GcbenchError], encoded: Collection[str] = ()
-) -> Iterator[tuple[int, Row]]:
+def each(path: Path, faults: list[GcbenchError]) -> Iterator[tuple[int, StoredRun]]:
     """Yield the rows of a file with their numbers, from 1; nothing if the file does not exist.
 
     A row with a column that cannot be decoded is left out, and its error is appended to `faults`.
-    Columns in `encoded` stay JSON text (`decoded` decodes it).
 
     Raises:
         UsageError: the path is a pipe, a socket or a device.
         GcbenchError: the file cannot be read, holds something else, or does not match its digest.
     """
+    for number, row, _ in _each(path, faults, _Decoder(share_seeds=False), encoded=()):
+        yield number, row
+
+
+def shared(path: Path, faults: list[GcbenchError]) -> Iterator[tuple[int, StoredRun, bool]]:
+    """Yield the rows of a file as `each` does, for readers that change nothing in them.
+
+    Rows share what is equal in them, and configs leave the seed out. `evaluations` stay JSON text
+    (`decoded` decodes it). The last value is whether all text of the row, except the evaluations,
+    is known to be printable.
+    """
+    yield from _each(path, faults, _Decoder(share_seeds=True), encoded=("evaluations",))
+
+
+def _each(
+    path: Path, faults: list[GcbenchError], decode: _Decoder, encoded: Collection[str]
+) -> Iterator[tuple[int, StoredRun, bool]]:
     if not path.exists() and not path.is_symlink():
         return
     file = _opened(path)
     schema = file.schema_arrow
     nested = {field.name for field in schema if (field.metadata or {}).get(b"json") == b"1"}
+    nested = (nested | {_NULLS}) - {*encoded}
     number = 0
     for batch in _batches(path, file):
         columns = [(name, batch.column(name).to_pylist()) for name in batch.schema.names]
         for i in range(batch.num_rows):
             number += 1
-            found: Row = {}
-            fault = None
+            found: StoredRun = {}
+            fault, plain = None, True
             for name, values in columns:
                 value = values[i]
                 if value is None:
                     continue
-                if (name in nested or name == _NULLS) and name not in encoded:
+                if name not in encoded and type(value) is str:
+                    plain = plain and is_plain_text(value)
+                if name in nested:
                     try:
-                        value = _decode(value)
+                        value = decode(name, value)
                     except (TypeError, ValueError, RecursionError) as error:
                         fault = GcbenchError(
                             f"{path}, row {number}, column `{name}`: JSON text expected, not "
@@ -170,7 +212,7 @@ def each(
             if fault is not None:
                 faults.append(fault)
                 continue
-            yield number, {**dict.fromkeys(nulls), **found} if nulls else found
+            yield number, {**dict.fromkeys(nulls), **found} if nulls else found, plain
 
 
 def _batches(path: Path, file: Any) -> Iterator[Any]:
@@ -192,7 +234,7 @@ def decoded(text: Any, where: str) -> Any:
     if not isinstance(text, str):
         return text
     try:
-        return _decode(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise GcbenchError(f"{where}: JSON text expected, not {_brief(text)} ({error})") from error
 
@@ -206,7 +248,7 @@ def _brief(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:59] + '…'}"
 
 
-def read(path: Path) -> list[Row]:
+def read(path: Path) -> list[StoredRun]:
     """Return the rows of a file in their order; an empty list if it does not exist.
 
     Raises:
@@ -221,7 +263,7 @@ def read(path: Path) -> list[Row]:
     return found
 
 
-def write(path: Path, rows: Sequence[Row]) -> None:
+def write(path: Path, rows: Sequence[StoredRun]) -> None:
     """Replace the file by these rows, atomically. It gets a digest of its bytes.
 
     Raises:
@@ -264,7 +306,7 @@ def _fits_a_column(values: Sequence[Any]) -> bool:
     return len(kinds) == 1 and kinds <= {str, bool}
 
 
-def relabel(path: Path, suite: str, belongs: Callable[[Row], bool]) -> int:
+def relabel(path: Path, suite: str, belongs: Callable[[StoredRun], bool]) -> int:
     """Give rows of other versions of a suite the label `suite`, name/version, if they `belong`.
 
     Return how many got it. A row of another version belongs if this version would make the same
@@ -301,7 +343,7 @@ def _locked(path: Path) -> Iterator[None]:
         lock.release()
 
 
-def add(path: Path, new: Row) -> None:
+def add(path: Path, new: StoredRun) -> None:
     """Add a row to a file; a row of the same config is replaced.
 
     Several processes may add to one file at the same time.

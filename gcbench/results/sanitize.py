@@ -75,16 +75,8 @@ def is_plain(row: Mapping[str, Any]) -> bool:
     """
     for key, value in row.items():
         if isinstance(value, (dict, list)):
-            text = _encode(value)
-            if text.count("{") + text.count("[") >= DEEPEST:
-                return False
-            if "\\" in text and "\\" in text.replace('\\"', ""):
-                return False  # escapes are of other characters, too
-        elif isinstance(value, str):
-            text = value
-        else:
-            text = ""
-        if len(text) > LONGEST or not (text.isprintable() and text.isascii()):
+            value = _encode(value)
+        if isinstance(value, str) and not is_plain_text(value):
             return False
         if not (key.isprintable() and key.isascii()):
             return False
@@ -92,6 +84,15 @@ def is_plain(row: Mapping[str, Any]) -> bool:
 
 
 _encode = json.JSONEncoder(default=str).encode
+
+
+def is_plain_text(text: str) -> bool:
+    """Return whether `plain` surely changes nothing in a text, or in the JSON value it encodes."""
+    if len(text) > LONGEST or not (text.isprintable() and text.isascii()):
+        return False
+    if text.count("{") + text.count("[") >= DEEPEST:
+        return False
+    return "\\" not in text or "\\" not in text.replace('\\"', "")  # of other characters
 
 
 def cut(text: str, length: int) -> str:

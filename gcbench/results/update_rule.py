@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from gcbench.core import memory, registry, schedule
 from gcbench.core.errors import GcbenchError
 from gcbench.core.schema import UPDATE_RULE
+from gcbench.results import declared
 
 OUTER = {"momentum": "outer_momentum", "nesterov": "outer_nesterov"}
 """With local steps it is the outer step that applies what was decoded, and it is SGD."""
@@ -53,21 +53,17 @@ def other(config: Mapping[str, Any]) -> Other | None:
     None: the run has the rule that its method declares, or the method declares none, or it cannot
     be made here (a third party's that is not installed).
     """
-    try:
-        options = {
-            key: schedule.normalize(key, value)
-            for key, value in (config.get("options") or {}).items()
-        }
-        last = max(schedule.starts(options))
-        method = registry.compressor(str(config.get("compressor")), **schedule.at(options, last))
-        made = memory.make(
-            str(config.get("memory", method.memory)), config.get("memory_options") or {}
-        )
-    except GcbenchError:
+    method = declared.of_method(config)
+    if method is None:
         return None
     rule = {key: method.recipe[key] for key in UPDATE_RULE if key in method.recipe}
-    if made.has_momentum:  # it replaces the optimizer's, which is then off
-        rule = {key: value for key, value in rule.items() if key not in OUTER}
+    memory = str(config.get("memory", method.memory))
+    try:
+        if rule and memory != "none" and declared.has_momentum(memory):
+            # It replaces the optimizer's, which is then off.
+            rule = {key: value for key, value in rule.items() if key not in OUTER}
+    except GcbenchError:
+        return None
     if config.get("local_steps"):
         rule = {OUTER[key]: value for key, value in rule.items() if key in OUTER}
     apart = [key for key in rule if key in config and config[key] != rule[key]]

@@ -1,6 +1,6 @@
 """Statistics over seeds, in two frames: a line a run, and a line a configuration.
 
-`by_run` makes the first and `by_configuration` the second from it; the other functions add columns
+`per_run` makes the first and `per_config` the second from it; the other functions add columns
 to the second. A configuration is all settings but the seed, as `Run.method` writes them. NaN stands
 for what is not known. `gcbench.report.compare` makes the rows of a table from these frames;
 results/README.md explains every column.
@@ -9,21 +9,20 @@ results/README.md explains every column.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from gcbench.core.schema import PHASES
 from gcbench.core.values import canonical
 from gcbench.results.reader import Run
+from gcbench.stats.intervals import half_interval, half_width, resolution
 
 if TYPE_CHECKING:
-    from pandas import DataFrame, Series
+    from pandas import DataFrame
 
 BASELINE = "none"
 """The compressor that compresses nothing."""
-LEAST_SEEDS = 5
-"""Common seeds below which no ranking is shown."""
 SPENT = ("step", "payload_bytes", "wire_bytes", "seconds", "link_seconds")
 """What is said of the first evaluation that met a target, each with "target_" before it: its step;
 bytes of a worker, encoded (up and down together) and over the network; wall clock of the run (in
@@ -32,62 +31,6 @@ link. Infinite for a run that never met it; NaN where it was not recorded."""
 TARGET = tuple(f"target_{name}" for name in SPENT)
 _MEANS = ("nominal_ratio", "payload_ratio_up", "payload_ratio_down", "test_top5")
 _BYTES = ("payload_bytes", "wire_bytes")
-
-
-def half_width(sd: Any, n: Any, level: float = 0.05) -> Any:
-    """Return half the width of a mean's confidence interval, by Student's t: 95 % at level 0.05.
-
-    `sd`: sample standard deviation of `n` values, numbers or series of them; normal values are
-    assumed. NaN where n is below two.
-    """
-    import numpy as np
-    from scipy import stats
-
-    return stats.t.ppf(1 - level / 2, n - 1) * sd / np.sqrt(n)
-
-
-def resolution(difference: Any, examples: Any, level: float = 0.05) -> Any:
-    """Return the half-width that sampling the test set adds to a difference of two accuracies.
-
-    `difference`: of two accuracies on the same test set, fractions; `examples`: how many examples
-    that set has, NaN where it is not known. Numbers or series of them. 0 where `examples` is NaN,
-    and so for losses, whose variance per example is not stored.
-
-    Both models see the same examples, so the difference is that of two paired proportions. It shows
-    by how many examples they differ at least, k = n |difference|, all in one direction. Bonett and
-    Price's adjusted Wald interval ("Adjusted Wald confidence interval for a difference of binomial
-    proportions based on paired data", J. Educ. Behav. Stat. 37, 2012) has with these counts
-
-        z sqrt((p - d^2) / (n + 2)),  p = (k + 2) / (n + 2),  d = k / (n + 2).
-
-    If all seeds agree, six examples are the fewest that it tells from none at 95 %, as are by the
-    exact binomial test. Two models may also differ in both directions, which accuracies do not
-    show: this is the least noise of the test set, not all of it.
-    """
-    import numpy as np
-    from scipy import stats
-
-    size = examples + 2.0
-    changed = abs(difference) * examples
-    net = changed / size
-    half = stats.norm.ppf(1 - level / 2) * np.sqrt(((changed + 2) / size - net**2) / size)
-    return np.nan_to_num(half) if np.isscalar(half) else half.fillna(0.0)
-
-
-def half_interval(sd: Any, pairs: Any, difference: Any, examples: Any, level: float = 0.05) -> Any:
-    """Return half the width of the confidence interval of a mean paired difference.
-
-    `sd`: sample standard deviation of the differences over `pairs` seeds; `difference`: their mean;
-    `examples`: examples of the test set, see `resolution`. NaN where there are fewer than two
-    pairs.
-
-    The seeds' part (`half_width`) and the test set's (`resolution`) are independent, and all seeds
-    share one test set: h = sqrt(h_seeds^2 + h_test^2). That is the method of variance estimates
-    recovery (Zou and Donner, Stat. Med. 27, 2008): h is never below either part.
-    """
-    import numpy as np
-
-    return np.hypot(half_width(sd, pairs, level), resolution(difference, examples, level))
 
 
 # ---- runs ----------------------------------------------------------------------------------------
@@ -130,7 +73,8 @@ def _accuracy(run: Run) -> float | None:
 def _split(run: Run) -> str:
     """Return what identifies the examples on which a run was judged."""
     options = run.summary.config.get("task_options")
-    return canonical([run.summary.task, options or {}, run.is_trial])
+    told = canonical(options) if options else ""
+    return f"{run.summary.task} {told} {run.is_trial}"
 
 
 def _final(run: Run, metric: str) -> float | None:
@@ -143,7 +87,7 @@ def _final(run: Run, metric: str) -> float | None:
         return None
     # A model whose parameters are NaN has the accuracy of guessing. Its loss is NaN, too, which a
     # summary writes as null; a summary without that field did not measure the loss.
-    measured = f"{split}_loss" in summary.model_fields_set
+    measured = f"{split}_loss" in summary.given
     diverged = measured if loss is None else not math.isfinite(loss)
     return None if diverged else value
 
@@ -174,7 +118,7 @@ def _to_target(run: Run, metric: str, target: float) -> dict[str, float | None]:
     return dict.fromkeys(TARGET, math.inf) if curve else {}
 
 
-def by_run(runs: Sequence[Run], metrics: Mapping[str, str], target: float | None) -> DataFrame:
+def per_run(runs: Sequence[Run], metrics: Mapping[str, str], target: float | None) -> DataFrame:
     """Return a line a run, in the order given.
 
     Columns: `configuration`; `seed`; `uncompressed`; `sign`: 1 where a higher metric is better,
@@ -187,39 +131,50 @@ def by_run(runs: Sequence[Run], metrics: Mapping[str, str], target: float | None
     Raises:
         GcbenchError: with a target, evaluations that cannot be read.
     """
+    import numpy as np
     import pandas as pd
 
-    lines = []
     sizes = examples(runs)
-    for run in runs:
-        summary, metric = run.summary, metrics[run.summary.task]
-        link = summary.communicate_modelled
-        sent = summary.payload_bytes_up + summary.payload_bytes_down
-        numbers: dict[str, float | None] = {
-            "value": _final(run, metric),
-            "examples": sizes.get(_split(run)) if metric == "accuracy" else None,
-            "payload_bytes": None if summary.failed else sent,
-            "wire_bytes": None if summary.failed else summary.wire_bytes.per_worker,
-            **{name: getattr(summary, name) for name in _MEANS},
-            "step_seconds": summary.step_seconds,
-            "communicate_modelled_seconds": None if link is None else link.seconds,
-            **{f"phase {name}": None for name in PHASES},
-            **{f"phase {name}": seconds for name, seconds in summary.phase_seconds.items()},
-            **dict.fromkeys(TARGET),
-            **({} if target is None else _to_target(run, metric, target)),
-        }
-        lines.append(
-            {
-                "configuration": run.method,
-                "seed": summary.seed,
-                "steps": summary.steps,
-                "skipped_steps": summary.skipped_steps,
-                "uncompressed": summary.compressor_name == BASELINE,
-                "sign": 1 if metric == "accuracy" else -1,
-                **{name: math.nan if value is None else value for name, value in numbers.items()},
-            }
-        )
-    return pd.DataFrame(lines)
+    summaries = [run.summary for run in runs]
+    accuracies = [metrics[summary.task] == "accuracy" for summary in summaries]
+
+    def numbers(found: Iterable[float | None]) -> Any:
+        return np.array([math.nan if value is None else value for value in found], dtype=float)
+
+    def of(name: str) -> Any:
+        return numbers(getattr(summary, name) for summary in summaries)
+
+    ended = [summary.failed is None for summary in summaries]
+    links = [summary.communicate_modelled for summary in summaries]
+    phases = dict.fromkeys((*PHASES, *(name for s in summaries for name in s.phase_seconds)))
+    spent: list[dict[str, float | None]] = [
+        {} if target is None else _to_target(run, metrics[run.summary.task], target) for run in runs
+    ]
+    columns = {
+        "configuration": [run.method for run in runs],
+        "seed": [summary.seed for summary in summaries],
+        "steps": [summary.steps for summary in summaries],
+        "skipped_steps": [summary.skipped_steps for summary in summaries],
+        "uncompressed": [summary.compressor_name == BASELINE for summary in summaries],
+        "sign": np.where(accuracies, 1, -1),
+        "value": numbers(_final(run, metrics[run.summary.task]) for run in runs),
+        "examples": numbers(
+            sizes.get(_split(run)) if accuracy else None
+            for run, accuracy in zip(runs, accuracies, strict=True)
+        ),
+        "payload_bytes": np.where(ended, of("payload_bytes_up") + of("payload_bytes_down"), np.nan),
+        "wire_bytes": np.where(ended, [s.wire_bytes.per_worker for s in summaries], np.nan),
+        **{name: of(name) for name in (*_MEANS, "step_seconds")},
+        "communicate_modelled_seconds": numbers(
+            None if link is None else link.seconds for link in links
+        ),
+        **{
+            f"phase {name}": numbers(s.phase_seconds.get(name) for s in summaries)
+            for name in phases
+        },
+        **{name: numbers(one.get(name) for one in spent) for name in TARGET},
+    }
+    return pd.DataFrame(columns)
 
 
 def values(runs: DataFrame) -> dict[str, dict[int, float]]:
@@ -235,8 +190,8 @@ def values(runs: DataFrame) -> dict[str, dict[int, float]]:
 # ---- configurations ------------------------------------------------------------------------------
 
 
-def by_configuration(runs: DataFrame) -> DataFrame:
-    """Return a line a configuration: what `by_run` has of its seeds, taken together.
+def per_config(runs: DataFrame) -> DataFrame:
+    """Return a line a configuration: what `per_run` has of its seeds, taken together.
 
     The index is the configuration. `diverged` counts the seeds without a value. Of the others are
     `mean`, `sd` (sample standard deviation, NaN below two seeds), `half_interval` (half the 95 %
@@ -335,70 +290,3 @@ def against_baselines(runs: DataFrame, configurations: DataFrame) -> DataFrame:
         "no: worse",
     )
     return made
-
-
-def on_front(runs: DataFrame, configurations: DataFrame) -> Series[bool]:
-    """Return whether no other line of equal `budget` beats this one.
-
-    With two seeds or more in common, another one beats it if it is better, by the 95 % interval of
-    the paired difference, for no more bytes. Else there is no interval: it beats it by being as
-    good in mean and bytes, and better in one. Lines with a seed that diverged are not on the front,
-    and keep no other line from it.
-    """
-    found = configurations["diverged"] == 0
-    values = runs.pivot_table(index="seed", columns="configuration", values="value")
-    for _, alike in configurations[found].groupby("budget"):
-        scores, sizes = alike["sign"] * alike["mean"], alike["payload_bytes_step"]
-        for name in alike.index:
-            better, fewer = scores - scores[name], sizes[name] - sizes
-            by_mean = (better >= 0) & (fewer >= 0) & ((better > 0) | (fewer > 0))
-            leads = values[[*alike.index]].sub(values[name], axis="index").mul(alike["sign"])
-            n, lead = leads.count(), leads.mean()
-            half = half_interval(leads.std(), n, lead, alike["examples"])
-            told = (lead > half) & (fewer >= 0)
-            found[name] = not told.where(n > 1, by_mean).drop(name).any()
-    return found
-
-
-def told_apart(values: DataFrame, sign: int, examples: float = math.nan) -> DataFrame:
-    """Return for each pair of rows of a tier which one is better.
-
-    The result has the rows as lines and as columns: 1 where the line's row is better than the
-    column's, -1 where it is worse, 0 where the two are not told apart, NaN where fewer than
-    `LEAST_SEEDS` seeds are common. Rows with fewer seeds are left out.
-
-    `values`: the metric, a column a row, a line a seed, NaN where a row does not have it. `sign`: 1
-    where a higher metric is better, else -1; `examples` as for `resolution`. A row is better if the
-    confidence interval of its paired difference over the common seeds excludes zero, at 95 % for
-    all pairs of rows together (Bonferroni).
-    """
-    import pandas as pd
-
-    ranked = values.loc[:, values.count() >= LEAST_SEEDS]
-    count = ranked.shape[1]
-    level = 0.05 / max(1, count * (count - 1) // 2)
-    found = {}
-    for own in ranked:
-        leads = sign * ranked.sub(ranked[own], axis="index")
-        n, lead = leads.count(), leads.mean()
-        width = half_interval(leads.std(), n, lead, examples, level)
-        better = (lead > width).astype(int) - (lead < -width).astype(int)
-        found[own] = better.where(n >= LEAST_SEEDS)
-    return pd.DataFrame(found, index=ranked.columns)
-
-
-def ranks(values: DataFrame, sign: int, examples: float = math.nan) -> list[str]:
-    """Return the places that each column, a row of a tier, may have: "1", or "2-4".
-
-    The first is 1 + how many of the others are better, the last the number of rows less those that
-    are worse, by `told_apart`, which takes the same arguments. So two rows whose difference is not
-    known have places that overlap. A row with fewer than `LEAST_SEEDS` seeds has "-" and counts for
-    no other; so has a row that has fewer in common with one of the others.
-    """
-    found = told_apart(values, sign, examples)
-    places = dict.fromkeys(values, "-")
-    for own, others in found.items():
-        first, last = 1 + (others > 0).sum(), len(found) - (others < 0).sum()
-        if len(found) > 1 and others.notna().all():
-            places[own] = f"{first}" if first == last else f"{first}-{last}"
-    return list(places.values())

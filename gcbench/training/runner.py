@@ -95,12 +95,12 @@ class Runner:
             _say(f"{len(pending)} runs to make, {self.after:,} steps in all")
         self.work(each(configs), len(configs), json=json)
 
-    def _rows(self) -> dict[str, tuple[rows.Row, Path]]:
+    def _rows(self) -> dict[str, tuple[rows.StoredRun, Path]]:
         """Return the rows of runs that are not to be made again, each with its file.
 
         The keys are the hashes of their configs. Of two rows with one config the first counts.
         """
-        found: dict[str, tuple[rows.Row, Path]] = {}
+        found: dict[str, tuple[rows.StoredRun, Path]] = {}
         for path in () if self.force else self.rows_files:
             for one in rows.read(path):
                 found.setdefault(configuration.hash_of(one["config"]), (one, path))

@@ -19,7 +19,7 @@ from gcbench.report import figures, run_plots
 from gcbench.report.compare import rows
 from gcbench.report.tables import render
 from gcbench.results.reader import load
-from gcbench.stats import seeds
+from gcbench.stats import intervals, seeds
 
 NAN = math.nan
 
@@ -791,7 +791,7 @@ def test_the_interval_is_students(tmp_path: Path) -> None:
     """Differences of +0.01, -0.02 and +0.04: t(0.975; 2) = 4.302653."""
     values = (0.91, 0.90, 0.98)
     _, row = table(tmp_path, *BASE, *(summary("near", s, v) for s, v in enumerate(values)))
-    half = math.hypot(4.302653 * 0.03 / math.sqrt(3), seeds.resolution(0.01, 10_000.0))
+    half = math.hypot(4.302653 * 0.03 / math.sqrt(3), intervals.resolution(0.01, 10_000.0))
     assert row.difference == pytest.approx(0.01)
     assert row.interval == pytest.approx((0.01 - half, 0.01 + half), rel=1e-6)
     assert f"+1.00 [{100 * (0.01 - half):+.2f}, {100 * (0.01 + half):+.2f}]" in render([row])
@@ -856,7 +856,7 @@ def test_what_it_took_to_the_target(tmp_path: Path) -> None:
     assert none.target_wire_bytes == 7 * 25
     assert none.target_seconds == 6.25
     assert late.target_step == math.inf
-    lines = seeds.by_run(late.runs, {"digits": "accuracy"}, 0.9)
+    lines = seeds.per_run(late.runs, {"digits": "accuracy"}, 0.9)
     assert list(lines["target_step"]) == [20, math.inf]
     text = render([none, late])
     assert "to 90 %:" in text

@@ -16,7 +16,7 @@ from gcbench.report.compare import rows
 from gcbench.report.rendering import ends, records
 from gcbench.report.tables import render
 from gcbench.results.reader import load
-from gcbench.stats import seeds
+from gcbench.stats import intervals, ranks, seeds
 
 
 def frame(**values: dict[int, float]) -> pd.DataFrame:
@@ -37,7 +37,7 @@ def frame(**values: dict[int, float]) -> pd.DataFrame:
 
 
 def against_none(runs: pd.DataFrame) -> pd.DataFrame:
-    found = seeds.by_configuration(runs)
+    found = seeds.per_config(runs)
     return seeds.against_baselines(runs, found.assign(baseline="none"))
 
 
@@ -46,15 +46,13 @@ NONE = {0: 0.50, 1: 0.60, 2: 0.70}
 
 def test_half_the_interval_of_a_mean() -> None:
     """t(0.975; 4) = 2.776445 and t(0.995; 4) = 4.604095; no interval of one value."""
-    assert seeds.half_width(2.0, 5) == pytest.approx(2.776445 * 2 / 5**0.5, rel=1e-6)
-    assert seeds.half_width(2.0, 5, 0.01) == pytest.approx(4.604095 * 2 / 5**0.5, rel=1e-6)
-    assert math.isnan(seeds.half_width(math.nan, 1))
+    assert intervals.half_width(2.0, 5) == pytest.approx(2.776445 * 2 / 5**0.5, rel=1e-6)
+    assert intervals.half_width(2.0, 5, 0.01) == pytest.approx(4.604095 * 2 / 5**0.5, rel=1e-6)
+    assert math.isnan(intervals.half_width(math.nan, 1))
 
 
 def test_statistics_leave_out_seeds_that_diverged() -> None:
-    found = seeds.by_configuration(
-        frame(none=NONE, x={0: 0.5, 1: math.nan, 2: 0.7}, y={0: math.nan})
-    )
+    found = seeds.per_config(frame(none=NONE, x={0: 0.5, 1: math.nan, 2: 0.7}, y={0: math.nan}))
     assert list(found["n"]) == [3, 2, 0]
     assert list(found["diverged"]) == [0, 1, 1]
     assert found["mean"]["x"] == pytest.approx(0.6)
@@ -111,28 +109,28 @@ def test_in_band_tells_no_side_where_the_interval_holds_zero() -> None:
 
 def test_the_front_of_each_budget() -> None:
     runs = frame(a={0: 0.9}, b={0: 0.9}, c={0: 0.8}, d={0: math.nan}, e={0: 0.1})
-    found = seeds.by_configuration(runs)
+    found = seeds.per_config(runs)
     found["budget"] = [0, 0, 0, 0, 1]
-    assert list(seeds.on_front(runs, found)) == [True, True, False, False, True]
+    assert list(ranks.on_front(runs, found)) == [True, True, False, False, True]
     found.loc["c", "payload_bytes_step"] = 1.0
-    assert list(seeds.on_front(runs, found)) == [True, True, True, False, True]
+    assert list(ranks.on_front(runs, found)) == [True, True, True, False, True]
     found.loc["b", "payload_bytes_step"] = 2.0  # as good as a, for fewer bytes
-    assert list(seeds.on_front(runs, found)) == [False, True, True, False, True]
+    assert list(ranks.on_front(runs, found)) == [False, True, True, False, True]
 
 
 def test_the_front_of_several_seeds_is_by_intervals() -> None:
     """b is better than a by its mean alone, c by its interval; both have fewer bytes."""
     a = {0: 0.5, 1: 0.5, 2: 0.5}
     runs = frame(a=a, b={0: 0.4, 1: 0.7, 2: 0.5})
-    found = seeds.by_configuration(runs).assign(budget=0)
+    found = seeds.per_config(runs).assign(budget=0)
     found.loc["b", "payload_bytes_step"] = 1.0
-    assert list(seeds.on_front(runs, found)) == [True, True]
+    assert list(ranks.on_front(runs, found)) == [True, True]
     runs = frame(a=a, c={0: 0.6, 1: 0.61, 2: 0.6})
-    found = seeds.by_configuration(runs).assign(budget=0)
-    assert list(seeds.on_front(runs, found)) == [False, True]  # for as many bytes
-    assert list(seeds.on_front(runs.assign(sign=-1), found.assign(sign=-1))) == [True, False]
+    found = seeds.per_config(runs).assign(budget=0)
+    assert list(ranks.on_front(runs, found)) == [False, True]  # for as many bytes
+    assert list(ranks.on_front(runs.assign(sign=-1), found.assign(sign=-1))) == [True, False]
     found.loc["c", "payload_bytes_step"] *= 2
-    assert list(seeds.on_front(runs, found)) == [True, True]
+    assert list(ranks.on_front(runs, found)) == [True, True]
 
 
 def test_a_target_met_in_fewer_steps_is_told_by_its_interval() -> None:
@@ -157,12 +155,12 @@ def test_ranks_need_intervals_of_all_pairs_together() -> None:
     """A lead of 0.010 +- 0.007 (sd, 5 seeds): t = 3.19; beyond 2.78 of one pair, not of six."""
     zero = [0.0] * 5
     lead = [0.001, 0.006, 0.010, 0.014, 0.019]
-    assert seeds.ranks(values(a=lead, b=zero), 1) == ["1", "2"]
-    assert seeds.ranks(values(a=lead, b=zero), -1) == ["2", "1"]
+    assert ranks.places(values(a=lead, b=zero), 1) == ["1", "2"]
+    assert ranks.places(values(a=lead, b=zero), -1) == ["2", "1"]
     many = values(
         a=lead, b=zero, c=[-1.0, -1.1, -1.2, -1.1, -1.0], d=[-9.0, -8.9, -9.1, -9.0, -9.0]
     )
-    assert seeds.ranks(many, 1) == ["1-2", "1-2", "3", "4"]
+    assert ranks.places(many, 1) == ["1-2", "1-2", "3", "4"]
 
 
 def test_places_overlap_where_two_rows_are_not_told_apart() -> None:
@@ -170,27 +168,27 @@ def test_places_overlap_where_two_rows_are_not_told_apart() -> None:
     noise = [0.01, -0.01, 0.0, 0.01, -0.01]
     b = [0.03 + e for e in (0.05, -0.05, 0.0, 0.05, -0.05)]
     made = values(a=[0.06] * 5, b=b, c=noise, d=[-1 + e for e in noise])
-    assert seeds.ranks(made, 1) == ["1-2", "1-3", "2-3", "4"]
-    assert seeds.ranks(-made, -1) == ["1-2", "1-3", "2-3", "4"]
+    assert ranks.places(made, 1) == ["1-2", "1-3", "2-3", "4"]
+    assert ranks.places(-made, -1) == ["1-2", "1-3", "2-3", "4"]
 
 
 def test_no_rank_from_few_seeds_or_of_one_row() -> None:
     few = values(a=[1.0, 1.0, 1.0, 1.0, math.nan], b=[0.0, 0.1, 0.0, 0.1, 0.0])
-    assert seeds.ranks(few, 1) == ["-", "-"]
-    assert seeds.ranks(values(a=[1.0] * 6), 1) == ["-"]
-    assert seeds.ranks(values(), 1) == []
+    assert ranks.places(few, 1) == ["-", "-"]
+    assert ranks.places(values(a=[1.0] * 6), 1) == ["-"]
+    assert ranks.places(values(), 1) == []
 
 
 def test_a_row_of_few_seeds_takes_no_place_from_the_others() -> None:
     """Nor does it make their intervals wider: a leads b in one pair, and would not in three."""
     lead = [0.001, 0.006, 0.010, 0.014, 0.019]
     made = values(a=lead, few=[9.0, 9.0, 9.0, 9.0, math.nan], b=[0.0] * 5)
-    assert seeds.ranks(made, 1) == ["1", "-", "2"]
+    assert ranks.places(made, 1) == ["1", "-", "2"]
     # Five seeds each, of which c shares four with the others: nothing is known of it.
     apart = pd.DataFrame(
         {"a": [1.0] * 5 + [math.nan], "b": [0.0] * 5 + [math.nan], "c": [math.nan] + [5.0] * 5}
     )
-    assert seeds.ranks(apart, 1) == ["-", "-", "-"]
+    assert ranks.places(apart, 1) == ["-", "-", "-"]
 
 
 # --- what the frames are read with
@@ -215,26 +213,26 @@ def test_the_resolution_agrees_with_the_exact_test(examples: int) -> None:
     """k examples, all in one direction: the verdict is that of the binomial test (McNemar's)."""
     for changed in range(1, 15):
         difference = changed / examples
-        told = difference > seeds.resolution(difference, float(examples))
+        told = difference > intervals.resolution(difference, float(examples))
         assert told == (stats.binomtest(changed, changed).pvalue < 0.05), changed
 
 
 def test_the_resolution_by_hand() -> None:
     """Bonett and Price: (4 + 2)/(n + 2) discordant, with n = 98 it is 0.06, net 0.04."""
     expected = stats.norm.ppf(0.975) * math.sqrt((0.06 - 0.04**2) / 100)
-    assert seeds.resolution(4 / 98, 98.0) == pytest.approx(expected, rel=1e-12)
-    assert seeds.resolution(-4 / 98, 98.0) == pytest.approx(expected, rel=1e-12)
-    assert seeds.resolution(0.1, math.nan) == 0
-    both = math.hypot(expected, seeds.half_width(0.01, 3))
-    assert seeds.half_interval(0.01, 3, 4 / 98, 98.0) == pytest.approx(both)
-    assert math.isnan(seeds.half_interval(math.nan, 1, 0.1, 98.0))
+    assert intervals.resolution(4 / 98, 98.0) == pytest.approx(expected, rel=1e-12)
+    assert intervals.resolution(-4 / 98, 98.0) == pytest.approx(expected, rel=1e-12)
+    assert intervals.resolution(0.1, math.nan) == 0
+    both = math.hypot(expected, intervals.half_width(0.01, 3))
+    assert intervals.half_interval(0.01, 3, 4 / 98, 98.0) == pytest.approx(both)
+    assert math.isnan(intervals.half_interval(math.nan, 1, 0.1, 98.0))
 
 
 def test_the_interval_covers_the_difference_on_all_images() -> None:
     """A method that loses 1 % of all images, in all seeds alike; 360 of them are drawn."""
     rng = np.random.default_rng(0)
     lost = rng.binomial(360, 0.01, 20_000) / 360
-    halves = np.array([seeds.half_interval(0.0, 3, one, 360.0) for one in np.unique(lost)])
+    halves = np.array([intervals.half_interval(0.0, 3, one, 360.0) for one in np.unique(lost)])
     half = dict(zip(np.unique(lost), halves, strict=True))
     covered = np.mean([abs(one - 0.01) <= half[one] for one in lost])
     assert covered > 0.95
@@ -276,8 +274,8 @@ def test_one_seed_below_the_resolution_has_no_verdict(tmp_path: Path) -> None:
 
 def test_places_need_more_than_the_resolution() -> None:
     values = pd.DataFrame({"a": [347 / 360] * 5, "b": [346 / 360] * 5})
-    assert seeds.ranks(values, 1, 360.0) == ["1-2", "1-2"]
-    assert seeds.ranks(values, 1) == ["1", "2"]  # of unknown resolution
+    assert ranks.places(values, 1, 360.0) == ["1-2", "1-2"]
+    assert ranks.places(values, 1) == ["1", "2"]  # of unknown resolution
 
 
 def test_the_size_of_a_test_set_is_recorded_or_seen(tmp_path: Path) -> None:

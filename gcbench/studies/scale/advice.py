@@ -30,6 +30,7 @@ from gcbench.core.errors import UsageError
 from gcbench.report import figures
 from gcbench.report.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.results import reader
+from gcbench.results.schema import Summary
 from gcbench.studies import methods
 from gcbench.studies.scale import codec, evidence, prediction, shipped, traffic
 from gcbench.studies.scale.clusters import Cluster
@@ -144,12 +145,12 @@ def of_method(settings: Settings, method: Compressor, known: Sequence[Evidence])
     return [one for one in known if fits(one)]
 
 
-def named(run: reader.Summary, method: Compressor) -> bool:
+def named(run: Summary, method: Compressor) -> bool:
     """Return whether a run was of a method of this name with these fields."""
     return (run.compressor_name, run.compressor) == (method.name, registry.call(method))
 
 
-def same_source(run: reader.Summary, origin: Mapping[str, str] | None) -> bool:
+def same_source(run: Summary, origin: Mapping[str, str] | None) -> bool:
     """Return whether a run was of the code that a method has now.
 
     `origin` is by `registry.origin`. What is built in is taken to be the same in all versions.

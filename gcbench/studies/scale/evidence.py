@@ -22,6 +22,7 @@ from gcbench.report import compare, suite_match
 from gcbench.results import reader
 from gcbench.results.reader import Run
 from gcbench.results.settings import TUNED_KEYS
+from gcbench.results.suites import per_suite
 from gcbench.training import suites
 
 LEAST_SEEDS = 3
@@ -204,7 +205,7 @@ def gather(paths: Sequence[Path]) -> Gathered:
     runs = reader.load(paths)
     left: Counter[str] = Counter()
     groups: dict[str, list[Run]] = {}
-    current = [run for group in suite_match.by_suite(runs).values() for run in group]
+    current = [run for group in per_suite(runs, {}).values() for run in group]
     if older := len(runs) - len(current):
         left["of another version of their suite"] = older
     for run in current:
