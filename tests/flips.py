@@ -38,7 +38,9 @@ def make(folder: Path) -> tuple[Path, Path]:
 
 def _loaded(place: Path) -> Any:
     (run,) = reader.load([place])
-    return [run.summary.model_dump(mode="json", exclude={"digest", "files"}), run.evaluations()]
+    summary = run.summary.model_dump()
+    rest = {key: value for key, value in summary.items() if key not in ("digest", "files")}
+    return [rest, run.evaluations()]
 
 
 def readers(run: Path, table: Path) -> dict[Path, list[Callable[[], Any]]]:

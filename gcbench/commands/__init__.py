@@ -9,7 +9,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
@@ -19,7 +19,7 @@ import typer
 
 from gcbench import studies
 from gcbench.core import output
-from gcbench.core.errors import UsageError
+from gcbench.core.errors import GcbenchError, UsageError
 
 if TYPE_CHECKING:
     from gcbench.core import progress
@@ -266,3 +266,17 @@ def message(text: str) -> str:
     half = LONGEST_MESSAGE // 2
     left = len(text) - 2 * half
     return f"{text[:half]} [... {left} characters left out ...] {text[-half:]}"
+
+
+MOST_FAULTS = 20
+"""Errors of rows that are printed."""
+
+
+def end_with(faults: Sequence[GcbenchError]) -> None:
+    """Print the errors of rows that were left out, if there are any, and exit with code 1."""
+    for fault in faults[:MOST_FAULTS]:
+        say(f"gcbench: left out: {message(str(fault))}")
+    if len(faults) > MOST_FAULTS:
+        say(f"gcbench: left out: {len(faults) - MOST_FAULTS} more, with errors like these")
+    if faults:
+        raise typer.Exit(1)

@@ -18,12 +18,12 @@ from gcbench.commands import (
     Json,
     Progress,
     Shown,
-    message,
+    end_with,
     say,
     watched,
 )
 from gcbench.core import output
-from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.core.errors import UsageError
 
 if TYPE_CHECKING:
     from gcbench.report.compare import Row
@@ -129,7 +129,7 @@ def compare(
         groups = {suite: labelled}
     elif len(groups.keys() - {""}) > 1 and not (where or by or target or trials or plot or columns):
         output.emit(suite_index.index(groups, places, asked.format))
-        _end_with(faults)
+        end_with(faults)
         return
     elif len(groups) > 1 and (json or plot is not None or format_ is Format.csv):
         raise UsageError(
@@ -167,7 +167,7 @@ def compare(
         else:
             run_plots.draw([run for row in shown for run in row.runs], plot)
         say(f"wrote {plot}")
-    _end_with(faults)
+    end_with(faults)
 
 
 def _load_suite(name: str) -> Suite:
@@ -189,17 +189,3 @@ def _conditions(given: Sequence[str]) -> dict[str, list[str]]:
             raise UsageError(f"--where {word!r}: SETTING=VALUE[,VALUE] expected, each setting once")
         conditions[key] = values.split(",")
     return conditions
-
-
-def _end_with(faults: Sequence[GcbenchError]) -> None:
-    """Print the errors of rows that were left out, if there are any, and exit with code 1."""
-    for fault in faults[:MOST_FAULTS]:
-        say(f"gcbench: left out: {message(str(fault))}")
-    if len(faults) > MOST_FAULTS:
-        say(f"gcbench: left out: {len(faults) - MOST_FAULTS} more, with errors like these")
-    if faults:
-        raise typer.Exit(1)
-
-
-MOST_FAULTS = 20
-"""Errors of rows that are printed."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gcbench.commands import ANALYSES, RUNS, Json, Progress, Shown, print_json, say
+from gcbench.commands import ANALYSES, RUNS, Json, Progress, Shown, end_with, print_json, say
 
 
 def report(
@@ -67,3 +67,4 @@ def report(
     else:
         told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
         say(f"wrote {output}: {told}")
+    end_with(found.faults)

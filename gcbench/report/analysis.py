@@ -263,6 +263,8 @@ class Ledger:
 def save(analysis: Analysis, results: Path) -> Path:
     """Write the analysis below `results` and return its folder; `analysis.json` is written last.
 
+    It contains digests of itself and of the tables' files (`gcbench.core.files`).
+
     Raises:
         GcbenchError: the folder cannot be written.
     """
@@ -279,7 +281,10 @@ def save(analysis: Analysis, results: Path) -> Path:
         pq.write_table(pa.table(columns), buffer)
         write_atomically(folder / f"{table.name}.parquet", buffer.getvalue())
         write_atomically(folder / f"{table.name}.json", _lines(table.rows).encode())
-    head = json.dumps(analysis.model_dump(), indent=2, allow_nan=False) + "\n"
+    names = [f"{table.name}.{kind}" for table in analysis.tables for kind in ("json", "parquet")]
+    listed = {name: files.hash_file(folder / name) for name in names}
+    sealed = files.sealed({**analysis.model_dump(), files.FILES: listed})
+    head = json.dumps(sealed, indent=2, allow_nan=False) + "\n"
     write_atomically(folder / HEAD, head.encode())
     (folder / LEDGER).unlink(missing_ok=True)
     return folder
@@ -306,9 +311,13 @@ def load(folder: Path) -> Analysis:
     path = folder / HEAD
     if not path.exists():
         raise UsageError(f"no analysis in {folder} (its folder holds {HEAD} once it is finished)")
-    remedy = "delete that folder and run its command again"
+    remedy = "Delete that folder and run its command again"
     try:
-        analysis = _checked(json.loads(files.read_text(path)), path, remedy)
+        head = json.loads(files.read_text(path))
+        if isinstance(head, dict) and head.get("version") == SCHEMA:
+            files.check_folder(path, head, remedy)
+            head = {k: v for k, v in head.items() if k not in (files.DIGEST, files.FILES)}
+        analysis = _checked(head, path, remedy)
         for table in analysis.tables:
             rows = json.loads(files.read_text(folder / f"{table.name}.json"))
             table.rows = sanitize.plain(rows, f"{folder}, {table.name}", keep="\n")

@@ -45,6 +45,18 @@ class Found:
     labels: dict[str, str] = field(default_factory=dict)
     """What a reader calls an analysis, by its name: its kind, or its file."""
 
+    faults: reader.Faults = field(default_factory=list)
+    """Errors of what could not be read, and is left out."""
+
+    def add_from(self, folder: Path) -> None:
+        """Add the analysis in a folder, or its error to `faults`."""
+        try:
+            self.add(measuring.load(folder))
+        except UsageError:
+            raise
+        except GcbenchError as error:
+            self.faults.append(error)
+
     def add(self, analysis: Analysis, label: str | None = None) -> None:
         """Keep an analysis; of two copies of one, that with more tables."""
         self.labels.setdefault(analysis.name, label or analysis.kind)
@@ -61,12 +73,14 @@ class Found:
 def collect(places: Sequence[Path]) -> Found:
     """Return what is found in these folders, at any depth, and in JSON files that are named.
 
+    Rows, runs and analyses that cannot be read are left out, their errors in `Found.faults`.
+
     Files of rows (.parquet) are found in folders, too. A JSON file holds runs,
     an analysis, or kernel timings.
 
     Raises:
         UsageError: a path is missing or holds something else, or nothing is found in any of them.
-        GcbenchError: something that is there cannot be read.
+        GcbenchError: nothing else than what cannot be read is there.
     """
     found = Found()
     holding: list[Path] = []
@@ -78,11 +92,19 @@ def collect(places: Sequence[Path]) -> Found:
             holding += _file(place, found)
             continue
         for folder in _analyses(place):
-            found.add(measuring.load(folder))
+            found.add_from(folder)
         if any(reader.run_folders(place)) or reader.row_files(place):
             holding.append(place)
-    found.runs = reader.load(holding) if holding else []
+    if holding:
+        try:
+            found.runs = reader.load(holding, faults=found.faults)
+        except UsageError:
+            raise
+        except GcbenchError as error:
+            found.faults.append(error)
     if not (found.runs or found.analyses or found.timings):
+        if found.faults:
+            raise found.faults[0]
         names = ", ".join(map(str, places))
         raise UsageError(
             f"no finished run and no analysis in {names}; make some with `gcbench run`, or with "
@@ -101,7 +123,7 @@ def _file(path: Path, found: Found) -> list[Path]:
         raise UsageError(f"{path} cannot be read as JSON ({error}); {_TAKEN}") from None
     keys = data.keys() if isinstance(data, dict) else set()
     if path.name == HEAD:
-        found.add(measuring.load(path.parent))
+        found.add_from(path.parent)
     elif keys >= {"kind", "tables"}:
         found.add(measuring.parse(data, path), path.stem)
     elif keys >= {"machine", "rows"} or "benchmarks" in keys:
