@@ -33,8 +33,8 @@ from gcbench.commands.bandwidth import bandwidth
 from gcbench.commands.bounds import bounds
 from gcbench.commands.helptext import make_plain
 from gcbench.commands.histogram import histogram
+from gcbench.commands.predict import predict
 from gcbench.commands.report import report
-from gcbench.commands.scale import app as scale_app
 from gcbench.core import output
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.reporting import foreign
@@ -683,7 +683,7 @@ def kernels(
 app.command()(histogram)
 app.command()(bounds)
 app.command()(bandwidth)
-app.add_typer(scale_app, name="scale")
+app.command()(predict)
 app.command()(advise)
 app.command()(report)
 

@@ -12,7 +12,7 @@ from gcbench.reporting.sections import Compared, Section, Sheet
 from gcbench.reporting.seeds import LEAST_SEEDS
 from gcbench.training.configuration import canonical, text
 
-PAYS = ("advice", "bandwidth", "fft-breakeven", "scale")
+PAYS = ("advice", "bandwidth", "fft-breakeven", "prediction")
 """Kinds of analyses whose conclusions say where compression pays."""
 SENTENCES = 2
 """How many conclusions of an analysis the summary shows: the first ones."""
