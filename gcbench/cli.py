@@ -31,9 +31,9 @@ from gcbench.commands.bounds import bounds
 from gcbench.commands.compare import compare
 from gcbench.commands.helptext import make_plain
 from gcbench.commands.histogram import histogram
+from gcbench.commands.predict import predict
 from gcbench.commands.report import report
 from gcbench.commands.run import run
-from gcbench.commands.scale import app as scale_app
 from gcbench.core import output
 from gcbench.core.errors import GcbenchError, UsageError
 
@@ -209,7 +209,7 @@ def kernels(
 app.command()(histogram)
 app.command()(bounds)
 app.command()(bandwidth)
-app.add_typer(scale_app, name="scale")
+app.command()(predict)
 app.command()(advise)
 app.command()(report)
 

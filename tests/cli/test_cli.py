@@ -526,7 +526,7 @@ HOW = ("auto", "bar", "plain", "none")
     "command",
     [
         *(["run"], ["compare"], ["verify"], ["data", "get"], ["advise"], ["bandwidth"], ["bounds"]),
-        *(["histogram"], ["scale", "predict"], ["scale", "links"], ["scale", "validate"]),
+        *(["histogram"], ["predict"]),
     ],
 )
 def test_what_may_take_long_has_progress(command):
@@ -538,7 +538,7 @@ def test_what_may_take_long_has_progress(command):
 
 COMMANDS = [
     *([], ["run"], ["compare"], ["verify"], ["list"], ["info"], ["kernels"], ["histogram"]),
-    *(["bounds"], ["bandwidth"], ["scale"], ["scale", "predict"], ["scale", "validate"]),
+    *(["bounds"], ["bandwidth"], ["predict"]),
     *(["advise"], ["report"], ["data"], ["data", "get"]),
 ]
 
@@ -667,8 +667,8 @@ def test_a_suite_names_and_chooses_the_file_of_a_compressor(mine, tmp_path):
 
 def test_settings_tell_a_changed_method_from_the_one_before(mine, forget):
     """Of a file, and of a built-in method: the digest is that of its own file."""
+    from gcbench.profile.bandwidth import settings
     from gcbench.studies import methods
-    from gcbench.studies.bandwidth import settings
 
     def made() -> dict[str, str]:
         given = dict.fromkeys(("collectives", "plain", "engine", "threads"))

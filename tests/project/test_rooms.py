@@ -15,12 +15,15 @@ BELOW = {
     "ops": ("core",),
     "results": ("core",),
     "integrations": ("core", "ops"),
-    "training": ("core", "ops", "results", "integrations"),
-    "stats": ("core", "results"),
-    "report": ("core", "ops", "results", "training", "stats"),
-    "studies": ("core", "ops", "results", "training", "stats", "report"),
-    "checks": ("core", "ops", "results", "training", "stats", "report", "studies"),
-    "commands": ("core", "ops", "results", "training", "stats", "report", "studies", "checks"),
+    "training": ("core", "ops", "integrations"),
+    "reporting": ("core", "ops", "training"),
+    "studies": ("core", "ops", "training", "reporting"),
+    "checks": ("core", "ops", "training", "reporting", "studies"),
+    "profile": ("core", "ops", "training", "reporting", "studies", "checks"),
+    "predict": ("core", "ops", "training", "reporting", "studies", "checks", "profile"),
+    "commands": (
+        *("core", "ops", "training", "reporting", "studies", "checks", "profile", "predict"),
+    ),
 }
 """What each room may import besides itself and `gcbench._version`."""
 PLUGINS = ("gcbench.ops", "gcbench.core")
