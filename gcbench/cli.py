@@ -29,6 +29,7 @@ from gcbench.commands.advise import advise
 from gcbench.commands.bandwidth import bandwidth
 from gcbench.commands.bounds import bounds
 from gcbench.commands.compare import compare
+from gcbench.commands.help import help_
 from gcbench.commands.helptext import make_plain
 from gcbench.commands.histogram import histogram
 from gcbench.commands.predict import predict
@@ -212,6 +213,7 @@ app.command()(bandwidth)
 app.command()(predict)
 app.command()(advise)
 app.command()(report)
+app.command(name="help")(help_)
 
 
 def _print_folder(name: str, folder: Path, *, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""Accuracy that methods lose, from rows of runs made by results/PROTOCOL.md.
+"""Accuracy that methods lose, from rows of runs made by `gcbench help protocol`.
 
 A run counts if it was made for a suite, held examples out for validation, and evaluated the test
 split only after its last step. A row counts if at least `LEAST_SEEDS` of its seeds are also in the

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -709,24 +707,3 @@ def test_a_placed_scalar_is_one_element():
     placed = Placed("s", (), 0, 3)
     assert placed.numel == 1
     assert placed.of(torch.arange(5.0)) == 3
-
-
-# ---- the page ------------------------------------------------------------------------------------
-
-
-def test_the_example_of_the_readme_trains_saves_and_resumes(tmp_path):
-    """Under torchrun with two processes, then once more: the second job goes on from the first."""
-    text = (ROOT / "README.md").read_text()
-    section = re.search(r"\n## In your DDP job\n(.*?)\n## ", text, re.DOTALL)
-    assert section
-    (example,) = re.findall(r"```python\n(.*?)```", section[1], re.DOTALL)
-    (tmp_path / "train.py").write_text(
-        example + "\nPath(f'ended-{rank}').write_text(str(hook.step))\n"
-    )
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for steps in (60, 120):
-        job = [*words, "train.py", str(steps)]
-        done = subprocess.run(job, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert "times fewer bytes" in done.stdout
-        assert [(tmp_path / f"ended-{rank}").read_text() for rank in (0, 1)] == [str(steps)] * 2

@@ -1,56 +1,11 @@
-"""The examples of README's section "From Python" run as they stand, one after the other."""
+"""Runs, results and codecs from Python."""
 
 from __future__ import annotations
-
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 import gcbench
 from gcbench.core.errors import UsageError
-
-ROOT = Path(__file__).parents[2]
-
-
-def examples() -> list[str]:
-    text = (ROOT / "README.md").read_text()
-    section = re.search(r"\n## From Python\n(.*?)\n## ", text, re.DOTALL)
-    assert section
-    return re.findall(r"```python\n(.*?)```", section.group(1), re.DOTALL)
-
-
-SEEN = """
-import json
-print(json.dumps({
-    "runs": len(runs),
-    "accuracy": runs["test_accuracy"].min(),
-    "bits": runs.groupby("compressor_name")["bits"].mean().to_dict(),
-    "bytes": packed.payload.nbytes,
-    "verdicts": sorted(set(verdicts.values())),
-}))
-"""
-
-
-def test_the_examples_run_and_show_what_they_promise(tmp_path):
-    import json
-
-    found = examples()
-    assert len(found) == 4
-    script = tmp_path / "examples.py"
-    script.write_text("\n".join([*found, SEEN]))
-    words = [sys.executable, "-W", "error::DeprecationWarning", str(script)]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout.splitlines()[-1])
-    assert seen["runs"] == 6
-    assert seen["accuracy"] > 0.8
-    assert seen["bits"]["none"] == 32
-    assert 2 < seen["bits"]["terngrad"] < 2.2, "two bits an element, and the scales"
-    assert seen["bytes"] == (64 * 32 * 4) // 8 + 4 * (64 * 32 // 512), "four bits, a norm a bucket"
-    assert seen["verdicts"] == ["holds", "not declared"]
 
 
 def test_a_grid_is_a_frame_with_a_row_a_run(tmp_path):
