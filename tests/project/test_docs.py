@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from gcbench.checks import cases, verify
 from gcbench.core import registry
 from gcbench.core.compressor import Segments
 from gcbench.core.exchange import Exchange, Lane
-from gcbench.studies import conformance
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
@@ -46,7 +46,7 @@ def test_the_compressor_of_contributing_works(shown, simulated, clock):
         exchange = Exchange(world, [Lane(method, collective, 0, Segments((0, 3000)))], 0, clock)
         assert torch.equal(exchange.mean(xs, 0), torch.full((3000,), 1.5))
         assert world.traffic[0].payload_up == 2 * 3000
-    outcomes = [conformance.run(method, check) for check in conformance.CHECKS]
+    outcomes = verify.outcomes(method, cases.QUICK)
     assert [outcome for outcome in outcomes if outcome.verdict == "fails"] == []
 
 
@@ -63,7 +63,7 @@ def test_the_method_in_rounds_of_contributing_works(shown, simulated, clock):
     expected[128:192] = torch.arange(64.0)
     assert torch.equal(exchange.mean(xs, 0), expected)
     assert world.traffic[0].payload_up == 4 * (10 + 64)
-    outcomes = [conformance.run(method, check) for check in conformance.CHECKS]
+    outcomes = verify.outcomes(method, cases.QUICK)
     assert [outcome for outcome in outcomes if outcome.verdict == "fails"] == []
 
 
