@@ -176,7 +176,7 @@ FAMILIES: Mapping[str, Callable[[Segments, int], Tensor]] = {
     "elements of different scales": _wide,
     "heavy tails": lambda segments, seed: _normal(segments, seed) ** 3,
     "denormal": lambda segments, seed: _denormal(segments.numel),
-    "constant": lambda segments, seed: torch.full((segments.numel,), 0.75 - 0.5 * (seed % 2)),
+    "constant": lambda segments, seed: torch.full((segments.numel,), (0.75, 0.25, -0.5)[seed % 3]),
     "positive": lambda segments, seed: _normal(segments, seed).abs() + 0.01,
     "signs": EXACT["signs"],
     "one nonzero per segment": EXACT["sparse"],
@@ -294,6 +294,8 @@ def same_length(n: int = 2310) -> list[Shapes]:
         ((70, 33),),
         tuple([(7,)] * (n // 7)),
         ((700,), (n - 1400,), (700,)),
+        ((700,), (n - 1405,), (5,), (700,)),
+        ((700,), (5,), (n - 1405,), (700,)),
     ]
 
 

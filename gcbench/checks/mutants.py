@@ -31,6 +31,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +54,7 @@ STUCK = 60
 PATIENCE = 600
 """CPU seconds after which any other mutant is undecided."""
 Verdict = dict[str, Any]
+UNDECIDED: Verdict = {"outcome": "undecided", "by": "out of time"}
 KEPT = ("__post_init__", "claims", "recipe", "variants")
 OPERATORS: Mapping[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub,
@@ -318,8 +320,8 @@ def _decoded(method: Compressor, payload: Payload, segments: Segments, shared: T
         return type(error).__name__.encode()
 
 
-def judge(mutant: Mutant, original: str, report: Callable[[Verdict], None]) -> None:
-    """Report whether a mutant is killed, equivalent or survives, and by which check.
+def first_inputs(mutant: Mutant, report: Callable[[Any], None]) -> None:
+    """Report what kills a mutant on the first inputs or in the list, or the digest of its outputs.
 
     Reports "undecided" once the first inputs ended, so that a later time-out is not a kill.
     """
@@ -330,15 +332,37 @@ def judge(mutant: Mutant, original: str, report: Callable[[Verdict], None]) -> N
     for effort in (SMOKE, FIRST):
         if why := refused_by_search(methods, effort):
             return report({"outcome": "killed", "by": why})
-        report({"outcome": "undecided", "by": "out of time"})
+        report(UNDECIDED)
         resource.setrlimit(resource.RLIMIT_CPU, (PATIENCE, resource.RLIM_INFINITY))
     if why := refused_by_list(methods):
         return report({"outcome": "killed", "by": why})
-    if fingerprint(methods) == original:
-        return report({"outcome": "equivalent", "by": "no output changes"})
-    if why := refused_by_search(methods):
-        return report({"outcome": "killed", "by": why})
-    report({"outcome": "survived", "by": ""})
+    report({"outcome": "alive", "by": fingerprint(methods)})
+
+
+def all_inputs(mutant: Mutant, report: Callable[[Any], None]) -> None:
+    """Report whether the search of `gcbench verify` kills a mutant."""
+    report(UNDECIDED)
+    resource.setrlimit(resource.RLIMIT_CPU, (PATIENCE, resource.RLIM_INFINITY))
+    why = refused_by_search(configured(load(mutant, mutant.file)))
+    report({"outcome": "killed" if why else "survived", "by": why})
+
+
+def judge(mutant: Mutant, originals: dict[str, str]) -> Verdict:
+    """Return whether a mutant is killed, equivalent, survives or is undecided, and by what.
+
+    `originals`: the digest of each unchanged file's outputs, computed when it is first needed.
+    """
+    verdict: Verdict = isolated(partial(first_inputs, mutant))
+    if verdict["outcome"] != "alive":
+        return verdict
+    if mutant.file not in originals:
+        originals[mutant.file] = isolated(
+            lambda report: report(fingerprint(configured(load(None, mutant.file))))
+        )
+    if verdict["by"] == originals[mutant.file]:
+        return {"outcome": "equivalent", "by": "no output changes"}
+    verdict = isolated(partial(all_inputs, mutant))
+    return verdict
 
 
 def isolated(work: Callable[[Callable[[Any], None]], None]) -> Any:
@@ -404,12 +428,8 @@ def main() -> None:
         digest = hashlib.sha256(ast.dump(mutant.tree).encode()).hexdigest()[:16]
         if digest in done or time.monotonic() - start > options.seconds:
             continue
-        if mutant.file not in originals:
-            originals[mutant.file] = isolated(
-                lambda report, file=mutant.file: report(fingerprint(configured(load(None, file))))  # type: ignore[misc]
-            )
         began = time.monotonic()
-        result = isolated(lambda report, m=mutant: judge(m, originals[m.file], report))  # type: ignore[misc]
+        result = judge(mutant, originals)
         done[digest] = {
             "mutant": mutant.name,
             **result,

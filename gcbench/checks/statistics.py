@@ -34,10 +34,10 @@ SCALE_EXPONENTS = (0, -30, 30)
 """Powers of two by which the magnitudes of "unbiased" are multiplied."""
 FIRST_KEY = Key(seed=1, step=1, rank=0)
 KEY_CHANGES: Mapping[str, tuple[Key, ...]] = {
-    "seeds": tuple(Key(2**k, 0, 0) for k in (0, 1, 8, 16, 31)),
-    "steps": tuple(Key(0, 2**k, 0) for k in (0, 1, 6, 8, 16, 24)),
-    "ranks": tuple(Key(0, 0, 2**k) for k in (0, 1, 2, 6, 8, 16)),
-    "offsets": tuple(Key(0, 0, 0, TILE * 2**k) for k in (0, 1, 8, 10, 20)),
+    "seeds": tuple(Key(2**k, 0, 0) for k in (0, 1, 8, 16, 31, 32, 62)),
+    "steps": tuple(Key(0, 2**k, 0) for k in (0, 1, 6, 8, 16, 24, 30)),
+    "ranks": tuple(Key(0, 0, 2**k) for k in (0, 1, 2, 6, 8, 16, 22)),
+    "offsets": tuple(Key(0, 0, 0, TILE * 2**k) for k in (0, 1, 8, 10, 20, 22, 24)),
     "streams": (Key(0, 0, 0, 0, purposes.MERGE),),
 }
 """Increments of each field of a key; the draws at all of these keys must differ."""

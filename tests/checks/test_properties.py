@@ -779,6 +779,60 @@ class ShiftedFft(FFT):
         return ops.spectrum.pack(bins, kept, runs, *form, grids=None)
 
 
+class SeedBits(Levels):
+    """Seeds are cut to 32 bits."""
+
+    def draws(self, key, n):
+        return super().draws(key._replace(seed=key.seed % 2**32), n)
+
+
+class OffsetBits(Levels):
+    """Offsets are cut to 32 bits."""
+
+    def draws(self, key, n):
+        return super().draws(key._replace(offset=key.offset % 2**32), n)
+
+
+class LowVariance(Levels):
+    """Declares 95 % of its variance."""
+
+    @property
+    def claims(self):
+        return LowVarianceClaims(self)
+
+
+class LowVarianceClaims(LevelsClaims):
+    def variance(self, x, ctx):
+        return 0.95 * super().variance(x, ctx)
+
+
+class LowDelta(TOPK):
+    """Declares to keep a tenth more than it keeps."""
+
+    @property
+    def claims(self):
+        return LowDeltaClaims(self)
+
+
+class LowDeltaClaims(type(TOPK().claims)):
+    def delta(self, segments):
+        return min(1.0, 1.1 * super().delta(segments))
+
+
+class LowGaussian(TOPK):
+    """Quotes an error on normal input that is 2 % too low."""
+
+    @property
+    def claims(self):
+        return LowGaussianClaims(self)
+
+
+class LowGaussianClaims(type(TOPK().claims)):
+    @property
+    def gaussian_error(self):
+        return 0.98 * super().gaussian_error
+
+
 SHORT = cases.Effort(every=6, long=0, many=0, million=0, steps=4, thin=20)
 LONG = SHORT._replace(every=200, long=1)
 SEARCHED = {
@@ -847,6 +901,11 @@ WRONG = {
     Clipping: "contraction",
     LowBound: "contraction",
     Flat: "variance",
+    SeedBits: "independent noise",
+    OffsetBits: "independent noise",
+    LowVariance: "variance",
+    LowDelta: "contraction",
+    LowGaussian: "error on normal input",
     TorchMean: "number of threads",
     LowOmega: "variance",
     FlippedDemo: "contraction",
