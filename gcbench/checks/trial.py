@@ -91,7 +91,7 @@ class Trial:
         self.several_workers()
         if fuses_feedback(self.method):
             self.feedback()
-        if cuttable(self.method):
+        if cuttable(self.method) and "twoshot" in self.method.legal_collectives():
             self.cut()
         if self.known.local and not (self.case.shard or self.case.light):
             self.locality()

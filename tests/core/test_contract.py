@@ -58,7 +58,7 @@ def test_declared_is_true(name, number, check):
     assert outcome.verdict == "holds", outcome
 
 
-EFFORT = cases.Effort(every=10, long=0, many=0, million=0, steps=20, thin=10)
+EFFORT = cases.Effort(every=16, long=0, many=0, million=0, steps=10, thin=20)
 
 
 @every
