@@ -109,11 +109,11 @@ def verify(
     json: Json = False,
 ) -> None:
     """Check a compressor against its declarations; exit code 1 if one does not hold."""
+    from gcbench.checks import properties
     from gcbench.checks import verify as verifying
     from gcbench.core import progress as showing
     from gcbench.core import registry
     from gcbench.report import listings
-    from gcbench.studies import conformance
     from gcbench.training import grid
 
     options = grid.pairs("--set", set_)
@@ -124,7 +124,7 @@ def verify(
     results: list[verifying.Verified] = []
     texts = [" ".join(f"{key}={value}" for key, value in options.items())]
     if not options:
-        texts = [text or "default" for text, _ in conformance.configurations(name)]
+        texts = [text or "default" for text, _ in properties.configurations(name)]
     running = verifying.verify(
         name, options, processes=processes, carried=memory or "", reference=against
     )
@@ -132,7 +132,7 @@ def verify(
         # A bar is closed before the table is printed, as it draws over what else comes to a screen.
         shown = showing.observer(progress.value, f"verify {name}", len(texts))
         try:
-            shown.step(number, f"{len(conformance.CHECKS)} checks and a search of {text}")
+            shown.step(number, f"{len(properties.CHECKS)} checks and a search of {text}")
             results.append(next(running))
         finally:
             shown.close()
@@ -146,7 +146,7 @@ def verify(
     verdicts = [row["verdict"] for row in rows]
     hold, fail = verdicts.count("holds"), verdicts.count("fails")
     say(f"{name}: {hold} hold, {fail} fail, {len(rows) - hold - fail} not declared")
-    if not conformance.claims_anything(name, options):
+    if not properties.claims_anything(name, options):
         say(
             f"{name} claims nothing of what arrives (unbiased, contractive, signs, exact_for): no "
             "check says whether its values are right"

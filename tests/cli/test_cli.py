@@ -19,14 +19,13 @@ from builders import summary, write
 from commands import ROOT, files_of_at_most, gcbench, invoke
 
 from gcbench import get_compressor
-from gcbench.checks import verify
+from gcbench.checks import properties, verify
 from gcbench.checks.calls import FUNCTIONS, Covered
 from gcbench.core import registry
 from gcbench.core.compressor import Compressor
 from gcbench.integrations.chosen import stages
 from gcbench.report import listings
 from gcbench.results.schema import METRIC_COLUMNS
-from gcbench.studies import conformance
 from gcbench.training.store import Run
 
 QUICK = ("--task", "quadratic", "--workers", 2, "--steps", 12, "--progress", "none")
@@ -434,8 +433,8 @@ def test_verify_prints_a_table_and_its_exit_code_is_the_verdict():
     rows = invoke("verify", "none", "--no-processes", "--json").json
     assert {row["configuration"] for row in rows} == {"default"}
     names = [row["check"] for row in rows]
-    assert names[: len(conformance.CHECKS)] == list(conformance.CHECKS)
-    others = names[len(conformance.CHECKS) :]
+    assert names[: len(properties.CHECKS)] == list(properties.CHECKS)
+    others = names[len(properties.CHECKS) :]
     searched = {n.removeprefix("search: ") for n in others if n.startswith("search: ")}
     assert {"encode", "decode", "mean", "merge", "decode_sum"} <= searched <= {*FUNCTIONS}
     assert all(name.startswith(("search: ", "memory: ")) for name in others)
@@ -453,11 +452,11 @@ def test_verify_answers_in_25_lines(capsys):
 
 
 def test_verify_shows_each_configuration_before_it_is_checked(monkeypatch):
-    name, checks = "signsgd", ("bytes", "outputs")
+    name, checks = "signsgd", ("buffers", "unbiased")
     found = SimpleNamespace(holds=True, measured=1, bound=1, note="")
     known = {check: lambda method: found for check in checks}
-    monkeypatch.setattr(conformance, "CHECKS", known)
-    texts = [text or "default" for text, _ in conformance.configurations(name)]
+    monkeypatch.setattr(properties, "CHECKS", known)
+    texts = [text or "default" for text, _ in properties.configurations(name)]
     assert len(texts) > 1
     words = ("verify", name, "--no-processes")
     quiet, plain = (invoke(*words, "--progress", how) for how in ("none", "plain"))
