@@ -79,9 +79,13 @@ def agree(exchange: Exchange, mine: Fault | None, common: Common) -> Fault | Non
         if any(each.get(name) != values[0].get(name) for each in values)
     ]
     more = f"; and {len(different) - 3} more" if len(different) > 3 else ""
+    remedy = "Set the same rates, and load states of the same step, on every rank"
+    if any(each.get("position") != values[0].get("position") for each in values):
+        remedy = "Run the same forward and backward passes on every rank, also after an error"
+    elif any(each.get("mean") != values[0].get("mean") for each in values):
+        remedy = "Load states of the same job on every rank; or check the method: gcbench verify"
     return Fault(
         "usage",
-        f"the ranks differ at an exchange. {'; '.join(different[:3])}{more}. Set the same rates, "
-        "and load states of the same step, on every rank",
+        f"the ranks differ at an exchange. {'; '.join(different[:3])}{more}. {remedy}",
         int(common.values.get("step", 0)),
     )

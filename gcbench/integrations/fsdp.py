@@ -46,11 +46,12 @@ from gcbench.core.memory import Memory
 from gcbench.core.payload import State
 from gcbench.core.world import DistributedWorld, Traffic
 from gcbench.integrations import agreement, arguments, check, chosen, handshake, sharded
-from gcbench.integrations.agreement import Fault
+from gcbench.integrations.agreement import Common, Fault
 from gcbench.integrations.chosen import Stages
 from gcbench.integrations.hook import (
     NONFINITE,
     RESIZE,
+    AfterForward,
     BeforeForward,
     Hook,
     HookWorld,
@@ -327,6 +328,9 @@ class ShardHook(Hook):
         self._reduced: set[str] = set()
         """Names of the modules that were exchanged since then: one comes once in a step."""
         self._root: Callable[[], nn.Module | None] = lambda: None
+        self._in_forward = False
+        """Whether a forward pass of the model has begun and has not ended."""
+        self._gathers: list[_Gather] = []
 
     # -- for the user ------------------------------------------------------------------------------
 
@@ -375,11 +379,41 @@ class ShardHook(Hook):
         stores = self._meet(found, group, refused)
         self._registered, self._loaded = True, None
         self._root = weakref.ref(model)
-        for module in self._modules:
-            module.begin(group, stores)
+        self._begin(model, found, group, stores)
         for each in {id(m): m for m in (model, *(each.module for each in found))}.values():
             each.register_forward_pre_hook(BeforeForward(self), prepend=True)
+        model.register_forward_hook(AfterForward(self))
         return self
+
+    def _begin(
+        self,
+        model: nn.Module,
+        found: Sequence[Sharded],
+        replicas: dist.ProcessGroup | None,
+        stores: Mapping[str, Store],
+    ) -> None:
+        """Make a process group for each group of ranks, and let FSDP call the hook.
+
+        FSDP gathers its parameters in the same groups, so that a rank that waits there stops as
+        well when another one fails.
+        """
+        device, made = found[0].device, {}
+        groups = {each.group.group_name: each.group for each in found if each.group.size() > 1}
+        if replicas is not None and replicas.size() > 1:
+            groups[replicas.group_name] = replicas
+        for name, theirs in groups.items():
+            made[name] = _world(theirs, device).connect(stores[name])
+        for module in self._modules:
+            for level, theirs in module.places(replicas):
+                level.world.join(stores[theirs.group_name], made[theirs.group_name])
+            module.begin()
+        for each, known in sharded.gathering(model):
+            theirs = known.mesh_info.shard_process_group
+            if theirs.group_name in made:
+                world = _world(theirs, device)
+                world.join(stores[theirs.group_name], made[theirs.group_name])
+                self._gathers.append(_Gather(self, world, known._all_gather_comm))
+                each.set_custom_all_gather(self._gathers[-1])
 
     @property
     def step(self) -> int:
@@ -590,11 +624,31 @@ class ShardHook(Hook):
 
         Raises:
             GcbenchError: what broke the last exchange off.
+            UsageError: the last pass of this rank broke off.
         """
-        if torch.is_grad_enabled():
+        root = model is self._root()
+        if torch.is_grad_enabled() or (root and self._failed is not None):
             self.raise_failure()
-        if model is self._root():
-            self._new_step()
+        if not root:
+            return
+        broken = "forward" if self._in_forward else "backward"
+        if self._in_forward or sharded.in_backward(model):
+            # Collectives of FSDP itself were left out, so the next ones would not match.
+            error = UsageError(
+                f"rank {dist.get_rank()}: the last {broken} pass broke off, so the ranks cannot "
+                "continue together. Was an error caught there? Restart from a checkpoint"
+            )
+            self._fail(error)
+            raise error
+        self._in_forward = True
+        self._new_step()
+
+    def _after_forward(self) -> None:
+        self._in_forward = False
+
+    def _worlds(self) -> list[HookWorld]:
+        levels = [level.world for module in self._modules for level in module.levels]
+        return [*levels, *(gather.world for gather in self._gathers)]
 
     def _new_step(self) -> None:
         self._skipping, self._undo, self._reduced = None, [], set()
@@ -614,23 +668,54 @@ class ShardHook(Hook):
             self._undo = []
 
     @contextmanager
-    def _exchanging(self, module: _Module) -> Iterator[None]:
-        """Run a part of an exchange; after an error no other is begun, which would wait in vain.
+    def _exchanging(self, module: _Module | None = None) -> Iterator[None]:
+        """Communicate; after an error nothing else is begun, which would wait in vain.
 
         Raises:
             GcbenchError: what broke an earlier exchange off.
         """
         self.raise_failure()
-        module.agreed = False
+        if module is not None:
+            module.agreed = False
         try:
             with torch.no_grad():
                 yield
         except BaseException as error:
-            self._failed = error
-            if not module.agreed:
-                for level in module.levels:
-                    level.world.report(error)
+            self._fail(error, agreed=module is not None and module.agreed)
             raise
+
+
+class _Gather:
+    """Gathers parameters in FSDP's place, in the hook's process group."""
+
+    def __init__(self, hook: ShardHook, world: HookWorld, theirs: Any) -> None:
+        """`theirs`: torch's own all-gather, which does the work."""
+        self.hook, self.world, self.theirs = hook, world, theirs
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for FSDP's input or output."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        """Write all ranks' inputs to the output, by rank.
+
+        Raises:
+            GcbenchError: a rank failed, here or in an earlier exchange.
+        """
+        same = (group.rank(), group.size()) == (self.world.ranks[0], self.world.size)
+        with self.hook._exchanging(), self.world.together():
+            return self.theirs(
+                output_tensor,
+                input_tensor,
+                group=self.world.group if same else group,
+                async_op=async_op,
+            )
 
 
 class _Level:
@@ -723,15 +808,17 @@ class _Module:
         """The exchanges that there are."""
         return [level for level in (self.inside, self.between) if level is not None]
 
-    def begin(self, replicas: dist.ProcessGroup | None, stores: Mapping[str, Store]) -> None:
+    def places(self, replicas: dist.ProcessGroup | None) -> list[tuple[_Level, dist.ProcessGroup]]:
+        """Return each exchange with torch's process group of the same ranks."""
+        pairs = ((self.inside, self.known.group), (self.between, replicas))
+        return [(level, group) for level, group in pairs if level is not None and group is not None]
+
+    def begin(self) -> None:
         """Let FSDP call the exchanges."""
         module = self.known.module
         if self.inside is not None:
-            group = self.known.group
-            self.inside.world.join(stores[group.group_name], group)
             module.set_custom_reduce_scatter(self)
-        if self.between is not None and replicas is not None:
-            self.between.world.join(stores[replicas.group_name], replicas)
+        if self.between is not None:
             module.set_all_reduce_hook(self.over_replicas)
         if not self.levels:
             self.theirs = self.known.known._all_reduce_hook
@@ -787,8 +874,8 @@ class _Module:
             if self.name in self.hook._reduced:
                 self.hook._new_step()
             self.hook._reduced.add(self.name)
-            if self._agree(looked):
-                self._reduce(self.inside, output_tensor, gradients, group, op)
+            if self._agree("reduce-scatter", looked):
+                self._reduce(self.inside, output_tensor, gradients, op)
             else:
                 output_tensor.fill_(torch.nan)
             if self.between is None:
@@ -807,7 +894,7 @@ class _Module:
             self._check_finite(self.layout.own(shard, self.rank), [self.rank])
 
         with self.hook._exchanging(self):
-            if self.hook._skipping is None and self._agree(looked):
+            if self.hook._skipping is None and self._agree("exchange between replicas", looked):
                 if self.hook.settings.between is None:
                     self._plain_mean(shard, self.between.world)
                 else:
@@ -824,11 +911,12 @@ class _Module:
 
     # -- exchanges ---------------------------------------------------------------------------------
 
-    def _agree(self, look: Callable[[], None]) -> bool:
+    def _agree(self, position: str, look: Callable[[], None]) -> bool:
         """Return whether all ranks go on; False: the step is skipped.
 
-        `look`: raises what this rank has found to be wrong. The ranks that shard the module agree
-        first, then the replicas of each shard, so that the ranks of all replicas know.
+        `position`: what this rank is about to do. `look`: raises what is wrong on this rank. The
+        ranks that shard the module agree first, then the replicas of each shard, so that the ranks
+        of all replicas know.
 
         Raises:
             GcbenchError: what a rank has found, on every rank.
@@ -840,7 +928,8 @@ class _Module:
             except GcbenchError as error:
                 fault = Fault.of(error, self.step)
         names = [parameter.name for parameter in self.layout.parameters]
-        common = hook._common(self.step, names, hook._rates.of(names))
+        position = f"{position} of {self.name}"
+        common = hook._common(position, self.step, names, hook._rates.of(names))
         for level in self.levels:
             fault = agreement.agree(level.exchange, fault, common)
         if fault is None:
@@ -885,12 +974,10 @@ class _Module:
         level: _Level,
         output: Tensor,
         gradients: Sequence[Tensor],
-        group: dist.ProcessGroup,
         op: Any,
     ) -> None:
         """Exchange the gradients among the ranks that shard the module."""
         layout, world = self.layout, level.world
-        world.group = group  # set_separate_reduce_scatter_group may have changed it
         exchange = self._ready(level, gradients)
         output.zero_()
         wrong: list[DivergedError] = []
@@ -925,7 +1012,7 @@ class _Module:
             DivergedError: a mean does not fit its parameter's dtype.
         """
         fault = Fault.of(wrong[0], self.step) if wrong else None
-        common = agreement.Common.of({"step": self.step})
+        common = Common.of({"position": f"means of {self.name}", "step": self.step})
         for level in self.levels:
             fault = agreement.agree(level.exchange, fault, common)
         if fault is not None:
@@ -1029,4 +1116,5 @@ def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 
 def _world(group: dist.ProcessGroup, device: torch.device) -> HookWorld:
     limit, timeout = "init_process_group(timeout=...)", _timeout(group, device)
-    return HookWorld(device, group.rank(), group.size(), timeout, limit)
+    members = dist.get_process_group_ranks(group)
+    return HookWorld(device, members, group.rank(), timeout, limit)

@@ -60,16 +60,22 @@ def meet(group: dist.ProcessGroup, told: Mapping[str, Any], refused: str, timeou
         PeerLostError: a rank did not come in time.
     """
     store, rank, size = group.get_group_store(), group.rank(), group.size()
-    # Counted in the store and not in the process, which may be older or younger than the group.
-    number = store.add(f"gcbench/comm_hook/meetings/{rank}", 1) - 1
-    place = f"gcbench/comm_hook/{number}"
-    keys = [f"{place}/rank/{each}" for each in range(size)]
-    store.set(keys[rank], json.dumps({"refused": refused, "told": dict(told)}))
     seconds = min(timeout, PATIENCE)
-    if refused:
-        raise UsageError(refused)
-    _await(store, keys, rank, seconds)
-    everyone = [json.loads(store.get(key)) for key in keys]
+    try:
+        # Counted in the store and not in the process, which may be older or younger than the group.
+        number = store.add(f"gcbench/comm_hook/meetings/{rank}", 1) - 1
+        place = f"gcbench/comm_hook/{number}"
+        keys = [f"{place}/rank/{each}" for each in range(size)]
+        store.set(keys[rank], json.dumps({"refused": refused, "told": dict(told)}))
+        if refused:
+            raise UsageError(refused)
+        _await(store, keys, rank, seconds)
+        everyone = [json.loads(store.get(key)) for key in keys]
+    except RuntimeError as error:
+        raise PeerLostError(
+            f"rank {dist.get_rank()}: the job's store does not answer: rank 0, or torchrun's "
+            f"agent, serves it and has ended or stands still. torch: {error!s:.200}"
+        ) from error
     for other, each in enumerate(everyone):
         if each["refused"]:
             raise UsageError(f"rank {other} could not register: {each['refused']}")

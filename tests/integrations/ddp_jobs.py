@@ -515,15 +515,15 @@ def closed(rank: int, size: int) -> dict[str, Any]:
 
 @job
 def two_models(rank: int, size: int) -> dict[str, Any]:
-    """Two hooked models in turn, one of them over a part of the ranks in a group of the user's."""
+    """Two hooked models in turn, one of them over a part of the ranks."""
     part = [0, size - 1]
-    theirs, ours = dist.new_group(part), dist.new_group(part)
+    theirs = dist.new_group(part)
     everywhere = comm_hook("qsgd", **METHOD)
     ddp = wrapped(model())
     everywhere.register(ddp)
     both = {}
     if rank in part:
-        local = comm_hook("onebit", **METHOD, process_group=ours)
+        local = comm_hook("onebit", **METHOD)
         small = wrapped(model(), process_group=theirs)
         local.register(small)
     for step in range(STEPS):
@@ -710,20 +710,7 @@ def backends(rank: int, size: int) -> dict[str, Any]:
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers "fake"
 
     fake = dist.new_group(list(range(size)), backend="fake")
-    model_own = wrapped(model())
-    turned = dist.new_group(list(range(size - 1)))
-    found = {
-        "model's": refused(lambda: register(comm_hook("none"), process_group=fake)),
-        "given": refused(lambda: register(comm_hook("none", process_group=fake))),
-        "same": refused(
-            lambda: comm_hook("none", process_group=model_own.process_group).register(model_own)
-        ),
-    }
-    if rank < size - 1:
-        found["fewer"] = refused(lambda: register(comm_hook("none", process_group=turned)))
-    else:
-        found["fewer"] = refused(lambda: register(comm_hook("none")))
-    return found
+    return {"model's": refused(lambda: register(comm_hook("none"), process_group=fake))}
 
 
 # ---- the check -----------------------------------------------------------------------------------

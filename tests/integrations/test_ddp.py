@@ -250,24 +250,18 @@ def test_what_goes_wrong_on_the_way_is_an_error_and_no_hang():
         assert "no gradient came of branch.bias" in found["thawed"]["text"]
         assert "a sparse gradient came" in found["sparse later"]["text"]
         assert "find_unused_parameters=True" in found["unused"]["text"]
-    assert "PeerLostError" in first["alone, backward"]["text"]
+    assert first["alone, backward"]["kind"] == "PeerLostError"
     assert first["alone, forward"]["kind"] == "PeerLostError"
-    assert "worker 1" in first["alone, forward"]["text"]
+    assert "rank 1" in first["alone, forward"]["text"]
     assert "comm_hook(timeout=...)" in first["alone, forward"]["text"]
     assert first["alone, backward"]["seconds"] < 10
 
 
-def test_process_groups_that_cannot_serve_are_refused():
+def test_a_backend_that_cannot_serve_is_refused():
     for found in of("backends"):
-        for name, said in (
-            ("model's", "the model's process group has the backend 'fake' for cpu tensors"),
-            ("given", "the given process group has the backend 'fake' for cpu tensors"),
-            ("same", "is the model's own"),
-            ("fewer", r"has the ranks \[0\], the model's \[0, 1\]"),
-        ):
-            assert found[name]["kind"] == "UsageError"
-            assert re.search(said, found[name]["text"])
-            assert found[name]["seconds"] < 5
+        assert found["model's"]["kind"] == "UsageError"
+        assert "'fake'" in found["model's"]["text"]
+        assert found["model's"]["seconds"] < 5
 
 
 @pytest.mark.parametrize(
@@ -528,7 +522,7 @@ def test_what_on_check_must_not_do_is_refused_at_once():
         assert found["model"]["kind"] == "", "an evaluation waits for nothing"
     assert second["one rank, forward"]["kind"] == "ZeroDivisionError"
     assert first["one rank, forward"]["kind"] == "PeerLostError"
-    assert "worker 1 failed: ZeroDivisionError" in first["one rank, forward"]["text"]
+    assert "rank 1 failed: ZeroDivisionError" in first["one rank, forward"]["text"]
     assert first["one rank"]["seconds"] < 10
 
 
@@ -594,7 +588,6 @@ def test_arguments_of_another_type_are_refused_in_the_call(make, wrong):
         {"on_check": 1},
         {"bucket_mb": "25"},
         {"timeout": True},
-        {"process_group": "gloo"},
         {"collective": 1},
     ],
 )
