@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from gcbench.core.errors import DivergedError, GcbenchError, UsageError
 from gcbench.core.exchange import Exchange
 
@@ -55,6 +58,16 @@ class Common:
         """Digest the values."""
         hashed = hashlib.sha256(json.dumps(values).encode()).digest()
         return cls(values, int.from_bytes(hashed[:8], "big") >> 1)
+
+
+def digest(x: Tensor) -> int:
+    """Return the sum of a 1-D tensor's bits, read as 64-bit integers, modulo 2^64."""
+    per_word = 8 // x.element_size()
+    if x.storage_offset() % per_word:
+        x = x.clone()
+    even = x.numel() // per_word * per_word
+    tail = torch.nn.functional.pad(x[even:], (0, per_word - (x.numel() - even)))
+    return int(x[:even].view(torch.int64).sum() + tail.view(torch.int64).sum())
 
 
 def agree(exchange: Exchange, mine: Fault | None, common: Common) -> Fault | None:

@@ -924,7 +924,7 @@ class CommHook(Hook):
         """
         fault = self._misfit
         if self.settings.agree:
-            digest = int(self._flat.view(torch.int32).sum(dtype=torch.int64))
+            digest = agreement.digest(self._flat)
             values = {"position": "end of a step", "step": step, "mean": digest}
             fault = agreement.agree(self._exchange, fault, Common.of(values))
             self._agreed = fault is not None

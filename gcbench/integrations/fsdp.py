@@ -1005,16 +1005,21 @@ class _Module:
                     wrong.append(check.overflowed(*words))
                     break
 
-    def _agree_on_means(self, wrong: Sequence[DivergedError]) -> None:
+    def _agree_on_means(self, wrong: Sequence[DivergedError], shared: Tensor | None = None) -> None:
         """Raise the first rank's error, on every rank: a mean that overflows is its owner's alone.
+
+        `shared`: the mean that must have the same bits on all replicas.
 
         Raises:
             DivergedError: a mean does not fit its parameter's dtype.
+            UsageError: the replicas decoded different means.
         """
         fault = Fault.of(wrong[0], self.step) if wrong else None
-        common = Common.of({"position": f"means of {self.name}", "step": self.step})
         for level in self.levels:
-            fault = agreement.agree(level.exchange, fault, common)
+            values = {"position": f"means of {self.name}", "step": self.step}
+            if level is self.between and shared is not None:
+                values["mean"] = agreement.digest(shared)
+            fault = agreement.agree(level.exchange, fault, Common.of(values))
         if fault is not None:
             self.agreed = True
             raise fault.error
@@ -1035,7 +1040,7 @@ class _Module:
                 mean = exchange.lane_mean(number, [x], self.step)
                 self._look_at_mean(exchange.lanes[number], parameters, mean, shard.dtype, wrong)
                 layout.give(parameters, mean, shard, self.rank)
-        self._agree_on_means(wrong)
+        self._agree_on_means(wrong, shard)
 
     def _ready(self, level: _Level, gradients: Sequence[Tensor]) -> Exchange:
         """Return the exchange of a level as it is at this step."""

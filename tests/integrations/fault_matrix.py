@@ -27,7 +27,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -377,21 +377,28 @@ def _collectives() -> Iterator[None]:
         DistributedWorld.together = before  # type: ignore[method-assign]
 
 
+BROKEN = {
+    "swallow": "hands local gradients back in place of an error",
+    "mute": "does not stop the other ranks when this one fails",
+    "apart": "does not agree with the other ranks",
+}
+"""Deliberate defects of the hook for DDP, which the judge must find."""
+
+
 def _break(hook: Any, broken: str) -> None:
-    """Give the hook a defect that the judge must find."""
-    if broken == "swallow":  # hands the local gradient back in place of an error
-        inner = hook._break_off
-        hook._break_off = lambda error: (
-            None
-            if inner is None
-            else [each.done.set_result(each.buffer) for each in hook._waiting]
-            and hook._waiting.clear()
-        )
-    elif broken == "forget":  # raises once, and trains on without an exchange
-        hook.raise_failure = lambda: None
-    elif broken == "mute":  # an error of this rank is not reported, and its group stays open
-        hook._world.report = lambda error: None
-        hook._owns_group = False
+    """Give the hook a defect."""
+    if broken == "swallow":
+
+        def hand_back(error: BaseException) -> None:
+            for each in hook._waiting:
+                each.done.set_result(each.buffer)
+            hook._waiting = []
+
+        hook._break_off = hand_back
+    elif broken == "mute":
+        hook._worlds = list
+    elif broken == "apart":
+        hook._settings = replace(hook.settings, agree=False)
 
 
 def rank_job(cell: Cell, rank: int, folder: Path, limits: Limits) -> None:
@@ -501,9 +508,11 @@ def judge(
     began, seconds, how = min(faults, default=0.0), 0.0, set()
     for rank in survivors:
         log = logs[rank]
-        for each in log:
-            if each["event"] == "reduced" and each["what"] == "wrong":
-                wrong += [f"rank {rank} has another gradient than the mean at {each['step']}"]
+        wrong += [
+            f"rank {rank} has another gradient than the mean at step {each['step']}"
+            for each in log
+            if each["event"] == "reduced" and each["what"] == "wrong"
+        ]
         last = log[-1] if log else {"event": "nothing", "at": 0.0}
         if last["event"] != "end":
             wrong.append(f"rank {rank} did not end: killed after {limits.bounded:.0f} s")
@@ -586,13 +595,18 @@ def run(
             running.remove(item)
             logs = [events(folder, rank) for rank in range(len(ranks))]
             result, wrong, seconds = judge(cell, logs, limits)
-            results.append(
-                {**asdict(cell), "result": result, "seconds": round(seconds, 2), "wrong": wrong}
-            )
+            found = {"result": result, "seconds": round(seconds, 2), "wrong": wrong}
+            results.append({**asdict(cell), **found})
             shutil.rmtree(folder)
             if progress and wrong:
                 print(f"{len(results)}/{len(chosen)} {cell.name}: {'; '.join(wrong)}", flush=True)
-    return results
+    order = {cell.name: number for number, cell in enumerate(chosen)}
+    return sorted(results, key=lambda each: order[named(each).name])
+
+
+def named(result: dict[str, Any]) -> Cell:
+    """Return the cell of a result."""
+    return Cell(**{field: result[field] for field in Cell.__dataclass_fields__})
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
@@ -617,25 +631,35 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         )
     for r in results:
         if r["wrong"]:
-            cell = Cell(**{k: r[k] for k in Cell.__dataclass_fields__})
-            lines.append(f"* {cell.name}: {'; '.join(r['wrong'])}")
+            lines.append(f"* {named(r).name}: {'; '.join(r['wrong'])}")
     return "\n".join(lines)
 
 
+def summary(results: Sequence[dict[str, Any]], head: str) -> str:
+    """Return the section of TRUST.md, with its markers."""
+    return f"{BEGIN}\n{head}\n\n{table(results)}\n{END}"
+
+
 def main() -> None:
-    """Run the chosen cells, print the table, and with all of them write the results."""
+    """Run the chosen cells and print the table; with all cells, write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="run the cells whose name contains this")
+    parser.add_argument("--only", nargs="*", default=[""], help="parts of names of cells")
     parser.add_argument("--every", type=int, default=1, help="run every n-th cell")
     parser.add_argument("--parallel", type=int, default=4, help="jobs at a time")
+    parser.add_argument("--broken", choices=BROKEN, default="", help="defect of the hook")
     options = parser.parse_args()
-    chosen = [cell for cell in cells() if options.only in cell.name][:: options.every]
+    chosen = [cell for cell in cells() if any(part in cell.name for part in options.only)]
+    chosen = [replace(cell, broken=options.broken) for cell in chosen[:: options.every]]
     began = time.monotonic()
     results = run(chosen, Limits(), options.parallel, progress=True)
+    spent = time.monotonic() - began
     print(table(results))
-    print(f"{len(results)} cells in {time.monotonic() - began:.0f} s")
-    if not options.only and options.every == 1:
-        RESULT.write_text(json.dumps({"torch": torch.__version__, "cells": results}, indent=1))
+    print(f"{len(results)} cells in {spent:.0f} s")
+    if {cell.name for cell in chosen} == {cell.name for cell in cells()} and not options.broken:
+        head = f"{len(results)} jobs, torch {torch.__version__}, gloo on a CPU, {spent:.0f} s."
+        RESULT.write_text(json.dumps({"head": head, "cells": results}, indent=1) + "\n")
+        before, _, rest = TRUST.read_text().partition(BEGIN)
+        TRUST.write_text(before + summary(results, head) + rest.partition(END)[2])
     sys.exit(any(each["wrong"] for each in results))
 
 
