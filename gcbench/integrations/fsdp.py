@@ -4,8 +4,11 @@ A module that went through `torch.distributed.fsdp.fully_shard` ends its backwar
 reduce-scatter: each rank hands every other rank the chunks of its gradients that the other keeps,
 and gets the mean of its own. That is the first half of a two-shot exchange. Here the chunks travel
 compressed; the rank that keeps them decodes them and takes their mean in float32, which is not
-encoded again. The exchange is `gcbench.core.exchange.Exchange.lane_shards`, in FSDP's own process
-group and at its place in the order of collectives.
+encoded again. The exchange is `gcbench.core.exchange.Exchange.lane_shards`.
+
+The hook has a process group of its own for each group of ranks, in which FSDP's all-gathers of
+parameters run as well, in FSDP's order. A rank that fails ends its groups, so that the others stop
+at their next collective, wherever they are in a forward or backward pass.
 
 With hybrid sharding every shard has replicas on other nodes, and their mean is a second level: by
 default an all-reduce in fp32, with `between` an exchange of its own by any method

@@ -629,9 +629,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             f"{count['equal']} | {count['skipped']} | {count['stopped']} | {slowest:.1f} | "
             f"{len(own) - len(good)} |"
         )
-    for r in results:
-        if r["wrong"]:
-            lines.append(f"* {named(r).name}: {'; '.join(r['wrong'])}")
+    lines += [f"* {named(r).name}: {'; '.join(r['wrong'])}" for r in results if r["wrong"]]
     return "\n".join(lines)
 
 
