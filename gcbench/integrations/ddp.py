@@ -52,6 +52,7 @@ from gcbench.integrations import plan as plans
 from gcbench.integrations.agreement import Common, Fault
 from gcbench.integrations.check import Bounds, Comparison
 from gcbench.integrations.chosen import Stages
+from gcbench.integrations.handshake import Roster
 from gcbench.integrations.hook import (
     NONFINITE,
     RESIZE,
@@ -303,8 +304,9 @@ class CommHook(Hook):
             self._follow_steps(named)
         except UsageError as error:
             refused, told = str(error), {}
-        timeout = self.settings.timeout
-        store = handshake.meet(model.process_group, told, refused, timeout)
+        seconds = min(self.settings.timeout, handshake.PATIENCE)
+        alone = Roster.alone()
+        store, roster = handshake.meet(model.process_group, told, refused, seconds, alone)
         self._registered, self._loaded = True, None
         self._frozen = [
             (name, parameter)
@@ -312,7 +314,7 @@ class CommHook(Hook):
             if name not in named and name not in getattr(model, "parameters_to_ignore", ())
         ]
         if self._exchanges:
-            self._begin(model, store)
+            self._begin(model, store, roster)
         model.register_forward_pre_hook(BeforeForward(self))
         model.register_comm_hook(None, self._hook if self._exchanges else self._count)
         # Copies of the model share this list; `compressed` can be copied and pickled.
@@ -576,11 +578,15 @@ class CommHook(Hook):
         made.change(settings.lanes(plan, max(0, step - 1)))
         return made
 
-    def _begin(self, model: DistributedDataParallel, store: Store) -> None:
+    def _begin(self, model: DistributedDataParallel, store: Store, roster: Roster) -> None:
         """Make the process group and the thread."""
         world = self._world
         device = world.device
-        world.join(store, world.connect(store))
+        try:
+            world.connect(store, roster)
+        except BaseException as error:
+            self._fail(error)
+            raise
         self._stepped_since = False
         """Whether a step was exchanged since `register`."""
         self._rebuilds = bool(model.static_graph or not model.find_unused_parameters)
@@ -668,7 +674,7 @@ class CommHook(Hook):
             model._has_rebuilt_buckets |= model.reducer._rebuild_buckets()
         except RuntimeError as error:
             unfinished = UsageError(
-                f"rank {self._world.members[self._world.ranks[0]]}: the backward pass of step "
+                f"rank {self._world.rank}: the backward pass of step "
                 f"{self._step} broke off, so the ranks cannot continue together. Was an error "
                 "caught there? Then restart from a checkpoint. Does the model have parameters "
                 "that the loss does not use? Then "
@@ -820,7 +826,7 @@ class CommHook(Hook):
             own = self._flat[self._plan_made.stretch(number)]
             name = self._not_finite(own, self._plan_made.lanes[number])
             if name and fault is None:
-                error = check.diverged(self._world.ranks[0], name, self._step)
+                error = check.diverged(self._world.rank, name, self._step)
                 fault = Fault.of(error, self._step)
         if self.settings.agree:
             fault = agreement.agree(self._exchange, fault, self._shared)

@@ -51,6 +51,7 @@ from gcbench.core.world import DistributedWorld, Traffic
 from gcbench.integrations import agreement, arguments, check, chosen, handshake, sharded
 from gcbench.integrations.agreement import Common, Fault
 from gcbench.integrations.chosen import Stages
+from gcbench.integrations.handshake import Roster
 from gcbench.integrations.hook import (
     NONFINITE,
     RESIZE,
@@ -101,6 +102,7 @@ class Settings:
     later: Stages = field(default_factory=dict)
     """The compressors that hold from later exchanges on."""
     on_nonfinite: str = "stop"
+    timeout: float = 1800.0
 
     @property
     def methods(self) -> Stages:
@@ -126,6 +128,7 @@ def shard_hook(
     between_options: Mapping[str, Any] | None = None,
     between_memory: str | None = None,
     between_memory_options: Mapping[str, Any] | None = None,
+    timeout: float = 1800.0,
     optimizer: Any = None,
     scaler: Any = None,
     on_nonfinite: str | None = None,
@@ -158,6 +161,8 @@ def shard_hook(
         between_memory: as `memory`, of the exchange between replicas; default what `between`
             published. Error feedback may be used at both levels; each carries its own error.
         between_memory_options: fields of `between_memory`.
+        timeout: seconds that a rank waits for the others in a collective, also where FSDP gathers
+            parameters.
         optimizer: the optimizer of the model's parameters, or a list of them: residuals follow the
             learning rate of their parameter's group. It may be given to `register` instead. Without
             it set `hook.lr` at each step, if the rate changes.
@@ -223,6 +228,7 @@ def shard_hook(
         second,
         {start: method for start, method in methods.items() if start},
         arguments.choice("on_nonfinite", on_nonfinite, NONFINITE),
+        arguments.number("timeout", timeout, 0.001, finite=True),
     )
     return ShardHook(settings, Rates(optimizer, scaler))
 
@@ -333,7 +339,8 @@ class ShardHook(Hook):
         self._root: Callable[[], nn.Module | None] = lambda: None
         self._in_forward = False
         """Whether a forward pass of the model has begun and has not ended."""
-        self._gathers: list[_Gather] = []
+        self._groups: dict[str, HookWorld] = {}
+        """This rank's place in each process group, by the name of torch's group."""
 
     # -- for the user ------------------------------------------------------------------------------
 
@@ -379,14 +386,21 @@ class ShardHook(Hook):
             self._follow_steps(dict(zip(names, tensors, strict=True)))
         except UsageError as error:
             refused, self._told, self._modules = str(error), {}, []
-        stores = self._meet(found, group, refused)
+        stores, roster = self._meet(found, group, refused)
         self._registered, self._loaded = True, None
         self._root = weakref.ref(model)
-        self._begin(model, found, group, stores)
+        self._begin(model, found, group, stores, roster)
         for each in {id(m): m for m in (model, *(each.module for each in found))}.values():
             each.register_forward_pre_hook(BeforeForward(self), prepend=True)
         model.register_forward_hook(AfterForward(self))
         return self
+
+    def _world(self, group: dist.ProcessGroup, device: torch.device) -> HookWorld:
+        """Return this rank's place in a group of the ranks of torch's `group`."""
+        members, limit = dist.get_process_group_ranks(group), "shard_hook(timeout=...)"
+        return HookWorld(
+            *(device, members, group.rank()), timedelta(seconds=self.settings.timeout), limit
+        )
 
     def _begin(
         self,
@@ -394,29 +408,33 @@ class ShardHook(Hook):
         found: Sequence[Sharded],
         replicas: dist.ProcessGroup | None,
         stores: Mapping[str, Store],
+        roster: Roster,
     ) -> None:
         """Make a process group for each group of ranks, and let FSDP call the hook.
 
         FSDP gathers its parameters in the same groups, so that a rank that waits there stops as
         well when another one fails.
         """
-        device, made = found[0].device, {}
+        device = found[0].device
         groups = {each.group.group_name: each.group for each in found if each.group.size() > 1}
         if replicas is not None and replicas.size() > 1:
             groups[replicas.group_name] = replicas
-        for name, theirs in groups.items():
-            made[name] = _world(theirs, device).connect(stores[name])
+        self._groups = {name: self._world(theirs, device) for name, theirs in groups.items()}
+        try:
+            for name, world in self._groups.items():
+                world.connect(stores[name], roster)
+        except BaseException as error:
+            self._fail(error)
+            raise
         for module in self._modules:
             for level, theirs in module.places(replicas):
-                level.world.join(stores[theirs.group_name], made[theirs.group_name])
+                level.world.join(self._groups[theirs.group_name])
             module.begin()
         for each, known in sharded.gathering(model):
             theirs = known.mesh_info.shard_process_group
-            if theirs.group_name in made:
-                world = _world(theirs, device)
-                world.join(stores[theirs.group_name], made[theirs.group_name])
-                self._gathers.append(_Gather(self, world, known._all_gather_comm))
-                each.set_custom_all_gather(self._gathers[-1])
+            if theirs.group_name in self._groups:
+                gather = _Gather(self, self._groups[theirs.group_name], known._all_gather_comm)
+                each.set_custom_all_gather(gather)
 
     @property
     def step(self) -> int:
@@ -542,10 +560,10 @@ class ShardHook(Hook):
 
     def _meet(
         self, found: Sequence[Sharded], replicas: dist.ProcessGroup | None, refused: str
-    ) -> dict[str, Store]:
+    ) -> tuple[dict[str, Store], Roster]:
         """Compare what all ranks tell, in every process group; return a store for each group.
 
-        Replicas also compare which shard of each module they hold.
+        Replicas also compare which shard of each module they hold. The roster has all ranks.
         """
         groups = {each.group.group_name: each.group for each in found}
         meetings = [(group, self._told) for group in groups.values()]
@@ -554,15 +572,18 @@ class ShardHook(Hook):
             meetings.append((replicas, {**self._told, SHARDS: shards}))
         stores: dict[str, Store] = {}
         first: GcbenchError | None = None
-        for group, told in meetings:
+        roster = Roster.alone()
+        for number, (group, told) in enumerate(meetings):
+            # Ranks that waited in vain in an earlier meeting come to the next one later.
+            seconds = (number + 1) * min(self.settings.timeout, handshake.PATIENCE)
             try:
-                seconds = _timeout(group, found[0].device).total_seconds()
-                stores[group.group_name] = handshake.meet(group, told, refused, seconds)
+                store, roster = handshake.meet(group, told, refused, seconds, roster)
+                stores[group.group_name] = store
             except GcbenchError as error:  # the ranks of the other groups hear of it, too
                 first, refused = first or error, refused or str(error)
         if first is not None:
             raise first
-        return stores
+        return stores, roster
 
     def _prepare(
         self,
@@ -588,7 +609,7 @@ class ShardHook(Hook):
                     for lane in layout.lanes()
                 ]
                 seed = settings.seed + (number << 32)
-                world = _world(each.group, each.device)
+                world = self._world(each.group, each.device)
                 module.inside = _Level(
                     *(world, plan, settings.stages, seed, module.clock, buffers[0], names),
                     owns_shards=False,
@@ -602,7 +623,7 @@ class ShardHook(Hook):
                         for lane in layout.lanes()
                     ]
                 seed = settings.seed + (count + rank << 32)
-                world = _world(replicas, each.device)
+                world = self._world(replicas, each.device)
                 module.between = _Level(
                     *(world, plan, settings.stages, seed, module.clock, buffers[1], names),
                     owns_shards=True,
@@ -651,7 +672,7 @@ class ShardHook(Hook):
 
     def _worlds(self) -> list[HookWorld]:
         levels = [level.world for module in self._modules for level in module.levels]
-        return [*levels, *(gather.world for gather in self._gathers)]
+        return [*levels, *self._groups.values()]
 
     def _new_step(self) -> None:
         self._skipping, self._undo, self._reduced = None, [], set()
@@ -1107,22 +1128,3 @@ def _total(levels: Sequence[_Level]) -> Traffic:
     for level in levels:
         _add(total, level.world.traffic[0])
     return total
-
-
-def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """Return how long a process group waits for its ranks.
-
-    Some backends do not tell it, and a group may have none for the device. Such a group is refused,
-    which its ranks tell each other first.
-    """
-    try:
-        limit: timedelta = group._get_backend(device).options._timeout
-    except (AttributeError, RuntimeError):
-        return timedelta(seconds=handshake.PATIENCE)
-    return limit
-
-
-def _world(group: dist.ProcessGroup, device: torch.device) -> HookWorld:
-    limit, timeout = "init_process_group(timeout=...)", _timeout(group, device)
-    members = dist.get_process_group_ranks(group)
-    return HookWorld(device, members, group.rank(), timeout, limit)

@@ -3,16 +3,15 @@
 # Not `from __future__ import annotations`: DDP compares the hook's annotations with classes.
 import inspect
 import json
-import threading
+import time
 import traceback
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from queue import Empty, SimpleQueue
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,16 +22,20 @@ from gcbench.core import sealed
 from gcbench.core.errors import PeerLostError, UsageError
 from gcbench.core.exchange import checked_rate
 from gcbench.core.world import ROLL_CALL_SECONDS, DistributedWorld, Traffic
-from gcbench.integrations import chosen
+from gcbench.integrations import chosen, handshake
 from gcbench.integrations.agreement import Common
+from gcbench.integrations.handshake import Roster
 from gcbench.integrations.rates import Rates
 from gcbench.integrations.watch import Watch
 
-T = TypeVar("T")
 NONFINITE = ("stop", "skip")
 """What may happen at a gradient that is not finite."""
 RESIZE = ("refuse", "redistribute")
 """What may happen to a state of another number of ranks."""
+
+
+HOLDERS = ("torch.distributed", "typing_extensions")
+"""Modules whose functions have a process group among their arguments."""
 
 
 class UnknownAttributeError(UsageError, AttributeError):
@@ -81,29 +84,48 @@ class HookWorld(DistributedWorld):
         place: Any = _Place(rank, len(members))
         store = dist.HashStore()  # type: ignore[attr-defined]
         super().__init__(device, store, timeout, watched=False, group=place, limit=limit)
-        self.members = tuple(members)
-        self._store_answers = True
+        self.members = self.everyone = tuple(members)
+        self.store_answers = True
 
-    def connect(self, store: Store) -> dist.ProcessGroup:
-        """Return a new process group of these ranks, all of which call this.
+    @property
+    def rank(self) -> int:
+        """This rank in the job."""
+        return self.members[self.ranks[0]]
+
+    def connect(self, store: Store, roster: Roster) -> None:
+        """Join a new process group of these ranks, all of which call this.
+
+        `store`: where they find each other. `roster`: all of the hook's ranks, of this group or
+        not, among which failures are reported.
 
         Raises:
             PeerLostError: a rank did not come.
         """
-        self.store = store
-        with self.together():
-            return own_group(store, self.ranks[0], self.size, self.device, self.timeout)
+        self.store, self.everyone = roster.store, roster.ranks
 
-    def join(self, store: Store, group: dist.ProcessGroup) -> None:
-        """Communicate in a group from now on; `store` is for the causes of failures."""
-        self.store, self.group = store, group
+        def made() -> dist.ProcessGroup:
+            with self.together():
+                return own_group(store, self.ranks[0], self.size, self.device, self.timeout)
+
+        # torch asks the store, too.
+        seconds = self.timeout.total_seconds() + 2 * handshake.STORE_SECONDS
+        self.group = handshake.ask(made, seconds)
+        # One that fails later leaves none in `connect`.
+        self.collect([None])
+
+    def join(self, other: "HookWorld") -> None:
+        """Communicate in the group of another of this rank's worlds."""
+        self.store, self.everyone, self.group = other.store, other.everyone, other.group
 
     def report(self, error: BaseException) -> None:
-        """Write this rank's error where the others look for the cause."""
-        if self._store_answers:
-            first = not isinstance(error, PeerLostError)
-            entry = {"first": first, "text": f"{type(error).__name__}: {error}"}
-            _in_time(lambda: self.store.set(_cause(self.ranks[0]), json.dumps(entry)))
+        """Write this rank's error where the others look for the cause.
+
+        Raises:
+            PeerLostError: the store does not answer.
+        """
+        first = not isinstance(error, PeerLostError)
+        entry = {"first": first, "text": f"{type(error).__name__}: {error}"}
+        handshake.ask(lambda: self.store.set(_cause(self.rank), json.dumps(entry)))
 
     def close(self) -> None:
         """Leave the group, which ends with its last reference. A later collective fails."""
@@ -112,37 +134,46 @@ class HookWorld(DistributedWorld):
 
     def _lost(self, error: RuntimeError, waited: float) -> PeerLostError:
         said = (str(error).splitlines() or [""])[0]
-        own = self.members[self.ranks[0]]
         limit = f"the limit is {self.timeout.total_seconds():.0f} s ({self.limit})"
-        answer = _in_time(self._cause_and_silent)
-        if answer is None:
-            self._store_answers = False
+        try:
+            cause, silent = handshake.ask(self._cause_and_silent)
+        except PeerLostError as lost:
+            self.store_answers = False
+            return PeerLostError(f"{lost}; a collective ended after {waited:.0f} s: {said:.200}")
+        if cause:
+            why = f"because {cause}"
+        elif silent:
+            ranks = ", ".join(f"rank {rank}" for rank in silent)
             why = (
-                "and the job's store does not answer: rank 0, or torchrun's agent, serves it and "
-                f"has ended or stands still; {limit}. torch: {said:.200}"
-            )
-        elif answer[0]:
-            why = f"because {answer[0]}"
-        elif answer[1]:
-            ranks = ", ".join(str(self.members[rank]) for rank in answer[1])
-            why = (
-                f"without an answer from rank {ranks}, which has ended or stands still; {limit}. "
+                f"without an answer from {ranks}, which has ended or stands still; {limit}. "
                 f"torch: {said:.200}"
             )
         else:
             why = f"and every rank answers; {limit}. torch: {said:.200}"
-        return PeerLostError(f"rank {own}: a collective ended after {waited:.0f} s {why}")
+        return PeerLostError(f"rank {self.rank}: a collective ended after {waited:.0f} s {why}")
 
     def _cause_and_silent(self) -> tuple[str, list[int]]:
         """Return the error of the rank that failed first; or the ranks that do not answer."""
-        others = [rank for rank in range(self.size) if rank != self.ranks[0]]
-        causes = []
-        for rank in others:
-            if self.store.check([_cause(rank)]):
-                entry = json.loads(self.store.get(_cause(rank)))
-                text = f"rank {self.members[rank]} failed: {entry['text']}"
-                causes.append((not entry["first"], text))
-        return (min(causes)[1], []) if causes else ("", self._silent())
+        others = [rank for rank in self.everyone if rank != self.rank]
+        self.store.set(_here(self.rank), "")
+        patience = time.monotonic() + ROLL_CALL_SECONDS
+        while True:
+            causes = []
+            for rank in others:
+                if self.store.check([_cause(rank)]):
+                    entry = json.loads(self.store.get(_cause(rank)))
+                    causes.append((not entry["first"], f"rank {rank} failed: {entry['text']}"))
+            if causes:
+                return min(causes)[1], []
+            silent = [rank for rank in others if not self.store.check([_here(rank)])]
+            if not silent or time.monotonic() > patience:
+                return "", silent
+            time.sleep(0.01)
+
+
+def _here(rank: int) -> str:
+    """Return the key by which a rank answers a roll call."""
+    return f"gcbench/here/{rank}"
 
 
 def _cause(rank: int) -> str:
@@ -150,30 +181,18 @@ def _cause(rank: int) -> str:
     return f"gcbench/cause/{rank}"
 
 
-def _in_time(call: Callable[[], T]) -> T | None:
-    """Return the result of a call to a store; None if it fails, or its server stands still."""
-    results: SimpleQueue[T | None] = SimpleQueue()
-
-    def work() -> None:
-        try:
-            results.put(call())
-        except RuntimeError:
-            results.put(None)
-
-    threading.Thread(target=work, daemon=True).start()
-    with suppress(Empty):
-        return results.get(timeout=ROLL_CALL_SECONDS + 1)
-    return None
-
-
-def _release(error: BaseException | None) -> None:
+def _release(error: BaseException) -> None:
     """Drop the process groups that the finished frames of an error's traceback refer to."""
-    while error is not None:
-        for frame, _ in traceback.walk_tb(error.__traceback__):
-            if frame.f_globals.get("__name__", "").startswith("torch.distributed"):
+    errors: list[BaseException | None] = [error]
+    while errors:
+        error_or_none = errors.pop()
+        if error_or_none is None:
+            continue
+        for frame, _ in traceback.walk_tb(error_or_none.__traceback__):
+            if frame.f_globals.get("__name__", "").startswith(HOLDERS):
                 with suppress(RuntimeError):  # it is still running
                     frame.clear()
-        error = error.__cause__ or error.__context__
+        errors += [error_or_none.__cause__, error_or_none.__context__]
 
 
 def own_group(
@@ -425,10 +444,13 @@ class Hook:
             return
         self._failed = error
         if not agreed:
-            for world in self._worlds():
-                world.report(error)
+            worlds = list(self._worlds())
+            if all(world.store_answers for world in worlds):
+                with suppress(PeerLostError):
+                    for world in {id(world.store): world for world in worlds}.values():
+                        world.report(error)
             _release(error)
-            for world in self._worlds():
+            for world in worlds:
                 world.close()
 
     def _before_forward(self, model: nn.Module) -> None:

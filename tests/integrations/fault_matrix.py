@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch._dynamo  # each rank would import it anew otherwise
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -42,6 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gcbench
 from gcbench.core.world import DistributedWorld
+from gcbench.integrations import ddp, fsdp  # noqa: F401 - as above
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "results" / "fault-matrix.json"
@@ -68,6 +70,7 @@ CODEC = ("encode", "owner", "decode")
 """Points in the codec; `owner`: between the two collectives of a two-shot exchange."""
 POINTS = {
     "register": "before the hook is registered",
+    "connect": "before the rank joins the hook's process groups",
     "start": "before the forward pass",
     "forward": "in the forward pass",
     "backward": "in the backward pass, between two buckets or modules",
@@ -86,7 +89,9 @@ DDP = ("ddp", "ddp, buffers")
 ONLY = {"on_check": DDP, "decode": DDP} | {f"between {point}": ("hsdp",) for point in CODEC}
 """Points that some frameworks alone have. With FSDP the owner keeps its mean, which is final."""
 IN_CODEC = {*CODEC, *(f"between {point}" for point in CODEC)}
-INSIDE = {*IN_CODEC, "register", "collective", "on_check"}
+FIRST = {"register", "connect"}
+"""Points before the first step: a rank that is absent may be noticed by the timeout alone."""
+INSIDE = {*IN_CODEC, *FIRST, "collective", "on_check"}
 """Points at which buffers change nothing."""
 OUTSIDE = {"register", "start", "forward", "step"}
 """Points at which the rank itself may set a rate, load a state, or leave the job."""
@@ -116,12 +121,15 @@ RETRIES = 3
 class Limits:
     """Seconds."""
 
-    timeout: float = 6.0
-    """Of the hook and of the process groups."""
-    prompt: float = 5.0
+    timeout: float = 8.0
+    """Of the hook."""
+    prompt: float = 7.0
     """How soon the other ranks stop after a fault that does not silence a rank."""
-    bounded: float = 12.0
-    """How soon they stop after any fault: the timeout, the roll call, and a busy machine."""
+    bounded: float = 22.0
+    """How soon they stop after any fault: two timeouts (of registration in two groups), the roll
+    call, and a busy machine."""
+    group: float = 60.0
+    """Timeout of the job's process groups: no rank may wait in them for one that failed."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +165,7 @@ def cells() -> list[Cell]:
     ):
         if point not in POINTS_OF[kind] or framework not in ONLY.get(point, SIZES):
             continue
-        if when not in WHEN.get(kind, (0, 2)) or (point == "register" and when != 0):
+        if when not in WHEN.get(kind, (0, 2)) or (point in FIRST and when != 0):
             continue
         if framework == "ddp, buffers" and point in INSIDE:
             continue
@@ -185,6 +193,7 @@ class Fault:
         self.early: Any = None
         """The hook's state before the first step."""
         self.collectives = 0
+        self.registers = False
 
     def due(self, point: str) -> bool:
         """Return whether the fault happens now; it happens once."""
@@ -335,6 +344,7 @@ class Job:
             for module in (net.a, net.b, net.c, net):
                 fully_shard(module, mesh=mesh)
             self.model = net
+            options["timeout"] = self.limits.timeout
             hook = gcbench.shard_hook(Codec(), **skip, **options)
             self.register = lambda: hook.register(self.model, **where)
         FAULT.hook = hook
@@ -354,6 +364,8 @@ class Job:
                 kinds.add("nan")
             else:
                 kinds.add("mean" if got is not None and torch.equal(got, want) else "wrong")
+        if kinds == {"mean", "nan"} and self.cell.framework not in DDP:
+            return "nan"  # FSDP has reduced the modules before the non-finite one
         return kinds.pop() if len(kinds) == 1 else "wrong"
 
 
@@ -365,8 +377,8 @@ def _collectives() -> Iterator[None]:
     @contextmanager
     def together(world: DistributedWorld) -> Iterator[None]:
         FAULT.collectives += 1
-        if FAULT.collectives == 2:
-            FAULT.at("collective")
+        if FAULT.collectives == (1 if FAULT.registers else 2):
+            FAULT.at("connect" if FAULT.registers else "collective")
         with before(world):
             yield
 
@@ -414,7 +426,7 @@ def rank_job(cell: Cell, rank: int, folder: Path, limits: Limits) -> None:
     warnings.simplefilter("ignore")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch's store is verbose about lost peers
     torch.set_num_threads(1)
-    size, limit = SIZES[cell.framework], timedelta(seconds=limits.timeout)
+    size, limit = SIZES[cell.framework], timedelta(seconds=limits.group)
     store = _store(cell, rank, folder, limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     how = "done"
@@ -423,7 +435,9 @@ def rank_job(cell: Cell, rank: int, folder: Path, limits: Limits) -> None:
         try:
             job = Job(cell, limits)
             FAULT.at("register")
+            FAULT.registers = True
             job.register()
+            FAULT.registers = False
             _break(FAULT.hook, cell.broken)
             FAULT.early = FAULT.hook.state_dict()
             optimizer = torch.optim.SGD(job.model.parameters(), lr=0.0)
@@ -538,7 +552,7 @@ def judge(
         wrong.append("a step was skipped on some ranks alone")
     if nan[0] and "skip" not in cell.kind:
         wrong.append("gradients are NaN")
-    silent = cell.kind == "stop" or cell.point == "register"  # nothing is connected before
+    silent = cell.kind == "stop" or cell.point in FIRST
     bound = limits.bounded if silent else limits.prompt
     if seconds > bound:
         wrong.append(f"the first error came after {seconds:.1f} s, {bound:.0f} s allowed")
@@ -580,7 +594,7 @@ def run(
         time.sleep(0.02)
         for item in list(running):
             cell, folder, ranks, began = item
-            late = time.monotonic() - began > 3 * limits.bounded
+            late = time.monotonic() - began > limits.group + 2 * limits.bounded
             stopped = cell.kind == "stop"
             alive = [
                 r

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -60,7 +58,7 @@ def test_every_method_ends_as_by_our_own_exchange(name):
 @pytest.mark.parametrize("name", registry.compressors())
 def test_a_resumed_job_ends_in_the_bits_of_an_uninterrupted_one(name):
     for found in JOBS.method(name):
-        assert all(each["resumed"] for each in found.values())
+        assert [each["resumed"] for each in found.values() if "resumed" in each] == [True]
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -84,7 +82,7 @@ def test_buckets_are_rebuilt_and_nothing_changes(size):
 def test_options_of_ddp_and_of_the_hook_end_as_by_our_own_exchange():
     for found in of("options"):
         assert {name for name, equal in found.items() if name != "seconds" and not equal} == set()
-        assert len(found) == 18
+        assert len(found) == 9 + 1
 
 
 @pytest.mark.parametrize("name", ["autocast", "bfloat16", "no_sync"])
@@ -117,7 +115,7 @@ def test_a_resumed_job_goes_on_with_the_learning_rate_of_its_state():
 def test_a_job_is_resumed_around_its_first_compressed_step():
     for found in of("resumed_start"):
         found = {name: value for name, value in found.items() if name != "seconds"}
-        assert len(found) == 9
+        assert len(found) == 4
         assert all(found.values()), found
 
 
@@ -708,18 +706,11 @@ def test_a_placed_scalar_is_one_element():
 
 
 def test_the_example_of_the_readme_trains_saves_and_resumes(tmp_path):
-    """Under torchrun with two processes, then once more: the second job goes on from the first."""
-    text = (ROOT / "README.md").read_text()
-    section = re.search(r"\n## In your DDP job\n(.*?)\n## ", text, re.DOTALL)
-    assert section
-    (example,) = re.findall(r"```python\n(.*?)```", section[1], re.DOTALL)
-    (tmp_path / "train.py").write_text(
-        example + "\nPath(f'ended-{rank}').write_text(str(hook.step))\n"
-    )
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for steps in (60, 120):
-        job = [*words, "train.py", str(steps)]
-        done = subprocess.run(job, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert "times fewer bytes" in done.stdout
+    """With two processes, then once more: the second job continues from the first."""
+    text = jobs.example("In your DDP job")
+    for steps in (10, 20):
+        ended = text + "\nPath(f'ended-{rank}').write_text(str(hook.step))\n"
+        assert all(
+            "times fewer bytes" in each for each in jobs.run_program(ended, tmp_path, str(steps))
+        )
         assert [(tmp_path / f"ended-{rank}").read_text() for rank in (0, 1)] == [str(steps)] * 2
