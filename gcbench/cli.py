@@ -33,6 +33,7 @@ from gcbench.commands.bandwidth import bandwidth
 from gcbench.commands.bounds import bounds
 from gcbench.commands.helptext import make_plain
 from gcbench.commands.histogram import histogram
+from gcbench.commands.netlab import netlab
 from gcbench.commands.report import report
 from gcbench.commands.scale import app as scale_app
 from gcbench.core import output
@@ -685,6 +686,7 @@ app.command()(bounds)
 app.command()(bandwidth)
 app.add_typer(scale_app, name="scale")
 app.command()(advise)
+app.command()(netlab)
 app.command()(report)
 
 

@@ -26,7 +26,7 @@ from gcbench.core.exchange import check_legal
 from gcbench.core.memory import Memory
 from gcbench.core.schema import SCHEMA
 from gcbench.core.task import Task
-from gcbench.training import limits
+from gcbench.training import limits, membership
 from gcbench.training.store import Run
 
 Positive = Annotated[int, Field(ge=1, strict=True)]  # strict: neither true nor "8"
@@ -562,7 +562,7 @@ def threads_per_worker(config: Config) -> int:
 def check_limits(config: Config) -> None:
     """Raise UsageError for a run that takes more than this machine should give."""
     limits.check_threads(threads_per_worker(config))
-    if config.engine != "torchrun":  # the user started its processes
+    if not membership.by_torchrun():  # otherwise the user started the processes
         spawned = config.engine in ("spawn", "ddp")
         limits.check_workers(config.workers, processes=spawned, cores=cores())
 
