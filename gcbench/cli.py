@@ -32,6 +32,7 @@ from gcbench.commands.compare import compare
 from gcbench.commands.help import help_
 from gcbench.commands.helptext import make_plain
 from gcbench.commands.histogram import histogram
+from gcbench.commands.netlab import netlab
 from gcbench.commands.predict import predict
 from gcbench.commands.report import report
 from gcbench.commands.run import run
@@ -212,6 +213,7 @@ app.command()(bounds)
 app.command()(bandwidth)
 app.command()(predict)
 app.command()(advise)
+app.command()(netlab)
 app.command()(report)
 app.command(name="help")(help_)
 

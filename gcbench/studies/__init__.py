@@ -22,6 +22,7 @@ MODULES: dict[str, str] = {
     "bandwidth": "gcbench.profile.bandwidth",
     "bounds": "gcbench.studies.bounds",
     "histogram": "gcbench.profile.histogram",
+    "netlab": "gcbench.netlab",
     "links": "gcbench.predict.links",
     "prediction": "gcbench.predict.prediction",
     "validation": "gcbench.predict.validation",

@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import ClassVar
 
