@@ -55,8 +55,8 @@ sanitize: $(VENV)/installed-dev
 
 # Changes modules line by line, and lists the changes that the tests do not notice; minutes. For example:
 # make mutation MODULES="gcbench/core/claims.py gcbench/core/task.py" TESTS=tests/core
-MODULES ?= gcbench/reporting/seeds.py
-TESTS ?= tests/reporting/test_seeds.py
+MODULES ?= gcbench/stats/seeds.py
+TESTS ?= tests/stats/test_seeds.py
 mutation: $(VENV)/installed-dev
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt "mutmut>=3.8"
 	rm -rf build/mutation && mkdir -p build/mutation

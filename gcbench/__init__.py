@@ -128,7 +128,7 @@ def run(
     from pathlib import Path
 
     from gcbench.core.errors import unknown
-    from gcbench.reporting import reader
+    from gcbench.results import reader
     from gcbench.training import configuration, grid, runner
 
     for name in settings:
@@ -155,7 +155,7 @@ def load_results(*places: str | Path) -> DataFrame:
     """
     from pathlib import Path
 
-    from gcbench.reporting import reader
+    from gcbench.results import reader
 
     return reader.frame(reader.load([Path(place) for place in places or ("results/runs",)]))
 

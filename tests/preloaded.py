@@ -24,7 +24,7 @@ IMPORTS = (
     "torch torch.distributed.run pandas pyarrow.parquet matplotlib.pyplot scipy.stats "
     "sklearn.datasets rich.table typer.completion pydantic numpy "
     "gcbench.cli gcbench.checks.verify gcbench.training.train gcbench.training.runner "
-    "gcbench.reporting.compare gcbench.reporting.catalog gcbench.reporting.run_plots"
+    "gcbench.report.compare gcbench.report.listings gcbench.report.run_plots"
 )
 CLIENT = """#!{python} -SEs
 import json, os, socket, sys

@@ -33,7 +33,9 @@ from gcbench._version import __version__
 from gcbench.core import files
 from gcbench.core.errors import UsageError, unknown
 from gcbench.core.world import World
-from gcbench.training.store import CAPTURES, Run, write_atomically
+from gcbench.core.writing import write_atomically
+from gcbench.results.run_folder import CAPTURES
+from gcbench.training.store import Run
 
 SCHEMA = "1"
 ENDING = ".safetensors"

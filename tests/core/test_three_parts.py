@@ -13,9 +13,9 @@ import torch
 from commands import invoke
 
 import gcbench
+from gcbench.checks import properties
 from gcbench.core import memory, registry
 from gcbench.core.errors import GcbenchError, UsageError
-from gcbench.studies import conformance
 from gcbench.training.configuration import Config
 
 GUIDE = Path(__file__).parents[2] / "gcbench/docs/your-method.md"
@@ -181,7 +181,7 @@ def test_faults_in_memory_and_update_rule_are_found(tmp_path, forget):
         assert text != source
         (tmp_path / f"{name}.py").write_text(text)
         method = gcbench.get_compressor(str(tmp_path / f"{name}.py"))
-        verdicts = {each: conformance.run(method, each).verdict for each in BROKEN}
+        verdicts = {each: properties.run(method, each).verdict for each in BROKEN}
         assert verdicts[check] == "fails", (name, verdicts)
 
 

@@ -171,7 +171,7 @@ def test_help_imports_nothing_heavy(words):
     assert modules & heavy == set()
     assert not modules & {
         "gcbench.training.configuration",
-        "gcbench.reporting.catalog",
+        "gcbench.report.listings",
         "gcbench.core.registry",
     }
 
