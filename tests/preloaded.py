@@ -139,10 +139,11 @@ def _serve(address: str) -> None:
 
 
 if __name__ == "__main__":
+    import commands
+
     for name in IMPORTS.split():
         __import__(name)
-    # As `commands.invoke` does: a verification searches a tenth of its inputs.
-    adversary = sys.modules["gcbench.checks.adversary"]
-    adversary.effort_for = lambda *_, **__: adversary.QUICK  # type: ignore[attr-defined]
+    # As `commands.invoke` does: a verification searches few inputs.
+    sys.modules["gcbench.checks.verify"].effort_for = commands.brief  # type: ignore[attr-defined]
     gc.freeze()  # a fork's collector would copy every page
     _serve(sys.argv[1])
