@@ -289,13 +289,13 @@ def test_a_hook_that_a_framework_drops_is_an_error():
         assert result["none"] == ""
 
 
-# ---- README --------------------------------------------------------------------------------------
+# ---- the guide -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_example_of_the_readme_trains_and_saves(name):
+def test_the_example_of_the_guide_trains_and_saves(name):
     of(f"{name}_refusals")  # skips
-    for result in JOBS.of("readme"):
+    for result in JOBS.of("guide"):
         example = result[name]
         assert example["file"]
         assert example["steps"] == (6 if name == "transformers" else framework_jobs.EPOCH)
