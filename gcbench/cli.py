@@ -29,11 +29,13 @@ from gcbench.commands.advise import advise
 from gcbench.commands.bandwidth import bandwidth
 from gcbench.commands.bounds import bounds
 from gcbench.commands.compare import compare
+from gcbench.commands.help import help_
 from gcbench.commands.helptext import make_plain
 from gcbench.commands.histogram import histogram
+from gcbench.commands.netlab import netlab
+from gcbench.commands.predict import predict
 from gcbench.commands.report import report
 from gcbench.commands.run import run
-from gcbench.commands.scale import app as scale_app
 from gcbench.core import output
 from gcbench.core.errors import GcbenchError, UsageError
 
@@ -108,11 +110,11 @@ def verify(
     json: Json = False,
 ) -> None:
     """Check a compressor against its declarations; exit code 1 if one does not hold."""
+    from gcbench.checks import properties
     from gcbench.checks import verify as verifying
     from gcbench.core import progress as showing
     from gcbench.core import registry
     from gcbench.report import listings
-    from gcbench.studies import conformance
     from gcbench.training import grid
 
     options = grid.pairs("--set", set_)
@@ -123,7 +125,7 @@ def verify(
     results: list[verifying.Verified] = []
     texts = [" ".join(f"{key}={value}" for key, value in options.items())]
     if not options:
-        texts = [text or "default" for text, _ in conformance.configurations(name)]
+        texts = [text or "default" for text, _ in properties.configurations(name)]
     running = verifying.verify(
         name, options, processes=processes, carried=memory or "", reference=against
     )
@@ -131,7 +133,7 @@ def verify(
         # A bar is closed before the table is printed, as it draws over what else comes to a screen.
         shown = showing.observer(progress.value, f"verify {name}", len(texts))
         try:
-            shown.step(number, f"{len(conformance.CHECKS)} checks and a search of {text}")
+            shown.step(number, f"{len(properties.CHECKS)} checks and a search of {text}")
             results.append(next(running))
         finally:
             shown.close()
@@ -145,7 +147,7 @@ def verify(
     verdicts = [row["verdict"] for row in rows]
     hold, fail = verdicts.count("holds"), verdicts.count("fails")
     say(f"{name}: {hold} hold, {fail} fail, {len(rows) - hold - fail} not declared")
-    if not conformance.claims_anything(name, options):
+    if not properties.claims_anything(name, options):
         say(
             f"{name} claims nothing of what arrives (unbiased, contractive, signs, exact_for): no "
             "check says whether its values are right"
@@ -209,9 +211,11 @@ def kernels(
 app.command()(histogram)
 app.command()(bounds)
 app.command()(bandwidth)
-app.add_typer(scale_app, name="scale")
+app.command()(predict)
 app.command()(advise)
+app.command()(netlab)
 app.command()(report)
+app.command(name="help")(help_)
 
 
 def _print_folder(name: str, folder: Path, *, as_json: bool) -> None:

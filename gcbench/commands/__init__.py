@@ -87,6 +87,9 @@ Plot = Annotated[
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Repeat what is finished.")]
+Details = Annotated[
+    bool, typer.Option("--details", help="Print all tables, assumptions and footnotes.")
+]
 
 
 SUITE = "A paper's table or figure, see `gcbench list suites`, or a YAML file."
@@ -140,15 +143,20 @@ def deliver(
     chosen: Format,
     *,
     as_json: bool,
-    draw: Callable[[Analysis, Path], list[Path] | None] = studies.draw,
+    details: bool = True,
+    draw: Callable[[Analysis, Path], list[Path] | None] | None = None,
 ) -> None:
-    """Save an analysis, print it, and draw it into its folder and to `plot`."""
+    """Save an analysis, print it, and draw it into its folder and to `plot`.
+
+    `draw`: default `studies.draw`.
+    """
     from gcbench.report import analysis as measuring
 
     folder = measuring.save(analysis, results)
-    output.emit(measuring.render(analysis, "json" if as_json else chosen.value))
+    shown = "json" if as_json else chosen.value
+    output.emit(measuring.render(analysis, shown, details=details))
     for path in filter(None, (folder / f"{analysis.kind}.png", plot)):
-        drawn = draw(analysis, path) or [path]
+        drawn = (draw or studies.draw)(analysis, path) or [path]
         say(f"wrote {', '.join(map(str, drawn))}")
 
 

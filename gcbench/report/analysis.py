@@ -60,6 +60,15 @@ class Shown(BaseModel):
     """1e3 shows seconds as milliseconds."""
 
 
+def shown(columns: Mapping[str, str | tuple[str, float]]) -> list[Shown]:
+    """Return columns from field -> heading, or field -> (heading, factor on the values)."""
+    made = []
+    for field, column in columns.items():
+        heading, scale = (column, 1.0) if isinstance(column, str) else column
+        made.append(Shown(field=field, heading=heading, scale=scale))
+    return made
+
+
 class Table(BaseModel):
     """Tidy rows, and how a reader sees them.
 
@@ -76,6 +85,8 @@ class Table(BaseModel):
     """The first columns, which say what a row is; they are aligned to the left."""
     by: str | None = None
     """A field whose values each get a table of their own in the text."""
+    brief: bool = False
+    """Whether the short text shows this table, in place of the others."""
     notes: list[str] = []
     rows: list[Row] = Field(default=[], exclude=True)
 
@@ -388,10 +399,13 @@ def columns(table: Table, rows: Sequence[Row]) -> list[Column]:
     ]
 
 
-def parts(analysis: Analysis) -> Iterator[tuple[Table, str, list[Row]]]:
-    """Yield what the text shows, as (table, title, rows); empty tables are left out."""
+def parts(analysis: Analysis, *, brief: bool = False) -> Iterator[tuple[Table, str, list[Row]]]:
+    """Yield the tables of the short or of the full text as (table, title, rows).
+
+    Tables without columns or rows are left out.
+    """
     for table in analysis.tables:
-        if not table.shown or not table.rows:
+        if table.brief != brief or not table.shown or not table.rows:
             continue
         if table.by is None:
             yield table, table.title, table.rows
@@ -402,18 +416,27 @@ def parts(analysis: Analysis) -> Iterator[tuple[Table, str, list[Row]]]:
 
 
 def document(analysis: Analysis) -> dict[str, Any]:
-    """Return the analysis with its rows as one JSON object."""
+    """Return the analysis with its rows as one JSON object, without the short tables."""
+    tables = [table for table in analysis.tables if not table.brief]
     head = analysis.model_dump()
-    for entry, table in zip(head["tables"], analysis.tables, strict=True):
-        entry["rows"] = table.rows
+    head["tables"] = [
+        {**table.model_dump(exclude={"brief"}), "rows": table.rows} for table in tables
+    ]
     return head
 
 
-def render(analysis: Analysis, format: str = "table", width: int | None = None) -> str:
+def render(
+    analysis: Analysis,
+    format: str = "table",
+    width: int | None = None,
+    *,
+    details: bool = True,
+) -> str:
     """Return the analysis as text in one of `FORMATS`, without a final line break.
 
-    `width`, in columns, bounds the format "table" alone: None takes the terminal's, or 100 where
-    the output is no terminal. CSV has the rows of the first table, in plain units.
+    `width`, in columns, limits the format "table"; None takes the width of the terminal, or 100 if
+    the output is not a terminal. CSV has the rows of the first table, in plain units. Without
+    `details` the format "table" has only the answer and the short table, if there is one.
 
     Raises:
         UsageError: an unknown format.
@@ -426,11 +449,14 @@ def render(analysis: Analysis, format: str = "table", width: int | None = None) 
         return csv_text(analysis.tables[0].rows)
     width = width or shutil.get_terminal_size((100, 24)).columns
 
-    blocks = [sentence(said, format, width) for said in analysis.answer]
-    for table, title, rows in parts(analysis):
+    brief = not details and format == "table" and any(parts(analysis, brief=True))
+    blocks = [sentence(text, format, width) for text in analysis.answer]
+    for table, title, rows in parts(analysis, brief=brief):
         blocks.append(block(title, columns(table, rows), table.which, format, width))
         if rows[-1] is table.rows[-1]:
             blocks += [sentence(note, format, width) for note in table.notes]
+    if brief:
+        return "\n\n".join([*blocks, "Assumptions, evidence and all tables: add --details."])
     ends = [*analysis.conclusions, where(analysis.provenance) + "."]
     if format == "table" and any(len(rows) > glossary.LONG for _, _, rows in parts(analysis)):
         ends.append(glossary.POINTER)

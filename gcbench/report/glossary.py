@@ -1,7 +1,4 @@
-"""The words of the tables, each explained once: printed, in the report, and in results/GLOSSARY.md.
-
-`python -m gcbench.report.glossary` prints the page of Markdown.
-"""
+"""The words of the tables, each explained once: by `gcbench list words`, and in the report."""
 
 from __future__ import annotations
 
@@ -86,18 +83,3 @@ WORDS = dict(sorted(WORDS.items()))
 def rows() -> list[dict[str, str]]:
     """Return one row a word: `name` and `what`."""
     return [{"name": word, "what": told} for word, told in WORDS.items()]
-
-
-def page() -> str:
-    """Return the glossary as a page of Markdown."""
-    head = [
-        "# Words",
-        "",
-        "What the tables of gcbench call things; `gcbench list words` prints the same.",
-        "",
-    ]
-    return "\n".join([*head, *(f"* **{word}**: {told}" for word, told in WORDS.items())]) + "\n"
-
-
-if __name__ == "__main__":
-    print(page(), end="")

@@ -108,7 +108,7 @@ def collect(places: Sequence[Path]) -> Found:
         names = ", ".join(map(str, places))
         raise UsageError(
             f"no finished run and no analysis in {names}; make some with `gcbench run`, or with "
-            "`gcbench histogram`, `bounds`, `bandwidth`, `scale` or `advise`"
+            "`gcbench histogram`, `bounds`, `bandwidth`, `predict` or `advise`"
         )
     return found
 

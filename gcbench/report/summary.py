@@ -12,7 +12,7 @@ from gcbench.report.rendering import Column, ends, number
 from gcbench.report.sections import Compared, Section, Sheet
 from gcbench.stats.ranks import LEAST_SEEDS
 
-PAYS = ("advice", "bandwidth", "fft-breakeven", "scale")
+PAYS = ("advice", "bandwidth", "fft-breakeven", "prediction")
 """Kinds of analyses whose conclusions say where compression pays."""
 SENTENCES = 2
 """How many conclusions of an analysis the summary shows: the first ones."""

@@ -224,7 +224,7 @@ def _parse(
     if data.get("schema") != SCHEMA:
         raise GcbenchError(
             f"{where}: schema {data.get('schema')!r}, but this gcbench reads {SCHEMA}; run again "
-            "with this version, or convert the file (results/README.md has the fields)"
+            "with this version, or convert the file (`gcbench help reading-results`)"
         )
     if not (plain or sanitize.is_plain(data)):
         data = sanitize.plain(data, where)
@@ -233,12 +233,12 @@ def _parse(
     except WrongValueError as error:
         came = sanitize.cut(sanitize.printable(repr(error.value)), sanitize.LABEL)
         raise GcbenchError(
-            f"{where}: `{error.place}`: {error.expected}, not {came}; {remedy} (results/README.md "
-            "has the fields)"
+            f"{where}: `{error.place}`: {error.expected}, not {came}; {remedy} "
+            "(`gcbench help reading-results`)"
         ) from error
     for kind, types in (("config", sanitize.CONFIG), ("provenance", sanitize.PROVENANCE)):
         if wrong := sanitize.wrong_type(kind, data.get(kind) or {}, types):
-            raise GcbenchError(f"{where}: {wrong}; {remedy} (results/README.md has the fields)")
+            raise GcbenchError(f"{where}: {wrong}; {remedy} (`gcbench help reading-results`)")
     return Run(summary, source, known.of(summary), number=number)
 
 

@@ -3,7 +3,7 @@
 `per_run` makes the first and `per_config` the second from it; the other functions add columns
 to the second. A configuration is all settings but the seed, as `Run.method` writes them. NaN stands
 for what is not known. `gcbench.report.compare` makes the rows of a table from these frames;
-results/README.md explains every column.
+`gcbench help reading-results` explains every column.
 """
 
 from __future__ import annotations

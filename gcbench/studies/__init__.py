@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from gcbench.report.analysis import Analysis
 
 MODULES: dict[str, str] = {
-    "advice": "gcbench.studies.scale.advice",
-    "bandwidth": "gcbench.studies.bandwidth",
+    "advice": "gcbench.predict.advice",
+    "bandwidth": "gcbench.profile.bandwidth",
     "bounds": "gcbench.studies.bounds",
-    "histogram": "gcbench.studies.histogram",
-    "scale": "gcbench.studies.scale.prediction",
-    "scale-pays": "gcbench.studies.scale.links",
-    "scale-validation": "gcbench.studies.scale.validation",
+    "histogram": "gcbench.profile.histogram",
+    "netlab": "gcbench.netlab",
+    "links": "gcbench.predict.links",
+    "prediction": "gcbench.predict.prediction",
+    "validation": "gcbench.predict.validation",
 }
 """Kind of analysis -> its module."""
 

@@ -300,7 +300,7 @@ class Capture:
         if self.about.get("schema") != SCHEMA:
             raise UsageError(
                 f"{path}: schema {self.about.get('schema')!r} in its metadata, {SCHEMA!r} is read; "
-                "`gcbench run --capture` writes such files, results/ANALYSES.md describes them"
+                "`gcbench run --capture` writes such files; see `gcbench help reading-results`"
             )
         try:
             self.step, self.seed = int(self.about["step"]), int(self.about.get("seed", 0))

@@ -29,7 +29,7 @@ from gcbench.core.values import text
 from gcbench.results.run_folder import RunFolder
 from gcbench.results.schema import SCHEMA
 from gcbench.results.settings import DEFAULTS, SET_FLAGS, Settings
-from gcbench.training import limits
+from gcbench.training import limits, membership
 
 
 class Config(Settings):
@@ -492,7 +492,7 @@ def threads_per_worker(config: Config) -> int:
 def check_limits(config: Config) -> None:
     """Raise UsageError for a run that takes more than this machine should give."""
     limits.check_threads(threads_per_worker(config))
-    if config.engine != "torchrun":  # the user started its processes
+    if not membership.by_torchrun():  # otherwise the user started the processes
         spawned = config.engine in ("spawn", "ddp")
         limits.check_workers(config.workers, processes=spawned, cores=cores())
 

@@ -219,7 +219,7 @@ class Runner:
             raise failures[0]
 
     def _in_environment(self, config: Config) -> Config:
-        """Return the config with engine torchrun under torchrun, else as it is.
+        """Return the config with engine torchrun under torchrun, unless its engine is ddp.
 
         Raises:
             UsageError: engine torchrun was asked for, but torchrun did not start this process.
@@ -230,6 +230,8 @@ class Runner:
                     "engine torchrun is found from the environment: start the command with "
                     "`torchrun --nproc-per-node N -m gcbench run ...`, or use --engine spawn"
                 )
+            return config
+        if config.engine == "ddp":
             return config
         given = {**config.model_dump(), "engine": "torchrun"}
         return Config.make(given)

@@ -20,7 +20,7 @@ from commands import ROOT, files_of_at_most, gcbench, invoke
 
 from gcbench import get_compressor
 from gcbench import run as run_from_python
-from gcbench.checks import verify
+from gcbench.checks import properties, verify
 from gcbench.checks.calls import FUNCTIONS, Covered
 from gcbench.core import registry
 from gcbench.core.compressor import Compressor
@@ -28,7 +28,6 @@ from gcbench.core.errors import GcbenchError
 from gcbench.integrations.chosen import stages
 from gcbench.report import listings
 from gcbench.results.schema import METRIC_COLUMNS
-from gcbench.studies import conformance
 from gcbench.training.store import Run
 
 QUICK = ("--task", "quadratic", "--workers", 2, "--steps", 12, "--progress", "none")
@@ -446,8 +445,8 @@ def test_verify_prints_a_table_and_its_exit_code_is_the_verdict():
     rows = invoke("verify", "none", "--no-processes", "--json").json
     assert {row["configuration"] for row in rows} == {"default"}
     names = [row["check"] for row in rows]
-    assert names[: len(conformance.CHECKS)] == list(conformance.CHECKS)
-    others = names[len(conformance.CHECKS) :]
+    assert names[: len(properties.CHECKS)] == list(properties.CHECKS)
+    others = names[len(properties.CHECKS) :]
     searched = {n.removeprefix("search: ") for n in others if n.startswith("search: ")}
     assert {"encode", "decode", "mean", "merge", "decode_sum"} <= searched <= {*FUNCTIONS}
     assert all(name.startswith(("search: ", "memory: ")) for name in others)
@@ -465,11 +464,11 @@ def test_verify_answers_in_25_lines(capsys):
 
 
 def test_verify_shows_each_configuration_before_it_is_checked(monkeypatch):
-    name, checks = "signsgd", ("bytes", "outputs")
+    name, checks = "signsgd", ("buffers", "unbiased")
     found = SimpleNamespace(holds=True, measured=1, bound=1, note="")
     known = {check: lambda method: found for check in checks}
-    monkeypatch.setattr(conformance, "CHECKS", known)
-    texts = [text or "default" for text, _ in conformance.configurations(name)]
+    monkeypatch.setattr(properties, "CHECKS", known)
+    texts = [text or "default" for text, _ in properties.configurations(name)]
     assert len(texts) > 1
     words = ("verify", name, "--no-processes")
     quiet, plain = (invoke(*words, "--progress", how) for how in ("none", "plain"))
@@ -538,7 +537,7 @@ HOW = ("auto", "bar", "plain", "none")
     "command",
     [
         *(["run"], ["compare"], ["verify"], ["data", "get"], ["advise"], ["bandwidth"], ["bounds"]),
-        *(["histogram"], ["scale", "predict"], ["scale", "links"], ["scale", "validate"]),
+        *(["histogram"], ["predict"]),
     ],
 )
 def test_what_may_take_long_has_progress(command):
@@ -550,7 +549,7 @@ def test_what_may_take_long_has_progress(command):
 
 COMMANDS = [
     *([], ["run"], ["compare"], ["verify"], ["list"], ["info"], ["kernels"], ["histogram"]),
-    *(["bounds"], ["bandwidth"], ["scale"], ["scale", "predict"], ["scale", "validate"]),
+    *(["bounds"], ["bandwidth"], ["predict"]),
     *(["advise"], ["report"], ["data"], ["data", "get"]),
 ]
 
@@ -679,8 +678,8 @@ def test_a_suite_names_and_chooses_the_file_of_a_compressor(mine, tmp_path):
 
 def test_settings_tell_a_changed_method_from_the_one_before(mine, forget):
     """Of a file, and of a built-in method: the digest is that of its own file."""
+    from gcbench.profile.bandwidth import settings
     from gcbench.studies import methods
-    from gcbench.studies.bandwidth import settings
 
     def made() -> dict[str, str]:
         given = dict.fromkeys(("collectives", "plain", "engine", "threads"))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from commands import gcbench, invoke
 
+from gcbench.checks import properties
 from gcbench.core import registry
-from gcbench.studies import conformance
 
 METHOD = '''
 import os, sys
@@ -65,7 +65,7 @@ def test_two_files_of_one_name_are_two_methods_in_one_process(tmp_path: Path, fo
     def dtype(folder: Path, out: str) -> str:
         path = method(folder)
         path.write_text(path.read_text().replace("return x.half()", f"return x.{out}()"))
-        ((_, only),) = conformance.configurations(registry.add_file(str(path)))
+        ((_, only),) = properties.configurations(registry.add_file(str(path)))
         return str(only.compress(torch.ones(4)).payload.parts[0].dtype)
 
     other = tmp_path / "other"

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BELOW = {
-    "core": (),
-    "ops": ("core",),
+ORDER = (
+    *("core", "ops", "results", "integrations", "training", "stats", "report", "studies", "checks"),
+    *("profile", "predict", "netlab", "commands"),
+)
+"""The rooms; each may import those before it, if nothing else is said."""
+BELOW: dict[str, tuple[str, ...]] = {
+    **{room: ORDER[:place] for place, room in enumerate(ORDER)},
     "results": ("core",),
     "integrations": ("core", "ops"),
-    "training": ("core", "ops", "results", "integrations"),
     "stats": ("core", "results"),
-    "report": ("core", "ops", "results", "training", "stats"),
-    "studies": ("core", "ops", "results", "training", "stats", "report"),
-    "checks": ("core", "ops", "results", "training", "stats", "report", "studies"),
-    "commands": ("core", "ops", "results", "training", "stats", "report", "studies", "checks"),
+    "netlab": ("core", "report"),
 }
 """What each room may import besides itself and `gcbench._version`."""
 PLUGINS = ("gcbench.ops", "gcbench.core")

@@ -255,7 +255,7 @@ def test_methods_by_a_word() -> None:
 def test_a_picture_that_cannot_be_is_refused_before_the_work(tmp_path: Path) -> None:
     """Every analysis has the same --plot."""
     where = ("--results", tmp_path / "analyses")
-    for words in (("bounds",), ("bandwidth",), ("histogram",), ("advise",), ("scale", "predict")):
+    for words in (("bounds",), ("bandwidth",), ("histogram",), ("advise",), ("predict",)):
         for name, said in (("x.jpg", "allowed: .png"), ("gone/x.png", "is no folder")):
             refused = invoke(*words, *where, "--plot", tmp_path / name)
             assert (refused.code, said in refused.err) == (2, True), refused.err

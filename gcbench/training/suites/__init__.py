@@ -8,7 +8,7 @@ number that the paper does not have, or from whose figure it cannot be read. `pu
 top-5 accuracy, for tasks that measure `test_top5`. A run of a suite is the same as a run with its
 settings given by flags.
 
-A suite of gcbench's own has no published numbers: it compares methods by results/PROTOCOL.md.
+A suite of gcbench's own has no published numbers: it follows `gcbench help protocol`.
 `tune` is the rule by which each entry's learning rate is chosen (`tuning`), and `tiers` are ranges
 of measured bits an element, up, within which methods are compared. `shares` names suites of
 gcbench's own that have some of its runs: their rows are given beside its own, so that nothing is
