@@ -73,6 +73,8 @@ class Published(NamedTuple):
     """How the suite differs from the paper."""
     top5: float | None = None
     """Top-5 test accuracy, a fraction of 1; None where the paper does not report it."""
+    loss: float | None = None
+    """Test loss; None where the paper reports an accuracy."""
 
     @property
     def source(self) -> str:
@@ -135,6 +137,7 @@ class Entry(BaseModel):
     by: str | None = None  # the setting for whose values `published` has numbers
     published: float | dict[int | float | str, float | None] | None = None
     published_top5: float | None = None
+    published_loss: Annotated[float, Field(gt=0)] | None = None  # of a task without accuracy
     start: list[float] | None = None  # rates that are tried first, in place of those of `tune`
     factors: list[str] = []  # names in the factors of `tune`, whose values are alternatives
     as_published: dict[str, Any] = {}  # settings of the source, where `config` has others
@@ -325,7 +328,7 @@ class Suite(BaseModel):
         owners: dict[str, int] = {}
         for number, entry in enumerate(self.entries, 1):
             steps = entry.paper_steps or self.paper_steps
-            if steps is None and entry.published is not None:
+            if steps is None and (entry.published, entry.published_loss) != (None, None):
                 raise UsageError(f"suite {self.name!r}, entry {number}: paper_steps is missing")
             tune = self._tune(number, entry)
             for own, accuracy in entry.cells():
@@ -339,6 +342,7 @@ class Suite(BaseModel):
                         self.name,
                         self.differs,
                         entry.published_top5,
+                        entry.published_loss,
                     )
                 try:
                     cell = [*self._alternatives(number, entry, own, tune, told, changed)]
