@@ -1,4 +1,4 @@
-"""A third party's file with codec, memory and update rule, as CONTRIBUTING.md shows it."""
+"""A third party's file with codec, memory and update rule, as the guide your-method shows it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from gcbench.core import memory, registry
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.training.configuration import Config
 
-ROOT = Path(__file__).parents[2]
+GUIDE = Path(__file__).parents[2] / "gcbench/docs/your-method.md"
 
 
 def shown(name: str) -> str:
-    """Return the example of CONTRIBUTING.md that has this class."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    """Return the example of the guide that has this class."""
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     (source,) = [block for block in blocks if f"class {name}(" in block]
     return source
 
