@@ -85,8 +85,8 @@ def advise(
     """Recommend whether to compress a model's gradients on a cluster, and which method to try.
 
     The speedup is predicted as by `gcbench predict`. The loss of accuracy comes from stored runs of
-    a suite with a holdout and at least 3 seeds (results/PROTOCOL.md), which trained smaller models:
-    the answer is what to try, not a guarantee.
+    a suite with a holdout and at least 3 seeds (`gcbench help protocol`). They trained smaller
+    models: the answer is what to try, not a guarantee.
     """
     from gcbench.predict import advice, clusters
 

@@ -215,7 +215,7 @@ def predict(
     from gcbench.predict import clusters, prediction
     from gcbench.predict import links as break_even
     from gcbench.predict import validation as validating
-    from gcbench.reporting import reader
+    from gcbench.results import reader
     from gcbench.studies import methods
 
     study: Any

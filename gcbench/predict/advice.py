@@ -23,7 +23,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from gcbench.core import registry
+from gcbench.core import progress, registry
 from gcbench.core.compressor import Compressor, requantizes
 from gcbench.core.errors import UsageError
 from gcbench.predict import bundled, costs, evidence, prediction, traffic
@@ -31,10 +31,12 @@ from gcbench.predict.clusters import Cluster
 from gcbench.predict.evidence import Evidence, Tolerance
 from gcbench.predict.prediction import Prepared
 from gcbench.predict.steps import HALF, Step, simplest
-from gcbench.reporting import figures, reader
-from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
+from gcbench.report import figures
+from gcbench.report.analysis import Analysis, Ledger, Row, Shown, Table
+from gcbench.results import reader
+from gcbench.results.schema import Summary
 from gcbench.studies import methods
-from gcbench.training import progress, suites
+from gcbench.training import suites
 
 KIND = "advice"
 TRY, UNCLEAR, UNTESTED = "try", "unclear", "untested"
@@ -147,7 +149,7 @@ def of_method(settings: Settings, method: Compressor, known: Sequence[Evidence])
     return [one for one in known if fits(one)]
 
 
-def same_source(run: reader.Summary, origin: Mapping[str, str] | None) -> bool:
+def same_source(run: Summary, origin: Mapping[str, str] | None) -> bool:
     """Return whether a run used the code that a method has now.
 
     `origin` is by `registry.origin`. Built-in methods count as unchanged.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import gcbench
-from gcbench.reporting import reader
+from gcbench.results import reader
 
 ROWS = "reference"
 """The folder of reference rows."""

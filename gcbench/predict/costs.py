@@ -37,7 +37,7 @@ from gcbench.predict import bundled, traffic
 from gcbench.predict.clusters import Device
 from gcbench.predict.networks import Shapes
 from gcbench.profile.breakeven import COPY, FLOAT
-from gcbench.reporting import analysis
+from gcbench.report import analysis
 from gcbench.studies import methods
 
 KIND = "bandwidth"

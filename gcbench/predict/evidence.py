@@ -1,4 +1,4 @@
-"""Accuracy that methods lose, from rows of runs made by results/PROTOCOL.md.
+"""Accuracy that methods lose, from rows of runs made by `gcbench help protocol`.
 
 A run counts if it was made for a suite, held examples out for validation, and evaluated the test
 split only after its last step. A row counts if at least `LEAST_SEEDS` of its seeds are also in the
@@ -18,10 +18,12 @@ from typing import NamedTuple
 
 from gcbench.core import registry
 from gcbench.core.errors import GcbenchError, UsageError
-from gcbench.reporting import compare, published, reader
-from gcbench.reporting.reader import Run
+from gcbench.report import compare, suite_match
+from gcbench.results import reader
+from gcbench.results.reader import Run
+from gcbench.results.settings import TUNED_KEYS
+from gcbench.results.suites import per_suite
 from gcbench.training import suites
-from gcbench.training.suites import tuning
 
 LEAST_SEEDS = 3
 FITS, UNCLEAR, LOSES = "fits", "unclear", "loses too much"
@@ -203,7 +205,7 @@ def gather(paths: Sequence[Path]) -> Gathered:
     runs = reader.load(paths)
     excluded: Counter[str] = Counter()
     groups: dict[str, list[Run]] = {}
-    current = [run for group in published.by_suite(runs).values() for run in group]
+    current = [run for group in per_suite(runs, {}).values() for run in group]
     if older := len(runs) - len(current):
         excluded["of another version of their suite"] = older
     for run in current:
@@ -239,7 +241,7 @@ def _of_suite(
         shared = [run for other, group in groups.items() if other != name for run in group]
         rates, members = _rates(suite, [*runs, *shared])
         selected += [run for run in members if run.suite != name and run.config.get("holdout")]
-    rows = compare.rows(selected, own=tuning.TUNED_KEYS if tuned else frozenset())
+    rows = compare.rows(selected, own=TUNED_KEYS if tuned else frozenset())
     still_open = {row.method for row in rows if rates.get(row.runs[0].method) == "open"}
     plain_open = any(row.method in still_open for row in rows if row.is_baseline)
     for row in rows:
@@ -261,9 +263,9 @@ def _rates(suite: suites.Suite, runs: Sequence[Run]) -> tuple[dict[str, str | No
     Runs that match no entry of the suite are left out.
     """
     try:
-        beside = published.beside(suite, runs)
+        beside = suite_match.beside(suite, runs)
     except UsageError:
         return {}, []
-    own = tuning.TUNED_KEYS if suite.tune is not None else frozenset()
+    own = TUNED_KEYS if suite.tune is not None else frozenset()
     rows = beside.rows(compare.rows(beside.runs, own=own))
     return {row.runs[0].method: row.rate for row in rows}, beside.runs

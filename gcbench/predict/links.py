@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from gcbench.core import progress
 from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import check_legal
@@ -23,10 +24,9 @@ from gcbench.predict.costs import Measured
 from gcbench.profile.bandwidth.settings import size_text
 from gcbench.profile.bandwidth.worker import shapes
 from gcbench.profile.breakeven import FLOAT, Cost, covers, pays_fields
-from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
+from gcbench.report import figures
+from gcbench.report.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.studies import methods
-from gcbench.training import progress
 
 KIND = "links"
 STORED = "assumed"

@@ -22,7 +22,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from gcbench.core import registry
+from gcbench.core import progress, registry
 from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import check_legal
@@ -31,10 +31,9 @@ from gcbench.predict.clusters import Cluster
 from gcbench.predict.networks import Network
 from gcbench.predict.steps import HALF, TIE, Gains, Plain, Spend, Step, pays, simplest
 from gcbench.profile.breakeven import CAST, FLOAT, links_text, rate_text
-from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
+from gcbench.report import figures
+from gcbench.report.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.studies import methods
-from gcbench.training import progress
 
 KIND = "prediction"
 STEPS_PRICED = 1000

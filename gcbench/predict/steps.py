@@ -21,7 +21,7 @@ from gcbench.predict import traffic
 from gcbench.predict.clusters import BACKWARD, Cluster
 from gcbench.predict.networks import Shapes
 from gcbench.profile.breakeven import FLOAT, Links
-from gcbench.reporting.analysis import Row
+from gcbench.report.analysis import Row
 from gcbench.studies import methods
 
 HALF = "bf16 all-reduce"

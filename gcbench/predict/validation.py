@@ -24,15 +24,15 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from gcbench.core import registry
+from gcbench.core import progress, registry
 from gcbench.core.errors import GcbenchError
 from gcbench.core.exchange import classifier, dense_tensors
 from gcbench.predict import costs, traffic
 from gcbench.predict.clusters import Cluster, make
 from gcbench.predict.networks import Shapes
-from gcbench.reporting import figures, reader
-from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
-from gcbench.training import progress
+from gcbench.report import figures
+from gcbench.report.analysis import Analysis, Ledger, Row, Shown, Table
+from gcbench.results import reader
 from gcbench.training.configuration import Config
 
 KIND = "validation"

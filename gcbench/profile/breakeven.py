@@ -18,8 +18,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gcbench.reporting.analysis import Row
-from gcbench.training.configuration import finite
+from gcbench.core.values import finite
+from gcbench.report.analysis import Row
 
 FLOAT = 4
 """Bytes of a float32."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from gcbench.core.errors import unknown
 
 if TYPE_CHECKING:
-    from gcbench.reporting.analysis import Analysis
+    from gcbench.report.analysis import Analysis
 
 MODULES: dict[str, str] = {
     "advice": "gcbench.predict.advice",
@@ -51,7 +51,7 @@ def draw(analysis: Analysis, path: Path) -> list[Path]:
         MissingTableError: the analysis was read from a file without the table that is drawn.
         GcbenchError: `path` cannot be written.
     """
-    from gcbench.reporting import figures
+    from gcbench.report import figures
 
     if analysis.kind not in MODULES:
         raise unknown("kind of analysis", analysis.kind, MODULES)

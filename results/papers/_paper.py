@@ -22,13 +22,13 @@ from gcbench import cli
 from gcbench.commands.derived import command
 from gcbench.commands.helptext import PlainCommand
 from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.core.progress import Observer
 from gcbench.profile import histogram
 from gcbench.profile.histogram.reconstruction import Gradients
-from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Ledger, Row, Table, shown
+from gcbench.report import figures
+from gcbench.report.analysis import Analysis, Ledger, Row, Table, shown
 from gcbench.studies import verdicts
 from gcbench.training import captures
-from gcbench.training.progress import Observer
 
 Seeds = Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(min_length=1)]
 

@@ -38,15 +38,16 @@ from _paper import (
 from pydantic import Field
 
 from gcbench.core.errors import UsageError
+from gcbench.core.progress import Observer
+from gcbench.core.values import finite
 from gcbench.core.world import Link, SimulatedWorld
-from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Ledger, Row, Table
+from gcbench.report import figures
+from gcbench.report.analysis import Analysis, Ledger, Row, Table
 from gcbench.studies import verdicts
 from gcbench.studies.bounds.observe import Plan, Watch, Welford, density
 from gcbench.studies.verdicts import Claim
 from gcbench.training import captures, configuration
-from gcbench.training.configuration import Config, finite
-from gcbench.training.progress import Observer
+from gcbench.training.configuration import Config
 from gcbench.training.store import Run
 from gcbench.training.train import Options, Trainer
 

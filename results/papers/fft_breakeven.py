@@ -33,15 +33,15 @@ from _paper import Choices, main, table, values
 from pydantic import Field, field_validator
 
 from gcbench import ops
-from gcbench.core import registry
+from gcbench.core import progress, registry
 from gcbench.core.compressor import Compressor, Segments
 from gcbench.predict import costs, traffic
 from gcbench.predict import links as pays
 from gcbench.profile.breakeven import FLOAT, links_text
-from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Ledger, Row, Table
+from gcbench.report import figures
+from gcbench.report.analysis import Analysis, Ledger, Row, Table
 from gcbench.studies import methods
-from gcbench.training import grid, progress
+from gcbench.training import grid
 
 KIND = "fft-breakeven"
 STAGES = ("Tm", "Tf", "Tp", "Ts")

@@ -25,14 +25,14 @@ from gcbench import ops
 from gcbench.core import registry
 from gcbench.core.compressor import Compressor, Key, Segments
 from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.core.progress import Observer
+from gcbench.core.values import finite
 from gcbench.profile.histogram.reconstruction import Gradients
-from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Ledger, Row
+from gcbench.report import figures
+from gcbench.report.analysis import Analysis, Ledger, Row
 from gcbench.studies import verdicts
 from gcbench.studies.bounds.alone import passed
 from gcbench.studies.verdicts import Claim
-from gcbench.training.configuration import finite
-from gcbench.training.progress import Observer
 
 KIND = "fft-range"
 LATER = Claim(

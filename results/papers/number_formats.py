@@ -33,13 +33,13 @@ from torch import Tensor
 
 from gcbench import ops
 from gcbench.core.compressor import Segments
+from gcbench.core.progress import Observer
 from gcbench.profile.histogram.reconstruction import Gradients
-from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Ledger, Row, Table, Value
-from gcbench.reporting.rendering import records
+from gcbench.report import figures
+from gcbench.report.analysis import Analysis, Ledger, Row, Table, Value
+from gcbench.report.rendering import records
 from gcbench.studies import verdicts
 from gcbench.studies.verdicts import Claim
-from gcbench.training.progress import Observer
 
 KIND = "number-formats"
 SOURCE = "Wang et al. 2020, figures 7 and 9"

@@ -21,11 +21,11 @@ from pydantic import Field
 
 from gcbench import ops
 from gcbench.core.errors import GcbenchError
-from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Ledger, Row
+from gcbench.core.progress import Observer
+from gcbench.report import figures
+from gcbench.report.analysis import Analysis, Ledger, Row
 from gcbench.studies import verdicts
 from gcbench.studies.verdicts import Claim
-from gcbench.training.progress import Observer
 
 KIND = "positions"
 SOURCE = "Wang et al. 2020, figure 6"

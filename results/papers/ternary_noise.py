@@ -28,14 +28,14 @@ from gcbench import ops
 from gcbench.core import codec, purposes
 from gcbench.core.compressor import Compressor, Context, Key, Segments
 from gcbench.core.errors import UsageError
+from gcbench.core.progress import Observer
+from gcbench.core.values import finite
 from gcbench.profile.histogram.reconstruction import Gradients
-from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Ledger, Row
+from gcbench.report import figures
+from gcbench.report.analysis import Analysis, Ledger, Row
 from gcbench.studies import methods, verdicts
 from gcbench.studies.bounds.alone import agreed, energy
 from gcbench.studies.verdicts import Claim
-from gcbench.training.configuration import finite
-from gcbench.training.progress import Observer
 
 KIND = "ternary-noise"
 SOURCE = "Wen et al. 2017, equation (20)"

@@ -32,15 +32,14 @@ from _paper import Choices, main, table
 from numpy.typing import NDArray
 from pydantic import Field
 
-from gcbench.core import registry
+from gcbench.core import progress, registry
 from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import check_legal
 from gcbench.predict import networks, traffic
-from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Ledger, Row
+from gcbench.report import figures
+from gcbench.report.analysis import Analysis, Ledger, Row
 from gcbench.studies import methods
-from gcbench.training import progress
 
 KIND = "terngrad-figure5"
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

@@ -12,7 +12,7 @@ import torch
 from commands import invoke as run
 
 from gcbench.core.errors import UsageError
-from gcbench.reporting import analysis as measuring
+from gcbench.report import analysis as measuring
 from gcbench.studies.bounds.observe import density
 
 invoke = partial(run, main=partial(_paper.main, densities))

@@ -12,7 +12,7 @@ from commands import invoke
 
 from gcbench.core import registry
 from gcbench.predict import clusters, networks
-from gcbench.reporting.analysis import load
+from gcbench.report.analysis import load
 
 PRESETS = {"gtx1080x4-1gbe": "1g", "p100x4-100g": "100g"}
 """Cluster preset -> the cluster's name in the figure."""

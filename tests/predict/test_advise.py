@@ -18,9 +18,10 @@ from torch import nn
 from gcbench.core import registry
 from gcbench.core.compressor import requantizes
 from gcbench.predict import costs, evidence, networks
-from gcbench.reporting import reader, sections
-from gcbench.reporting.analysis import load
-from gcbench.training import rows, suites
+from gcbench.report import sections
+from gcbench.report.analysis import load
+from gcbench.results import reader, rows
+from gcbench.training import suites
 
 ROOT = Path(__file__).parents[2]
 METHODS = "terngrad,qsgd,topk,int8"

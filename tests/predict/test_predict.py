@@ -31,8 +31,8 @@ from gcbench.predict import (
 )
 from gcbench.profile import breakeven
 from gcbench.profile.bandwidth import worker
+from gcbench.results import rows as rowfiles
 from gcbench.studies import methods
-from gcbench.training import rows as rowfiles
 
 ROOT = Path(__file__).parents[2]
 

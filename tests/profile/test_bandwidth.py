@@ -19,6 +19,7 @@ import torch.distributed as dist
 from commands import PATIENCE, end, invoke, members, start, wait_for
 
 from gcbench import studies
+from gcbench.checks import inputs
 from gcbench.core import codec as calls
 from gcbench.core import registry
 from gcbench.core.clock import Clock
@@ -27,9 +28,8 @@ from gcbench.predict import costs, links
 from gcbench.profile import bandwidth, breakeven
 from gcbench.profile.bandwidth import picture, settings, tables, transfers, worker
 from gcbench.profile.bandwidth.transfers import BOUNDS, PLAIN, Item, Loopback, Probe, pattern
-from gcbench.reporting import analysis as measuring
-from gcbench.reporting import figures
-from gcbench.studies import conformance
+from gcbench.report import analysis as measuring
+from gcbench.report import figures
 
 CPU = torch.device("cpu")
 
@@ -666,7 +666,7 @@ def test_wrong_results_are_found_and_fail_the_command(site, third_party, tmp_pat
     assert rows["drifting", 4096]["wrong"] == 3 * 1024
     # On both workers, where two random signs do not cancel.
     segments = worker.Segments.of(worker.shapes(2048))
-    signs = [conformance.FAMILIES["signs"](segments, rank) for rank in range(2)]
+    signs = [inputs.EXACT["signs"](segments, rank) for rank in range(2)]
     assert rows["doubling", 8192]["wrong"] == 2 * int((sum(signs) != 0).sum()) > 1800
     assert rows["raising", 4096]["wrong"] == 0
     assert rows["raising", 8192]["wrong"] is None

@@ -24,7 +24,7 @@ from gcbench.core.errors import UsageError
 from gcbench.profile import histogram
 from gcbench.profile.histogram import reconstruction, tables
 from gcbench.profile.histogram.reconstruction import ALL, Gradients, Sums
-from gcbench.reporting import analysis as measuring
+from gcbench.report import analysis as measuring
 from gcbench.training import captures, engines
 from gcbench.training.captures import Capture, Layer, Plan
 from gcbench.training.configuration import Config
@@ -768,7 +768,7 @@ def test_the_picture_needs_the_saved_rows_alone(tmp_path: Path) -> None:
 
 
 def test_a_panel_without_values_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gcbench.reporting import figures
+    from gcbench.report import figures
 
     capture(tmp_path / "in", normal(2))
     words = ["histogram", tmp_path / "in", "--results", tmp_path, "--progress", "none"]

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 BELOW = {
     "core": (),
     "ops": ("core",),
+    "results": ("core",),
     "integrations": ("core", "ops"),
     "training": ("core", "ops", "integrations"),
     "reporting": ("core", "ops", "training"),

@@ -13,8 +13,8 @@ from commands import files_of_at_most, invoke
 
 from gcbench import studies
 from gcbench.core.errors import GcbenchError, UsageError
-from gcbench.reporting import analysis as measuring
-from gcbench.reporting.analysis import Analysis, Ledger, MissingTableError, Shown, Table
+from gcbench.report import analysis as measuring
+from gcbench.report.analysis import Analysis, Ledger, MissingTableError, Shown, Table
 from gcbench.studies import methods
 
 
@@ -193,7 +193,7 @@ def test_a_full_disk_is_told_and_keeps_what_was_made(tmp_path: Path) -> None:
 
 def test_two_processes_do_not_share_a_ledger(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from gcbench.reporting.analysis import Ledger\n"
+        "import sys; from pathlib import Path; from gcbench.report.analysis import Ledger\n"
         "try:\n"
         "    with Ledger(Path(sys.argv[1])).open(): pass\n"
         "except Exception as error: print(error)"

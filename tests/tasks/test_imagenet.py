@@ -27,7 +27,7 @@ from gcbench.core.compressor import Key
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.core.task import Split
 from gcbench.predict import networks, validation
-from gcbench.reporting import reader
+from gcbench.results import reader
 from gcbench.training import sinks
 from gcbench.training.configuration import Config
 from gcbench.training.dropout import Dropout, set_dropout_key

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from gcbench.core import progress
 from gcbench.profile.bandwidth.picture import draw
 from gcbench.profile.bandwidth.settings import KIND, Settings, items, plan
 from gcbench.profile.bandwidth.tables import summarize
 from gcbench.profile.bandwidth.worker import measure
-from gcbench.reporting import analysis
-from gcbench.reporting.analysis import Analysis
-from gcbench.training import membership, progress
+from gcbench.report import analysis
+from gcbench.report.analysis import Analysis
+from gcbench.training import membership
 from gcbench.training.membership import Membership
 
 __all__ = ["Settings", "draw", "run"]

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from gcbench.profile.bandwidth.settings import Settings, size_text
 from gcbench.profile.bandwidth.transfers import PARTS, YARDSTICK
-from gcbench.reporting import figures
-from gcbench.reporting.rendering import number
+from gcbench.report import figures
+from gcbench.report.rendering import number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from gcbench.reporting.analysis import Analysis
+    from gcbench.report.analysis import Analysis
 
 Rows = Sequence[Mapping[str, Any]]
 COLUMNS = 9

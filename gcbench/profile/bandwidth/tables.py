@@ -12,8 +12,8 @@ from gcbench import ops
 from gcbench.profile.bandwidth.settings import KIND, Settings, combinations, command, size_text
 from gcbench.profile.bandwidth.transfers import PARTS, YARDSTICK, Item
 from gcbench.profile.breakeven import FLOAT, Cost, covers, pays_fields
-from gcbench.reporting import analysis
-from gcbench.reporting.analysis import Analysis, Row, Table, shown
+from gcbench.report import analysis
+from gcbench.report.analysis import Analysis, Row, Table, shown
 
 LINKS = (1, 10, 100)
 """Links in the answer, in Gbit/s."""

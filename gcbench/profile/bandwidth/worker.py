@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.core import memory
+from gcbench.checks import adversary, exchanges, inputs
+from gcbench.core import memory, progress
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import Compressor, Segments, requantizes
 from gcbench.core.errors import GcbenchError, PeerLostError
@@ -22,9 +23,8 @@ from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.schema import PHASES
 from gcbench.core.world import DistributedWorld, Link, SimulatedWorld, World
 from gcbench.profile.bandwidth.transfers import BOUNDS, PARTS, PLAIN, YARDSTICK, Item, Plan, Probe
-from gcbench.reporting.analysis import Ledger
-from gcbench.studies import conformance, methods
-from gcbench.training import progress
+from gcbench.report.analysis import Ledger
+from gcbench.studies import methods
 
 CHECKED = 2
 """Number of steps compared with a simulation; in the second a memory is not empty."""
@@ -52,13 +52,13 @@ class Inputs:
     @cached_property
     def own(self) -> Tensor:
         """This worker's gradient, float32, shape (n,)."""
-        return conformance.normal(self.count, self.world.ranks[0]).to(self.world.device)
+        return inputs.normal(self.count, self.world.ranks[0]).to(self.world.device)
 
     @cached_property
     def all(self) -> list[Tensor]:
         """The gradients of all workers, for a simulation."""
         ranks = range(self.world.size)
-        return [conformance.normal(self.count, rank).to(self.world.device) for rank in ranks]
+        return [inputs.normal(self.count, rank).to(self.world.device) for rank in ranks]
 
 
 class Failed(Exception):
@@ -100,10 +100,9 @@ class Subject:
         decoded payloads, encoded again if a merge does so. A distance of 1e-3 of the norm is
         allowed, because means added in another order may be encoded differently.
         """
-        check = conformance.run(self.method, "every worker heard")
-        if check.verdict == "fails" and check.measured != "-":  # "-": it raised, at another size
-            return f"it is not the definition: {check.measured}"
-        method, collective = conformance.by_definition(self.method), self.collective
+        if fault := adversary.mean_fault(self.method):
+            return f"it is not the definition: {fault}"
+        method, collective = exchanges.with_default_mean(self.method), self.collective
         if method is self.method:
             return ""  # its aggregate is not a mean, but defined by the method
         if not requantizes(method) and "allgather" in method.legal_collectives():
@@ -190,12 +189,13 @@ class Subject:
         if not method.claims.exact_for or method.claims.aggregate == "other":
             return wrong, how
         family = method.claims.exact_for[0]
-        xs, mean = conformance.exact_mean(method, self.collective, family, self.segments, size)
+        xs, mean = exchanges.exact_mean(method, self.collective, family, self.segments, size)
         clock = Clock(self.world.device)
         clock.start_step()
         own = xs[self.world.ranks[0]].to(self.world.device)
         got = self._new_exchange(self.world, memory.Memory(), clock).mean([own], 0)
-        return wrong + conformance.inexact(got.cpu(), mean, method.claims.portable), f"{how}, exact"
+        wrong += exchanges.count_inexact(got.cpu(), mean, method.claims.portable)
+        return wrong, f"{how}, exact"
 
     def unlike(self) -> int:
         """Return how many elements of the last mean have other bits than on worker 0."""

@@ -14,17 +14,17 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from gcbench.core import registry
+from gcbench.core import progress, registry
 from gcbench.core.compressor import TILE, Compressor
 from gcbench.core.errors import Interrupted, UsageError
 from gcbench.profile.histogram import reconstruction, tables
 from gcbench.profile.histogram.picture import draw
 from gcbench.profile.histogram.reconstruction import ALL, ERRORS, Decoded, Gradients, Sums
 from gcbench.profile.histogram.tables import FIGURES, GRADIENT
-from gcbench.reporting import analysis as measuring
-from gcbench.reporting.analysis import Analysis, Ledger, Row
+from gcbench.report import analysis as measuring
+from gcbench.report.analysis import Analysis, Ledger, Row
 from gcbench.studies import methods as specs
-from gcbench.training import captures, progress
+from gcbench.training import captures
 from gcbench.training.captures import Capture, Layer
 from gcbench.training.configuration import Config
 from gcbench.training.runner import Runner

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from gcbench.profile.histogram.reconstruction import ALL, BINS, EDGE, RIVALS, gaussian_clipping
 from gcbench.profile.histogram.tables import ANGLE, CLIP, GRADIENT, LENGTH
-from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Row
+from gcbench.report import figures
+from gcbench.report.analysis import Analysis, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

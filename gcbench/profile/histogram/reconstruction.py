@@ -24,10 +24,10 @@ from gcbench.core import codec, purposes, registry
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import Compressor, Context, Key, Segments
 from gcbench.core.exchange import Exchange, Lane
+from gcbench.core.values import finite
 from gcbench.core.world import Link, SimulatedWorld
-from gcbench.reporting.analysis import Row
+from gcbench.report.analysis import Row
 from gcbench.training.captures import KINDS, Layer
-from gcbench.training.configuration import finite
 
 ALL = "all layers"
 EDGE = 6.0

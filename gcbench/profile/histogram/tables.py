@@ -17,11 +17,11 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from gcbench.core import registry
+from gcbench.core.values import finite
 from gcbench.profile.histogram.reconstruction import ALL, RIVALS, gaussian_clipping
-from gcbench.reporting.analysis import Row, Table, shown
-from gcbench.reporting.rendering import records
+from gcbench.report.analysis import Row, Table, shown
+from gcbench.report.rendering import records
 from gcbench.studies import verdicts
-from gcbench.training.configuration import finite
 
 if TYPE_CHECKING:
     from pandas import DataFrame
