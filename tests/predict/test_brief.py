@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from commands import invoke
 
-from gcbench.reporting import analysis
+from gcbench.report import analysis
 
 LINES, COLUMNS = 25, 80
 BERT = ("--model", "bert-large", "--cluster", "a100x1-10g")
