@@ -15,17 +15,15 @@ BELOW = {
     "ops": ("core",),
     "results": ("core",),
     "integrations": ("core", "ops"),
-    "training": ("core", "ops", "integrations"),
-    "reporting": ("core", "ops", "training"),
-    "studies": ("core", "ops", "training", "reporting"),
-    "checks": ("core", "ops", "training", "reporting", "studies"),
-    "profile": ("core", "ops", "training", "reporting", "studies", "checks"),
-    "predict": ("core", "ops", "training", "reporting", "studies", "checks", "profile"),
-    "commands": (
-        *("core", "ops", "training", "reporting", "studies", "checks", "profile", "predict"),
-    ),
+    "training": ("core", "ops", "results", "integrations"),
+    "stats": ("core", "results"),
+    "report": ("core", "ops", "results", "training", "stats"),
+    "studies": ("core", "ops", "results", "training", "stats", "report"),
+    "checks": ("core", "ops", "results", "training", "stats", "report", "studies"),
 }
 """What each room may import besides itself and `gcbench._version`."""
+for name in ("profile", "predict", "commands"):  # each may import all rooms above it here
+    BELOW[name] = tuple(BELOW)
 PLUGINS = ("gcbench.ops", "gcbench.core")
 """What files of compressors/ and tasks/ may import besides `gcbench` and each other."""
 DOOR = ("gcbench", "gcbench.cli", "gcbench.__main__")
