@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -663,25 +663,29 @@ class CommHook(Hook):
                 "DistributedSampler(..., drop_last=True)"
             )
         if not self._closed:
-            self._meet(model)
             self._check_backward(model)
 
     def _check_backward(self, model: Any) -> None:
         """Raise UsageError, and stop the other ranks, if the last backward pass broke off here."""
-        assert self._worker is not None
+        if self._in_backward:
+            self._unfinished(None)
+        self._meet(model)
         try:
             # DDP makes this call next, and raises here after a pass that it could not finish.
             model._has_rebuilt_buckets |= model.reducer._rebuild_buckets()
         except RuntimeError as error:
-            unfinished = UsageError(
-                f"rank {self._world.rank}: the backward pass of step "
-                f"{self._step} broke off, so the ranks cannot continue together. Was an error "
-                "caught there? Then restart from a checkpoint. Does the model have parameters "
-                "that the loss does not use? Then "
-                "DistributedDataParallel(..., find_unused_parameters=True)"
-            )
-            self._worker.submit(lambda: self._fail(unfinished)).result()
-            raise unfinished from error
+            self._unfinished(error)
+
+    def _unfinished(self, cause: RuntimeError | None) -> NoReturn:
+        assert self._worker is not None
+        error = UsageError(
+            f"rank {self._world.rank}: the backward pass of step {self._step} broke off, so the "
+            "ranks cannot continue together. Was an error caught there? Then restart from a "
+            "checkpoint. Does the model have parameters that the loss does not use? Then "
+            "DistributedDataParallel(..., find_unused_parameters=True)"
+        )
+        self._worker.submit(lambda: self._fail(error)).result()
+        raise error from cause
 
     def _meet(self, model: Any) -> None:
         """Agree with the other ranks if DDP itself is about to communicate in a forward pass.
