@@ -44,6 +44,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gcbench
 from gcbench.core.world import DistributedWorld
 from gcbench.integrations import ddp, fsdp  # noqa: F401 - as above
+from gcbench.training import launched
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "results" / "fault-matrix.json"
@@ -415,9 +416,10 @@ def _break(hook: Any, broken: str) -> None:
         hook._settings = replace(hook.settings, agree=False)
 
 
-def rank_job(cell: Cell, rank: int, folder: Path, limits: Limits) -> None:
+def rank_job(cell: Cell, rank: int, folder: Path, limits: Limits, parent: int) -> None:
     """Run one rank; its log is folder/RANK.jsonl, one event per line."""
     global FAULT
+    launched.die_with_parent(parent)  # also one that is stopped
     file = os.open(folder / f"{rank}.jsonl", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
 
     def log(event: str, **values: Any) -> None:
@@ -576,7 +578,7 @@ def start(cell: Cell, limits: Limits) -> tuple[Path, list[Any]]:
     folder = Path(tempfile.mkdtemp(prefix="gcbench-fault-"))
     fork = multiprocessing.get_context("fork")
     ranks = [
-        fork.Process(target=rank_job, args=(cell, rank, folder, limits), daemon=True)
+        fork.Process(target=rank_job, args=(cell, rank, folder, limits, os.getpid()))
         for rank in range(SIZES[cell.framework])
     ]
     for each in ranks:
