@@ -662,7 +662,8 @@ def store(results: Sequence[dict[str, Any]]) -> None:
     by_name = {named(each): each for each in (*before, *results)}
     merged = [by_name[cell] for cell in cells() if cell in by_name]
     head = f"{len(merged)} jobs, torch {torch.__version__}, gloo on a CPU."
-    RESULT.write_text(json.dumps({"head": head, "cells": merged}, indent=1) + "\n")
+    lines = ",\n".join(json.dumps(each) for each in merged)
+    RESULT.write_text(f'{{"head": {json.dumps(head)}, "cells": [\n{lines}\n]}}\n')
     text, _, rest = TRUST.read_text().partition(BEGIN)
     TRUST.write_text(text + summary(merged, head) + rest.partition(END)[2])
 
