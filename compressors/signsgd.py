@@ -13,7 +13,7 @@ sign(0) = +1 and a tied vote is +1, as in the authors' bit-packed vote (arXiv:18
 first code sent 0 (test_signsgd.py::test_zeros_and_ties_count_as_plus). So weights that get no
 gradient drift by the learning rate at every step, unless a tiny `abstain` stops them. With an even
 number of workers so do all others, by the votes that are tied: `ties="coin"` ended 27 points higher
-with 4 workers (results/FINDINGS.md). Abstention is theirs without a rule; here a worker sends 0
+with 4 workers (`gcbench help findings`). Abstention is theirs without a rule; here a worker sends 0
 where |g| < abstain * rms of its tensor, or g = 0, and the vote is 0, as in a tie, where it is won
 by fewer than min(quorum, M) votes.
 

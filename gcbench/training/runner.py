@@ -11,18 +11,11 @@ from typing import Any
 
 from gcbench.core import output
 from gcbench.core.errors import DivergedError, GcbenchError, Interrupted, UsageError
-from gcbench.core.schema import SCHEMA
-from gcbench.training import (
-    captures,
-    configuration,
-    engines,
-    membership,
-    rows,
-    sinks,
-    update_rule,
-)
+from gcbench.core.progress import Mode
+from gcbench.results import rows, update_rule
+from gcbench.results.schema import SCHEMA
+from gcbench.training import captures, configuration, engines, membership, sinks
 from gcbench.training.configuration import Config
-from gcbench.training.progress import Mode
 from gcbench.training.store import Run
 from gcbench.training.train import Options
 
@@ -72,7 +65,7 @@ class Runner:
 
         `capture`: which gradients are kept; `sink_names`: the sinks that receive the records;
         `show` prints the summaries of finished runs. `rows_files`: files of rows
-        (`gcbench.training.rows`); a run that has a row in one of them is not made again, and each
+        (`gcbench.results.rows`); a run that has a row in one of them is not made again, and each
         finished run adds its own to the first, with `suite`, name/version, as the suite for which
         it was made.
         """
@@ -102,12 +95,12 @@ class Runner:
             _say(f"{len(pending)} runs to make, {self.after:,} steps in all")
         self.work(each(configs), len(configs), json=json)
 
-    def _rows(self) -> dict[str, tuple[rows.Row, Path]]:
+    def _rows(self) -> dict[str, tuple[rows.StoredRun, Path]]:
         """Return the rows of runs that are not to be made again, each with its file.
 
         The keys are the hashes of their configs. Of two rows with one config the first counts.
         """
-        found: dict[str, tuple[rows.Row, Path]] = {}
+        found: dict[str, tuple[rows.StoredRun, Path]] = {}
         for path in () if self.force else self.rows_files:
             for one in rows.read(path):
                 found.setdefault(configuration.hash_of(one["config"]), (one, path))
@@ -226,7 +219,7 @@ class Runner:
             raise failures[0]
 
     def _in_environment(self, config: Config) -> Config:
-        """Return the config with engine torchrun under torchrun, else as it is.
+        """Return the config with engine torchrun under torchrun, unless its engine is ddp.
 
         Raises:
             UsageError: engine torchrun was asked for, but torchrun did not start this process.
@@ -237,6 +230,8 @@ class Runner:
                     "engine torchrun is found from the environment: start the command with "
                     "`torchrun --nproc-per-node N -m gcbench run ...`, or use --engine spawn"
                 )
+            return config
+        if config.engine == "ddp":
             return config
         given = {**config.model_dump(), "engine": "torchrun"}
         return Config.make(given)

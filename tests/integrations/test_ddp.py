@@ -700,17 +700,3 @@ def test_a_placed_scalar_is_one_element():
     placed = Placed("s", (), 0, 3)
     assert placed.numel == 1
     assert placed.of(torch.arange(5.0)) == 3
-
-
-# ---- the page ------------------------------------------------------------------------------------
-
-
-def test_the_example_of_the_readme_trains_saves_and_resumes(tmp_path):
-    """With two processes, then once more: the second job continues from the first."""
-    text = jobs.example("In your DDP job")
-    for steps in (10, 20):
-        ended = text + "\nPath(f'ended-{rank}').write_text(str(hook.step))\n"
-        assert all(
-            "times fewer bytes" in each for each in jobs.run_program(ended, tmp_path, str(steps))
-        )
-        assert [(tmp_path / f"ended-{rank}").read_text() for rank in (0, 1)] == [str(steps)] * 2

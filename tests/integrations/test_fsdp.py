@@ -510,6 +510,8 @@ def test_lanes_between_replicas_are_a_ranks_own_chunks():
 # ---- the page ------------------------------------------------------------------------------------
 
 
-def test_the_example_of_the_readme_trains(tmp_path):
-    printed = jobs.run_program(jobs.example("In your FSDP2 job"), tmp_path)
+def test_the_example_of_the_guide_trains(tmp_path):
+    text = (ROOT / "gcbench/docs/your-job.md").read_text()
+    (example,) = re.findall(r"```python\n(# shard\.py\n.*?)```", text, re.DOTALL)
+    printed = jobs.run_program(example, tmp_path)
     assert all(re.search(r"3\.\d times fewer bytes", each) for each in printed)

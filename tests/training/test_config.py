@@ -13,6 +13,7 @@ import gcbench
 from gcbench import cli
 from gcbench.core.errors import UsageError
 from gcbench.ops import cuda
+from gcbench.results import settings
 from gcbench.training import configuration, grid
 from gcbench.training.configuration import Config
 from gcbench.training.runner import Runner
@@ -146,18 +147,16 @@ def test_a_setting_at_its_default_leaves_the_hash_as_it_is(monkeypatch):
     """A config stored before a setting existed has the hash of one with the setting's default."""
     made = Config.make({"task": "quadratic", "lr": 0.25, "momentum": 0.0})
     stored = made.model_dump(mode="json")
-    given = {
-        key: value for key, value in stored.items() if configuration.DEFAULTS.get(key) != value
-    }
+    given = {key: value for key, value in stored.items() if settings.DEFAULTS.get(key) != value}
     assert {"lr": 0.25}.items() <= given.items()
     assert "momentum" not in given
     named = made.hash
     assert named == configuration.hash_of(stored) == configuration.hash_of(given)
     text = json.dumps(given, sort_keys=True)
     assert made.hash == hashlib.sha256(text.encode()).hexdigest()[:10]
-    for key in configuration.DEFAULTS:
+    for key in settings.DEFAULTS:
         assert configuration.hash_of({**stored, key: "another"}) != made.hash
-    monkeypatch.setitem(configuration.DEFAULTS, "momentum", 0.9)
+    monkeypatch.setitem(settings.DEFAULTS, "momentum", 0.9)
     assert configuration.hash_of(stored) != named, "another default is another run"
 
 

@@ -8,7 +8,7 @@ number that the paper does not have, or from whose figure it cannot be read. `pu
 top-5 accuracy, for tasks that measure `test_top5`. A run of a suite is the same as a run with its
 settings given by flags.
 
-A suite of gcbench's own has no published numbers: it compares methods by results/PROTOCOL.md.
+A suite of gcbench's own has no published numbers: it follows `gcbench help protocol`.
 `tune` is the rule by which each entry's learning rate is chosen (`tuning`), and `tiers` are ranges
 of measured bits an element, up, within which methods are compared. `shares` names suites of
 gcbench's own that have some of its runs: their rows are given beside its own, so that nothing is
@@ -34,19 +34,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from gcbench.core import registry, schedule
 from gcbench.core.errors import GcbenchError, UsageError, unknown
-from gcbench.training import grid, rows
-from gcbench.training.configuration import SET_FLAGS, Config, canonical, text
-from gcbench.training.suites.tuning import (
-    TUNED_KEYS,
-    Choice,
-    Decision,
-    Trial,
-    Tune,
-    decide_among,
-    quality,
-)
+from gcbench.core.values import canonical, text
+from gcbench.results import rows
+from gcbench.results.settings import SET_FLAGS, TUNED_KEYS
+from gcbench.results.suites import FOLDER
+from gcbench.results.suites import names as names
+from gcbench.training import grid
+from gcbench.training.configuration import Config
+from gcbench.training.suites.tuning import Choice, Decision, Trial, Tune, decide_among, quality
 
-FOLDER = Path(__file__).parent
 ROWS = Path("results/reference")
 """Where the committed rows of suites are, in gcbench's folder: NAME.parquet."""
 FREE = frozenset(
@@ -596,11 +592,6 @@ def _conditions(given: Mapping[str, Any]) -> Iterator[_Condition]:
 
 
 # ---- files ---------------------------------------------------------------------------------------
-
-
-def names() -> list[str]:
-    """Return the names of the built-in suites."""
-    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def load(name: str) -> Suite:

@@ -30,18 +30,6 @@ from gcbench.training.configuration import Config
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-TUNED_KEYS = frozenset(
-    {
-        *("optimizer", "lr", "momentum", "nesterov", "betas", "eps", "weight_decay", "decay"),
-        *("schedule", "schedule_power", "schedule_steps", "schedule_gamma", "warmup"),
-        *("schedule_floor", "clip_norm"),
-    }
-)
-"""Settings of which a method may need other values than its baseline (signs need a small learning
-rate): where no baseline has a row's values, the best of the other baselines is taken, and the table
-marks it."""
-
-
 class Trial(NamedTuple):
     """What distinguishes one trial of a configuration from another."""
 
