@@ -19,16 +19,8 @@ BELOW: dict[str, tuple[str, ...]] = {
     **{room: ORDER[:place] for place, room in enumerate(ORDER)},
     "results": ("core",),
     "integrations": ("core", "ops"),
-<<<<<<< HEAD
     "stats": ("core", "results"),
     "netlab": ("core", "report"),
-=======
-    "training": ("core", "ops", "results", "integrations"),
-    "stats": ("core", "results"),
-    "report": ("core", "ops", "results", "training", "stats"),
-    "studies": ("core", "ops", "results", "training", "stats", "report"),
-    "checks": ("core", "ops", "results", "training", "stats", "report", "studies"),
->>>>>>> c58860d0a811618c13b8200b452eeadfacf1755c
 }
 """What each room may import besides itself and `gcbench._version`."""
 PLUGINS = ("gcbench.ops", "gcbench.core")
