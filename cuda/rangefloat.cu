@@ -1,10 +1,10 @@
 // Range floats on a GPU: see gcbench.ops.rangefloat.
 //
-// range_peaks:  the largest and the least value of each group; reads 4 bytes a value. A warp up to 8192 values of one
+// range_peaks:  the largest and the least value of each group; reads 4 bytes per value. A warp up to 8192 values of one
 //               group, one atomic maximum each where a group has more: maxima of integers depend on no order.
-// range_encode: the groups' grids, codes and their packing, a warp a tile of 1024; reads 4, writes bits / 8 bytes.
-// range_unpack: reads bits / 8, writes 4 bytes a value; one flag says what no encoder sends.
-// For 1e8 values of 10 bits at 4.3 TB/s (arithmetic, not measured): 8 + 1.25 bytes, 0.215 ms to pack; 5.25 bytes,
+// range_encode: the groups' grids, codes and their packing, one warp per tile of 1024; reads 4, writes bits / 8 bytes.
+// range_unpack: reads bits / 8, writes 4 bytes per value; one flag says invalid input.
+// For 1e8 values of 10 bits at 4.3 TB/s (estimated): 8 + 1.25 bytes, 0.215 ms to pack; 5.25 bytes,
 // 0.122 ms to unpack.
 #include "rangefloat.cuh"
 #include "tiles.cuh"
@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(256)
   const int64_t* parts = table + m + 1;
   const int64_t part = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / LANES;
   const int lane = (int)(threadIdx.x % LANES);
-  if (part >= parts[m]) return;  // a whole warp
+  if (part >= parts[m]) return;  // uniform in the warp
   const int64_t g = last_not_above(parts, m, part), start = table[g] + (part - parts[g]) * PART;
   const int64_t left = table[g + 1] - start;
   const int count = left < PART ? (int)left : PART;
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(256)
   const RangeFormat form{bits, mantissa};
   Cursor cursor(offsets, m, at.start);
   RangeCoder coder;
-  // The grid of the group that element i is in, which is told by the lane that has the group's first element.
+  // The grid of the group that element i is in, which the lane provides that has the group's first element.
   const auto enter = [&](int i) {
     const int32_t own = form.grid(peaks[2 * cursor.at], peaks[2 * cursor.at + 1]);
     if (offsets[cursor.at] == at.start + i) grids[cursor.at] = own;

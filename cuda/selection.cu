@@ -1,8 +1,8 @@
 // Selection of the largest of each segment on a GPU, exact, of equal ones the first; positions as bits; scatter, gather.
 //
-// A segment of up to 1024 elements is one warp's, of up to 8192 one block's: their ranks (|x| as an integer, or a random
-// word) stay in registers, where the k-th largest is found by halving an interval and counting, and are read once.
-// Longer ones, in eight launches whatever their number:
+// One warp processes a segment of up to 1024 elements, one block up to 8192: ranks (|x| as an integer, or a random word)
+// are read once and stay in registers, where interval halving and counting locate the k-th largest. All longer segments
+// take eight launches:
 //   start      a sample of 8192 gives a limit that somewhat more than k reach (for random words k and n give it)
 //   mark       candidates, who reach it, as bits and counts of chunks of 8192; the last block adds the counts up
 //   collect    their elements and positions, in order
@@ -10,17 +10,17 @@
 //   count      how many of a chunk lie above it, and equal it; the last block adds these up
 //   write      those above, and the first of the equal ones
 // Where the sample misleads (most elements are equal, say) or more than a third is kept, the last five launches read the
-// segment itself instead of candidates: 20 bytes an element more, whatever the values. Random words are made where they
+// segment itself instead of candidates: 20 bytes per element more, whatever the values. Random words are made where they
 // are looked at, and never written. Sums are of integers, so that no order of blocks shows in the result.
 //
-// Bytes an element, 1 % kept: mark 4 + 1/8, collect 1/8 + 0.5 (sectors of 32 bytes) + 0.2, the rest 0.9 for candidates,
-// 0.12 written: 5.9. At 1e8 elements and 4.3 TB/s 0.137 ms, and 8 launches of some 3 us (arithmetic, not measured).
+// Bytes per element, 1 % kept: mark 4 + 1/8, collect 1/8 + 0.5 (sectors of 32 bytes) + 0.2, the rest 0.9 for candidates,
+// 0.12 written: 5.9. At 1e8 elements and 4.3 TB/s 0.137 ms, and 8 launches of some 3 us (estimated).
 // Random words: Philox for each once, 0.25 block an element: bound by instructions, not by memory.
-// set_bits, count_bits, write_bits: n / 8 bytes, and 8 bytes a position: 0.005 ms at 1e8 and 1 % (arithmetic).
-// scatter: writes 4 bytes an element once, reads 12 a value: 0.096 ms (arithmetic); gather: 12 and a sector a value.
+// set_bits, count_bits, write_bits: n / 8 bytes, and 8 bytes per position: 0.005 ms at 1e8 and 1 % (estimated).
+// scatter: writes 4 bytes per element once, reads 12 per value: 0.096 ms (estimated); gather: 12 and a sector per value.
 //
-// A position out of range, or out of order where order is asked for, ends the kernel with a trap: like torch's own
-// indexing on a GPU, as to raise would be to wait for the device. Payloads' positions are checked before, by flags.
+// A position out of range or order causes a trap, like torch's indexing on a GPU, because raising an error would
+// synchronize the device. Flags check payloads' positions before.
 #include "selection.cuh"
 #include "sparse.cuh"
 #include "tiles.cuh"
@@ -323,7 +323,7 @@ __device__ __forceinline__ void select_short(const Source& in, const int64_t* __
                                              const int64_t* __restrict__ which, int64_t number,
                                              int64_t* __restrict__ positions, uint32_t* __restrict__ values) {
   const int64_t team = TEAM > 1 ? blockIdx.x : ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / LANES;
-  if (team >= number) return;  // a whole warp
+  if (team >= number) return;  // uniform in the warp
   const int64_t s = which ? which[team] : team, length = table[m + s], place = table[3 * m + s];
   const int skip = TEAM > 1 ? warp_here() * TILE : 0, keep = (int)table[2 * m + s];
   const int64_t start = table[s] + skip;
@@ -490,11 +490,11 @@ __device__ __forceinline__ void mark_chunk(const Source& in, const Long& all) {
   look_between(at.state, enough ? limit : 0, high, at.keep);
 }
 
-// A warp a chunk, a lane eight words.
+// One warp per chunk, eight words per lane.
 template <class Order>
 __device__ __forceinline__ void collect_chunk(const Source& in, const Long& all) {
   const int64_t number = (int64_t)blockIdx.x * WARPS + warp_here();
-  if (number >= chunks_of(all)) return;  // a whole warp
+  if (number >= chunks_of(all)) return;  // uniform in the warp
   const Chunk at(all, number);
   if (!at.state->candidates) return;
   const uint4* words = (const uint4*)(all.bits + number * THREADS) + 2 * lane_here();
@@ -679,7 +679,7 @@ GC_SELECTION(random, ByWord)
 
 // ---- bitmaps -----------------------------------------------------------------------------------------------------
 
-// Low bits of Elias and Fano's coding: bits of position j - j. A warp a tile of 1024 positions.
+// Low bits of Elias and Fano's coding: bits of position j - j. One warp per tile of 1024 positions.
 extern "C" __global__ void __launch_bounds__(256)
     pack_low_bits(const int64_t* __restrict__ positions, const int64_t total, const int32_t low,
                   uint32_t* __restrict__ words) {
@@ -802,7 +802,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 
 // Check that positions increase and that each segment of `table`, (4, m), has its own; take them from `indices`, unless
-// that is null. A thread a position and a segment.
+// that is null. One thread per position and per segment.
 extern "C" __global__ void __launch_bounds__(256)
     check_positions(const int32_t* __restrict__ indices, int64_t* positions, const int64_t total,
                     const int64_t* __restrict__ table, const int64_t m, int32_t* bad) {
@@ -834,7 +834,7 @@ enum { ADD = 1, ONTO = 2, DIVIDE = 4 };  // add values; to what there is, not to
 
 }  // namespace
 
-// Zeros with values put there or added, n in all; a block a chunk of 8192, which it writes once.
+// Zeros with values put there or added, n in all; one block per chunk of 8192, which it writes once.
 extern "C" __global__ void __launch_bounds__(THREADS)
     scatter(const Sparse in, const int64_t n, const int32_t what, const float divisor, float* __restrict__ out) {
   __shared__ float row[CHUNK];

@@ -1,15 +1,15 @@
-// What lies around a Fourier transform on a GPU, which is cuFFT's: segments scaled by powers of two and back, energies of
-// bins, sums of sparse spectra. A warp a tile of 1024 floats inside one segment, as in statistics.cu; a block a chunk of
+// Operations around a Fourier transform on a GPU, which is cuFFT's: segments scaled by powers of two and back, energies of
+// bins, sums of sparse spectra. One warp per tile of 1024 floats inside one segment, as in statistics.cu; one block per chunk of
 // 4096 bins of a sum. Segments may lie as rows of another buffer, in any order: `gcbench.ops.spectrum.Rows`.
 //
 // spectrum_scaled:   out = x / unit, or that as fp16, with the unit of the segment's largest magnitude, which
-//   statistics.cu finds; reads 4, and 4 for the largest, writes 4 bytes an element and zeros after a row.
+//   statistics.cu finds; reads 4, and 4 for the largest, writes 4 bytes per element and zeros after a row.
 // spectrum_unscaled: out = X unit, energy = |X|^2; reads 4, writes 6 bytes a float, of which a bin has two.
-// spectrum_restored: out = x unit, within the finite floats; reads 4, writes 4 bytes an element.
-// spectrum_mean:     the sum of weight * value over sparse spectra, in their order; writes 8 bytes a bin once, reads 16 a
+// spectrum_restored: out = x unit, within the finite floats; reads 4, writes 4 bytes per element.
+// spectrum_mean:     the sum of weight * value over sparse spectra, in their order; writes 8 bytes per bin once, reads 16 a
 //   value, and 8 to check its place.
 //
-// By arithmetic, not measured: 1e8 elements at 4.3 TB/s take 0.279, 0.233 and 0.186 ms, and 5e7 bins of 8 spectra that
+// Estimated, not measured: 1e8 elements at 4.3 TB/s take 0.279, 0.233 and 0.186 ms, and 5e7 bins of 8 spectra that
 // keep 15 % 0.428 ms. Launches: 3, 1, 1, and 1 for 64 spectra, whatever the segments.
 #include "half.cuh"
 #include "sparse.cuh"

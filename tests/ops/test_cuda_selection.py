@@ -42,14 +42,14 @@ def test_many_long_segments(ratio, blocks, cuda_device):  # noqa: F811
     runs = ops.selection.kept_runs(EDGES, ratio)
     for what, x in inputs():
         wanted = ops.selection.largest(ops.selection.magnitude_order(x), runs)
-        kept, values = ops.selection.largest_elements(x.to(cuda_device), runs)
-        assert torch.equal(kept.cpu(), wanted), what
+        selected, values = ops.selection.largest_elements(x.to(cuda_device), runs)
+        assert torch.equal(selected.cpu(), wanted), what
         assert torch.equal(values.cpu(), x[wanted]), what
     for key in (Key(3, 5, 2, 7), Key(9, 3, 4, 2**34 - 7)):
         with ops.using("reference"):
             wanted = ops.selection.random_positions(key, runs)
-        kept = ops.selection.random_positions(key, runs, cuda_device)
-        assert torch.equal(kept.cpu(), wanted), key
+        selected = ops.selection.random_positions(key, runs, cuda_device)
+        assert torch.equal(selected.cpu(), wanted), key
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.2])
@@ -63,8 +63,8 @@ def test_a_sample_that_is_all_there_is(ratio, cuda_device):  # noqa: F811
     runs = ops.selection.kept_runs(Segments((0, n)), ratio)
     for x in (sampled, 4 - sampled):
         wanted = ops.selection.largest(ops.selection.magnitude_order(x), runs)
-        kept = ops.selection.largest_elements(x.to(cuda_device), runs)[0]
-        assert torch.equal(kept.cpu(), wanted)
+        selected = ops.selection.largest_elements(x.to(cuda_device), runs)[0]
+        assert torch.equal(selected.cpu(), wanted)
 
 
 def test_more_sparse_tensors_than_a_launch_takes(cuda_device):  # noqa: F811
@@ -72,11 +72,11 @@ def test_more_sparse_tensors_than_a_launch_takes(cuda_device):  # noqa: F811
     generator = torch.Generator().manual_seed(2)
     sparse = []
     for i in range(number):
-        kept = torch.randperm(n, generator=generator)[: i * 7].sort().values
-        sparse.append((torch.randn(len(kept), generator=generator), kept))
+        selected = torch.randperm(n, generator=generator)[: i * 7].sort().values
+        sparse.append((torch.randn(len(selected), generator=generator), selected))
     with ops.using("reference"):
         wanted = ops.selection.scatter_mean(sparse, n, number)
-    there = [(values.to(cuda_device), kept.to(cuda_device)) for values, kept in sparse]
+    there = [(values.to(cuda_device), selected.to(cuda_device)) for values, selected in sparse]
     assert torch.equal(ops.selection.scatter_mean(there, n, number).cpu(), wanted)
 
 

@@ -25,8 +25,8 @@ def normal(n: int) -> Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(n))
 
 
-def same(found: Tensor, wanted: Tensor) -> bool:
-    return torch.equal(found.cpu().view(torch.int32), wanted.view(torch.int32))
+def same(result: Tensor, wanted: Tensor) -> bool:
+    return torch.equal(result.cpu().view(torch.int32), wanted.view(torch.int32))
 
 
 def test_the_whole_buffer_is_written(cuda_device):  # noqa: F811
@@ -35,11 +35,11 @@ def test_the_whole_buffer_is_written(cuda_device):  # noqa: F811
     with ops.using("reference"):
         wanted, units = ops.spectrum.scaled(x, EDGES, 4.0, 0.0, rows=ROWS)
     out = torch.full((ROWS.numel,), torch.nan, device=cuda_device)
-    found, unit = ops.spectrum.scaled(x.to(cuda_device), EDGES, 4.0, 0.0, rows=ROWS, out=out)
-    assert found.data_ptr() == out.data_ptr()
-    assert same(found, wanted)
+    result, unit = ops.spectrum.scaled(x.to(cuda_device), EDGES, 4.0, 0.0, rows=ROWS, out=out)
+    assert result.data_ptr() == out.data_ptr()
+    assert same(result, wanted)
     assert same(unit, units)
-    back = ops.spectrum.restored(found, unit, EDGES, rows=ROWS)
+    back = ops.spectrum.restored(result, unit, EDGES, rows=ROWS)
     assert same(back, x)
 
 
@@ -50,11 +50,13 @@ def test_in_place(cuda_device):  # noqa: F811
         wanted, energies = ops.spectrum.unscaled(x, unit, pairs)
         restored = ops.spectrum.restored(x, unit, pairs)
     here = x.to(cuda_device, copy=True)
-    given = torch.zeros(3000, device=cuda_device)
-    found, energy = ops.spectrum.unscaled(here, unit.to(cuda_device), pairs, out=here, energy=given)
-    assert found.data_ptr() == here.data_ptr()
-    assert energy.data_ptr() == given.data_ptr()
-    assert same(found, wanted)
+    settings = torch.zeros(3000, device=cuda_device)
+    result, energy = ops.spectrum.unscaled(
+        here, unit.to(cuda_device), pairs, out=here, energy=settings
+    )
+    assert result.data_ptr() == here.data_ptr()
+    assert energy.data_ptr() == settings.data_ptr()
+    assert same(result, wanted)
     assert same(energy, energies)
     here = x.to(cuda_device, copy=True)
     assert same(ops.spectrum.restored(here, unit.to(cuda_device), pairs, out=here), restored)
@@ -67,22 +69,22 @@ def test_there_and_back_by_kernels(cuda_device):  # noqa: F811
     with ops.using("reference"):
         bins, energy = ops.spectrum.forward(x, segments, half=True)
         back = ops.spectrum.inverse(bins, segments)
-    found, energies = ops.spectrum.forward(x, segments, half=True)
-    assert same(found, bins.cpu())
+    result, energies = ops.spectrum.forward(x, segments, half=True)
+    assert same(result, bins.cpu())
     assert same(energies, energy.cpu())
-    assert same(ops.spectrum.inverse(found, segments), back.cpu())
+    assert same(ops.spectrum.inverse(result, segments), back.cpu())
 
 
 def test_sums_of_more_spectra_than_one_launch_takes(cuda_device):  # noqa: F811
     n, spectra = 4100, []
     for p in range(66):
-        kept = torch.arange(p % 5, n, p % 7 + 1)
-        spectra.append((kept, normal(2 * len(kept) + p % 2)[p % 2 :].view(-1, 2)))
+        selected = torch.arange(p % 5, n, p % 7 + 1)
+        spectra.append((selected, normal(2 * len(selected) + p % 2)[p % 2 :].view(-1, 2)))
     weights = [1 / (p + 3) for p in range(66)]
     with ops.using("reference"):
         wanted = ops.spectrum.mean(spectra, weights, n)
     out = torch.full((n, 2), torch.nan, device=cuda_device)
-    there = [(kept.to(cuda_device), values.to(cuda_device)) for kept, values in spectra]
+    there = [(selected.to(cuda_device), values.to(cuda_device)) for selected, values in spectra]
     assert ops.spectrum.mean(there, weights, n, out=out).data_ptr() == out.data_ptr()
     assert same(out, wanted)
 
@@ -127,7 +129,7 @@ def test_empty_segments_have_units(shim):  # noqa: F811
 
 def test_what_a_kernel_takes_on_trust_is_checked_before(shim):  # noqa: F811
     segments, x, one = Segments((0, 64)), torch.zeros(64), torch.ones(1)
-    kept, values, rows = torch.arange(4), torch.ones(4, 2), Rows((0,), (70,))
+    selected, values, rows = torch.arange(4), torch.ones(4, 2), Rows((0,), (70,))
     many = Rows((0, 64), (64, 0))
     wrong = [
         lambda: ops.spectrum.scaled(x[:63], segments, 1.0, 0.0),
@@ -142,10 +144,10 @@ def test_what_a_kernel_takes_on_trust_is_checked_before(shim):  # noqa: F811
         lambda: ops.spectrum.restored(x, one.double(), segments),
         lambda: ops.spectrum.restored(x, one, segments, rows=rows),
         lambda: ops.spectrum.restored(x, one, segments, out=x.double()),
-        lambda: ops.spectrum.mean([(kept, values[:3])], [1.0], 8),
-        lambda: ops.spectrum.mean([(kept.int(), values)], [1.0], 8),
-        lambda: ops.spectrum.mean([(kept, values)], [1.0, 2.0], 8),
-        lambda: ops.spectrum.mean([(kept, values)], [1.0], 8, out=torch.empty(9, 2)),
+        lambda: ops.spectrum.mean([(selected, values[:3])], [1.0], 8),
+        lambda: ops.spectrum.mean([(selected.int(), values)], [1.0], 8),
+        lambda: ops.spectrum.mean([(selected, values)], [1.0, 2.0], 8),
+        lambda: ops.spectrum.mean([(selected, values)], [1.0], 8, out=torch.empty(9, 2)),
     ]
     before = len(shim.launches)
     with on_shim(shim):

@@ -16,7 +16,7 @@ def _format(brain: bool) -> str:
 
 
 def encode(x: Tensor, n: int, brain: bool, out: Tensor) -> None:
-    """Serve `half.encode`."""
+    """Run `half.encode`."""
     if n:
         grid = tables.grid(tables.tiles_of(n))
         kernel = f"half_encode_{_format(brain)}"
@@ -32,7 +32,7 @@ def mean(
     name: str,
     out: Tensor,
 ) -> Flag | None:
-    """Serve `half.mean`."""
+    """Run `half.mean`."""
     if not n:
         return None
     bad, before = tables.flag(out.device), None

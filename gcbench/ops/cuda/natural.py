@@ -13,7 +13,7 @@ from gcbench.ops.dispatch import Flag, Kernel
 
 
 def encode(x: Tensor, n: int, key: Key, out: Tensor) -> None:
-    """Serve `natural.encode`."""
+    """Run `natural.encode`."""
     argument = KeyArgument.of(key)
     if n:
         grid, args = tables.grid(tables.tiles_of(n)), (x, i64(n), argument, out)
@@ -23,7 +23,7 @@ def encode(x: Tensor, n: int, key: Key, out: Tensor) -> None:
 def mean(
     words: Sequence[Tensor], counts: Sequence[int], workers: int, n: int, name: str, out: Tensor
 ) -> Flag | None:
-    """Serve `natural.mean`."""
+    """Run `natural.mean`."""
     if not n:
         return None
     bad, before, grid = tables.flag(out.device), None, tables.grid(tables.tiles_of(n))

@@ -13,11 +13,11 @@ from gcbench.ops.cuda.launch import i32, i64, launcher
 from gcbench.ops.dispatch import Flag, Kernel
 
 PART = 8192
-"""Values of a part; a warp finds the range of a part, and a long group has several parts."""
+"""Values per part; a warp computes the range of a part, and a long group has several parts."""
 
 
 class _Table(NamedTuple):
-    """The groups, in the form that the kernels take."""
+    """The kernels' table of groups."""
 
     edges: Tensor
     """(2, m + 1): the index of each group's first value, and the number of parts before it; the
@@ -50,7 +50,7 @@ def pack(
     grids: Tensor,
     out: Tensor,
 ) -> None:
-    """Serve `rangefloat.pack`."""
+    """Run `rangefloat.pack`."""
     if not n:
         return
     device = values.device
@@ -74,7 +74,7 @@ def unpack(
     name: str,
     out: Tensor,
 ) -> Flag | None:
-    """Serve `rangefloat.unpack`."""
+    """Run `rangefloat.unpack`."""
     if not n:
         return None
     device = words.device

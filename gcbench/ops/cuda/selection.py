@@ -17,21 +17,20 @@ from gcbench.ops.dispatch import Flag, Kernel
 from gcbench.ops.selection import KeptRun
 
 CHUNK = 8192
-"""The most elements of a segment that is processed by a single block; longer ones have several
-chunks of this size."""
+"""Maximum number of elements of a segment that a single block processes; longer segments have
+several chunks of this size."""
 SAMPLE = 8192
-"""Elements of a long segment that are sampled for a first limit, which collects candidates."""
+"""Elements of a long segment to sample for a first limit, which selects candidates."""
 DENSE = 1 / 3
-"""The share of candidates from which on collecting them saves nothing."""
+"""The fraction of candidates above which collecting them is not faster."""
 BINS = 2048
 """Bins of a histogram."""
 STATE_WORDS = 7
 """64-bit words of the kernels' `State`."""
 MOST_BLOCKS = 1024
-"""The most blocks that work on candidates, of which there are few; a block may have several
-chunks."""
+"""Maximum number of blocks that process the few candidates; a block may have several chunks."""
 SPAN_BITS = 32 * 1024
-"""Bits of a bitmap that one block handles."""
+"""Bits of a bitmap per block."""
 
 
 class _Source(Structure):
@@ -70,31 +69,31 @@ class _Sparse(Structure):
 
 
 ADD, ONTO, DIVIDE = 1, 2, 4
-"""Flags of the kernel `scatter`: add values instead of storing them; begin with the content of the
+"""Flags of the kernel `scatter`: add values instead of storing them; start with the content of the
 output instead of zeros; divide the sum."""
 
-# ---- which elements ------------------------------------------------------------------------------
+# ---- selection -----------------------------------------------------------------------------------
 
 
 class _Team(NamedTuple):
-    """The segments of one kernel, which has a warp or a block for each."""
+    """The segments of one kernel, which has a warp or a block per segment."""
 
     number: int
-    """How many segments."""
+    """The number of segments."""
     which: Tensor | None
     """Their indices; None: all segments."""
 
 
 class _Plan(NamedTuple):
-    """Which kernel selects from which segment."""
+    """Assignment of segments to kernels."""
 
     segments: Tensor
     """(4, m), of the segments that are not empty: first element, number of elements, k, and index
     of the first kept element in the output."""
     warps: _Team
-    """The segments that have a warp each."""
+    """The segments with one warp each."""
     blocks: _Team
-    """The segments that have a block each."""
+    """The segments with one block each."""
     long: Tensor | None
     """(7, number + 1), of the longer segments: the same four rows, the chunks and the room for
     candidates before each, and the first limit as `_guess` returns it."""
@@ -105,7 +104,7 @@ class _Plan(NamedTuple):
 
 
 def _guess(length: Tensor, keep: Tensor, words: bool) -> tuple[Tensor, Tensor]:
-    """Return what determines each long segment's first limit, and the room for its candidates.
+    """Return the parameters of each long segment's first limit, and the room for its candidates.
 
     For floats the former is a rank in the sample, about five standard deviations beyond the
     expected one; for random words it is the limit itself. A room of 0: no candidates are collected.
@@ -193,12 +192,12 @@ def _select(
 def largest_elements(
     x: Tensor, runs: tuple[KeptRun, ...], positions: Tensor, values: Tensor
 ) -> None:
-    """Serve `selection.largest_elements`."""
+    """Run `selection.largest_elements`."""
     _select(_Source(x.data_ptr()), runs, positions, values)
 
 
 def random_positions(key: Key, runs: tuple[KeptRun, ...], out: Tensor) -> None:
-    """Serve `selection.random_positions`."""
+    """Run `selection.random_positions`."""
     _select(_Source(None, KeyArgument.of(key)), runs, out, None)
 
 
@@ -206,7 +205,7 @@ def random_positions(key: Key, runs: tuple[KeptRun, ...], out: Tensor) -> None:
 
 
 def gather(x: Tensor, n: int, positions: Tensor, total: int, out: Tensor) -> None:
-    """Serve `selection.gather`; a position out of range causes a device-side trap."""
+    """Run `selection.gather`; a position out of range causes a device-side trap."""
     if total:
         args = (x, i64(n), positions, i64(total), out)
         grid = blocks_for(total, tables.THREADS)
@@ -226,8 +225,8 @@ def _scatter(
     for first in range(0, len(values) if n else 0, most):
         few = list(zip(values[first : first + most], positions[first : first + most], strict=True))
         argument = _Sparse(number=len(few))
-        for i, (own, places) in enumerate(few):
-            argument.values[i], argument.positions[i] = own.data_ptr(), places.data_ptr()
+        for i, (tensor, places) in enumerate(few):
+            argument.values[i], argument.positions[i] = tensor.data_ptr(), places.data_ptr()
             argument.totals[i] = places.numel()
         here = what if first + most >= len(values) else what & ~DIVIDE
         args = (argument, i64(n), i32(here | (ONTO if first else 0)), f32(divisor), out)
@@ -236,7 +235,7 @@ def _scatter(
 
 
 def scatter(values: Tensor, positions: Tensor, total: int, n: int, out: Tensor) -> None:
-    """Serve `selection.scatter`; positions out of range or order cause a device-side trap."""
+    """Run `selection.scatter`; positions out of range or order cause a device-side trap."""
     _scatter([values], [positions], n, 0, 1.0, out)
 
 
@@ -248,7 +247,7 @@ def scatter_mean(
     n: int,
     out: Tensor,
 ) -> None:
-    """Serve `selection.scatter_mean`; positions out of range or order cause a device-side trap."""
+    """Run `selection.scatter_mean`; positions out of range or order cause a device-side trap."""
     _scatter(values, positions, n, ADD | DIVIDE, count, out)
 
 
@@ -263,14 +262,14 @@ def _set_bits(positions: Tensor, total: int, n: int, low: int, bits: int, words:
 
 
 def pack_bitmap(positions: Tensor, total: int, n: int, words: Tensor) -> None:
-    """Serve `selection.pack_bitmap`; positions out of range or order cause a device-side trap."""
+    """Run `selection.pack_bitmap`; positions out of range or order cause a device-side trap."""
     _set_bits(positions, total, n, 0, n, words)
 
 
 def pack_gaps(
     positions: Tensor, total: int, n: int, low: int, codes: Tensor, words: Tensor
 ) -> None:
-    """Serve `selection.pack_gaps`; positions out of range or order cause a device-side trap."""
+    """Run `selection.pack_gaps`; positions out of range or order cause a device-side trap."""
     if low and total:
         grid, args = tables.grid(tables.tiles_of(total)), (positions, i64(total), i32(low), codes)
         launcher(words.device).launch("selection", "pack_low_bits", grid, tables.THREADS, args)
@@ -302,7 +301,7 @@ def _checked(
     bad: Tensor,
     counts: Tensor | None,
 ) -> Flag:
-    """Launch the check of positions; return the flag that all kernels of the operation share."""
+    """Launch the check of positions; return the flag of all kernels of the operation."""
     if total:
         segments = _plan(runs, out.device, False).segments
         m = segments.shape[1]
@@ -310,10 +309,10 @@ def _checked(
         grid = blocks_for(max(total, m), tables.THREADS)
         launcher(out.device).launch("selection", "check_positions", grid, tables.THREADS, args)
 
-    def number(found: int) -> int:
-        """Return the operation's fault number for the kernels' one."""
+    def number(fault: int) -> int:
+        """Map the kernels' error number to the operation's."""
         set_bits = total if counts is None else int(counts[-1])
-        return {1: 1, 2: 2 | set_bits << 3, 3: 5, 4: 3, 5: 4}[found]
+        return {1: 1, 2: 2 | set_bits << 3, 3: 5, 4: 3, 5: 4}[fault]
 
     return Flag(bad, number)
 
@@ -321,14 +320,14 @@ def _checked(
 def unpack_int32(
     indices: Tensor, n: int, runs: tuple[KeptRun, ...], total: int, name: str, out: Tensor
 ) -> Flag:
-    """Serve `selection.unpack_int32`."""
+    """Run `selection.unpack_int32`."""
     return _checked(indices, runs, total, out, tables.flag(out.device), None)
 
 
 def unpack_bitmap(
     words: Tensor, n: int, runs: tuple[KeptRun, ...], total: int, name: str, out: Tensor
 ) -> Flag:
-    """Serve `selection.unpack_bitmap`."""
+    """Run `selection.unpack_bitmap`."""
     bad = tables.flag(out.device)
     counts = _find_bits(words, n, None, 0, total, out, bad)
     return _checked(None, runs, total, out, bad, counts)
@@ -345,7 +344,7 @@ def unpack_gaps(
     name: str,
     out: Tensor,
 ) -> Flag:
-    """Serve `selection.unpack_gaps`."""
+    """Run `selection.unpack_gaps`."""
     bad = tables.flag(out.device)
     counts = _find_bits(words, held, codes, low, total, out, bad)
     return _checked(None, runs, total, out, bad, counts)

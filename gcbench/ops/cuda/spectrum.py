@@ -20,10 +20,10 @@ from gcbench.ops.dispatch import Kernel
 from gcbench.ops.spectrum import Rows
 
 CHUNK = 4096
-"""Bins of a sum that one block computes."""
+"""Bins of a sum per block."""
 
 _tables: Any = WeakIdKeyDictionary()
-"""For each `Rows` its table by device."""
+"""The tables of each `Rows`, by device."""
 
 
 class _Spectra(Structure):
@@ -32,7 +32,7 @@ class _Spectra(Structure):
     _fields_ = (
         ("values", c_void_p * tables.MOST_PAYLOADS),
         ("bins", c_void_p * tables.MOST_PAYLOADS),
-        ("kept", c_int64 * tables.MOST_PAYLOADS),
+        ("totals", c_int64 * tables.MOST_PAYLOADS),
         ("weights", c_float * tables.MOST_PAYLOADS),
         ("number", c_int32),
     )
@@ -42,15 +42,15 @@ def _places(rows: Rows | None, device: torch.device) -> Tensor | None:
     """Return the table of `rows` on a device; the copy is cached."""
     if rows is None:
         return None
-    known = _tables.setdefault(rows, {})
-    if device not in known:
-        known[device] = rows.table.to(device)
-    found: Tensor = known[device]
-    return found
+    copies = _tables.setdefault(rows, {})
+    if device not in copies:
+        copies[device] = rows.table.to(device)
+    copy: Tensor = copies[device]
+    return copy
 
 
 def _tiles(segments: Segments) -> int:
-    """Return the number of tiles if each segment is cut into tiles of its own."""
+    """Return the number of tiles if each segment starts a new tile."""
     return int(segments.table[1, -1])
 
 
@@ -65,7 +65,7 @@ def scaled(
     unit: Tensor,
     out: Tensor,
 ) -> None:
-    """Serve `spectrum.scaled`."""
+    """Run `spectrum.scaled`."""
     m, device = len(segments), x.device
     if not m:
         return
@@ -86,7 +86,7 @@ def unscaled(
     out: Tensor,
     energy: Tensor,
 ) -> None:
-    """Serve `spectrum.unscaled`."""
+    """Run `spectrum.unscaled`."""
     m, device = len(segments), bins.device
     if segments.numel:
         table = tables.table(segments, device)
@@ -98,7 +98,7 @@ def unscaled(
 def restored(
     x: Tensor, unit: Tensor, segments: Segments, rows: Rows | None, places: int, out: Tensor
 ) -> None:
-    """Serve `spectrum.restored`."""
+    """Run `spectrum.restored`."""
     m, device = len(segments), x.device
     if segments.numel:
         args = (x, unit, tables.table(segments, device), i64(m), _places(rows, device), out)
@@ -108,20 +108,20 @@ def restored(
 
 def mean(
     values: Sequence[Tensor],
-    kept: Sequence[Tensor],
+    indices: Sequence[Tensor],
     totals: Sequence[int],
     weights: Sequence[float],
     bins: int,
     out: Tensor,
 ) -> None:
-    """Serve `spectrum.mean`; bins out of range or order cause a device-side trap."""
+    """Run `spectrum.mean`; bins out of range or order cause a device-side trap."""
     most = tables.MOST_PAYLOADS
     for first in range(0, len(values) if bins else 0, most):
         part = _Spectra(number=len(values[first : first + most]))
         for i in range(part.number):
             k = first + i
-            part.values[i], part.bins[i] = values[k].data_ptr(), kept[k].data_ptr()
-            part.kept[i], part.weights[i] = totals[k], weights[k]
+            part.values[i], part.bins[i] = values[k].data_ptr(), indices[k].data_ptr()
+            part.totals[i], part.weights[i] = totals[k], weights[k]
         args = (part, i64(bins), i32(first > 0), out)
         grid = blocks_for(bins, CHUNK)
         launcher(out.device).launch("spectrum", "spectrum_mean", grid, tables.THREADS, args)
