@@ -167,12 +167,12 @@ def check_capture(path: Path) -> None:
 def _check_file(path: Path, expected: str) -> None:
     """Compare a file with its digest; a missing one is left to whatever needs it."""
     try:
-        found = hash_file(path)
+        digest = hash_file(path)
     except FileNotFoundError:
         return
     except OSError as error:
         raise GcbenchError(f"{path} cannot be read ({error}). {REMEDY}") from error
-    if found != expected:
+    if digest != expected:
         raise GcbenchError(
             f"{path} does not match its digest in summary.json: it was damaged or edited. {REMEDY}"
         )
