@@ -319,7 +319,7 @@ def run(
         if value is not None and key not in _NOT_SETTINGS
     }
     from gcbench.reporting import catalog
-    from gcbench.training import captures, grid, membership, runner, sinks, suites
+    from gcbench.training import captures, grid, rank, runner, sinks, suites
 
     if suite is not None and config is not None:
         raise UsageError("--suite and --config are two files of settings: give one of them")
@@ -346,7 +346,7 @@ def run(
         suite="" if chosen is None else chosen.label(),
         show=catalog.show_runs,
     )
-    if chosen is not None and membership.leads():
+    if chosen is not None and rank.leads():
         for path in rows[:1] if rows else ():
             if adopted := chosen.adopt(path):
                 say(f"{adopted} rows of other versions of suite {chosen.name} serve as they are")
@@ -356,7 +356,7 @@ def run(
         configs = grid.expand(given, config) if chosen is None else chosen.configs(given)
         made.all(configs, json=json)
     else:
-        if membership.by_torchrun():
+        if rank.by_torchrun():
             raise UsageError(
                 f"suite {chosen.name!r} chooses settings by trials, which only the process of "
                 "worker 0 knows: run it without torchrun (--engine spawn has real processes)"
@@ -364,7 +364,7 @@ def run(
         points = chosen.points(given)
         made.after = sum(point.config.steps for point in points)
         made.work(chosen.runs(given), len(points), json=json, tuned=True)
-    if suite is not None and membership.leads():
+    if suite is not None and rank.leads():
         places = shlex.join(map(str, rows or [results]))
         say(f"as the suite's table: gcbench compare {places} --suite {suite}")
 
@@ -773,18 +773,18 @@ def main(interrupts: Any = None, run: Callable[[], None] = app) -> None:
 
     `interrupts`: the handler of Ctrl-C from here on; None: the present one.
     """
-    from gcbench.training import launched, membership
+    from gcbench.training import fork_server, rank
 
     # torch's import makes many objects and no garbage: a short run took 2.4 s, and takes 2.1 s.
     gc.set_threshold(10_000)
-    if membership.by_torchrun():  # before torch is imported, which takes seconds
-        launched.die_with_parent(os.getppid())
+    if rank.by_torchrun():  # before torch is imported, which takes seconds
+        fork_server.die_with_parent(os.getppid())
     try:
         if interrupts is not None:
             signal.signal(signal.SIGINT, interrupts)
         run()
     except SystemExit as done:
-        if membership.by_torchrun() and done.code in (None, 0):
+        if rank.by_torchrun() and done.code in (None, 0):
             _leave()
         if done.code == INTERRUPTED:  # typer has caught Ctrl-C and printed nothing
             say("gcbench: interrupted")

@@ -45,7 +45,7 @@ from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.rule import UpdateRule
 from gcbench.core.world import Link, SimulatedWorld, World
 from gcbench.training import launch
-from gcbench.training.membership import Membership
+from gcbench.training.rank import Rank
 
 SIZES = (0, 1, 31, 32, 33, 1023, 1025, 10_007)
 LONG = ((1050, 1000), (33,), (50_001,))
@@ -1559,9 +1559,7 @@ def _digests(method: Compressor, world: World | None = None) -> dict[str, str]:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def _worker(
-    member: Membership, methods: Sequence[tuple[str, Mapping[str, Any]]]
-) -> list[dict[str, str]]:
+def _worker(member: Rank, methods: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, str]]:
     """Run one of three processes."""
     from gcbench.training import engines
 

@@ -674,7 +674,7 @@ def check_objects(config: Config, made: Mapping[str, Any], folder: Path) -> None
 
 
 def threads_to_resume(made: Mapping[str, Any], folder: Path) -> int:
-    """Return with how many threads a worker a stored run began, to resume it with as many.
+    """Return with how many threads per worker a stored run began, to resume it with as many.
 
     The bits of its result depend on that, on torch, and on the instruction set. `made` is the run's
     provenance.
@@ -723,7 +723,7 @@ def command(config: Config) -> str:
         "memory": method.memory,
         "memory_options": method.memory_options if config.memory == method.memory else {},
     }
-    method_word = registry.word(config.compressor)
+    method_word = registry.spec(config.compressor)
     words = ["gcbench", "run", "--task", config.task, "--compressor", method_word]
     if config.engine == "torchrun":
         words[:1] = ["torchrun", "--nproc-per-node", str(config.workers), "-m", "gcbench"]
@@ -740,7 +740,7 @@ def command(config: Config) -> str:
         elif isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-", 1))
         else:
-            words += [flag, registry.word(value, key) if key == "memory" else _word(value)]
+            words += [flag, registry.spec(value, key) if key == "memory" else _word(value)]
     return shlex.join(words)
 
 
@@ -758,7 +758,7 @@ def _word(value: Any) -> str:
 
 
 def nominal_ratio(method: Compressor) -> float | None:
-    """Return 32 / the bits an element that the method's source quotes; None if it quotes none."""
+    """Return 32 / the bits per element that the method's source quotes; None if it quotes none."""
     bits = method.claims.nominal_bits
     return None if bits is None else 32 / bits
 

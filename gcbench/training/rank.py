@@ -1,9 +1,8 @@
-"""Which worker of which job this process is.
+"""The rank of this process in its job.
 
-A job is started by gcbench (`gcbench.training.launch`) or by torchrun. torchrun puts RANK,
-WORLD_SIZE and others into the environment. They are read only if TORCHELASTIC_RUN_ID is set, too:
-RANK alone may be left over from another program, and a process that wrongly took itself for worker
-1 would write to a run without its lock.
+A job is started by gcbench (`gcbench.training.launch`) or by torchrun, which sets RANK, WORLD_SIZE
+and other environment variables. They are read only if TORCHELASTIC_RUN_ID is also set, because
+another program may have left RANK behind.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from gcbench.core.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Membership:
-    """A worker's place in its job."""
+class Rank:
+    """A worker's rank, and the size of its job."""
 
     rank: int
     size: int
     local_rank: int
-    """The worker's number among those on this machine."""
+    """The worker's rank on this machine."""
     local_size: int
     folder: Path | None = None
-    """The private folder with the file store of local workers; None under torchrun, which has a
-    store of its own."""
+    """The private folder with the file store of local workers; None under torchrun, which provides
+    a store."""
 
 
 def by_torchrun() -> bool:
@@ -34,11 +33,11 @@ def by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def from_torchrun() -> Membership | None:
-    """Return this process's place in torchrun's job; None if torchrun did not start it.
+def from_torchrun() -> Rank | None:
+    """Return this process's rank in torchrun's job; None if torchrun did not start it.
 
     Raises:
-        UsageError: some of torchrun's variables are missing, or are no ranks and sizes of a job.
+        UsageError: some of torchrun's variables are missing or invalid.
     """
     if not by_torchrun():
         return None
@@ -48,13 +47,13 @@ def from_torchrun() -> Membership | None:
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
         raise UsageError(
             f"RANK={rank} of WORLD_SIZE={size}, LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE="
-            f"{local_size} in the environment: no worker of a job has these. {_REMEDY}"
+            f"{local_size} in the environment: ranks must be below sizes. {_REMEDY}"
         )
-    return Membership(rank, size, local_rank, local_size)
+    return Rank(rank, size, local_rank, local_size)
 
 
 def leads() -> bool:
-    """Return whether this process writes and prints: it is worker 0, or not under torchrun.
+    """Return whether this process writes and prints: as worker 0, or without torchrun.
 
     Raises:
         UsageError: see `from_torchrun`.
@@ -63,15 +62,14 @@ def leads() -> bool:
     return member is None or member.rank == 0
 
 
-_REMEDY = "Start the command by torchrun, or unset TORCHELASTIC_RUN_ID"
+_REMEDY = "Start the command with torchrun, or unset TORCHELASTIC_RUN_ID"
 
 
 def _text(name: str) -> str:
     value = os.environ.get(name)
     if not value:
         raise UsageError(
-            f"TORCHELASTIC_RUN_ID is in the environment, as under torchrun, but not {name}. "
-            f"{_REMEDY}"
+            f"TORCHELASTIC_RUN_ID is set in the environment, but {name} is not. {_REMEDY}"
         )
     return value
 
@@ -79,5 +77,5 @@ def _text(name: str) -> str:
 def _number(name: str) -> int:
     text = _text(name)
     if not (text.isascii() and text.isdecimal()):
-        raise UsageError(f"{name}={text!r} in the environment: a number expected. {_REMEDY}")
+        raise UsageError(f"{name}={text!r} in the environment: expected a number. {_REMEDY}")
     return int(text)

@@ -21,14 +21,14 @@ from gcbench.studies.bandwidth.picture import draw
 from gcbench.studies.bandwidth.settings import KIND, Settings, items, plan
 from gcbench.studies.bandwidth.tables import summarize
 from gcbench.studies.bandwidth.worker import measure
-from gcbench.training import membership, progress
-from gcbench.training.membership import Membership
+from gcbench.training import progress, rank
+from gcbench.training.rank import Rank
 
 __all__ = ["Settings", "draw", "run"]
 
 
 def _worker(
-    member: Membership, settings_json: str, folder: str, mode: progress.Mode, force: bool
+    member: Rank, settings_json: str, folder: str, mode: progress.Mode, force: bool
 ) -> None:
     """Run one worker: join the process group, and measure what the folder's ledger lacks."""
     from gcbench.training import engines
@@ -62,7 +62,7 @@ def run(
     name = f"{KIND}-{analysis.digest(settings.model_dump(mode='json'))}"
     folder = results / name
     words = settings.model_dump_json(), str(folder), mode
-    if (member := membership.from_torchrun()) is not None:
+    if (member := rank.from_torchrun()) is not None:
         engines.check_size(member, settings.workers)
         found = None if force else _finished(folder)
         _worker(member, *words, force)
