@@ -1,11 +1,11 @@
-# make run: a first comparison; make test: the test suite; make bench: kernel timings, of all sizes;
+# make run: a first comparison; make test: the test suite; make docs: the tables of the pages; make bench: kernel timings, of all sizes;
 # of some: make bench SIZES=1e4,1e6 TIMINGS=some.json; make gpu: what the CUDA kernels do on a GPU. Each makes what
 # it needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test lint bench gpu mutants sanitize mutation clean
+.PHONY: run test lint docs bench gpu mutants sanitize mutation clean
 
 run: $(VENV)/installed
 	$(BIN)/gcbench run --task digits --compressor none,terngrad --seed 0,1,2
@@ -19,6 +19,10 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	MYPYPATH=results/papers $(BIN)/mypy results/papers/*.py
+
+# The tables of the pages, generated again from the committed rows.
+docs: $(VENV)/installed-dev
+	PYTHONPATH=tests $(BIN)/python -m pages
 
 SIZES ?= 1e4,1e6,resnet50,25e6
 TIMINGS ?= results/kernels.json
@@ -51,8 +55,8 @@ sanitize: $(VENV)/installed-dev
 
 # Changes modules line by line, and lists the changes that the tests do not notice; minutes. For example:
 # make mutation MODULES="gcbench/core/claims.py gcbench/core/task.py" TESTS=tests/core
-MODULES ?= gcbench/reporting/seeds.py
-TESTS ?= tests/reporting/test_seeds.py
+MODULES ?= gcbench/stats/seeds.py
+TESTS ?= tests/stats/test_seeds.py
 mutation: $(VENV)/installed-dev
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt "mutmut>=3.8"
 	rm -rf build/mutation && mkdir -p build/mutation

@@ -128,7 +128,7 @@ def run(
     from pathlib import Path
 
     from gcbench.core.errors import unknown
-    from gcbench.reporting import reader
+    from gcbench.results import reader
     from gcbench.training import configuration, grid, runner
 
     for name in settings:
@@ -146,7 +146,7 @@ def run(
 def load_results(*places: str | Path) -> DataFrame:
     """Return the finished runs in these folders, .json and .parquet files, one run a row.
 
-    The columns are the entries of a run's summary.json (results/README.md describes them), nested
+    The columns are the entries of a run's summary.json (`gcbench help reading-results`), nested
     names joined by dots: `test_accuracy`, `config.lr`, `phase_seconds.encode`,
     `provenance.machine.cpu`. Without an argument the folder results/runs is read.
 
@@ -155,7 +155,7 @@ def load_results(*places: str | Path) -> DataFrame:
     """
     from pathlib import Path
 
-    from gcbench.reporting import reader
+    from gcbench.results import reader
 
     return reader.frame(reader.load([Path(place) for place in places or ("results/runs",)]))
 

@@ -1,11 +1,18 @@
-"""The console script, and `python -m gcbench`: a Ctrl-C while modules are imported ends quietly."""
+"""The console script, and `python -m gcbench`: a Ctrl-C while modules are imported ends quietly.
 
+Nothing is imported before the handler is set, except what Python has loaded by then: the module
+`signal` imports `enum` and `re`, and takes longer than all else here.
+"""
+
+import _signal  # type: ignore[import-not-found]
 import os
-import signal
-from types import FrameType
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import FrameType
 
 
-def _end(number: int, frame: FrameType | None) -> None:
+def _end(number: int, frame: "FrameType | None") -> None:
     """End at once: an exception would be raised inside an import, which may swallow it."""
     os.write(2, b"gcbench: interrupted\n")
     os._exit(130)
@@ -13,9 +20,9 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 def main() -> None:
     """Import the command line, which takes a while, and run it."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # not where Ctrl-C is ignored, as under nohup
-        signal.signal(signal.SIGINT, _end)
+    before = _signal.getsignal(_signal.SIGINT)
+    if before is _signal.default_int_handler:  # not where Ctrl-C is ignored, as under nohup
+        _signal.signal(_signal.SIGINT, _end)
     from gcbench import cli
 
     cli.main(interrupts=before)

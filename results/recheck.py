@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from gcbench.core.errors import DivergedError
-from gcbench.training import configuration, rows, suites
+from gcbench.core.writing import write_atomically
+from gcbench.results import rows
+from gcbench.training import configuration, suites
 from gcbench.training.configuration import Config
 from gcbench.training.runner import Runner
-from gcbench.training.store import write_atomically
 
 REFERENCE = Path(__file__).parent / "reference"
 REPORT = REFERENCE / "recheck.json"

@@ -1,7 +1,7 @@
 """Flip every bit of every file of a small run: no reader may take a result that was changed.
 
 Run by hand, as it takes minutes: `PYTHONPATH=tests python tests/flips.py [--json FILE]`. The test
-suite flips a sample (tests/reporting/test_flips.py); results/TRUST.md has the last figures.
+suite flips a sample (tests/results/test_flips.py); results/TRUST.md has the last figures.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 import gcbench
 from gcbench.core.errors import GcbenchError
-from gcbench.reporting import reader
-from gcbench.training import captures, grid, rows, runner
+from gcbench.results import reader, rows
+from gcbench.training import captures, grid, runner
 from gcbench.training.store import Run
 
 SETTINGS = {"task": "quadratic", "compressor": "terngrad", "workers": 2, "batch": 4, "steps": 4}
@@ -38,7 +38,9 @@ def make(folder: Path) -> tuple[Path, Path]:
 
 def _loaded(place: Path) -> Any:
     (run,) = reader.load([place])
-    return [run.summary.model_dump(mode="json", exclude={"digest", "files"}), run.evaluations()]
+    summary = run.summary.model_dump()
+    rest = {key: value for key, value in summary.items() if key not in ("digest", "files")}
+    return [rest, run.evaluations()]
 
 
 def readers(run: Path, table: Path) -> dict[Path, list[Callable[[], Any]]]:

@@ -499,8 +499,8 @@ def _wrong(compressors: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]
     yield ("verify", "nonesuch")
     yield ("verify", first, "--set", "nonesuch=1")
     yield ("kernels", "nonesuch.json")
-    yield ("scale", "predict", "--model", "nonesuch")
-    yield ("scale", "predict", "--cluster", "nonesuch")
+    yield ("predict", "--model", "nonesuch")
+    yield ("predict", "--cluster", "nonesuch")
     yield ("advise", "--tolerance", "-1")
     yield ("bounds", "--claims", "nonesuch")
     yield ("histogram", "nonesuch")
@@ -541,19 +541,13 @@ def commands(
         "2",
     )
     yield _entry("commands/bounds", "bounds", "--seed", "0", "--workers", "2", *small, *ANALYSIS)
-    thread = ("--threads", "1")
     for word in ("resnet20", "alexnet"):
-        words = ("scale", "predict", "--model", word, "--workers", "8,64", *thread, *ANALYSIS)
-        yield _entry(f"commands/scale predict {word}", *words)
-    words = ("scale", "predict", "--kernels", timings, "--dense-last", *thread, *ANALYSIS)
-    yield _entry("commands/scale predict with timings", *words)
-    yield _entry(
-        "commands/scale validate", "scale", "validate", *rows, "--kernels", timings, *ANALYSIS
-    )
+        words = ("predict", "--model", word, "--workers", "8,64", *ANALYSIS)
+        yield _entry(f"commands/predict {word}", *words)
+    validated = [word for each in rows for word in ("--validate", each)]
+    yield _entry("commands/predict validate", "predict", *validated, *ANALYSIS)
     stored = [word for each in rows for word in ("--runs", each)]
-    yield _entry(
-        "commands/advise", "advise", *stored, "--cluster", "gtx1080x4-1gbe", *thread, *ANALYSIS
-    )
+    yield _entry("commands/advise", "advise", *stored, "--cluster", "gtx1080x4-1gbe", *ANALYSIS)
     for shape in ("table", "markdown", "csv", "json", "latex"):
         yield _entry(f"commands/compare {shape}", "compare", *rows, "--format", shape)
     yield _entry("commands/compare by", "compare", *rows, "--by", "task", "--target", "0.5")

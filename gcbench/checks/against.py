@@ -27,16 +27,17 @@ from torch import Tensor
 
 from gcbench import ops
 from gcbench.checks import inputs
-from gcbench.checks.adversary import Case, Trial
 from gcbench.checks.calls import Calls
+from gcbench.checks.cases import Case
 from gcbench.checks.oracle import profile
+from gcbench.checks.outcome import Outcome
+from gcbench.checks.trial import Trial
 from gcbench.core import memory
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import Compressor, Key, MultiRoundCompressor, Segments
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.world import Link, SimulatedWorld
-from gcbench.studies.conformance import Outcome
 
 ARGUMENTS = ("uniform", "shared", "shapes", "seed", "step", "rank", "offset")
 STEPS = 30

@@ -232,3 +232,32 @@ class Calls:
             return None
         noise = torch.full((layout_bytes(layout),), byte, dtype=torch.uint8)
         return Payload.over(noise, layout, count)
+
+
+# ---- without coverage ----------------------------------------------------------------------------
+
+KEY = Key(seed=7, step=3, rank=0)
+
+
+def segments_of(method: Compressor, shapes: Sequence[Sequence[int]]) -> Segments:
+    """Return the segments of a bucket of these tensors."""
+    return Segments.of(shapes, method.granularity)
+
+
+def agree(method: Compressor, xs: Sequence[Tensor], segments: Segments, key: Key = KEY) -> Tensor:
+    """Return the `shared` tensor on which the engine would agree for these workers."""
+    return codec.agree(method, xs, Context(segments, key=key))[0]
+
+
+def encode(
+    method: Compressor, x: Tensor, segments: Segments, key: Key = KEY
+) -> tuple[Payload, Tensor]:
+    """Return the payload of a single worker, and what it agreed on."""
+    shared = agree(method, [x], segments, key)
+    return codec.encode(method, x, Context(segments, shared, key)), shared
+
+
+def round_trip(method: Compressor, x: Tensor, segments: Segments, key: Key = KEY) -> Tensor:
+    """Return x encoded and decoded, float32, shape (n,)."""
+    payload, shared = encode(method, x, segments, key)
+    return codec.decode(method, payload, Context(segments, shared))

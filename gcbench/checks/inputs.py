@@ -7,15 +7,14 @@ the same bits on every machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from gcbench.core.compressor import TILE, Segments
-from gcbench.studies.conformance import FAMILIES as EXACT
-from gcbench.studies.conformance import normal
+from gcbench import ops
+from gcbench.core.compressor import TILE, Key, Segments
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -28,8 +27,17 @@ MODEL: Shapes = tuple(
     for _ in range(38)
 )
 """304 tensors; those of one shape are neighbours, which many methods handle together."""
-MANY = 40_000
-"""Tensors of the bucket with more segments than 16 bits count."""
+
+
+def normal(n: int, seed: int = 0) -> Tensor:
+    """Return n independent, nearly normal values of variance 1, float32, shape (n,).
+
+    Twelve uniform draws each, added as integers: the same bits on every machine.
+    """
+    total = torch.zeros(n, dtype=torch.int64)
+    for part in range(12):
+        total += ops.random.draws24(Key(seed, part, 0, 0, 255), n)
+    return (total - 6 * 2**24).float() * 2.0**-24
 
 
 @cache
@@ -48,6 +56,72 @@ def per_segment(of_segment: Tensor, segments: Segments) -> Tensor:
     """Return each segment's value at all of its elements, shape (n,)."""
     lengths = torch.tensor(segments.lengths, dtype=torch.int64)
     return of_segment.repeat_interleave(lengths, output_size=segments.numel)
+
+
+# ---- families that methods transmit exactly ------------------------------------------------------
+
+
+def _refined(segments: Segments) -> Segments:
+    """Return the segments, cut also at tiles: every shard of an exchange has whole such pieces."""
+    edges = {*segments.offsets, *range(0, segments.numel, TILE)}
+    return Segments(tuple(sorted(edges)))
+
+
+def _with_extreme(segments: Segments, low: int, high: int, seed: int) -> Tensor:
+    """Return integers from low to high, with low or high at the start of every segment."""
+    n = segments.numel
+    draws = ops.random.draws24(Key(seed, 0, 0, 0, 254), n).long()
+    values = low + draws % (high - low + 1)
+    starts = [s for s, length in zip(segments.offsets, segments.lengths, strict=False) if length]
+    values[starts] = torch.where(draws[starts] % 2 == 0, low, high)
+    return values.float()
+
+
+def _signs(segments: Segments, seed: int) -> Tensor:
+    return 1.0 - 2.0 * (ops.random.draws24(Key(seed, 0, 0, 0, 254), segments.numel) % 2).float()
+
+
+def _sparse(segments: Segments, seed: int) -> Tensor:
+    out = torch.zeros(segments.numel)
+    draws = ops.random.draws24(Key(seed, 1, 0, 0, 254), len(segments)).tolist()
+    spans = zip(segments.offsets, segments.lengths, draws, strict=False)
+    for start, length, draw in spans:
+        if length:
+            out[start + draw % length] = (1 + draw % 7) * (1 - 2 * (draw % 2))
+    return out
+
+
+def _of_rank(rank: int) -> Callable[[Segments, int], Tensor]:
+    """Return a function that makes matrices of this rank at most, sums of products of signs."""
+
+    def make(segments: Segments, seed: int) -> Tensor:
+        out = _signs(segments, seed)
+        for start, shape in segments.tensors:
+            n, size = shape[0] if shape else 1, math.prod(shape)
+            if len(shape) > 1 and size:
+                place, m = slice(start, start + size), size // n
+                draws = ops.random.draws24(Key(seed, 2, 0, start, 254), rank * (n + m)) % 2
+                signs = (1.0 - 2.0 * draws).view(rank, n + m)
+                weights = torch.arange(1.0, rank + 1)[:, None]
+                product = (weights * signs[:, :n]).T @ signs[:, n:]
+                out[place] = product.reshape(-1)
+        return out
+
+    return make
+
+
+EXACT: Mapping[str, Callable[[Segments, int], Tensor]] = {
+    "signs": _signs,
+    "ternary": lambda segments, seed: _with_extreme(_refined(segments), -1, 1, seed),
+    "integers": lambda segments, seed: _with_extreme(_refined(segments), -7, 7, seed),
+    "bytes": lambda segments, seed: _with_extreme(_refined(segments), -127, 127, seed),
+    "sparse": _sparse,
+    **{f"rank {rank}": _of_rank(rank) for rank in (1, 2, 4)},
+}
+"""Families of inputs that a method may declare to transmit exactly (`Claims.exact_for`): +-1; {-1,
+0, 1} and integers up to 7 and to 127 in magnitude, with an extreme in every segment; one nonzero
+integer in every segment; matrices of integers of a low rank, with vectors of +-1. What is not
+portable, whose last bits a library decides, transmits them up to rounding, 1e-5 of the largest."""
 
 
 # ---- families of values --------------------------------------------------------------------------
@@ -101,7 +175,8 @@ FAMILIES: Mapping[str, Callable[[Segments, int], Tensor]] = {
     "segments of different norms": _norms_differ,
     "elements of different scales": _wide,
     "heavy tails": lambda segments, seed: _normal(segments, seed) ** 3,
-    "constant": lambda segments, seed: torch.full((segments.numel,), 0.75 - 0.5 * (seed % 2)),
+    "denormal": lambda segments, seed: _denormal(segments.numel),
+    "constant": lambda segments, seed: torch.full((segments.numel,), (0.75, 0.25, -0.5)[seed % 3]),
     "positive": lambda segments, seed: _normal(segments, seed).abs() + 0.01,
     "signs": EXACT["signs"],
     "one nonzero per segment": EXACT["sparse"],
@@ -139,6 +214,28 @@ SPREADS: Mapping[str, Callable[[int], float]] = {
 """How the scales of workers differ: the factor of each rank."""
 
 
+def _denormal(n: int) -> Tensor:
+    """Return denormal values of alternating sign, float32, shape (n,)."""
+    return torch.full((n,), 1e-42) * (1 - 2 * (torch.arange(n) % 2))
+
+
+def probes(n: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield test inputs with their names, each float32, shape (n,)."""
+    x = normal(n)
+    spike = torch.zeros(n)
+    spike[n // 2 : n // 2 + 1] = -3.0
+    yield "normal", x
+    yield "zeros", torch.zeros(n)
+    yield "one nonzero", spike
+    yield "constant", torch.full((n,), 0.7)
+    yield "negative constant", torch.full((n,), -2.5)
+    yield "denormal", _denormal(n)
+    yield "huge", x * 1e30
+    yield "small", x * 1e-7
+    yield "mixed scales", x * torch.pow(10.0, (torch.arange(n) % 13 - 6).float())
+    yield "heavy tails", x**5
+
+
 # ---- shapes of buckets ---------------------------------------------------------------------------
 
 
@@ -161,12 +258,23 @@ def short_shapes(group: int) -> Mapping[str, Shapes]:
 
 
 def long_shapes() -> Mapping[str, Shapes]:
-    """Return buckets of many elements or segments."""
+    """Return buckets of many elements."""
     return {
         "70,001 elements": ((70_001,),),
-        "40,000 tensors": ((1,),) * (MANY // 2) + ((2,),) * (MANY // 2 - 7) + ((5,),) * 7,
         "two matrices": ((300, 450), (257, 256), (65,)),
     }
+
+
+MANY: Shapes = ((1,),) * 20_000 + ((2,),) * 19_993 + ((5,),) * 7
+"""More segments than 15 bits count."""
+FAR: Shapes = ((4201, 4129),)
+"""The last of 32 stretches begins behind element 2^24."""
+
+
+def far_values() -> Tensor:
+    """Return normal values of `FAR`, float32, shape (17345929,)."""
+    n = sum(map(math.prod, FAR))
+    return _pool()[:LONGEST].repeat(-(-n // LONGEST))[:n]
 
 
 MILLION: Shapes = ((1031, 1030), (3,), (33,))
@@ -186,6 +294,8 @@ def same_length(n: int = 2310) -> list[Shapes]:
         ((70, 33),),
         tuple([(7,)] * (n // 7)),
         ((700,), (n - 1400,), (700,)),
+        ((700,), (n - 1405,), (5,), (700,)),
+        ((700,), (5,), (n - 1405,), (700,)),
     ]
 
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from gcbench.checks import inputs
 from gcbench.checks.calls import Calls
 from gcbench.checks.oracle import raw
+from gcbench.checks.outcome import Outcome
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import Compressor, Context, Key, MultiRoundCompressor, Segments
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.memory import Memory
 from gcbench.core.world import Link, SimulatedWorld
-from gcbench.studies.conformance import Outcome
 
 SHAPES = ((40, 33), (1,), (1030,))
 N = 40 * 33 + 1031

@@ -31,22 +31,30 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gcbench.checks.adversary import Effort, Search, effort_for
-from gcbench.checks.calls import Calls
+from gcbench.checks import inputs, memories, payloads, processes, properties
+from gcbench.checks.adversary import Search
+from gcbench.checks.calls import Calls, encode
+from gcbench.checks.cases import Effort, effort_for
+from gcbench.core import memory
 from gcbench.core.compressor import Compressor, Payload, Segments, cuttable, requantizes
 from gcbench.core.errors import PayloadError
-from gcbench.studies import conformance
 
-FIRST = Effort(every=5, long=0, million=0, steps=64)
-BROAD = Effort(every=7, long=0, million=0, steps=200)
-PATIENCE = 240
-"""CPU seconds after which a mutant counts as stuck, and so as killed."""
+SMOKE = Effort(every=30, long=0, many=0, million=0, steps=3, thin=60)
+FIRST = Effort(every=5, long=0, many=0, million=0, steps=64, thin=8)
+BROAD = Effort(every=7, long=0, many=0, million=0, steps=64, thin=8)
+STUCK = 60
+"""CPU seconds after which a mutant that did not end the first inputs counts as killed."""
+PATIENCE = 600
+"""CPU seconds after which any other mutant is undecided."""
+Verdict = dict[str, Any]
+UNDECIDED: Verdict = {"outcome": "undecided", "by": "out of time"}
 KEPT = ("__post_init__", "claims", "recipe", "variants")
 OPERATORS: Mapping[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub,
@@ -230,27 +238,28 @@ def configured(classes: list[type[Compressor]]) -> list[Compressor]:
     return [cls(**dict(options)) for cls in classes for options in cls().variants]
 
 
-def killed_by(methods: list[Compressor], effort: Effort | None = None) -> str:
-    """Return what the search says of the first configuration that it refuses; "": of none.
+def refused_by_search(methods: list[Compressor], effort: Effort | None = None) -> str:
+    """Return the first fault that a search finds in any configuration, or "".
 
     Without `effort` it tries as much as `gcbench verify` does.
     """
     for number, method in enumerate(methods):
-        search = Search(method, effort or effort_for(method, first=not number))
+        search = Search(method, effort or effort_for(method, first=not number), shrink=0)
         for finding in search.run():
             return f"search, {finding.function}: {finding.fault}"
     return ""
 
 
-def listed(methods: list[Compressor]) -> str:
-    """Return which of the declared checks fails first; "": none."""
-    slow = ("long tensors", "nothing lost over steps", "every worker heard")
-    order = sorted(conformance.CHECKS, key=lambda name: name in slow)
-    for name in order:
+def refused_by_list(methods: list[Compressor]) -> str:
+    """Return the first declared property that fails, of the methods or their memories, or ""."""
+    for name in properties.CHECKS:
         for method in methods:
-            outcome = conformance.run(method, name)
+            outcome = properties.run(method, name)
             if outcome.verdict == "fails":
                 return f"{name}: {outcome.measured} {outcome.note}"
+    for row in memories.verify(memory.of(methods[0]), methods[0]):
+        if row.verdict == "fails":
+            return f"{row.check}: {row.measured}"
     return ""
 
 
@@ -290,12 +299,13 @@ def fingerprint(methods: list[Compressor]) -> str:
         digest.update(repr(search.findings).encode())
         segments = Segments.of([(40, 33), (1,), (70,)], method.granularity)
         try:
-            payload, shared = conformance._encode(method, conformance.normal(1391), segments)
+            payload, shared = encode(method, inputs.normal(1391), segments)
             for seed in range(3):
-                for _, broken, _ in conformance.corruptions(payload, seed):
+                for _, broken, _ in payloads.corruptions(payload, seed):
                     digest.update(_decoded(method, broken, segments, shared))
         except Exception as error:
             digest.update(repr(error).encode())
+        digest.update(repr(processes.digests(method)).encode())
         facts = method.legal_collectives(), requantizes(method), cuttable(method), method.memory
         digest.update(repr(facts).encode())
     return digest.hexdigest()
@@ -310,43 +320,71 @@ def _decoded(method: Compressor, payload: Payload, segments: Segments, shared: T
         return type(error).__name__.encode()
 
 
-def judge(mutant: Mutant, original: str) -> dict[str, Any]:
-    """Return what becomes of a mutant: killed, equivalent or survived, and by what."""
+def first_inputs(mutant: Mutant, report: Callable[[Any], None]) -> None:
+    """Report what kills a mutant on the first inputs or in the list, or the digest of its outputs.
+
+    Reports "undecided" once the first inputs ended, so that a later time-out is not a kill.
+    """
     try:
         methods = configured(load(mutant, mutant.file))
     except Exception as error:
-        return {"outcome": "killed", "by": f"does not load: {type(error).__name__}"}
-    if why := killed_by(methods, FIRST):
-        return {"outcome": "killed", "by": why}
-    same = fingerprint(methods) == original
-    if same:
+        return report({"outcome": "killed", "by": f"does not load: {type(error).__name__}"})
+    for effort in (SMOKE, FIRST):
+        if why := refused_by_search(methods, effort):
+            return report({"outcome": "killed", "by": why})
+        report(UNDECIDED)
+        resource.setrlimit(resource.RLIMIT_CPU, (PATIENCE, resource.RLIM_INFINITY))
+    if why := refused_by_list(methods):
+        return report({"outcome": "killed", "by": why})
+    report({"outcome": "alive", "by": fingerprint(methods)})
+
+
+def all_inputs(mutant: Mutant, report: Callable[[Any], None]) -> None:
+    """Report whether the search of `gcbench verify` kills a mutant."""
+    report(UNDECIDED)
+    resource.setrlimit(resource.RLIMIT_CPU, (PATIENCE, resource.RLIM_INFINITY))
+    why = refused_by_search(configured(load(mutant, mutant.file)))
+    report({"outcome": "killed" if why else "survived", "by": why})
+
+
+def judge(mutant: Mutant, originals: dict[str, str]) -> Verdict:
+    """Return whether a mutant is killed, equivalent, survives or is undecided, and by what.
+
+    `originals`: the digest of each unchanged file's outputs, computed when it is first needed.
+    """
+    verdict: Verdict = isolated(partial(first_inputs, mutant))
+    if verdict["outcome"] != "alive":
+        return verdict
+    if mutant.file not in originals:
+        originals[mutant.file] = isolated(
+            lambda report: report(fingerprint(configured(load(None, mutant.file))))
+        )
+    if verdict["by"] == originals[mutant.file]:
         return {"outcome": "equivalent", "by": "no output changes"}
-    if why := listed(methods) or killed_by(methods):
-        return {"outcome": "killed", "by": why}
-    return {"outcome": "survived", "by": ""}
+    verdict = isolated(partial(all_inputs, mutant))
+    return verdict
 
 
-def apart(work: Callable[[], dict[str, Any]], patience: int = PATIENCE) -> dict[str, Any]:
-    """Return the result of `work` from a forked process, or that it was stuck or died."""
+def isolated(work: Callable[[Callable[[Any], None]], None]) -> Any:
+    """Return the last value that `work` reports from a forked process; it is killed if none."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
         try:
             os.close(read)
-            resource.setrlimit(resource.RLIMIT_CPU, (patience, patience + 5))
+            resource.setrlimit(resource.RLIMIT_CPU, (STUCK, resource.RLIM_INFINITY))
             silent = os.open(os.devnull, os.O_WRONLY)
             os.dup2(silent, 1)
             os.dup2(silent, 2)
-            os.write(write, json.dumps(work()).encode()[:60_000])
+            work(lambda value: os.write(write, json.dumps(value).encode()[:60_000] + b"\n"))  # type: ignore[arg-type]
         finally:
             os._exit(0)
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
-        text = pipe.read()
+        lines = pipe.read().splitlines()
     _, status = os.waitpid(child, 0)
-    if text:
-        result: dict[str, Any] = json.loads(text)
-        return result
+    if lines:
+        return json.loads(lines[-1])
     stuck = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU
     return {"outcome": "killed", "by": "stuck" if stuck else f"the process died ({status})"}
 
@@ -390,12 +428,8 @@ def main() -> None:
         digest = hashlib.sha256(ast.dump(mutant.tree).encode()).hexdigest()[:16]
         if digest in done or time.monotonic() - start > options.seconds:
             continue
-        if mutant.file not in originals:
-            originals[mutant.file] = apart(
-                lambda file=mutant.file: {"digest": fingerprint(configured(load(None, file)))}  # type: ignore[misc]
-            )["digest"]
         began = time.monotonic()
-        result = apart(lambda m=mutant: judge(m, originals[m.file]))  # type: ignore[misc]
+        result = judge(mutant, originals)
         done[digest] = {
             "mutant": mutant.name,
             **result,
@@ -414,12 +448,13 @@ def summary(done: Mapping[str, Any], totals: Mapping[str, int]) -> dict[str, Any
         file = each["mutant"].partition(":")[0]
         counts = files.setdefault(
             file,
-            {"all": totals.get(file, 0), "tried": 0, "equivalent": 0, "killed": 0, "survived": 0},
+            {"all": totals.get(file, 0), "tried": 0}
+            | dict.fromkeys(("equivalent", "killed", "survived", "undecided"), 0),
         )
         counts["tried"] += 1
         counts[each["outcome"]] += 1
     killed = sum(counts["killed"] for counts in files.values())
-    survived = sum(counts["survived"] for counts in files.values())
+    survived = sum(counts["survived"] + counts["undecided"] for counts in files.values())
     return {
         "command": "python -m gcbench.checks.mutants",
         "date": datetime.date.today().isoformat(),
@@ -429,7 +464,9 @@ def summary(done: Mapping[str, Any], totals: Mapping[str, int]) -> dict[str, Any
         "counted": killed + survived,
         "share": round(killed / max(1, killed + survived), 4),
         "files": dict(sorted(files.items())),
-        "survivors": sorted(e["mutant"] for e in done.values() if e["outcome"] == "survived"),
+        "survivors": sorted(
+            e["mutant"] for e in done.values() if e["outcome"] in ("survived", "undecided")
+        ),
         "mutants": done,
     }
 

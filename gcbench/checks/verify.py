@@ -1,7 +1,7 @@
 """`gcbench verify`: the list of declared properties, and the search for inputs that break one.
 
-Each configuration of a method gets the checks of `gcbench.studies.conformance`, which depend on
-what it declares, and a search (`gcbench.checks.adversary`) on every function of the contract.
+Each configuration of a method gets the checks of `gcbench.checks.properties`, which depend on what
+it declares, and a search (`gcbench.checks.adversary`) on every function of the contract.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gcbench.checks import adversary, against, memories
-from gcbench.checks.adversary import Effort, Search
+from gcbench.checks import against, memories, properties
+from gcbench.checks.adversary import Search
 from gcbench.checks.calls import FUNCTIONS, Covered
-from gcbench.core import memory
+from gcbench.checks.cases import FULL, Effort, effort_for
+from gcbench.checks.outcome import Outcome
+from gcbench.checks.processes import compared, digests, in_processes
+from gcbench.core import memory, registry
 from gcbench.core.compressor import Compressor
-from gcbench.studies import conformance
 
 
 class Verified(NamedTuple):
@@ -52,22 +54,38 @@ def verify(
     Raises:
         UsageError: the memory or the reference does not exist, or does not fit the method.
     """
-    known = against.load(reference) if reference else None
-    tables = conformance.verify(name, options, processes=processes)
-    for number, (text, method) in enumerate(conformance.chosen(name, options)):
+    expected = against.load(reference) if reference else None
+    configurations = properties.chosen(name, options)
+    there: list[dict[str, str]] = []
+    if processes:
+        given = [options] if options else registry.compressor(name).variants
+        there = in_processes([(name, dict(each)) for each in given])
+    for number, (text, method) in enumerate(configurations):
         start = time.perf_counter()
-        rows = list(next(tables))
-        search = searched(method, adversary.effort_for(method, first=not number))
-        found = list(search_rows(search))
+        rows = listed(method)
+        if there:
+            rows.append(compared(digests(method), there[number]))
+        search = searched(method, effort_for(method, first=not number))
+        rows += search_rows(search)
         if not number:
-            found += [row._asdict() for row in _memory_rows(method, carried)]
-            found += [row._asdict() for row in against.compare(method, known)] if known else []
-        rows += [{"configuration": text or "default", **row} for row in found]
+            rows += _memory_rows(method, carried)
+            rows += against.compare(method, expected) if expected else []
+        table = [{"configuration": text or "default", **row._asdict()} for row in rows]
         seconds = time.perf_counter() - start
-        yield Verified(text or "default", rows, search.covered, search.inputs, seconds)
+        yield Verified(text or "default", table, search.covered, search.inputs, seconds)
 
 
-def _memory_rows(method: Compressor, carried: str) -> Sequence[conformance.Outcome]:
+def outcomes(method: Compressor, effort: Effort = FULL) -> list[Outcome]:
+    """Return the rows of one method, registered or not: the list of properties, and the search."""
+    return [*listed(method), *search_rows(searched(method, effort))]
+
+
+def listed(method: Compressor) -> list[Outcome]:
+    """Return one row per property of the list."""
+    return [properties.run(method, check) for check in properties.CHECKS]
+
+
+def _memory_rows(method: Compressor, carried: str) -> Sequence[Outcome]:
     """Return the rows of the memory beside a method: the one given, or the method's own."""
     name = carried or method.memory
     options = method.memory_options if name == method.memory else {}
@@ -82,7 +100,7 @@ def searched(method: Compressor, effort: Effort) -> Search:
     return search
 
 
-def search_rows(search: Search) -> Iterator[dict[str, Any]]:
+def search_rows(search: Search) -> Iterator[Outcome]:
     """Yield one row per function that was called, and one per function that failed."""
     failed = {finding.function: finding for finding in search.findings}
     for function in FUNCTIONS:
@@ -93,9 +111,8 @@ def search_rows(search: Search) -> Iterator[dict[str, Any]]:
         yield _row(finding.function, finding.fault, "fails", finding.case)
 
 
-def _row(function: str, measured: str, verdict: str, note: str) -> dict[str, Any]:
-    outcome = conformance.Outcome(f"search: {function}", measured, "its definition", verdict, note)
-    return outcome._asdict()
+def _row(function: str, measured: str, verdict: str, note: str) -> Outcome:
+    return Outcome(f"search: {function}", measured, "its definition", verdict, note)
 
 
 def reach(covered: Covered) -> str:

@@ -9,7 +9,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
@@ -19,11 +19,11 @@ import typer
 
 from gcbench import studies
 from gcbench.core import output
-from gcbench.core.errors import UsageError
+from gcbench.core.errors import GcbenchError, UsageError
 
 if TYPE_CHECKING:
-    from gcbench.reporting.analysis import Analysis, Ledger
-    from gcbench.training import progress
+    from gcbench.core import progress
+    from gcbench.report.analysis import Analysis, Ledger
 
 RUNS = Path("results/runs")
 ANALYSES = Path("results/analyses")
@@ -73,7 +73,7 @@ Results = Annotated[
 
 def _drawable(path: Path | None) -> Path | None:
     """Return the path, or refuse it if no picture can be written there, before any long work."""
-    from gcbench.reporting import figures
+    from gcbench.report import figures
 
     return None if path is None else figures.check(path)
 
@@ -87,6 +87,33 @@ Plot = Annotated[
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Repeat what is finished.")]
+Details = Annotated[
+    bool, typer.Option("--details", help="Print all tables, assumptions and footnotes.")
+]
+
+
+SUITE = "A paper's table or figure, see `gcbench list suites`, or a YAML file."
+
+
+def _names(kind: str) -> list[str]:
+    """Return the names of compressors, tasks or suites, for completion in a shell."""
+    from gcbench.core import registry
+
+    if kind == "suites":
+        from gcbench.results import suites
+
+        return suites.names()
+    return list(registry.tasks() if kind == "tasks" else registry.compressors())
+
+
+def completed(kind: str) -> Callable[[str], list[str]]:
+    """Return a function that completes the last name of a comma-separated list."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in _names(kind) if name.startswith(last)]
+
+    return complete
 
 
 def say(text: str) -> None:
@@ -104,7 +131,7 @@ def watched(shown: Progress, name: str, steps: int) -> progress.Observer:
 
     `name` and `steps` are the work's.
     """
-    from gcbench.training import progress
+    from gcbench.core import progress
 
     return progress.Delayed(lambda: progress.observer(shown.value, name, steps))
 
@@ -116,15 +143,20 @@ def deliver(
     chosen: Format,
     *,
     as_json: bool,
-    draw: Callable[[Analysis, Path], list[Path] | None] = studies.draw,
+    details: bool = True,
+    draw: Callable[[Analysis, Path], list[Path] | None] | None = None,
 ) -> None:
-    """Save an analysis, print it, and draw it into its folder and to `plot`."""
-    from gcbench.reporting import analysis as measuring
+    """Save an analysis, print it, and draw it into its folder and to `plot`.
+
+    `draw`: default `studies.draw`.
+    """
+    from gcbench.report import analysis as measuring
 
     folder = measuring.save(analysis, results)
-    output.emit(measuring.render(analysis, "json" if as_json else chosen.value))
+    shown = "json" if as_json else chosen.value
+    output.emit(measuring.render(analysis, shown, details=details))
     for path in filter(None, (folder / f"{analysis.kind}.png", plot)):
-        drawn = draw(analysis, path) or [path]
+        drawn = (draw or studies.draw)(analysis, path) or [path]
         say(f"wrote {', '.join(map(str, drawn))}")
 
 
@@ -199,8 +231,8 @@ def long_work(
     then read and not made again, and a message says so if other code made it. Others also depend
     on files that change, such as the rows of runs, and are made anew.
     """
-    from gcbench.reporting import analysis as measuring
-    from gcbench.training import progress
+    from gcbench.core import progress
+    from gcbench.report import analysis as measuring
 
     name = f"{kind}-{measuring.digest(settings.model_dump(mode='json'))}"
     if code and not force and measuring.finished(results / name):
@@ -223,3 +255,36 @@ def long_work(
             if not path.stat().st_size:
                 path.unlink()
                 path.parent.rmdir()
+
+
+LONGEST_MESSAGE = 4000
+"""Characters of an error message that are printed: a plug-in may raise an error of any length."""
+
+
+def message(text: str) -> str:
+    """Return an error message as it is printed: without control sequences, and of limited length.
+
+    The middle is left out: the beginning says what came, the end what to do.
+    """
+    from gcbench.results import sanitize
+
+    text = sanitize.printable(text)
+    if len(text) <= LONGEST_MESSAGE:
+        return text
+    half = LONGEST_MESSAGE // 2
+    left = len(text) - 2 * half
+    return f"{text[:half]} [... {left} characters left out ...] {text[-half:]}"
+
+
+MOST_FAULTS = 20
+"""Errors of rows that are printed."""
+
+
+def end_with(faults: Sequence[GcbenchError]) -> None:
+    """Print the errors of rows that were left out, if there are any, and exit with code 1."""
+    for fault in faults[:MOST_FAULTS]:
+        say(f"gcbench: left out: {message(str(fault))}")
+    if len(faults) > MOST_FAULTS:
+        say(f"gcbench: left out: {len(faults) - MOST_FAULTS} more, with errors like these")
+    if faults:
+        raise typer.Exit(1)

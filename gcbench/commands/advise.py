@@ -10,6 +10,7 @@ import typer
 from gcbench.commands import (
     ANALYSES,
     RUNS,
+    Details,
     Force,
     Format,
     Formatted,
@@ -23,7 +24,7 @@ from gcbench.commands import (
     make,
     numbers,
 )
-from gcbench.commands.scale import (
+from gcbench.commands.predict import (
     FLAGS,
     Batch,
     Compute,
@@ -37,7 +38,6 @@ from gcbench.commands.scale import (
     Place,
     PlaceSet,
     Sharded,
-    Threads,
     cluster_changes,
     compressed,
 )
@@ -48,24 +48,22 @@ def advise(
     module: Module = None,
     cluster: Place = "v100x8-25g",
     cluster_set: PlaceSet = None,
-    workers: Annotated[str, typer.Option(help="Number of GPUs, all nodes together.")] = "64",
+    workers: Annotated[str, typer.Option(help="Total number of GPUs.")] = "64",
     tolerance: Annotated[
-        float, typer.Option(min=0, max=100, help="Points of accuracy that may be lost.")
+        float, typer.Option(min=0, max=100, help="Acceptable loss of accuracy in points.")
     ] = 1.0,
     tolerance_loss: Annotated[
         float,
-        typer.Option(
-            min=0, help="Increase of test loss that is acceptable on tasks without accuracy."
-        ),
+        typer.Option(min=0, help="Acceptable increase of test loss on tasks without an accuracy."),
     ] = 0.02,
     margin: Annotated[
-        float, typer.Option(min=0, help="Gain in % below which compression is not worthwhile.")
+        float, typer.Option(min=0, help="Least speedup in % that makes compression worthwhile.")
     ] = 5.0,
     runs: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Runs of suites, as files of rows or folders; may be given several times.",
-            show_default=f"results/reference, {RUNS} and gcbench's own rows",
+            help="Runs of suites: files of rows or folders. May be repeated.",
+            show_default=f"results/reference, {RUNS} and the packaged rows",
         ),
     ] = None,
     compressor: Methods = None,
@@ -76,7 +74,7 @@ def advise(
     dense_last: DenseLast = False,
     dense_below: DenseBelow = 0,
     kernels: Kernels = "assumed",
-    threads: Threads = None,
+    details: Details = False,
     format_: Formatted = Format.table,
     plot: Plot = None,
     results: Results = ANALYSES,
@@ -84,16 +82,16 @@ def advise(
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Say whether compression pays for a model on a cluster, and which method.
+    """Recommend whether to compress a model's gradients on a cluster, and which method to try.
 
-    Gains are predicted as by `gcbench scale predict`. The loss of accuracy is taken from runs that
-    were made for a suite with a holdout, with at least 3 seeds: results/PROTOCOL.md.
+    The speedup is predicted as by `gcbench predict`. The loss of accuracy comes from stored runs of
+    a suite with a holdout and at least 3 seeds (`gcbench help protocol`). They trained smaller
+    models: the answer is what to try, not a guarantee.
     """
-    from gcbench.studies.scale import advice, clusters
-    from gcbench.training import configuration
+    from gcbench.predict import advice, clusters
 
     chosen = compressed(compressor)
-    places = runs if runs is not None else advice.usual_places(RUNS)
+    places = runs if runs is not None else advice.default_places(RUNS)
     settings = make(
         advice.Settings,
         FLAGS,
@@ -112,7 +110,6 @@ def advise(
         dense_below=dense_below,
         sharded=sharded,
         kernels=kernels,
-        threads=threads or configuration.cores(),
     )
     made = long_work(advice.KIND, settings, results, progress, len(chosen), advice.run, force=force)
-    deliver(made, results, plot, format_, as_json=json)
+    deliver(made, results, plot, format_, as_json=json, details=details)

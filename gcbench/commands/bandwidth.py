@@ -8,6 +8,7 @@ import typer
 
 from gcbench.commands import (
     ANALYSES,
+    Details,
     Force,
     Format,
     Formatted,
@@ -148,19 +149,19 @@ def bandwidth(
     plot: Plot = None,
     force: Force = False,
     progress: Shown = Progress.auto,
+    details: Details = False,
     format_: Formatted = Format.table,
     json: Json = False,
 ) -> None:
     """Time collectives, plain and compressed, and check every result; exit code 1 if one is wrong.
 
-    Tells at which sizes compression pays here, and predicts on which links it would.
-
-    What is measured is kept: an interrupted command continues where it was.
+    Prints the sizes from which compression pays here, and predicts the links on which it would.
+    An interrupted command continues when it is repeated.
     """
 
     from gcbench.core.errors import Interrupted, UsageError
-    from gcbench.studies import bandwidth as measuring
-    from gcbench.studies.bandwidth import settings as setting
+    from gcbench.profile import bandwidth as measuring
+    from gcbench.profile.bandwidth import settings as setting
 
     if sizes is not None:
         if any(given is not None for given in (minbytes, maxbytes, factor, step)):
@@ -192,13 +193,13 @@ def bandwidth(
     try:
         found = measuring.run(settings, results, progress.value, force=force)
     except Interrupted:
-        say("\nwhat was measured is kept; the same command goes on")
+        say("\nmeasurements are saved; repeat the command to continue")
         raise
     if found is None:
         return  # worker 0 prints
     analysis, new = found
     if not new:
-        say("measured before; --force measures again")
-    deliver(analysis, results, plot, format_, as_json=json)
+        say("already measured; --force measures again")
+    deliver(analysis, results, plot, format_, as_json=json, details=details)
     if analysis.failed:
         raise typer.Exit(1)

@@ -89,7 +89,7 @@ def bounds(
     inherits.
     """
     from gcbench.core.errors import UsageError
-    from gcbench.reporting import analysis as measuring
+    from gcbench.report import analysis as measuring
     from gcbench.studies import bounds as measure
     from gcbench.training import grid
 

@@ -88,7 +88,7 @@ def command(study: ModuleType) -> Callable[..., None]:
         common[DATA] = (DataDir, None)
 
     def call(**given: Any) -> None:
-        from gcbench.reporting import analysis as measuring
+        from gcbench.report import analysis as measuring
 
         options = {name: given.pop(name) for name in common}
         for name in lists:

@@ -10,6 +10,7 @@ import typer
 from gcbench.commands import (
     ANALYSES,
     DataDir,
+    Details,
     Force,
     Format,
     Formatted,
@@ -95,6 +96,7 @@ def histogram(
     plot: Plot = None,
     force: Force = False,
     progress: Shown = Progress.auto,
+    details: Details = False,
     format_: Formatted = Format.table,
     json: Json = False,
 ) -> None:
@@ -105,7 +107,7 @@ def histogram(
     and of the mean over workers.
     """
     command = command_line()
-    from gcbench.studies import histogram as measuring
+    from gcbench.profile import histogram as measuring
     from gcbench.training import captures as capturing
 
     clips, shares = _numbers("--clip", clip), _numbers("--kept", kept)
@@ -138,4 +140,4 @@ def histogram(
         command=command,
         force=force,
     )
-    deliver(analysis, results, plot, format_, as_json=json)
+    deliver(analysis, results, plot, format_, as_json=json, details=details)

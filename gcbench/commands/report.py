@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gcbench.commands import ANALYSES, RUNS, Json, Progress, Shown, print_json, say
+from gcbench.commands import ANALYSES, RUNS, Json, Progress, Shown, end_with, print_json, say
 
 
 def report(
@@ -36,15 +36,14 @@ def report(
     The page needs no network.
     """
     from gcbench import studies
-    from gcbench.reporting import published
-    from gcbench.reporting import report as reporting
-    from gcbench.training import progress as showing
+    from gcbench.core import progress as showing
+    from gcbench.report import page, suite_match
     from gcbench.training import suites
 
     places = folders or [place for place in (RUNS, ANALYSES) if place.exists()] or [RUNS]
-    found = reporting.collect(places)
+    found = page.collect(places)
     beside = [
-        published.beside(suites.load(name), found.runs) for name in dict.fromkeys(suite or ())
+        suite_match.beside(suites.load(name), found.runs) for name in dict.fromkeys(suite or ())
     ]
     observers: list[showing.Observer] = []
 
@@ -53,15 +52,13 @@ def report(
             observers.append(showing.observer(progress.value, "report", of))
         observers[0].step(done, what)
 
-    reporting.check(output)
+    page.check(output)
     try:
-        text = reporting.page(
-            found, studies.draw, title=title, target=target, suites=beside, said=said
-        )
+        text = page.page(found, studies.draw, title=title, target=target, suites=beside, said=said)
     finally:
         for observer in observers:
             observer.close()
-    reporting.write(output, text)
+    page.write(output, text)
     timings = sum(len(one.rows) for one in found.timings.values())
     counts = {"runs": len(found.runs), "analyses": len(found.analyses), "kernel timings": timings}
     if json:
@@ -70,3 +67,4 @@ def report(
     else:
         told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
         say(f"wrote {output}: {told}")
+    end_with(found.faults)

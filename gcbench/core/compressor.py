@@ -38,7 +38,6 @@ from gcbench.core.rule import UpdateRule
 __all__ = [
     "COLLECTIVES",
     "TILE",
-    "UPDATE_RULE",
     "Compressed",
     "Compressor",
     "Context",
@@ -59,8 +58,6 @@ __all__ = [
 ]
 
 COLLECTIVES = ("allreduce", "allgather", "twoshot")
-UPDATE_RULE = ("optimizer", "momentum", "nesterov")
-"""Recipe settings that define how the decoded mean is applied. Overriding one flags the run."""
 Parts: TypeAlias = Tensor | tuple[Tensor, ...] | Payload
 """What an encoder returns: the parts of a payload, 1-D tensors; or one tensor, if there is one."""
 

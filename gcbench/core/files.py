@@ -128,17 +128,25 @@ def check_run(folder: Path, summary: Mapping[str, Any]) -> None:
         GcbenchError: the summary has no digest, or a file does not match its digest. The message
             names the file.
     """
-    path = folder / "summary.json"
-    listed = summary.get(FILES)
-    if DIGEST not in summary or not isinstance(listed, dict):
+    remedy = f"{REMEDY}, or name it as a .json file of rows, which may leave digests out"
+    check_folder(folder / "summary.json", summary, remedy)
+
+
+def check_folder(path: Path, head: Mapping[str, Any], remedy: str) -> None:
+    """Compare the JSON object in a file, and the files beside it that it lists, with their digests.
+
+    Raises:
+        GcbenchError: there is no digest, or a file does not match its digest; with the `remedy`.
+    """
+    listed = head.get(FILES)
+    if DIGEST not in head or not isinstance(listed, dict):
         raise GcbenchError(
-            f"{path} has no `{DIGEST}` and `{FILES}`, which `gcbench run` writes: it was damaged "
-            "or comes from another program. Run again with --force, or name it as a .json file of "
-            "rows, which may leave them out"
+            f"{path} has no `{DIGEST}` and `{FILES}`, which gcbench writes: it was damaged or "
+            f"comes from another program. {remedy}"
         )
-    check_digest(summary, str(path), REMEDY)
+    check_digest(head, str(path), remedy)
     for name, expected in listed.items():
-        _check_file(folder / name, expected)
+        _check_file(path.parent / name, expected, remedy)
 
 
 def check_capture(path: Path) -> None:
@@ -164,15 +172,13 @@ def check_capture(path: Path) -> None:
             _check_file(path, listed[name])
 
 
-def _check_file(path: Path, expected: str) -> None:
+def _check_file(path: Path, expected: str, remedy: str = REMEDY) -> None:
     """Compare a file with its digest; a missing one is left to whatever needs it."""
     try:
         digest = hash_file(path)
     except FileNotFoundError:
         return
     except OSError as error:
-        raise GcbenchError(f"{path} cannot be read ({error}). {REMEDY}") from error
+        raise GcbenchError(f"{path} cannot be read ({error}). {remedy}") from error
     if digest != expected:
-        raise GcbenchError(
-            f"{path} does not match its digest in summary.json: it was damaged or edited. {REMEDY}"
-        )
+        raise GcbenchError(f"{path} does not match its digest: it was damaged or edited. {remedy}")

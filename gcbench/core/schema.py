@@ -1,19 +1,6 @@
-"""The schema of results on disk, which results/README.md explains. The module imports nothing."""
+"""Names that both runs and readers of their results use. The module imports nothing."""
 
-SCHEMA = 1
 PHASES = ("forward_backward", "statistic", "encode", "communicate", "decode", "update")
 """The phases of a step that are timed separately, in their order."""
-METRIC_COLUMNS = (
-    "kind",
-    "step",
-    "train_loss",
-    "lr",
-    "test_accuracy",
-    "test_loss",
-    "validation_accuracy",
-    "validation_loss",
-    "payload_bytes_up",
-    "payload_bytes_down",
-    "wire_bytes",
-    "seconds",
-)
+UPDATE_RULE = ("optimizer", "momentum", "nesterov")
+"""Settings of `Compressor.recipe` that define how the decoded mean is applied."""

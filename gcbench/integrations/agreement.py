@@ -8,6 +8,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from gcbench.core.errors import DivergedError, GcbenchError, UsageError
 from gcbench.core.exchange import Exchange
 
@@ -57,6 +61,16 @@ class Common:
         return cls(values, int.from_bytes(hashed[:8], "big") >> 1)
 
 
+def digest(x: Tensor) -> int:
+    """Return the sum of a 1-D tensor's bits, read as 64-bit integers, modulo 2^64."""
+    per_word = 8 // x.element_size()
+    if x.storage_offset() % per_word:
+        x = x.clone()
+    even = x.numel() // per_word * per_word
+    tail = torch.nn.functional.pad(x[even:], (0, per_word - (x.numel() - even)))
+    return int(x[:even].view(torch.int64).sum() + tail.view(torch.int64).sum())
+
+
 def agree(exchange: Exchange, mine: Fault | None, common: Common) -> Fault | None:
     """Return the fault of the first rank that has one, or that the ranks differ; None: go on.
 
@@ -66,22 +80,37 @@ def agree(exchange: Exchange, mine: Fault | None, common: Common) -> Fault | Non
     rows = exchange.agree([mine is not None, common.digest])
     if rows == [[0, common.digest]] * len(rows):
         return None
-    own = {"fault": None if mine is None else asdict(mine), "values": dict(common.values)}
+    own = {
+        "fault": None if mine is None else asdict(mine),
+        "values": dict(common.values),
+        "rank": dist.get_rank(),
+    }
     everyone: list[dict[str, Any]] = exchange.world.collect([own])
     for each in everyone:
         if each["fault"] is not None:
             return Fault(**each["fault"])
-    values = [each["values"] for each in everyone]
-    names = dict.fromkeys(name for each in values for name in each)
-    different = [
-        f"{name}: " + ", ".join(f"rank {i} {each.get(name)!r}" for i, each in enumerate(values))
+    different = differences({each["rank"]: each["values"] for each in everyone})
+    remedy = "Set the same rates, and load states of the same step, on every rank"
+    if "position" in different:
+        remedy = "Run the same forward and backward passes on every rank, also after an error"
+    elif "mean" in different:
+        remedy = "Load states of the same job on every rank; or check the method: gcbench verify"
+    texts = list(different.values())
+    more = f"; and {len(texts) - 3} more" if len(texts) > 3 else ""
+    text = f"the ranks differ at an exchange. {'; '.join(texts[:3])}{more}. {remedy}"
+    return Fault("usage", text, int(common.values.get("step", 0)))
+
+
+def differences(values: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
+    """Return which values differ between ranks: by name, a text with each rank's.
+
+    `values`: each rank's, by name.
+    """
+    first = next(iter(values.values()))
+    names = dict.fromkeys(name for each in values.values() for name in each)
+    return {
+        name: f"{name}: "
+        + ", ".join(f"rank {rank} {each.get(name)!r}" for rank, each in values.items())
         for name in names
-        if any(each.get(name) != values[0].get(name) for each in values)
-    ]
-    more = f"; and {len(different) - 3} more" if len(different) > 3 else ""
-    return Fault(
-        "usage",
-        f"the ranks differ at an exchange. {'; '.join(different[:3])}{more}. Set the same rates, "
-        "and load states of the same step, on every rank",
-        int(common.values.get("step", 0)),
-    )
+        if any(each.get(name) != first.get(name) for each in values.values())
+    }

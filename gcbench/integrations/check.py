@@ -142,4 +142,5 @@ def overflowed(
 
 def fits(mean: Tensor, dtype: torch.dtype) -> bool:
     """Return whether all values of a mean, float32, are finite in its parameter's dtype."""
-    return bool(mean.to(dtype).isfinite().all())
+    cast = mean.to(dtype)
+    return math.isfinite(float(cast.float().sum())) or bool(cast.isfinite().all())

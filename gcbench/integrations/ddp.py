@@ -52,6 +52,7 @@ from gcbench.integrations import plan as plans
 from gcbench.integrations.agreement import Common, Fault
 from gcbench.integrations.check import Bounds, Comparison
 from gcbench.integrations.chosen import Stages
+from gcbench.integrations.handshake import Roster
 from gcbench.integrations.hook import (
     NONFINITE,
     RESIZE,
@@ -98,7 +99,6 @@ class Settings:
     seed: int
     bucket_mb: float
     timeout: float
-    process_group: dist.ProcessGroup | None
     on_nonfinite: str = "stop"
     on_resize: str = "refuse"
     later: Stages = field(default_factory=dict)
@@ -146,7 +146,6 @@ def comm_hook(
     seed: int = 0,
     bucket_mb: float = 25.0,
     timeout: float = 1800.0,
-    process_group: dist.ProcessGroup | None = None,
     optimizer: Any = None,
     scaler: Any = None,
     on_nonfinite: str | None = None,
@@ -178,8 +177,6 @@ def comm_hook(
         seed: of random numbers; models trained at the same time should have different ones.
         bucket_mb: tensors of together about this many MiB in fp32 are exchanged together.
         timeout: seconds that a rank waits for the others in a collective.
-        process_group: the group in which compressed gradients travel; nothing else may use it,
-            and its ranks are those of the model's group, in the same order. Default: a new one.
         optimizer: the optimizer of the model's parameters, or a list of them: residuals follow the
             learning rate of their parameter's group. It may be given to `register` instead. Without
             it set `hook.lr` at each step, if the rate changes.
@@ -206,8 +203,6 @@ def comm_hook(
         collective = check_legal(method, collective)
     if check_error is not None:
         arguments.number("check_error", check_error)
-    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-        raise UsageError(f"process_group={process_group!r}: a process group is expected, or None")
     if on_nonfinite is None:
         on_nonfinite = "stop" if scaler is None else "skip"
     carried = chosen.memory(memory, memory_options, methods)
@@ -234,7 +229,6 @@ def comm_hook(
         seed=arguments.integer("seed", seed, arguments.SEEDS),
         bucket_mb=arguments.number("bucket_mb", bucket_mb),
         timeout=arguments.number("timeout", timeout, 0.001, finite=True),
-        process_group=process_group,
         on_nonfinite=arguments.choice("on_nonfinite", on_nonfinite, NONFINITE),
         on_resize=arguments.choice("on_resize", on_resize, RESIZE),
     )
@@ -263,6 +257,8 @@ class CommHook(Hook):
         self._step = self._skipped = 0
         self._records: deque[Comparison] = deque(maxlen=RECORDS)
         self._ready = 0.0
+        self._in_backward = False
+        """Whether a backward pass has handed over a bucket and did not end."""
         unregistered.expect(self)
         self._worker: Worker | None = None
         """None: not registered, or nothing is exchanged, as there is one rank."""
@@ -294,22 +290,23 @@ class CommHook(Hook):
                 "torch.nn.parallel.DistributedDataParallel first, and register on that, before "
                 "torch.compile"
             )
-        refused, told, rank = "", {}, model.process_group.rank()
+        refused, told = "", {}
         self._size = model.process_group.size()
         try:
             self._rates.add(optimizer, scaler)
             named = self._examine(model)
             plan = self._plan(model, named)
             self._told = told = self._tell(model, plan, named)
-            self._prepare(plan, named, rank)
+            self._prepare(model, plan, named)
             if self._loaded is not None:
                 self._adopt(self._loaded)
                 told["step"] = self._step
             self._follow_steps(named)
         except UsageError as error:
             refused, told = str(error), {}
-        timeout = self.settings.timeout
-        store = handshake.meet(model.process_group, told, refused, timeout)
+        seconds = min(self.settings.timeout, handshake.PATIENCE)
+        alone = Roster.alone()
+        store, roster = handshake.meet(model.process_group, told, refused, seconds, alone)
         self._registered, self._loaded = True, None
         self._frozen = [
             (name, parameter)
@@ -317,7 +314,7 @@ class CommHook(Hook):
             if name not in named and name not in getattr(model, "parameters_to_ignore", ())
         ]
         if self._exchanges:
-            self._begin(model, store)
+            self._begin(model, store, roster)
         model.register_forward_pre_hook(BeforeForward(self))
         model.register_comm_hook(None, self._hook if self._exchanges else self._count)
         # Copies of the model share this list; `compressed` can be copied and pickled.
@@ -483,7 +480,8 @@ class CommHook(Hook):
             if parameter.requires_grad and name not in ignored
         }
         _check_parameters(model.module, named)
-        self._check_group(model, next(iter(named.values())).device)
+        device = next(iter(named.values())).device
+        handshake.check_backend("the model's", model.process_group, device)
         return named
 
     def _check_free(self, model: DistributedDataParallel) -> None:
@@ -511,26 +509,6 @@ class CommHook(Hook):
             raise UsageError(
                 "the model has a communication hook, and DDP takes one. Wrap the module in a new "
                 "DistributedDataParallel to register another"
-            )
-
-    def _check_group(self, model: DistributedDataParallel, device: torch.device) -> None:
-        """Raise UsageError for a process group that cannot serve."""
-        theirs, given = model.process_group, self.settings.process_group
-        for what, group in (("the model's", theirs), ("the given", given)):
-            if group is not None:
-                handshake.check_backend(what, group, device)
-        ranks = dist.get_process_group_ranks(theirs)
-        if given is not None and (
-            dist.get_process_group_ranks(given) != ranks or given.rank() != theirs.rank()
-        ):
-            raise UsageError(
-                f"the given process group has the ranks {dist.get_process_group_ranks(given)}, "
-                f"the model's {ranks}: they must be the same, in one order"
-            )
-        if given is theirs:
-            raise UsageError(
-                "the given process group is the model's own, which DDP uses at the same time. "
-                "Leave process_group out, or give one that nothing else uses"
             )
 
     def _plan(self, model: DistributedDataParallel, named: Mapping[str, nn.Parameter]) -> Plan:
@@ -562,18 +540,20 @@ class CommHook(Hook):
             "bucket_mb": settings.bucket_mb,
             "on_nonfinite": settings.on_nonfinite,
             "rates": follows + (" and scaler" if rates.scaler is not None else ""),
-            "process_group": "given" if settings.process_group is not None else "own",
             "unused parameters": bool(model.find_unused_parameters or model.static_graph),
             "parameters": f"{len(plan.tensors)} with {count} elements, layout {digest}",
             "step": self._step,
         }
 
-    def _prepare(self, plan: Plan, named: Mapping[str, nn.Parameter], rank: int) -> None:
+    def _prepare(
+        self, model: DistributedDataParallel, plan: Plan, named: Mapping[str, nn.Parameter]
+    ) -> None:
         """Make the exchange, but for its process group."""
-        settings, device = self.settings, next(iter(named.values())).device
-        limit = timedelta(seconds=settings.timeout)
+        device, group = next(iter(named.values())).device, model.process_group
+        limit = timedelta(seconds=self.settings.timeout)
+        members = dist.get_process_group_ranks(group)
         where = "comm_hook(timeout=...)"
-        self._world = HookWorld(device, rank, self._size, limit, where)
+        self._world = HookWorld(device, members, group.rank(), limit, where)
         self._clock = Totals(device)
         self._plan_made = plan
         self._placed = {id(named[placed.name]): placed for placed in plan.tensors}
@@ -598,14 +578,19 @@ class CommHook(Hook):
         made.change(settings.lanes(plan, max(0, step - 1)))
         return made
 
-    def _begin(self, model: DistributedDataParallel, store: Store) -> None:
+    def _begin(self, model: DistributedDataParallel, store: Store, roster: Roster) -> None:
         """Make the process group and the thread."""
-        device, group = self._world.device, self.settings.process_group
-        self._owns_group = group is None
-        if group is None:
-            rank, size = self._world.ranks[0], self._size
-            group = _group_of_its_own(store, rank, size, device, self._world.timeout)
-        self._world.join(store, group)
+        world = self._world
+        device = world.device
+        try:
+            world.connect(store, roster)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._stepped_since = False
+        """Whether a step was exchanged since `register`."""
+        self._rebuilds = bool(model.static_graph or not model.find_unused_parameters)
+        """Whether DDP forms its buckets anew after its first step."""
         self._partial = bool(model.find_unused_parameters or model.static_graph)
         self._flat = torch.zeros(sum(p.numel for p in self._plan_made.tensors), device=device)
         self._stream = None
@@ -660,8 +645,12 @@ class CommHook(Hook):
             GcbenchError: what broke the last exchange off.
         """
         trains = model.training and torch.is_grad_enabled()
-        if self._worker is None or not torch.is_grad_enabled():
-            return  # an evaluation exchanges nothing
+        if self._worker is None:
+            return
+        if not torch.is_grad_enabled():  # an evaluation: DDP may send buffers, and no gradients
+            if self._failed is None and not self._closed:
+                self._meet(model)
+            return
         self._outside("the model")
         self.raise_failure()
         self._warn_unfrozen()
@@ -673,6 +662,64 @@ class CommHook(Hook):
                 "residuals and change the mean. Give all ranks as many batches: "
                 "DistributedSampler(..., drop_last=True)"
             )
+        if not self._closed:
+            self._meet(model)
+            self._check_backward(model)
+
+    def _check_backward(self, model: Any) -> None:
+        """Raise UsageError, and stop the other ranks, if the last backward pass broke off here."""
+        assert self._worker is not None
+        try:
+            # DDP makes this call next, and raises here after a pass that it could not finish.
+            model._has_rebuilt_buckets |= model.reducer._rebuild_buckets()
+        except RuntimeError as error:
+            unfinished = UsageError(
+                f"rank {self._world.rank}: the backward pass of step "
+                f"{self._step} broke off, so the ranks cannot continue together. Was an error "
+                "caught there? Then restart from a checkpoint. Does the model have parameters "
+                "that the loss does not use? Then "
+                "DistributedDataParallel(..., find_unused_parameters=True)"
+            )
+            self._worker.submit(lambda: self._fail(unfinished)).result()
+            raise unfinished from error
+
+    def _meet(self, model: Any) -> None:
+        """Agree with the other ranks if DDP itself is about to communicate in a forward pass.
+
+        DDP synchronizes buffers, and forms its buckets anew after the first backward pass. There a
+        rank would wait for one that has failed until the process group's timeout.
+        """
+        rebuilds = (
+            torch.is_grad_enabled()
+            and self._rebuilds
+            and self._stepped_since
+            and not model._has_rebuilt_buckets
+        )
+        if self.settings.agree and (rebuilds or model.will_sync_module_buffers()):
+            self._outside("the model")
+            assert self._worker is not None
+            self._worker.submit(self._agree_on_forward).result()
+            self.raise_failure()
+
+    def _agree_on_forward(self) -> None:
+        common = Common.of({"position": "before a forward pass", "step": self._step})
+        try:
+            fault = agreement.agree(self._exchange, None, common)
+        except BaseException as error:
+            self._fail(error)
+        else:
+            if fault is not None:
+                self._fail(fault.error, agreed=True)
+
+    def _backward_ended(self) -> None:
+        """Wait for the exchanges at the end of a backward pass, and raise what broke them off.
+
+        DDP reports each error as a RuntimeError; this one has its own class.
+        """
+        assert self._worker is not None
+        self._worker.submit(lambda: None).result()
+        self._in_backward = False
+        self.raise_failure()
 
     def _hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Hand a bucket to the thread; the future ends with its mean, in the same buffer."""
@@ -685,6 +732,10 @@ class CommHook(Hook):
             devices.append(buffer.device)
         done: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
         ready = torch.cuda.current_stream().record_event() if self._stream is not None else None
+        if not self._in_backward:  # or a pass that broke off, after which DDP refuses another
+            self._in_backward = True
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._backward_ended)
         self._worker.submit(lambda: self._arrive(buffer, parameters, last, done, ready))
         return done.then(_result)
 
@@ -702,6 +753,8 @@ class CommHook(Hook):
         self._left = [len(lane) for lane in self._plan_made.lanes]
         self._seen: set[str] = set()
         self._compared: list[Comparison] = []
+        self._misfit: Fault | None = None
+        """Why a mean of this step cannot be applied; found on this rank."""
 
     @contextmanager
     def _on_stream(self, ready: Any) -> Iterator[None]:
@@ -741,18 +794,12 @@ class CommHook(Hook):
         except BaseException as error:
             self._break_off(error)
 
-    def _break_off(self, error: BaseException) -> None:
-        """Hand an error back in the place of all means that are due, now and at later steps.
+    def _worlds(self) -> list[HookWorld]:
+        return [self._world]
 
-        An error of this rank alone breaks the others' collectives off as well, by the end of the
-        process group, and they find its text in the store.
-        """
-        if self._failed is None:
-            if not self._agreed:
-                self._world.report(error)
-                if self._owns_group:
-                    self._world.close()
-            self._failed = error
+    def _break_off(self, error: BaseException) -> None:
+        """Fail, and hand the error back in the place of all means that are due."""
+        self._fail(error, agreed=self._agreed)
         for waiting in self._waiting:
             waiting.done.set_result(error)
         self._waiting = []
@@ -779,7 +826,7 @@ class CommHook(Hook):
             own = self._flat[self._plan_made.stretch(number)]
             name = self._not_finite(own, self._plan_made.lanes[number])
             if name and fault is None:
-                error = check.diverged(self._world.ranks[0], name, self._step)
+                error = check.diverged(self._world.rank, name, self._step)
                 fault = Fault.of(error, self._step)
         if self.settings.agree:
             fault = agreement.agree(self._exchange, fault, self._shared)
@@ -799,7 +846,7 @@ class CommHook(Hook):
             exchange.change(settings.lanes(plan, self._step))
         names = [placed.name for placed in plan.tensors]
         rates = self._rates.of(names)
-        self._shared: Common = self._common(self._step, names, rates)
+        self._shared: Common = self._common("exchange of gradients", self._step, names, rates)
         scale = self._rates.scale
         exchange.follow(self._by_lane(rates), scale)
         self._looks = self._watch.due(self._step, dict(zip(names, rates, strict=True)), scale)
@@ -866,13 +913,29 @@ class CommHook(Hook):
             self._compare([placed for placed in tensors if placed not in idle], plain, bits)
 
     def _check_mean(self, number: int, tensors: Sequence[Placed]) -> None:
-        """Raise DivergedError if a mean does not fit its parameter's dtype: alike on all ranks."""
+        """Note the first mean that does not fit its parameter's dtype."""
         for placed in tensors:
             dtype, mean = self._dtypes[placed.name], placed.of(self._flat)
-            if not check.fits(mean, dtype):
-                self._agreed = True  # all ranks have the same mean
+            if self._misfit is None and not check.fits(mean, dtype):
                 method = self._exchange.lanes[number].compressor
-                raise check.overflowed(method, placed.name, mean, dtype, self._step)
+                error = check.overflowed(method, placed.name, mean, dtype, self._step)
+                self._misfit = Fault.of(error, self._step)
+
+    def _agree_on_means(self, step: int) -> None:
+        """Check that every rank has the same means, bit for bit, and can apply them.
+
+        Raises:
+            DivergedError: a mean does not fit its parameter's dtype: on every rank.
+            UsageError: the ranks decoded different means.
+        """
+        fault = self._misfit
+        if self.settings.agree:
+            digest = agreement.digest(self._flat)
+            values = {"position": "end of a step", "step": step, "mean": digest}
+            fault = agreement.agree(self._exchange, fault, Common.of(values))
+            self._agreed = fault is not None
+        if fault is not None:
+            raise fault.error
 
     def _look(self, tensors: Sequence[Placed], idle: Sequence[Placed]) -> None:
         """Warn if a residual is far larger than the gradient that it is about to be added to."""
@@ -943,16 +1006,15 @@ class CommHook(Hook):
         return finished
 
     def _end_step(self) -> None:
-        """Count the step, and judge what was compared."""
+        """Check the means and what was compared; count the step."""
         missing = [p.name for p in self._plan_made.tensors if p.name not in self._seen]
         if missing:
             raise UsageError(
                 f"no gradient came of {', '.join(missing[:3])}, which required one when the hook "
                 "was registered. Set requires_grad before DistributedDataParallel wraps the module"
             )
-        found = self._compared
+        found, step = self._compared, self._step
         self._step += 1
-        self._new_step()
         if found:
             self._records.extend(found)
             if self.settings.on_check is not None:
@@ -960,6 +1022,9 @@ class CommHook(Hook):
             if self._world.ranks[0] == 0:
                 method = self.settings.compressor
                 check.warn(method, Bounds.of(method, self.settings.check_error), found)
+        self._agree_on_means(step)
+        self._stepped_since = True
+        self._new_step()
 
 
 def _check_parameters(module: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
@@ -989,30 +1054,6 @@ def _check_parameters(module: nn.Module, named: Mapping[str, nn.Parameter]) -> N
         raise UsageError(
             f"parameters on {', '.join(devices)}: one CPU or one CUDA device a rank expected"
         )
-
-
-def _group_of_its_own(
-    store: Store, rank: int, size: int, device: torch.device, timeout: timedelta
-) -> dist.ProcessGroup:
-    """Return a new process group that torch's list of groups does not know.
-
-    `torch.distributed.new_group` will not do: all ranks of the job must call it, also those that
-    are not in the group. If some do not, ranks count groups differently, and as torch names groups
-    by their number, two groups may then share keys of the store, or one group may have two names.
-    """
-    group = dist.ProcessGroup(store, rank, size)
-    backend: dist.ProcessGroupGloo | dist.ProcessGroupNCCL
-    if device.type == "cuda":
-        kind = dist.ProcessGroup.BackendType.NCCL
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        backend = dist.ProcessGroupNCCL(store, rank, size, options)
-    else:
-        kind = dist.ProcessGroup.BackendType.GLOO
-        backend = dist.ProcessGroupGloo(store, rank, size, timeout)
-    group._set_default_backend(kind)
-    group._register_backend(device, kind, backend)
-    return group
 
 
 def _result(done: torch.futures.Future[Any]) -> Tensor:

@@ -4,8 +4,11 @@ A module that went through `torch.distributed.fsdp.fully_shard` ends its backwar
 reduce-scatter: each rank hands every other rank the chunks of its gradients that the other keeps,
 and gets the mean of its own. That is the first half of a two-shot exchange. Here the chunks travel
 compressed; the rank that keeps them decodes them and takes their mean in float32, which is not
-encoded again. The exchange is `gcbench.core.exchange.Exchange.lane_shards`, in FSDP's own process
-group and at its place in the order of collectives.
+encoded again. The exchange is `gcbench.core.exchange.Exchange.lane_shards`.
+
+The hook has a process group of its own for each group of ranks, in which FSDP's all-gathers of
+parameters run as well, in FSDP's order. A rank that fails ends its groups, so that the others stop
+at their next collective, wherever they are in a forward or backward pass.
 
 With hybrid sharding every shard has replicas on other nodes, and their mean is a second level: by
 default an all-reduce in fp32, with `between` an exchange of its own by any method
@@ -46,11 +49,13 @@ from gcbench.core.memory import Memory
 from gcbench.core.payload import State
 from gcbench.core.world import DistributedWorld, Traffic
 from gcbench.integrations import agreement, arguments, check, chosen, handshake, sharded
-from gcbench.integrations.agreement import Fault
+from gcbench.integrations.agreement import Common, Fault
 from gcbench.integrations.chosen import Stages
+from gcbench.integrations.handshake import Roster
 from gcbench.integrations.hook import (
     NONFINITE,
     RESIZE,
+    AfterForward,
     BeforeForward,
     Hook,
     HookWorld,
@@ -97,6 +102,7 @@ class Settings:
     later: Stages = field(default_factory=dict)
     """The compressors that hold from later exchanges on."""
     on_nonfinite: str = "stop"
+    timeout: float = 1800.0
 
     @property
     def methods(self) -> Stages:
@@ -122,6 +128,7 @@ def shard_hook(
     between_options: Mapping[str, Any] | None = None,
     between_memory: str | None = None,
     between_memory_options: Mapping[str, Any] | None = None,
+    timeout: float = 1800.0,
     optimizer: Any = None,
     scaler: Any = None,
     on_nonfinite: str | None = None,
@@ -154,6 +161,8 @@ def shard_hook(
         between_memory: as `memory`, of the exchange between replicas; default what `between`
             published. Error feedback may be used at both levels; each carries its own error.
         between_memory_options: fields of `between_memory`.
+        timeout: seconds that a rank waits for the others in a collective, also where FSDP gathers
+            parameters.
         optimizer: the optimizer of the model's parameters, or a list of them: residuals follow the
             learning rate of their parameter's group. It may be given to `register` instead. Without
             it set `hook.lr` at each step, if the rate changes.
@@ -219,6 +228,7 @@ def shard_hook(
         second,
         {start: method for start, method in methods.items() if start},
         arguments.choice("on_nonfinite", on_nonfinite, NONFINITE),
+        arguments.number("timeout", timeout, 0.001, finite=True),
     )
     return ShardHook(settings, Rates(optimizer, scaler))
 
@@ -327,6 +337,10 @@ class ShardHook(Hook):
         self._reduced: set[str] = set()
         """Names of the modules that were exchanged since then: one comes once in a step."""
         self._root: Callable[[], nn.Module | None] = lambda: None
+        self._in_forward = False
+        """Whether a forward pass of the model has begun and has not ended."""
+        self._groups: dict[str, HookWorld] = {}
+        """This rank's place in each process group, by the name of torch's group."""
 
     # -- for the user ------------------------------------------------------------------------------
 
@@ -372,14 +386,55 @@ class ShardHook(Hook):
             self._follow_steps(dict(zip(names, tensors, strict=True)))
         except UsageError as error:
             refused, self._told, self._modules = str(error), {}, []
-        stores = self._meet(found, group, refused)
+        stores, roster = self._meet(found, group, refused)
         self._registered, self._loaded = True, None
         self._root = weakref.ref(model)
-        for module in self._modules:
-            module.begin(group, stores)
+        self._begin(model, found, group, stores, roster)
         for each in {id(m): m for m in (model, *(each.module for each in found))}.values():
             each.register_forward_pre_hook(BeforeForward(self), prepend=True)
+        model.register_forward_hook(AfterForward(self))
         return self
+
+    def _world(self, group: dist.ProcessGroup, device: torch.device) -> HookWorld:
+        """Return this rank's place in a group of the ranks of torch's `group`."""
+        members, limit = dist.get_process_group_ranks(group), "shard_hook(timeout=...)"
+        return HookWorld(
+            *(device, members, group.rank()), timedelta(seconds=self.settings.timeout), limit
+        )
+
+    def _begin(
+        self,
+        model: nn.Module,
+        found: Sequence[Sharded],
+        replicas: dist.ProcessGroup | None,
+        stores: Mapping[str, Store],
+        roster: Roster,
+    ) -> None:
+        """Make a process group for each group of ranks, and let FSDP call the hook.
+
+        FSDP gathers its parameters in the same groups, so that a rank that waits there stops as
+        well when another one fails.
+        """
+        device = found[0].device
+        groups = {each.group.group_name: each.group for each in found if each.group.size() > 1}
+        if replicas is not None and replicas.size() > 1:
+            groups[replicas.group_name] = replicas
+        self._groups = {name: self._world(theirs, device) for name, theirs in groups.items()}
+        try:
+            for name, world in self._groups.items():
+                world.connect(stores[name], roster)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        for module in self._modules:
+            for level, theirs in module.places(replicas):
+                level.world.join(self._groups[theirs.group_name])
+            module.begin()
+        for each, known in sharded.gathering(model):
+            theirs = known.mesh_info.shard_process_group
+            if theirs.group_name in self._groups:
+                gather = _Gather(self, self._groups[theirs.group_name], known._all_gather_comm)
+                each.set_custom_all_gather(gather)
 
     @property
     def step(self) -> int:
@@ -505,10 +560,10 @@ class ShardHook(Hook):
 
     def _meet(
         self, found: Sequence[Sharded], replicas: dist.ProcessGroup | None, refused: str
-    ) -> dict[str, Store]:
+    ) -> tuple[dict[str, Store], Roster]:
         """Compare what all ranks tell, in every process group; return a store for each group.
 
-        Replicas also compare which shard of each module they hold.
+        Replicas also compare which shard of each module they hold. The roster has all ranks.
         """
         groups = {each.group.group_name: each.group for each in found}
         meetings = [(group, self._told) for group in groups.values()]
@@ -517,15 +572,18 @@ class ShardHook(Hook):
             meetings.append((replicas, {**self._told, SHARDS: shards}))
         stores: dict[str, Store] = {}
         first: GcbenchError | None = None
-        for group, told in meetings:
+        roster = Roster.alone()
+        for number, (group, told) in enumerate(meetings):
+            # Ranks that waited in vain in an earlier meeting come to the next one later.
+            seconds = (number + 1) * min(self.settings.timeout, handshake.PATIENCE)
             try:
-                seconds = _timeout(group, found[0].device).total_seconds()
-                stores[group.group_name] = handshake.meet(group, told, refused, seconds)
+                store, roster = handshake.meet(group, told, refused, seconds, roster)
+                stores[group.group_name] = store
             except GcbenchError as error:  # the ranks of the other groups hear of it, too
                 first, refused = first or error, refused or str(error)
         if first is not None:
             raise first
-        return stores
+        return stores, roster
 
     def _prepare(
         self,
@@ -551,7 +609,7 @@ class ShardHook(Hook):
                     for lane in layout.lanes()
                 ]
                 seed = settings.seed + (number << 32)
-                world = _world(each.group, each.device)
+                world = self._world(each.group, each.device)
                 module.inside = _Level(
                     *(world, plan, settings.stages, seed, module.clock, buffers[0], names),
                     owns_shards=False,
@@ -565,7 +623,7 @@ class ShardHook(Hook):
                         for lane in layout.lanes()
                     ]
                 seed = settings.seed + (count + rank << 32)
-                world = _world(replicas, each.device)
+                world = self._world(replicas, each.device)
                 module.between = _Level(
                     *(world, plan, settings.stages, seed, module.clock, buffers[1], names),
                     owns_shards=True,
@@ -590,11 +648,31 @@ class ShardHook(Hook):
 
         Raises:
             GcbenchError: what broke the last exchange off.
+            UsageError: the last pass of this rank broke off.
         """
-        if torch.is_grad_enabled():
+        root = model is self._root()
+        if torch.is_grad_enabled() or (root and self._failed is not None):
             self.raise_failure()
-        if model is self._root():
-            self._new_step()
+        if not root:
+            return
+        broken = "forward" if self._in_forward else "backward"
+        if self._in_forward or sharded.in_backward(model):
+            # Collectives of FSDP itself were left out, so the next ones would not match.
+            error = UsageError(
+                f"rank {dist.get_rank()}: the last {broken} pass broke off, so the ranks cannot "
+                "continue together. Was an error caught there? Restart from a checkpoint"
+            )
+            self._fail(error)
+            raise error
+        self._in_forward = True
+        self._new_step()
+
+    def _after_forward(self) -> None:
+        self._in_forward = False
+
+    def _worlds(self) -> list[HookWorld]:
+        levels = [level.world for module in self._modules for level in module.levels]
+        return [*levels, *self._groups.values()]
 
     def _new_step(self) -> None:
         self._skipping, self._undo, self._reduced = None, [], set()
@@ -614,23 +692,54 @@ class ShardHook(Hook):
             self._undo = []
 
     @contextmanager
-    def _exchanging(self, module: _Module) -> Iterator[None]:
-        """Run a part of an exchange; after an error no other is begun, which would wait in vain.
+    def _exchanging(self, module: _Module | None = None) -> Iterator[None]:
+        """Communicate; after an error nothing else is begun, which would wait in vain.
 
         Raises:
             GcbenchError: what broke an earlier exchange off.
         """
         self.raise_failure()
-        module.agreed = False
+        if module is not None:
+            module.agreed = False
         try:
             with torch.no_grad():
                 yield
         except BaseException as error:
-            self._failed = error
-            if not module.agreed:
-                for level in module.levels:
-                    level.world.report(error)
+            self._fail(error, agreed=module is not None and module.agreed)
             raise
+
+
+class _Gather:
+    """Gathers parameters in FSDP's place, in the hook's process group."""
+
+    def __init__(self, hook: ShardHook, world: HookWorld, theirs: Any) -> None:
+        """`theirs`: torch's own all-gather, which does the work."""
+        self.hook, self.world, self.theirs = hook, world, theirs
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for FSDP's input or output."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        """Write all ranks' inputs to the output, by rank.
+
+        Raises:
+            GcbenchError: a rank failed, here or in an earlier exchange.
+        """
+        same = (group.rank(), group.size()) == (self.world.ranks[0], self.world.size)
+        with self.hook._exchanging(), self.world.together():
+            return self.theirs(
+                output_tensor,
+                input_tensor,
+                group=self.world.group if same else group,
+                async_op=async_op,
+            )
 
 
 class _Level:
@@ -723,15 +832,17 @@ class _Module:
         """The exchanges that there are."""
         return [level for level in (self.inside, self.between) if level is not None]
 
-    def begin(self, replicas: dist.ProcessGroup | None, stores: Mapping[str, Store]) -> None:
+    def places(self, replicas: dist.ProcessGroup | None) -> list[tuple[_Level, dist.ProcessGroup]]:
+        """Return each exchange with torch's process group of the same ranks."""
+        pairs = ((self.inside, self.known.group), (self.between, replicas))
+        return [(level, group) for level, group in pairs if level is not None and group is not None]
+
+    def begin(self) -> None:
         """Let FSDP call the exchanges."""
         module = self.known.module
         if self.inside is not None:
-            group = self.known.group
-            self.inside.world.join(stores[group.group_name], group)
             module.set_custom_reduce_scatter(self)
-        if self.between is not None and replicas is not None:
-            self.between.world.join(stores[replicas.group_name], replicas)
+        if self.between is not None:
             module.set_all_reduce_hook(self.over_replicas)
         if not self.levels:
             self.theirs = self.known.known._all_reduce_hook
@@ -787,8 +898,8 @@ class _Module:
             if self.name in self.hook._reduced:
                 self.hook._new_step()
             self.hook._reduced.add(self.name)
-            if self._agree(looked):
-                self._reduce(self.inside, output_tensor, gradients, group, op)
+            if self._agree("reduce-scatter", looked):
+                self._reduce(self.inside, output_tensor, gradients, op)
             else:
                 output_tensor.fill_(torch.nan)
             if self.between is None:
@@ -807,7 +918,7 @@ class _Module:
             self._check_finite(self.layout.own(shard, self.rank), [self.rank])
 
         with self.hook._exchanging(self):
-            if self.hook._skipping is None and self._agree(looked):
+            if self.hook._skipping is None and self._agree("exchange between replicas", looked):
                 if self.hook.settings.between is None:
                     self._plain_mean(shard, self.between.world)
                 else:
@@ -824,11 +935,12 @@ class _Module:
 
     # -- exchanges ---------------------------------------------------------------------------------
 
-    def _agree(self, look: Callable[[], None]) -> bool:
+    def _agree(self, position: str, look: Callable[[], None]) -> bool:
         """Return whether all ranks go on; False: the step is skipped.
 
-        `look`: raises what this rank has found to be wrong. The ranks that shard the module agree
-        first, then the replicas of each shard, so that the ranks of all replicas know.
+        `position`: what this rank is about to do. `look`: raises what is wrong on this rank. The
+        ranks that shard the module agree first, then the replicas of each shard, so that the ranks
+        of all replicas know.
 
         Raises:
             GcbenchError: what a rank has found, on every rank.
@@ -840,7 +952,8 @@ class _Module:
             except GcbenchError as error:
                 fault = Fault.of(error, self.step)
         names = [parameter.name for parameter in self.layout.parameters]
-        common = hook._common(self.step, names, hook._rates.of(names))
+        position = f"{position} of {self.name}"
+        common = hook._common(position, self.step, names, hook._rates.of(names))
         for level in self.levels:
             fault = agreement.agree(level.exchange, fault, common)
         if fault is None:
@@ -885,12 +998,10 @@ class _Module:
         level: _Level,
         output: Tensor,
         gradients: Sequence[Tensor],
-        group: dist.ProcessGroup,
         op: Any,
     ) -> None:
         """Exchange the gradients among the ranks that shard the module."""
         layout, world = self.layout, level.world
-        world.group = group  # set_separate_reduce_scatter_group may have changed it
         exchange = self._ready(level, gradients)
         output.zero_()
         wrong: list[DivergedError] = []
@@ -918,16 +1029,21 @@ class _Module:
                     wrong.append(check.overflowed(*words))
                     break
 
-    def _agree_on_means(self, wrong: Sequence[DivergedError]) -> None:
+    def _agree_on_means(self, wrong: Sequence[DivergedError], shared: Tensor | None = None) -> None:
         """Raise the first rank's error, on every rank: a mean that overflows is its owner's alone.
+
+        `shared`: the mean that must have the same bits on all replicas.
 
         Raises:
             DivergedError: a mean does not fit its parameter's dtype.
+            UsageError: the replicas decoded different means.
         """
         fault = Fault.of(wrong[0], self.step) if wrong else None
-        common = agreement.Common.of({"step": self.step})
         for level in self.levels:
-            fault = agreement.agree(level.exchange, fault, common)
+            values = {"position": f"means of {self.name}", "step": self.step}
+            if level is self.between and shared is not None:
+                values["mean"] = agreement.digest(shared)
+            fault = agreement.agree(level.exchange, fault, Common.of(values))
         if fault is not None:
             self.agreed = True
             raise fault.error
@@ -948,7 +1064,7 @@ class _Module:
                 mean = exchange.lane_mean(number, [x], self.step)
                 self._look_at_mean(exchange.lanes[number], parameters, mean, shard.dtype, wrong)
                 layout.give(parameters, mean, shard, self.rank)
-        self._agree_on_means(wrong)
+        self._agree_on_means(wrong, shard)
 
     def _ready(self, level: _Level, gradients: Sequence[Tensor]) -> Exchange:
         """Return the exchange of a level as it is at this step."""
@@ -1012,21 +1128,3 @@ def _total(levels: Sequence[_Level]) -> Traffic:
     for level in levels:
         _add(total, level.world.traffic[0])
     return total
-
-
-def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """Return how long a process group waits for its ranks.
-
-    Some backends do not tell it, and a group may have none for the device. Such a group is refused,
-    which its ranks tell each other first.
-    """
-    try:
-        limit: timedelta = group._get_backend(device).options._timeout
-    except (AttributeError, RuntimeError):
-        return timedelta(seconds=handshake.PATIENCE)
-    return limit
-
-
-def _world(group: dist.ProcessGroup, device: torch.device) -> HookWorld:
-    limit, timeout = "init_process_group(timeout=...)", _timeout(group, device)
-    return HookWorld(device, group.rank(), group.size(), timeout, limit)

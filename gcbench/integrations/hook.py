@@ -2,10 +2,13 @@
 
 # Not `from __future__ import annotations`: DDP compares the hook's annotations with classes.
 import inspect
+import json
+import time
+import traceback
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -18,9 +21,10 @@ from torch.distributed import GradBucket, Store  # type: ignore[attr-defined]
 from gcbench.core import sealed
 from gcbench.core.errors import PeerLostError, UsageError
 from gcbench.core.exchange import checked_rate
-from gcbench.core.world import DistributedWorld, Traffic
-from gcbench.integrations import chosen
+from gcbench.core.world import ROLL_CALL_SECONDS, DistributedWorld, Traffic
+from gcbench.integrations import chosen, handshake
 from gcbench.integrations.agreement import Common
+from gcbench.integrations.handshake import Roster
 from gcbench.integrations.rates import Rates
 from gcbench.integrations.watch import Watch
 
@@ -28,6 +32,10 @@ NONFINITE = ("stop", "skip")
 """What may happen at a gradient that is not finite."""
 RESIZE = ("refuse", "redistribute")
 """What may happen to a state of another number of ranks."""
+
+
+HOLDERS = ("torch.distributed", "typing_extensions")
+"""Modules whose functions have a process group among their arguments."""
 
 
 class UnknownAttributeError(UsageError, AttributeError):
@@ -58,45 +66,157 @@ def key_of(rank: int, size: int) -> str:
 
 
 class HookWorld(DistributedWorld):
-    """One rank in the process group of a hook; the group and the store may come later.
+    """One rank in a process group of a hook; `join` makes the group.
 
-    A rank that fails by itself leaves its error in the store, where the others find the cause of
-    the collective that then breaks off.
+    The group belongs to the hook alone, so that a rank that fails can end it: the collectives of
+    the other ranks then fail at once, and they read the cause in the store.
     """
 
     def __init__(
-        self, device: torch.device, rank: int, size: int, timeout: timedelta, limit: str
+        self,
+        device: torch.device,
+        members: Sequence[int],
+        rank: int,
+        timeout: timedelta,
+        limit: str,
     ) -> None:
-        place: Any = _Place(rank, size)
+        """`members`: the ranks of the group in the job; `rank`: this one's index among them."""
+        place: Any = _Place(rank, len(members))
         store = dist.HashStore()  # type: ignore[attr-defined]
         super().__init__(device, store, timeout, watched=False, group=place, limit=limit)
+        self.members = self.everyone = tuple(members)
+        self.store_answers = True
 
-    def join(self, store: Store, group: dist.ProcessGroup) -> None:
-        """Begin to communicate in a group; `store` is for the causes of failures."""
-        self.store, self.group = store, group
+    @property
+    def rank(self) -> int:
+        """This rank in the job."""
+        return self.members[self.ranks[0]]
+
+    def connect(self, store: Store, roster: Roster) -> None:
+        """Join a new process group of these ranks, all of which call this.
+
+        `store`: where they find each other. `roster`: all of the hook's ranks, of this group or
+        not, among which failures are reported.
+
+        Raises:
+            PeerLostError: a rank did not come.
+        """
+        self.store, self.everyone = roster.store, roster.ranks
+
+        def made() -> dist.ProcessGroup:
+            with self.together():
+                return own_group(store, self.ranks[0], self.size, self.device, self.timeout)
+
+        # torch asks the store, too.
+        seconds = self.timeout.total_seconds() + 2 * handshake.STORE_SECONDS
+        self.group = handshake.ask(made, seconds)
+        # One that fails later leaves none in `connect`.
+        self.collect([None])
+
+    def join(self, other: "HookWorld") -> None:
+        """Communicate in the group of another of this rank's worlds."""
+        self.store, self.everyone, self.group = other.store, other.everyone, other.group
 
     def report(self, error: BaseException) -> None:
-        """Leave this rank's error where the others look for the cause."""
-        if not isinstance(error, PeerLostError):
-            with suppress(RuntimeError):
-                said = f"{type(error).__name__}: {error}"
-                self.store.set(f"gcbench/broken/{self.ranks[0]}", said)
+        """Write this rank's error where the others look for the cause.
+
+        Raises:
+            PeerLostError: the store does not answer.
+        """
+        first = not isinstance(error, PeerLostError)
+        entry = {"first": first, "text": f"{type(error).__name__}: {error}"}
+        handshake.ask(lambda: self.store.set(_cause(self.rank), json.dumps(entry)))
 
     def close(self) -> None:
-        """Leave the group; the last reference to it ends it. A later collective fails."""
+        """Leave the group, which ends with its last reference. A later collective fails."""
         place: Any = _Place(self.ranks[0], self.size)
         self.group = place
 
     def _lost(self, error: RuntimeError, waited: float) -> PeerLostError:
-        with suppress(RuntimeError):
-            for rank in range(self.size):
-                key = f"gcbench/broken/{rank}"
-                if rank != self.ranks[0] and self.store.check([key]):
-                    return PeerLostError(
-                        f"worker {self.ranks[0]}: a collective ended after {waited:.0f} s because "
-                        f"worker {rank} failed: {self.store.get(key).decode()}"
-                    )
-        return super()._lost(error, waited)
+        said = (str(error).splitlines() or [""])[0]
+        limit = f"the limit is {self.timeout.total_seconds():.0f} s ({self.limit})"
+        try:
+            cause, silent = handshake.ask(self._cause_and_silent)
+        except PeerLostError as lost:
+            self.store_answers = False
+            return PeerLostError(f"{lost}; a collective ended after {waited:.0f} s: {said:.200}")
+        if cause:
+            why = f"because {cause}"
+        elif silent:
+            ranks = ", ".join(f"rank {rank}" for rank in silent)
+            why = (
+                f"without an answer from {ranks}, which has ended or stands still; {limit}. "
+                f"torch: {said:.200}"
+            )
+        else:
+            why = f"and every rank answers; {limit}. torch: {said:.200}"
+        return PeerLostError(f"rank {self.rank}: a collective ended after {waited:.0f} s {why}")
+
+    def _cause_and_silent(self) -> tuple[str, list[int]]:
+        """Return the error of the rank that failed first; or the ranks that do not answer."""
+        others = [rank for rank in self.everyone if rank != self.rank]
+        self.store.set(_here(self.rank), "")
+        patience = time.monotonic() + ROLL_CALL_SECONDS
+        while True:
+            causes = []
+            for rank in others:
+                if self.store.check([_cause(rank)]):
+                    entry = json.loads(self.store.get(_cause(rank)))
+                    causes.append((not entry["first"], f"rank {rank} failed: {entry['text']}"))
+            if causes:
+                return min(causes)[1], []
+            silent = [rank for rank in others if not self.store.check([_here(rank)])]
+            if not silent or time.monotonic() > patience:
+                return "", silent
+            time.sleep(0.01)
+
+
+def _here(rank: int) -> str:
+    """Return the key by which a rank answers a roll call."""
+    return f"gcbench/here/{rank}"
+
+
+def _cause(rank: int) -> str:
+    """Return the key of a rank's error in the store."""
+    return f"gcbench/cause/{rank}"
+
+
+def _release(error: BaseException) -> None:
+    """Drop the process groups that the finished frames of an error's traceback refer to."""
+    errors: list[BaseException | None] = [error]
+    while errors:
+        error_or_none = errors.pop()
+        if error_or_none is None:
+            continue
+        for frame, _ in traceback.walk_tb(error_or_none.__traceback__):
+            if frame.f_globals.get("__name__", "").startswith(HOLDERS):
+                with suppress(RuntimeError):  # it is still running
+                    frame.clear()
+        errors += [error_or_none.__cause__, error_or_none.__context__]
+
+
+def own_group(
+    store: Store, rank: int, size: int, device: torch.device, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Return a new process group that torch's list of groups does not contain.
+
+    `torch.distributed.new_group` will not do: all ranks of the job must call it, also those that
+    are not in the group. If some do not, ranks count groups differently, and as torch names groups
+    by their number, two groups may then share keys of the store, or one group may have two names.
+    """
+    group = dist.ProcessGroup(store, rank, size)
+    backend: dist.ProcessGroupGloo | dist.ProcessGroupNCCL
+    if device.type == "cuda":
+        kind = dist.ProcessGroup.BackendType.NCCL
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        backend = dist.ProcessGroupNCCL(store, rank, size, options)
+    else:
+        kind = dist.ProcessGroup.BackendType.GLOO
+        backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+    group._set_default_backend(kind)
+    group._register_backend(device, kind, backend)
+    return group
 
 
 class _Place:
@@ -127,11 +247,29 @@ class BeforeForward:
         """Let the hook raise or warn."""
         self._hook._before_forward(model)
 
-    def __deepcopy__(self, memo: Any) -> "Copied":
+    def __deepcopy__(self, memo: Any) -> Any:
         return Copied()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> Any:
         return Copied, ()
+
+
+class AfterForward(BeforeForward):
+    """Calls a hook after each forward pass of its model that did not raise."""
+
+    def __call__(self, model: nn.Module, inputs: Any, output: Any = None) -> None:
+        """Tell the hook."""
+        self._hook._after_forward()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return ignored
+
+    def __reduce__(self) -> Any:
+        return ignored.__name__
+
+
+def ignored(model: nn.Module, inputs: Any, output: Any) -> None:
+    """Stand in a copy of a model where the model has `AfterForward`."""
 
 
 class Copied:
@@ -270,9 +408,15 @@ class Hook:
         """Take the optimizer's rates for those of the last mean."""
         raise NotImplementedError
 
-    def _common(self, step: int, names: Sequence[str], rates: Sequence[float | None]) -> Common:
+    def _common(
+        self, position: str, step: int, names: Sequence[str], rates: Sequence[float | None]
+    ) -> Common:
         """Return what must be the same on all ranks at this exchange."""
-        values: dict[str, Any] = {"step": step, "states loaded since register": self._loads}
+        values: dict[str, Any] = {
+            "position": position,
+            "step": step,
+            "states loaded since register": self._loads,
+        }
         if self._rates.optimizers:
             values |= {f"learning rate of {n}": r for n, r in zip(names, rates, strict=True)}
         else:
@@ -287,7 +431,32 @@ class Hook:
         if self._failed is not None:
             raise self._failed
 
+    def _worlds(self) -> Iterable[HookWorld]:
+        """Return this rank's place in each process group of the hook."""
+        raise NotImplementedError
+
+    def _fail(self, error: BaseException, *, agreed: bool = False) -> None:
+        """Raise an error at every later step; stop the other ranks, unless they `agreed` on it.
+
+        They find the error in the store when their collectives break off.
+        """
+        if self._failed is not None:
+            return
+        self._failed = error
+        if not agreed:
+            worlds = list(self._worlds())
+            if all(world.store_answers for world in worlds):
+                with suppress(PeerLostError):
+                    for world in {id(world.store): world for world in worlds}.values():
+                        world.report(error)
+            _release(error)
+            for world in worlds:
+                world.close()
+
     def _before_forward(self, model: nn.Module) -> None:
+        raise NotImplementedError
+
+    def _after_forward(self) -> None:
         raise NotImplementedError
 
     def _warn_unfrozen(self) -> None:

@@ -147,10 +147,7 @@ def _read(name: str, module: Any, state: Any, prefixes: Mapping[int, str]) -> Sh
         AttributeError: the state is not that of a torch that is known here.
         UsageError: its parameters are not in one group of ranks, or in none.
     """
-    if hasattr(state, "_fsdp_param_groups"):
-        groups = state._fsdp_param_groups
-    else:  # torch 2.11 has one at most
-        groups = list(filter(None, [state._fsdp_param_group]))
+    groups = _groups(state)
     if len(groups) > 1:
         raise UsageError(
             f"{name} has parameters on several meshes, and torch takes a custom reduce-scatter "
@@ -180,6 +177,43 @@ def _read(name: str, module: Any, state: Any, prefixes: Mapping[int, str]) -> Sh
         *(name, module, known, tuple(parameters), tuple(dtypes), group, known.device, parallel),
         tensors=tuple(each.sharded_param for each in trained),
     )
+
+
+def _groups(state: Any) -> list[Any]:
+    """Return torch's records of a module's parameters, each in one group of ranks."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return list(filter(None, [state._fsdp_param_group]))  # torch 2.11 has one at most
+
+
+def gathering(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Return the modules whose parameters FSDP gathers by torch's own collective.
+
+    Each with torch's private record of its parameters. Frozen modules are among them.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    pairs = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = _groups(state)
+            if len(groups) != 1 or not hasattr(groups[0].mesh_info, "shard_process_group"):
+                continue
+            if type(groups[0]._all_gather_comm).__name__ == "DefaultAllGather":
+                pairs.append((module, groups[0]))
+    return pairs
+
+
+def in_backward(model: nn.Module) -> bool:
+    """Return whether a backward pass of a model has begun and has not ended."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            return bool(state._state_ctx.post_backward_final_callback_queued)
+    return False
 
 
 def group_of(given: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:

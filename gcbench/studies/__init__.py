@@ -15,16 +15,17 @@ from typing import TYPE_CHECKING
 from gcbench.core.errors import unknown
 
 if TYPE_CHECKING:
-    from gcbench.reporting.analysis import Analysis
+    from gcbench.report.analysis import Analysis
 
 MODULES: dict[str, str] = {
-    "advice": "gcbench.studies.scale.advice",
-    "bandwidth": "gcbench.studies.bandwidth",
+    "advice": "gcbench.predict.advice",
+    "bandwidth": "gcbench.profile.bandwidth",
     "bounds": "gcbench.studies.bounds",
-    "histogram": "gcbench.studies.histogram",
-    "scale": "gcbench.studies.scale.prediction",
-    "scale-pays": "gcbench.studies.scale.links",
-    "scale-validation": "gcbench.studies.scale.validation",
+    "histogram": "gcbench.profile.histogram",
+    "netlab": "gcbench.netlab",
+    "links": "gcbench.predict.links",
+    "prediction": "gcbench.predict.prediction",
+    "validation": "gcbench.predict.validation",
 }
 """Kind of analysis -> its module."""
 
@@ -51,7 +52,7 @@ def draw(analysis: Analysis, path: Path) -> list[Path]:
         MissingTableError: the analysis was read from a file without the table that is drawn.
         GcbenchError: `path` cannot be written.
     """
-    from gcbench.reporting import figures
+    from gcbench.report import figures
 
     if analysis.kind not in MODULES:
         raise unknown("kind of analysis", analysis.kind, MODULES)

@@ -12,9 +12,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from gcbench.reporting.analysis import Row, Shown, Table
+from gcbench.core.values import finite
+from gcbench.report.analysis import Row, Shown, Table
 from gcbench.studies.bounds.claims import Interval, interval
-from gcbench.training.configuration import finite
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot tell"
 VERDICTS = (HOLDS, FAILS, OPEN)

@@ -33,7 +33,9 @@ from gcbench._version import __version__
 from gcbench.core import files
 from gcbench.core.errors import UsageError, unknown
 from gcbench.core.world import World
-from gcbench.training.store import CAPTURES, Run, write_atomically
+from gcbench.core.writing import write_atomically
+from gcbench.results.run_folder import CAPTURES
+from gcbench.training.store import Run
 
 SCHEMA = "1"
 ENDING = ".safetensors"
@@ -298,7 +300,7 @@ class Capture:
         if self.about.get("schema") != SCHEMA:
             raise UsageError(
                 f"{path}: schema {self.about.get('schema')!r} in its metadata, {SCHEMA!r} is read; "
-                "`gcbench run --capture` writes such files, results/ANALYSES.md describes them"
+                "`gcbench run --capture` writes such files; see `gcbench help reading-results`"
             )
         try:
             self.step, self.seed = int(self.about["step"]), int(self.about.get("seed", 0))

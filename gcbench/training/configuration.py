@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import ValidationError, field_validator, model_validator
 
 from gcbench import ops
 from gcbench.core import memory, registry, rule, schedule
@@ -24,81 +24,19 @@ from gcbench.core.compressor import Compressor, Segments
 from gcbench.core.errors import DivergedError, GcbenchError, UsageError, unknown
 from gcbench.core.exchange import check_legal
 from gcbench.core.memory import Memory
-from gcbench.core.schema import SCHEMA
 from gcbench.core.task import Task
-from gcbench.training import limits
-from gcbench.training.store import Run
-
-Positive = Annotated[int, Field(ge=1, strict=True)]  # strict: neither true nor "8"
-NotNegative = Annotated[int, Field(ge=0, strict=True)]
-Finite = Annotated[float, Field(allow_inf_nan=False, strict=True)]
-Flag = Annotated[bool, Field(strict=True)]
+from gcbench.core.values import text
+from gcbench.results.run_folder import RunFolder
+from gcbench.results.schema import SCHEMA
+from gcbench.results.settings import DEFAULTS, SET_FLAGS, Settings
+from gcbench.training import limits, rank
 
 
-class Config(BaseModel):
-    """All settings that decide a run's results; equal configs have equal hashes.
+class Config(Settings):
+    """The settings of a run, checked together; equal configs have equal hashes.
 
     Made by `Config.make`, which takes missing hyper-parameters from the task.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    task: str = "digits"
-    task_options: dict[str, Any] = {}
-    compressor: str = "terngrad"
-    options: dict[str, Any] = {}
-    workers: Positive = 4
-    engine: Literal["simulate", "spawn", "torchrun", "ddp"] = "simulate"
-    hook: Literal["gcbench", "torch"] = "gcbench"  # with engine ddp: whose communication hook
-    bucket_mb: Annotated[Finite, Field(gt=0)] = 25.0  # with engine ddp: MiB of fp32 in a bucket
-    collective: str
-    memory: str = "none"
-    memory_options: dict[str, Any] = {}
-    start_step: NotNegative = 0  # steps before it are exchanged in fp32
-    delay: Annotated[int, Field(ge=0, le=1, strict=True)] = (
-        0  # steps by which a mean is applied late
-    )
-    rebroadcast_every: NotNegative = 0  # steps between broadcasts of worker 0's parameters
-    local_steps: NotNegative = 0  # optimizer steps of each worker between exchanges; 0: no such
-    outer_lr: Annotated[Finite, Field(gt=0)] = 1.0  # rate of the outer step, see `training.train`
-    outer_momentum: Annotated[Finite, Field(ge=0, lt=1)] = 0.0
-    outer_nesterov: Flag = False
-    dense_last: Flag = False
-    dense_below: NotNegative = 0
-    gradients: Literal["loop", "batched"] = "loop"
-    seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
-    holdout: NotNegative = 0  # training examples kept for validation, the same for every seed
-    test: Flag = True  # False: only the validation examples are evaluated
-    task_version: Positive = 1  # version of the task's definition (`Task.version`)
-    steps: Positive
-    batch: Positive
-    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
-    lr: Annotated[Finite, Field(gt=0)]
-    momentum: Annotated[Finite, Field(ge=0, lt=1)] = 0.0
-    nesterov: Flag = False
-    betas: tuple[Annotated[Finite, Field(ge=0, lt=1)], Annotated[Finite, Field(ge=0, lt=1)]] = (
-        0.9,
-        0.999,
-    )
-    eps: Annotated[Finite, Field(ge=0)] = 1e-8
-    schedule: Literal["constant", "poly", "step", "cosine"] = "constant"
-    schedule_power: Annotated[Finite, Field(gt=0)] = 0.5
-    schedule_steps: list[Annotated[Finite, Field(gt=0)]] = []  # below 1: a fraction of `steps`
-    schedule_gamma: Annotated[Finite, Field(gt=0)] = 0.1
-    schedule_floor: Annotated[Finite, Field(ge=0, lt=1)] = 0.0  # of cosine: last rate / lr
-    warmup: Annotated[Finite, Field(ge=0)] = 0.0  # steps; below 1: a fraction of `steps`
-    weight_decay: Annotated[Finite, Field(ge=0)] = 0.0
-    decay: Literal["loss", "update"] = "loss"
-    clip_norm: Annotated[Finite, Field(ge=0)] = 0.0  # 2-norm of what an optimizer gets; 0: any
-    ema: Annotated[Finite, Field(ge=0, lt=1)] = 0.0
-    eval_every: NotNegative = 0
-    log_every: Positive = 10
-    device: str = "cpu"
-    backend: str = "auto"
-    threads: Positive | None = None
-    on_nonfinite: Literal["stop", "skip"] = "stop"
-    link_gbit: Annotated[Finite, Field(gt=0)] = 10.0
-    link_latency_us: Annotated[Finite, Field(ge=0)] = 50.0
 
     @classmethod
     def make(cls, given: Mapping[str, Any]) -> Config:
@@ -344,14 +282,6 @@ class Config(BaseModel):
         return count * self.steps if count < 1 else count
 
 
-DEFAULTS: dict[str, Any] = json.loads(
-    json.dumps(
-        {key: each.default for key, each in Config.model_fields.items() if not each.is_required()}
-    )
-)
-"""The defaults of settings, as JSON; a stored config without a setting has its default."""
-
-
 def hash_of(config: Mapping[str, Any]) -> str:
     """Return ten hex digits of the SHA-256 of a config's JSON, without settings at their defaults.
 
@@ -562,7 +492,7 @@ def threads_per_worker(config: Config) -> int:
 def check_limits(config: Config) -> None:
     """Raise UsageError for a run that takes more than this machine should give."""
     limits.check_threads(threads_per_worker(config))
-    if config.engine != "torchrun":  # the user started its processes
+    if not rank.by_torchrun():  # otherwise the user started the processes
         spawned = config.engine in ("spawn", "ddp")
         limits.check_workers(config.workers, processes=spawned, cores=cores())
 
@@ -744,10 +674,6 @@ def command(config: Config) -> str:
     return shlex.join(words)
 
 
-SET_FLAGS = {"options": "--set", "task_options": "--task-set", "memory_options": "--memory-set"}
-"""Settings that are mappings -> the flags that set one of their fields."""
-
-
 def _word(value: Any) -> str:
     """Return a setting's value as the command line writes it."""
     if isinstance(value, Mapping):
@@ -763,7 +689,7 @@ def nominal_ratio(method: Compressor) -> float | None:
     return None if bits is None else 32 / bits
 
 
-def failed(config: Config, run: Run, error: DivergedError) -> dict[str, Any]:
+def failed(config: Config, run: RunFolder, error: DivergedError) -> dict[str, Any]:
     """Return the summary of a run that diverged: without metrics, with the bytes that it sent.
 
     The bytes are those up to its last record.
@@ -788,11 +714,6 @@ def failed(config: Config, run: Run, error: DivergedError) -> dict[str, Any]:
     }
 
 
-def finite(value: float | None) -> float | None:
-    """Return the value; None for NaN and infinity, which JSON does not have, and for None."""
-    return value if value is not None and math.isfinite(value) else None
-
-
 def require_device(device: str) -> None:
     """Raise UsageError for a device that this machine does not have."""
     import torch
@@ -805,20 +726,3 @@ def require_device(device: str) -> None:
         raise UsageError(f"device {device!r}: torch sees no CUDA device; see `gcbench info`")
     if kind not in ("cpu", "cuda"):
         raise GcbenchError(f"device {device!r} was never tried; 'cpu' and 'cuda' are supported")
-
-
-def canonical(value: Any) -> str:
-    """Return a value as text that is the same for equal values."""
-    return _encode(value)
-
-
-_encode = json.JSONEncoder(sort_keys=True, default=str).encode
-
-
-def text(value: Any) -> str:
-    """Return a setting's value as short text, without spaces; "auto" for None."""
-    if isinstance(value, float):
-        return f"{value:g}"
-    if value is None:
-        return "auto"
-    return (value if isinstance(value, str) else json.dumps(value, default=str)).replace(" ", "")

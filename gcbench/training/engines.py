@@ -291,4 +291,14 @@ def spawn(config: Config, run: Run, options: Options) -> None:
     launch.in_processes(config.workers, threads, _train, arguments)
 
 
-ENGINES = {"simulate": simulate, "spawn": spawn, "torchrun": torchrun, "ddp": spawn}
+def ddp(config: Config, run: Run, options: Options) -> None:
+    """Run one DDP worker of torchrun's job, or every worker on this machine without torchrun.
+
+    Raises:
+        GcbenchError: see `torchrun` and `spawn`.
+    """
+    start = torchrun if rank.by_torchrun() else spawn
+    start(config, run, options)
+
+
+ENGINES = {"simulate": simulate, "spawn": spawn, "torchrun": torchrun, "ddp": ddp}

@@ -7,18 +7,21 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from gcbench.core import registry, settings_file
 from gcbench.core.errors import UsageError, unknown
+from gcbench.results.settings import SET_FLAGS, Settings
 from gcbench.training import limits
 from gcbench.training.configuration import Config
 
-SEQUENCES = ("betas", "schedule_steps")
+SEQUENCES = tuple(
+    name for name, f in Settings.model_fields.items() if get_origin(f.annotation) in (list, tuple)
+)
 """Settings whose value is itself a list; on the command line its items are joined by slashes."""
 _STAGE = re.compile(r"([0-9]+):(.+)")
 """One stage of a schedule: the step from which a value holds, and the value."""
-NESTED = ("options", "task_options", "memory_options")
+NESTED = tuple(SET_FLAGS)
 """Settings that are mappings of fields."""
 
 

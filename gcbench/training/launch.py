@@ -10,9 +10,9 @@ port just before a worker does, with the number that gloo expects, could imperso
 falsify gradients and records, but not execute code. If you do not trust the other users of a
 machine, use `--engine simulate`.
 
-One process that has imported torch and gcbench forks the workers (`gcbench.training.
-launched`), and end with this one, whatever ends it. When one fails, the others are ended, and the
-error that is raised is that of the worker that failed first.
+One process that has imported torch and gcbench forks the workers (`fork_server`); they end when
+this process does. When one fails, the others are ended, and the error that is raised is that of
+the worker that failed first.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import torch
 
 from gcbench.core.errors import UsageError
 from gcbench.core.task import Split
+from gcbench.core.values import canonical
 from gcbench.core.world import World
 from gcbench.training import configuration
 from gcbench.training.configuration import Config
@@ -31,11 +32,11 @@ def facts(config: Config) -> dict[str, str]:
         "instruction set": str(configuration.machine()["isa"]),
         "threads": str(torch.get_num_threads()),
         **{
-            f"setting {key}": configuration.canonical(value)
+            f"setting {key}": canonical(value)
             for key, value in config.model_dump(mode="json").items()
         },
-        **{name: configuration.canonical(value) for name, value in objects.items()},
-        "plug-ins": configuration.canonical(configuration.plugins(config)),
+        **{name: canonical(value) for name, value in objects.items()},
+        "plug-ins": canonical(configuration.plugins(config)),
     }
 
 

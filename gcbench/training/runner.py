@@ -11,18 +11,11 @@ from typing import Any
 
 from gcbench.core import output
 from gcbench.core.errors import DivergedError, GcbenchError, Interrupted, UsageError
-from gcbench.core.schema import SCHEMA
-from gcbench.training import (
-    captures,
-    configuration,
-    engines,
-    rank,
-    rows,
-    sinks,
-    update_rule,
-)
+from gcbench.core.progress import Mode
+from gcbench.results import rows, update_rule
+from gcbench.results.schema import SCHEMA
+from gcbench.training import captures, configuration, engines, rank, sinks
 from gcbench.training.configuration import Config
-from gcbench.training.progress import Mode
 from gcbench.training.store import Run
 from gcbench.training.train import Options
 
@@ -68,7 +61,7 @@ class Runner:
 
         `capture`: the gradients to store; `sink_names`: the sinks that receive the records; `show`
         prints the summaries of finished runs. `rows_files`: files of rows
-        (`gcbench.training.rows`); runs with a row in one of them are skipped, and each finished run
+        (`gcbench.results.rows`); runs with a row in one of them are skipped, and each finished run
         adds a row to the first, labeled with `suite`, name/version.
         """
         self.results, self.data_dir, self.force = results, data_dir, force
@@ -97,12 +90,12 @@ class Runner:
             _say(f"{len(pending)} runs, {self.after:,} steps in total")
         self.work(each(configs), len(configs), json=json)
 
-    def _rows(self) -> dict[str, tuple[rows.Row, Path]]:
+    def _rows(self) -> dict[str, tuple[rows.StoredRun, Path]]:
         """Return the rows of runs to skip, with their files, by config hash.
 
         If two rows have the same config, the first counts.
         """
-        stored: dict[str, tuple[rows.Row, Path]] = {}
+        stored: dict[str, tuple[rows.StoredRun, Path]] = {}
         for path in () if self.force else self.rows_files:
             for one in rows.read(path):
                 stored.setdefault(configuration.hash_of(one["config"]), (one, path))
@@ -221,7 +214,7 @@ class Runner:
             raise failures[0]
 
     def _in_environment(self, config: Config) -> Config:
-        """Return the config with engine torchrun under torchrun, otherwise unchanged.
+        """Return the config with engine torchrun under torchrun, unless its engine is ddp.
 
         Raises:
             UsageError: engine torchrun was requested, but torchrun did not start this process.
@@ -232,6 +225,8 @@ class Runner:
                     "engine torchrun needs torchrun: start the command with "
                     "`torchrun --nproc-per-node N -m gcbench run ...`, or use --engine spawn"
                 )
+            return config
+        if config.engine == "ddp":
             return config
         return Config.make({**config.model_dump(), "engine": "torchrun"})
 

@@ -31,15 +31,17 @@ import torch
 from torch import Tensor, nn
 
 from gcbench import ops
-from gcbench.core import purposes, registry
+from gcbench.core import progress, purposes, registry
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import Key
 from gcbench.core.errors import DivergedError, GcbenchError, Interrupted, UsageError
 from gcbench.core.exchange import Exchange, Lane, classifier, dense_tensors, lane_of
-from gcbench.core.schema import PHASES, SCHEMA
+from gcbench.core.schema import PHASES
 from gcbench.core.task import Split, Task
+from gcbench.core.values import finite as or_none
 from gcbench.core.world import World
-from gcbench.training import captures, configuration, preflight, progress, sinks
+from gcbench.results.schema import SCHEMA
+from gcbench.training import captures, configuration, preflight, sinks
 from gcbench.training.configuration import Config
 from gcbench.training.dropout import Dropout, set_dropout_key
 from gcbench.training.store import Run
@@ -599,8 +601,8 @@ class Trainer:
                     further[metric] = further.get(metric, 0.0) + float(each.sum())
         return {
             f"{name}_accuracy": right / len(split) if has_accuracy else None,
-            f"{name}_loss": configuration.finite(loss / len(split)),
-            **{f"{name}_{k}": configuration.finite(v / len(split)) for k, v in further.items()},
+            f"{name}_loss": or_none(loss / len(split)),
+            **{f"{name}_{k}": or_none(v / len(split)) for k, v in further.items()},
         }
 
     # -- the run -----------------------------------------------------------------------------------
@@ -676,7 +678,7 @@ class Trainer:
             done = self.step == config.steps
             if self.step % config.log_every == 0 or done:
                 self.train_loss = statistics.fmean(self.world.collect(losses))
-                loss, lr = configuration.finite(self.train_loss), config.lr_at(self.step - 1)
+                loss, lr = or_none(self.train_loss), config.lr_at(self.step - 1)
                 self._record("train", {"train_loss": loss, "lr": lr})
             if len(self.world.ranks) < self.world.size and self.step % CHECK_EVERY == 0:
                 self._check_replicas(self._checksum)
@@ -848,7 +850,7 @@ class Trainer:
             "steps": config.steps,
             "batch": config.batch,
             **evaluation,
-            "train_loss": configuration.finite(self.train_loss),
+            "train_loss": or_none(self.train_loss),
             "test_examples": len(self.test) if config.test else None,
             "params": self.total,
             "payload_bytes_up": round(up),

@@ -1,11 +1,12 @@
-"""What clipping, AdamW and a rate that falls to 0 do to the residuals of error feedback in DDP.
+"""The effect of clipping, AdamW and a falling learning rate on residuals of error feedback in DDP.
 
 torchrun --standalone --nproc-per-node 2 results/controls/residuals.py > results/residuals.json
 
-The digits task of gcbench, batch 64, 300 steps, 3 seeds. `ratio`: the norm of rank 0's residuals
-over the norm of its own gradient, before the exchange, all parameters together; `end`: at the last
-step, `middle`: the median of steps 100 to 200. `loss`: of all training examples at the end. All are
-means over the seeds, `loss_sd` a standard deviation. `warned`: in how many seeds the hook warned.
+The digits task of gcbench, batch 64, 300 steps, 3 seeds. The ratio is the norm of rank 0's
+residuals over the norm of its gradient before the exchange, for all parameters together; `end`: at
+the last step, `middle`: the median of steps 100 to 200. `loss`: of all training examples at the
+end. All are means over the seeds; `loss_sd` is a standard deviation. `warned`: number of seeds in
+which the hook warned.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ import gcbench
 STEPS, BATCH, SEEDS = 300, 64, (0, 1, 2)
 SGD, ADAMW = {"optimizer": "sgd", "lr": 0.1}, {"optimizer": "adamw", "lr": 2e-3}
 CASES: dict[str, dict[str, Any]] = {
-    f"{given['optimizer']}, {name}": {**given, **case}
-    for given in (SGD, ADAMW)
+    f"{base['optimizer']}, {name}": {**base, **case}
+    for base in (SGD, ADAMW)
     for name, case in (
         ("constant rate", {}),
         ("clipped to 0.5", {"clip": 0.5}),
@@ -42,15 +43,15 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def train(method: str, seed: int, case: dict[str, Any]) -> dict[str, float]:
-    """Train once; return the loss at the end, and the ratios of norms."""
+    """Train once; return the final loss and the ratios of norms."""
     torch.manual_seed(seed)
     task, rank, size = gcbench.get_task("digits"), dist.get_rank(), dist.get_world_size()
     data, _ = task.load(None)
     net = task.model_for(data)
     model = DistributedDataParallel(net)
-    made = torch.optim.AdamW if case["optimizer"] == "adamw" else torch.optim.SGD
+    kind = torch.optim.AdamW if case["optimizer"] == "adamw" else torch.optim.SGD
     options = {} if case["optimizer"] == "adamw" else {"momentum": 0.9}
-    optimizer = made(net.parameters(), lr=case["lr"], **options)
+    optimizer = kind(net.parameters(), lr=case["lr"], **options)
     last = case.get("last", 1.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
@@ -62,8 +63,8 @@ def train(method: str, seed: int, case: dict[str, Any]) -> dict[str, float]:
     for parameter in net.parameters():
         parameter.register_hook(lambda g: squares.append(float(g.double().square().sum())))
     ratios = []
-    everyone = torch.arange(len(data))
-    with warnings.catch_warnings(record=True) as said:
+    every = torch.arange(len(data))
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(1000 * step + seed)
@@ -72,8 +73,8 @@ def train(method: str, seed: int, case: dict[str, Any]) -> dict[str, float]:
             optimizer.zero_grad()
             squares.clear()
             task.loss(model(x), y).backward()
-            carried = hook.state_dict()["exchange"].get("tensors", {})
-            residual = sum(float(value.double().square().sum()) for value in carried.values())
+            tensors = hook.state_dict()["exchange"].get("tensors", {})
+            residual = sum(float(value.double().square().sum()) for value in tensors.values())
             ratios.append(math.sqrt(residual / sum(squares)))
             if "clip" in case:
                 torch.nn.utils.clip_grad_norm_(net.parameters(), case["clip"])
@@ -81,15 +82,15 @@ def train(method: str, seed: int, case: dict[str, Any]) -> dict[str, float]:
             schedule.step()
     hook.close()
     with torch.no_grad():
-        x, y = task.batch(data, everyone, None)
+        x, y = task.batch(data, every, None)
         loss = float(task.loss(net(x), y))
-    warned = any("residual" in str(each.message) for each in said)
+    warned = any("residual" in str(each.message) for each in caught)
     middle = statistics.median(ratios[100:200])
     return {"loss": loss, "middle": middle, "end": ratios[-1], "warned": warned}
 
 
 def main() -> None:
-    """Train each method in each case, and print the means of the seeds as JSON."""
+    """Train each method in each case, and print the means over seeds as JSON."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rows = []

@@ -4,13 +4,12 @@ phi(v) = ||v||_1^2 / (d ||v||_2^2) is 1 if all elements have one magnitude, abou
 vector of normal values, and 1 / d if a single element is not zero. g is the mean gradient at fixed
 parameters, sigma the standard deviation of one batch's gradient, coordinate by coordinate.
 
-At a snapshot `--batches` batches are drawn with replacement, so that g is known only up to noise.
-The means a and b of two halves of the batches are independent: <a, b> has the expectation
-||g||_2^2, (<sign(a), b> + <sign(b), a>) / 2 has an expectation of at most ||g||_1, and
-||(a + b) / 2||_1 one of at least ||g||_1. So phi(g) lies between `gradient_low` and
-`gradient_high`, whatever the distribution of the noise; verdicts take both into account. phi(sigma)
-needs no such limits. The paper computes g from all of the data; its curves are of 160 epochs with
-SGD, Signum and Adam, three repeats each.
+Each snapshot draws `--batches` batches with replacement, so g is known only up to noise. The means
+a and b of two halves of the batches are independent: <a, b> has the expectation ||g||_2^2,
+(<sign(a), b> + <sign(b), a>) / 2 an expectation of at most ||g||_1, and ||(a + b) / 2||_1 one of at
+least ||g||_1. So phi(g) lies between `gradient_low` and `gradient_high` for any distribution of the
+noise; the verdicts use both. phi(sigma) needs no such limits. The paper computes g from all of the
+data; its curves are for 160 epochs with SGD, Signum and Adam, three repeats each.
 Source: Bernstein et al. 2018, arXiv:1802.04434, figure 1.
 """
 
@@ -20,23 +19,35 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from _script import main
-from _trained import check_seeds, named
-from pydantic import BaseModel, ConfigDict, Field
+from _paper import (
+    Choices,
+    Seeds,
+    check_seeds,
+    main,
+    name,
+    number,
+    plot,
+    result,
+    table,
+    title,
+    values,
+)
+from pydantic import Field
 
 from gcbench.core.errors import UsageError
+from gcbench.core.progress import Observer
+from gcbench.core.values import finite
 from gcbench.core.world import Link, SimulatedWorld
-from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
+from gcbench.report import figures
+from gcbench.report.analysis import Analysis, Ledger, Row, Table
 from gcbench.studies import verdicts
 from gcbench.studies.bounds.observe import Plan, Watch, Welford, density
 from gcbench.studies.verdicts import Claim
 from gcbench.training import captures, configuration
-from gcbench.training.configuration import Config, finite
-from gcbench.training.progress import Observer
+from gcbench.training.configuration import Config
 from gcbench.training.store import Run
 from gcbench.training.train import Options, Trainer
 
@@ -56,27 +67,23 @@ COUPLED = Claim(
 """The paper gives no numbers; dense is here within an order of magnitude of 1."""
 
 
-class Settings(BaseModel):
+class Settings(Choices):
     """The settings that decide the result."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     task: str = Field(default="digits", description="Task.")
     network: str = Field(default="", description="Its network; empty: the task's.")
     steps: int = Field(default=600, ge=2, description="Training steps.")
     snapshots: int = Field(
-        default=6, ge=2, description="Number of steps at which gradients are drawn, evenly spread."
+        default=6, ge=2, description="Steps at which gradients are drawn, evenly spaced."
     )
     batches: int = Field(
-        default=128, ge=8, multiple_of=2, description="Batches drawn at a snapshot; even."
+        default=128, ge=8, multiple_of=2, description="Batches drawn per snapshot; even."
     )
     workers: int = Field(
-        default=1, ge=1, description="Workers; the noise is that of one worker's batch."
+        default=1, ge=1, description="Workers; the noise is of one worker's batch."
     )
-    batch: int = Field(default=0, ge=0, description="Examples a step; 0: the task's.")
-    seed: list[Annotated[int, Field(ge=0, lt=2**63)]] = Field(
-        default=[0, 1, 2], min_length=1, description="Seeds, a training each."
-    )
+    batch: int = Field(default=0, ge=0, description="Examples per step; 0: the task's.")
+    seed: Seeds = Field(default=[0, 1, 2], description="Seeds; each is one training.")
 
     def config(self, seed: int) -> Config:
         """Return the config of the uncompressed training with this seed.
@@ -92,13 +99,13 @@ class Settings(BaseModel):
         configuration.check_limits(made)
         return made
 
-    def looked_at(self) -> tuple[int, ...]:
+    def snapshot_steps(self) -> tuple[int, ...]:
         """Return the steps of the snapshots, counted from 0."""
         return captures.spread(self.steps, self.snapshots)
 
 
 def steps(settings: Settings) -> int:
-    """Return how many steps of progress there are."""
+    """Return the number of progress steps."""
     return settings.steps * len(settings.seed)
 
 
@@ -109,40 +116,34 @@ def run(
     ledger: Ledger,
     data_dir: Path | None = None,
 ) -> Analysis:
-    """Train once for each seed, and measure the gradient and its noise at each snapshot.
+    """Train once per seed, and measure the gradient and its noise at each snapshot.
 
     Raises:
-        UsageError: a seed comes twice, or the config is invalid.
+        UsageError: a repeated seed, or an invalid config.
         GcbenchError: a gradient is not finite, or data are missing.
     """
     check_seeds(settings.seed)
     rows: list[Row] = []
-    for number, seed in enumerate(settings.seed):
-        before = number * settings.steps
+    for position, seed in enumerate(settings.seed):
+        before = position * settings.steps
 
-        def told(step: int, seed: int = seed, before: int = before) -> None:
+        def report(step: int, seed: int = seed, before: int = before) -> None:
             observer.step(before + step, f"seed {seed}, step {step}")
 
         if (key := f"seed {seed}") not in ledger:
-            ledger[key] = _train(settings, seed, ledger.path.parent, data_dir, told)
+            ledger[key] = _train(settings, seed, ledger.path.parent, data_dir, report)
         rows += [{"seed": seed, **row} for row in ledger[key]]
     observer.step(steps(settings), "done")
-    judged = judge(rows)
-    return Analysis.of(
+    return result(
         KIND,
         settings,
         command,
-        conclusions=verdicts.told(judged),
-        tables=[
-            verdicts.table(
-                judged,
-                notes=[
-                    "The paper gives no numbers; here a density of 0.1 or more counts as dense. "
-                    "The density of g is known within a bracket only, and its limits are those of "
-                    "the bracket's ends."
-                ],
-            ),
-            _table(rows, settings),
+        judge(rows),
+        _table(rows, settings),
+        notes=[
+            "The paper gives no numbers; here a density of 0.1 or more counts as dense. The "
+            "density of g is known only within a bracket, and its limits are those of the "
+            "bracket's ends."
         ],
     )
 
@@ -152,11 +153,11 @@ def _train(
     seed: int,
     folder: Path,
     data_dir: Path | None,
-    told: Callable[[int], None],
+    report: Callable[[int], None],
 ) -> list[Row]:
-    """Return one row for each snapshot of one training; `told` is called with each step."""
+    """Return one row per snapshot of one training; `report` is called with each step."""
     config = settings.config(seed)
-    looked_at = settings.looked_at()
+    looked_at = settings.snapshot_steps()
     plan = Plan(every=config.steps, snapshots=(), batches=settings.batches, weights=(), wanted=bool)
     watch = Watch(plan)
     threads = configuration.threads_per_worker(config)
@@ -169,7 +170,7 @@ def _train(
         trainer = Trainer(config, world, Run(folder), Options(data_dir=data_dir))
         watch.start(trainer)
         for step in range(looked_at[-1] + 1):
-            told(step)
+            report(step)
             if step in looked_at:
                 rows.append({"step": step, **look(watch.drawn(step), settings.batches)})
             if step < looked_at[-1]:
@@ -182,21 +183,21 @@ def _train(
 def look(drawn: Any, batches: int) -> Row:
     """Return the densities of g and sigma from the gradients of `batches` batches.
 
-    `drawn` yields them: independent, float32, shape (n,). They go alternately to two halves. A
-    density is None where it would divide by zero, or by an estimate of ||g||^2 that is not above 0.
+    `drawn` yields them: independent, float32, shape (n,), alternately for the two halves. A density
+    is None where it would divide by zero, or by an estimate of ||g||^2 that is not positive.
 
     Raises:
-        UsageError: another number of gradients came.
+        UsageError: `drawn` yields another number of gradients.
     """
     halves: list[Welford] = []
     whole: Welford | None = None
-    for number, gradient in enumerate(drawn):
+    for position, gradient in enumerate(drawn):
         if whole is None:
             whole, halves = Welford(gradient), [Welford(gradient), Welford(gradient)]
         whole.add(gradient)
-        halves[number % 2].add(gradient)
+        halves[position % 2].add(gradient)
     if whole is None or whole.n != batches:
-        raise UsageError(f"{0 if whole is None else whole.n} batches came, {batches} were expected")
+        raise UsageError(f"received {0 if whole is None else whole.n} batches, expected {batches}")
     a, b = (half.mean for half in halves)
     mean, sigma = whole.mean, whole.variance().sqrt()
     square = float(a @ b)
@@ -223,10 +224,6 @@ def look(drawn: Any, batches: int) -> Row:
 # ---- verdicts ------------------------------------------------------------------------------------
 
 
-def _number(value: Any) -> float:
-    return math.nan if value is None else float(value)
-
-
 def judge(rows: Sequence[Row]) -> list[Row]:
     """Return the verdicts on the paper's four claims, from the rows of all snapshots."""
     runs = verdicts.by_seed(rows)
@@ -235,7 +232,7 @@ def judge(rows: Sequence[Row]) -> list[Row]:
         return [of(run) for run in runs]
 
     def least(field: str) -> list[float]:
-        return each(lambda run: _extreme(min, [_number(row[field]) for row in run]))
+        return each(lambda run: _extreme(min, [number(row[field]) for row in run]))
 
     low, high = least("gradient_low"), least("gradient_high")
     factors = [
@@ -272,8 +269,8 @@ def _factors(row: Mapping[str, Any]) -> tuple[float, float, float]:
 
     Three values: the least within the limits of phi(g), that at phi of the mean, the largest.
     """
-    noise = _number(row["noise"])
-    low, at, high = (_number(row[f]) for f in ("gradient_low", "gradient", "gradient_high"))
+    noise = number(row["noise"])
+    low, at, high = (number(row[f]) for f in ("gradient_low", "gradient", "gradient_high"))
     if not (noise > 0 and at > 0 and high > 0):
         return math.nan, math.nan, math.nan
 
@@ -293,7 +290,7 @@ def _fisher(correlation: float) -> float:
 
 def _correlation(run: Sequence[Row], field: str) -> float:
     """Return Pearson's correlation of the logarithms over a run's snapshots; NaN if undefined."""
-    both = [(_number(row[field]), _number(row["noise"])) for row in run]
+    both = [(number(row[field]), number(row["noise"])) for row in run]
     if len(both) < 3 or not all(value > 0 for pair in both for value in pair):
         return math.nan
     one, other = ([math.log(value) for value in values] for values in zip(*both, strict=True))
@@ -307,77 +304,48 @@ def _correlation(run: Sequence[Row], field: str) -> float:
 
 def _table(rows: Sequence[Row], settings: Settings) -> Table:
     config = settings.config(settings.seed[0])
-    return Table(
-        name="snapshots",
-        title="Densities phi(v) = ||v||_1^2 / (d ||v||_2^2) of the gradient and of its noise",
-        which=2,
-        shown=[
-            Shown(field="seed", heading="seed"),
-            Shown(field="step", heading="step"),
-            Shown(field="gradient_low", heading="phi(g)\nat least"),
-            Shown(field="gradient", heading="of the\nmean"),
-            Shown(field="gradient_high", heading="\nat most"),
-            Shown(field="noise", heading="phi(sigma)"),
-            Shown(field="noise_share", heading="noise in\n||g||^2, %", scale=100),
-            Shown(field="norm", heading="||g||_2"),
-            Shown(field="sigma", heading="||sigma||_2"),
-            Shown(field="batches", heading="batches"),
-        ],
-        notes=[
-            f"{named(settings.task, settings.network)}, trained uncompressed; the noise is "
-            f"that of batches of {config.batch // config.workers}. of the mean: phi of the mean of "
-            "all drawn batches, which still has noise in it; the share of its squared length that "
-            "is noise stands beside it. at least and at most: limits for phi of the true gradient "
-            "g, from independent halves of the batches."
-        ],
-        rows=[*rows],
-    )
+    columns = {
+        "seed": "seed",
+        "step": "step",
+        "gradient_low": "phi(g)\nat least",
+        "gradient": "of the\nmean",
+        "gradient_high": "\nat most",
+        "noise": "phi(sigma)",
+        "noise_share": ("noise in\n||g||^2, %", 100.0),
+        "norm": "||g||_2",
+        "sigma": "||sigma||_2",
+        "batches": "batches",
+    }
+    notes = [
+        f"{name(settings.task, settings.network)}, trained uncompressed; noise of batches of "
+        f"{config.batch // config.workers}. of the mean: phi of the mean of all drawn batches, "
+        "which still contains noise; the next column but two is its share of the squared length. "
+        "at least, at most: limits for phi of the true gradient g, from independent halves of the "
+        "batches."
+    ]
+    heading = "Densities phi(v) = ||v||_1^2 / (d ||v||_2^2) of the gradient and of its noise"
+    return table("snapshots", heading, columns, rows, which=2, notes=notes)
 
 
 def draw(analysis: Analysis, path: Path) -> None:
-    """Draw both densities over the steps, a line a seed, the bracket of phi(g) shaded.
-
-    Raises:
-        UsageError: an ending that is no picture's.
-        GcbenchError: `path` cannot be written.
-    """
-    path = figures.check(path)
-    rows = analysis.table("snapshots").rows
-    seeds = list(dict.fromkeys(row["seed"] for row in rows))
+    """Draw both densities over the steps, one line per seed, the bracket of phi(g) shaded."""
     look = figures.styles(["gradient", "noise"])
-    with figures.canvas(9, 5.4) as figure:
-        axes = figure.subplots()
-        for seed in seeds:
-            run = [row for row in rows if row["seed"] == seed]
-            at = [_number(row["step"]) for row in run]
-            first = seed == seeds[0]
-            for field, what in (("gradient", "gradient $g$"), ("noise", "noise $\\sigma$")):
-                label = f"{what}, a line a seed" if first else None
-                values = [_number(row[field]) for row in run]
-                axes.plot(at, values, **look[field], lw=1.6, ms=5, label=label)
-            low = [_number(row["gradient_low"]) for row in run]
-            high = [_number(row["gradient_high"]) for row in run]
-            label = "limits of $\\varphi(g)$" if first else None
-            colour = look["gradient"]["color"]
-            axes.fill_between(at, low, high, color=colour, alpha=0.15, lw=0, label=label)
-        axes.axhline(NORMAL, color="0.5", lw=1, ls=(0, (2, 2)))
-        axes.annotate(
-            "normal values, $2 / \\pi$",
-            (1, NORMAL),
-            (-4, 4),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            ha="right",
-            fontsize="small",
-            color="0.35",
-        )
+    labels = {"gradient": "gradient $g$, one line per seed", "noise": "noise $\\sigma$"}
+    heading = f"Gradient and noise of one batch, {title(analysis)}"
+    with plot(path, 9, 5.4, heading) as (axes,):
+        for position, run in enumerate(verdicts.by_seed(analysis.table("snapshots").rows)):
+            hide, steps = "_" * bool(position), values(run, "step")  # one entry in the legend
+            for field, label in labels.items():
+                style = {**look[field], "lw": 1.6, "ms": 5}
+                axes.plot(steps, values(run, field), **style, label=hide + label)
+            bracket = values(run, "gradient_low"), values(run, "gradient_high")
+            style = {"color": look["gradient"]["color"], "alpha": 0.15, "lw": 0}
+            label = hide + "limits of $\\varphi(g)$"
+            axes.fill_between(steps, *bracket, **style, label=label)
+        axes.axhline(NORMAL, color="0.5", lw=1, ls=(0, (2, 2)), label="normal values, $2 / \\pi$")
         axes.set_ylim(0, 1)
-        axes.set_xlabel("step of training")
+        axes.set(xlabel="training step")
         axes.set_ylabel(r"density $\varphi(v) = \|v\|_1^2 \,/\, (d\,\|v\|_2^2)$")
-        task = named(analysis.settings["task"], analysis.settings["network"])
-        axes.set_title(f"Gradient and noise of one batch, {task}, {len(seeds)} seeds")
-        axes.legend(frameon=False, fontsize="small", loc="best")
-        figures.save(figure, path)
 
 
 if __name__ == "__main__":

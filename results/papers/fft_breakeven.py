@@ -1,45 +1,47 @@
-"""On which links compression pays: the cost model of FFT sparsification, equations (1) to (4).
+"""The links on which compression pays: the cost model of FFT sparsification, equations (1) to (4).
 
-A gradient has M bytes, the link Tcomm bytes a second, and the payload is k times smaller. The
-stages have throughputs in bytes of M a second: Tm (conversion of numbers, twice: to fp16 and to
-range-based floats), Tf (transform), Tp (packing), Ts (selection):
+A gradient has M bytes, the link transfers Tcomm bytes per second, and the payload is k times
+smaller. The stages have throughputs in bytes of M per second: Tm (conversion of numbers, twice: to
+fp16 and to range-based floats), Tf (transform), Tp (packing), Ts (selection):
 
     (1) compress     M (2 / Tm + 1 / Tf + 1 / Tp + 1 / Ts)
     (2) communicate  M / (k Tcomm)
     (3) saved        (M / Tcomm) (1 - 1 / k)
-    (4) it pays where (3) exceeds compressing and decompressing, S seconds a byte in all:
+    (4) it pays where (3) exceeds compressing and decompressing, S seconds per byte in total:
 
         k_min = 1 / (1 - Tcomm S) while Tcomm S < 1, else no ratio pays: 1 / S is the fastest link
 
-There are several estimates of S, called readings. `symmetric` assumes that decompressing takes as
-long as (1); `exact` leaves out the selection, which decompressing does not need; the paper's "about
-30 at 56 Gbit/s" implies an S, too. k_min is ill-conditioned, d ln k / d ln S = k - 1, so 1 / S is
-what should be compared. For any method among N workers, with the bytes and the work of its own
-collective, the definition of `codec` is used, with times measured inside exchanges: that table of
-methods is the same as in `gcbench scale links`.
-Source: Wang et al., HPDC 2020, section 4.4 of arXiv:1811.08596; its formulas were derived anew, as
-their text was not available.
+There are several estimates of S. `symmetric` assumes that decompressing takes as long as (1);
+`exact` omits the selection, which decompressing does not need; the paper's "about 30 at 56 Gbit/s"
+also implies an S. k_min is ill-conditioned, d ln k / d ln S = k - 1, so compare 1 / S. The table of
+methods uses the bytes and times of their own collectives among N workers
+(`gcbench.profile.breakeven`), as `gcbench predict --links` does.
+Source: Wang et al., HPDC 2020, section 4.4 of arXiv:1811.08596; its formulas were derived again,
+because their text was not available.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from _script import main
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from _paper import Choices, main, table, values
+from pydantic import Field, field_validator
 
 from gcbench import ops
-from gcbench.core import registry
+from gcbench.core import progress, registry
 from gcbench.core.compressor import Compressor, Segments
-from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
+from gcbench.predict import costs, traffic
+from gcbench.predict import links as pays
+from gcbench.profile.breakeven import FLOAT, links_text
+from gcbench.report import figures
+from gcbench.report.analysis import Analysis, Ledger, Row, Table
 from gcbench.studies import methods
-from gcbench.studies.scale import clusters, codec, traffic, work
-from gcbench.studies.scale import links as pays
-from gcbench.training import grid, progress
+from gcbench.training import grid
 
 KIND = "fft-breakeven"
 STAGES = ("Tm", "Tf", "Tp", "Ts")
@@ -50,25 +52,24 @@ STAGE_NAMES = {
     "Ts": "selection",
 }
 COMPRESS = {"Tm": 2, "Tf": 1, "Tp": 1, "Ts": 1}
-"""How often compressing passes each stage, equation (1)."""
+"""Passes of each stage in compression, equation (1)."""
 DECOMPRESS = {"Tm": 2, "Tf": 1, "Tp": 1, "Ts": 0}
 CLAIM = (30.0, 56.0)
-"""The paper's claim: a ratio of about 30 is needed at 56 Gbit/s."""
+"""The paper's claim: it takes a ratio of about 30 at 56 Gbit/s."""
 WHOLE = "inside an exchange"
-"""The reading of S that was measured as a whole, not added up from stages."""
+"""The estimate of S measured as a whole, not added up from stages."""
 SLOWED = 2.0
-"""If the stages take so many times as long as the whole, their timing was disturbed."""
+"""If the stages take this multiple of the whole, their timing was disturbed."""
+ROUNDS = 7
 COLUMNS = 1000
 """Number of columns of the matrix that is the timed gradient."""
 Gigabytes = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class Settings(BaseModel):
+class Settings(Choices):
     """The settings that decide the result."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    theta: float = Field(default=0.85, description="Share of the bins that is dropped.")
+    theta: float = Field(default=0.85, description="Share of the bins to drop.")
     bits: int = Field(default=10, description="Bits per code.")
     mantissa: int = Field(default=5, description="Bits of its mantissa.")
     granularity: str = Field(
@@ -91,7 +92,7 @@ class Settings(BaseModel):
     )
     kernels: str = Field(
         default=pays.STORED,
-        description="Codec times inside an exchange: stored (in the package), or a file of "
+        description="Encoding times: assumed (the packaged measurement), or a file of "
         "`gcbench bandwidth --json`.",
     )
     link_latency_us: float = Field(
@@ -117,25 +118,25 @@ def steps(settings: Settings) -> int:
 
 
 def compress_seconds(throughput: Mapping[str, float], passes: Mapping[str, int]) -> float:
-    """Return equation (1) for M = 1, seconds a byte; `passes`: how often each stage is passed."""
+    """Return equation (1) for M = 1 in seconds per byte; `passes`: number of passes by stage."""
     return sum(passes[stage] / throughput[stage] for stage in STAGES)
 
 
 def least_ratio(link: float, seconds: float) -> float | None:
     """Return k_min of equation (4); None where no ratio pays.
 
-    `link`: bytes a second; `seconds`: S, seconds a byte of compressing and decompressing.
+    `link`: bytes per second; `seconds`: S, seconds per byte of compressing and decompressing.
     """
     return 1 / (1 - link * seconds) if link * seconds < 1 else None
 
 
 def seconds_of(ratio: float, link: float) -> float:
-    """Return the S, seconds a byte, at which `ratio` is just enough on `link`, bytes a second."""
+    """Return the S (seconds per byte) at which `ratio` just pays on `link` (bytes per second)."""
     return (1 - 1 / ratio) / link
 
 
 def fastest_link(ratio: float, seconds: float) -> float:
-    """Return the fastest link, bytes a second, on which a ratio pays; `seconds` is S."""
+    """Return the fastest link (bytes per second) on which a ratio pays; `seconds` is S."""
     return (1 - 1 / ratio) / seconds
 
 
@@ -154,6 +155,22 @@ def _method(settings: Settings) -> Compressor:
 
 def _chosen(settings: Settings) -> dict[str, Compressor]:
     return dict(methods.all_of(",".join(settings.compressor) or None))
+
+
+def median(call: Callable[[], object]) -> float:
+    """Return the median seconds of `ROUNDS` calls after one to warm up, with cold caches.
+
+    As after a backward pass, the caches hold other data: kernels then take several times as long as
+    in a tight loop.
+    """
+    crowd = torch.zeros(2**24)
+    seconds = []
+    for _ in range(ROUNDS + 1):
+        crowd.add_(1)
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
 
 
 def stages(settings: Settings) -> dict[str, float]:
@@ -177,7 +194,7 @@ def stages(settings: Settings) -> dict[str, float]:
     before = torch.get_num_threads()
     torch.set_num_threads(settings.threads)
     try:
-        return {stage: work.median(call) for stage, call in calls.items()}
+        return {stage: median(call) for stage, call in calls.items()}
     finally:
         torch.set_num_threads(before)
 
@@ -186,7 +203,7 @@ def stages(settings: Settings) -> dict[str, float]:
 
 
 def run(settings: Settings, command: str, observer: progress.Observer, ledger: Ledger) -> Analysis:
-    """Evaluate the equations for each reading of S, and the fastest link of each method.
+    """Evaluate the equations for each estimate of S, and the fastest link of each method.
 
     Raises:
         UsageError: an unknown method or field, or timings that cannot be read.
@@ -220,7 +237,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     readings["symmetric"] = 2 * forth
     readings["exact"] = forth + back
     if own := known.of(method, n):
-        readings[WHOLE] = (own.encode + own.each) / codec.FLOAT
+        readings[WHOLE] = (own.encode + own.each) / FLOAT
 
     ratio = nbytes / traffic.gradient_bytes(method, shapes)
     nominal = 32 / (method.claims.nominal_bits or 32)
@@ -252,21 +269,22 @@ def _stage_table(settings: Settings, speed: Mapping[str, float], forth: float, n
         }
         for stage in STAGES
     ]
-    how = "given" if settings.throughput else f"{n:,} elements, medians of {work.ROUNDS}"
-    threads = f"{settings.threads} thread{'s' * (settings.threads > 1)}"
-    return Table(
-        name="stages",
-        title=f"Equation (1), its stages ({how}{'' if settings.throughput else ', ' + threads})",
-        shown=[
-            Shown(field="stage", heading="stage"),
-            Shown(field="bytes_per_second", heading="GB/s", scale=1e-9),
-            Shown(field="compress", heading="times in\ncompress"),
-            Shown(field="decompress", heading="times in\ndecompress"),
-            Shown(field="seconds_per_byte", heading="compress\ns/GB", scale=1e9),
-            Shown(field="share", heading="share\n%", scale=100),
-        ],
-        rows=rows,
-    )
+    how = f"{n:,} elements, medians of {ROUNDS}, {_threads(settings)}"
+    if settings.throughput:
+        how = "given"
+    columns = {
+        "stage": "stage",
+        "bytes_per_second": ("GB/s", 1e-9),
+        "compress": "times in\ncompress",
+        "decompress": "times in\ndecompress",
+        "seconds_per_byte": ("compress\ns/GB", 1e9),
+        "share": ("share\n%", 100.0),
+    }
+    return table("stages", f"Stages of equation (1), {how}", columns, rows)
+
+
+def _threads(settings: Settings) -> str:
+    return f"{settings.threads} thread{'s' * (settings.threads > 1)}"
 
 
 def _reading_table(readings: Mapping[str, float], ratio: float, nominal: float) -> Table:
@@ -281,24 +299,21 @@ def _reading_table(readings: Mapping[str, float], ratio: float, nominal: float) 
         }
         for name, seconds in readings.items()
     ]
-    return Table(
-        name="readings",
-        title="Break-even: no ratio pays on a link faster than 1/S",
-        shown=[
-            Shown(field="reading", heading="reading of S"),
-            Shown(field="seconds_per_byte", heading="S\ns/GB", scale=1e9),
-            Shown(field="fastest_bytes_per_second", heading="1/S\nGB/s", scale=1e-9),
-            Shown(field="fastest_gbit", heading="1/S\nGbit/s"),
-            Shown(field="own_gbit", heading="at its own ratio\nGbit/s"),
-        ],
-        notes=[
-            f"The method's own ratio is {ratio:.4g} as packed, {nominal:.4g} without the bitmap. "
-            f"The paper's claim is a least ratio k_min of about {CLAIM[0]:g} at {CLAIM[1]:g} "
-            f"Gbit/s. The reading '{WHOLE}' takes encode and decode of `fft` as measured inside "
-            "exchanges, with one pass over a payload; the other two add up the stages above.",
-        ],
-        rows=rows,
-    )
+    columns = {
+        "reading": "estimate of S",
+        "seconds_per_byte": ("S\ns/GB", 1e9),
+        "fastest_bytes_per_second": ("1/S\nGB/s", 1e-9),
+        "fastest_gbit": "1/S\nGbit/s",
+        "own_gbit": "at its own ratio\nGbit/s",
+    }
+    notes = [
+        f"The method's ratio is {ratio:.4g} as packed, {nominal:.4g} without the bitmap. The paper "
+        f"claims a k_min of about {CLAIM[0]:g} at {CLAIM[1]:g} Gbit/s. '{WHOLE}' uses encode and "
+        "decode of `fft` as measured in exchanges, with one pass over a payload; the others add up "
+        "the stages above."
+    ]
+    heading = "Break-even: no ratio pays on a link faster than 1/S"
+    return table("readings", heading, columns, rows, notes=notes)
 
 
 def _link_table(settings: Settings, readings: Mapping[str, float], ratio: float) -> Table:
@@ -306,32 +321,21 @@ def _link_table(settings: Settings, readings: Mapping[str, float], ratio: float)
     for name, seconds in readings.items():
         for gbit in settings.links:
             least = least_ratio(gbit * 1e9 / 8, seconds)
-            told = "never" if least is None else "yes" if ratio >= least else "no"
-            rows.append(
-                {
-                    "reading": name,
-                    "link_gbit": gbit,
-                    "least_ratio": least,
-                    "sensitivity": None if least is None else least - 1,
-                    "pays": told,
-                }
-            )
-    return Table(
-        name="links",
-        title="The least ratio that pays",
-        shown=[
-            Shown(field="link_gbit", heading="link\nGbit/s"),
-            Shown(field="least_ratio", heading="k_min"),
-            Shown(field="sensitivity", heading="d ln k\n/ d ln S"),
-            Shown(field="pays", heading=f"k = {ratio:.3g}\npays"),
-        ],
-        by="reading",
-        rows=rows,
-    )
+            pays = "never" if least is None else "yes" if ratio >= least else "no"
+            sensitivity = None if least is None else least - 1
+            row: Row = {"reading": name, "link_gbit": gbit, "least_ratio": least}
+            rows.append({**row, "sensitivity": sensitivity, "pays": pays})
+    columns = {
+        "link_gbit": "link\nGbit/s",
+        "least_ratio": "k_min",
+        "sensitivity": "d ln k\n/ d ln S",
+        "pays": f"k = {ratio:.3g}\npays",
+    }
+    return table("links", "The least ratio that pays", columns, rows, by="reading")
 
 
 def _method_table(
-    settings: Settings, chosen: Mapping[str, Compressor], known: codec.Measured
+    settings: Settings, chosen: Mapping[str, Compressor], known: costs.Measured
 ) -> Table:
     rows = pays.rows(known, chosen, settings.workers, settings.link_latency_us * 1e-6)
     return Table(
@@ -349,21 +353,19 @@ def _together(
     readings: Mapping[str, float],
     ratio: float,
     method: Compressor,
-    known: codec.Measured,
+    known: costs.Measured,
 ) -> Table:
-    """Return every link on which `method` stops paying, with what each number assumes.
+    """Return the links on which `method` stops paying, with the assumptions of each number.
 
-    They are those of equation (4), by each reading of S, and those of exchanges among as many
-    workers as were measured and as were asked for.
+    They are those of equation (4), by each estimate of S, and of exchanges among the measured and
+    the requested number of workers.
     """
-    alone = (
-        "given throughputs"
-        if settings.throughput
-        else f"stages timed alone here, {settings.threads} thread{'s' * (settings.threads > 1)}"
-    )
+    alone = f"stages timed alone here, {_threads(settings)}"
+    if settings.throughput:
+        alone = "given throughputs"
     inside = known.source
     times = {
-        "the paper's claim": f"what {CLAIM[0]:g} at {CLAIM[1]:g} Gbit/s implies (GPU)",
+        "the paper's claim": f"implied by {CLAIM[0]:g} at {CLAIM[1]:g} Gbit/s (GPU)",
         "symmetric": f"{alone}; decompressing as compressing",
         "exact": f"{alone}; decompressing without selection",
         WHOLE: f"encode and decode {inside}; one payload decoded",
@@ -371,7 +373,7 @@ def _together(
     rows: list[Row] = [
         {
             "reading": f"equation (4), {name}",
-            "links": clusters.links_text([(0.0, 8e-9 * fastest_link(ratio, seconds))]),
+            "links": links_text([(0.0, 8 * fastest_link(ratio, seconds))]),
             "workers": "not counted",
             "against": "fp32, sent once",
             "times": times[name],
@@ -381,50 +383,39 @@ def _together(
     counts = dict.fromkeys((int(known.analysis.settings["workers"]), settings.workers))
     latency = settings.link_latency_us * 1e-6
     for workers in counts:
-        (found,) = pays.rows(known, {"fft": method}, workers, latency)
+        (exchange,) = pays.rows(known, {"fft": method}, workers, latency)
         for field, against in (("links", "fp32"), ("links_better", "fp32 and bf16")):
             rows.append(
                 {
-                    "reading": f"an exchange by {found['collective']}",
-                    "links": found[field],
+                    "reading": f"an exchange by {exchange['collective']}",
+                    "links": exchange[field],
                     "workers": f"{workers:,}",
                     "against": f"ring all-reduce of {against}",
-                    "times": f"encode and decode {inside}; one payload a worker decoded",
+                    "times": f"encode and decode {inside}; one payload per worker decoded",
                 }
             )
-    return Table(
-        name="break_even",
-        title="The links on which FFT pays, by what each number assumes",
-        shown=[
-            Shown(field="reading", heading="number"),
-            Shown(field="links", heading="pays"),
-            Shown(field="workers", heading="workers"),
-            Shown(field="against", heading="against"),
-        ],
-        notes=[
-            *(f"Times of {', '.join(named)}: {spent}." for spent, named in _by_times(rows).items()),
-            "Equation (4) knows no number of workers, collective or messages: a gradient crosses "
-            "the link once, in fp32 or as a payload. An exchange sends what its collective sends: "
-            "the more workers, the more payloads an all-gather brings to each, and to be decoded, "
-            f"and {settings.link_latency_us:g} us a message count. bf16 halves what compression "
-            "is compared with.",
-            "The numbers that README and `gcbench scale links` have for FFT are those of an "
-            f"exchange among {next(iter(counts)):,} workers. None here assumes the floor of a "
-            "device's memory, or that a backward pass hides anything, as `gcbench scale predict` "
-            "and `advise` do.",
-        ],
-        rows=rows,
-    )
+    columns = {"reading": "number", "links": "pays", "workers": "workers", "against": "against"}
+    notes = [
+        *(f"Times of {', '.join(names)}: {text}." for text, names in _by_times(rows).items()),
+        "Equation (4) has no workers, collective or messages: a gradient crosses the link once, "
+        "in fp32 or as a payload. In an exchange more workers mean more payloads to gather and "
+        f"decode. Each message costs {settings.link_latency_us:g} us. bf16 halves the baseline.",
+        "README and `gcbench predict --links` show the exchange among "
+        f"{next(iter(counts)):,} workers. Nothing here assumes the lower bound of a device's "
+        "memory, or overlap with a backward pass, as `gcbench predict` and `advise` do.",
+    ]
+    heading = "The links on which FFT pays, by assumption"
+    return table("break_even", heading, columns, rows, notes=notes)
 
 
 def _by_times(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """Return the numbers that share the times of the work, each once."""
-    found: dict[str, list[str]] = {}
+    """Return times -> the numbers in the table that assume them."""
+    names: dict[str, list[str]] = {}
     for row in rows:
-        named = found.setdefault(str(row["times"]), [])
-        if row["reading"] not in named:
-            named.append(str(row["reading"]))
-    return found
+        group = names.setdefault(str(row["times"]), [])
+        if row["reading"] not in group:
+            group.append(str(row["reading"]))
+    return names
 
 
 def _curve(readings: Mapping[str, float]) -> list[Row]:
@@ -444,27 +435,27 @@ def _conclusions(
     readings: Mapping[str, float], ratio: float, forth: float, back: float, *, timed: bool
 ) -> list[str]:
     claim = readings["the paper's claim"]
-    said = [
+    sentences = [
         f"The claim, {CLAIM[0]:g} at {CLAIM[1]:g} Gbit/s, is S = {1e9 * claim:.4f} s/GB: no ratio "
         f"pays above {8e-9 / claim:.3g} Gbit/s. There 1 % of speed moves k_min by about "
         f"{CLAIM[0] - 1:.0f} %: compare 1/S.",
     ]
     if WHOLE in readings:
         whole = readings[WHOLE]
-        said.append(
-            f"Stages add up to {1e9 * (forth + back):.3g} s/GB, inside an exchange the calls take "
-            f"{1e9 * whole:.3g}: {whole / (forth + back):.2g} times as much. By equation (4) the "
+        sentences.append(
+            f"The stages add up to {1e9 * (forth + back):.3g} s/GB; in an exchange the calls take "
+            f"{1e9 * whole:.3g}, {whole / (forth + back):.2g} times as much. By equation (4) the "
             f"method then pays below {8e-9 * fastest_link(ratio, whole):.3g} Gbit/s; the table of "
-            "methods has its collective, messages and a bf16 baseline, too."
+            "methods adds its collective, messages and a bf16 baseline."
         )
         if timed and forth + back > SLOWED * whole:
-            said.append(
-                f"The stages took {(forth + back) / whole:.2g} times as long as the whole inside "
-                "an exchange, of which they are parts: other work ran on this machine, or threads "
-                "waited for each other. The readings 'symmetric' and 'exact' are too low then; "
-                "time them on an idle machine, or with --threads 1."
+            sentences.append(
+                f"The stages took {(forth + back) / whole:.2g} times as long as the whole that "
+                "contains them: the machine was busy, or threads waited for each other. "
+                "'symmetric' and 'exact' are too low; time them on an idle machine, or with "
+                "--threads 1."
             )
-    return said
+    return sentences
 
 
 # ---- the picture ---------------------------------------------------------------------------------
@@ -472,21 +463,16 @@ def _conclusions(
 
 def draw(analysis: Analysis, path: Path) -> None:
     """Draw k_min over the link, and the fastest link of each method."""
-    curve, found = analysis.table("curve").rows, analysis.table("methods").rows
+    curve, methods_rows = analysis.table("curve").rows, analysis.table("methods").rows
     ratio = float(analysis.table("readings").rows[0]["ratio"] or 1)
     names = list(dict.fromkeys(str(row["reading"]) for row in curve))
     styles = figures.styles(names)
-    with figures.canvas(13, max(5.6, 2.4 + 0.33 * len(found))) as figure:
+    with figures.canvas(13, max(5.6, 2.4 + 0.33 * len(methods_rows))) as figure:
         left, right = figure.subplots(1, 2)
         for name in names:
-            own = [row for row in curve if row["reading"] == name]
+            line = [row for row in curve if row["reading"] == name]
             style = {k: v for k, v in styles[name].items() if k != "marker"}
-            left.plot(
-                [float(row["link_gbit"] or 0) for row in own],
-                [float(row["least_ratio"] or 0) for row in own],
-                **style,
-                label=name,
-            )
+            left.plot(values(line, "link_gbit"), values(line, "least_ratio"), **style, label=name)
         left.axhline(ratio, color="0.4", linewidth=1)
         left.annotate(
             f"the method's own ratio, {ratio:.3g}",
@@ -507,8 +493,8 @@ def draw(analysis: Analysis, path: Path) -> None:
         )
         for axis in (left.xaxis, left.yaxis):
             axis.set_major_formatter(lambda value, _: f"{value:g}")
-        left.legend(fontsize="small", loc="upper left", title="reading of S")
-        pays.bars(right, found)
+        left.legend(fontsize="small", loc="upper left", title="estimate of S")
+        pays.bars(right, methods_rows)
         settings = analysis.settings
         right.set(
             title=f"exchanges among {settings['workers']} workers",

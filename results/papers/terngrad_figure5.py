@@ -1,19 +1,19 @@
-"""TernGrad's Fig. 5: images a second on two clusters, 1 to 512 GPUs, published, fitted, predicted.
+"""TernGrad's Fig. 5: images per second on two clusters, 1 to 512 GPUs, published and predicted.
 
 The time of a step on i nodes of 4 GPUs is modelled as T(4 GPUs) + V(i) h G r. G is the gradient in
-Gbit; V(i) the seconds a Gbit on i nodes of the cluster, a free parameter for each i; r the bytes
-that a method sends over those of fp32; h the share of a network's gradient that fits its bars. T, V
-and h are fitted to the published bars of fp32 alone, by least squares of relative errors, with h =
-1 for GoogLeNet and VGG-A. Then the bars of TernGrad are predicted, by r alone:
+Gbit; V(i) the seconds per Gbit on i nodes, a free parameter for each i; r the bytes that a method
+sends divided by those of fp32; h the share of a network's gradient that fits its bars. T, V and h
+are fitted to the published bars of fp32 only, by least squares of relative errors, with h = 1 for
+GoogLeNet and VGG-A. The bars of TernGrad are then predicted from r:
 
     r = lambda + (1 - lambda) / 16    lambda: share of the last layer, in fp32; the rest in 2 bits
 
 The formula of the paper's supplement was not available; this form fits the bars. AlexNet's bars
-need only half of its gradient on both clusters, which nothing in the paper explains: h is reported.
-For other methods r is computed from bytes: those that an exchange among the nodes puts on a link,
-over those of a ring all-reduce of fp32. The bytes of our own TernGrad, whose sums need more bits
-the more nodes there are, are also compared with TernGrad's bars. The model has no terms for
-encoding and decoding.
+need only half of its gradient on both clusters, which nothing in the paper explains, so h is
+reported. For other methods r is computed from the bytes that an exchange among the nodes puts on a
+link, divided by those of a ring all-reduce of fp32. The bytes of gcbench's TernGrad, whose sums
+need more bits the more nodes there are, are also compared with TernGrad's bars. The model has no
+terms for encoding and decoding.
 Source: Wen et al., NeurIPS 2017, Fig. 5 and section 5. The bars were read from the vector graphics
 of its poster: fp32 exact, TernGrad +-1 %, fp32 of VGG-A on 8 and 16 GPUs of the slower cluster
 +-4 %.
@@ -28,19 +28,18 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from _script import main
+from _paper import Choices, main, table
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from gcbench.core import registry
+from gcbench.core import progress, registry
 from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import check_legal
-from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
+from gcbench.predict import networks, traffic
+from gcbench.report import figures
+from gcbench.report.analysis import Analysis, Ledger, Row
 from gcbench.studies import methods
-from gcbench.studies.scale import networks, traffic
-from gcbench.training import progress
 
 KIND = "terngrad-figure5"
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -49,35 +48,33 @@ NODES = tuple(gpus // NODE for gpus in GPUS if gpus > NODE)
 CLUSTERS = {"1g": "1G Ethernet", "100g": "100G InfiniBand"}
 """Nodes of 4 GTX 1080 with PCI; nodes of 4 P100 with NVLink."""
 NETWORKS = {"alexnet": 128, "googlenet-slim": 64, "vgg-a": 32}
-"""Network -> images of a GPU in a step."""
+"""Network -> images per GPU and step."""
 ANCHORS = ("googlenet-slim", "vgg-a")
 """Networks for which h = 1 is fixed."""
 
 
 def _published() -> dict[tuple[str, str], dict[str, tuple[int, ...]]]:
     bars = pd.read_csv(Path(__file__).with_suffix(".csv"), dtype=str)
-    found: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {}
+    published: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {}
     for cluster, name, method, gpus, rate in bars.itertuples(index=False):
-        known = found.setdefault((cluster, name), {})
+        known = published.setdefault((cluster, name), {})
         known[method] = (*known.get(method, ()), int(rate))
         assert int(gpus) == GPUS[len(known[method]) - 1]
-    return found
+    return published
 
 
 PUBLISHED = _published()
-"""Images a second at each of `GPUS`, by cluster and network and then by method."""
-PLACES = len(PUBLISHED) * len(GPUS)
+"""Images per second at each of `GPUS`, by cluster and network and then by method."""
+BARS = len(PUBLISHED) * len(GPUS)
 """Number of bars of each method."""
 COARSE = {("1g", "vgg-a", 8): 4.0, ("1g", "vgg-a", 16): 4.0}
-"""Bars that were read less exactly -> how many times as large their error is."""
+"""Bars that were read less exactly -> factor on their error."""
 CLAIM = ("1g", "alexnet", 8, 3.04)
-"""The paper's claim: 3.04 times the images a second at 8 GPUs."""
+"""The paper's claim: 3.04 times the images per second at 8 GPUs."""
 
 
-class Settings(BaseModel):
+class Settings(Choices):
     """The settings that decide the result."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     compressor: list[str] = Field(
         default=["topk"], description="Methods to model beside TernGrad; '' for none."
@@ -89,7 +86,7 @@ class Settings(BaseModel):
 
 def steps(settings: Settings) -> int:
     """Return the number of progress steps: bars of each method."""
-    return PLACES
+    return BARS
 
 
 def gbit(name: str) -> float:
@@ -104,7 +101,7 @@ def paper_share(name: str) -> float:
 
 
 def effective_gbit(cluster: str) -> float:
-    """Return the link between nodes, in Gbit/s, over which a ring fits the fp32 bars.
+    """Return the link between nodes, in Gbit/s, with which a ring fits the fp32 bars.
 
     It is the median of 2 (nodes - 1) / (nodes V) over the numbers of nodes.
     """
@@ -120,8 +117,8 @@ def share(method: Compressor, collective: str, name: str, nodes: int) -> float:
     """
     network = networks.network(name)
     lanes = network.split(dense_last=True)
-    own = traffic.total(traffic.exchange(method, collective, lanes, nodes), nodes).wire
-    return own / (2 * (nodes - 1) / nodes * traffic.dense_bytes(network.shapes))
+    wire = traffic.total(traffic.exchange(method, collective, lanes, nodes), nodes).wire
+    return wire / (2 * (nodes - 1) / nodes * traffic.dense_bytes(network.shapes))
 
 
 # ---- the fit -------------------------------------------------------------------------------------
@@ -134,7 +131,7 @@ class Fit:
     inside: dict[tuple[str, int], float]
     """T: seconds of a step inside a node, by network and GPUs 1, 2 and 4."""
     volume: dict[int, float]
-    """V: seconds a Gbit, by number of nodes."""
+    """V: seconds per Gbit, by number of nodes."""
     needed: dict[str, float]
     """h: the share of a network's gradient that fits its bars."""
     error: dict[str, float]
@@ -146,7 +143,7 @@ class Fit:
         return sum(gpus == NODE for _, gpus in self.inside) + len(self.volume) + len(self.error)
 
     def seconds(self, name: str, gpus: int, sent: float) -> float:
-        """Return the seconds of a step in which `sent` (r) of the bytes of fp32 are sent."""
+        """Return the seconds of a step that sends the share `sent` (r) of the bytes of fp32."""
         if gpus <= NODE:
             return self.inside[name, gpus]
         spent = self.volume[gpus // NODE] * self.needed[name] * gbit(name) * sent
@@ -253,61 +250,59 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         command,
         conclusions=_conclusions(bars, fits),
         tables=[
-            Table(
-                name="bars",
-                title="Images a second",
-                shown=[
-                    Shown(field="gpus", heading="GPUs"),
-                    Shown(field="method", heading="method"),
-                    Shown(field="sent", heading="r"),
-                    Shown(field="published", heading="published"),
-                    Shown(field="model", heading="model"),
-                    Shown(field="error", heading="error\n%", scale=100),
-                    Shown(field="basis", heading="basis"),
-                ],
+            table(
+                "bars",
+                "Images per second",
+                {
+                    "gpus": "GPUs",
+                    "method": "method",
+                    "sent": "r",
+                    "published": "published",
+                    "model": "model",
+                    "error": ("error\n%", 100.0),
+                    "basis": "basis",
+                },
+                bars,
                 which=2,
                 by="panel",
                 notes=[
-                    "A node of 1G Ethernet has 4 GTX 1080, one of 100G InfiniBand 4 P100. The "
-                    "published numbers were read from the vectors of the poster. basis says "
-                    "whether a bar was fitted (the fp32 bars), predicted (the TernGrad bars, which "
-                    "were not used in the fit), or taken as a parameter.",
-                    "r is the number of bytes sent divided by that of fp32. TernGrad's bars are "
-                    "predicted twice: with 2 bits both ways as published, and with the bytes of "
-                    "our own exchange. Other methods have no bars; their r are the bytes of an "
-                    "exchange among nodes, the GPUs of a node taken together, with the last layer "
-                    "in fp32.",
+                    "A node of 1G Ethernet has 4 GTX 1080, a node of 100G InfiniBand 4 P100. "
+                    "basis: fitted (the fp32 bars), predicted (the TernGrad bars, not used in the "
+                    "fit), or taken as a parameter.",
+                    "r: bytes sent divided by those of fp32. TernGrad's bars are predicted twice: "
+                    "with 2 bits both ways as published, and with the bytes of gcbench's exchange. "
+                    "Other methods have no bars; their r are the bytes of an exchange among nodes, "
+                    "with the last layer in fp32.",
                 ],
-                rows=bars,
             ),
-            Table(
-                name="panels",
-                title="Errors of the model, in %",
-                shown=[
-                    Shown(field="panel", heading="panel"),
-                    Shown(field="method", heading="method"),
-                    Shown(field="basis", heading="basis"),
-                    Shown(field="bars", heading="bars"),
-                    Shown(field="median", heading="median", scale=100),
-                    Shown(field="largest", heading="largest", scale=100),
-                    Shown(field="largest_at", heading="at GPUs"),
-                ],
+            table(
+                "panels",
+                "Errors of the model, in %",
+                {
+                    "panel": "panel",
+                    "method": "method",
+                    "basis": "basis",
+                    "bars": "bars",
+                    "median": ("median", 100.0),
+                    "largest": ("largest", 100.0),
+                    "largest_at": "at GPUs",
+                },
+                panels,
                 which=2,
-                rows=panels,
             ),
-            Table(
-                name="fit",
-                title="Fitted to the fp32 bars",
-                shown=[
-                    Shown(field="cluster", heading="cluster"),
-                    Shown(field="parameter", heading="parameter"),
-                    Shown(field="value", heading="value"),
-                    Shown(field="unit", heading="unit"),
-                    Shown(field="error", heading="standard\nerror"),
-                    Shown(field="link_gbit", heading="as a link\nGbit/s"),
-                ],
+            table(
+                "fit",
+                "Fitted to the fp32 bars",
+                {
+                    "cluster": "cluster",
+                    "parameter": "parameter",
+                    "value": "value",
+                    "unit": "unit",
+                    "error": "standard\nerror",
+                    "link_gbit": "as a link\nGbit/s",
+                },
+                list(_fitted(fits)),
                 which=2,
-                rows=list(_fitted(fits)),
             ),
         ],
     )
@@ -420,7 +415,7 @@ def _errors(bars: Sequence[Row], method: str) -> list[tuple[float, Row]]:
 
 
 def _summary(errors: Sequence[tuple[float, Row]]) -> str:
-    """Return the median and the largest error in words."""
+    """Return the median and the largest error as text."""
     largest, bar = max(errors, key=lambda each: each[0])
     middle = statistics.median(error for error, _ in errors)
     return (
@@ -432,57 +427,56 @@ def _conclusions(bars: Sequence[Row], fits: Mapping[str, Fit]) -> list[str]:
     cluster, name, gpus, claimed = CLAIM
     plain, tern = (_bar(bars, cluster, name, gpus, method) for method in (FP32, TERNGRAD))
     read = float(tern["published"] or 0) / float(plain["published"] or 1)
-    made = float(tern["model"] or 0) / float(plain["model"] or 1)
-    said = [
-        f"AlexNet at 8 GPUs, {CLUSTERS[cluster]}: {claimed}x in the paper, {read:.2f}x by its "
-        f"bars, {made:.2f}x by the model.",
+    modelled = float(tern["model"] or 0) / float(plain["model"] or 1)
+    sentences = [
+        f"AlexNet at 8 GPUs, {CLUSTERS[cluster]}: {claimed}x in the paper's text, {read:.2f}x by "
+        f"its bars, {modelled:.2f}x by the model.",
     ]
     fitted_bars = sum(len(_observed(cluster)) for cluster in fits)
     taken = sum(bar["basis"] == "taken" for bar in bars)
-    said.append(
+    sentences.append(
         f"{sum(fitted.parameters for fitted in fits.values())} parameters are fitted to "
-        f"{fitted_bars} bars of fp32, and {taken} bars of 1 and 2 GPUs are taken as they are; "
-        "none of TernGrad's bars is used."
+        f"{fitted_bars} bars of fp32, {taken} bars of 1 and 2 GPUs are taken as they are, and none "
+        "of TernGrad's bars is used."
     )
     far = [bar for bar in bars if float(bar["gpus"] or 0) > NODE]
-    alone = [bar for bar in far if bar["cluster"] == "1g"]
-    slow = f"; the {{}} of {CLUSTERS['1g']} alone: "
+    slow = [bar for bar in far if bar["cluster"] == "1g"]
     for method, how in (
-        (TERNGRAD, "predicted by 2 bits both ways, as published"),
-        (OWN, "predicted by the bytes of our own exchange, whose sums grow with the nodes"),
+        (TERNGRAD, "predicted from 2 bits both ways, as published"),
+        (OWN, "predicted from the bytes of gcbench's exchange, whose sums grow with the nodes"),
     ):
-        every, some = _errors(far, method), _errors(alone, method)
-        said.append(
-            f"TernGrad's {len(every)} bars of 8 GPUs and more, {how}: {_summary(every)}"
-            f"{slow.format(len(some))}{_summary(some)}."
+        every, some = _errors(far, method), _errors(slow, method)
+        sentences.append(
+            f"TernGrad's {len(every)} bars of 8 GPUs and more, {how}: {_summary(every)}; the "
+            f"{len(some)} of {CLUSTERS['1g']}: {_summary(some)}."
         )
     within = _errors([bar for bar in bars if float(bar["gpus"] or 0) <= NODE], TERNGRAD)
-    said.append(
-        f"TernGrad's {len(within)} bars inside a node, where nothing is sent and its bars differ "
-        f"from fp32's own: {_summary(within)}."
+    sentences.append(
+        f"TernGrad's {len(within)} bars inside a node, where nothing is sent but its bars differ "
+        f"from those of fp32: {_summary(within)}."
     )
-    quirk = ", ".join(
+    halves = ", ".join(
         f"{fitted.needed['alexnet']:.3f} +- {fitted.error['alexnet']:.3f} on {CLUSTERS[cluster]}"
         for cluster, fitted in fits.items()
     )
-    said.append(
-        f"AlexNet's bars need this share of its gradient of {gbit('alexnet'):.3f} Gbit, taking "
-        f"GoogLeNet's and VGG-A's for whole: {quirk}. Nothing in the paper explains the half."
+    sentences.append(
+        f"AlexNet's bars need this share of its gradient of {gbit('alexnet'):.3f} Gbit, if those "
+        f"of GoogLeNet and VGG-A need all of it: {halves}. Nothing in the paper explains the half."
     )
     last = max(NODES)
     links = ", ".join(f"{1 / fits[c].volume[last]:.3g} Gbit/s on {CLUSTERS[c]}" for c in fits)
-    said.append(
-        f"The fp32 bars of {last} nodes pass the whole gradient at {links}; a ring, which passes "
-        "it twice, would use twice that."
+    sentences.append(
+        f"The fp32 bars of {last} nodes pass the whole gradient at {links}; a ring passes it twice "
+        "and would need twice that."
     )
-    return said
+    return sentences
 
 
 # ---- the picture ---------------------------------------------------------------------------------
 
 
 def draw(analysis: Analysis, path: Path) -> None:
-    """Draw images a second and GPU: published bars as points, the model as lines, by panel."""
+    """Draw images per second and GPU: published bars as points, the model as lines, by panel."""
     bars = analysis.table("bars").rows
     errors = {(row["panel"], row["method"]): row for row in analysis.table("panels").rows}
     labels = list(dict.fromkeys(str(bar["method"]) for bar in bars))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from gcbench.studies.scale import networks
-from gcbench.studies.scale.networks import Shapes
+from gcbench.predict import networks
+from gcbench.predict.networks import Shapes
 
 RESNET50 = networks.network("resnet50").shapes
 

@@ -454,12 +454,112 @@ class DirtyRounds(POWER):
         return out, final
 
 
+# ---- views, guards, and several conditions at once -----------------------------------------------
+
+
+class ReadsStorage(TOPK):
+    """Reads the storage of x from its beginning, where buckets are views."""
+
+    def encode(self, x, ctx):
+        whole = torch.empty(0).set_(x.untyped_storage())
+        return super().encode(whole[: len(x)].contiguous(), ctx)
+
+    encode_feedback = Compressor.encode_feedback
+
+
+class WritesBeyond(INT8):
+    """Clears the element behind the output buffer."""
+
+    def decode(self, payload, ctx):
+        got = super().decode(payload, ctx)
+        whole = torch.empty(0).set_(got.untyped_storage())
+        whole[got.storage_offset() + len(got) :][:1] = 0
+        return got
+
+
+class PlanByEnds(PlanByLength):
+    """Cached by the length, the number of segments, and the first and last boundary."""
+
+    plans: ClassVar[dict] = {}
+
+    def plan(self, segments):
+        return segments.numel, len(segments), segments.offsets[1], segments.offsets[-2]
+
+
+class HalfMean(QSGD):
+    """Three workers and more are added in half precision."""
+
+    def mean(self, payloads, ctx):
+        if len(payloads) < 3:
+            return super().mean(payloads, ctx)
+        parts = [self.decode(p, ctx._replace(out=None)).half() for p in payloads]
+        return torch.stack(parts).sum(0).float() / len(payloads)
+
+
+class WaitingSegments(TOPK):
+    """Of segments whose gradient is zero the residual waits."""
+
+    def encode_feedback(self, x, residual, ctx):
+        parts = x.split(list(ctx.segments.lengths))
+        idle = torch.cat([torch.full((len(p),), not bool(p.any())) for p in parts])
+        waiting = residual.masked_fill(~idle, 0)
+        residual.masked_fill_(idle, 0)
+        payload = super().encode_feedback(x, residual, ctx)
+        residual.add_(waiting)
+        return payload
+
+
+class EveryCall(INT8):
+    """Every 97th call sends zeros."""
+
+    count: ClassVar[list] = [0]
+
+    def encode(self, x, ctx):
+        self.count[0] += 1
+        return super().encode(0 * x if self.count[0] % 97 == 0 else x, ctx)
+
+
+class CoarseResidual(TOPK):
+    """A residual above 1000 is stored in bfloat16."""
+
+    def encode_feedback(self, x, residual, ctx):
+        payload = super().encode_feedback(x, residual, ctx)
+        residual.copy_(torch.where(residual.abs() > 1000, residual.bfloat16().float(), residual))
+        return payload
+
+
+class OtherRanks(TOPK):
+    """From rank 1 on, nothing is sent behind element 65,536."""
+
+    def encode(self, x, ctx):
+        if ctx.key.rank and len(x) > 65_536:
+            x = x.clone()
+            x[65_536:] = 0
+        return super().encode(x, ctx)
+
+
+class CrowdedMerge(INT8):
+    """With more than eight workers and 4096 elements the last worker does not count."""
+
+    def merge(self, payloads, ctx):
+        if len(payloads) > 8 and ctx.segments.numel > 4096:
+            payloads = [*payloads[:-2], payloads[-2]._replace(count=2)]
+        return super().merge(payloads, ctx)
+
+
+class InfiniteSum(NONE):
+    """An infinite sum is handed on."""
+
+    def decode_sum(self, payload, ctx):
+        return payload.parts[0] / payload.count
+
+
 KINDS: dict[str, tuple[type[Compressor], ...]] = {
     "several workers, long tensors": (LongMean, VeryLongMean, LongMerge, LongSum),
     "long tensors": (LongFeedback, LongOut),
     "many workers": (SixteenWorkers,),
     "many shards": (ManyShards, LateShard),
-    "workers of different scale": (FirstScale, OwnLimit, SmallWorkers),
+    "workers of different scale": (FirstScale, OwnLimit, SmallWorkers, HalfMean),
     "output buffers that were used": (DirtyZeros, DirtyMean, DirtySum, DirtyPayload, DirtyRounds),
     "small and large scales": (EpsQsgd, EpsTopK, EpsOneBit, HugeInt8),
     "a last group of one element": (LastOfOne,),
@@ -468,9 +568,18 @@ KINDS: dict[str, tuple[type[Compressor], ...]] = {
         *(Flushing, Flushing1327, Flushing20000, LateSteps, PeriodicMerge, PeriodicFeedback),
     ),
     "ranks": (HighRanks,),
-    "residuals": (ClippedResidual, ZeroGradient),
-    "gradients that are not finite": (NanScales, NanMean),
-    "caches and the order of calls": (PlanByLength, PlanByNumber, DrawsByStep, LastSegments),
+    "residuals": (ClippedResidual, ZeroGradient, CoarseResidual),
+    "gradients that are not finite": (NanScales, NanMean, InfiniteSum),
+    "caches and the order of calls": (
+        PlanByLength,
+        PlanByNumber,
+        DrawsByStep,
+        LastSegments,
+        PlanByEnds,
+        EveryCall,
+    ),
     "positions": (LostPlace,),
+    "views and guards": (ReadsStorage, WritesBeyond),
+    "two conditions": (WaitingSegments, OtherRanks, CrowdedMerge),
 }
 """Broken methods by the kind of input that shows the fault."""

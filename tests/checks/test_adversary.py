@@ -9,8 +9,9 @@ import pytest
 import torch
 from wrong_methods import Levels, TwoShotLevels
 
-from gcbench.checks import adversary, inputs
-from gcbench.checks.adversary import Case, Search
+from gcbench.checks import cases, inputs
+from gcbench.checks.adversary import Search
+from gcbench.checks.cases import Case
 from gcbench.checks.covering import pairwise
 from gcbench.core import registry
 
@@ -20,22 +21,26 @@ BROKEN = [(kind, made) for kind, several in broken.KINDS.items() for made in sev
 @pytest.mark.parametrize(("kind", "made"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_broken_method_is_refused(kind, made):
     """With the function and the input; an exception would be no finding of the search."""
-    (finding,) = Search(made(), EFFORTS.get(made, adversary.QUICK)).run()
+    (finding,) = Search(made(), EFFORTS.get(made, cases.QUICK)).run()
     assert finding.function
     assert "Error" not in finding.fault
     assert finding.case
 
 
-SHORT = adversary.Effort(every=12, long=0, million=0, steps=1)
+SHORT = cases.Effort(every=12, long=0, many=0, million=0, steps=1, thin=40)
+FEW = SHORT._replace(every=200)
 EFFORTS = {
-    broken.VeryLongMean: SHORT._replace(every=200, million=1),
-    broken.Flushing1327: SHORT._replace(every=200, steps=2048),
+    broken.VeryLongMean: FEW._replace(million=1),
+    broken.Flushing1327: FEW._replace(steps=2048, thin=1),
     **{
-        made: SHORT
-        for made in (broken.NanScales, broken.NanMean, broken.LastSegments, broken.LostPlace)
+        made: FEW
+        for made in (
+            *(broken.NanScales, broken.NanMean, broken.LastSegments, broken.LostPlace),
+            *(broken.PlanByNumber, broken.DrawsByStep),
+        )
     },
     **{
-        made: SHORT._replace(every=200, long=1)
+        made: FEW._replace(long=1)
         for made in (broken.LongMean, broken.LongOut, broken.LongFeedback)
     },
 }
@@ -52,22 +57,22 @@ EFFORTS = {
     ids=lambda method: type(method).__name__,
 )
 def test_a_right_method_is_not_refused(method):
-    search = Search(method, adversary.Effort(every=8, long=0, million=0, steps=100))
+    search = Search(method, cases.Effort(every=16, long=0, many=0, million=0, steps=20, thin=8))
     assert search.run() == []
-    assert search.inputs > 100
+    assert search.inputs > 40
 
 
 def test_the_same_seed_searches_the_same_inputs():
-    first, second = (Search(broken.Flushing(), adversary.QUICK, seed=3) for _ in range(2))
+    first, second = (Search(broken.Flushing(), cases.QUICK, seed=3) for _ in range(2))
     assert first.run() == second.run()
     assert first.inputs == second.inputs
 
 
 def test_a_finding_is_reduced():
     """The input that is left fails, and has one short tensor and as few workers as that takes."""
-    (finding,) = Search(broken.LastOfOne(), adversary.QUICK).run()
+    (finding,) = Search(broken.LastOfOne(), cases.QUICK).run()
     assert "1 worker(s)" in finding.case
-    (finding,) = Search(broken.FirstScale(), adversary.QUICK).run()
+    (finding,) = Search(broken.FirstScale(), cases.QUICK).run()
     assert "2 worker(s)" in finding.case
 
 
@@ -83,7 +88,7 @@ def test_every_pair_of_values_occurs():
 
 def test_what_was_covered_is_reported():
     search = Search(
-        registry.compressor("int8"), adversary.Effort(every=5, long=1, million=1, steps=3)
+        registry.compressor("int8"), cases.Effort(every=20, long=1, many=1, million=1, steps=3)
     )
     assert search.run() == []
     mean = search.covered["mean"]

@@ -9,7 +9,7 @@ import torch
 from commands import invoke
 from wrong_methods import INT8, TOPK
 
-from gcbench.checks import adversary, against
+from gcbench.checks import against, cases
 from gcbench.core import registry
 from gcbench.core.errors import UsageError
 
@@ -123,8 +123,8 @@ def test_a_file_that_is_no_reference_is_refused(text, named, tmp_path):
 def test_verify_has_the_rows_of_the_reference(tmp_path):
     (tmp_path / "r.py").write_text(NONE)
     words = ("verify", "none", "--no-processes", "--against", tmp_path / "r.py", "--json")
-    short = adversary.Effort(every=50, long=0, million=0, steps=1)
-    with mock.patch.object(adversary, "QUICK", short):
+    short = cases.Effort(every=50, long=0, many=0, million=0, steps=1)
+    with mock.patch.object(cases, "QUICK", short):
         rows = {row["check"]: row["verdict"] for row in invoke(*words).json}
     assert rows["reference: 30 steps of training"] == "holds"
     assert rows["memory: checkpoint"] == "holds"

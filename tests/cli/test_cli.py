@@ -19,14 +19,14 @@ from builders import summary, write
 from commands import ROOT, files_of_at_most, gcbench, invoke
 
 from gcbench import get_compressor
-from gcbench.checks import verify
+from gcbench.checks import properties, verify
 from gcbench.checks.calls import FUNCTIONS, Covered
 from gcbench.core import registry
 from gcbench.core.compressor import Compressor
 from gcbench.integrations.chosen import stages
-from gcbench.reporting import catalog
-from gcbench.studies import conformance
-from gcbench.training.store import METRIC_COLUMNS, Run
+from gcbench.report import listings
+from gcbench.results.schema import METRIC_COLUMNS
+from gcbench.training.store import Run
 
 QUICK = ("--task", "quadratic", "--workers", 2, "--steps", 12, "--progress", "none")
 KEYS = {
@@ -433,8 +433,8 @@ def test_verify_prints_a_table_and_its_exit_code_is_the_verdict():
     rows = invoke("verify", "none", "--no-processes", "--json").json
     assert {row["configuration"] for row in rows} == {"default"}
     names = [row["check"] for row in rows]
-    assert names[: len(conformance.CHECKS)] == list(conformance.CHECKS)
-    others = names[len(conformance.CHECKS) :]
+    assert names[: len(properties.CHECKS)] == list(properties.CHECKS)
+    others = names[len(properties.CHECKS) :]
     searched = {n.removeprefix("search: ") for n in others if n.startswith("search: ")}
     assert {"encode", "decode", "mean", "merge", "decode_sum"} <= searched <= {*FUNCTIONS}
     assert all(name.startswith(("search: ", "memory: ")) for name in others)
@@ -445,18 +445,18 @@ def test_verify_answers_in_25_lines(capsys):
     covered = {function: Covered(1, 2, 3, 4, 5) for function in FUNCTIONS}
     rows = [{"configuration": "a", "check": "b", "verdict": "holds"}] * 30
     results = [verify.Verified("a=1 b=2", rows, covered, 3000, 1.0)] * 10
-    catalog.show_verified(results, verify.together(results))
+    listings.show_verified(results, verify.together(results))
     out = capsys.readouterr().out
     assert len(out.splitlines()) <= 25
     assert all(function in out for function in FUNCTIONS)
 
 
 def test_verify_shows_each_configuration_before_it_is_checked(monkeypatch):
-    name, checks = "signsgd", ("bytes", "outputs")
+    name, checks = "signsgd", ("buffers", "unbiased")
     found = SimpleNamespace(holds=True, measured=1, bound=1, note="")
     known = {check: lambda method: found for check in checks}
-    monkeypatch.setattr(conformance, "CHECKS", known)
-    texts = [text or "default" for text, _ in conformance.configurations(name)]
+    monkeypatch.setattr(properties, "CHECKS", known)
+    texts = [text or "default" for text, _ in properties.configurations(name)]
     assert len(texts) > 1
     words = ("verify", name, "--no-processes")
     quiet, plain = (invoke(*words, "--progress", how) for how in ("none", "plain"))
@@ -496,7 +496,7 @@ def test_the_list_says_what_is_really_sent():
 
 
 def test_compare_shows_the_files_that_it_reads_if_that_takes_long(tmp_path, monkeypatch):
-    from gcbench.training import progress
+    from gcbench.core import progress
 
     for name in ("a", "b"):
         write(tmp_path, summary("none" if name == "a" else "topk", 0))
@@ -525,7 +525,7 @@ HOW = ("auto", "bar", "plain", "none")
     "command",
     [
         *(["run"], ["compare"], ["verify"], ["data", "get"], ["advise"], ["bandwidth"], ["bounds"]),
-        *(["histogram"], ["scale", "predict"], ["scale", "links"], ["scale", "validate"]),
+        *(["histogram"], ["predict"]),
     ],
 )
 def test_what_may_take_long_has_progress(command):
@@ -537,7 +537,7 @@ def test_what_may_take_long_has_progress(command):
 
 COMMANDS = [
     *([], ["run"], ["compare"], ["verify"], ["list"], ["info"], ["kernels"], ["histogram"]),
-    *(["bounds"], ["bandwidth"], ["scale"], ["scale", "predict"], ["scale", "validate"]),
+    *(["bounds"], ["bandwidth"], ["predict"]),
     *(["advise"], ["report"], ["data"], ["data", "get"]),
 ]
 
@@ -666,8 +666,8 @@ def test_a_suite_names_and_chooses_the_file_of_a_compressor(mine, tmp_path):
 
 def test_settings_tell_a_changed_method_from_the_one_before(mine, forget):
     """Of a file, and of a built-in method: the digest is that of its own file."""
+    from gcbench.profile.bandwidth import settings
     from gcbench.studies import methods
-    from gcbench.studies.bandwidth import settings
 
     def made() -> dict[str, str]:
         given = dict.fromkeys(("collectives", "plain", "engine", "threads"))
@@ -753,7 +753,7 @@ def gcbench_completes(line, place):
 
 def test_the_time_of_a_grid_is_announced(monkeypatch, capsys, run):
     """Once, some seconds after the first step; by hand: 2 s a step, 8 and 18 steps left."""
-    from gcbench.training import progress
+    from gcbench.core import progress
 
     seconds = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: seconds[0])
@@ -772,7 +772,7 @@ def test_the_time_of_a_grid_is_announced(monkeypatch, capsys, run):
 
 
 def test_progress_ends_at_its_end(monkeypatch, capsys):
-    from gcbench.training import progress
+    from gcbench.core import progress
 
     monkeypatch.setattr(progress, "PLAIN_SECONDS", 0.0)
     plain = progress.Plain("x", 10)

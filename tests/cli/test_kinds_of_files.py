@@ -18,7 +18,8 @@ from builders import BASE, summary, write
 from commands import ROOT, Result, end, invoke, start
 
 from gcbench.core.errors import UsageError
-from gcbench.training import grid, rows
+from gcbench.results import rows
+from gcbench.training import grid
 
 SECONDS = 60.0
 

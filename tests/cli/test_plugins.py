@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from commands import gcbench, invoke
+
+from gcbench.checks import properties
+from gcbench.core import registry
 
 METHOD = '''
 import os, sys
@@ -53,6 +57,23 @@ def test_a_plug_in_that_exits_is_no_success(
     if command == "run":
         assert done.out == ""
         assert not list((tmp_path / "runs").glob("*/summary.json"))
+
+
+def test_two_files_of_one_name_are_two_methods_in_one_process(tmp_path: Path, forget) -> None:
+    """Also where the file was edited: nothing of the first one may be used again."""
+
+    def dtype(folder: Path, out: str) -> str:
+        path = method(folder)
+        path.write_text(path.read_text().replace("return x.half()", f"return x.{out}()"))
+        ((_, only),) = properties.configurations(registry.add_file(str(path)))
+        return str(only.compress(torch.ones(4)).payload.parts[0].dtype)
+
+    other = tmp_path / "other"
+    other.mkdir()
+    assert dtype(tmp_path, "half") == "torch.float16"
+    assert dtype(tmp_path, "double") == "torch.float64"
+    forget()
+    assert dtype(other, "bfloat16") == "torch.bfloat16"
 
 
 @pytest.mark.parametrize("code", ["sys.exit(0)", "os._exit(0)"])

@@ -12,11 +12,11 @@ import torch
 
 import gcbench
 from gcbench import ops
+from gcbench.checks import calls, inputs
 from gcbench.core import codec, registry
 from gcbench.core.compressor import Compressor, Context, Key, Payload, Segments
 from gcbench.core.errors import GcbenchError, PayloadError, UsageError
 from gcbench.core.exchange import Exchange, Lane, check_legal
-from gcbench.studies import conformance
 
 SHAPES = [(40, 33), (1030,)]
 N = 40 * 33 + 1030
@@ -29,12 +29,12 @@ backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_another_length_or_dtype_is_refused_by_every_encoder(name, backend):
     method = registry.compressor(name)
     segments = Segments.of(SHAPES, method.granularity)
-    right = conformance.normal(N)
+    right = inputs.normal(N)
     with ops.using(backend):
-        shared = conformance._shared(method, [right], segments, conformance.KEY)
-        for wrong in (conformance.normal(N + 7), conformance.normal(N - 7), right.double()):
+        shared = calls.agree(method, [right], segments, calls.KEY)
+        for wrong in (inputs.normal(N + 7), inputs.normal(N - 7), right.double()):
             received = rf"{name}: .*{wrong.dtype}, shape \({len(wrong)},\)"
-            ctx = Context(segments, shared, conformance.KEY)
+            ctx = Context(segments, shared, calls.KEY)
             with pytest.raises(UsageError, match=rf"{received}.*float32, shape \({N},\)"):
                 codec.encode(method, wrong, ctx)
             with pytest.raises(UsageError, match=received):
@@ -48,13 +48,13 @@ def test_no_method_decodes_a_nan(name, value, backend):
     """PayloadError or finite values, whatever is put in; `compress` refuses it."""
     method = registry.compressor(name)
     segments = Segments.of(SHAPES, method.granularity)
-    x = conformance.normal(N)
+    x = inputs.normal(N)
     x[5] = value
     with pytest.raises(UsageError, match="NaN or an infinity"):
         method.compress(x)
     with ops.using(backend):
-        shared = conformance._shared(method, [x], segments, conformance.KEY)
-        payload = codec.encode(method, x, Context(segments, shared, conformance.KEY))
+        shared = calls.agree(method, [x], segments, calls.KEY)
+        payload = codec.encode(method, x, Context(segments, shared, calls.KEY))
         with contextlib.suppress(PayloadError):
             assert bool(codec.decode(method, payload, Context(segments, shared)).isfinite().all())
 
@@ -64,9 +64,9 @@ def test_a_payload_of_no_workers_is_refused(name):
     """Its mean would be a division by 0."""
     method = registry.compressor(name)
     segments = Segments.of(SHAPES, method.granularity)
-    x = conformance.normal(N)
-    shared = conformance._shared(method, [x], segments, conformance.KEY)
-    payload = codec.encode(method, x, Context(segments, shared, conformance.KEY))._replace(count=0)
+    x = inputs.normal(N)
+    shared = calls.agree(method, [x], segments, calls.KEY)
+    payload = codec.encode(method, x, Context(segments, shared, calls.KEY))._replace(count=0)
     with pytest.raises(PayloadError, match=f"{name}: .*count 0"):
         codec.decode(method, payload, Context(segments, shared))
 
@@ -74,7 +74,7 @@ def test_a_payload_of_no_workers_is_refused(name):
 @backends
 def test_decoders_refuse_what_no_encoder_sends(backend):
     segments, key = Segments.of([(300,), (300,)]), Key(0, 0, 0)
-    x = conformance.normal(600)
+    x = inputs.normal(600)
     none = x.new_empty(0)
     with ops.using(backend):
         int8 = registry.compressor("int8", granularity="tensor")
@@ -111,7 +111,7 @@ def test_an_imaginary_sum_is_refused(backend, granularity):
     """The first bin of a spectrum is the sum of real values: another's code there is refused."""
     method = registry.compressor("fft", granularity=granularity, theta=0.0)
     segments = Segments.of([(300,), (300,)], granularity)
-    x, none = conformance.normal(600) + 3, torch.empty(0)
+    x, none = inputs.normal(600) + 3, torch.empty(0)
     with ops.using(backend):
         payload = codec.encode(method, x, Context(segments, none, Key(0, 0, 0)))
         selected, values = method._open(payload, segments)

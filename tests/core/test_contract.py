@@ -1,6 +1,6 @@
 """The contract, over every registered compressor and configuration, third parties' too.
 
-Nothing here knows a method by name: gcbench/studies/conformance.py is driven by what is declared.
+Nothing here knows a method by name: gcbench/checks/properties.py is driven by what is declared.
 Golden records are tests/golden/<name>.json; `pytest tests/core --update-golden` writes
 what is missing or has changed: a changed wire format needs a line in CHANGELOG.md.
 """
@@ -18,6 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gcbench import ops
+from gcbench.checks import calls, cases, inputs, payloads, processes, properties
+from gcbench.checks.adversary import Search
 from gcbench.core import codec, registry
 from gcbench.core.compressor import (
     Compressor,
@@ -29,35 +31,42 @@ from gcbench.core.compressor import (
 )
 from gcbench.core.errors import PayloadError
 from gcbench.ops import native
-from gcbench.studies import conformance
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ALL = [
     (name, number)
     for name in registry.compressors()
-    for number in range(len(conformance.configurations(name)))
+    for number in range(len(properties.configurations(name)))
 ]
 IDS = [
-    f"{name}[{conformance.configurations(name)[number][0] or 'default'}]".replace(" ", ",")
+    f"{name}[{properties.configurations(name)[number][0] or 'default'}]".replace(" ", ",")
     for name, number in ALL
 ]
 every = pytest.mark.parametrize(("name", "number"), ALL, ids=IDS)
 
 
 def configured(name: str, number: int) -> Compressor:
-    return conformance.configurations(name)[number][1]
+    return properties.configurations(name)[number][1]
 
 
 @every
 def test_declarations_hold(name, number):
     method = configured(name, number)
-    outcomes = {check: conformance.run(method, check) for check in conformance.CHECKS}
+    outcomes = {check: properties.run(method, check) for check in properties.CHECKS}
     failed = {
         check: outcome
         for check, outcome in outcomes.items()
         if outcome.verdict not in ("holds", "not declared")
     }
     assert not failed
+
+
+EFFORT = cases.Effort(every=16, long=0, many=0, million=0, steps=10, thin=20)
+
+
+@every
+def test_the_search_finds_no_fault(name, number):
+    assert Search(configured(name, number), EFFORT).run() == []
 
 
 # ---- simulate = spawn ----------------------------------------------------------------------------
@@ -67,12 +76,12 @@ def test_declarations_hold(name, number):
 def spawned():
     """What three real processes exchange, by (name, number)."""
     methods = [(name, dict(registry.compressor(name).variants[number])) for name, number in ALL]
-    return dict(zip(ALL, conformance.in_processes(methods), strict=True))
+    return dict(zip(ALL, processes.in_processes(methods), strict=True))
 
 
 @every
 def test_processes_exchange_the_same_bits(spawned, name, number):
-    assert conformance.exchange_digests(configured(name, number)) == spawned[name, number]
+    assert processes.exchange_digests(configured(name, number)) == spawned[name, number]
 
 
 # ---- golden bytes --------------------------------------------------------------------------------
@@ -92,8 +101,8 @@ def record(method: Compressor) -> dict:
     result: dict = {}
     for size, shapes in (("small", SMALL), ("large", LARGE)):
         segments = Segments.of(shapes, method.granularity)
-        xs = [conformance.normal(segments.numel, rank) for rank in range(3)]
-        shared = conformance._shared(method, xs, segments, Key(7, 3, 0))
+        xs = [inputs.normal(segments.numel, rank) for rank in range(3)]
+        shared = calls.agree(method, xs, segments, Key(7, 3, 0))
         payloads = [
             codec.encode(method, x, Context(segments, shared, Key(7, 3, r)))
             for r, x in enumerate(xs)
@@ -124,7 +133,7 @@ def test_golden_bytes(name, number, request):
     method = configured(name, number)
     path = GOLDEN / f"{name}.json"
     expected = json.loads(path.read_text()) if path.is_file() else {}
-    label = conformance.configurations(name)[number][0] or "default"
+    label = properties.configurations(name)[number][0] or "default"
     result = record(method)
     if request.config.getoption("--update-golden"):
         path.write_text(json.dumps({**expected, label: result}, indent=1, sort_keys=True) + "\n")
@@ -160,7 +169,7 @@ def test_golden_bytes_on_every_backend(name, number):
 
 def test_no_golden_record_is_left_over():
     labels = {
-        name: {text or "default" for text, _ in conformance.configurations(name)} for name, _ in ALL
+        name: {text or "default" for text, _ in properties.configurations(name)} for name, _ in ALL
     }
     for path in GOLDEN.glob("*.json"):
         assert set(json.loads(path.read_text())) == labels[path.stem], path
@@ -173,7 +182,7 @@ def test_no_golden_record_is_left_over():
 def sample(name: str, number: int) -> tuple[Compressor, Payload, Segments, torch.Tensor]:
     method = configured(name, number)
     segments = Segments.of([(13, 11), (1,), (40,)], method.granularity)
-    payload, shared = conformance._encode(method, conformance.normal(segments.numel), segments)
+    payload, shared = calls.encode(method, inputs.normal(segments.numel), segments)
     return method, payload, segments, shared
 
 
@@ -201,7 +210,7 @@ def test_corrupt_bytes_raise_or_are_finite(name, number, data):
         parts[i] = torch.tensor(list(raw), dtype=torch.uint8).view(dtype)
     broken = Payload(tuple(parts), payload.count)
     must = method.layout(segments) is not None and broken.layout != payload.layout
-    assert conformance.judge_corrupt(method, broken, segments, shared, must=must) == ""
+    assert payloads.corrupt_fault(method, broken, segments, shared, must=must) == ""
 
 
 # ---- the contract test itself --------------------------------------------------------------------
@@ -214,7 +223,7 @@ def mutated(name: str, options: dict, **methods) -> Compressor:
 
 
 def test_a_wrong_method_is_found():
-    """Faults that accuracy hides, each found by the check that is about them."""
+    """Faults that accuracy hides, each found by the property that is about them, or the search."""
     terngrad = registry.compressor_class("terngrad")
     onebit = registry.compressor_class("onebit")
     by_steps = Compressor.encode_feedback
@@ -275,22 +284,25 @@ def test_a_wrong_method_is_found():
         return property(type("Wrong", (base,), claims))
 
     cases = [
-        (mutated("none", {}, mean=adds_in_place), "purity"),
-        (mutated("onebit", {}, encode_feedback=feeds_alone), "fused operations"),
-        (mutated("onebit", {}, decode=adds_to_out), "outputs"),
-        (mutated("terngrad", {"share": False}, encode=encode_ahead), "outputs"),
+        (mutated("none", {}, mean=adds_in_place), ""),
+        (mutated("onebit", {}, encode_feedback=feeds_alone), ""),
+        (mutated("onebit", {}, decode=adds_to_out), ""),
+        (mutated("terngrad", {"share": False}, encode=encode_ahead), ""),
         (mutated("onebit", {}, encode=hoards, encode_feedback=by_steps), "buffers"),
         (mutated("terngrad", {"clip": 0.0}, encode=encode_alike), "independent noise"),
         (mutated("onebit", {}, decode=decode_negated), "contraction"),
         (mutated("onebit", {}, mean=mean_of_nodes), "exact small integers"),
-        (mutated("none", {}, mean=adds_up), "equal workers"),
+        (mutated("none", {}, mean=adds_up), ""),
         (mutated("terngrad", {}, mean=mean_of_two), "same mean in collectives"),
-        (mutated("onebit", {}, encode=impure), "purity"),
-        (mutated("onebit", {}, layout=uncounted), "every size and input"),
+        (mutated("onebit", {}, encode=impure), ""),
+        (mutated("onebit", {}, layout=uncounted), ""),
         (mutated("onebit", {}, decode=refuses_oddly), "corrupt payloads"),
         (mutated("terngrad", {}, claims=claiming("terngrad", contractive=True)), "contraction"),
         (mutated("onebit", {}, claims=claiming("onebit", unbiased=True)), "unbiased"),
         (mutated("onebit", {}, collectives=("allreduce",)), "exact small integers"),
     ]
     for method, check in cases:
-        assert conformance.run(method, check).verdict == "fails", check
+        if check:
+            assert properties.run(method, check).verdict == "fails", check
+        else:
+            assert Search(method, EFFORT, shrink=0).run() != []

@@ -1,4 +1,4 @@
-"""A third party's file with codec, memory and update rule, as CONTRIBUTING.md shows it."""
+"""A third party's file with codec, memory and update rule, as the guide your-method shows it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 from commands import invoke
 
 import gcbench
+from gcbench.checks import properties
 from gcbench.core import memory, registry
 from gcbench.core.errors import GcbenchError, UsageError
-from gcbench.studies import conformance
 from gcbench.training.configuration import Config
 
-ROOT = Path(__file__).parents[2]
+GUIDE = Path(__file__).parents[2] / "gcbench/docs/your-method.md"
 
 
 def shown(name: str) -> str:
-    """Return the example of CONTRIBUTING.md that has this class."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    """Return the example of the guide that has this class."""
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     (source,) = [block for block in blocks if f"class {name}(" in block]
     return source
 
@@ -181,7 +181,7 @@ def test_faults_in_memory_and_update_rule_are_found(tmp_path, forget):
         assert text != source
         (tmp_path / f"{name}.py").write_text(text)
         method = gcbench.get_compressor(str(tmp_path / f"{name}.py"))
-        verdicts = {each: conformance.run(method, each).verdict for each in BROKEN}
+        verdicts = {each: properties.run(method, each).verdict for each in BROKEN}
         assert verdicts[check] == "fails", (name, verdicts)
 
 

@@ -801,13 +801,13 @@ def accelerate_argument(rank: int, size: int, folder: Path) -> dict[str, Any]:
     return result
 
 
-# ---- README --------------------------------------------------------------------------------------
+# ---- the guide -----------------------------------------------------------------------------------
 
 
 def example(folder: Path, name: str, **words: Any) -> dict[str, Any]:
-    """Run README's example for one framework in the folder, with the user's own objects."""
-    section = (ROOT / "README.md").read_text().split("\n## In Lightning, Accelerate")[1]
-    examples = re.findall(r"```python\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
+    """Run the guide's example for one framework in the folder, with the user's own objects."""
+    guide = (ROOT / "gcbench/docs/your-job.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     (text,) = [each for each in examples if f"gcbench.integrations.{name}" in each]
     before = Path.cwd()
     os.chdir(folder)

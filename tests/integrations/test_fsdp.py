@@ -510,18 +510,16 @@ def test_lanes_between_replicas_are_a_ranks_own_chunks():
 # ---- the page ------------------------------------------------------------------------------------
 
 
-def test_the_example_of_the_readme_trains(tmp_path):
-    text = (ROOT / "README.md").read_text()
-    section = re.search(r"\n## In your FSDP2 job\n(.*?)\n## ", text, re.DOTALL)
-    assert section
-    (example,) = re.findall(r"```python\n(.*?)```", section[1], re.DOTALL)
-    (tmp_path / "train.py").write_text(example)
+def test_the_example_of_the_guide_trains(tmp_path):
+    text = (ROOT / "gcbench/docs/your-job.md").read_text()
+    (example,) = re.findall(r"```python\n(# shard\.py\n.*?)```", text, re.DOTALL)
+    (tmp_path / "shard.py").write_text(example)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     # torch holds the process group of a DeviceMesh after destroy_process_group, also without a
     # hook and when the model is gone. Its threads still run at exit,
     # and now and then the process aborts there, presumably by one of them.
     for _ in range(3):
-        done = subprocess.run([*words, "train.py"], cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run([*words, "shard.py"], cwd=tmp_path, capture_output=True, text=True)
         if "terminate called without an active exception" not in done.stderr:
             break
     assert done.returncode == 0, done.stderr

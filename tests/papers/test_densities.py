@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from functools import partial
 
-import _script
+import _paper
 import densities
 import pytest
 import torch
 from commands import invoke as run
 
 from gcbench.core.errors import UsageError
-from gcbench.reporting import analysis as measuring
+from gcbench.report import analysis as measuring
 from gcbench.studies.bounds.observe import density
 
-invoke = partial(run, main=partial(_script.main, densities))
+invoke = partial(run, main=partial(_paper.main, densities))
 
 
 def drawn(g: torch.Tensor, sigma: torch.Tensor, batches: int, seed: int = 0):
@@ -58,7 +58,7 @@ def test_a_density_of_nothing_is_none():
 
 
 def test_too_few_batches_are_an_error():
-    with pytest.raises(UsageError, match="7 batches came, 8 were expected"):
+    with pytest.raises(UsageError, match="received 7 batches, expected 8"):
         densities.look(drawn(torch.ones(10), torch.ones(10), 7), 8)
 
 
@@ -142,7 +142,7 @@ def test_the_command(tmp_path, monkeypatch):
     assert "is finished, made by another version of the code; --force" in again.err
     bad = invoke("--seed", "0,0", "--results", tmp_path)
     assert bad.code == 2
-    assert "each seed once" in bad.err
+    assert "[0, 0]" in bad.err
     odd = invoke("--batches", 9, "--results", tmp_path)
     assert odd.code == 2
     assert "--batches" in odd.err or "--batche" in odd.err

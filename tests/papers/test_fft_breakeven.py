@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from functools import partial
 
-import _script
+import _paper
 import fft_breakeven
 import pytest
 from commands import invoke
 
-from gcbench.studies.scale import clusters
+from gcbench.profile import breakeven
 
-script = partial(invoke, main=partial(_script.main, fft_breakeven))
+script = partial(invoke, main=partial(_paper.main, fft_breakeven))
 
 
 def test_the_cost_model_says_what_the_paper_says() -> None:
@@ -63,28 +63,24 @@ def test_each_link_on_which_fft_pays_says_what_it_assumes(tmp_path, monkeypatch)
     readings = [row["reading"] for row in tables["readings"]["rows"]]
     assert [row["reading"] for row in rows[:-4]] == [f"equation (4), {name}" for name in readings]
     for row, reading in zip(rows, tables["readings"]["rows"], strict=False):
-        assert row["links"] == f"below {clusters.rate_text(reading['own_gbit'])}"
+        assert row["links"] == f"below {breakeven.rate_text(1e9 * reading['own_gbit'])}"
         assert (row["workers"], row["against"]) == ("not counted", "fp32, sent once")
     assert [row["times"].partition(";")[0] for row in rows[:3]] == [
-        "what 30 at 56 Gbit/s implies (GPU)",
+        "implied by 30 at 56 Gbit/s (GPU)",
         *["given throughputs"] * 2,
     ]
     exchanges = [(row["workers"], row["against"].rpartition(" of ")[2]) for row in rows[-4:]]
     assert exchanges == [(n, what) for n in ("2", "8") for what in ("fp32", "fp32 and bf16")]
-    assert all("encode and decode inside exchanges of 2 workers" in r["times"] for r in rows[-4:])
+    assert all("encode and decode in exchanges of 2 workers" in r["times"] for r in rows[-4:])
     links = invoke(
-        *("scale", "links", "--compressor", "fft", "--workers", "2,8", "--results", tmp_path),
+        *("predict", "--links", "--compressor", "fft", "--workers", "2,8", "--results", tmp_path),
         *("--progress", "none", "--json"),
     ).json["tables"][0]["rows"]
     both = [row[key] for row in links for key in ("links", "links_better")]
     assert [row["links"] for row in rows[-4:]] == both
-    notes = " ".join(tables["break_even"]["notes"])
-    assert "README and `gcbench scale links` have for FFT are those of an exchange among 2" in notes
-    for word in ("bf16 halves", "floor of a device's memory", "backward pass", "50 us a message"):
-        assert word in notes
 
     def told(seconds: float) -> tuple[str, str]:
-        """Return the words for stages that take so long, and the conclusions."""
+        """Return the times in the table if each stage takes `seconds`, and the conclusions."""
         monkeypatch.setattr(
             fft_breakeven, "stages", lambda _: dict.fromkeys(fft_breakeven.STAGES, seconds)
         )
@@ -92,9 +88,9 @@ def test_each_link_on_which_fft_pays_says_what_it_assumes(tmp_path, monkeypatch)
         own = next(table for table in made["tables"] if table["name"] == "break_even")
         return own["rows"][1]["times"], " ".join(made["conclusions"])
 
-    disturbed = "other work ran on this machine, or threads waited"
+    disturbed = "the machine was busy"
     times, said = told(1e-6)
-    assert times.startswith("stages timed alone here, 1 thread; decompressing as")
+    assert times.startswith("stages timed alone here, 1 thread")
     assert disturbed not in said
     assert disturbed in told(1.0)[1]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import statistics
 from functools import partial
 
-import _script
+import _paper
 import pytest
 import terngrad_figure5
 from commands import invoke
 
 from gcbench.core import registry
-from gcbench.reporting.analysis import load
-from gcbench.studies.scale import clusters, networks
+from gcbench.predict import clusters, networks
+from gcbench.report.analysis import load
 
 PRESETS = {"gtx1080x4-1gbe": "1g", "p100x4-100g": "100g"}
 """Cluster preset -> the cluster's name in the figure."""
@@ -50,7 +50,7 @@ def test_the_fit_finds_parameters_that_made_the_bars(monkeypatch) -> None:
 def test_figure_5_is_predicted(tmp_path) -> None:
     found = invoke(
         *("--results", tmp_path, "--json", "--compressor", "signsgd"),
-        main=partial(_script.main, terngrad_figure5),
+        main=partial(_paper.main, terngrad_figure5),
     )
     tables = {table["name"]: table["rows"] for table in found.json["tables"]}
     bars = tables["bars"]
@@ -84,8 +84,8 @@ def test_figure_5_is_predicted(tmp_path) -> None:
         assert statistics.median(away) == pytest.approx(median, rel=0.03)
         assert max(away) == pytest.approx(largest, rel=0.03)
     told = " ".join(found.json["conclusions"])
-    assert "22 parameters are fitted to 48 bars of fp32, and 12 bars" in told
-    assert "the 21 of 1G Ethernet alone: median error 11 %, largest 43 % (VGG-A" in told
+    assert "22 parameters are fitted to 48 bars of fp32, 12 bars" in told
+    assert "the 21 of 1G Ethernet: median error 11 %, largest 43 % (VGG-A" in told
     for row in tables["fit"]:
         if row["parameter"].startswith("h "):
             assert abs(row["value"] - 0.5) < 0.025

@@ -53,6 +53,8 @@ def test_the_wheel_has_one_folder_and_every_module(wheel):
     assert {name for name in names if name.endswith(".py")} == expected
     assert {"gcbench/compressors/terngrad.py", "gcbench/compressors/memories/ef21.py"} <= expected
     assert any(name.startswith("gcbench/csrc/") for name in names)
+    guides = {f"gcbench/docs/{path.name}" for path in ROOT.glob("gcbench/docs/*.md")}
+    assert "gcbench/docs/first-comparison.md" in guides <= names
     suites = {
         f"gcbench/training/suites/{path.name}"
         for path in ROOT.glob("gcbench/training/suites/*.yaml")
@@ -169,7 +171,7 @@ def test_help_imports_nothing_heavy(words):
     assert modules & heavy == set()
     assert not modules & {
         "gcbench.training.configuration",
-        "gcbench.reporting.catalog",
+        "gcbench.report.listings",
         "gcbench.core.registry",
     }
 

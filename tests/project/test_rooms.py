@@ -13,12 +13,17 @@ ROOT = Path(__file__).parents[2]
 BELOW = {
     "core": (),
     "ops": ("core",),
+    "results": ("core",),
     "integrations": ("core", "ops"),
     "training": ("core", "ops", "integrations"),
     "reporting": ("core", "ops", "training"),
     "studies": ("core", "ops", "training", "reporting"),
     "checks": ("core", "ops", "training", "reporting", "studies"),
-    "commands": ("core", "ops", "training", "reporting", "studies", "checks"),
+    "profile": ("core", "ops", "training", "reporting", "studies", "checks"),
+    "predict": ("core", "ops", "training", "reporting", "studies", "checks", "profile"),
+    "commands": (
+        *("core", "ops", "training", "reporting", "studies", "checks", "profile", "predict"),
+    ),
 }
 """What each room may import besides itself and `gcbench._version`."""
 PLUGINS = ("gcbench.ops", "gcbench.core")

@@ -26,7 +26,7 @@ from gcbench.core.clock import Clock
 from gcbench.core.compressor import Context, Segments
 from gcbench.core.errors import UsageError
 from gcbench.core.world import Link, SimulatedWorld
-from gcbench.reporting import analysis as measuring
+from gcbench.report import analysis as measuring
 from gcbench.studies import bounds
 from gcbench.studies.bounds import (
     alone,

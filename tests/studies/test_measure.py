@@ -13,8 +13,8 @@ from commands import files_of_at_most, invoke
 
 from gcbench import studies
 from gcbench.core.errors import GcbenchError, UsageError
-from gcbench.reporting import analysis as measuring
-from gcbench.reporting.analysis import Analysis, Ledger, MissingTableError, Shown, Table
+from gcbench.report import analysis as measuring
+from gcbench.report.analysis import Analysis, Ledger, MissingTableError, Shown, Table
 from gcbench.studies import methods
 
 
@@ -193,7 +193,7 @@ def test_a_full_disk_is_told_and_keeps_what_was_made(tmp_path: Path) -> None:
 
 def test_two_processes_do_not_share_a_ledger(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from gcbench.reporting.analysis import Ledger\n"
+        "import sys; from pathlib import Path; from gcbench.report.analysis import Ledger\n"
         "try:\n"
         "    with Ledger(Path(sys.argv[1])).open(): pass\n"
         "except Exception as error: print(error)"
@@ -227,7 +227,7 @@ def test_methods_by_a_word() -> None:
 def test_a_picture_that_cannot_be_is_refused_before_the_work(tmp_path: Path) -> None:
     """Every analysis has the same --plot."""
     where = ("--results", tmp_path / "analyses")
-    for words in (("bounds",), ("bandwidth",), ("histogram",), ("advise",), ("scale", "predict")):
+    for words in (("bounds",), ("bandwidth",), ("histogram",), ("advise",), ("predict",)):
         for name, said in (("x.jpg", "allowed: .png"), ("gone/x.png", "is no folder")):
             refused = invoke(*words, *where, "--plot", tmp_path / name)
             assert (refused.code, said in refused.err) == (2, True), refused.err

@@ -26,8 +26,8 @@ from gcbench.core import purposes, registry
 from gcbench.core.compressor import Key
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.core.task import Split
-from gcbench.reporting import reader
-from gcbench.studies.scale import networks, validation
+from gcbench.predict import networks, validation
+from gcbench.results import reader
 from gcbench.training import sinks
 from gcbench.training.configuration import Config
 from gcbench.training.dropout import Dropout, set_dropout_key

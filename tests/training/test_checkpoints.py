@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from gcbench.core.errors import GcbenchError
+from gcbench.results.run_folder import CHECKPOINTS
 from gcbench.training import engines
 from gcbench.training.configuration import Config, provenance
-from gcbench.training.store import CHECKPOINTS, Run
+from gcbench.training.store import Run
 from gcbench.training.train import CHECK_EVERY, Options, Trainer
 
 STEPS = 14

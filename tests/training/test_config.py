@@ -13,6 +13,7 @@ import gcbench
 from gcbench import cli
 from gcbench.core.errors import UsageError
 from gcbench.ops import cuda
+from gcbench.results import settings
 from gcbench.training import configuration, grid
 from gcbench.training.configuration import Config
 from gcbench.training.runner import Runner
@@ -146,18 +147,16 @@ def test_a_setting_at_its_default_leaves_the_hash_as_it_is(monkeypatch):
     """A config stored before a setting existed has the hash of one with the setting's default."""
     created = Config.make({"task": "quadratic", "lr": 0.25, "momentum": 0.0})
     stored = created.model_dump(mode="json")
-    settings = {
-        key: value for key, value in stored.items() if configuration.DEFAULTS.get(key) != value
-    }
-    assert {"lr": 0.25}.items() <= settings.items()
-    assert "momentum" not in settings
+    changed = {key: value for key, value in stored.items() if settings.DEFAULTS.get(key) != value}
+    assert {"lr": 0.25}.items() <= changed.items()
+    assert "momentum" not in changed
     named = created.hash
-    assert named == configuration.hash_of(stored) == configuration.hash_of(settings)
-    text = json.dumps(settings, sort_keys=True)
+    assert named == configuration.hash_of(stored) == configuration.hash_of(changed)
+    text = json.dumps(changed, sort_keys=True)
     assert created.hash == hashlib.sha256(text.encode()).hexdigest()[:10]
-    for key in configuration.DEFAULTS:
+    for key in settings.DEFAULTS:
         assert configuration.hash_of({**stored, key: "another"}) != created.hash
-    monkeypatch.setitem(configuration.DEFAULTS, "momentum", 0.9)
+    monkeypatch.setitem(settings.DEFAULTS, "momentum", 0.9)
     assert configuration.hash_of(stored) != named, "another default is another run"
 
 

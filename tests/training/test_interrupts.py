@@ -14,7 +14,7 @@ def test_ctrl_c_is_one_line(monkeypatch):
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gcbench.reporting.catalog.info", interrupted)
+    monkeypatch.setattr("gcbench.report.listings.info", interrupted)
     assert invoke("info") == (130, "", "gcbench: interrupted\n")
 
 

@@ -13,12 +13,14 @@ import torch
 from commands import ROOT, invoke
 
 from gcbench.core import registry
-from gcbench.core.compressor import UPDATE_RULE
 from gcbench.core.errors import GcbenchError, Interrupted, UsageError
+from gcbench.core.schema import UPDATE_RULE
 from gcbench.core.world import SimulatedWorld
-from gcbench.reporting import compare, published, seeds
-from gcbench.reporting.reader import load
-from gcbench.training import rows, suites, update_rule
+from gcbench.report import compare, suite_match
+from gcbench.results import rows, update_rule
+from gcbench.results.reader import load
+from gcbench.stats import seeds
+from gcbench.training import suites
 from gcbench.training.configuration import Config, command
 from gcbench.training.store import Run
 from gcbench.training.suites import tuning
@@ -347,7 +349,7 @@ def test_a_suite_chooses_rates_and_its_rows_say_so(own, tmp_path):
     assert all(one.get("test_accuracy") is None and one["seed"] == 9 for one in trials)
     assert {one["suite"] for one in kept} == {"own/3"}
     suite = suites.load(str(own))
-    beside = published.beside(suite, load([file]))
+    beside = suite_match.beside(suite, load([file]))
     for point in suite.points({"seed": [0]}):
         lr = point.choose(beside.tried[point.identity]).lr
         mine = [o for o in trials if o["compressor_name"] == point.config.compressor]
@@ -704,7 +706,7 @@ def test_a_diverged_run_is_a_result(tmp_path):
 
 @pytest.mark.parametrize("format", ["table", "markdown"])
 def test_tiers_come_with_the_most_bits_first_and_share_their_notes(tmp_path, format):
-    from gcbench.reporting import tables
+    from gcbench.report import tables
 
     made = table(tmp_path, none=[0.7, 0.71], signsgd=[0.5, 0.52], bf16=[0.7, 0.7])
     bits = {"signsgd": ("few", 1.0), "bf16": ("many", 16.0), "none": ("many", 32.0)}
@@ -725,7 +727,7 @@ def test_tiers_come_with_the_most_bits_first_and_share_their_notes(tmp_path, for
 
 def test_the_picture_of_one_row_and_of_losses(tmp_path, monkeypatch):
     """No spread at all, and a task without an accuracy, whose axis has decimals."""
-    from gcbench.reporting import tier_plot
+    from gcbench.report import tier_plot
 
     drawn = []
     monkeypatch.setattr(tier_plot.figures, "save", lambda figure, path: drawn.append(figure))
@@ -758,7 +760,7 @@ def placed(made, sizes, tiers):
 
 def level_line(axes):
     """Return the points of the line through the tiers' best groups; none without a line."""
-    from gcbench.reporting import tier_plot
+    from gcbench.report import tier_plot
 
     found = [line for line in axes.lines if line.get_label() == tier_plot.TOLD_LINE]
     return [tuple(point) for line in found for point in line.get_xydata()]
@@ -766,7 +768,7 @@ def level_line(axes):
 
 def test_the_picture_of_tiers(tmp_path, monkeypatch):
     """A tier with a tie, one with a clear best, and one whose ranks are not known."""
-    from gcbench.reporting import tier_plot
+    from gcbench.report import tier_plot
 
     monkeypatch.setattr(seeds, "resolution", lambda *_: 0.0)  # seeds alone
     made = table(
@@ -849,7 +851,7 @@ def test_several_suites_have_an_index_and_tables_that_fit_into_80_columns(monkey
 
 
 def test_without_known_ranks_the_picture_singles_out_none(tmp_path, monkeypatch):
-    from gcbench.reporting import tier_plot
+    from gcbench.report import tier_plot
 
     made = table(tmp_path, none=[0.70, 0.71], topk=[0.1, 0.1], qsgd=[0.60, 0.61])
     sizes = {"none": 32.0, "topk": 30.0, "qsgd": 2.0}
@@ -866,7 +868,7 @@ def test_without_known_ranks_the_picture_singles_out_none(tmp_path, monkeypatch)
 
 def test_a_row_of_unknown_rank_may_be_the_best_of_its_tier(tmp_path):
     """Beside one with a clear lead stands one with too few seeds: no best is drawn."""
-    from gcbench.reporting import tier_plot
+    from gcbench.report import tier_plot
 
     zero = [0.60, 0.61, 0.60, 0.62, 0.61]
     made = table(tmp_path, qsgd=[v + 0.1 for v in zero], topk=zero, demo=[0.9, 0.9])

@@ -17,8 +17,8 @@ from test_engines import Crash, config, crash_at_twenty
 
 from gcbench.core import registry
 from gcbench.core.errors import GcbenchError
-from gcbench.core.schema import METRIC_COLUMNS
 from gcbench.core.world import Link, SimulatedWorld
+from gcbench.results.schema import METRIC_COLUMNS
 from gcbench.training import configuration, engines, sinks
 from gcbench.training.store import Run
 from gcbench.training.train import Options, Trainer

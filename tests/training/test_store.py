@@ -8,9 +8,10 @@ import os
 import pytest
 
 from gcbench.core.errors import GcbenchError
-from gcbench.reporting.analysis import Ledger
-from gcbench.training import store
-from gcbench.training.store import Run, open_own, write_atomically
+from gcbench.core.writing import open_own, write_atomically
+from gcbench.report.analysis import Ledger
+from gcbench.results import run_folder
+from gcbench.training.store import Run
 
 REFUSED = "is a symbolic link, or no regular file"
 
@@ -102,8 +103,8 @@ def test_a_lock_that_its_last_holder_removed_is_none(run, monkeypatch):
 
     def flock(file, operation):
         taken(file, operation)
-        (run.folder / store.LOCK).unlink()
-        (run.folder / store.LOCK).touch()
+        (run.folder / run_folder.LOCK).unlink()
+        (run.folder / run_folder.LOCK).touch()
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with pytest.raises(GcbenchError, match="is being written by another gcbench process"):

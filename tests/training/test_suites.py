@@ -19,9 +19,10 @@ from gcbench import ops
 from gcbench.core import codec, registry
 from gcbench.core.compressor import Context, Key, Segments
 from gcbench.core.errors import UsageError
-from gcbench.reporting import published
-from gcbench.reporting.reader import load
-from gcbench.training import configuration, rows, suites
+from gcbench.report import suite_match
+from gcbench.results import rows
+from gcbench.results.reader import load
+from gcbench.training import configuration, suites
 from gcbench.training.configuration import Config
 from gcbench.training.runner import Runner
 
@@ -390,7 +391,7 @@ def test_the_runs_that_nobody_made_are_named_with_their_command(local, tmp_path)
 def match(suite: Path, *result: dict[str, Any]) -> list[float | None]:
     """Return what is published of each row, -1 for one that is of no entry."""
     runs = load([rows_of(suite.parent / "rows.json", *result)])
-    beside = published.beside(suites.load(str(suite)), runs)
+    beside = suite_match.beside(suites.load(str(suite)), runs)
     expected = beside.points
     return [expected[r.method].published.accuracy if r.method in expected else -1 for r in runs]
 

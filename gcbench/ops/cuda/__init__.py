@@ -32,16 +32,11 @@ from typing import Any
 import torch
 
 from gcbench.ops.cuda import (
-    half,
     int8,
     levels,
-    natural,
     packing,
     random,
-    rangefloat,
-    selection,
     sign,
-    spectrum,
     statistics,
     ternary,
 )
@@ -50,16 +45,11 @@ from gcbench.ops.cuda.launch import launcher
 from gcbench.ops.dispatch import Kernel
 
 FAMILIES: tuple[Any, ...] = (
-    half,
     int8,
     levels,
-    natural,
     packing,
     random,
-    rangefloat,
-    selection,
     sign,
-    spectrum,
     statistics,
     ternary,
 )

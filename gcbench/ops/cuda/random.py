@@ -23,7 +23,7 @@ def draws24(key: Key, n: int, out: Tensor) -> None:
 def random_words(key: Key, n: int, device: torch.device | str = "cuda") -> Tensor:
     """Like `selection.random_words`.
 
-    Only tests use it: the selection kernels draw words themselves, by the same device function.
+    Only tests use it: other kernels draw words themselves, by the same device function.
     """
     argument = KeyArgument.of(key)
     out = torch.empty(n, dtype=torch.int32, device=device)

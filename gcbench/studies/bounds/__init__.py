@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from gcbench.core import progress
 from gcbench.core.compressor import Compressor
 from gcbench.core.errors import Interrupted, PayloadError, UsageError, unknown
 from gcbench.core.world import Link, SimulatedWorld
-from gcbench.reporting import analysis as measuring
-from gcbench.reporting import figures
-from gcbench.reporting.analysis import Analysis, Ledger, Row, Shown, Table
+from gcbench.report import analysis as measuring
+from gcbench.report import figures
+from gcbench.report.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.studies import methods
 from gcbench.studies.bounds import (
     audit,
@@ -36,7 +37,7 @@ from gcbench.studies.bounds import (
 )
 from gcbench.studies.bounds.claims import KINDS, LOOSE, LOOSELY, VERDICTS, Judged
 from gcbench.studies.bounds.observe import Plan, Record, Watch
-from gcbench.training import captures, configuration, grid, progress
+from gcbench.training import captures, configuration, grid
 from gcbench.training.configuration import Config
 from gcbench.training.store import Run
 from gcbench.training.train import Options, Trainer

@@ -20,9 +20,9 @@ from gcbench.core import codec, purposes, registry
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import Context, Key, MultiRoundCompressor, requantizes
 from gcbench.core.exchange import Exchange, Lane
+from gcbench.core.values import finite
 from gcbench.core.world import World
 from gcbench.studies.bounds.alone import energy, random
-from gcbench.training.configuration import finite
 
 Record = dict[str, Any]
 ENDED = ("stopped", "refused")

@@ -31,8 +31,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gcbench.reporting.analysis import Row
-from gcbench.training.configuration import finite
+from gcbench.core.values import finite
+from gcbench.report.analysis import Row
 
 KINDS = {
     "theorem": "proved for what is measured here; only these count under --strict",

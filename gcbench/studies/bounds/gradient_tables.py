@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gcbench.reporting.analysis import Row, Shown, Table
+from gcbench.report.analysis import Row, Shown, Table
 from gcbench.studies.bounds import shape
 from gcbench.studies.bounds.claims import Interval, mean, ratio
 from gcbench.studies.bounds.observe import Record

@@ -29,9 +29,9 @@ from gcbench import ops
 from gcbench.core import purposes
 from gcbench.core.compressor import Key, Segments
 from gcbench.core.errors import UsageError, unknown
+from gcbench.core.values import finite
 from gcbench.studies.bounds import shape
 from gcbench.studies.bounds.alone import energy
-from gcbench.training.configuration import finite
 from gcbench.training.train import Trainer
 
 CLIP = 2.5

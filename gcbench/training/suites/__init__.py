@@ -7,7 +7,7 @@ entry, or one per value of the setting in `by`. null means that the paper does n
 or that its figure cannot be read. `published_top5` is the top-5 accuracy, for tasks that measure
 `test_top5`. A run of a suite equals a run with its settings as flags.
 
-gcbench's suites without published numbers compare methods by results/PROTOCOL.md. `tune` is the
+gcbench's suites without published numbers compare methods by `gcbench help protocol`. `tune` is the
 rule that chooses each entry's learning rate (`tuning`), and `tiers` are ranges of measured bits per
 element, up, within which methods are compared. `shares` lists built-in suites that have some of
 its runs, whose rows can be reused.
@@ -32,19 +32,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from gcbench.core import registry, schedule
 from gcbench.core.errors import GcbenchError, UsageError, unknown
-from gcbench.training import grid, rows
-from gcbench.training.configuration import SET_FLAGS, Config, canonical, text
-from gcbench.training.suites.tuning import (
-    TUNED_KEYS,
-    Choice,
-    Decision,
-    Trial,
-    Tune,
-    decide_among,
-    quality,
-)
+from gcbench.core.values import canonical, text
+from gcbench.results import rows
+from gcbench.results.settings import SET_FLAGS, TUNED_KEYS
+from gcbench.results.suites import FOLDER
+from gcbench.results.suites import names as names
+from gcbench.training import grid
+from gcbench.training.configuration import Config
+from gcbench.training.suites.tuning import Choice, Decision, Trial, Tune, decide_among, quality
 
-FOLDER = Path(__file__).parent
 ROWS = Path("results/reference")
 """Folder of the committed rows of suites, NAME.parquet."""
 FREE = frozenset(
@@ -599,11 +595,6 @@ def _conditions(settings: Mapping[str, Any]) -> Iterator[_Condition]:
 
 
 # ---- files ---------------------------------------------------------------------------------------
-
-
-def names() -> list[str]:
-    """Return the names of the built-in suites."""
-    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def load(name: str) -> Suite:

@@ -30,17 +30,6 @@ from gcbench.training.configuration import Config
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-TUNED_KEYS = frozenset(
-    {
-        *("optimizer", "lr", "momentum", "nesterov", "betas", "eps", "weight_decay", "decay"),
-        *("schedule", "schedule_power", "schedule_steps", "schedule_gamma", "warmup"),
-        *("schedule_floor", "clip_norm"),
-    }
-)
-"""Settings that may differ between a method and its baseline (signs need a small learning rate). If
-no baseline has a row's values, the best other baseline is used, and the table marks it."""
-
-
 class Trial(NamedTuple):
     """The distinguishing settings of a trial of a configuration."""
 

@@ -1,0 +1,172 @@
+"""The inputs of the search: one case, and which cases a search tries."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from gcbench.checks import inputs
+from gcbench.checks.covering import pairwise
+from gcbench.checks.oracle import Profile
+from gcbench.core import purposes
+from gcbench.core.compressor import TILE, Compressor, Key, Segments
+
+COMPOSITE = 232_792_560
+"""Divisible by every number up to 22."""
+STEPS = (0, 1, 7, 499, 500, 1000, 65_535, 10**6, COMPOSITE, 2**31 - 1, 2**31, 2**32 - 1)
+SCALES = (0, -20, -40, -60, -80, -95, 10, 40, 95)
+WORKERS = (2, 3, 1, 4, 5, 8, 16, 17)
+RANKS = (0, 1, 77, 4095, 2**16, 2**24 - 64)
+SEEDS = (7, 0, 1, 2**31, 2**32 + 1, 2**63 - 1)
+OFFSETS = (0, TILE, 33, 2**20, 2**31, 2**33 + 5)
+DIRTY = (0xFF, 0x3F, 0x7E)
+RESIDUALS = ("normal", "zero", "2000 times", "minus the gradient", "gradient zero", "both zero")
+DISTINCT = 5
+"""Gradients of different workers in one input; further workers repeat their payloads."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One input of the search."""
+
+    shapes: inputs.Shapes
+    values: str = "normal"
+    scale: int = 0
+    """x is multiplied by 2 to this power."""
+    spread: str = "equal scales"
+    workers: int = 2
+    step: int = 1
+    seed: int = 7
+    rank: int = 0
+    offset: int = 0
+    dirty: int = 0xFF
+    """The byte that output buffers are filled with."""
+    residual: str = "normal"
+    shard: bool = False
+    """Whether the bucket is the part of another one behind its first tiles."""
+    light: bool = False
+    """Whether each function is called once, with the fewest comparisons."""
+
+    def segments(self, method: Compressor) -> Segments:
+        """Return the segments of the bucket."""
+        whole = Segments.of(self.shapes, method.granularity)
+        start = whole.numel // 3 // TILE * TILE
+        return whole.shard(start, whole.numel)[0] if self.shard and start else whole
+
+    def gradients(self, segments: Segments) -> list[Tensor]:
+        """Return the gradients of the first workers, at most `DISTINCT` of them."""
+        family, factor = inputs.EVERY_FAMILY[self.values], inputs.SPREADS[self.spread]
+        count = min(self.workers, DISTINCT if segments.numel < 10_000 else 3)
+        scale = 2.0**self.scale
+        return [
+            family(segments, rank + self.seed % 1000) * (factor(rank) * scale)
+            for rank in range(count)
+        ]
+
+    def key(self, rank: int = 0, stream: int = purposes.ENCODE) -> Key:
+        """Return the key of worker `rank`."""
+        return Key(self.seed, self.step, self.rank + rank, self.offset, stream)
+
+    def __str__(self) -> str:
+        parts = [
+            f"shapes {inputs.describe(self.shapes)}{' behind the first third' * self.shard}",
+            f"values: {self.values}" + (f" x 2^{self.scale}" if self.scale else ""),
+            f"{self.workers} worker(s)" + (f" of {self.spread}" if self.workers > 1 else ""),
+            f"step {self.step}, seed {self.seed}, rank {self.rank}, offset {self.offset}",
+            f"output bytes {self.dirty:#x}, residual: {self.residual}",
+        ]
+        return "; ".join(parts)
+
+
+class Effort(NamedTuple):
+    """How much is tried."""
+
+    every: int
+    """1: all pairs of values occur; k: every k-th of these inputs."""
+    long: int
+    """Inputs per long shape."""
+    many: int
+    """Inputs of 40,000 tensors; 0: a light one, if `long` is not 0."""
+    million: int
+    """Inputs of more than 2^20 elements."""
+    steps: int
+    """Neighbouring steps from 0 on."""
+    thin: int = 1
+    """1: all keys and numbers of workers of the sweeps; k: every k-th of them."""
+    far: int = 0
+    """Inputs of more than 2^24 elements."""
+
+
+FULL = Effort(every=1, long=4, many=4, million=3, steps=2048, far=1)
+"""For the defaults of a method."""
+VARIANT = Effort(every=2, long=1, many=1, million=0, steps=300)
+"""For its other configurations."""
+LIBRARY = Effort(every=4, long=1, many=0, million=1, steps=600, far=1)
+"""For the defaults of a method whose last bits a library decides: its claims take longest."""
+SLOW = Effort(every=8, long=0, many=0, million=0, steps=100)
+"""For other configurations of a method that is written in plain torch (`scratch`)."""
+QUICK = Effort(every=5, long=1, many=1, million=0, steps=600)
+"""For tests."""
+
+
+def effort_for(method: Compressor, *, first: bool) -> Effort:
+    """Return how much is tried of a configuration; `first`: of the method's first one."""
+    if first:
+        return FULL if method.claims.portable else LIBRARY
+    return SLOW if method.scratch else VARIANT
+
+
+def cases(known: Profile, effort: Effort, seed: int, exact: Sequence[str] = ()) -> Iterator[Case]:
+    """Yield the inputs of one search; `exact`: families that the method transmits exactly."""
+    short = inputs.short_shapes(known.group)
+    dimensions: dict[str, Sequence[Any]] = {
+        "shapes": list(short.values()),
+        "values": list(inputs.FAMILIES),
+        "scale": SCALES,
+        "spread": list(inputs.SPREADS),
+        "workers": WORKERS,
+        "step": STEPS,
+        "seed": SEEDS,
+        "rank": RANKS,
+        "offset": OFFSETS,
+        "dirty": DIRTY,
+        "residual": RESIDUALS,
+        "shard": (False, False, True),
+    }
+    rows = [Case(**row) for row in pairwise(dimensions, seed)]
+    yield from map(_tamed, rows[:: effort.every])
+    draw = random.Random(seed + 1)
+
+    def drawn(shapes: inputs.Shapes) -> Case:
+        row = {name: draw.choice(list(options)) for name, options in dimensions.items()}
+        row |= {"shapes": shapes, "workers": draw.choice((2, 3, 3, 4))}
+        return _tamed(Case(**row))
+
+    counts = [(shapes, effort.long) for shapes in inputs.long_shapes().values()]
+    for shapes, count in (*counts, (inputs.MANY, effort.many)):
+        if count:
+            yield Case(shapes, workers=3)
+            yield Case(shapes, workers=2, values="signs")
+        for family in exact[:count]:
+            yield Case(shapes, workers=3, values=f"exact {family}")
+        for _ in range(count - 1):
+            yield drawn(shapes)
+    if effort.long and not effort.many:
+        yield Case(inputs.MANY, workers=1, light=True)
+    for i in range(effort.million):
+        first = Case(inputs.MILLION, workers=3)
+        yield (first, replace(first, values="signs"), drawn(inputs.MILLION))[min(i, 2)]
+
+
+def _tamed(case: Case) -> Case:
+    """Keep the largest scale of workers within 2^95 and the smallest above 2^-95."""
+    scale = case.scale
+    if case.spread.startswith(("scales", "worker 0")):
+        scale = max(-75, min(83, scale))
+    if case.values in ("segments of different norms", "elements of different scales"):
+        scale = max(-55, min(60, scale))
+    return replace(case, scale=scale, rank=min(case.rank, 2**24 - 64))

@@ -1,0 +1,328 @@
+"""Properties that only whole exchanges show: exact means, equal collectives, memories, restarts."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from gcbench.checks import calls, inputs, oracle
+from gcbench.checks.outcome import Measurement, NotDeclaredError
+from gcbench.core import exchange, memory, registry
+from gcbench.core.clock import Clock
+from gcbench.core.compressor import (
+    Compressor,
+    Context,
+    MultiRoundCompressor,
+    Segments,
+    requantizes,
+)
+from gcbench.core.exchange import Exchange, Lane
+from gcbench.core.rule import UpdateRule
+from gcbench.core.world import Link, SimulatedWorld
+
+WORKER_COUNTS = (1, 2, 3, 5, 8, 64)
+FEEDBACK_STEPS = 200
+PLAIN = UpdateRule()
+
+
+def exchanged_mean(
+    method: Compressor,
+    collective: str,
+    xs: Sequence[Tensor],
+    shapes: Sequence[Sequence[int]],
+) -> Tensor:
+    """Return the mean of the workers' gradients as the engine would exchange them."""
+    return next(exchange_steps(method, collective, [xs], shapes, memory.Memory())[0])
+
+
+def exchange_steps(
+    method: Compressor,
+    collective: str,
+    steps: Sequence[Sequence[Tensor]],
+    shapes: Sequence[Sequence[int]],
+    kept: memory.Memory,
+    rule: UpdateRule = PLAIN,
+) -> tuple[Iterator[Tensor], Exchange]:
+    """Return the means of these steps, one list of gradients per step, and their exchange."""
+    world = SimulatedWorld(len(steps[0]), torch.device("cpu"), Link(10, 50), 1, 1)
+    clock = Clock(world.device)
+    clock.start_step()
+    lane = Lane(method, collective, 0, calls.segments_of(method, shapes), kept, rule=rule)
+    made = Exchange(world, [lane], 7, clock)
+    return (made.mean(list(xs), step) for step, xs in enumerate(steps)), made
+
+
+WARM_UP = 3
+"""Steps in fp32 before the steps that check memory and update rule."""
+RULE_SHAPES = ((40, 33), (7,), (1030,))
+
+
+def _rule_steps(
+    method: Compressor, code: Compressor, steps: Sequence[Sequence[Tensor]], *, resume: bool = False
+) -> Iterator[Tensor]:
+    """Yield the updates that a method's memory and update rule compute from these gradients.
+
+    The first `WARM_UP` steps are fp32; then `code` encodes. `resume`: one step later a new exchange
+    continues from copies of all buffers, as after a checkpoint.
+    """
+    kept, collective = memory.of(method), code.legal_collectives()[0]
+    exact = exchange.lane_of(RULE_SHAPES, 0, method, collective, kept, exact=True)
+    lossy = Lane(code, collective, 0, calls.segments_of(code, RULE_SHAPES), kept, rule=method.rule)
+
+    def make(step: int) -> Exchange:
+        world = SimulatedWorld(len(steps[0]), torch.device("cpu"), Link(10, 50), 1, 1)
+        clock = Clock(world.device)
+        clock.start_step()
+        return Exchange(world, [exact if step < WARM_UP else lossy], 7, clock)
+
+    made = make(0)
+    for step, xs in enumerate(steps):
+        if step == WARM_UP:
+            made.change([lossy])
+        yield made.mean(list(xs), step).clone()
+        if resume and step == WARM_UP:
+            later = make(0)
+            later.change([lossy])
+            for worker in range(len(xs)):
+                later.load_state_dict(made.state_dict(worker), worker)
+            made = later
+
+
+def with_default_mean(method: Compressor) -> Compressor:
+    """Return the method with the default `mean` and `encode_feedback`.
+
+    The defaults define these operations; a method may override them by faster ones. Decoding stays
+    the method's, and may call the method's `mean`. A method whose aggregate is not a mean is
+    returned unchanged.
+    """
+    if method.claims.aggregate != "mean" or isinstance(method, MultiRoundCompressor):
+        return method
+    steps = {name: vars(Compressor)[name] for name in ("mean", "encode_feedback")}
+    made = copy.copy(method)
+    steps["decode"] = staticmethod(method.decode)
+    kind = type(type(method).__name__, (type(method),), steps)
+    object.__setattr__(made, "__class__", kind)  # the dataclass is frozen
+    return made
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same bits: -0.0 and 0.0 differ."""
+    return a.shape == b.shape and a.dtype == b.dtype and oracle.raw(a) == oracle.raw(b)
+
+
+def near(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are equal up to 1e-5 of the largest element (rounding of sums)."""
+    return a.shape == b.shape and bool(((a - b).abs() <= 1e-5 * b.abs().max()).all())
+
+
+def exact_means(method: Compressor) -> Measurement:
+    """Small integers of the declared families are exact, from one worker and as a mean."""
+    if not method.claims.exact_for:
+        raise NotDeclaredError("no family of inputs is declared exact")
+    shapes = [(40, 33), (0,), (1,), (1030,)]
+    segments = calls.segments_of(method, shapes)
+    done, faults = 0, []
+    for family in method.claims.exact_for:
+        make = inputs.EXACT[family]
+        x = make(segments, 0)
+        if count_inexact(
+            calls.round_trip(method, x, segments), x, method.claims.portable, one=True
+        ):
+            faults.append(f"{family}, one worker")
+        if method.claims.aggregate == "other":
+            continue  # the aggregate is not a mean
+        for workers, collective in itertools.product(WORKER_COUNTS, method.legal_collectives()):
+            default = method.claims.exact_for[0], method.legal_collectives()[0]
+            if workers > 8 and (family, collective) != default:
+                continue  # saves time
+            xs, expected = exact_mean(method, collective, family, segments, workers)
+            done += 1
+            if count_inexact(
+                exchanged_mean(method, collective, xs, shapes), expected, method.claims.portable
+            ):
+                faults.append(f"{family}, {workers} workers, {collective}")
+    what = f"{done} means, {len(method.claims.exact_for)} round trips"
+    return Measurement(", ".join(faults[:3]) or f"{what} exact", what, not faults)
+
+
+def exact_mean(
+    method: Compressor, collective: str, family: str, segments: Segments, workers: int
+) -> tuple[list[Tensor], Tensor]:
+    """Return the workers' integers of a family that `method` transmits exactly, and their mean.
+
+    All float32, shape (n,). For a vote the mean is the majority's sign, and NaN at ties, where
+    nothing is promised.
+    """
+    alike = (collective == "twoshot" and requantizes(method)) or family.startswith("rank")
+    xs = [inputs.EXACT[family](segments, 0 if alike else rank) for rank in range(workers)]
+    total = torch.stack(xs).sum(0)
+    if method.claims.aggregate == "vote":
+        return xs, torch.where(total != 0, total.sign(), torch.nan)
+    return xs, total / workers
+
+
+def count_inexact(
+    got: Tensor, expected: Tensor, portable: bool = True, *, one: bool = False
+) -> int:
+    """Return how many elements differ; where `expected` is NaN any value is accepted.
+
+    Means of several workers may differ by the rounding of a scale, 1e-6 relative, those of `one`
+    worker not at all, those that are not portable by 1e-5 of the largest element.
+    """
+    promised = ~expected.isnan()
+    if not portable:
+        close = (got - expected).abs() <= 1e-5 * expected[promised].abs().max()
+        return int((promised & ~close).sum())
+    equal = got == expected if one else torch.isclose(got, expected, rtol=1e-6, atol=0)
+    return int((promised & ~equal).sum())
+
+
+def collectives(method: Compressor) -> Measurement:
+    """All collectives give the same mean, bit for bit, of workers of unequal scale.
+
+    A two-shot exchange that encodes the mean again is left out. The mean equals that of an
+    all-gather, up to rounding, even if the method does not list it.
+    """
+    legal = method.legal_collectives()
+    compared = [name for name in legal if name != "twoshot" or not requantizes(method)]
+    own = method.claims.aggregate != "mean" or isinstance(method, MultiRoundCompressor)
+    if not compared or (len(compared) == 1 and (own or compared == ["allgather"])):
+        raise NotDeclaredError("a single collective, or one that encodes the mean again")
+    shapes = [(40, 33), (0,), (1,), (1030,)]
+    wrong = 0
+    for workers in (2, 3, 4, 5, 8):
+        xs = [(1 + rank) * inputs.normal(40 * 33 + 1031, rank) for rank in range(workers)]
+        means = [exchanged_mean(method, collective, xs, shapes) for collective in compared]
+        wrong += sum(not same(means[0], other) for other in means[1:])
+        if not own and "allgather" not in compared:
+            wrong += not near(means[0], exchanged_mean(method, "allgather", xs, shapes))
+    return Measurement(f"{wrong} means differ", "0", wrong == 0, ", ".join(compared))
+
+
+def settled(method: Compressor) -> Measurement:
+    """After 50 steps with the same gradient the error is within `Claims.settled_error`.
+
+    The gradient's matrices have singular values that halve.
+    """
+    shapes = [(24, 36), (33,), (12, 3, 3, 3)]
+    segments, x = calls.segments_of(method, shapes), inputs.normal(24 * 36 + 33 + 12 * 27, 5)
+    for start, shape in segments.tensors:
+        if len(shape) > 1:
+            place = slice(start, start + math.prod(shape))
+            u, _, v = torch.linalg.svd(x[place].double().view(shape[0], -1), full_matrices=False)
+            sizes = torch.exp2(-torch.arange(len(v), dtype=torch.float64))
+            x[place] = (u @ (sizes[:, None] * v)).float().view(-1)
+    bound = method.claims.settled_error(x, Context(segments))
+    if bound is None:
+        raise NotDeclaredError("no settled error is declared")
+    means, _ = exchange_steps(
+        method, method.legal_collectives()[0], [[x]] * 50, shapes, memory.Memory()
+    )
+    error = [oracle.energy(x.double() - mean) for mean in means][-1]
+    return Measurement(f"{error:.4g}", f"{bound:.4g}", error <= bound)
+
+
+def telescoping(method: Compressor) -> Measurement:
+    """Means applied + residuals (of workers and owners) = sum of the mean gradients, 200 steps.
+
+    50 steps for collectives and configurations other than the default.
+    """
+    if not method.claims.contractive:
+        raise NotDeclaredError("not contractive")
+    if method.claims.aggregate != "mean":
+        raise NotDeclaredError("the update is not a mean of the payloads")
+    shapes, workers = [(40, 33), (1,), (1030,)], 2
+    n = 40 * 33 + 1031
+    draw = torch.Generator().manual_seed(1)
+    grads = torch.randn(FEEDBACK_STEPS, workers, n, generator=draw) + torch.randn(n, generator=draw)
+    worst, longest = 0.0, 0
+    for collective in method.legal_collectives():
+        steps = [list(step) for step in grads]
+        if collective != method.legal_collectives()[0] or method != type(method)():
+            steps = steps[:50]
+        longest = max(longest, len(steps))
+        means, made = exchange_steps(method, collective, steps, shapes, memory.make("residual", {}))
+        applied = torch.zeros(n, dtype=torch.float64)
+        for mean in means:
+            applied += mean.double()
+        states = [states[0] for states in made.workers]
+        left = torch.stack([state["residual"] for state in states]).double().mean(0)
+        if collective == "twoshot" and requantizes(method):
+            left = left + torch.cat([state["owner"] for state in states]).double()
+        total = grads[: len(steps)].double().mean(1).sum(0)
+        worst = max(worst, float((applied + left - total).abs().max()))
+    # Each step rounds values as large as the residual by 2^-24; over 200 steps this is below 1e-2.
+    return Measurement(f"{worst:.1e}, {longest} steps", "1e-2", worst < 1e-2)
+
+
+def buffers(method: Compressor) -> Measurement:
+    """State does not alias memory that is overwritten: buffers or gradients.
+
+    Two exchanges run the same steps. One overwrites its buffers and gradients after each step; its
+    means and memories must have the same bits.
+    """
+    shapes, wrong, done = [(40, 33), (0,), (1,), (1030,)], [], 0
+    n = 40 * 33 + 1031
+    kept = memory.of(method)
+    for collective in method.legal_collectives():
+        steps = [[inputs.normal(n, 10 * step + rank) for rank in range(3)] for step in range(4)]
+        copies = [[x.clone() for x in xs] for xs in steps]
+        means, left = exchange_steps(method, collective, steps, shapes, kept, method.rule)
+        others, right = exchange_steps(method, collective, copies, shapes, kept, method.rule)
+        for step, xs in enumerate(copies):
+            mean = next(means)
+            other = next(others).clone()
+            right.buffers.fill(0xFF)
+            for x in xs:
+                x.fill_(math.nan)
+            done += 1
+            if not same(mean, other):
+                wrong.append(f"{collective}, step {step}")
+        for a, b in zip(_carried_tensors(left), _carried_tensors(right), strict=True):
+            if not same(a, b):
+                wrong.append(f"{collective}: memory differs")
+    return Measurement("; ".join(wrong[:3]) or f"{done} means the same", f"{done} means", not wrong)
+
+
+def resumed(method: Compressor) -> Measurement:
+    """A run that continues from copies of all buffers has the bits of an uninterrupted run.
+
+    State that a memory or an update rule keeps elsewhere is lost in a checkpoint.
+    """
+    if not (memory.of(method).carries or isinstance(method, MultiRoundCompressor)):
+        raise NotDeclaredError("no state between steps")
+    n = sum(map(math.prod, RULE_SHAPES))
+    steps = [
+        [inputs.normal(n, 10 * step + rank) for rank in range(2)] for step in range(WARM_UP + 3)
+    ]
+    whole = _rule_steps(method, method, steps)
+    parted = _rule_steps(method, method, steps, resume=True)
+    wrong = sum(not same(a, b) for a, b in zip(whole, parted, strict=True))
+    return Measurement(f"{wrong} steps differ", "0", wrong == 0)
+
+
+def updates(method: Compressor) -> Measurement:
+    """With one worker and no loss the update is that of the uncompressed optimizer, bit for bit."""
+    if method.rule.plain:
+        raise NotDeclaredError("any optimizer applies the mean")
+    n = sum(map(math.prod, RULE_SHAPES))
+    gradients = [inputs.normal(n, 50 + step) for step in range(WARM_UP + 5)]
+    declared = method.claims.uncompressed(gradients, WARM_UP)
+    if declared is None:
+        raise NotDeclaredError("no uncompressed optimizer is declared")
+    made = _rule_steps(method, registry.compressor("none"), [[g] for g in gradients])
+    wrong = [t for t, (a, b) in enumerate(zip(made, declared, strict=True)) if not same(a, b)]
+    right = f"{len(gradients)} steps equal"
+    return Measurement(f"steps {wrong} differ" if wrong else right, "the same bits", not wrong)
+
+
+def _carried_tensors(made: Exchange) -> Iterator[Tensor]:
+    """Yield all tensors that an exchange carries to the next step."""
+    for states in (*made.workers, made.joint):
+        for state in states:
+            yield from state.values()

@@ -1,0 +1,174 @@
+"""Properties of payloads and refusals: size, threads, corrupt bytes, illegal choices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gcbench.checks import calls, inputs, oracle
+from gcbench.checks.outcome import Measurement, NotDeclaredError
+from gcbench.core import codec, exchange, memory
+from gcbench.core.compressor import COLLECTIVES, Compressor, Context, Key, Payload, Segments
+from gcbench.core.errors import PayloadError, UsageError
+
+
+def threads(method: Compressor) -> Measurement:
+    """Payload and decoded gradient have the same bits with one thread as with two."""
+    if not method.claims.portable:
+        raise NotDeclaredError("a library decides its last bits")
+    segments = calls.segments_of(method, inputs.MILLION)
+    x = inputs.values(segments.numel, 0)
+    results, before = [], torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            payload, shared = calls.encode(method, x, segments)
+            decoded = codec.decode(method, payload, Context(segments, shared))
+            results.append((oracle.raw(payload.to_bytes()), oracle.raw(decoded)))
+    finally:
+        torch.set_num_threads(before)
+    pairs = zip(("payload", "decoded gradient"), *results, strict=True)
+    wrong = [f"{what} differs" for what, one, two in pairs if one != two]
+    return Measurement(
+        ", ".join(wrong) or f"{segments.numel:,} elements", "the same bits", not wrong
+    )
+
+
+def nominal_bits(method: Compressor) -> Measurement:
+    """The bits per element that the source quotes are within a factor of two of the payload's.
+
+    The factor is four where fields are not at their defaults: the source may quote another format.
+    """
+    nominal = method.claims.nominal_bits
+    if nominal is None:
+        raise NotDeclaredError("the source quotes no number of bits")
+    segments = calls.segments_of(method, inputs.MILLION)
+    payload, _ = calls.encode(method, inputs.values(segments.numel, 0), segments)
+    sent = 8 * payload.nbytes / segments.numel
+    factor = 2 if method == type(method)() else 4
+    low, high = nominal / factor, nominal * factor
+    return Measurement(
+        f"{sent:.3f} bits per element", f"{low:.3f} to {high:.3f}", low <= sent <= high
+    )
+
+
+def illegal(method: Compressor) -> Measurement:
+    """Illegal collectives and memories are refused, with the legal choices in the message."""
+    faults = []
+    for collective in COLLECTIVES:
+        legal = collective in method.legal_collectives()
+        try:
+            exchange.check_legal(method, collective)
+            refused = False
+        except UsageError as error:
+            refused = all(name in str(error) for name in method.legal_collectives())
+        if legal == refused:
+            faults.append(collective)
+    for name in ("residual", "dgc"):
+        try:
+            memory.check_legal(name, method)
+            refused = False
+        except UsageError:
+            refused = True
+        if refused == method.claims.contractive:
+            faults.append(f"memory {name}")
+    try:
+        memory.check_legal(method.memory, method)
+        memory.of(method)
+    except UsageError as error:
+        faults.append(f"its own memory: {error}")
+    return Measurement(", ".join(faults) or "0 faults", "0 faults", not faults)
+
+
+def corruptions(payload: Payload, seed: int) -> Iterator[tuple[str, Payload, bool]]:
+    """Yield corrupt versions of a payload: the change, the payload, whether decoding must raise.
+
+    Random bytes of the right length may be a valid payload, which must decode to finite values.
+    """
+    data = payload.to_bytes()
+    for cut in (1, 4):
+        if data.numel() >= cut:
+            yield f"{cut} bytes cut", _reread(data[:-cut], payload), True
+        longer = torch.cat([data, data.new_zeros(cut)])
+        yield f"{cut} bytes more", _reread(longer, payload), True
+    yield "no worker", payload._replace(count=0), True
+    yield "a part missing", payload._replace(parts=payload.parts[1:]), True
+    generator = torch.Generator().manual_seed(seed)
+    for i, part in enumerate(payload.parts):
+        for name, other in (
+            ("one element cut", part[:-1]),
+            ("one element more", torch.cat([part, part.new_zeros(1)])),
+            ("another dtype", part.view(torch.uint8)),
+        ):
+            if other.numel() != part.numel() or other.dtype != part.dtype:
+                parts = (*payload.parts[:i], other, *payload.parts[i + 1 :])
+                yield f"part {i}: {name}", payload._replace(parts=parts), True
+        noise = torch.randint(0, 256, (part.numel() * part.element_size(),), generator=generator)
+        noisy = noise.to(torch.uint8).view(part.dtype)
+        parts = (*payload.parts[:i], noisy, *payload.parts[i + 1 :])
+        yield f"part {i}: random bytes", payload._replace(parts=parts), False
+    for _ in range(8):
+        flipped = data.clone()
+        at = int(torch.randint(0, max(1, data.numel()), (1,), generator=generator))
+        if data.numel():
+            flipped[at] ^= 1 << int(torch.randint(0, 8, (1,), generator=generator))
+        yield "a bit flipped", _reread(flipped, payload), False
+
+
+def _reread(data: Tensor, like: Payload) -> Payload:
+    """Split bytes into parts like those of another payload; the last part takes the rest."""
+    if not like.parts:
+        return Payload((data,), like.count)
+    sizes = [part.numel() * part.element_size() for part in like.parts[:-1]]
+    head, tail = data[: sum(sizes)], data[sum(sizes) :]
+    parts = [head]
+    if len(head) == sum(sizes):
+        pieces = zip(torch.split(head, sizes), like.parts, strict=False)
+        parts = [piece.clone().view(part.dtype) for piece, part in pieces]
+    whole = tail.numel() % like.parts[-1].element_size() == 0
+    parts.append(tail.clone().view(like.parts[-1].dtype) if whole else tail)
+    return Payload(tuple(parts), like.count)
+
+
+def corrupt_fault(
+    method: Compressor, payload: Payload, segments: Segments, shared: Tensor, *, must: bool
+) -> str:
+    """Decode a corrupt payload; return the fault, or "".
+
+    `must`: whether decoding must raise a PayloadError.
+    """
+    try:
+        decoded = codec.decode(method, payload, Context(segments, shared))
+    except PayloadError:
+        return ""
+    except Exception as error:
+        return f"{type(error).__name__} instead of PayloadError: {error}"
+    if must:
+        return "no error"
+    right = decoded.shape == (segments.numel,) and bool(decoded.isfinite().all())
+    return "" if right else "values that are not finite, or another shape"
+
+
+def corrupt(method: Compressor) -> Measurement:
+    """A payload cut, too long, of random bytes or for another tensor raises PayloadError.
+
+    Where the other tensor's payloads have the same layout, finite values are accepted.
+    """
+    segments = calls.segments_of(method, [(40, 33), (1,), (70,)])
+    other = calls.segments_of(method, [(40, 33), (1,), (70,), (33,)])
+    faults, done = [], 0
+    payload, shared = calls.encode(method, inputs.normal(segments.numel), segments)
+    cases = [(*case, segments) for seed in range(4) for case in corruptions(payload, seed)]
+    apart = method.layout(other) is None or method.layout(other) != payload.layout
+    cases.append(("33 elements more expected", payload, apart, other))
+    for name, broken, must, place in cases:
+        agreed = shared
+        if place is other:
+            agreed = calls.agree(method, [inputs.normal(other.numel)], other, Key(7, 3, 0))
+        fault = corrupt_fault(method, broken, place, agreed, must=must)
+        done += 1
+        if fault:
+            faults.append(f"{name}: {fault}")
+    return Measurement("; ".join(faults[:2]) or f"{done} refused", f"{done} cases", not faults)

@@ -1,0 +1,108 @@
+"""Compare the exchanges of three real processes with simulated ones."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcbench.checks import calls, inputs, oracle
+from gcbench.checks.outcome import Outcome
+from gcbench.core import memory, registry
+from gcbench.core.clock import Clock
+from gcbench.core.compressor import Compressor
+from gcbench.core.errors import GcbenchError, Interrupted
+from gcbench.core.exchange import Exchange, Lane
+from gcbench.core.world import Link, SimulatedWorld, World
+from gcbench.training import launch
+from gcbench.training.rank import Rank
+
+PROCESSES = 3
+
+
+def _rank_gradient(rank: int, step: int, n: int) -> Tensor:
+    return inputs.normal(n, 100 * step + rank)
+
+
+def exchange_digests(method: Compressor, world: World | None = None) -> dict[str, str]:
+    """Return, by collective, the SHA-256 of the means and memories of three workers in three steps.
+
+    `world`: that of this worker's process group; without it all workers are simulated.
+    """
+    result = {}
+    shapes = [(40, 33), (0,), (1,), (1030,)]
+    kept = memory.of(method)
+    for collective in method.legal_collectives():
+        here = world or SimulatedWorld(PROCESSES, torch.device("cpu"), Link(10, 50), 1, 1)
+        clock = Clock(here.device)
+        clock.start_step()
+        segments = calls.segments_of(method, shapes)
+        lane = Lane(method, collective, 0, segments, kept, rule=method.rule)
+        made = Exchange(here, [lane], 7, clock)
+        digest = hashlib.sha256()
+        for step in range(3):
+            xs = [_rank_gradient(rank, step, segments.numel) for rank in here.ranks]
+            digest.update(oracle.raw(made.mean(xs, step, lr=1.0 / (1 + step))))
+        for buffer in ("residual", "momentum", "owner"):
+            own = [worker[0][buffer] for worker in made.workers if buffer in worker[0]]
+            for tensor in here.collect(own) if own else []:
+                digest.update(oracle.raw(tensor))
+        digest.update(repr(here.collect_traffic()).encode())
+        for traffic in here.traffic:  # the next collective counts from zero
+            traffic.payload_up = traffic.payload_down = traffic.wire = 0.0
+        result[collective] = digest.hexdigest()
+    return result
+
+
+def digests(method: Compressor, world: World | None = None) -> dict[str, str]:
+    """Return `exchange_digests`, or what the method raised, under "error"."""
+    try:
+        return exchange_digests(method, world)
+    except Exception as error:  # reported as a row
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _worker(member: Rank, methods: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, str]]:
+    """Run one of three processes."""
+    from gcbench.training import engines
+
+    world = engines.join(member, "cpu", 1, at_most=timedelta(minutes=2))
+    try:
+        return [digests(registry.compressor(name, **options), world) for name, options in methods]
+    finally:
+        world.close()
+
+
+def in_processes(methods: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, str]]:
+    """Return `exchange_digests` of the methods (name, options), from three real processes.
+
+    If the processes do not agree, the dict of the method has an "error".
+
+    Raises:
+        GcbenchError: a process died.
+        Interrupted: the user asked to stop.
+    """
+    try:
+        replicas = launch.in_processes(PROCESSES, 1, _worker, (list(methods),))
+    except Interrupted:
+        raise
+    except GcbenchError as failure:
+        raise GcbenchError(f"{failure}; --no-processes leaves the processes out") from failure
+    apart = {"error": "the replicas of three processes differ"}
+    return [own if own == a == b else apart for own, a, b in zip(*replicas, strict=True)]
+
+
+def compared(here: Mapping[str, str], there: Mapping[str, str]) -> Outcome:
+    """Return the row of the table that compares simulation and processes."""
+    name, bound = "simulation = 3 processes", "the same bits"
+    for result in (here, there):
+        if "error" in result:
+            return Outcome(name, "-", bound, "fails", result["error"])
+    wrong = [collective for collective in here if here[collective] != there[collective]]
+    if wrong:
+        return Outcome(name, f"{', '.join(wrong)} differ", bound, "fails")
+    return Outcome(name, f"{len(here)} collectives equal", bound, "holds")

@@ -1,0 +1,74 @@
+"""The list of properties that a method may declare, and the configurations they are checked on.
+
+Each check depends on what the method declares and never on its name, so plug-ins of third parties
+are checked in the same way. The contract of the functions themselves is the search's subject, see
+`gcbench.checks.adversary`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from gcbench.checks import exchanges, payloads, statistics
+from gcbench.checks.outcome import Measurement, NotDeclaredError, Outcome
+from gcbench.core import registry
+from gcbench.core.compressor import Compressor
+
+CHECKS: Mapping[str, Callable[[Compressor], Measurement]] = {
+    "number of threads": payloads.threads,
+    "nominal bits": payloads.nominal_bits,
+    "independent noise": statistics.independent,
+    "unbiased": statistics.unbiased,
+    "variance": statistics.variance,
+    "contraction": statistics.contraction,
+    "error on normal input": statistics.gaussian_error,
+    "fair ties": statistics.fair_ties,
+    "exact small integers": exchanges.exact_means,
+    "same gradient again": exchanges.settled,
+    "same mean in collectives": exchanges.collectives,
+    "nothing lost over steps": exchanges.telescoping,
+    "buffers": exchanges.buffers,
+    "checkpoint": exchanges.resumed,
+    "update rule": exchanges.updates,
+    "illegal refused": payloads.illegal,
+    "corrupt payloads": payloads.corrupt,
+}
+"""All checks by name, in the order of the table."""
+
+
+def run(method: Compressor, name: str) -> Outcome:
+    """Run one check; an exception in it is a failure, with the exception as the note."""
+    try:
+        result = CHECKS[name](method)
+    except NotDeclaredError as reason:
+        return Outcome(name, "-", "-", "not declared", str(reason))
+    except Exception as error:
+        return Outcome(name, "-", "-", "fails", f"{type(error).__name__}: {error}")
+    verdict = "holds" if result.holds else "fails"
+    return Outcome(name, str(result.measured), str(result.bound), verdict, result.note)
+
+
+@cache
+def configurations(name: str) -> tuple[tuple[str, Compressor], ...]:
+    """Return the registered method's variants: their options as text, and the compressor."""
+    made = []
+    for options in registry.compressor(name).variants:
+        text = " ".join(f"{key}={value}" for key, value in options.items())
+        made.append((text, registry.compressor(name, **options)))
+    return tuple(made)
+
+
+def chosen(name: str, options: Mapping[str, Any] | None) -> list[tuple[str, Compressor]]:
+    """Return (options as text, method) of one configuration, or of each declared variant."""
+    if not options:
+        return list(configurations(name))
+    given = " ".join(f"{key}={value}" for key, value in options.items())
+    return [(given, registry.compressor(name, **options))]
+
+
+def claims_anything(name: str, options: Mapping[str, Any] | None = None) -> bool:
+    """Return whether some of what is checked makes a claim about the decoded values."""
+    claims = [method.claims for _, method in chosen(name, options)]
+    return any(c.unbiased or c.contractive or c.signs or c.exact_for for c in claims)

@@ -1,0 +1,391 @@
+"""Statistical properties that a method declares: bias, variance, contraction, independent noise.
+
+Seeds are fixed. "unbiased" and "variance" each refuse a correct method with a probability below
+2e-5, over all coordinates: the exact binomial distribution for codes that choose between two
+values, the normal one for means over many coordinates.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from gcbench import ops
+from gcbench.checks import calls, inputs, oracle
+from gcbench.checks.oracle import Z, refutes_bound
+from gcbench.checks.outcome import Measurement, NotDeclaredError
+from gcbench.core import codec, purposes
+from gcbench.core.compressor import (
+    TILE,
+    Compressor,
+    Context,
+    Key,
+    MultiRoundCompressor,
+    Segments,
+    requantizes,
+)
+
+DRAWS = 4000
+SCALE_EXPONENTS = (0, -30, 30)
+"""Powers of two by which the magnitudes of "unbiased" are multiplied."""
+FIRST_KEY = Key(seed=1, step=1, rank=0)
+KEY_CHANGES: Mapping[str, tuple[Key, ...]] = {
+    "seeds": tuple(Key(2**k, 0, 0) for k in (0, 1, 8, 16, 31, 32, 62)),
+    "steps": tuple(Key(0, 2**k, 0) for k in (0, 1, 6, 8, 16, 24, 30)),
+    "ranks": tuple(Key(0, 0, 2**k) for k in (0, 1, 2, 6, 8, 16, 22)),
+    "offsets": tuple(Key(0, 0, 0, TILE * 2**k) for k in (0, 1, 8, 10, 20, 22, 24)),
+    "streams": (Key(0, 0, 0, 0, purposes.MERGE),),
+}
+"""Increments of each field of a key; the draws at all of these keys must differ."""
+REPEATS = 24
+"""Further keys at which two increments must give the same draws before the method is refused."""
+ROW_CORRELATION = 0.004
+"""Correlation of the draws of neighbouring rows (`ops.random`)."""
+UNLIKELY = 30.0
+"""By Bernstein's inequality a correlation of independent noise exceeds the limit with a probability
+of 2 exp(-30), and one of 2^15 correlations with 6e-9."""
+COIN_DRAWS = 20_000
+"""Elements of the tied vote."""
+SHAPES = ((3, 5), (0,), (1,), (), (40, 33), (7,), (2, 3, 3, 3), (1030,), (0, 4))
+"""Shapes of a test bucket: empty, of one element, a scalar, matrices, a kernel, vectors."""
+
+
+def independent(method: Compressor) -> Measurement:
+    """Noise is independent between keys and between elements.
+
+    The keys differ in seed, step, rank, offset or stream. A field that is ignored, truncated or
+    added to another one makes two keys give the same draws. Elements are compared where the method
+    declares a variance.
+    """
+    keys = _keys(method)
+    drawn = _drawn_at(method, FIRST_KEY, keys)
+    if len(set(drawn)) == 1:
+        raise NotDeclaredError("draws no random numbers")
+    faults = []
+    for i, (what, key) in enumerate(keys):
+        other, twin = keys[drawn.index(drawn[i])]
+        if twin != key and _always(method, (other, twin), (what, key)):
+            faults.append(f"{_describe(key)} and {_describe(twin)} give the same draws")
+    found, bound = _correlation(method)
+    if found > bound:
+        faults.append(f"elements are correlated: {found:.2f}, at most {bound:.2f} is allowed")
+    fields = ", ".join(dict.fromkeys(what for what, _ in keys[1:]))
+    right = f"{len(keys)} keys differ"
+    return Measurement("; ".join(faults[:3]) or right, "all differ", not faults, fields)
+
+
+def _describe(added: Key) -> str:
+    fields = zip(added._fields, added, strict=True)
+    return "the first" if added == NOTHING else ", ".join(f"{n} + {by}" for n, by in fields if by)
+
+
+NOTHING = Key(0, 0, 0)
+
+
+def _keys(method: Compressor) -> list[tuple[str, Key]]:
+    """Return the increments of `KEY_CHANGES` that apply, with their fields, after a zero increment.
+
+    Workers share the draws of `shared`. A method in rounds draws for the whole bucket. Only an
+    owner that encodes the mean again draws from a second stream.
+    """
+    left_out = set()
+    if method.draw_shared(Context(calls.segments_of(method, [(4,)]), key=FIRST_KEY)) is not None:
+        left_out = {"ranks", "streams"}
+    if isinstance(method, MultiRoundCompressor):
+        left_out.add("offsets")
+    if "twoshot" not in method.legal_collectives() or not requantizes(method):
+        left_out.add("streams")
+    return [
+        ("", NOTHING),
+        *(
+            (what, key)
+            for what, keys in KEY_CHANGES.items()
+            if what not in left_out
+            for key in keys
+        ),
+    ]
+
+
+def _drawn_at(method: Compressor, first: Key, keys: Sequence[tuple[str, Key]]) -> list[bytes]:
+    """Return the decoded bytes of the same 2000 values at each key `first` + increment."""
+    segments, x = calls.segments_of(method, [(40, 50)]), inputs.normal(2000)
+    added = [Key(*map(sum, zip(first, key, strict=True))) for _, key in keys]
+    return [oracle.raw(calls.round_trip(method, x, segments, key)) for key in added]
+
+
+def _always(method: Compressor, *keys: tuple[str, Key]) -> bool:
+    """Return whether two increments give the same draws at all `REPEATS` other keys, even or odd.
+
+    Draws from few values coincide by chance: with probability p at one key, but p^24 at all of
+    them. Even and odd keys are tried separately, as steps 2k and 2k + 1 may share a draw where
+    2k + 1 and 2k + 2 do not.
+    """
+    return any(
+        all(
+            len(set(_drawn_at(method, Key(11 + i, 7 + 101 * i, 3 * i, 5 * TILE * i), keys))) == 1
+            for i in range(odd, 2 * REPEATS, 2)
+        )
+        for odd in (0, 1)
+    )
+
+
+def is_random(method: Compressor) -> bool:
+    """Return whether the key changes the result."""
+    return len(set(_drawn_at(method, FIRST_KEY, _keys(method)))) > 1
+
+
+def _correlation(method: Compressor) -> tuple[float, float]:
+    """Return the largest correlation of the noise of elements apart, and the largest allowed.
+
+    Neighbours may be drawn together, as in blocks: what is allowed then counts fewer draws
+    (Bartlett's formula), and lags below the first without correlation are left out.
+    """
+    n = 1 << 16
+    segments, x = calls.segments_of(method, [(n,)]), inputs.normal(n)
+    payload, shared = calls.encode(method, x, segments, FIRST_KEY)
+    v = method.claims.variance(x, Context(segments, shared)) if method.claims.unbiased else None
+    if v is None or not bool((v > 0).any()):
+        return 0.0, 1.0
+    away = codec.decode(method, payload, Context(segments, shared)) - method.claims.target(
+        x, Context(segments, shared)
+    )
+    e = torch.where(v > 0, away.double() / v.clamp(min=1e-300).sqrt(), 0.0).clamp(-4, 4) * x.sign()
+    e -= e.mean()
+    lags = torch.fft.irfft(torch.fft.rfft(e, 2 * n).abs().square())[: n // 2]
+    largest = float(e.square().max() / lags[0])
+    lags = (lags / lags[0]).abs()
+
+    def allowed(squares: float) -> float:
+        return ROW_CORRELATION + math.sqrt(2 * UNLIKELY * squares / n) + 2 / 3 * UNLIKELY * largest
+
+    together = int((lags > allowed(1.0)).int().argmin())
+    bound = allowed(2 * float(lags[:together].square().sum()) - 1)
+    return float(lags[together:].max()), bound
+
+
+def _sample() -> Tensor:
+    """Return 64 values of magnitude 1/4 to 1, two of them zeros: no random code of them is rare."""
+    draws = ops.random.uniform(Key(11, 0, 0, 0, 253), 64)
+    x = (0.25 + 0.75 * draws) * inputs.EXACT["signs"](Segments((0, 64)), 5)
+    x[7] = x[40] = 0.0
+    return x
+
+
+def _bands() -> tuple[Tensor, Tensor]:
+    """Return 256 values of magnitude 1 down to 2^-12, and the band of magnitude of each, 0 to 4.
+
+    Each band has so many values that a code which rounds them to 0 or 1 at random draws at least
+    30 ones among them.
+    """
+    band = torch.repeat_interleave(torch.arange(5), torch.tensor([36, 20, 40, 60, 100]))
+    size = torch.exp2(-3.0 * band) * (1 - 0.3 * ops.random.uniform(Key(12, 0, 0, 0, 253), 256))
+    return size * inputs.EXACT["signs"](Segments((0, 256)), 6), band
+
+
+def _drawn(method: Compressor, sample: Tensor) -> tuple[Tensor, Tensor, Tensor, Segments, Tensor]:
+    """Return DRAWS decodings of one sample and their targets, both float64, shape (DRAWS, n).
+
+    Also returns the bucket, its segments and `shared`. The copies are tensors of one bucket, so one
+    call draws them all.
+    """
+    if not method.claims.unbiased:
+        raise NotDeclaredError("biased")
+    n = len(sample)
+    x = sample.repeat(DRAWS)
+    segments = calls.segments_of(method, [(n,)] * DRAWS)
+    payload, shared = calls.encode(method, x, segments)
+    decoded = codec.decode(method, payload, Context(segments, shared)).double().view(DRAWS, n)
+    target = method.claims.target(x, Context(segments, shared)).double().view(DRAWS, n)
+    return decoded, target, x, segments, shared
+
+
+def unbiased(method: Compressor) -> Measurement:
+    """Each coordinate's mean over 4000 draws is the target, within what chance allows.
+
+    The same holds for means over coordinates of similar magnitude, from the largest to 2^-12 of it,
+    where the largest is about 1, 2^-30 or 2^30: of errors away from 0, and of errors upwards.
+    """
+    decoded, target, *_ = _drawn(method, _sample())
+    worst = _deviations(decoded - target, 1e-7)
+    values, band = _bands()
+    note = ""
+    for power in SCALE_EXPONENTS:
+        decoded, target, *_ = _drawn(method, values * 2.0**power)
+        errors = (decoded - target) * 2.0**-power
+        gap = float(errors.max() - errors.min())
+        for i, turned in itertools.product(range(5), (values.sign(), torch.ones(256))):
+            own = (errors * turned)[:, band == i]
+            off = _deviations(own.mean(1, keepdim=True), 1e-6 * 2.0 ** (-3 * i), gap / own.shape[1])
+            if off > max(worst, Z):
+                note = f"of elements of about 2^-{3 * i} of the largest, which is 2^{power}"
+            worst = max(worst, off)
+    return Measurement(f"{worst:.2f} sd", f"{Z} sd", worst <= Z, note)
+
+
+def _deviations(errors: Tensor, least: float, gap: float = 0.0) -> float:
+    """Return the largest |mean over the draws| of errors, (DRAWS, n), in standard errors.
+
+    A code of a probability of about 1 / DRAWS may never be drawn, so that the errors scatter too
+    little: a mean may be off by Z^2 gap / (2 DRAWS) besides, where the gap is the range of all
+    errors, or what is given if that is more. Of a code that chooses between two values, no further
+    apart, a mean is then beyond Z with a probability of 2.4e-7 at most, whatever that of the values
+    is.
+    """
+    rare = Z * max(gap, float(errors.max() - errors.min())) / (2 * DRAWS)
+    sd = errors.std(0) / math.sqrt(DRAWS)
+    return float((errors.mean(0).abs() / (sd.clamp(min=least) + rare)).max())
+
+
+def variance(method: Compressor) -> Measurement:
+    """The mean squared error is the declared variance, within the source's bound and `omega`.
+
+    The same holds per coordinate, within chance; see `_deviations`.
+    """
+    decoded, target, x, segments, shared = _drawn(method, _sample())
+    declared = method.claims.variance(x, Context(segments, shared))
+    if declared is None:
+        raise NotDeclaredError("no exact variance")
+    squares = (decoded - target).square()
+    errors = squares.sum(1)
+    exact = float(declared.view(DRAWS, 64).sum(1).mean())
+    z = abs(float(errors.mean()) - exact) / max(float(errors.std()) / math.sqrt(DRAWS), 1e-9)
+    each = _deviations(squares - declared.double().view(DRAWS, 64), 1e-9)
+    bound = method.claims.variance_bound(x, Context(segments, shared))
+    total = float(declared.sum())
+    within = bound is None or total <= bound * (1 + 1e-6)
+    note = "" if bound is None else f"{total:.4g}, the source's bound {bound:.4g}"
+    if z <= Z < each:
+        note = f"of single elements; of their sum {z:.2f} sd"
+    beyond = _beyond_omega(method)
+    holds = max(z, each) <= Z and within and not beyond
+    return Measurement(f"{max(z, each):.2f} sd off {exact:.4g}", f"{Z} sd", holds, beyond or note)
+
+
+def _beyond_omega(method: Compressor) -> str:
+    """Return where the declared variance is above omega ||x||^2; "" if nowhere.
+
+    The inputs are `inputs.probes`, and one element among others that are 2^-k of it: for some k a
+    code of levels comes close to its largest variance.
+    """
+    for n in (33, 2000):
+        segments = calls.segments_of(method, [(n,)])
+        omega = method.claims.omega(segments)
+        if omega is None:
+            return ""
+        first = torch.arange(n) == 0
+        alone = ((f"1 and 2^-{k}", torch.where(first, 1.0, 2.0**-k)) for k in range(1, 13))
+        for name, x in itertools.chain(inputs.probes(n), alone):
+            v = method.claims.variance(x, Context(segments, calls.agree(method, [x], segments)))
+            if name == "denormal" or v is None:
+                continue
+            total, most = float(v.sum()), omega * oracle.energy(x)
+            if not total <= most * (1 + 1e-6):
+                return (
+                    f"{name} of {n}: the variance {total:.4g} is above omega ||x||^2 = {most:.4g}"
+                )
+    return ""
+
+
+def contraction(method: Compressor) -> Measurement:
+    """||x - C(x)||^2 stays within the declared bound, and the bound below ||x||^2.
+
+    Where a delta is declared, (1 - delta) ||x||^2 is a bound, too, except for denormal values.
+    For a random method the mean of 48 draws is tested, see `refutes_bound`; 12 draws suffice if
+    their mean is within the bound.
+    """
+    if not method.claims.contractive:
+        raise NotDeclaredError("not contractive")
+    worst, faults = 0.0, []
+    keys = [Key(7, step, 0) for step in range(48 if is_random(method) else 1)]
+    for shapes in ([(2000,)], [(40, 50)], list(SHAPES)):
+        segments = calls.segments_of(method, shapes)
+        for name, x in inputs.probes(segments.numel):
+            size = oracle.energy(x)
+            bound = method.claims.error_bound(x, Context(segments))
+            if bound is None:
+                faults.append("no error_bound")
+                continue
+            delta = method.claims.delta(segments)
+            if delta is not None and name != "denormal":
+                bound = min(bound, (1 - delta) * size * (1 + 1e-6))
+            for few in (keys[:12], keys):
+                errors = [
+                    oracle.energy(x.double() - calls.round_trip(method, x, segments, key))
+                    for key in few
+                ]
+                mean = math.fsum(errors) / len(errors)
+                if mean <= bound:
+                    break
+            if refutes_bound(errors, bound, size):
+                faults.append(f"{name}: {mean:.4g} above {bound:.4g}")
+            if bound > size * (1 + 1e-6):
+                faults.append(f"{name}: the bound {bound:.4g} is above ||x||^2 = {size:.4g}")
+            if size:
+                worst = max(worst, mean / size)
+    return Measurement(
+        f"{worst:.4f} at most", "the declared bound", not faults, "; ".join(faults[:2])
+    )
+
+
+def gaussian_error(method: Compressor) -> Measurement:
+    """The relative error on normal input is the analytic one within 1 %, in both directions."""
+    expected = method.claims.gaussian_error
+    if expected is None:
+        raise NotDeclaredError("no closed form")
+    segments = calls.segments_of(method, [(1024, 1024)])
+    runs = []
+    for seed in range(3):
+        x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(seed))
+        error = (x - calls.round_trip(method, x, segments, Key(seed, 3, 0))).double().square().sum()
+        runs.append(float(error / x.double().square().sum()))
+    measured = torch.tensor(runs, dtype=torch.float64)
+    off = abs(float(measured.mean()) - expected)
+    # With few kept elements the estimate scatters by more than 1 %: allow four standard errors.
+    allowed = max(0.01 * expected, 4 * float(measured.std()) / math.sqrt(3), 1e-12)
+    return Measurement(
+        f"{float(measured.mean()):.5f}", f"{expected:.5f} within {allowed:.2g}", off <= allowed
+    )
+
+
+def fair_ties(method: Compressor) -> Measurement:
+    """A fair coin decides tied votes, with independent draws at each step.
+
+    The vote of two workers, x and -x, is tied everywhere. A fair coin is beyond Z standard
+    deviations with a probability of 4e-8.
+    """
+    if method.claims.aggregate != "vote":
+        raise NotDeclaredError("the aggregate is not a vote")
+    segments = calls.segments_of(method, [(COIN_DRAWS,)])
+    x = inputs.normal(COIN_DRAWS, 40)
+    shared = calls.agree(method, [x, -x], segments)
+    payloads = [
+        codec.encode(method, one, Context(segments, shared, calls.KEY._replace(rank=rank)))
+        for rank, one in enumerate((x, -x))
+    ]
+    decoded = [
+        codec.decode(method, payload, Context(segments, shared)).clone() for payload in payloads
+    ]
+    defined = method.claims.aggregated(decoded, Context(segments))
+    if defined is None or not bool(defined.isnan().any()):
+        raise NotDeclaredError("ties are not decided by a coin")
+    tied = defined.isnan()
+    coins = [
+        codec.decode(
+            method,
+            codec.merge(method, payloads, Context(segments, shared, Key(7, step, 0, 0, 1))),
+            Context(segments, shared),
+        )[tied]
+        for step in (3, 4)
+    ]
+    limit = Z / math.sqrt(int(tied.sum()))
+    means = (
+        ("ties favor one sign", float(coins[0].mean())),
+        ("ties at two steps are correlated", float((coins[0] * coins[1]).mean())),
+        ("ties follow worker 0", float((coins[0] * x[tied].sign()).mean())),
+    )
+    faults = [f"{what}: {mean:+.3f}" for what, mean in means if abs(mean) > limit]
+    return Measurement("; ".join(faults) or f"{int(tied.sum()):,} ties", f"{limit:.3f}", not faults)

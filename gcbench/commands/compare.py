@@ -1,0 +1,191 @@
+"""`gcbench compare`: tables and a picture of stored runs. Prints rows without importing torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gcbench.commands import (
+    RUNS,
+    SUITE,
+    Format,
+    Formatted,
+    Json,
+    Progress,
+    Shown,
+    end_with,
+    say,
+    watched,
+)
+from gcbench.core import output
+from gcbench.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from gcbench.report.compare import Row
+    from gcbench.training.suites import Suite
+
+S = str | None
+
+
+class Width(StrEnum):
+    """Columns of a paper that a picture may span."""
+
+    single = "single"
+    double = "double"
+
+
+def compare(
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Runs, folders of runs, or files of rows (.json, .parquet)."),
+    ] = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(help="Only rows with this setting, e.g. workers=4 or compressor=none,topk."),
+    ] = None,
+    by: Annotated[
+        S, typer.Option(help="Print a table for each value of a setting, e.g. task.")
+    ] = None,
+    target: Annotated[
+        S,
+        typer.Option(
+            help="Show steps and bytes to this accuracy, e.g. 0.9 (or to this test loss); fp32: "
+            "to where `none` ends."
+        ),
+    ] = None,
+    trials: Annotated[
+        bool, typer.Option(help="Also show the trials that chose learning rates.")
+    ] = False,
+    format_: Formatted = Format.table,
+    suite: Annotated[
+        S, typer.Option(help=SUITE + " Only its runs, beside the published numbers.")
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw accuracy against bytes, or a suite with its paper's numbers (.png, .svg, "
+            ".pdf)."
+        ),
+    ] = None,
+    sort: Annotated[
+        str,
+        typer.Option(
+            help="Sort rows by accuracy, loss, difference, payload, wire, bits, ratio, step, "
+            "target or method, the best first; with a minus (-payload) the worst first.",
+            show_default=False,
+        ),
+    ] = "",
+    columns: Annotated[
+        S,
+        typer.Option(
+            help="Only columns whose headings begin with these words: accuracy,vs none,payload."
+        ),
+    ] = None,
+    width: Annotated[
+        Width | None,
+        typer.Option(help="Make picture and LaTeX as wide as one or two columns of a paper."),
+    ] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A name for rows: mine=./mine.py, or lion=signsgd:memory=momentum.",
+            show_default=False,
+        ),
+    ] = None,
+    progress: Shown = Progress.auto,
+    json: Json = False,
+) -> None:
+    """Compare finished runs: accuracy over seeds, bytes, time by phase."""
+    from gcbench.report import compare as comparing
+    from gcbench.report import figures, suite_index
+    from gcbench.results import reader
+    from gcbench.results.suites import head, per_suite
+
+    if plot is not None:
+        figures.check(plot)
+    asked = comparing.Asked(
+        _conditions(where or ()),
+        target,
+        by,
+        "json" if json else format_.value,
+        sort,
+        tuple(filter(None, (word.strip() for word in (columns or "").split(",")))),
+        width.value if width is not None else "",
+        [comparing.Label.parse(one) for one in label or ()],
+    )
+    places = folders or [RUNS]
+    faults: reader.Faults = []
+    runs = reader.load(places, partial(watched, progress, "compare"), faults)
+    chosen = _load_suite(suite) if suite is not None else None
+    groups = per_suite(runs, {} if chosen is None else {chosen.name: chosen.version})
+    labelled = [run for name, group in groups.items() if name for run in group]
+    if suite is not None:
+        labelled += groups.get("", [])
+        groups = {suite: labelled}
+    elif len(groups.keys() - {""}) > 1 and not (where or by or target or trials or plot or columns):
+        output.emit(suite_index.index(groups, places, asked.format))
+        end_with(faults)
+        return
+    elif len(groups) > 1 and (json or plot is not None or format_ is Format.csv):
+        raise UsageError(
+            f"these rows come from {len(groups)} suites and cannot share one table or picture: "
+            f"choose with --suite {' or '.join(filter(None, groups))}"
+        )
+    shown: list[Row] = []
+    for name, group in groups.items():
+        tested = not trials and any(not run.is_trial for run in group)
+        if name and tested:
+            from gcbench.report import suite_match
+
+            beside = suite_match.beside(_load_suite(name), labelled)
+            rows = comparing.chosen(beside.runs, asked, beside.suite.choices, beside.rows)
+            title = f"Suite {beside.suite.name}: {beside.suite.title}" if suite is None else ""
+            missing = beside.unmade()
+        else:
+            rows = comparing.chosen(group if trials else reader.without_trials(group), asked)
+            title, missing = "", []
+        output.emit(("\n" if shown else "") + comparing.told(rows, asked, title))
+        if missing:
+            say("\n  ".join(missing))
+        shown += rows
+    if plot is not None:
+        from gcbench.report import paper_plot, run_plots, tier_plot
+
+        name = next(iter(groups))
+        title = head(name)["title"] if chosen is None and name else getattr(chosen, "title", "")
+        if name and paper_plot.has_published(shown):
+            paper_plot.draw_suite(shown, title, plot, asked.width)
+        elif width is not None:
+            paper_plot.draw(shown, plot, asked.width)
+        elif any(row.tier is not None for row in shown):
+            tier_plot.draw(shown, title, plot)
+        else:
+            run_plots.draw([run for row in shown for run in row.runs], plot)
+        say(f"wrote {plot}")
+    end_with(faults)
+
+
+def _load_suite(name: str) -> Suite:
+    from gcbench.training import suites  # imports torch
+
+    return suites.load(name)
+
+
+def _conditions(given: Sequence[str]) -> dict[str, list[str]]:
+    """Return the values of each setting in words like workers=2,4.
+
+    Raises:
+        UsageError: a word has another form, or a setting comes twice.
+    """
+    conditions: dict[str, list[str]] = {}
+    for word in given:
+        key, equals, values = word.partition("=")
+        if not (key and equals and values) or key in conditions:
+            raise UsageError(f"--where {word!r}: SETTING=VALUE[,VALUE] expected, each setting once")
+        conditions[key] = values.split(",")
+    return conditions

@@ -1,0 +1,97 @@
+"""`gcbench netlab`: training over real links of a chosen rate, on one machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from gcbench.commands import (
+    ANALYSES,
+    Force,
+    Format,
+    Formatted,
+    Json,
+    Plot,
+    Progress,
+    Results,
+    Shown,
+    deliver,
+    long_work,
+    make,
+)
+
+
+def _texts(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def netlab(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="-- run ...", help="A `gcbench run` command, after `--`, without --workers."
+        ),
+    ],
+    nodes: Annotated[
+        int | None, typer.Option(min=2, help="Nodes; default: as many as workers.")
+    ] = None,
+    workers_per_node: Annotated[
+        int, typer.Option(min=1, help="Workers on each node; they share its fast local link.")
+    ] = 1,
+    workers: Annotated[
+        int | None, typer.Option(min=2, help="Workers in all; default 4, or those of the nodes.")
+    ] = None,
+    bandwidth: Annotated[
+        str,
+        typer.Option(help="Rates of each node's link: 100mbit,1gbit, or unlimited."),
+    ] = "100mbit,1gbit",
+    delay: Annotated[
+        str, typer.Option(help="One-way delays: 0,5ms. Needs the kernel's netem.")
+    ] = "0",
+    loss: Annotated[
+        str, typer.Option(help="Shares of packets lost: 0,0.01. Needs the kernel's netem.")
+    ] = "0",
+    results: Results = ANALYSES,
+    plot: Plot = None,
+    force: Force = False,
+    progress: Shown = Progress.auto,
+    format_: Formatted = Format.table,
+    json: Json = False,
+) -> None:
+    """Train over real links of a chosen rate between network namespaces of this machine.
+
+    Needs Linux, and root or unprivileged user namespaces:
+
+    gcbench netlab --workers 4 --bandwidth 100mbit,1gbit -- run --compressor none,bf16,terngrad
+    """
+    from gcbench import netlab as lab
+    from gcbench.core.errors import UsageError
+
+    if nodes is None:
+        nodes, rest = divmod(workers or 4 * workers_per_node, workers_per_node)
+        if rest:
+            raise UsageError(
+                f"--workers {workers}: expected a multiple of --workers-per-node {workers_per_node}"
+            )
+    elif workers not in (None, nodes * workers_per_node):
+        raise UsageError(
+            f"--workers {workers} with --nodes {nodes} --workers-per-node {workers_per_node}: "
+            f"expected {nodes * workers_per_node}; leave --workers out"
+        )
+    compressors, arguments = lab.split(command)
+    settings = make(
+        lab.Settings,
+        nodes=nodes,
+        workers_per_node=workers_per_node,
+        bandwidth=_texts(bandwidth),
+        delay=_texts(delay),
+        loss=_texts(loss),
+        compressors=compressors,
+        arguments=arguments,
+    )
+    settings.links()  # raises before any work
+    analysis = long_work(
+        lab.KIND, settings, results, progress, lab.steps(settings), lab.run, force=force
+    )
+    deliver(analysis, results, plot, format_, as_json=json)

@@ -1,0 +1,212 @@
+"""`gcbench run`: its flags are the fields of `gcbench.results.settings.Settings`."""
+
+from __future__ import annotations
+
+import inspect
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+
+import typer
+
+from gcbench.commands import RUNS, SUITE, DataDir, Json, Progress, Shown, completed, say
+from gcbench.core.errors import UsageError
+from gcbench.core.values import text
+from gcbench.results.settings import COMPARED, SET_FLAGS, TRAINING, Settings
+
+if TYPE_CHECKING:
+    from gcbench.training.runner import Runner
+    from gcbench.training.suites import Suite
+
+CAPTURED = "Gradients for `gcbench histogram`, before memory and compression; results stay the same"
+COMPLETED = {"task": "tasks", "compressor": "compressors"}
+"""Settings whose values a shell completes -> what they name."""
+
+
+def _flag(name: str, field: Any) -> inspect.Parameter | None:
+    """Return the flag of a setting; None if it has none.
+
+    A flag's value is text, as it may be a list for a grid; that of a true-or-false setting is a
+    pair of flags, and that of a mapping may be given several times.
+    """
+    extra: dict[str, Any] = field.json_schema_extra
+    if not extra["panel"]:
+        return None
+    help, default = field.description, field.default
+    kind = field.annotation
+    kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    names: list[str] = [extra["flag"]] if extra["flag"] else []
+    type_: Any = str | None
+    if kind is bool:
+        type_ = bool | None
+        flag = name.replace("_", "-")
+        names = [f"--{flag}/--no-{flag}"]
+    elif name in SET_FLAGS:
+        type_ = list[str] | None
+    elif "Default" not in help and extra["panel"] != TRAINING and not field.is_required():
+        help += f" Default: {text(default)}."
+    option = typer.Option(
+        *names,
+        help=help,
+        rich_help_panel=extra["panel"],
+        show_default=False,
+        autocompletion=completed(COMPLETED[name]) if name in COMPLETED else None,
+    )
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, keyword, default=None, annotation=Annotated[type_, option])
+
+
+def derived(function: Callable[..., None]) -> Callable[..., None]:
+    """Return the command whose parameters are the settings' flags and those of `function`.
+
+    `function` gets the settings that were given as one mapping, name -> text, flag or list of
+    NAME=VALUE, before its own parameters.
+    """
+    _, *others = inspect.signature(function, eval_str=True).parameters.values()
+    flags = [_flag(name, field) for name, field in Settings.model_fields.items()]
+    known = {flag.name: flag for flag in flags if flag is not None}
+
+    def call(**given: Any) -> None:
+        settings = {name: given.pop(name) for name in known}
+        function({k: v for k, v in settings.items() if v is not None}, **given)
+
+    first = [one for one in others if one.name in ("suite", "network")]
+    rest = [one for one in others if one not in first]
+    parameters = [*first, *known.values(), *rest]
+    call.__doc__ = inspect.getdoc(function)
+    call.__name__ = function.__name__
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {one.name: one.annotation for one in parameters}
+    return call
+
+
+@derived
+def run(
+    settings: Mapping[str, Any],
+    *,
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            help=SUITE + " Other flags select some of its runs.",
+            rich_help_panel=COMPARED,
+            autocompletion=completed("suites"),
+        ),
+    ] = None,
+    network: Annotated[
+        str | None, typer.Option(help="Short for --task-set network=...", rich_help_panel=COMPARED)
+    ] = None,
+    capture: Annotated[
+        str | None,
+        typer.Option(
+            help="Keep the workers' gradients of these steps, counted from 0: 0,100,399.",
+            rich_help_panel=CAPTURED,
+        ),
+    ] = None,
+    capture_layers: Annotated[
+        str,
+        typer.Option(
+            help="Only these parameters, e.g. 'fc*,conv1.weight'; default all.",
+            rich_help_panel=CAPTURED,
+            show_default=False,
+        ),
+    ] = "*",
+    sink: Annotated[
+        str | None,
+        typer.Option(help="Also write the records for: tensorboard (in the run's folder)."),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file of settings; flags override it.")
+    ] = None,
+    data_dir: DataDir = None,
+    results: Annotated[Path, typer.Option(help="Folder for the runs.")] = RUNS,
+    rows: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Parquet file with one row per run: runs that are in it are skipped, others added "
+            "to the first such file. A suite that shares runs with another one (`gcbench list "
+            "suites`) takes that one's file, too."
+        ),
+    ] = None,
+    checkpoint_seconds: Annotated[
+        float, typer.Option(min=0, help="Seconds between checkpoints.")
+    ] = 60.0,
+    force: Annotated[bool, typer.Option(help="Repeat finished runs.")] = False,
+    progress: Shown = Progress.auto,
+    json: Json = False,
+) -> None:
+    """Train a task with N workers whose gradients are compressed.
+
+    Comma-separated lists make a grid: --compressor none,terngrad --seed 0,1,2
+
+    Finished runs are skipped, interrupted ones are resumed.
+    """
+    from gcbench.report import listings
+    from gcbench.training import captures, grid, rank, runner, sinks, suites
+
+    if suite is not None and config is not None:
+        raise UsageError("--suite and --config are two files of settings: give one of them")
+    given: dict[str, Any] = {
+        key: grid.pairs(flag, settings.get(key)) for key, flag in SET_FLAGS.items()
+    }
+    if network is not None:
+        given["task_options"]["network"] = grid.value(network)
+    for key, value in settings.items():
+        if key not in SET_FLAGS:
+            given[key] = grid.value(value) if isinstance(value, str) else value
+    chosen = None if suite is None else suites.load(suite)
+    plan = None if capture is None else captures.Plan(captures.steps(capture), capture_layers)
+    made = runner.Runner(
+        results,
+        data_dir,
+        checkpoint_seconds,
+        progress.value,
+        force=force,
+        capture=plan,
+        sink_names=() if sink is None else sinks.names(sink),
+        rows_files=rows or (),
+        suite="" if chosen is None else chosen.label(),
+        show=listings.show_runs,
+    )
+    if chosen is not None and rank.leads():
+        for path in rows[:1] if rows else ():
+            if adopted := chosen.adopt(path):
+                say(f"{adopted} rows of other versions of suite {chosen.name} serve as they are")
+        for name in () if force else chosen.shares:
+            _say_shared(made, chosen, name, given)
+    if chosen is None or not chosen.tunes:
+        configs = grid.expand(given, config) if chosen is None else chosen.configs(given)
+        made.all(configs, json=json)
+    else:
+        if rank.by_torchrun():
+            raise UsageError(
+                f"suite {chosen.name!r} chooses settings by trials, which only the process of "
+                "worker 0 knows: run it without torchrun (--engine spawn has real processes)"
+            )
+        points = chosen.points(given)
+        made.after = sum(point.config.steps for point in points)
+        made.work(chosen.runs(given), len(points), json=json, tuned=True)
+    if suite is not None and rank.leads():
+        places = shlex.join(map(str, rows or [results]))
+        say(f"as the suite's table: gcbench compare {places} --suite {suite}")
+
+
+def _say_shared(made: Runner, suite: Suite, other: str, given: Mapping[str, Any]) -> None:
+    """Say which runs of a suite another one's rows have, if these were not given."""
+    from gcbench.training import suites
+
+    path = suites.ROWS / f"{other}.parquet"
+    twice = made.stored_elsewhere(suite.runs(given), path)
+    steps = sum(config.steps for config in twice)
+    if twice:
+        say(
+            f"suite {suite.name} shares runs with suite {other}, whose rows were not given: "
+            f"{len(twice)} of its runs and trials ({steps:,} steps) are made again; to take them "
+            f"from there: Ctrl-C, and once more with a last --rows {path}"
+        )
+    elif not path.exists():
+        say(
+            f"suite {suite.name} shares runs with suite {other}: whoever has its file of rows "
+            f"({path} in gcbench's folder) gives it as a last --rows, so that they are not made "
+            "again"
+        )

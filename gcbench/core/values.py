@@ -1,0 +1,29 @@
+"""Values of settings and rows as text: canonical JSON, short text, and what JSON can hold."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+
+def finite(value: float | None) -> float | None:
+    """Return the value; None for NaN and infinity, which JSON does not have, and for None."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def canonical(value: Any) -> str:
+    """Return a value as text that is the same for equal values."""
+    return _encode(value)
+
+
+_encode = json.JSONEncoder(sort_keys=True, default=str).encode
+
+
+def text(value: Any) -> str:
+    """Return a setting's value as short text, without spaces; "auto" for None."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    if value is None:
+        return "auto"
+    return (value if isinstance(value, str) else json.dumps(value, default=str)).replace(" ", "")

@@ -1,0 +1,254 @@
+"""Clusters: nodes of devices, the links inside and between nodes, and the time of a collective.
+
+The alpha-beta model: a message of b bytes takes alpha + b / beta. N workers fill nodes of g
+devices. If N <= g, alpha and beta are those of the links inside a node. With M = N / g > 1 nodes:
+
+ring (all-reduce, all-gather): every round uses every link, so the slowest link decides. A node's
+    link to the network carries what one worker sends, because the ring enters a node once.
+all-to-all: each of the g workers of a node sends to the workers of all other nodes, so the node's
+    link carries g b (N - g) / N bytes; messages inside the node are sent in parallel.
+reduce-scatter: half of the ring all-reduce.
+
+`tree` needs log2 N rounds instead of N - 1, and its all-to-all moves log2(N) / 2 times as many
+bytes (Bruck). `fastest` takes the faster of ring and tree for each collective. `topology: nodes`
+adds the gradients inside each node in fp32, exchanges one payload per node, and distributes the
+mean inside: the compressed exchange then has M workers, and each device compresses 1 / g of the
+gradient. `best` takes the faster of `flat` and `nodes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gcbench.core import settings_file
+from gcbench.core.errors import UsageError, unknown
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+BACKWARD = 2 / 3
+"""Share of the computation in the backward pass: two of three matrix products."""
+BUCKET = 25 * 2**20
+"""Bytes per DDP bucket, the default of `bucket_cap_mb`."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Link(_Model):
+    """A full-duplex link."""
+
+    gbit: Positive  # 10^9 bits per second, each way
+    latency_us: NotNegative = 0.0  # microseconds per message
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Bandwidth in bytes per second."""
+        return self.gbit * 1e9 / 8
+
+    def seconds(self, rounds: float, nbytes: float) -> float:
+        """Return the time of `rounds` messages, one after another, of `nbytes` in total."""
+        return rounds * self.latency_us * 1e-6 + nbytes / self.bytes_per_second
+
+
+class Device(_Model):
+    """An accelerator; the numbers come from data sheets and were not measured."""
+
+    name: str
+    tflops: Positive  # 10^12 operations per second in the precision of training
+    memory_gbyte: Positive  # memory bandwidth, 10^9 bytes per second
+    like: str | None = None  # use the published utilization of this device if there is none
+
+
+_DATA: dict[str, dict[str, Any]] = yaml.safe_load(
+    (Path(__file__).parent / "data" / "clusters.yaml").read_text()
+)
+DEVICES = {name: Device(name=name, **fields) for name, fields in _DATA["devices"].items()}
+
+
+class Cluster(_Model):
+    """Equal nodes of equal devices."""
+
+    name: str
+    gpus_per_node: Annotated[int, Field(ge=1)]
+    nodes: Annotated[int, Field(ge=1)] | None = None
+    """The number of nodes; None: any number."""
+    device: Device
+    utilization: Annotated[Share, Field(gt=0)] | None = None
+    """Share of the device's peak that training reaches; None: as published (`throughput`)."""
+    intra: Link
+    """The link between any two devices of a node."""
+    inter: Link
+    """The link of a node to the network, which the devices of the node share."""
+    note: str = ""
+    """Source of the link between nodes, if it is not a data sheet."""
+    overlap: Share = 1.0
+    """Share of the backward pass that can hide communication: 1 as in DDP, 0 for none."""
+    algorithm: Literal["ring", "tree", "fastest"] = "fastest"
+    topology: Literal["flat", "nodes", "best"] = "best"
+    buckets: Annotated[int, Field(ge=1)] | None = None
+    """Number of messages per gradient, each with its own latency. None: one per `BUCKET` bytes if
+    communication overlaps with the backward pass, else one."""
+    price: NotNegative | None = None
+    """Price per device and hour, in any currency."""
+
+    def nodes_of(self, workers: int) -> int:
+        """Return the number of nodes that `workers` workers fill.
+
+        Raises:
+            UsageError: the last node is not full, or the cluster has fewer nodes.
+        """
+        each = self.gpus_per_node
+        if workers > each and workers % each:
+            fitting = workers // each * each
+            raise UsageError(
+                f"{workers} workers do not fill nodes of {each}; try {fitting} or {fitting + each}"
+            )
+        nodes = max(1, workers // each)
+        if self.nodes is not None and nodes > self.nodes:
+            raise UsageError(
+                f"{workers} workers need {nodes} nodes of {each}; cluster {self.name} has "
+                f"{self.nodes}: at most {self.nodes * each} workers"
+            )
+        return nodes
+
+    def pieces(self, nbytes: float) -> int:
+        """Return the number of messages per float32 gradient of `nbytes` bytes."""
+        if self.buckets is not None:
+            return self.buckets
+        return max(1, math.ceil(nbytes / BUCKET)) if self.overlap else 1
+
+    def exposed(self, communicate: float, compute: float, pieces: int) -> float:
+        """Return the seconds of communication that `compute` seconds of computation do not hide.
+
+        The k-th of B equal pieces is ready after k / B of the computation P, and the pieces are
+        sent one after the other. The last one cannot be hidden. So of the communication C this
+        remains: max(C / B, C - s P (1 - 1 / B)), with the share s of `overlap`; C without overlap.
+        """
+        if not self.overlap:
+            return communicate
+        hidden = self.overlap * compute * (1 - 1 / pieces)
+        return max(communicate / pieces, communicate - hidden)
+
+    def seconds(self, kind: str, nbytes: float, workers: int) -> float:
+        """Return the time of one collective.
+
+        `kind`: "allreduce", "reducescatter", "allgather" or "alltoall"; `nbytes`: bytes that each
+        worker contributes.
+        """
+        if workers == 1:
+            return 0.0
+        nodes = self.nodes_of(workers)
+        ways = {"ring": (False,), "tree": (True,), "fastest": (False, True)}[self.algorithm]
+        return min(self._seconds(kind, nbytes, workers, nodes, tree=tree) for tree in ways)
+
+    def _seconds(self, kind: str, nbytes: float, workers: int, nodes: int, *, tree: bool) -> float:
+        depth = math.ceil(math.log2(workers))
+        rounds = (depth if tree else workers - 1) * (self.buckets or 1)
+        if nodes == 1:
+            latency = self.intra.latency_us
+        else:
+            latency = max(self.inter.latency_us, self.intra.latency_us * (self.gpus_per_node > 1))
+        if kind == "alltoall":
+            more = max(1.0, depth / 2) if tree else 1.0
+            inside = workers // nodes
+            within = nbytes * (inside - 1) / workers / self.intra.bytes_per_second
+            out = inside * nbytes * (workers - inside) / workers / self.inter.bytes_per_second
+            return rounds * latency * 1e-6 + more * max(within, out)
+        slowest = self.intra.bytes_per_second
+        if nodes > 1:
+            slower = self.inter.bytes_per_second
+            slowest = min(slowest, slower) if self.gpus_per_node > 1 else slower
+        if kind == "allreduce":
+            sent = 2 * (workers - 1) / workers * nbytes
+            return 2 * rounds * latency * 1e-6 + sent / slowest
+        if kind == "reducescatter":
+            return rounds * latency * 1e-6 + (workers - 1) / workers * nbytes / slowest
+        return rounds * latency * 1e-6 + (workers - 1) * nbytes / slowest
+
+    def topologies(self, workers: int) -> tuple[str, ...]:
+        """Return the possible topologies; within one node only "flat" is."""
+        if workers <= self.gpus_per_node or self.gpus_per_node == 1:
+            return ("flat",)
+        return ("flat", "nodes") if self.topology == "best" else (self.topology,)
+
+    def between(self) -> Cluster:
+        """Return the cluster in which each node counts as one worker."""
+        return self.model_copy(update={"gpus_per_node": 1})
+
+    def inside_seconds(self, nbytes: float, workers: int, kind: str = "allreduce") -> float:
+        """Return the seconds of a collective inside a node, on gradients of `nbytes` bytes.
+
+        An all-reduce is the time to add gradients before the exchange between nodes and to
+        distribute the mean after it; a reduce-scatter only adds.
+        """
+        inside = workers // self.nodes_of(workers)
+        return self.model_copy(update={"nodes": 1}).seconds(kind, nbytes, inside)
+
+
+_KNOWN: dict[str, dict[str, Any]] = _DATA["clusters"]
+NAMES = tuple(_KNOWN)
+
+
+def _device(name: str) -> Device:
+    """Return a built-in device; UsageError for an unknown name."""
+    if name not in DEVICES:
+        hint = "Any other: device: {name: mine, tflops: 100, memory_gbyte: 900}."
+        raise unknown("device", name, DEVICES, hint)
+    return DEVICES[name]
+
+
+def make(settings: Mapping[str, Any], where: str) -> Cluster:
+    """Return the cluster with these settings; errors name their origin, `where`.
+
+    Raises:
+        UsageError: a setting is missing, unknown or out of its range.
+    """
+    values = dict(settings)
+    if isinstance(values.get("device"), str):
+        values["device"] = _device(values["device"])
+    try:
+        return Cluster.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            known = [name for name in Cluster.model_fields if name != "name"]
+            raise unknown(f"setting in {where}:", field, known) from None
+        received = "" if first["type"] == "missing" else f", received {first['input']!r}"
+        raise UsageError(f"{where}: {field}: {first['msg']}{received}") from None
+
+
+def load(spec: str, changes: Mapping[str, Any] | None = None) -> Cluster:
+    """Return a built-in cluster, or the cluster of a YAML file, with `changes` applied.
+
+    A change like {"inter.gbit": 25} replaces one number of a part and leaves the others.
+
+    Raises:
+        UsageError: unknown name, unreadable file, or an invalid setting (see `make`).
+    """
+    path = Path(spec)
+    if spec in _KNOWN:
+        settings: Any = _KNOWN[spec]
+    elif path.suffix.lower() in (".yaml", ".yml"):
+        settings = settings_file.read(path, "--cluster", "gpus_per_node: 8")
+    else:
+        raise unknown("cluster", spec, NAMES, "Or give a .yaml file.")
+    fields: dict[str, Any] = {"name": path.stem, **settings}
+    for key, value in sorted((changes or {}).items(), key=lambda change: "." in change[0]):
+        outer, dot, inner = key.partition(".")
+        if dot:
+            part = fields.get(outer)
+            if outer == "device" and isinstance(part, str):
+                part = _device(part).model_dump()
+            fields[outer] = {**(part if isinstance(part, dict) else {}), inner: value}
+        else:
+            fields[outer] = value
+    return make(fields, f"cluster {spec}")

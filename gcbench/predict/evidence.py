@@ -1,0 +1,271 @@
+"""Accuracy that methods lose, from rows of runs made by `gcbench help protocol`.
+
+A run counts if it was made for a suite, held examples out for validation, and evaluated the test
+split only after its last step. A row counts if at least `LEAST_SEEDS` of its seeds are also in the
+uncompressed row of equal budget, or diverged. It does not count while the trials that choose its
+learning rate, or that of the uncompressed row, are incomplete. The loss is the accuracy of `none`
+minus that of the method (or its test loss minus that of `none`), the mean over paired seeds with
+the 95 % interval of Student's t.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from gcbench.core import registry
+from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.report import compare, suite_match
+from gcbench.results import reader
+from gcbench.results.reader import Run
+from gcbench.results.settings import TUNED_KEYS
+from gcbench.results.suites import per_suite
+from gcbench.training import suites
+
+LEAST_SEEDS = 3
+FITS, UNCLEAR, LOSES = "fits", "unclear", "loses too much"
+VERDICTS = (FITS, UNCLEAR, LOSES)
+"""From the best to the worst."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How large a loss is acceptable."""
+
+    accuracy: float
+    """Loss of accuracy, a fraction of 1."""
+    loss: float
+    """Increase of the test loss, for a task without an accuracy."""
+
+
+def count_text(number: float) -> str:
+    """Return a large number in a few characters: 1068298 is "1.07M"."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e4)):
+        if number >= size:
+            return f"{number / (1e3 if unit == 'k' else size):.3g}{unit}"
+    return f"{number:,.0f}"
+
+
+def _times_text(factor: float) -> str:
+    """Return a factor in two digits: "24 times", "0.3 times"."""
+    return f"{float(f'{factor:.2g}'):,g} times" if factor >= 10 else f"{factor:.2g} times"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One row that counts as evidence."""
+
+    row: compare.Row
+    suite: str
+    """The suite for which its runs were made, as name/version."""
+    rate: str | None
+    """How the learning rate was chosen: see `compare.Row.rate`."""
+
+    @property
+    def lost(self) -> tuple[float, float, float] | None:
+        """Mean, lower and upper limit of the loss; None if too few seeds finished."""
+        middle, interval = self.row.difference, self.row.interval
+        if middle is None or interval is None:
+            return None
+        if self.row.metric == "accuracy":
+            return -middle, -interval[1], -interval[0]
+        return middle, *interval
+
+    @property
+    def seeds(self) -> int:
+        """Number of seeds compared, including those that diverged."""
+        return self.row.pairs + len(self.row.failed)
+
+    def judge(self, tolerance: Tolerance) -> str:
+        """Return whether the interval lies within the tolerance, beyond it, or on both sides."""
+        allowed = tolerance.accuracy if self.row.metric == "accuracy" else tolerance.loss
+        if self.row.failed or self.lost is None:
+            return LOSES
+        _, low, high = self.lost
+        return FITS if high <= allowed else LOSES if low > allowed else UNCLEAR
+
+    def text(self, tolerance: Tolerance) -> str:
+        """Return the result as text: the loss with its interval, or the loss that is excluded."""
+        if self.row.failed or self.lost is None:
+            return f"diverged in {len(self.row.failed)} of {self.seeds} seeds"
+        points = self.row.metric == "accuracy"
+        scale, unit = (100.0, "points") if points else (1.0, "of loss")
+
+        def number(value: float) -> str:
+            value = scale * value + 0.0  # no -0
+            return f"{value:.2g}" if abs(value) < 10 else f"{value:.3g}"
+
+        middle, low, high = self.lost
+        loses = f"loses {number(middle)} [{number(low)}, {number(high)}] {unit}"
+        gains = f"gains {number(-middle)} [{number(-high)}, {number(-low)}] {unit}"
+        if low > 0:
+            return loses
+        if high < 0:
+            return gains
+        if self.judge(tolerance) == FITS:
+            return f"no loss above {number(high)} {unit}"
+        return gains if middle < 0 else loses
+
+    @property
+    def setting(self) -> str:
+        """What was trained: network, task, size, budget, optimizer, seeds."""
+        first, config = self.row.first, self.row.runs[0].config
+        network = (config.get("task_options") or {}).get("network")
+        size = "" if first.params is None else f"{count_text(first.params)} parameters, "
+        optimizer = config.get("optimizer") or ""
+        if momentum := config.get("momentum"):
+            optimizer += f" with momentum {momentum:g}"
+        return (
+            f"{f'{network} on ' if network else ''}{first.task}, {size}{first.steps:,} steps of "
+            f"{first.batch}, {first.workers} workers, {optimizer}{', ' * bool(optimizer)}"
+            f"{self.seeds} seeds"
+        )
+
+    @property
+    def inputs(self) -> str:
+        """What its task's model reads (`Task.inputs`); "" for a task that is not installed."""
+        try:
+            return registry.task_class(self.row.first.task).inputs
+        except GcbenchError:
+            return ""
+
+    def distance(self, numel: int, examples: int | None) -> str:
+        """Return how a model and its steps compare with what was trained, as text.
+
+        `numel`: parameters of the model; `examples`: examples per step, all workers together.
+        """
+        there = self.row.first.params
+        size = "of unknown size compared with it"
+        if there:
+            size = f"{_times_text(numel / there)} as large"
+            if 0.95 < numel / there < 1.05:
+                size = "as large"
+        text = f"your model is {size}"
+        if examples is not None:
+            text += f", your step has {_times_text(examples / self.row.first.batch)} the examples"
+        return text
+
+
+class Split(NamedTuple):
+    """Rows of a method, split by whether their task reads the same inputs as the model."""
+
+    near: Sequence[Evidence]
+    """Rows that decide."""
+    far: Sequence[Evidence]
+    """Rows of tasks with other inputs, which only warn."""
+
+
+def nearest(known: Sequence[Evidence], inputs: str) -> Split:
+    """Return the rows whose task reads the same inputs as a model, and the others.
+
+    `inputs`: what the model reads, as `Task.inputs`. Without a row of the same kind, rows of
+    unknown inputs count; without those, or for a model of unknown inputs, all rows count.
+    """
+
+    def farness(one: Evidence) -> int:
+        return 1 if not (inputs and one.inputs) else 0 if one.inputs == inputs else 2
+
+    least = min(map(farness, known), default=0)
+    return Split(
+        [one for one in known if farness(one) == least],
+        [one for one in known if farness(one) != least],
+    )
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The evidence in the given folders and files."""
+
+    rows: Sequence[Evidence]
+    read: int
+    """Number of runs that were read."""
+    excluded: Mapping[str, int]
+    """Reason -> number of runs that do not count."""
+
+    def summary(self, paths: Sequence[str]) -> str:
+        """Return a sentence on what was read, and what does not count, with reasons."""
+        text = f"Read {self.read:,} runs from {', '.join(paths)}."
+        if self.excluded:
+            reasons = "; ".join(f"{count:,} {reason}" for reason, count in self.excluded.items())
+            text += f" Not evidence: {reasons}."
+        return text
+
+
+def gather(paths: Sequence[Path]) -> Gathered:
+    """Return the evidence in `paths`: folders and files that `reader.load` reads.
+
+    Raises:
+        UsageError, GcbenchError: see `reader.load`.
+    """
+    if not paths:
+        return Gathered([], 0, {})
+    runs = reader.load(paths)
+    excluded: Counter[str] = Counter()
+    groups: dict[str, list[Run]] = {}
+    current = [run for group in per_suite(runs, {}).values() for run in group]
+    if older := len(runs) - len(current):
+        excluded["of another version of their suite"] = older
+    for run in current:
+        groups.setdefault(run.suite, []).append(run)
+    if others := groups.pop("", []):
+        excluded["made for no suite"] = len(others)
+    rows = [each for name in groups for each in _of_suite(name, groups, excluded)]
+    return Gathered(rows, len(runs), excluded)
+
+
+def _of_suite(
+    name: str, groups: Mapping[str, Sequence[Run]], excluded: Counter[str]
+) -> Iterator[Evidence]:
+    """Yield the evidence in the runs that were made for a suite, given the runs of all suites.
+
+    Runs of other suites that also belong to this one, such as `none`, serve as its baselines and
+    trials; whether they are evidence themselves is decided in their own suite. `excluded` counts
+    the runs that are not evidence, by reason.
+    """
+    runs, selected = groups[name], []
+    for run in runs:
+        if run.is_trial:
+            excluded["trials of learning rates"] += 1
+        elif not run.config.get("holdout"):
+            excluded["without a holdout"] += 1
+        else:
+            selected.append(run)
+    plain = name.partition("/")[0]
+    suite = suites.load(plain) if plain in suites.names() else None
+    tuned = suite is not None and suite.tune is not None
+    rates: Mapping[str, str | None] = {}
+    if suite is not None:
+        shared = [run for other, group in groups.items() if other != name for run in group]
+        rates, members = _rates(suite, [*runs, *shared])
+        selected += [run for run in members if run.suite != name and run.config.get("holdout")]
+    rows = compare.rows(selected, own=TUNED_KEYS if tuned else frozenset())
+    still_open = {row.method for row in rows if rates.get(row.runs[0].method) == "open"}
+    plain_open = any(row.method in still_open for row in rows if row.is_baseline)
+    for row in rows:
+        if row.is_baseline or row.runs[0].suite != name:
+            continue
+        if plain_open or row.method in still_open:
+            excluded["whose learning rates are not chosen yet"] += len(row.runs)
+        elif not row.baseline_n:
+            excluded["without an uncompressed row of equal budget"] += len(row.runs)
+        elif row.pairs + len(row.failed) < LEAST_SEEDS:
+            excluded[f"with fewer than {LEAST_SEEDS} seeds in common with `none`"] += len(row.runs)
+        else:
+            yield Evidence(row, name, rates.get(row.runs[0].method))
+
+
+def _rates(suite: suites.Suite, runs: Sequence[Run]) -> tuple[dict[str, str | None], Sequence[Run]]:
+    """Return how each method's learning rate was chosen, by `Run.method`, and the suite's runs.
+
+    Runs that match no entry of the suite are left out.
+    """
+    try:
+        beside = suite_match.beside(suite, runs)
+    except UsageError:
+        return {}, []
+    own = TUNED_KEYS if suite.tune is not None else frozenset()
+    rows = beside.rows(compare.rows(beside.runs, own=own))
+    return {row.runs[0].method: row.rate for row in rows}, beside.runs

@@ -1,0 +1,688 @@
+"""The predicted time of a training step on a cluster, for every method and number of workers.
+
+Every step is compared with two uncompressed ones, which reduce gradients in fp32 and in bf16 (as
+DDP's `bf16_compress_hook` does); a method has to beat the faster of them. Encoding times are a
+range: from times measured inside exchanges down to the floor that the device's memory bandwidth
+sets (`costs`), which makes the speedup an upper bound.
+
+Scaling is weak: the batch per worker is fixed, so throughput is N batch / step. A single worker, or
+a single node under `topology: nodes`, has nothing to compress.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from gcbench.core import progress, registry
+from gcbench.core.compressor import Compressor
+from gcbench.core.errors import UsageError
+from gcbench.core.exchange import check_legal
+from gcbench.predict import costs, networks, throughput
+from gcbench.predict.clusters import Cluster
+from gcbench.predict.networks import Network
+from gcbench.predict.steps import HALF, TIE, Gains, Plain, Spend, Step, pays, simplest
+from gcbench.profile.breakeven import CAST, FLOAT, links_text, rate_text
+from gcbench.report import figures
+from gcbench.report.analysis import Analysis, Ledger, Row, Shown, Table
+from gcbench.studies import methods
+
+KIND = "prediction"
+STEPS_PRICED = 1000
+MOST_WORKERS = 100_000
+ASSUMED, MEASURED = "assumed", "measured"
+"""Origin of encoding times: the floor, or a measurement."""
+BRIEF = 6
+"""Number of methods in the short table."""
+
+
+class Settings(BaseModel):
+    """The settings that decide the prediction."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str
+    module: str | None = None
+    compressors: list[str]
+    collective: str | None = None
+    workers: list[Annotated[int, Field(ge=1, le=MOST_WORKERS)]]
+    cluster: Cluster
+    batch: Annotated[int, Field(ge=1)] | None = None
+    compute_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    dense_last: bool = False
+    dense_below: Annotated[int, Field(ge=0)] = 0
+    sharded: bool = False
+    """Whether parameters and gradients are sharded over all workers, as in FSDP."""
+    kernels: str = ASSUMED
+    """`ASSUMED`, or a file of `gcbench bandwidth --json`."""
+
+
+# ---- inputs --------------------------------------------------------------------------------------
+
+
+class Times(NamedTuple):
+    """Measured encoding times."""
+
+    spends: Mapping[str, Spend]
+    """By method; methods without measured times are missing."""
+    source: str
+    """Where they come from, as text."""
+    warnings: Sequence[str] = ()
+    """Sentences on measured times that are not used."""
+
+
+def _times(settings: Settings, chosen: Mapping[str, Compressor], n: int) -> Times:
+    """Return the measured times of each method for a gradient of n elements.
+
+    Raises:
+        UsageError: the file in `settings.kernels` cannot be read.
+    """
+    assumed, device = settings.kernels == ASSUMED, settings.cluster.device
+    measured = costs.stored() if assumed else costs.load(Path(settings.kernels))
+    if measured is None:
+        return Times({}, "none")
+    codecs = {spec: measured.of(method, n) for spec, method in chosen.items()}
+    source = measured.source
+    if assumed:
+        codecs = {spec: one and one.on(device) for spec, one in codecs.items()}
+        source += f", scaled to the memory bandwidth of {device.name}"
+    spends: dict[str, Spend] = {
+        spec: partial(one.seconds, chosen[spec]) for spec, one in codecs.items() if one is not None
+    }
+    return Times(spends, source, measured.warnings(chosen.values()))
+
+
+def _collectives(
+    method: Compressor, settings: Settings, spec: str, *, every: bool
+) -> tuple[str, ...]:
+    """Return the collectives to predict: the requested one, the method's default, or all.
+
+    Raises:
+        UsageError: the requested collective is not legal for the method.
+    """
+    if spec == "none" or (settings.collective is None and not every):
+        return (check_legal(method),)
+    if settings.collective is not None:
+        return (check_legal(method, settings.collective),)
+    return method.legal_collectives()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A network and a cluster with the steps of all methods."""
+
+    network: Network
+    batch: int | None
+    """Examples per worker; None: unknown (then `compute` was given)."""
+    compute: float
+    """Seconds of forward and backward."""
+    plain: Plain
+    """The uncompressed step that reduces in fp32."""
+    half: Plain
+    """The uncompressed step that reduces in bf16."""
+    free: Plain
+    """The step if the exchange took no time: a bound for all methods."""
+    steps: Mapping[tuple[str, str], Step]
+    """(method, collective) -> step."""
+    notes: Sequence[str]
+    """The assumptions, as sentences."""
+    refused: Mapping[str, str]
+    """Method that cannot be used with these settings -> reason."""
+    by_measured: bool
+    """Whether rows use measured encoding times where they are known."""
+
+    def kernels(self, step: Step) -> str:
+        """Return the origin of the encoding times in a step's row."""
+        return MEASURED if self.by_measured and step.measured is not None else ASSUMED
+
+    @property
+    def baselines(self) -> tuple[Plain, Plain]:
+        """The steps that a method has to beat."""
+        return self.plain, self.half
+
+    def gains(self, step: Step, workers: int, cluster: Cluster, longer: float = 1.0) -> Gains:
+        """Return the speedups of a step over the uncompressed ones.
+
+        Raises:
+            UsageError: see `Step.at`.
+        """
+        high = step.seconds(workers, cluster, longer=longer)
+        low = None
+        if step.measured is not None:
+            low = step.seconds(workers, cluster, measured=True, longer=longer)
+        fp32, bf16 = (one.seconds(workers, cluster, longer=longer) for one in self.baselines)
+        return Gains((low and fp32 / low, fp32 / high), (low and bf16 / low, bf16 / high))
+
+    def pays_fields(self, step: Step, workers: int, cluster: Cluster, margin: float = 0.0) -> Row:
+        """Return the links on which a method pays as fields of a row, measured if known.
+
+        `pays_on` is text. `pays_from_gbit` and `pays_to_gbit` are the ends of the lowest range; the
+        upper end is None if there is none, and both are None if no link pays. All are None within
+        one node.
+        """
+        if cluster.nodes_of(workers) == 1:
+            return {"pays_on": None, "pays_from_gbit": None, "pays_to_gbit": None}
+        links = pays(step, self.baselines, workers, cluster, measured=True, margin=margin)
+        low, high = links[0] if links else (None, math.inf)
+        return {
+            "pays_on": links_text(links),
+            "pays_from_gbit": low and 1e-9 * low,
+            "pays_to_gbit": None if math.isinf(high) else 1e-9 * high,
+        }
+
+
+SHARDED_LACKS = (
+    "with FSDP each worker receives the mean of its own shard, the first half of a two-shot "
+    "exchange, which this method does not support"
+)
+
+
+def prepare(settings: Settings, *, every: bool = False) -> Prepared:
+    """Return the steps of all methods, by each method's collective, or by `every` legal one.
+
+    Raises:
+        UsageError: an unknown name, an illegal collective, workers that do not fill nodes, or a
+            module whose computation is unknown.
+    """
+    module, cluster = settings.module, settings.cluster
+    network = networks.of_module(module) if module else networks.network(settings.model)
+    for workers in settings.workers:
+        cluster.nodes_of(workers)
+    batch = settings.batch or network.batch
+    if settings.compute_ms is not None:
+        computed = throughput.Compute(settings.compute_ms / 1e3, "given")
+    else:
+        computed = throughput.compute(cluster, network, batch or 1)
+    specs = ",".join(settings.compressors)
+    chosen = {spec: one for spec, one in methods.all_of(specs).items() if spec != "none"}
+    lanes = network.split(dense_last=settings.dense_last, dense_below=settings.dense_below)
+    if not lanes[0]:
+        raise UsageError(f"--dense-below {settings.dense_below} leaves no tensor to compress")
+    cases: list[tuple[str, Compressor, str]] = []
+    refused: dict[str, str] = {}
+    for spec, method in chosen.items():
+        legal = _collectives(method, settings, spec, every=every)
+        if settings.sharded:
+            if "twoshot" not in method.legal_collectives():
+                refused[spec] = f"{spec}: {SHARDED_LACKS}"
+                continue
+            legal = ("twoshot",)
+        cases += [(spec, method, collective) for collective in legal]
+    times = _times(settings, chosen, max(1, network.numel))
+    shared: dict[str, Any] = {"sharded": settings.sharded, "frozen": network.frozen}
+    steps = {
+        (spec, collective): Step(
+            method,
+            collective,
+            lanes,
+            computed.seconds,
+            costs.floor(method, cluster.device, network.shapes).seconds,
+            times.spends.get(spec),
+            **shared,
+        )
+        for spec, method, collective in cases
+    }
+    casts = 0.0 if settings.sharded else 2 * CAST / (cluster.device.memory_gbyte * 1e9)
+    plain, half, free = (
+        Plain(network.shapes, computed.seconds, width, each, **shared)
+        for width, each in ((FLOAT, 0.0), (FLOAT // 2, casts), (0, 0.0))
+    )
+    notes = [
+        *_assumptions(settings, network, batch, computed, times.source),
+        *times.warnings,
+        *_unmeasured(steps),
+    ]
+    by_measured = settings.kernels != ASSUMED
+    seconds = computed.seconds
+    return Prepared(network, batch, seconds, plain, half, free, steps, notes, refused, by_measured)
+
+
+def _unmeasured(steps: Mapping[tuple[str, str], Step]) -> Iterator[str]:
+    """Yield a sentence on the methods whose encoding times are unknown, if there are any."""
+    if missing := dict.fromkeys(spec for (spec, _), step in steps.items() if not step.measured):
+        specs = dict.fromkeys(spec for spec, _ in steps)
+        yield (
+            f"Encoding times not measured (speedups are upper bounds): {', '.join(missing)}. To "
+            f"measure them: {costs.how_to_measure(specs)}."
+        )
+
+
+def _assumptions(
+    settings: Settings,
+    network: Network,
+    batch: int | None,
+    computed: throughput.Compute,
+    source: str,
+) -> Iterator[str]:
+    """Yield the assumptions of the prediction as sentences."""
+    cluster = settings.cluster
+    who = "a worker's batch" if batch is None else f"batch {batch:,} per GPU ({network.examples})"
+    text = f"Forward and backward of {who}: {1e3 * computed.seconds:.4g} ms ({computed.source})."
+    if computed.batch is not None and batch is not None and 4 * batch <= computed.batch:
+        text += (
+            f" The published rate is for batch {computed.batch}; batch {batch} reaches less, so "
+            "steps take longer than this and compression gains less."
+        )
+    yield text
+    text = f"Between nodes: {_link_text(cluster.inter)}"
+    if cluster.note:
+        text += f" ({cluster.note})"
+    if cluster.gpus_per_node > 1:
+        text += (
+            f"; {cluster.gpus_per_node} {cluster.device.name} per node: {_link_text(cluster.intra)}"
+        )
+    pieces = cluster.pieces(FLOAT * network.numel)
+    if cluster.overlap:
+        share = "" if cluster.overlap == 1 else f"{cluster.overlap:.0%} of "
+        text += (
+            f"; {pieces} bucket{'s' * (pieces > 1)}, of which all but the last hide under {share}"
+            "the backward pass"
+        )
+    else:
+        text += "; no communication hides under the backward pass (overlap 0)"
+    yield f"{text}; algorithm: {cluster.algorithm}, topology: {cluster.topology}."
+    if network.frozen:
+        gathered = " FSDP gathers them too." if settings.sharded else ""
+        yield (
+            f"{network.frozen:,} of {network.frozen + network.numel:,} parameters are frozen, have "
+            f"no gradient and are not exchanged.{gathered}"
+        )
+    if settings.sharded:
+        yield (
+            "Sharded (FSDP): every method gathers bf16 parameters before the forward and before "
+            "the backward pass; gradients are reduce-scattered in fp32, in bf16 or as payloads."
+        )
+    yield (
+        f"A speedup is a range from measured encoding times ({source}) to an upper bound, at which "
+        f"the GPU's memory ({cluster.device.memory_gbyte:g} GB/s) reads and writes every byte once."
+    )
+
+
+def _link_text(link: Any) -> str:
+    return f"{rate_text(1e9 * link.gbit)}, {link.latency_us:g} us"
+
+
+# ---- the analysis --------------------------------------------------------------------------------
+
+
+def title(settings: Settings, prepared: Prepared, *more: str) -> str:
+    """Return the title of a table: model, batch, cluster."""
+    network, batch = prepared.network, prepared.batch
+    parts = (
+        network.title,
+        f"{network.numel:,} parameters",
+        "batch unknown" if batch is None else f"batch {batch:,} per GPU",
+        *more,
+        settings.cluster.name,
+        *(["sharded"] if settings.sharded else []),
+    )
+    return ", ".join(parts)
+
+
+def run(settings: Settings, command: str, observer: progress.Observer, ledger: Ledger) -> Analysis:
+    """Predict every method at every number of workers.
+
+    Raises:
+        UsageError: see `prepare`.
+    """
+    prepared = prepare(settings)
+    cluster, network, most = settings.cluster, prepared.network, max(settings.workers)
+    rows = list(_rows(prepared, settings.workers, cluster, priced=True))
+    curve = list(_rows(prepared, _spread(cluster, most), cluster, priced=False))
+    observer.step(len(settings.compressors))
+    heading = title(settings, prepared)
+    kernels = "measured, where known" if prepared.by_measured else "the lower bound"
+    notes = [
+        *prepared.notes,
+        f"Predicted, not measured; encoding times: {kernels}. over fp32, over bf16: time of the "
+        "uncompressed step divided by the time of this step. efficiency: forward and backward as a "
+        "share of the step.",
+        "pays on links: links between nodes (1 Mbit/s to 10 Tbit/s) on which the step is faster "
+        "than both uncompressed ones. way: flat, if all workers exchange payloads (bytes per "
+        "worker), or nodes, if nodes add gradients first and exchange payloads (bytes per node).",
+    ]
+    if cluster.price is not None:
+        notes.append(f"cost: {STEPS_PRICED:,} steps at {cluster.price:g} per device and hour.")
+    reasons = dict.fromkeys(str(row["refused"]) for row in rows if row["refused"])
+    notes += [f"Refused: {reason}." for reason in [*prepared.refused.values(), *reasons]]
+    return Analysis.of(
+        KIND,
+        settings,
+        command,
+        answer=_answers(rows),
+        conclusions=_sensitivity(prepared, most, cluster),
+        tables=[
+            Table(
+                name="predictions",
+                title=heading,
+                shown=_SHOWN,
+                which=2,
+                by="workers",
+                notes=notes,
+                rows=rows,
+            ),
+            Table(name="curve", title=heading, rows=curve),
+            _brief(f"{network.title}, {cluster.name}", [r for r in rows if r["workers"] == most]),
+        ],
+    )
+
+
+_SHOWN = [
+    Shown(field="method", heading="method"),
+    Shown(field="collective", heading="collective"),
+    Shown(field="topology", heading="way"),
+    Shown(field="payload_bytes_up", heading="up\nMB", scale=1e-6),
+    Shown(field="payload_bytes_down", heading="down\nMB", scale=1e-6),
+    Shown(field="wire_bytes", heading="wire\nMB", scale=1e-6),
+    Shown(field="encode_seconds", heading="encode\nms", scale=1e3),
+    Shown(field="decode_seconds", heading="decode\nms", scale=1e3),
+    Shown(field="communicate_seconds", heading="comm.\nms", scale=1e3),
+    Shown(field="exposed_seconds", heading="exposed\nms", scale=1e3),
+    Shown(field="step_seconds", heading="step\nms", scale=1e3),
+    Shown(field="over_fp32", heading="over\nfp32"),
+    Shown(field="over_bf16", heading="over\nbf16"),
+    Shown(field="efficiency", heading="efficiency\n%", scale=100),
+    Shown(field="pays_on", heading="pays on links"),
+    Shown(field="cost", heading="cost"),
+]
+
+
+def _brief(heading: str, rows: Sequence[Row]) -> Table:
+    """Return the short table: the uncompressed steps and the fastest methods."""
+    done = [row for row in rows if row["refused"] is None]
+    plain = [row for row in done if row["method"] in ("none", HALF)]
+    others = sorted((row for row in done if row not in plain), key=_speed, reverse=True)
+    shown = [
+        one for one in _SHOWN
+        if one.field in ("method", "collective", "step_seconds", "over_fp32", "over_bf16")
+    ]  # fmt: skip
+    return Table(
+        name="brief",
+        brief=True,
+        title=f"{heading}, predicted for {rows[0]['workers']:,} workers",
+        shown=shown,
+        rows=[*plain, *others[:BRIEF]],
+    )
+
+
+def _spread(cluster: Cluster, most: int) -> list[int]:
+    """Return powers of two that fill nodes, from 1 to the first that reaches `most`."""
+    each = cluster.gpus_per_node
+    inside = [1 << k for k in range(each.bit_length()) if 1 << k < each]
+    across = [each << k for k in range(64) if k == 0 or each << (k - 1) < most]
+    return [n for n in [*inside, *across] if n <= max(most, 1)] or [1]
+
+
+def _rows(
+    prepared: Prepared, counts: Sequence[int], cluster: Cluster, *, priced: bool
+) -> Iterator[Row]:
+    """Yield the rows of the uncompressed steps and of the methods, at each number of workers.
+
+    `speedup` is over the uncompressed step that reduces in fp32, by the times in the row.
+    """
+    steps: list[tuple[str, Step]] = [("none", prepared.plain), (HALF, prepared.half)]
+    steps += [(spec, step) for (spec, _), step in prepared.steps.items()]
+    for workers, (spec, step) in itertools.product(counts, steps):
+        row: Row = {
+            "workers": workers,
+            "nodes": cluster.nodes_of(workers),
+            "method": spec,
+            "compressor": registry.call(step.method),
+            "collective": "reducescatter" if step.sharded else step.collective,
+            "kernels": prepared.kernels(step),
+        }
+        try:
+            result = step.at(workers, cluster, measured=prepared.by_measured)
+            gains = prepared.gains(step, workers, cluster)
+        except UsageError as error:
+            yield {**row, "topology": "refused", "refused": str(error)}
+            continue
+        seconds = result["step_seconds"]
+        row |= result
+        row["examples_per_second"] = (
+            None if prepared.batch is None else workers * prepared.batch / seconds
+        )
+        row["speedup"] = prepared.plain.seconds(workers, cluster) / seconds
+        row |= gains.fields()
+        row["efficiency"] = step.compute / seconds
+        if isinstance(step, Plain):
+            row["over_fp32"] = "1" if spec == "none" else f"{row['over_fp32_high']:.3g}"
+            row["over_bf16"] = "1" if spec == HALF else f"{row['over_bf16_high']:.3g}"
+        elif priced:
+            row |= prepared.pays_fields(step, workers, cluster)
+        if priced and cluster.price is not None:
+            row["cost"] = cluster.price * workers * seconds * STEPS_PRICED / 3600
+        row["refused"] = None
+        yield row
+
+
+def _number(row: Row, field: str) -> float:
+    value = row.get(field)
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _speed(row: Row) -> float:
+    """Return the speedup by which rows are sorted: measured if known, else the upper bound."""
+    sure = _sure(row)
+    return _number(row, "over_fp32_high") if math.isnan(sure) else sure
+
+
+def _sure(row: Row) -> float:
+    """Return the speedup over reducing in fp32 with measured times; NaN without any."""
+    plain = row["method"] in ("none", HALF)
+    return _number(row, "over_fp32_high" if plain else "over_fp32_low")
+
+
+def _answers(rows: Sequence[Row]) -> list[str]:
+    """Return what to try and its speedup in a sentence, for each number of workers."""
+    counts: dict[str, list[str]] = {}
+    for workers in dict.fromkeys(_number(row, "workers") for row in rows):
+        done = [row for row in rows if row["workers"] == workers and row["refused"] is None]
+        counts.setdefault(_fastest(done), []).append(f"{workers:,.0f}")
+    return [f"{', '.join(alike)} workers: {text}" for text, alike in counts.items()]
+
+
+def _fastest(rows: Sequence[Row]) -> str:
+    """Return the simplest of the fastest methods in a sentence, for one number of workers."""
+    by = {str(row["method"]): row for row in rows}
+    gains = {spec: _sure(row) for spec, row in by.items() if not math.isnan(_sure(row))}
+    bounds = {spec: _number(row, "over_fp32_high") for spec, row in by.items() if spec not in gains}
+    most, choice = max(gains.values()), simplest(gains)
+    tied = [spec for spec, gain in gains.items() if gain * (1 + TIE) >= most]
+    best = by[choice]
+    if choice in ("none", HALF):
+        known = " measured" if bounds else ""
+        where = "bf16" if choice == HALF else "fp32"
+        text = (
+            f"do not compress; no{known} method is over {TIE:.0%} faster than {where} all-reduce."
+        )
+    else:
+        speed = f"{best['over_fp32']} times as fast as fp32, {best['over_bf16']} as bf16"
+        text = f"try {choice}, predicted {speed}"
+        if len(tied) > 1:
+            text += f"; {len(tied) - 1} more within {TIE:.0%}"
+        text += "."
+    perhaps = [spec for spec in bounds if bounds[spec] > most]
+    if perhaps:
+        text += f" Perhaps faster, not measured: {', '.join(perhaps)}."
+    return text
+
+
+# ---- what would change the answer ----------------------------------------------------------------
+
+CHANGES: Sequence[tuple[str, float, float]] = (
+    ("links {gbit}", 1 / 4, 1.0),
+    ("links {gbit}", 4.0, 1.0),
+    ("batch {batch}", 1.0, 1 / 4),
+    ("batch {batch}", 1.0, 4.0),
+)
+"""Changes that are tried: text, factor of the links between nodes, factor of the batch."""
+
+
+def _varied(prepared: Prepared, cluster: Cluster) -> Iterator[tuple[str, Cluster, float]]:
+    """Yield the changes that are tried: name, changed cluster, factor of the computation."""
+    for text, links, longer in CHANGES:
+        gbit = cluster.inter.gbit * links
+        there = cluster
+        if links != 1:
+            link = cluster.inter.model_copy(update={"gbit": gbit})
+            there = cluster.model_copy(update={"inter": link})
+        batch = "a quarter" if longer < 1 else f"{longer:g} times"
+        if prepared.batch is not None:
+            count = prepared.batch * longer
+            if count < 1:
+                continue
+            batch = f"{count:,.0f}"
+        yield text.format(gbit=f"of {rate_text(1e9 * gbit)}", batch=batch), there, longer
+    if cluster.overlap:
+        yield "no overlap", cluster.model_copy(update={"overlap": 0.0}), 1.0
+    else:
+        yield "overlap", cluster.model_copy(update={"overlap": 1.0, "buckets": None}), 1.0
+
+
+def sensitivity(
+    prepared: Prepared, cluster: Cluster, answer: Callable[[Cluster, float], tuple[str, float]]
+) -> str:
+    """Return which changes of links, batch or overlap would change the answer, as text.
+
+    `answer` returns the choice for a cluster and a factor of the computation, and its speedup.
+    """
+    now, _ = answer(cluster, 1.0)
+    different, same = [], []
+    for name, there, longer in _varied(prepared, cluster):
+        choice, gain = answer(there, longer)
+        if choice == now:
+            same.append(f"{name} ({gain:.3g}x)")
+        else:
+            different.append(f"{name}: {_choice_text(choice)} ({gain:.3g}x)")
+    text = f"Different with {'; '.join(different)}." if different else "No change tried matters."
+    return text + (f" Same with {', '.join(same)}." if same else "")
+
+
+def _choice_text(choice: str) -> str:
+    return "do not compress" if choice == "none" else choice
+
+
+def _sensitivity(prepared: Prepared, workers: int, cluster: Cluster) -> list[str]:
+    """Return sentences on what would change the answer at the most workers."""
+    if cluster.nodes_of(workers) == 1:
+        return []
+    measured = {spec: step for (spec, _), step in prepared.steps.items() if step.measured}
+    missing = [spec for spec, _ in prepared.steps if spec not in measured]
+    if missing and not measured:
+        return [f"No encoding times were measured of {', '.join(missing)}, so there is no answer."]
+
+    def answer(there: Cluster, longer: float) -> tuple[str, float]:
+        """Return the simplest of the fastest steps, and its speedup over reducing in fp32."""
+        base = prepared.plain.seconds(workers, there, longer=longer)
+        gains = {"none": 1.0, HALF: base / prepared.half.seconds(workers, there, longer=longer)}
+        for spec, step in measured.items():
+            with suppress(UsageError):
+                gains[spec] = base / step.seconds(workers, there, measured=True, longer=longer)
+        choice = simplest(gains)
+        return choice, gains[choice]
+
+    choice, gain = answer(cluster, 1.0)
+    text = (
+        f"At {workers:,} workers, with measured encoding times: {_choice_text(choice)} "
+        f"({gain:.3g}x). {sensitivity(prepared, cluster, answer)}"
+    )
+    if missing:
+        text += f" Left out because their encoding was not measured: {', '.join(missing)}."
+    return [text]
+
+
+# ---- the picture ---------------------------------------------------------------------------------
+
+_PARTS = (
+    ("compute_seconds", "forward + backward"),
+    ("encode_seconds", "encode"),
+    ("decode_seconds", "decode"),
+    ("exposed_seconds", "exposed communication"),
+)
+
+
+def _short(value: float, _: object = None) -> str:
+    """Return a number of workers in a few characters: 65536 is 64k."""
+    return f"{value / 1024:.0f}k" if value >= 1024 else f"{value:.0f}"
+
+
+def draw(analysis: Analysis, path: Path) -> None:
+    """Draw the efficiency over workers, and the parts of a step at the most workers."""
+    curve, table = analysis.table("curve").rows, analysis.table("predictions")
+    specs = list(dict.fromkeys(str(row["method"]) for row in curve))
+    styles = figures.styles(specs)
+    most = max(_number(row, "workers") for row in table.rows)
+    last = [row for row in table.rows if row["workers"] == most and row["refused"] is None]
+    overlap = analysis.settings["cluster"]["overlap"]
+    with figures.canvas(13, max(5.8, 3.2 + 0.36 * len(specs))) as figure:
+        left, right = figure.subplots(1, 2)
+        for spec in specs:
+            rows = [row for row in curve if row["method"] == spec and row["refused"] is None]
+            counts = [_number(row, "workers") for row in rows]
+            shares = [100 * _number(row, "efficiency") for row in rows]
+            left.plot(counts, shares, **styles[spec], label=spec, markersize=5)
+        left.set_xscale("log", base=2)
+        left.xaxis.set_major_formatter(_short)
+        left.set(xlabel="workers", ylabel="forward + backward, % of a step", ylim=(0, 104))
+        left.set_title(f"overlap {overlap:.0%}, encoding times: {_kernels_text(last)}")
+        _stacked(right, last)
+        right.set(xlabel="ms", title=f"a step at {most:,.0f} workers, speedup over none")
+        handles = left.get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower left", ncols=5, fontsize="small")
+        parts = right.get_legend_handles_labels()
+        figure.legend(*parts, loc="outside lower right", ncols=2, fontsize="small")
+        figure.suptitle(f"{table.title} (predicted)", fontsize="medium")
+        figures.save(figure, path)
+
+
+def _kernels_text(rows: Sequence[Row]) -> str:
+    """Return the origin of the encoding times in a table's rows."""
+    kinds = {row["kernels"] for row in rows if row["method"] not in ("none", HALF)}
+    floor = "lower bound"
+    return (
+        floor
+        if MEASURED not in kinds
+        else MEASURED
+        if len(kinds) == 1
+        else f"{MEASURED} or {floor}"
+    )
+
+
+_CUT = 3.0
+"""Bars longer than this multiple of the step of `none` are cut, and labelled with their time."""
+
+
+def _stacked(axes: Any, rows: Sequence[Row]) -> None:
+    """Draw one bar per method, divided into parts, the fastest at the top."""
+    import seaborn
+
+    ordered = sorted(rows, key=lambda row: -_number(row, "step_seconds"))
+    names = [str(row["method"]) for row in ordered]
+    base = next(_number(row, "step_seconds") for row in rows if row["method"] == "none")
+    end = 1e3 * min(_CUT * base, max(_number(row, "step_seconds") for row in rows))
+    starts = [0.0] * len(ordered)
+    palette = seaborn.color_palette("colorblind")
+    colours: list[Any] = ["0.75", palette[2], palette[1], palette[0]]
+    for (field, label), colour in zip(_PARTS, colours, strict=True):
+        widths = [1e3 * _number(row, field) for row in ordered]
+        axes.barh(names, widths, left=starts, color=colour, label=label)
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
+    small = {"textcoords": "offset points", "va": "center", "fontsize": "small"}
+    for name, stop, row in zip(names, starts, ordered, strict=True):
+        text = f"{_number(row, 'speedup'):.3g}x"
+        if stop > end:
+            text += f", to {stop:,.0f} ms"
+            axes.annotate(text, (end, name), (-6, 0), ha="right", color="white", **small)
+        else:
+            axes.annotate(text, (stop, name), (4, 0), **small)
+    axes.set_xlim(0, end * (1.0 if max(starts) > end else 1.16))
+    axes.grid(axis="y", visible=False)

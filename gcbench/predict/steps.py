@@ -1,0 +1,281 @@
+"""The time of one training step with a given exchange, on a cluster.
+
+step = forward and backward + encode + decode + communication that the backward pass does not hide
+
+Communication is cut into buckets, which hide under the backward pass as they become ready
+(`Cluster.exposed`). With `sharded` (FSDP) the bf16 parameters are gathered before the forward pass
+and again before the backward pass, and gradients are reduce-scattered; a method replaces only that
+reduce-scatter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gcbench.core.compressor import Compressor
+from gcbench.core.errors import UsageError
+from gcbench.predict import traffic
+from gcbench.predict.clusters import BACKWARD, Cluster
+from gcbench.predict.networks import Shapes
+from gcbench.profile.breakeven import FLOAT, Links
+from gcbench.report.analysis import Row
+from gcbench.studies import methods
+
+HALF = "bf16 all-reduce"
+"""The uncompressed step that reduces in bf16; with `sharded` it is a reduce-scatter."""
+PARAMETER = 2
+"""Bytes of a bf16 parameter, which `sharded` gathers."""
+LINKS = 71
+"""Number of link speeds tried before bisection, ten per decade."""
+TIE = 0.05
+"""Steps that differ by at most this share are tied; the model's errors are not smaller."""
+SIMPLE = (
+    *("none", HALF, "bf16", "fp16", "int8", "natural", "qsgd", "terngrad", "signsgd"),
+    *("randomk", "topk", "onebit", "efsignsgd", "powersgd", "demo", "fft"),
+)
+"""Of tied methods the first in this order wins; unlisted methods come last. Casts come first, then
+codes of every element, then sparsifiers and methods with a residual."""
+
+Spend = Callable[[str, float, int], tuple[float, float]]
+"""(collective, elements, workers) -> one worker's seconds for encoding and for decoding."""
+
+
+class Step:
+    """A training step with one way to exchange the gradients of one network.
+
+    `lanes`: shapes that are compressed, and shapes exchanged in fp32. `compute`: seconds of
+    forward and backward. `floor` and `measured`: times of encoding and decoding the compressed
+    tensors; `measured` is None if unknown. `frozen`: number of parameters without a gradient, which
+    `sharded` also gathers.
+    """
+
+    def __init__(
+        self,
+        method: Compressor,
+        collective: str,
+        lanes: tuple[Shapes, Shapes],
+        compute: float,
+        floor: Spend,
+        measured: Spend | None = None,
+        *,
+        sharded: bool = False,
+        frozen: int = 0,
+    ) -> None:
+        self.method, self.collective, self.lanes = method, collective, lanes
+        self.compute, self.floor, self.measured, self.sharded = compute, floor, measured, sharded
+        self.numel = sum(map(traffic.dense_bytes, lanes)) / FLOAT
+        self.elements = traffic.dense_bytes(lanes[0]) / FLOAT
+        self.frozen = frozen
+        self.width = FLOAT
+        """Bytes per element of gradients that are added inside a node before encoding."""
+        self.cut = True
+        """Whether each device of a node encodes only its share of the node's sum."""
+        self._messages: dict[int, list[traffic.Message]] = {}
+
+    def _exchange(self, workers: int) -> list[traffic.Message]:
+        """Return the messages of a step among at least two workers."""
+        sent = traffic.exchange(self.method, self.collective, self.lanes, workers)
+        if not self.sharded:
+            return sent
+        compressed = traffic.exchange(self.method, self.collective, (self.lanes[0], ()), workers)
+        dense = traffic.dense_bytes(self.lanes[1])
+        return [
+            *(message for message in compressed if not message.aggregated),
+            *([traffic.Message("reducescatter", dense)] if dense else []),
+        ]
+
+    def messages(self, workers: int) -> list[traffic.Message]:
+        """Return the messages of a step; a single worker sends none."""
+        if workers not in self._messages:
+            self._messages[workers] = [] if workers == 1 else self._exchange(workers)
+        return self._messages[workers]
+
+    def at(
+        self, workers: int, cluster: Cluster, *, measured: bool = False, longer: float = 1.0
+    ) -> dict[str, Any]:
+        """Return seconds and bytes of a step, in the fastest topology that the cluster allows.
+
+        `measured`: use measured encoding times, if known, instead of the floor. `longer`: factor on
+        forward and backward, for another batch.
+
+        Raises:
+            UsageError: the workers do not fill nodes, or the method refuses this many.
+        """
+        results, refusals = [], []
+        spend = self.measured if measured and self.measured else self.floor
+        for topology in cluster.topologies(workers):
+            try:
+                results.append(self._at(workers, cluster, topology, spend, longer * self.compute))
+            except UsageError as error:
+                refusals.append(error)
+        if not results:
+            raise refusals[0]
+        return min(results, key=lambda result: result["step_seconds"])
+
+    def seconds(
+        self, workers: int, cluster: Cluster, *, measured: bool = False, longer: float = 1.0
+    ) -> float:
+        """Return the seconds of a step: see `at`."""
+        return float(self.at(workers, cluster, measured=measured, longer=longer)["step_seconds"])
+
+    def _at(
+        self, workers: int, cluster: Cluster, topology: str, spend: Spend, compute: float
+    ) -> dict[str, Any]:
+        nodes = cluster.nodes_of(workers)
+        pieces = cluster.pieces(FLOAT * self.numel)
+        cluster = cluster.model_copy(update={"buckets": pieces})
+        inside, among, network = 1, workers, cluster
+        communicate = gather = 0.0
+        if topology == "nodes":
+            inside, among, network = workers // nodes, nodes, cluster.between()
+            kind = "reducescatter" if self.sharded else "allreduce"
+            communicate = cluster.inside_seconds(self.width * self.numel, workers, kind)
+        messages = self.messages(among)
+        communicate += sum(network.seconds(sent.kind, sent.nbytes, among) for sent in messages)
+        encode = decode = 0.0
+        if among > 1:
+            collective = "reducescatter" if self.sharded else self.collective
+            encode, decode = spend(collective, self.elements / (inside if self.cut else 1), among)
+        exposed = 0.0
+        if self.sharded:
+            shard = PARAMETER * (self.numel + self.frozen) / workers
+            gather = cluster.seconds("allgather", shard, workers)
+            exposed = cluster.exposed(gather, (1 - BACKWARD) * compute, pieces)
+        exposed += cluster.exposed(gather + communicate, BACKWARD * compute, pieces)
+        moved = traffic.total(messages, among)
+        return {
+            "topology": topology,
+            "compute_seconds": compute,
+            "encode_seconds": encode,
+            "decode_seconds": decode,
+            "communicate_seconds": communicate + 2 * gather,
+            "gather_seconds": 2 * gather,
+            "exposed_seconds": exposed,
+            "step_seconds": compute + encode + decode + exposed,
+            "payload_bytes_up": moved.up,
+            "payload_bytes_down": moved.down,
+            "wire_bytes": moved.wire,
+        }
+
+
+class Plain(Step):
+    """An uncompressed step that reduces gradients in elements of `width` bytes.
+
+    `casts`: seconds per element of both casts together. With a `width` of 0 the exchange is free.
+    """
+
+    def __init__(
+        self,
+        shapes: Shapes,
+        compute: float,
+        width: int,
+        casts: float,
+        *,
+        sharded: bool,
+        frozen: int = 0,
+    ) -> None:
+        def spend(collective: str, n: float, workers: int) -> tuple[float, float]:
+            return casts * n / 2, casts * n / 2
+
+        none = methods.parse("none")
+        super().__init__(
+            none, "allreduce", (shapes, ()), compute, spend, sharded=sharded, frozen=frozen
+        )
+        self.width, self.cut = width, False  # casts come before all additions
+
+    def _exchange(self, workers: int) -> list[traffic.Message]:
+        if not self.width:
+            return []
+        kind = "reducescatter" if self.sharded else "allreduce"
+        return [traffic.Message(kind, self.width * self.numel)]
+
+
+def simplest(gains: Mapping[str, float], margin: float = TIE) -> str:
+    """Return the simplest (`SIMPLE`) of the methods that are tied with the fastest.
+
+    `gains`: speedup of each method; those within `margin` of the largest are tied.
+    """
+    most = max(gains.values())
+    tied = [spec for spec, gain in gains.items() if gain * (1 + margin) >= most]
+    order = {name: position for position, name in enumerate(SIMPLE)}
+    return min(tied, key=lambda spec: order.get(spec.partition(":")[0], len(order)))
+
+
+@dataclass(frozen=True)
+class Gains:
+    """The speedups of a step over the uncompressed steps in fp32 and in bf16.
+
+    Each is a pair: with measured encoding times (None if unknown), and with the floor, which is an
+    upper bound.
+    """
+
+    fp32: tuple[float | None, float]
+    bf16: tuple[float | None, float]
+
+    @property
+    def better(self) -> tuple[float | None, float]:
+        """The speedups over the faster of the two uncompressed steps."""
+        return min(self.fp32, self.bf16, key=lambda pair: pair[1])
+
+    @property
+    def sure(self) -> float:
+        """The speedup over the faster uncompressed step, measured if known, else the bound."""
+        low, high = self.better
+        return high if low is None else low
+
+    def fields(self) -> Row:
+        """Return the speedups as fields of a row: numbers, and each range as text."""
+        row: Row = {}
+        for name, (low, high) in (("fp32", self.fp32), ("bf16", self.bf16)):
+            row |= {f"over_{name}_low": low, f"over_{name}_high": high}
+            row[f"over_{name}"] = range_text(low, high)
+        return row
+
+
+def range_text(low: float | None, high: float) -> str:
+    """Return a speedup as text: "1.2 to 3.4"; "up to 3.4" if only the bound is known."""
+    if low is None:
+        return f"up to {high:.3g}"
+    first, last = (f"{value:.3g}" for value in sorted((low, high)))
+    return first if first == last else f"{first} to {last}"
+
+
+def pays(
+    step: Step,
+    baselines: Sequence[Step],
+    workers: int,
+    cluster: Cluster,
+    *,
+    measured: bool = False,
+    margin: float = 0.0,
+) -> list[Links]:
+    """Return the links between nodes, in bit/s, on which `step` is faster than every baseline.
+
+    It has to be faster by at least the share `margin`. Speeds from 1 Mbit/s (reported as 0) to 10
+    Tbit/s (reported as infinite) are tried.
+    """
+
+    def gains(gbit: float) -> bool:
+        link = cluster.inter.model_copy(update={"gbit": gbit})
+        there = cluster.model_copy(update={"inter": link})
+        seconds = step.seconds(workers, there, measured=measured)
+        base = min(one.seconds(workers, there) for one in baselines)
+        return seconds * (1 + margin) < base * (1 - 1e-9)
+
+    speeds = [10 ** (-3 + 7 * position / (LINKS - 1)) for position in range(LINKS)]
+    faster = [gains(speed) for speed in speeds]
+    edges = [0.0] if faster[0] else []
+    for position in range(1, LINKS):
+        if faster[position] != faster[position - 1]:
+            low, high = speeds[position - 1], speeds[position]
+            for _ in range(20):
+                middle = math.sqrt(low * high)
+                same = gains(middle) == faster[position - 1]
+                low, high = (middle, high) if same else (low, middle)
+            edges.append(1e9 * low)
+    if faster[-1]:
+        edges.append(math.inf)
+    return list(zip(edges[::2], edges[1::2], strict=True))

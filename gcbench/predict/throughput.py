@@ -1,0 +1,122 @@
+"""How fast devices compute in training, from published throughput.
+
+A network without a published figure on a device is assumed to reach the median utilization of the
+published networks of its family there; without any, the utilization on the device that this one is
+`like`. Utilization is floating-point operations per second (6 per MAC, `networks.OPERATIONS`)
+divided by the peak in data/clusters.yaml. The figures are for large batches. Smaller batches reach
+less, which is not modelled: steps then take longer than predicted, and compression gains less.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gcbench.core.errors import UsageError
+from gcbench.predict import networks
+from gcbench.predict.clusters import DEVICES, Cluster, Device
+from gcbench.predict.networks import OPERATIONS, Network
+
+_PATH = Path(__file__).parent / "data" / "throughput.yaml"
+_DATA: dict[str, Any] = yaml.safe_load(_PATH.read_text())
+
+
+@dataclass(frozen=True)
+class Published:
+    """One published throughput."""
+
+    device: str
+    network: str
+    rate: float
+    """Examples per second and device."""
+    batch: int
+    """Examples per device and step."""
+    title: str
+    url: str
+
+    @property
+    def utilization(self) -> float:
+        """Share of the device's peak."""
+        macs = networks.network(self.network).macs or 0.0
+        return OPERATIONS * macs * self.rate / (DEVICES[self.device].tflops * 1e12)
+
+
+def _published() -> dict[tuple[str, str], Published]:
+    entries = {}
+    for row in _DATA["rates"]:
+        source = _DATA["sources"][row["source"]]
+        rate = row["rate"] if "rate" in row else row["tokens"] / row["sequence"]
+        key = row["device"], row["network"]
+        entries[key] = Published(*key, rate, row["batch"], source["title"], source["url"])
+    return entries
+
+
+PUBLISHED = _published()
+"""(device, network) -> throughput."""
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The time of forward and backward of one worker's batch."""
+
+    seconds: float
+    source: str
+    """Where the time comes from, for footnotes."""
+    batch: int | None = None
+    """The batch of the published figure, if one was used."""
+
+
+def utilization_of(device: Device, family: str) -> tuple[float, str] | None:
+    """Return the utilization of a family of networks on a device, and its source as text.
+
+    None if nothing is published for the family on this device or on the one that it is `like`.
+    """
+    visited: set[str] = set()
+    while device.name not in visited:
+        visited.add(device.name)
+        figures = [
+            one
+            for one in PUBLISHED.values()
+            if one.device == device.name and networks.network(one.network).family == family
+        ]
+        if figures:
+            names = ", ".join(one.network for one in figures)
+            median = statistics.median(one.utilization for one in figures)
+            return median, f"{names} on {device.name}"
+        if device.like not in DEVICES:
+            return None
+        device = DEVICES[device.like]
+    return None
+
+
+def compute(cluster: Cluster, network: Network, batch: int) -> Compute:
+    """Return the time of forward and backward of `batch` examples on one device of the cluster.
+
+    Raises:
+        UsageError: no throughput is published, and the network's MACs or its utilization of the
+            device are unknown.
+    """
+    device = cluster.device
+    known = PUBLISHED.get((device.name, network.name))
+    if known is not None and cluster.utilization is None and device == DEVICES[device.name]:
+        source = f"{known.rate:.4g} {network.examples}/s at batch {known.batch}: {known.title}"
+        return Compute(batch / known.rate, source, known.batch)
+    remedy = "give the milliseconds of one worker's forward and backward pass with --compute-ms"
+    if network.macs is None:
+        raise UsageError(f"{network.name}: its number of multiplications is unknown; {remedy}")
+    if cluster.utilization is not None:
+        share, source = cluster.utilization, "given"
+    else:
+        published = utilization_of(device, network.family or "")
+        if published is None:
+            raise UsageError(
+                f"{network.name} on {device.name}: no throughput is published for it or for its "
+                f"family; {remedy}, or its utilization with --cluster-set utilization=0.3"
+            )
+        share, source = published[0], f"as published for {published[1]}"
+    seconds = OPERATIONS * network.macs * batch / (device.tflops * 1e12 * share)
+    return Compute(seconds, f"{share:.0%} of {device.tflops:g} TFLOPS, {source}")

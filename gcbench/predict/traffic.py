@@ -1,0 +1,277 @@
+"""The messages of an exchange, computed from declared wire formats, without workers.
+
+The messages are those of `gcbench.core.exchange` and `gcbench.core.world`; tests compare the bytes
+with their counts. To keep large numbers of workers cheap, sizes of a two-shot exchange are taken
+from at most `SAMPLED` evenly spaced shards. A payload whose size depends on the data is measured by
+encoding a normal gradient of at most `WEIGHED` elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from gcbench.core import codec, purposes, registry
+from gcbench.core.compressor import (
+    TILE,
+    Compressor,
+    Context,
+    Key,
+    Layout,
+    MultiRoundCompressor,
+    Payload,
+    Segments,
+)
+from gcbench.core.errors import UsageError
+from gcbench.core.exchange import check_legal
+from gcbench.predict.networks import Shapes
+
+SAMPLED = 256
+WEIGHED = 3907 * TILE
+"""About 4e6 elements; a prime number of tiles, because FFTs favour powers of two."""
+HEADER = 8
+"""Bytes of the size sent before each part of a payload without a declared layout."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One call of a collective by all workers."""
+
+    kind: str
+    """allreduce, reducescatter, allgather or alltoall."""
+    nbytes: float
+    """Bytes that a worker contributes, mean over workers."""
+    aggregated: bool = False
+    """Whether it carries merged shards from their owners to all workers."""
+
+    def payload(self, workers: int) -> tuple[float, float]:
+        """Return the bytes of a worker up and down, as `World` counts them."""
+        if self.kind == "allreduce":
+            return self.nbytes, self.nbytes
+        if self.kind == "reducescatter":
+            return self.nbytes, self.nbytes / workers
+        if self.kind == "alltoall":
+            return self.nbytes, 0.0
+        return 0.0 if self.aggregated else self.nbytes, self.nbytes * workers
+
+    def wire(self, workers: int) -> float:
+        """Return the bytes that a worker sends to others, as `World` counts them."""
+        factor = {
+            "allreduce": 2 * (workers - 1) / workers,
+            "reducescatter": (workers - 1) / workers,
+            "allgather": workers - 1,
+            "alltoall": (workers - 1) / workers,
+        }
+        return factor[self.kind] * self.nbytes
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes per worker and step."""
+
+    up: float
+    down: float
+    wire: float
+
+
+def total(messages: Sequence[Message], workers: int) -> Traffic:
+    """Return the total bytes of the messages of a step."""
+    pairs = [message.payload(workers) for message in messages]
+    return Traffic(
+        sum(up for up, _ in pairs),
+        sum(down for _, down in pairs),
+        sum(message.wire(workers) for message in messages),
+    )
+
+
+def _nbytes(layout: Layout) -> int:
+    return sum(dtype.itemsize * numel for dtype, numel in layout)
+
+
+def sample(segments: Segments, elements: int = WEIGHED) -> Segments:
+    """Return the segments of the first `elements` elements of a bucket, or of all if fewer."""
+    return segments if segments.numel <= elements else segments.shard(0, elements)[0]
+
+
+def _normal(method: Compressor, segments: Segments) -> Payload:
+    """Return the payload of a normal gradient."""
+    x = torch.randn(segments.numel, generator=torch.Generator().manual_seed(0))
+    key = Key(0, 0, 0, 0, purposes.ENCODE)
+    drawn = method.draw_shared(Context(segments, key=key))
+    shared = codec.prepare(method, x, Context(segments)).statistic if drawn is None else drawn
+    return codec.encode(method, x, Context(segments, shared, key))
+
+
+def _measured_size(method: Compressor, segments: Segments) -> tuple[float, int]:
+    """Return bytes and parts of a payload whose layout is not declared."""
+    part = sample(segments)
+    payload = _normal(method, part)
+    return payload.nbytes * (segments.numel / max(1, part.numel)), len(payload.parts)
+
+
+def payload_bytes(method: Compressor, segments: Segments, count: int = 1) -> tuple[float, int]:
+    """Return the bytes of a payload merged from `count` workers, and its number of parts.
+
+    The number is 0 if the layout is declared, because then no sizes are sent.
+    """
+    layout = method.layout(segments, count)
+    return _measured_size(method, segments) if layout is None else (float(_nbytes(layout)), 0)
+
+
+def _agreement(method: Compressor, segments: Segments) -> list[Message]:
+    """Return the message in which the workers agree on a statistic, if there is one."""
+    tiny = Segments((0, 1, 2))
+    if method.draw_shared(Context(tiny, key=Key(0, 0, 0))) is not None:
+        return []
+    entries = (
+        codec.prepare(method, torch.ones(2), Context(tiny)).statistic.numel() / 2 * len(segments)
+    )
+    return [Message("allreduce", 4 * entries)] if entries else []
+
+
+def _rounds(method: MultiRoundCompressor, segments: Segments) -> list[Message]:
+    layout = method.layout(segments)
+    if layout is None:
+        nbytes, parts = _measured_size(method, segments)
+        return [Message("allreduce", nbytes / parts)] * parts
+    return [Message("allreduce", float(_nbytes((part,)))) for part in layout]
+
+
+def _summed(method: Compressor, segments: Segments, workers: int) -> float:
+    """Return the bytes that one worker contributes to an all-reduce of payloads."""
+    if type(method).summand is Compressor.summand:
+        return payload_bytes(method, segments)[0]
+    part = sample(segments)
+    payload = _normal(method, part)
+    made = method.summand(payload, Context(part, workers=workers)).nbytes
+    return made * (segments.numel / max(1, part.numel))
+
+
+def _try_merge(method: Compressor, workers: int) -> None:
+    """Merge one payload of one tile per worker, to check that the method allows it.
+
+    Raises:
+        ValueError: the method refuses this many workers.
+    """
+    tile = Segments((0, TILE))
+    shared = codec.prepare(method, torch.ones(TILE), Context(tile)).statistic
+    power, merged = _normal(method, tile), None
+    while True:  # by doubling: about log2(workers) merges
+        if workers & power.count:
+            both = [power] if merged is None else [merged, power]
+            merged = codec.merge(method, both, Context(tile, shared, Key(0, 0, 0)))
+        if 2 * power.count > workers:
+            break
+        power = codec.merge(method, [power, power], Context(tile, shared, Key(0, 0, 0)))
+    assert merged is not None
+    codec.decode(method, merged, Context(tile, shared))
+
+
+def _twoshot(method: Compressor, segments: Segments, workers: int) -> list[Message]:
+    """Return the messages that send shards to their owners, and merged shards to all."""
+    n = segments.numel
+    tiles = -(-n // TILE)
+    share, extra = divmod(tiles, workers)
+
+    def shard(k: int) -> Segments:
+        """Return the segments of the k-th owner's shard, cut as by `exchange.shard_bounds`."""
+        start, stop = ((share * e + min(e, extra)) * TILE for e in (k, k + 1))
+        return segments.shard(min(start, n), min(stop, n))[0]
+
+    filled = min(workers, tiles)
+    _try_merge(method, workers)
+    looked = min(filled, SAMPLED if method.layout(segments) is not None else 4)
+    shards = [shard(k * filled // looked) for k in range(looked)]
+    up = down = 0.0
+    parts = 0
+    for piece in shards:
+        sent, parts = payload_bytes(method, piece)
+        merged, _ = payload_bytes(method, piece, workers)
+        up, down = up + sent, down + merged
+    if looked:
+        up, down = up * filled / looked, down * filled / looked
+    if filled < workers:  # more workers than tiles: some shards are empty
+        empty = segments.shard(n, n)[0]
+        up += (workers - filled) * payload_bytes(method, empty)[0]
+        down += (workers - filled) * payload_bytes(method, empty, workers)[0]
+    messages = [
+        Message("alltoall", up),
+        Message("allgather", down / workers, aggregated=True),
+    ]
+    if parts:  # their sizes are sent first
+        messages.insert(0, Message("alltoall", float(HEADER * parts * workers)))
+        messages.insert(2, Message("allgather", float(HEADER * parts), aggregated=True))
+    return messages
+
+
+@lru_cache(maxsize=4096)
+def lane(method: Compressor, collective: str, shapes: Shapes, workers: int) -> tuple[Message, ...]:
+    """Return the messages in which tensors of these shapes are exchanged.
+
+    Raises:
+        UsageError: the mean is wrong under this collective, or the method refuses this many
+            workers.
+    """
+    check_legal(method, collective)
+    segments = _segments(shapes, method.granularity)
+    try:
+        return tuple(_messages(method, collective, segments, workers))
+    except ValueError as error:
+        raise UsageError(
+            f"{method.name} by {collective} among {workers:,} workers: {error}"
+        ) from None
+
+
+def _messages(
+    method: Compressor, collective: str, segments: Segments, workers: int
+) -> list[Message]:
+    if isinstance(method, MultiRoundCompressor):
+        return _rounds(method, segments)
+    messages = _agreement(method, segments)
+    if collective == "allreduce":
+        messages.append(Message("allreduce", _summed(method, segments, workers)))
+    elif collective == "allgather":
+        nbytes, parts = payload_bytes(method, segments)
+        if parts:
+            messages.append(Message("allgather", float(HEADER * parts)))
+        messages.append(Message("allgather", nbytes))
+    else:
+        messages += _twoshot(method, segments, workers)
+    return messages
+
+
+@lru_cache(maxsize=8)  # a large model has millions of blocks
+def _segments(shapes: Shapes, granularity: str | int) -> Segments:
+    return Segments.of(shapes, granularity)
+
+
+@lru_cache(maxsize=4096)
+def gradient_bytes(method: Compressor, shapes: Shapes, count: int = 1) -> float:
+    """Return the bytes of a payload of tensors of these shapes, merged from `count` workers."""
+    return payload_bytes(method, _segments(shapes, method.granularity), count)[0]
+
+
+def exchange(
+    method: Compressor, collective: str, lanes: tuple[Shapes, Shapes], workers: int
+) -> list[Message]:
+    """Return the messages of a step. `lanes`: the shapes compressed, and those sent in fp32.
+
+    Raises:
+        UsageError: see `lane`.
+    """
+    compressed, dense = lanes
+    messages: list[Message] = []
+    if compressed:
+        messages += lane(method, collective, compressed, workers)
+    if dense:
+        messages += lane(registry.compressor("none"), "allreduce", dense, workers)
+    return messages
+
+
+def dense_bytes(shapes: Shapes) -> float:
+    """Return the bytes of a float32 gradient."""
+    return 4.0 * sum(map(math.prod, shapes))

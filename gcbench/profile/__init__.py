@@ -1,0 +1,1 @@
+"""Measurements of methods: what collectives cost, and what gradients lose."""

@@ -1,0 +1,736 @@
+"""Rows of a comparison: one of each configuration, with its label, its baseline and its statistics.
+
+`reader.load` reads runs, `rows` makes rows of them, with the statistics over seeds that
+`gcbench.stats.seeds` computes, and `gcbench.report.tables.render` prints them.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gcbench.core.errors import UsageError, unknown
+from gcbench.core.schema import PHASES
+from gcbench.core.values import canonical, finite, text
+from gcbench.report.rendering import MB, records, sentence
+from gcbench.results import declared, update_rule
+from gcbench.results.reader import Run, fields
+from gcbench.results.schema import Modelled, Summary
+from gcbench.results.settings import DECLARED, METHOD_KEYS, TUNED_KEYS
+from gcbench.stats import ranks, seeds
+from gcbench.stats.seeds import BASELINE
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from gcbench.training.suites import Published
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One configuration: all of its seeds. Bytes are per worker and step, times in seconds.
+
+    What stands below `metric` is of the columns that `seeds` makes and explains; None: not known.
+    """
+
+    method: str
+    """Short label: the compressor's name, and what tells it from the other rows."""
+    context: Mapping[str, Any]
+    """Keys of the budget that differ among the rows of the table (task, workers, ...)."""
+    own: Mapping[str, Any]
+    """Keys that are the method's own choice and differ among the rows (lr, momentum, ...)."""
+    runs: tuple[Run, ...]
+    """By seed, ascending."""
+    metric: str
+    """"accuracy" (a fraction, higher is better) or "test_loss" (lower is better)."""
+    values: Mapping[int, float]
+    """The metric of each seed whose run has a finite one."""
+    failed: tuple[int, ...]
+    """Seeds whose run diverged: no finite metric, or a test loss that is not finite."""
+    phases: Mapping[str, float | None]
+    """Seconds of each phase of a step, median over seeds."""
+    mean: float | None
+    sd: float | None
+    half_interval: float
+    examples: float | None
+    """Examples of the test set, as recorded or as the accuracies show; None where not known."""
+    n: int
+    difference: float | None
+    difference_sd: float | None
+    difference_low: float | None
+    difference_high: float | None
+    pairs: int
+    above_baseline: bool
+    below_baseline: bool
+    faster: bool
+    """Whether the target was met in fewer steps than uncompressed, interval included."""
+    tuned: tuple[str, ...]
+    """The keys of TUNED_KEYS in which the baseline differs, where none has equal ones."""
+    on_front: bool
+    target: float | None
+    """The metric that was asked for, if one was."""
+    target_reached: int
+    """How many runs met it, of `target_runs` with evaluations."""
+    target_runs: int
+    target_step: float | None
+    target_payload_bytes: float | None
+    target_wire_bytes: float | None
+    target_seconds: float | None
+    target_link_seconds: float | None
+    baseline_n: int
+    """Seeds of the `none` row of equal budget that did not diverge; 0 without such a row."""
+    band_low: float | None
+    band_high: float | None
+    in_band: str
+    bits_up: float | None
+    """Measured bits an element that a worker hands over."""
+    nominal_ratio: float | None
+    payload_ratio_up: float | None
+    payload_ratio_down: float | None
+    test_top5: float | None
+    payload_bytes_step: float | None
+    """Encoded, up and down together, of the runs that ended; None where none did."""
+    wire_bytes_step: float | None
+    """Over the network."""
+    communicate_modelled_seconds: float | None
+    """Communication as modelled from a link; None where it was measured or is not known."""
+    step_seconds: float | None
+    skipped_steps: int
+    """Steps that were skipped for a non-finite gradient, all seeds together."""
+    published: Published | None = None
+    """What a paper says of this run, where the rows are those of a suite."""
+    tier: str | None = None
+    """The tier of equal bits to which a suite counts the row, by its measured bits."""
+    rank: str | None = None
+    """The places that it may have in the tier, "1" or "2-4"; "-" with fewer than 5 common seeds."""
+    beaten: bool = False
+    """Whether a row of the tier with no more payload bytes is better, by the intervals of ranks."""
+    rate: str | None = None
+    """How a suite's rule chose the learning rate: "tuned", "edge" of what was tried, "untuned".
+
+    "open" while trials of the rule are missing.
+    """
+
+    @property
+    def payload(self) -> float:
+        """`payload_bytes_step` in MB; NaN where no run ended."""
+        return math.nan if self.payload_bytes_step is None else self.payload_bytes_step / MB
+
+    @property
+    def first(self) -> Summary:
+        """The summary of the first seed, for what is equal in all of them."""
+        return self.runs[0].summary
+
+    @property
+    def place(self) -> str:
+        """The context in words, "" without one."""
+        return " ".join(f"{key}={text(value)}" for key, value in self.context.items())
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether this is an uncompressed row."""
+        return self.first.compressor_name == BASELINE
+
+    @property
+    def may_be_best(self) -> bool:
+        """Whether the first place of its tier is among those that it may have."""
+        return self.rank is not None and self.rank.partition("-")[0] == "1"
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % confidence interval of the mean paired difference; None below two pairs."""
+        low, high = self.difference_low, self.difference_high
+        return None if low is None or high is None else (low, high)
+
+    @property
+    def band(self) -> tuple[float, float] | None:
+        """Lowest and highest value of the baseline's seeds; None below two of them."""
+        low, high = self.band_low, self.band_high
+        return None if low is None or high is None else (low, high)
+
+    @property
+    def link(self) -> Modelled | None:
+        """The link from which communication was modelled; None where it was not."""
+        links = [run.summary.communicate_modelled for run in self.runs]
+        modelled = self.communicate_modelled_seconds is not None
+        return next(filter(None, links)) if modelled else None
+
+    @property
+    def beyond_published(self) -> float | None:
+        """Mean accuracy minus the published one; None where either is not known."""
+        known = self.published.accuracy if self.published and self.metric == "accuracy" else None
+        return None if known is None or self.mean is None else self.mean - known
+
+    @property
+    def other_budget(self) -> bool:
+        """Whether the published number took another number of steps."""
+        return self.published is not None and self.published.steps != self.first.steps
+
+    @cached_property
+    def other_rule(self) -> str:
+        """In which settings the update is not applied as the method declares; "" if it is."""
+        found = update_rule.other({**self.first.config, "compressor": self.first.compressor_name})
+        return "" if found is None else found.summary
+
+    @cached_property
+    def disowned(self) -> str:
+        """Why whoever made these runs says that their times are not to be quoted; "" if not."""
+        return next(filter(None, (run.summary.provenance.get("times") for run in self.runs)), "")
+
+    def record(self) -> dict[str, Any]:
+        """Return the row as raw numbers: fractions, bytes, seconds. None where not known."""
+        first = self.first
+        named = ("task", "workers", "collective", "engine", "gradients", "steps", "batch", "params")
+        return {
+            "method": self.method,
+            "compressor": first.compressor,
+            "compressor_name": first.compressor_name,
+            **{key: getattr(first, key) for key in named},
+            **{key: value for key, value in self.context.items() if key not in named},
+            **dict(self.own),
+            **({} if self.tier is None else {"tier": self.tier, "rank": self.rank}),
+            **({} if self.rate is None else {"rate": self.rate}),
+            **({"other_rule": self.other_rule} if self.other_rule else {}),
+            **{name: getattr(self, name) for name in ("bits_up", "metric", "mean", "sd", "n")},
+            "failed": len(self.failed),
+            "seeds": [*self.values],
+            "values": [*self.values.values()],
+            "failed_seeds": [*self.failed],
+            **{name: getattr(self, name) for name in _COMPARED},
+            **{name: finite(getattr(self, name)) for name in seeds.TARGET},
+            **{name: getattr(self, name) for name in _MEASURED},
+            **{f"{phase}_seconds": seconds for phase, seconds in self.phases.items()},
+            "communicate_modelled_seconds": self.communicate_modelled_seconds,
+            "step_seconds": self.step_seconds,
+            "times_disowned": self.disowned or None,
+            "skipped_steps": self.skipped_steps,
+            **self._published(),
+        }
+
+    def _published(self) -> dict[str, Any]:
+        """Return what a suite adds to the record."""
+        if self.published is None:
+            return {}
+        return {
+            "suite": self.published.suite,
+            "published": self.published.accuracy,
+            "published_difference": self.beyond_published,
+            "test_top5": self.test_top5,
+            "published_top5": self.published.top5,
+            "published_steps": self.published.steps,
+            "published_source": self.published.source,
+        }
+
+
+_COMPARED = (
+    *("difference", "difference_sd", "difference_low", "difference_high", "pairs", "on_front"),
+    *("target", "target_reached", "target_runs", "faster"),
+)
+_MEASURED = (
+    *("baseline_n", "band_low", "band_high", "in_band"),
+    *("nominal_ratio", "payload_ratio_up", "payload_ratio_down"),
+    *("payload_bytes_step", "wire_bytes_step"),
+)
+"""Fields of a record, in its order."""
+
+
+def _varying(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    keys = dict.fromkeys(key for config in configs for key in config)
+    return [
+        key for key in keys if any(config.get(key) != configs[0].get(key) for config in configs[1:])
+    ]
+
+
+class Label(NamedTuple):
+    """A name that the user gives to rows: of a method, with some settings."""
+
+    name: str
+    method: str
+    settings: Mapping[str, str]
+    """Values of settings and fields as text."""
+
+    @classmethod
+    def parse(cls, given: str) -> Label:
+        """Return the label of NAME=METHOD[:SETTING=VALUE...]; METHOD may be a file, as ./mine.py.
+
+        Raises:
+            UsageError: it has another form.
+        """
+        name, equals, spec = given.partition("=")
+        method, *pairs = spec.split(":")
+        settings = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+        if not (name and equals and method) or len(settings) < len(pairs):
+            raise UsageError(
+                f"--label {given!r}: NAME=METHOD[:SETTING=VALUE...] expected, e.g. mine=./mine.py "
+                "or lion=signsgd:memory=momentum"
+            )
+        return cls(name, Path(method).stem if method.endswith(".py") else method, settings)
+
+    def fits(self, run: Run) -> bool:
+        """Return whether a run is of the method and has the settings."""
+        if run.summary.compressor_name != self.method:
+            return False
+        known = _settings(run)
+        return all(text(known.get(key)) == value for key, value in self.settings.items())
+
+
+def _labels(runs: Sequence[Run], own: frozenset[str], given: Sequence[Label]) -> list[str]:
+    """Return a short label for each row, of which a run is given; equal only for equal methods."""
+    configs = [run.config for run in runs]
+    varying = frozenset(_varying(configs))
+    found = [next((one for one in given if one.fits(run)), None) for run in runs]
+    groups: dict[str, list[int]] = {}
+    for i, (run, label) in enumerate(zip(runs, found, strict=True)):
+        groups.setdefault(label.name if label else run.summary.compressor_name, []).append(i)
+    labels = [""] * len(runs)
+    for name, group in groups.items():
+        every = {i: fields(runs[i].summary) for i in group}
+        differing = _varying(list(every.values()))
+        several = frozenset(
+            key
+            for key in ("collective", "memory", "memory_options")
+            if len({canonical(configs[i].get(key) or None) for i in group}) > 1
+        )
+        digests = {runs[i].sources.get("compressor") for i in group}
+        for i in group:
+            run, config, label = runs[i], configs[i], found[i]
+            known = label.settings if label else {}
+            shown = dict.fromkeys([*(config.get("options") or {}), *differing])
+            words = [name]
+            words += [
+                f"{key}={text(every[i][key])}" for key in shown if key in every[i].keys() - known
+            ]
+            if "collective" in several:
+                words.append(run.summary.collective)
+            if "memory" not in known:
+                words += _memory_words(config, several)
+            if config.get("dense_last"):
+                words.append("dense-last")
+            if config.get("dense_below"):
+                words.append(f"dense<{config['dense_below']}")
+            tags = _tags(config, varying, known)
+            if len(digests) > 1:
+                tags.append(f"source {run.sources.get('compressor', '')[:6]}")
+            labels[i] = " ".join(words + [f"[{tag}]" for tag in tags])
+    places = [
+        canonical([_budget(run), label, {key: run.config.get(key) for key in own}])
+        for run, label in zip(runs, labels, strict=True)
+    ]
+    count = Counter(places)
+    return [  # what the short label does not tell apart gets the long one
+        label if count[place] == 1 else run.summary.compressor
+        for run, label, place in zip(runs, labels, places, strict=True)
+    ]
+
+
+def _tags(
+    config: Mapping[str, Any], varying: frozenset[str], known: Mapping[str, str]
+) -> list[str]:
+    """Return the settings that a label names in brackets; `known` are in the label already.
+
+    These are settings of the method that are not its defaults, and those of the place in which the
+    rows of the table differ.
+    """
+    bare, pairs = [], []
+    for key, role in DECLARED.roles.items():
+        value = config.get(key)
+        if key in known or key in _IN_WORDS:
+            continue
+        if role == "place" and key in varying:
+            if key not in DECLARED.bare:
+                pairs.append(f"{key}={text(value)}")
+            elif value:
+                bare.append(text(value))
+        elif role == "method" and _is_changed(config, key):
+            pairs.append(f"{key}={text(value)}")
+    return bare + pairs
+
+
+_IN_WORDS = frozenset(
+    {
+        *("seed", "compressor", "options", "collective", "memory", "memory_options"),
+        *("dense_last", "dense_below"),
+    }
+)
+"""Settings of a method that are in the first part of its label."""
+
+
+def _is_changed(config: Mapping[str, Any], key: str) -> bool:
+    """Return whether a setting has another value than a run with this method has by default."""
+    value = config.get(key)
+    method = declared.of_method(config)
+    usual = DECLARED.defaults[key] if method is None else method.default(key)
+    return bool(value != usual)
+
+
+def _memory_words(config: Mapping[str, Any], several: frozenset[str]) -> list[str]:
+    """Return the memory of a row, and its fields, where they are not what the method declares.
+
+    They are shown, too, where the rows of the method differ in them.
+    """
+    memory, options = config.get("memory"), config.get("memory_options") or {}
+    method = declared.of_method(config)
+    words = []
+    if "memory" in several or (method is not None and memory != method.memory):
+        words.append(f"memory={memory}")
+    usual = {} if method is None or memory != method.memory else method.memory_options
+    if "memory_options" in several or (method is not None and {**usual, **options} != usual):
+        words += [f"{name}={text(value)}" for name, value in options.items()]
+    return words
+
+
+def _budget(run: Run, own: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """Return the settings that a row shares with its baseline; `own` as for `rows`."""
+    return {key: value for key, value in run.config.items() if key not in METHOD_KEYS | own}
+
+
+class _Baselines:
+    """The uncompressed configurations, by the settings in which a row must agree with them."""
+
+    def __init__(
+        self,
+        firsts: Sequence[Run],
+        table: DataFrame,
+        values: Mapping[str, Mapping[int, float]],
+        own: frozenset[str],
+    ) -> None:
+        """`firsts`: a run of each configuration; `table`: their statistics; `values`: their metric
+        by seed; `own` as for `rows`.
+        """
+        self.values, self.own = values, own
+        self.scores = dict((table["sign"] * table["mean"]).fillna(-math.inf))
+        self.equal: dict[str, list[Run]] = {}
+        self.near: dict[str, list[Run]] = {}
+        for run in firsts:
+            if run.summary.compressor_name == BASELINE:
+                self.equal.setdefault(self._budget(run), []).append(run)
+                self.near.setdefault(self._budget(run, TUNED_KEYS), []).append(run)
+
+    def _budget(self, run: Run, left: frozenset[str] = frozenset()) -> str:
+        known = _budget(run, self.own | left).items()
+        return canonical({k: float(v) if type(v) is int else v for k, v in known if v is not None})
+
+    def of(self, run: Run) -> tuple[str | None, tuple[str, ...]]:
+        """Return the `none` configuration of equal budget, and the tuned keys that differ.
+
+        Of several the one with most equal settings that change an uncompressed run (local steps,
+        delay, ...), then most common seeds, then most seeds, then most equal keys. Without one of
+        equal budget: the best that differs in tuned keys only; without that: None.
+        """
+
+        def alike(other: Run, keys: Iterable[str]) -> int:
+            return sum(other.config.get(key) == run.config.get(key) for key in keys)
+
+        def closeness(other: Run) -> tuple[int, int, int, int]:
+            mine, theirs = self.values[run.method], self.values[other.method]
+            common = len(mine.keys() & theirs.keys())
+            fp32 = alike(other, DECLARED.changes_fp32)
+            return fp32, common, len(theirs), alike(other, METHOD_KEYS)
+
+        if equals := self.equal.get(self._budget(run)):
+            return max(equals, key=closeness).method, ()
+        near = self.near.get(self._budget(run, TUNED_KEYS))
+        if not near:
+            return None, ()
+        best = max(near, key=lambda other: self.scores[other.method])
+        mine, theirs = _budget(run, self.own), _budget(best, self.own)
+        apart = (key for key in mine | theirs if mine.get(key) != theirs.get(key))
+        return best.method, tuple(apart)
+
+
+def order(value: Any) -> tuple[int, float, str]:
+    """Return what sorts the values of a setting: numbers by size, then all else as text."""
+    if isinstance(value, (int, float)):
+        return 0, float(value), ""
+    return 1, 0.0, canonical(value)
+
+
+def fp32_target(runs: Sequence[Run]) -> float:
+    """Return the target that the uncompressed runs set: the median of their last evaluation.
+
+    Raises:
+        UsageError: there is no uncompressed run with evaluations, or of more than one task.
+    """
+    last = []
+    baselines = [run for run in runs if run.summary.compressor_name == BASELINE]
+    for run in baselines:
+        if curve := run.evaluations():
+            accuracy = curve[-1].get(f"{run.judged_by}_accuracy")
+            last.append(curve[-1].get(f"{run.judged_by}_loss") if accuracy is None else accuracy)
+    known = [value for value in last if value is not None]
+    if not known or len({run.summary.task for run in runs}) > 1:
+        raise UsageError(
+            "--target fp32: uncompressed runs (`none`) of one task expected, with their "
+            "evaluations; give a number, e.g. --target 0.7, or choose a task by --where"
+        )
+    return float(statistics.median(known))
+
+
+def level(target: str | None, runs: Sequence[Run]) -> float | None:
+    """Return the target as a number: `fp32` is what the uncompressed runs set.
+
+    Raises:
+        UsageError: another word, or see `fp32_target`.
+    """
+    if target is None:
+        return None
+    if target == "fp32":
+        return fp32_target(runs)
+    try:
+        return float(target)
+    except ValueError:
+        raise UsageError(
+            f"--target {target}: an accuracy from 0 to 1, a loss, or fp32 expected"
+        ) from None
+
+
+def rows(
+    runs: Sequence[Run],
+    target: float | None = None,
+    own: frozenset[str] = frozenset(),
+    labels: Sequence[Label] = (),
+) -> list[Row]:
+    """Return a row for each configuration: all settings but the seed.
+
+    Rows are sorted by budget, the uncompressed ones first. `target`: an accuracy (a fraction), or a
+    loss for tasks without one; rows then say what a worker had spent when it was met: on validation
+    examples where the runs held some out, else on the test split. `own`: keys of the config that
+    each method chooses for itself; they are no part of the budget. `labels`: names that the user
+    gives to rows; the first that fits counts.
+
+    Raises:
+        UsageError: a target that no accuracy can meet.
+        GcbenchError: with a target, metrics that cannot be read.
+    """
+    if not runs:
+        return []
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.method, []).append(run)
+    for group in groups.values():
+        group.sort(key=lambda run: run.summary.seed)
+    metrics = _metrics(runs)
+    if target is not None and "accuracy" in metrics.values() and not 0 < target <= 1:
+        raise UsageError(f"--target {target:g}: an accuracy in (0, 1] expected, e.g. 0.9")
+    firsts = [group[0] for group in groups.values()]
+    context = sorted(_varying([_budget(run, own) for run in firsts]), key=_context_order)
+    contexts = [{key: run.config.get(key) for key in context} for run in firsts]
+    chosen = [key for key in _varying([run.config for run in firsts]) if key in own]
+
+    per_run = seeds.per_run([run for group in groups.values() for run in group], metrics, target)
+    values = seeds.values(per_run)
+    table = seeds.per_config(per_run)
+    known = _Baselines(firsts, table, values, own)
+    baselines = [known.of(run) for run in firsts]
+    columns: dict[str, Any] = {
+        "method": _labels(firsts, own, labels),
+        "metric": [metrics[run.summary.task] for run in firsts],
+        "context": contexts,
+        "own": [{key: run.config.get(key) for key in chosen} for run in firsts],
+        "budget": [canonical(one) for one in contexts],
+        "baseline": [baseline for baseline, _ in baselines],
+        "tuned": [keys for _, keys in baselines],
+    }
+    table = table.assign(**columns)
+    table["on_front"] = ranks.on_front(per_run, table)
+    table = seeds.against_baselines(per_run, table)
+    made = [
+        _row(groups[name], values[name], target, known)
+        for name, known in zip(groups, records(table), strict=True)
+    ]
+    return sorted(
+        made,
+        key=lambda row: (
+            [order(value) for value in row.context.values()],
+            not row.is_baseline,
+            row.method,
+        ),
+    )
+
+
+def _row(
+    runs: Sequence[Run],
+    values: Mapping[int, float],
+    target: float | None,
+    known: Mapping[str, Any],
+) -> Row:
+    """Return the row of these runs; `known` are the columns of its configuration."""
+    phases = dict.fromkeys([*PHASES, *(name for run in runs for name in run.summary.phase_seconds)])
+    return Row(
+        runs=tuple(runs),
+        values=values,
+        failed=tuple(run.summary.seed for run in runs if run.summary.seed not in values),
+        phases={name: known[f"phase {name}"] for name in phases},
+        target=target,
+        **{field: known[field] for field in Row.__dataclass_fields__ if field in known},
+    )
+
+
+def _metrics(runs: Sequence[Run]) -> dict[str, str]:
+    """Return the metric of each task: "accuracy" where a run has one, else "test_loss"."""
+    made = {run.summary.task: "test_loss" for run in runs}
+    for run in runs:
+        if (run.summary.test_accuracy, run.summary.validation_accuracy) != (None, None):
+            made[run.summary.task] = "accuracy"
+    return made
+
+
+def _context_order(key: str) -> tuple[int, str]:
+    first = ("task", "task_options", "workers", "steps", "batch", "optimizer", "lr")
+    return (first.index(key) if key in first else len(first)), key
+
+
+# ---- tiers and ranks ----------------------------------------------------------------------------
+
+
+def ranked(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with their places in their tier and budget, and whether one beats them.
+
+    See `ranks.places` and `ranks.pairwise`.
+    """
+    import pandas as pd
+
+    groups: dict[str, list[int]] = {}
+    for i, row in enumerate(rows):
+        if row.tier is not None:
+            groups.setdefault(canonical([row.tier, row.context]), []).append(i)
+    made = list(rows)
+    for members in groups.values():
+        values = pd.DataFrame({i: rows[i].values for i in members})
+        sign = 1 if rows[members[0]].metric == "accuracy" else -1
+        examples = rows[members[0]].examples or math.nan
+        better = ranks.pairwise(values, sign, examples) > 0
+        sizes = pd.Series({i: rows[i].payload for i in better.index})
+        for i, rank in zip(members, ranks.places(values, sign, examples), strict=True):
+            beaten = i in better and bool((better[i] & (sizes <= rows[i].payload)).any())
+            made[i] = replace(made[i], rank=rank, beaten=beaten)
+    return made
+
+
+# ---- what a command asks for --------------------------------------------------------------------
+
+
+class Asked(NamedTuple):
+    """What a comparison is to show, as the command line has it."""
+
+    conditions: Mapping[str, Sequence[str]]
+    """Setting -> the values allowed."""
+    target: str | None
+    by: str | None
+    format: str
+    sort: str = ""
+    columns: Sequence[str] = ()
+    width: str = ""
+    labels: Sequence[Label] = ()
+
+
+def chosen(
+    runs: Sequence[Run],
+    asked: Asked,
+    own: frozenset[str] = frozenset(),
+    complete: Callable[[list[Row]], list[Row]] = list,
+) -> list[Row]:
+    """Return the rows that were asked for; `own` as for `rows`.
+
+    `complete` adds to all rows, before any is left out, what it takes all of them to know.
+
+    Raises:
+        UsageError: no row has all that was asked for, or see `where`, `level` and `rows`.
+    """
+    runs, meets = where(runs, asked.conditions)
+    found = list(filter(meets, complete(rows(runs, level(asked.target, runs), own, asked.labels))))
+    if not found:
+        words = (f"{key}={','.join(values)}" for key, values in asked.conditions.items())
+        raise UsageError(f"no row has all of {' and '.join(words)}")
+    return found
+
+
+def told(rows: Sequence[Row], asked: Asked, title: str = "") -> str:
+    """Return the rows as text; those of a suite with tiers have a table for each.
+
+    A `title` stands above tables, not in CSV or JSON.
+    """
+    from gcbench.report import tables
+
+    tiers = asked.by is None and any(row.tier is not None for row in rows)
+    layout = tables.Layout(asked.sort, asked.columns, asked.width)
+    made = tables.render(rows, asked.format, by="tier" if tiers else asked.by, layout=layout)
+    if not title or asked.format in ("csv", "json"):
+        return made
+    return f"{sentence(title, asked.format, tables.columns())}\n\n{made}"
+
+
+# ---- filters and groups --------------------------------------------------------------------------
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """Return what a run can be chosen by: its config, and the fields of its method and task."""
+    nested = ("options", "task_options", "memory_options")
+    own = {key: value for name in nested for key, value in (run.config.get(name) or {}).items()}
+    config = {key: value for key, value in run.config.items() if key not in nested}
+    known = own | fields(run.summary) | config
+    return known | {"compressor": run.summary.compressor_name, "seed": run.summary.seed}
+
+
+def _known(key: str, runs: Sequence[Run]) -> None:
+    keys = {key for run in runs for key in _settings(run)}
+    if key not in keys:
+        raise unknown("setting", key, keys)
+
+
+def where(
+    runs: Sequence[Run], conditions: Mapping[str, Sequence[str]]
+) -> tuple[list[Run], Callable[[Row], bool]]:
+    """Return the runs to make rows of, and whether a row is to be shown.
+
+    `conditions`: setting -> the values allowed, as the command line writes them. A condition on the
+    seed selects runs, before means are taken. Every other one selects rows, once they are made: the
+    baseline of a row may be one that is not shown.
+
+    Raises:
+        UsageError: a setting that no run has, or values that none has.
+    """
+
+    def meets(run: Run, key: str) -> bool:
+        return text(_settings(run).get(key)) in conditions[key]
+
+    for key, values in conditions.items():
+        _known(key, runs)
+        if not any(meets(run, key) for run in runs):
+            present = {text(_settings(run).get(key)) for run in runs}
+            raise unknown(key, ", ".join(values), present)
+    kept = [run for run in runs if "seed" not in conditions or meets(run, "seed")]
+    later = [key for key in conditions if key != "seed"]
+
+    def shown(row: Row) -> bool:
+        return all(meets(row.runs[0], key) for key in later)
+
+    return kept, shown
+
+
+def by(rows: Sequence[Row], key: str) -> dict[str, list[Row]]:
+    """Return the rows by the value of a setting, as text; tiers come with the most bits first.
+
+    Raises:
+        UsageError: a setting that no run has.
+    """
+    groups: dict[str, list[Row]] = {}
+    tiers = key == "tier" and any(row.tier is not None for row in rows)
+    if not tiers:
+        _known(key, [row.runs[0] for row in rows])
+    for row in rows:
+        value = (row.tier or "none") if tiers else text(_settings(row.runs[0]).get(key))
+        groups.setdefault(value, []).append(row)
+    if tiers:
+        return dict(sorted(groups.items(), key=lambda group: -_most_bits(group[1])))
+    return groups
+
+
+def _most_bits(rows: Sequence[Row]) -> float:
+    return max(row.bits_up or 0.0 for row in rows)

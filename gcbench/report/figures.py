@@ -1,0 +1,280 @@
+"""What all pictures share: style, colours and markers, labels that do not overlap, and the file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
+from math import hypot
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.results import sanitize
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ENDINGS = (".png", ".svg", ".pdf")
+MARKERS = "osD^vPX<>p*"
+LINES: tuple[Any, ...] = (
+    "-",
+    (0, (5, 1.5)),
+    (0, (1, 1.2)),
+    (0, (5, 1.5, 1, 1.5)),
+    (0, (9, 2)),
+    (0, (3, 1, 1, 1, 1, 1)),
+    (0, (2, 2)),
+)
+_METADATA: dict[str, dict[str, Any]] = {
+    ".png": {"Software": None},
+    ".svg": {"Date": None},
+    ".pdf": {"CreationDate": None},
+}
+
+
+def check(path: Path) -> Path:
+    """Return `path` if a picture can be written there; to be called before long work.
+
+    Raises:
+        UsageError: another ending than `ENDINGS`, or a folder that is not there.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in ENDINGS:
+        raise UsageError(f"{path}: the ending says the format; allowed: {', '.join(ENDINGS)}")
+    if not path.parent.is_dir():
+        raise UsageError(f"{path.parent} is no folder; make it, or name another file")
+    return path
+
+
+def colours(count: int) -> list[Any]:
+    """Return that many different colours, from a colour-blind safe palette while it lasts.
+
+    Beyond ten, hues around the circle, dark and light in turn; a marker tells neighbours apart.
+    """
+    import seaborn
+
+    safe = list(seaborn.color_palette("colorblind"))
+    if count <= len(safe):
+        return safe[:count]
+    turns = [seaborn.husl_palette(count, s=0.9, l=light) for light in (0.45, 0.68)]
+    return [turns[place % 2][place] for place in range(count)]
+
+
+def styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return a colour of its own, a marker and a line style for each label, in order."""
+    names = list(dict.fromkeys(labels))
+    return {
+        label: {
+            "color": colour,
+            "marker": MARKERS[place % len(MARKERS)],
+            "linestyle": LINES[place % len(LINES)],
+        }
+        for place, (label, colour) in enumerate(zip(names, colours(len(names)), strict=True))
+    }
+
+
+WIDTHS = {"single": 3.5, "double": 7.16}
+"""Inches of a column of a paper, and of a page of two (IEEE's; others differ by a few percent)."""
+_EMBEDDED = {"pdf.fonttype": 42, "ps.fonttype": 42}
+"""Fonts as TrueType, with their outlines: publishers refuse matplotlib's usual Type 3."""
+
+
+@contextmanager
+def print_canvas(width: str, aspect: float = 0.75) -> Iterator[Figure]:
+    """Yield an empty figure as wide as one of `WIDTHS`, with text of 8 points."""
+    import matplotlib as mpl
+    import seaborn
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    look = {
+        **seaborn.axes_style("ticks", {"axes.grid": True, "grid.color": "0.9"}),
+        **seaborn.plotting_context("paper"),
+        **dict.fromkeys(("font.size", "axes.labelsize", "axes.titlesize"), 8),
+        **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 7),
+        **{"grid.linewidth": 0.5, "lines.linewidth": 1.0, "lines.markersize": 4.5},
+        **_EMBEDDED,
+        "svg.hashsalt": "gcbench",
+    }
+    inches = WIDTHS[width]
+    tall = inches * (aspect if width == "single" else aspect * 0.72)
+    with mpl.rc_context(look):
+        figure = Figure(figsize=(inches, tall), dpi=300, layout="constrained")
+        FigureCanvasAgg(figure)
+        yield figure
+
+
+@contextmanager
+def canvas(width: float, height: float) -> Iterator[Figure]:
+    """Yield an empty figure of that many inches, styled to be readable at half its size."""
+    import matplotlib as mpl
+    import seaborn
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    look = {
+        **seaborn.axes_style("ticks", {"axes.grid": True, "grid.color": "0.9"}),
+        **seaborn.plotting_context("notebook", font_scale=1.2),
+        **_EMBEDDED,
+        "svg.hashsalt": "gcbench",  # equal runs give equal files
+    }
+    with mpl.rc_context(look):
+        figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
+        FigureCanvasAgg(figure)
+        yield figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Remove the upper and right frame of the axes, and write the figure to `path`.
+
+    Raises:
+        GcbenchError: the file cannot be written.
+    """
+    import seaborn
+
+    for axes in figure.axes:
+        seaborn.despine(ax=axes)
+    try:
+        figure.savefig(path, metadata=_METADATA[path.suffix.lower()])
+    except OSError as error:
+        raise GcbenchError(
+            f"cannot write {path} ({error}); name a file in an existing, writable folder"
+        ) from error
+
+
+# ---- labels --------------------------------------------------------------------------------------
+
+
+class Mark(NamedTuple):
+    """A point to be labelled: where, half its error bar (data coordinates), text, colour.
+
+    `short` stands where there is no room for the text: a number, say, that a legend explains.
+    `across` is half of an error bar along the x axis.
+    """
+
+    x: float
+    y: float
+    spread: float
+    text: str
+    colour: Any
+    short: str = ""
+    across: float = 0.0
+
+
+FAR = 24  # points from a mark, beyond which a line joins it and its label
+
+
+def _spots() -> list[tuple[int, int]]:
+    """Return offsets in points at which a label may stand, the nearest first."""
+    across = (9, -9, 0, 30, -30, 60, -60, 100, -100)
+    along = (0, 10, -10, 20, -20, 32, -32, 46, -46, 62, -62, 80, -80, 100, -100)
+    return sorted(((x, y) for x, y in product(across, along) if x or y), key=lambda at: hypot(*at))
+
+
+def write_labels(
+    axes: Axes, marks: Sequence[Mark], line: Sequence[tuple[float, float]] = ()
+) -> int:
+    """Write a label near each mark: no label lies over a mark, an error bar or another label.
+
+    Nor does one lie over `line`, points that a line joins (data coordinates, NaN for a gap), or
+    nearer to another mark than to its own, unless a line joins it and its mark. Where there is no
+    room near a mark for its text its `short` stands, if that fits better or nearer; the place with
+    fewest overlaps is taken where neither fits. Returns how many labels overlap something.
+    """
+    import numpy as np
+    from matplotlib.path import Path as Trace
+    from matplotlib.transforms import Bbox
+
+    figure: Any = axes.figure
+    points = figure.dpi / 72
+    taken: list[Any] = []
+    for mark in marks:
+        sides = [
+            (mark.x - mark.across, mark.y - mark.spread),
+            (mark.x + mark.across, mark.y + mark.spread),
+        ]
+        (left, low), (right, high) = axes.transData.transform(sides)
+        around = 4 * points if len(marks) > 20 else 5.5 * points
+        taken.append(Bbox([[left - around, low - around], [right + around, high + around]]))
+    places = axes.transData.transform([(mark.x, mark.y) for mark in marks])
+    trace = Trace(axes.transData.transform(line)) if line else None
+
+    def count(own: int, box: Any, joined: bool) -> int:
+        """Return what the label of the mark `own` would overlap in the box."""
+        away = [hypot(*(np.clip(place, box.min, box.max) - place)) for place in places]
+        found: int = sum(box.overlaps(other) for other in taken)
+        found += trace is not None and bool(trace.intersects_bbox(box, filled=False))
+        return found + (not joined and away[own] > min(away))
+
+    collisions = 0
+    for own, mark in enumerate(marks):
+        free = partial(count, own)
+        (hits, far), label, box = _place(axes, mark, mark.text, free)
+        if (hits or far > FAR) and mark.short:
+            shorter = _place(axes, mark, mark.short, free)
+            if shorter[0] < (hits, far):
+                label.remove()
+                (hits, _), label, box = shorter
+            else:
+                shorter[1].remove()
+        collisions += bool(hits)
+        taken.append(box)
+    return collisions
+
+
+def _place(
+    axes: Axes, mark: Mark, text: str, count: Callable[[Any, bool], int]
+) -> tuple[tuple[int, float], Any, Any]:
+    """Write a label at the nearest free spot.
+
+    `count` returns how much a box would overlap, if a line joins it and the mark, and if not.
+    Returns how many boxes it overlaps and its distance in points, the label and its box.
+    """
+    from matplotlib.text import Text
+
+    figure: Any = axes.figure
+    renderer = figure.canvas.get_renderer()
+    frame = axes.get_window_extent(renderer)
+    best: tuple[tuple[int, float], Any, Any] | None = None
+    for across, along in _spots():
+        distance = hypot(across, along)
+        label = axes.annotate(
+            sanitize.label(text),
+            (mark.x, mark.y),
+            (across, along),
+            textcoords="offset points",
+            ha="center" if not across else "left" if across > 0 else "right",
+            va="center" if across else "bottom" if along > 0 else "top",
+            color="0.15",
+            fontsize="small",
+            arrowprops={
+                "arrowstyle": "-",
+                "color": mark.colour,
+                "shrinkA": 0,
+                "shrinkB": 4,
+                "relpos": (
+                    0.0 if across > 0 else 1.0 if across else 0.5,
+                    0.5 if across else float(along < 0),
+                ),
+            }
+            if distance > FAR
+            else None,
+        )
+        label.update_positions(renderer)
+        box = Text.get_window_extent(label, renderer)  # without the line to the mark
+        hits = count(box, distance > FAR)
+        inside = frame.x0 <= box.x0 and box.x1 <= frame.x1
+        hits += 10 * (not (inside and frame.y0 <= box.y0 and box.y1 <= frame.y1))
+        if best is not None and hits >= best[0][0]:
+            label.remove()
+            continue
+        if best is not None:
+            best[1].remove()
+        best = ((hits, distance), label, box)
+        if not hits:
+            break
+    assert best is not None
+    return best

@@ -1,0 +1,239 @@
+"""The table of kernel timings: `make bench` measures and saves them, `gcbench kernels` shows."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gcbench.core import files
+from gcbench.core.errors import UsageError, unknown
+from gcbench.report.rendering import Column, block, number, sentence, where
+
+FORMATS = ("table", "markdown", "json")
+COPIED = 8
+"""Bytes an element that `copy_` of float32 moves: one read and one written."""
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Row(BaseModel):
+    """One operation, or one part of a method, timed on one backend."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    op: str
+    backend: str
+    device: str
+    size: str
+    elements: Count
+    tensors: Count
+    threads: Count
+    bytes_per_element: Positive
+    """Bytes that must be read and written for each element: each input and output once."""
+    gb_per_second: Positive
+    """10^9 bytes of the float32 gradient a second."""
+    copy_seconds: Positive
+    """Median of `copy_` of as many elements, timed before each round."""
+    around_seconds: Positive | None = None
+    """Median of what a short call spends outside of its native functions."""
+    seconds: Positive
+    """Median."""
+    iqr: float
+    fastest: Positive
+    rounds: Count
+
+    @property
+    def where(self) -> tuple[str, str, int]:
+        """The fields that all rows of one table share."""
+        return self.size, self.device, self.threads
+
+    @property
+    def of_copy(self) -> float:
+        """How many times as fast as `copy_` of the same elements."""
+        return self.copy_seconds / self.seconds
+
+    @property
+    def of_floor(self) -> float:
+        """Bytes that must move, a second, as a share of those that `copy_` moves a second."""
+        return self.of_copy * self.bytes_per_element / COPIED
+
+
+class Timings(BaseModel):
+    """The rows of one run of the benchmarks, in its order, and where it was made."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    commit: str | None
+    date: str
+    rows: list[Row]
+
+
+def load(path: Path) -> Timings:
+    """Read what `make bench`, `pytest --benchmark-json` or `gcbench kernels --json` has written.
+
+    Raises:
+        UsageError: there is no such file, or it holds something else.
+    """
+    try:
+        document = json.loads(files.read_text(path))
+    except OSError as error:
+        raise UsageError(
+            f"{path}: {error.strerror}; `make bench` in a checkout writes results/kernels.json"
+        ) from None
+    except (ValueError, RecursionError):
+        raise UsageError(f"{path} is no JSON; name a file that `make bench` wrote") from None
+    try:
+        flat = _flat(document) if "benchmarks" in document else document
+        return Timings.model_validate(flat)
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    except (KeyError, TypeError) as error:
+        reason = repr(error)
+    raise UsageError(f"{path} holds no timings of `make bench` ({reason})")
+
+
+def _flat(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return pytest-benchmark's document as `gcbench kernels --json` prints it."""
+    machine, commit = dict(document["machine_info"]), document["commit_info"]
+    rows = [
+        {
+            **benchmark["extra_info"],
+            "seconds": benchmark["stats"]["median"],
+            "iqr": benchmark["stats"]["iqr"],
+            "fastest": benchmark["stats"]["min"],
+            "rounds": benchmark["stats"]["rounds"],
+        }
+        for benchmark in document["benchmarks"]
+    ]
+    return {
+        "versions": machine.pop("versions"),
+        "machine": machine,
+        "commit": commit["id"] and commit["id"] + "+" * bool(commit["dirty"]),
+        "date": document["datetime"][:10],
+        "rows": rows,
+    }
+
+
+def select(rows: Sequence[Row], **wanted: str | None) -> list[Row]:
+    """Return the rows whose `op` contains what is wanted, and whose other fields begin with it.
+
+    `wanted`: field to text, or None for all.
+
+    Raises:
+        UsageError: no row is left.
+    """
+    kept = list(rows)
+    for field, text in wanted.items():
+        if text is None:
+            continue
+        values = {id(row): str(getattr(row, field)) for row in kept}
+        left = [
+            row
+            for row in kept
+            if (text in values[id(row)] if field == "op" else values[id(row)].startswith(text))
+        ]
+        if not left:
+            raise unknown(field, text, set(values.values()))
+        kept = left
+    return kept
+
+
+# ---- text ----------------------------------------------------------------------------------------
+
+NAMES = ("op", "backend")
+NUMBERS = ("median ms", "GB/s", "x copy_", "x eager", "% of floor", "us around")
+NOTE = (
+    "GB/s: of the float32 gradient, 4 bytes an element. x copy_: times as fast as copy_ of the "
+    "same elements, timed before each round. x eager: times as fast as the same in eager torch, "
+    "written as in research code. % of floor: 100 where bytes that must move (each input read and "
+    "each output written once) move as fast as those of copy_; more is possible, as copy_ reads "
+    "what it overwrites. us around: microseconds that a short call spends outside of the native "
+    "function."
+)
+
+
+def _cells(row: Row, eager: float | None) -> list[str]:
+    return [
+        row.op,
+        row.backend,
+        number(1e3 * row.seconds),
+        number(row.gb_per_second),
+        number(row.of_copy),
+        "-" if eager is None or row.backend == "eager" else number(eager / row.seconds),
+        number(100 * row.of_floor),
+        "-" if row.around_seconds is None else number(1e6 * row.around_seconds),
+    ]
+
+
+def tables(timings: Timings, rows: Sequence[Row]) -> list[tuple[str, list[Column]]]:
+    """Return title and columns of a table for each size, device and number of threads."""
+    eager = {(row.op, row.where): row.seconds for row in timings.rows if row.backend == "eager"}
+    found = []
+    for place in dict.fromkeys(row.where for row in rows):
+        alike = [row for row in rows if row.where == place]
+        size, device, threads = place
+        first = alike[0]
+        title = f"{size}: {first.elements:,} elements"
+        title += f" in {first.tensors} tensors" if first.tensors > 1 else ""
+        title += f", {threads} thread{'s' * (threads > 1)}" if device == "cpu" else f", {device}"
+        cells = zip(*(_cells(row, eager.get((row.op, place))) for row in alike), strict=True)
+        columns = list(zip((*NAMES, *NUMBERS), map(list, cells), strict=True))
+        if all(row.around_seconds is None for row in alike):
+            del columns[-1]
+        found.append((title, [Column(*column) for column in columns]))
+    return found
+
+
+def notes(timings: Timings) -> list[str]:
+    """Return two sentences: machine and versions, and what the columns mean."""
+    made = timings.model_dump(include={"machine", "versions", "commit"})
+    return [where({**made, "started": timings.date}) + ".", NOTE]
+
+
+def _json(timings: Timings, rows: Sequence[Row]) -> str:
+    """Return a document that `load` reads, with one row a line and times to five digits."""
+    head = timings.model_dump(exclude={"rows"})
+    lines = [
+        json.dumps(
+            {
+                key: float(f"{value:.5g}") if isinstance(value, float) else value
+                for key, value in row.model_dump(exclude_none=True).items()
+            }
+        )
+        for row in rows
+    ]
+    begin = json.dumps(head, indent=2).removesuffix("\n}")
+    return begin + ',\n  "rows": [\n    ' + ",\n    ".join(lines) + "\n  ]\n}"
+
+
+def render(
+    timings: Timings, rows: Sequence[Row], format: str = "table", width: int | None = None
+) -> str:
+    """Return rows of `timings` as text in one of `FORMATS`, without a final line break.
+
+    `width`, in columns, bounds the format "table" alone: None takes the terminal's, or 100 where
+    the output is no terminal. Wider tables are split, and no cell is cut.
+
+    Raises:
+        UsageError: an unknown format, or no rows.
+    """
+    if format not in FORMATS:
+        raise unknown("format", format, FORMATS)
+    if not rows:
+        raise UsageError("no timings to show")
+    if format == "json":
+        return _json(timings, rows)
+    width = width or shutil.get_terminal_size((100, 24)).columns
+    shown = [
+        block(title, columns, len(NAMES), format, width) for title, columns in tables(timings, rows)
+    ]
+    return "\n\n".join([*shown, *(sentence(note, format, width) for note in notes(timings))])

@@ -1,0 +1,235 @@
+"""One page of HTML: a summary, accuracy, analyses, timings, pictures, and the commands.
+
+The page needs no network and no other file. Each number stands in a row that names the commands
+which make it again. `gcbench.report.sections` makes its parts, `summary` its first section.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+from gcbench._version import __version__
+from gcbench.core import files
+from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.core.writing import write_atomically
+from gcbench.report import analysis as measuring
+from gcbench.report import glossary, kernel_timings, sections, summary
+from gcbench.report.analysis import HEAD, Analysis
+from gcbench.report.kernel_timings import Timings
+from gcbench.report.sections import Draw, Section
+from gcbench.report.suite_match import Beside
+from gcbench.results import reader
+from gcbench.results.reader import Run
+
+TEMPLATE = "report.html.j2"
+
+
+# ---- what there is -------------------------------------------------------------------------------
+
+
+@dataclass
+class Found:
+    """What the page shows."""
+
+    runs: list[Run] = field(default_factory=list)
+    analyses: dict[str, Analysis] = field(default_factory=dict)
+    """By `Analysis.name`."""
+    timings: dict[str, Timings] = field(default_factory=dict)
+    """By the title of their section."""
+    labels: dict[str, str] = field(default_factory=dict)
+    """What a reader calls an analysis, by its name: its kind, or its file."""
+
+    faults: reader.Faults = field(default_factory=list)
+    """Errors of what could not be read, and is left out."""
+
+    def add_from(self, folder: Path) -> None:
+        """Add the analysis in a folder, or its error to `faults`."""
+        try:
+            self.add(measuring.load(folder))
+        except UsageError:
+            raise
+        except GcbenchError as error:
+            self.faults.append(error)
+
+    def add(self, analysis: Analysis, label: str | None = None) -> None:
+        """Keep an analysis; of two copies of one, that with more tables."""
+        self.labels.setdefault(analysis.name, label or analysis.kind)
+        known = self.analyses.setdefault(analysis.name, analysis)
+        if known.provenance != analysis.provenance:
+            reader.warn(
+                f"{analysis.name} found twice, made at different times: the first is shown, of "
+                f"{known.provenance.get('started')}"
+            )
+        elif len(known.tables) < len(analysis.tables):
+            self.analyses[analysis.name] = analysis
+
+
+def collect(places: Sequence[Path]) -> Found:
+    """Return what is found in these folders, at any depth, and in JSON files that are named.
+
+    Rows, runs and analyses that cannot be read are left out, their errors in `Found.faults`.
+
+    Files of rows (.parquet) are found in folders, too. A JSON file holds runs,
+    an analysis, or kernel timings.
+
+    Raises:
+        UsageError: a path is missing or holds something else, or nothing is found in any of them.
+        GcbenchError: nothing else than what cannot be read is there.
+    """
+    found = Found()
+    holding: list[Path] = []
+    for place in places:
+        files.check_regular(place)
+        if not place.exists():
+            raise UsageError(f"{place} does not exist; name a folder of runs or analyses")
+        if place.is_file():
+            holding += _file(place, found)
+            continue
+        for folder in _analyses(place):
+            found.add_from(folder)
+        if any(reader.run_folders(place)) or reader.row_files(place):
+            holding.append(place)
+    if holding:
+        try:
+            found.runs = reader.load(holding, faults=found.faults)
+        except UsageError:
+            raise
+        except GcbenchError as error:
+            found.faults.append(error)
+    if not (found.runs or found.analyses or found.timings):
+        if found.faults:
+            raise found.faults[0]
+        names = ", ".join(map(str, places))
+        raise UsageError(
+            f"no finished run and no analysis in {names}; make some with `gcbench run`, or with "
+            "`gcbench histogram`, `bounds`, `bandwidth`, `predict` or `advise`"
+        )
+    return found
+
+
+def _file(path: Path, found: Found) -> list[Path]:
+    """Add what a file holds; a file of runs is returned, to be read together with all others."""
+    if path.suffix == ".parquet":
+        return [path]
+    try:
+        data = json.loads(files.read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path} cannot be read as JSON ({error}); {_TAKEN}") from None
+    keys = data.keys() if isinstance(data, dict) else set()
+    if path.name == HEAD:
+        found.add_from(path.parent)
+    elif keys >= {"kind", "tables"}:
+        found.add(measuring.parse(data, path), path.stem)
+    elif keys >= {"machine", "rows"} or "benchmarks" in keys:
+        timings = kernel_timings.load(path)
+        found.timings[f"{path.stem} {measuring.digest(timings.model_dump())}"] = timings
+    elif "schema" in keys or (isinstance(data, list) and not (path.parent / HEAD).exists()):
+        return [path]
+    elif isinstance(data, list):
+        raise UsageError(f"{path} is one table of an analysis; name its folder, {path.parent}")
+    else:
+        raise UsageError(f"{path} holds no run, analysis or kernel timings; {_TAKEN}")
+    return []
+
+
+_TAKEN = (
+    "a file of the page is what `gcbench run`, an analysis such as `gcbench bounds`, or `gcbench "
+    "kernels` print with --json"
+)
+
+
+def _analyses(folder: Path) -> Iterator[Path]:
+    for place, below, names in os.walk(folder):
+        below.sort()
+        if HEAD in names:
+            below.clear()
+            yield Path(place)
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+
+def page(
+    found: Found,
+    draw: Draw,
+    *,
+    title: str = "gcbench report",
+    target: float | None = None,
+    suites: Sequence[Beside] = (),
+    said: Callable[[int, int, str], None] = lambda done, of, what: None,
+) -> str:
+    """Return the page of what was found.
+
+    `target` is that of `compare.rows`; `suites` have a section each, too, as have those for which
+    rows say that they were made. `said` is called as (sections done, of, next one).
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    chosen = list(sections.compared(found.runs, target, suites))
+    short = sections.too_short(found.runs)
+    parts: dict[str, Callable[[], Section]] = {}
+    for one in chosen:
+        parts[one.title] = partial(sections.accuracy, one)
+    for name, analysis in sorted(found.analyses.items()):
+        parts[name] = partial(sections.analysed, draw, found.labels[name], analysis)
+    for one in [*chosen, *short]:
+        if sections.timed(one):
+            parts[f"Times: {one.title}"] = partial(sections.times, one)
+    for name, timings in found.timings.items():
+        parts[name] = partial(sections.kernels, name, timings)
+    made = []
+    for done, (name, make) in enumerate(parts.items()):
+        said(done, len(parts), name)
+        made.append(make())
+    made = summary.sections(chosen, short, made, found.analyses, found.labels) + made
+    sections.anchored(made)
+    environment = Environment(
+        loader=PackageLoader("gcbench.report", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    tiers = {row.tier: None for one in chosen for row in one.rows if row.tier is not None}
+    return environment.get_template(TEMPLATE).render(
+        title=title,
+        parts={kind: [one for one in made if one.kind == kind] for kind in sections.KINDS},
+        tasks=sorted({one.task for one in chosen}),
+        tiers=list(tiers),
+        methods=sorted({row.first.compressor_name for one in chosen for row in one.rows}),
+        runs=len(found.runs),
+        analyses=len(found.analyses),
+        timings=sum(len(timings.rows) for timings in found.timings.values()),
+        words=glossary.WORDS,
+        version=__version__,
+        made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+
+
+def check(path: Path) -> None:
+    """Refuse a path to which the page cannot be written; to be called before long work.
+
+    Raises:
+        UsageError: the ending is not .html, or the folder is not there.
+    """
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"{path}: a page ends in .html")
+    if not path.parent.is_dir():
+        raise UsageError(f"{path.parent} is no folder; make it, or name another file")
+
+
+def write(path: Path, text: str) -> None:
+    """Write the page to `path`; GcbenchError if that cannot be."""
+    try:
+        write_atomically(path, text.encode())
+    except GcbenchError as error:
+        why = getattr(error.__cause__, "strerror", None) or error
+        raise GcbenchError(
+            f"cannot write {path}: {why}; name another file with --output"
+        ) from error

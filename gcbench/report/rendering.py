@@ -1,0 +1,323 @@
+"""The renderer: columns as terminal tables that fit, Markdown or LaTeX; records as CSV or JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unicodedata import combining, east_asian_width
+
+from gcbench.results import sanitize
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+class Column(NamedTuple):
+    """One column of a table: a heading (a line break where it may be two lines) and its cells."""
+
+    heading: str
+    cells: list[str]
+    best: str = ""
+    """"high" or "low": which end a reader looks for first; "" where neither is better."""
+
+
+MB = 1e6
+"""Bytes of the unit in which tables and pictures show them."""
+
+
+def ends(values: Iterable[int]) -> str:
+    """Return the least and the largest of some counts in words: "3 to 5", or "3" if all are."""
+    found = sorted(values)
+    return " to ".join(f"{value:,}" for value in dict.fromkeys((found[0], found[-1])))
+
+
+def number(value: float | None, scale: float = 1.0) -> str:
+    """Return a number in about three digits, without an exponent where that stays readable."""
+    if value is None:
+        return "-"
+    scaled = value * scale
+    if not math.isfinite(scaled) or scaled == 0 or not 1e-4 <= abs(scaled) < 1e7:
+        return f"{scaled:.3g}"
+    return f"{scaled:.{max(0, 2 - math.floor(math.log10(abs(scaled))))}f}"
+
+
+# ---- terminal ------------------------------------------------------------------------------------
+
+
+GAP = "  "
+"""What stands between two columns."""
+
+
+def cell_width(text: str) -> int:
+    """Return how many columns of a terminal a text takes: wide characters take two."""
+    if text.isascii():
+        return len(text)
+    return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def _padded(text: str, width: int, left: bool) -> str:
+    space = " " * (width - cell_width(text))
+    return text + space if left else space + text
+
+
+class _Measured(NamedTuple):
+    """A column with its cells cut to `sanitize.CELL`, and the columns that it takes."""
+
+    heading: list[str]
+    cells: list[str]
+    width: int
+    least: int
+    """Where its cells may fold between words."""
+
+    @classmethod
+    def of(cls, column: Column) -> _Measured:
+        heading = column.heading.split("\n")
+        cells = [sanitize.cut(cell, sanitize.CELL) for cell in column.cells]
+        words = {word for text in (*heading, *cells) for word in text.split()}
+        width = max(map(cell_width, (*heading, *cells)))
+        return cls(heading, cells, width, max(map(cell_width, words), default=0))
+
+
+def _needed(columns: Sequence[_Measured], which: int, wrap: bool) -> int:
+    """Return the width of a table; with `wrap` the last of the `which` columns is folded."""
+    fold = which - 1 if wrap else -1
+    widths = [one.least if place == fold else one.width for place, one in enumerate(columns)]
+    return sum(widths) + len(GAP) * (len(widths) - 1)
+
+
+def _drawn(columns: Sequence[_Measured], which: int, width: int) -> str:
+    """Return a table of at most `width` columns; the first `which` are aligned to the left."""
+    widths = [one.width for one in columns]
+    fold = which - 1
+    spare = _needed(columns, which, wrap=False) - width
+    folds = spare > 0 and fold >= 0
+    if folds:
+        widths[fold] -= spare
+
+    def folded(text: str) -> list[str]:
+        lines = textwrap.wrap(text, widths[fold], break_long_words=False, break_on_hyphens=False)
+        return lines or [""]
+
+    def line(cells: Iterable[str]) -> str:
+        padded = (
+            _padded(c, w, i < which) for i, (c, w) in enumerate(zip(cells, widths, strict=False))
+        )
+        return GAP.join(padded).rstrip()
+
+    headings = [one.heading for one in columns]
+    if folds:
+        headings[fold] = [part for text in headings[fold] for part in folded(text)]
+    height = max(map(len, headings))
+    headings = [[""] * (height - len(one)) + one for one in headings]
+    lines = [line(one[i] for one in headings) for i in range(height)]
+    lines.append("─" * (sum(widths) + len(GAP) * (len(widths) - 1)))
+    for cells in zip(*(one.cells for one in columns), strict=True):
+        first, *rest = folded(cells[fold]) if folds else [""]
+        if folds:
+            cells = (*cells[:fold], first, *cells[fold + 1 :])
+        lines.append(line(cells))
+        lines += [line("" if i != fold else more for i in range(which)) for more in rest]
+    return "\n".join(lines)
+
+
+def terminal(which: Sequence[Column], groups: Sequence[Sequence[Column]], width: int) -> str:
+    """Return as few tables as fit into `width` columns, none with a word or number cut.
+
+    Each begins with the columns `which`, which say what a row is; their last may fold between
+    words. Columns of a group stay together where they can.
+    """
+    names = [_Measured.of(column) for column in which]
+
+    def needed(columns: Sequence[_Measured], wrap: bool) -> int:
+        return _needed([*names, *columns], len(names), wrap)
+
+    tables: list[list[_Measured]] = []
+    for group in ([_Measured.of(column) for column in group] for group in groups):
+        if tables and needed([*tables[-1], *group], wrap=False) <= width:
+            tables[-1] += group
+        elif needed(group, wrap=True) <= width:
+            tables.append([*group])
+        else:
+            tables.append([*group[:1]])
+            for column in group[1:]:
+                if needed([*tables[-1], column], wrap=True) <= width:
+                    tables[-1].append(column)
+                else:
+                    tables.append([column])
+    return "\n\n".join(
+        _drawn([*names, *columns], len(names), max(width, needed(columns, wrap=True)))
+        for columns in tables or [[]]
+    )
+
+
+# ---- documents -----------------------------------------------------------------------------------
+
+
+def _lines(columns: Sequence[Column]) -> list[list[str]]:
+    """Return the headings, then the cells of each row."""
+    headings = [column.heading.replace("\n", " ") for column in columns]
+    rows = zip(*(column.cells for column in columns), strict=True)
+    return [[sanitize.cut(cell, sanitize.CELL) for cell in line] for line in (headings, *rows)]
+
+
+def _markdown_cell(cell: str) -> str:
+    """Return a cell in which Markdown finds neither tags nor links."""
+    escaped = cell.replace("<", "&lt;").replace(">", "&gt;")
+    return escaped.replace("|", "\\|").replace("](", "]\\(")
+
+
+def markdown(columns: Sequence[Column], which: int) -> str:
+    """Return a table of GitHub's Markdown; the first `which` columns are aligned to the left."""
+    headings, *rows = _lines(columns)
+    rule = [":-" if place < which else "-:" for place in range(len(columns))]
+    return "\n".join(
+        "| " + " | ".join(map(_markdown_cell, line)) + " |" for line in (headings, rule, *rows)
+    )
+
+
+_LATEX = str.maketrans(
+    {
+        "\\": r"\textbackslash{}",
+        "&": r"\&",
+        "%": r"\%",
+        "$": r"\$",
+        "#": r"\#",
+        "_": r"\_",
+        "{": r"\{",
+        "}": r"\}",
+        "~": r"$\sim$",
+        "^": r"\textasciicircum{}",
+        "<": r"$<$",
+        ">": r"$>$",
+        "±": r"$\pm$",
+        "†": r"$\dagger$",
+        "‡": r"$\ddagger$",
+        "§": r"\S{}",
+        "µ": r"$\mu$",
+    }
+)
+
+
+def latex_text(text: str) -> str:
+    """Return text with LaTeX's own characters escaped."""
+    return text.translate(_LATEX)
+
+
+def _latex_cell(cell: str) -> str:
+    if cell == "-":
+        return "--"
+    return re.sub(r"(?<![^ \[])[+-](?=[0-9])", r"$\g<0>$", latex_text(cell))
+
+
+def latex(
+    columns: Sequence[Column],
+    which: int,
+    caption: str = "",
+    bold: Mapping[int, Sequence[int]] | None = None,
+    environment: str = "",
+) -> str:
+    """Return a tabular, which needs the package booktabs; with a caption, a floating table.
+
+    `bold`: place of a column -> the rows that are bold in it. `environment`: of the float, "table",
+    or "table*" for the width of two columns.
+    """
+    import pandas as pd
+
+    lines = [[_latex_cell(cell) for cell in line] for line in _lines(columns)]
+    headings, rows = lines[0], lines[1:]
+    style = pd.DataFrame(rows, columns=range(len(columns))).style.hide(axis="index")
+    style = style.format_index(lambda place: headings[int(str(place))], axis="columns")
+    for place, chosen in (bold or {}).items():
+        props = ["textbf:--rwrap;" if row in chosen else "" for row in range(len(rows))]
+        style = style.apply(lambda column, props=props: props, subset=[place])
+    aligned = "l" * which + "r" * (len(columns) - which)
+    if not caption:
+        return str(style.to_latex(column_format=aligned, hrules=True)).rstrip("\n")
+    text = style.to_latex(
+        column_format=aligned,
+        hrules=True,
+        caption=latex_text(caption),
+        environment=environment or "table",
+        position="t",
+        position_float="centering",
+    )
+    return str(text).rstrip("\n")
+
+
+# ---- a whole answer ------------------------------------------------------------------------------
+
+
+def where(found: Mapping[str, Any]) -> str:
+    """Return the machine and the versions of an analysis' or a run's provenance in one line."""
+    machine, known = found.get("machine", {}), found.get("versions", {})
+    commit = found.get("commit")
+    cpu = machine.get("cpu")
+    facts = [
+        machine.get("gpu"),
+        cpu and f"{cpu} ({machine.get('isa')}), {machine.get('cores')} cores",
+        *(f"{name} {known[name]}" for name in ("torch", "gcbench", "python") if name in known),
+        commit and f"commit {commit[:10]}{'+' * commit.endswith('+')}",
+        str(found.get("started", ""))[:10],
+    ]
+    return ", ".join(fact for fact in facts if fact)
+
+
+def sentence(text: str, format: str, width: int) -> str:
+    """Return a sentence beside tables: wrapped in the terminal, as it is in a document."""
+    if format == "table":
+        return textwrap.fill(text, width, break_long_words=False)
+    return rf"\par {latex_text(text)}" if format == "latex" else text
+
+
+def block(title: str, columns: Sequence[Column], which: int, format: str, width: int) -> str:
+    """Return a table under its title, a line of text; the first `which` columns name a row."""
+    if format == "table":
+        told = sentence(title, format, width)
+        return f"{told}\n\n{terminal(columns[:which], [columns[which:]], width)}"
+    if format == "markdown":
+        return f"**{title}**\n\n{markdown(columns, which)}"
+    return f"{latex(columns, which)}\n{sentence(title, format, width)}"
+
+
+def records(frame: DataFrame) -> list[dict[str, Any]]:
+    """Return the lines of a frame as records, None for NaN; the index is left out."""
+    plain = frame.astype(object).where(frame.notna(), None)
+    return [{str(name): value for name, value in one.items()} for one in plain.to_dict("records")]
+
+
+def _plain(value: Any) -> Any:
+    """Return `value`, None in place of a number that strict JSON cannot hold."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return one line a record, lists as JSON and an empty cell for what is not known."""
+    stream = io.StringIO()
+    fields = list(dict.fromkeys(key for record in records for key in record))
+    writer = csv.DictWriter(stream, fields, lineterminator="\n")
+    writer.writeheader()
+    for record in records:
+        cells = {
+            key: json.dumps(value) if isinstance(value, list | dict) else _plain(value)
+            for key, value in record.items()
+        }
+        writer.writerow({key: sanitize.csv_cell(cell) for key, cell in cells.items()})
+    return stream.getvalue().rstrip("\n")
+
+
+def json_text(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return the records as a JSON array: bytes are integers, what is not finite is null."""
+    plain = [{key: _whole(key, _plain(value)) for key, value in one.items()} for one in records]
+    return json.dumps(plain, indent=2, allow_nan=False)
+
+
+def _whole(key: str, value: Any) -> Any:
+    """Return a number of bytes as an integer; other values as they are."""
+    is_bytes = "bytes" in key and isinstance(value, float)
+    return round(value) if is_bytes else value

@@ -1,0 +1,244 @@
+"""Pictures of a comparison: quality against bytes, and training curves, with seeds as spread."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gcbench.core.errors import UsageError
+from gcbench.core.values import canonical
+from gcbench.report import figures
+from gcbench.report.compare import Row, rows
+from gcbench.report.figures import Mark
+from gcbench.report.rendering import ends
+from gcbench.results import sanitize
+from gcbench.results.reader import Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MANY = 8
+"""With more rows than this the legend of a panel is numbered, best first, and a point without room
+for its name shows the number."""
+LEAST_POINTS = 1.0
+"""The least range of the accuracy axis, in percentage points."""
+
+
+def _place(run: Run) -> dict[str, Any]:
+    """Return what decides in which row of panels a run is drawn."""
+    return {key: run.config.get(key) for key in ("task", "task_options", "workers")}
+
+
+def _label(row: Row) -> str:
+    return " ".join([row.method, *(f"{key}={value}" for key, value in row.context.items())])
+
+
+def _shown(row: Row) -> str:
+    return f"{_label(row)} ({len(row.failed)} failed)" if row.failed else _label(row)
+
+
+def curve(run: Run, column: str) -> dict[int, float]:
+    """Return the evaluations of a run by step; empty for a row of a .json file without metrics.
+
+    `column`: "accuracy" or "loss", of the split that judged the run on its way.
+    """
+
+    column = f"{run.judged_by}_{column}"
+
+    def diverged(record: dict[str, Any]) -> bool:  # NaN parameters still have an accuracy
+        loss = f"{run.judged_by}_loss"
+        return record.get(column) is None or record.get(loss, 0.0) is None
+
+    return {
+        record["step"]: math.nan if diverged(record) else record[column]
+        for record in run.evaluations()
+    }
+
+
+def _ranked(panel: Sequence[Row]) -> list[Row]:
+    """Return the rows, the best final metric first, those without one last."""
+    sign = -1 if panel[0].metric == "accuracy" else 1
+    return sorted(panel, key=lambda row: math.inf if row.mean is None else sign * row.mean)
+
+
+def _quality(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]]) -> list[Mark]:
+    """Draw the final metric against payload bytes and return the marks, to be labelled.
+
+    Rows without a finished seed stand at the lower edge.
+    """
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    percent = 100 if panel[0].metric == "accuracy" else 1
+    sizes = [row.payload for row in panel]
+    bands = {row.band for row in panel if row.is_baseline and row.band}
+    band = bands.pop() if len(bands) == 1 else None  # of one budget, or it would mislead
+    if band:
+        axes.axhspan(percent * band[0], percent * band[1], color="0.5", alpha=0.2, lw=0)
+    marks = []
+    texts = [(_shown(row), str(i) if len(panel) > MANY else "") for i, row in enumerate(panel, 1)]
+    for row, size, text in zip(panel, sizes, texts, strict=True):
+        if row.mean is None:
+            continue
+        style = styles[_label(row)]
+        spread = percent * (row.sd or 0.0)
+        axes.errorbar(
+            size,
+            percent * row.mean,
+            spread,
+            capsize=4,
+            elinewidth=1.5,
+            ls="",
+            marker=style["marker"],
+            color=style["color"],
+            ms=9,
+            mec="white",
+            mew=0.7,
+        )
+        marks.append(Mark(size, percent * row.mean, spread, text[0], style["color"], text[1]))
+    fronts: dict[str, list[tuple[float, float]]] = {}
+    for row, size in zip(panel, sizes, strict=True):
+        if row.on_front and row.mean is not None:
+            fronts.setdefault(canonical(row.context), []).append((size, percent * row.mean))
+    for front in fronts.values():
+        axes.plot(*zip(*sorted(front), strict=True), color="0.75", lw=1, ls=(0, (4, 2)), zorder=1)
+    low, high = axes.get_ylim()
+    if percent == 100 and high - low < LEAST_POINTS:  # do not magnify noise
+        middle = (low + high) / 2
+        low, high = middle - LEAST_POINTS / 2, middle + LEAST_POINTS / 2
+    room = 0.12 * (high - low)
+    floor = low - room
+    for row, size, text in zip(panel, sizes, texts, strict=True):
+        if row.mean is None:
+            style = styles[_label(row)]
+            axes.plot(size, floor, marker="x", color=style["color"], ms=9, mew=2, ls="")
+            marks.append(Mark(size, floor, 0.0, text[0], style["color"], text[1]))
+    axes.set_ylim(floor - room if any(row.mean is None for row in panel) else floor, high + room)
+    if min(sizes) > 0:
+        axes.set_xscale("log")
+        axes.set_xlim(min(sizes) / 2.5, max(sizes) * 1.8)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
+        narrow = max(sizes) / min(sizes) < 10
+        axes.xaxis.set_minor_formatter("{x:g}" if narrow else NullFormatter())
+    grey = "\ngrey: range of the uncompressed seeds" if band else ""
+    grey += (
+        "\ndashed: nothing is better with fewer bytes"
+        if any(len(front) > 1 for front in fronts.values())
+        else ""
+    )
+    fold = "\n" if len(panel) > MANY else " "  # the legend is wide, and this panel narrow
+    axes.set_xlabel(f"payload per worker and step,{fold}up + down (MB){grey}")
+    axes.set_ylabel("test accuracy (%)" if percent == 100 else "test loss")
+    return marks
+
+
+def _curves(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]]) -> None:
+    """Draw the mean of the metric over steps, with the range of the seeds around it.
+
+    A line stops where a seed diverged: the mean of the survivors would flatter the method.
+    """
+    accuracy = panel[0].metric == "accuracy"
+    drawn: list[float] = []
+    late: list[float] = []
+    bare = []
+    for number, row in enumerate(panel, 1):
+        name = f"{number}  {_shown(row)}" if len(panel) > MANY else _shown(row)
+        read = [curve(run, "accuracy" if accuracy else "loss") for run in row.runs]
+        curves = [points for points in read if points]
+        style = styles[_label(row)]
+        steps, table = [], []
+        for step in sorted(set.intersection(*map(set, curves)) if curves else ()):
+            values = [(100 if accuracy else 1) * points[step] for points in curves]
+            if not all(map(math.isfinite, values)):
+                break
+            steps.append(step)
+            table.append(values)
+        if not steps:
+            bare.append(axes.plot([], [], label=sanitize.label(name), **style)[0])
+            continue
+        mean = [sum(values) / len(values) for values in table]
+        axes.plot(
+            steps,
+            mean,
+            label=sanitize.label(name),
+            markevery=max(1, len(steps) // 6),
+            ms=6,
+            mec="white",
+            mew=0.7,
+            lw=2,
+            **style,
+        )
+        axes.fill_between(
+            steps, [*map(min, table)], [*map(max, table)], color=style["color"], alpha=0.18, lw=0
+        )
+        drawn += [value for values in table for value in values]
+        third = row.first.steps / 3
+        late += [min(values) for step, values in zip(steps, table, strict=True) if step >= third]
+    if not accuracy and drawn and min(drawn) > 0 and max(drawn) > 30 * min(drawn):
+        axes.set_yscale("log")
+    elif accuracy and late:  # the first third would squeeze the differences at the end
+        axes.set_ylim(bottom=min(late) - 0.05 * (max(drawn) - min(late)))
+    axes.set_xlabel("step")
+    axes.set_ylabel("test accuracy (%)" if accuracy else "test loss")
+    for line in bare if drawn else ():
+        line.set_label(f"{line.get_label()} (no curve)")
+    if not drawn:  # rows of a file have no metrics
+        axes.set_axis_off()
+        axes.set_title("", loc="left")
+    axes.legend(
+        loc="upper left",
+        bbox_to_anchor=(1.01, 1.02) if drawn else (0, 1.02),
+        frameon=False,
+        fontsize="small",
+        handlelength=3.2,
+    )
+
+
+def draw(runs: Sequence[Run], path: Path) -> None:
+    """Write a picture of `runs` to `path`: PNG, SVG or PDF by its ending.
+
+    One row of panels for each task and number of workers. Left: final test accuracy (test loss
+    where the task has none), mean ± sd over seeds, against payload bytes; grey is the band of the
+    uncompressed seeds. Right: the same metric over the steps, mean and range of the seeds. A single
+    seed has neither sd nor range.
+
+    Raises:
+        UsageError: another ending, or no runs.
+        GcbenchError: `path` cannot be written, or the metrics of a run cannot be read.
+    """
+    path = figures.check(path)
+    if not runs:
+        raise UsageError("no runs to draw; load at least one finished run")
+    places: dict[str, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: (run.summary.task, run.summary.workers)):
+        places.setdefault(json.dumps(_place(run), sort_keys=True, default=str), []).append(run)
+    panels = [rows(part) for part in places.values()]  # labels tell apart what one panel shows
+    panels = [_ranked(panel) if len(panel) > MANY else panel for panel in panels]
+    styles = figures.styles(_label(row) for panel in panels for row in panel)
+    height = sum(max(5.2, 0.3 * len(panel) + 0.8) for panel in panels)
+    width = 17 if any(len(panel) > MANY for panel in panels) else 14
+    with figures.canvas(width, height) as figure:
+        labels: list[tuple[Axes, list[Mark]]] = []
+        grid = figure.subplots(len(panels), 2, squeeze=False)
+        for (left, right), panel in zip(grid, panels, strict=True):
+            config = panel[0].runs[0].config
+            many = "s" * (config["workers"] > 1)
+            title = f"{config['task']}, {config['workers']} worker{many}"
+            counts = [len(row.runs) for row in panel]
+            several = max(counts) > 1
+            spread = f"mean ± sd, n = {ends(counts)} seeds" if several else "1 seed"
+            left.set_title(sanitize.label(title) + f": {spread}", loc="left")
+            told = "training: mean and range of the seeds" if several else "training"
+            right.set_title(told, loc="left")
+            labels.append((left, _quality(left, panel, styles)))
+            _curves(right, panel, styles)
+        if not any(right.axison for _, right in grid):  # legends alone
+            grid[0, 0].get_gridspec().set_width_ratios((9, 5))
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # the axes stand still now, so labels can be placed
+        for axes, marks in labels:
+            figures.write_labels(axes, marks)
+        figures.save(figure, path)

@@ -1,0 +1,423 @@
+"""The parts of the report: a section a task or suite, an analysis, a table of times."""
+
+from __future__ import annotations
+
+import base64
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gcbench.core import registry
+from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.core.values import text
+from gcbench.report import analysis as measuring
+from gcbench.report import compare, kernel_timings, run_plots, suite_match, tables, tier_plot
+from gcbench.report.analysis import Analysis, MissingTableError
+from gcbench.report.compare import Row
+from gcbench.report.kernel_timings import Timings
+from gcbench.report.rendering import Column, ends, where
+from gcbench.report.suite_match import Beside
+from gcbench.results.reader import Run
+from gcbench.results.suites import per_suite
+from gcbench.training import suites
+
+KINDS = ("summary", "accuracy", "analysis", "timing")
+"""The kinds of sections, in the order of the page."""
+LONG = 40
+"""Rows above which a table is folded, and scrolls below its headings."""
+SHORT = 20
+"""A run of fewer steps than the task's default / `SHORT` shows its times, but no accuracy."""
+
+# ---- sorting -------------------------------------------------------------------------------------
+
+_NUMBER = re.compile(
+    r"[~<>≤≥\[(]*\s*([+-]?(?:\d[\d,]*\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s?([kKMGTµmn]?)", re.I
+)
+_UNITS = {"": 1.0, "k": 2.0**10, "m": 2.0**20, "g": 2.0**30, "t": 2.0**40}
+_LOSSES = re.compile(r"\b(errors?|loss|lost|wrong|slower)\b")
+_HIGH = re.compile(r"\b(\w*bw|gb/s|speedup|gain|accuracy|ratio|faster|x \w+|of floor|images/s)\b")
+
+
+def sort_key(cell: str) -> float | None:
+    """Return the number with which a cell begins, a size such as 16M in bytes; None without one.
+
+    Two cells of equal number keep the order that they have.
+    """
+    found = _NUMBER.match(cell)
+    if found is None:
+        return None
+    unit = found[2].lower() if re.match(r"\s?[kKMGT]i?B?\b", cell[found.end(1) :]) else ""
+    return float(found[1].replace(",", "")) * _UNITS[unit]
+
+
+def keys(column: Column) -> list[float | None] | None:
+    """Return the sort keys of a column's cells; None for a column of text.
+
+    A column is one of numbers if some cells begin with one and no other cell has a digit.
+    """
+    found = [sort_key(cell) for cell in column.cells]
+    bare = (cell for cell, key in zip(column.cells, found, strict=True) if key is None)
+    some = any(key is not None for key in found)
+    return found if some and not any(re.search(r"\d", cell) for cell in bare) else None
+
+
+def best(column: Column) -> str:
+    """Return which end of a column the first click on its heading shows: "high" or "low"."""
+    if column.best:
+        return column.best
+    heading = column.heading.lower()
+    if column.heading == "front":
+        return "high"  # "yes" before ""
+    return "high" if _HIGH.search(heading) and not _LOSSES.search(heading) else "low"
+
+
+# ---- what a page is made of ----------------------------------------------------------------------
+
+
+@dataclass
+class Sheet:
+    """A table of the page: headings, cells, and for each row the numbers of its commands."""
+
+    title: str
+    columns: Sequence[Column]
+    which: int
+    """The first columns, which say what a row is."""
+    commands: Sequence[Sequence[int]] = ()
+    """Per row; empty: the section's commands make all rows."""
+    notes: Sequence[str] = ()
+    methods: Sequence[str] = ()
+    """Per row, for the filter; empty: the rows are of no method."""
+    tiers: Sequence[str] = ()
+    places: Sequence[str] = ()
+    """Per row, settings that a narrow page shows below the first cell."""
+    links: Sequence[Section] = ()
+    """Per row, the section to which its first cell leads."""
+    tasks: Sequence[str] = ()
+    """Per row, for the filter, where the section is of several tasks."""
+    folds: bool = True
+    """Whether it is folded where it is long."""
+
+    @property
+    def heads(self) -> list[dict[str, Any]]:
+        """Heading, class and sorting of each column."""
+        return [
+            {
+                "text": column.heading,
+                "kind": self.kind(place),
+                "best": best(column),
+                "numeric": keys(column) is not None,
+            }
+            for place, column in enumerate(self.columns, 1)
+        ]
+
+    def kind(self, place: int) -> str:
+        """Return the CSS class of the column at `place`, from 1; the class "key" stays in view."""
+        if place > self.which:
+            return "prose" if self._prose(self.columns[place - 1]) else ""
+        return "name key" if place == 1 else "name"
+
+    @staticmethod
+    def _prose(column: Column) -> bool:
+        return any(len(cell) > 60 for cell in column.cells)
+
+    @property
+    def long(self) -> bool:
+        """Whether the table is folded."""
+        return self.folds and len(self.columns[0].cells) > LONG
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Of each row: its cells with their sort keys, its commands, what the filters compare."""
+        count = len(self.columns[0].cells)
+        empty: list[Any] = [None] * count
+        by = [keys(column) or empty for column in self.columns]
+        cells = [column.cells for column in self.columns]
+
+        def of(values: Sequence[Any]) -> Sequence[Any]:
+            return values or empty
+
+        return [
+            {
+                "cells": [
+                    (texts[i], sort[i], self.kind(place))
+                    for place, (texts, sort) in enumerate(zip(cells, by, strict=True), 1)
+                ],
+                "commands": of(self.commands)[i] or (),
+                "method": of(self.methods)[i],
+                "tier": of(self.tiers)[i],
+                "task": of(self.tasks)[i],
+                "place": of(self.places)[i],
+                "link": of(self.links)[i],
+            }
+            for i in range(count)
+        ]
+
+
+@dataclass
+class Section:
+    """A part of the page: what it is about, its picture, its tables, its commands."""
+
+    title: str
+    kind: str = "analysis"
+    """One of `KINDS`."""
+    lead: Sequence[str] = ()
+    pictures: Sequence[str] = ()
+    """Data URLs of the SVG pictures."""
+    sheets: list[Sheet] = field(default_factory=list)
+    commands: list[str] = field(default_factory=list)
+    where: Sequence[str] = ()
+    """Machines and versions that made the numbers, a line each."""
+    task: str = ""
+    items: Sequence[tuple[str, Section | None]] = ()
+    """Sentences, each with the section whose numbers support it."""
+    anchor: str = ""
+
+    def number(self, command: str) -> int:
+        """Return the number of a command in the section's list, from 1; a new one is added."""
+        if command not in self.commands:
+            self.commands.append(command)
+        return self.commands.index(command) + 1
+
+
+def anchored(made: Iterable[Section]) -> None:
+    """Give each section a name for links, no two the same."""
+    taken: set[str] = set()
+    for section in made:
+        name = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-") or "section"
+        number = 1
+        section.anchor = name
+        while section.anchor in taken:
+            number += 1
+            section.anchor = f"{name}-no-{number}"
+        taken.add(section.anchor)
+
+
+def _pictures(draw: Callable[[Path], object]) -> list[str]:
+    """Return the SVG pictures that `draw` writes, in the order of its files, as data URLs."""
+    with tempfile.TemporaryDirectory() as scratch:
+        first = Path(scratch) / "picture.svg"
+        found = draw(first)
+        paths = found if isinstance(found, list) else [first]
+        return [
+            "data:image/svg+xml;base64," + base64.b64encode(path.read_bytes()).decode()
+            for path in paths
+        ]
+
+
+def _machine(provenance: Mapping[str, Any]) -> str:
+    """Return a run's machine, versions and commit in one line."""
+    backend = provenance.get("backend")
+    return where(provenance) + (f", backend {backend}" if backend else "")
+
+
+# ---- accuracy ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Runs that are compared with each other: those of a task, or of a suite."""
+
+    title: str
+    task: str
+    runs: Sequence[Run]
+    rows: Sequence[Row]
+    beside: Beside | None = None
+
+
+def _task(run: Run) -> str:
+    """Return the task and its options in words."""
+    options = run.config.get("task_options") or {}
+    return " ".join([run.summary.task, *(f"{k}={text(v)}" for k, v in options.items())])
+
+
+def _is_short(run: Run) -> bool:
+    """Whether the run has too few of its task's default steps for its accuracy to say anything."""
+    try:
+        usual = registry.task_class(run.summary.task)().defaults().get("steps")
+    except GcbenchError:  # a task of a plug-in that is not installed
+        return False
+    return usual is not None and SHORT * run.summary.steps < int(usual)
+
+
+def _by_task(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(_task(run), []).append(run)
+    return dict(sorted(groups.items()))
+
+
+def compared(
+    runs: Sequence[Run], target: float | None, asked: Sequence[Beside]
+) -> Iterator[Compared]:
+    """Yield what gets a section: the suites that are asked for or that rows name, then the tasks.
+
+    Trials, which chose learning rates and never saw the test split, are left out.
+    """
+    groups = per_suite(runs, {one.suite.name: one.suite.version for one in asked})
+    rest = groups.pop("", [])
+    labelled = [run for group in groups.values() for run in group]
+    wanted = {beside.suite.name: beside for beside in asked}
+    for name, own in groups.items():
+        if name in wanted:
+            continue
+        try:
+            wanted[name] = suite_match.beside(suites.load(name), labelled)
+        except UsageError:  # the suite has been changed since
+            rest += own
+    for beside in wanted.values():
+        made = beside.rows(compare.rows(beside.runs, target, beside.suite.choices))
+        title = f"{beside.suite.name}: {beside.suite.title}"
+        yield Compared(title, _task(beside.runs[0]), beside.runs, made, beside)
+    for task, alike in _by_task(run for run in rest if not run.is_trial).items():
+        whole = [run for run in alike if not _is_short(run)]
+        if whole:
+            yield Compared(task, task, whole, compare.rows(whole, target))
+
+
+def too_short(runs: Sequence[Run]) -> list[Compared]:
+    """Return the runs of which only times are shown, by task."""
+    plain = [run for run in runs if not run.suite and _is_short(run) and not run.is_trial]
+    return [
+        Compared(f"{task}, short runs", task, alike, compare.rows(alike))
+        for task, alike in _by_task(plain).items()
+    ]
+
+
+_BUDGET = ("workers", "steps", "batch", "optimizer", "lr")
+
+
+def budget(one: Compared) -> str:
+    """Return what the runs have in common and what differs, in words."""
+    words = []
+    for key in _BUDGET:
+        values = list(dict.fromkeys(text(run.config.get(key)) for run in one.runs))
+        if values != ["null"] and values != ["None"]:
+            shown = values if len(values) <= 4 else [*values[:3], f"... ({len(values)} values)"]
+            words.append(f"{key} {', '.join(shown)}")
+    counts = [len(row.runs) for row in one.rows]
+    return f"{'; '.join(words)}; {ends(counts)} seed{'s' * (max(counts) > 1)} a row."
+
+
+def _commands(section: Section, row: Row) -> Iterator[int]:
+    for run in row.runs:
+        known = run.summary.provenance.get("command")
+        yield section.number(str(known) if known else f"not recorded: {run.source}")
+
+
+def _sheet(
+    section: Section, title: str, told: Sequence[Row], columns: Sequence[Column], which: int
+) -> Sheet:
+    return Sheet(
+        title,
+        columns,
+        which,
+        [list(_commands(section, row)) for row in told],
+        methods=[row.first.compressor_name for row in told],
+        tiers=[row.tier or "" for row in told],
+        places=[row.place for row in told],
+    )
+
+
+def accuracy(one: Compared) -> Section:
+    """Return the section of runs that are compared: picture, and the method first in each row."""
+    constants, told = tables.constants(one.rows)
+    missing = "; ".join(one.beside.unmade()) if one.beside is not None else ""
+    lead = [budget(one), *filter(None, [constants and f"All rows: {constants}.", missing])]
+    section = Section(one.title, "accuracy", lead, task=one.task)
+    found = tables.groups(told)
+    method = len(told[0].context)
+    which = found["which"]
+    quality = found["quality"]
+    traffic = sorted(found["traffic"], key=lambda column: column.heading != tables.PAYLOAD)
+    columns = [which[method], quality[0]]
+    columns += [column for column in quality[1:] if column.heading == "vs none"]
+    columns += [*traffic[:1], *which[:method], *which[method + 1 :]]
+    columns += [column for column in quality[1:] if column.heading != "vs none"]
+    columns += [*found["target"], *traffic[1:]]
+    sheet = _sheet(section, "Accuracy and bytes", told, columns, 1)
+    sheet.notes = [note for note in tables.notes(told) if not note.startswith(_OF_TIMES)]
+    section.sheets.append(sheet)
+    if any(row.tier is not None and row.mean is not None for row in one.rows):
+        section.pictures = _pictures(lambda path: tier_plot.draw(one.rows, one.title, path))
+    else:
+        section.pictures = _pictures(lambda path: run_plots.draw(one.runs, path))
+    section.where = sorted({_machine(run.summary.provenance) for run in one.runs} - {""})
+    return section
+
+
+_OF_TIMES = ("Times: ", "~: ")
+"""Beginnings of the notes that belong to the times."""
+
+
+def timed(one: Compared) -> bool:
+    """Whether there are times of these runs that may be shown."""
+    return bool(tables.groups(one.rows)["times"])
+
+
+def times(one: Compared) -> Section:
+    """Return the section of the times by phase."""
+    constants, told = tables.constants(one.rows)
+    lead = [budget(one), *filter(None, [constants and f"All rows: {constants}."])]
+    if one.rows and all(map(_is_short, one.runs)):
+        lead.append(f"Less than 1/{SHORT} of the task's default steps: no accuracy is shown.")
+    section = Section(f"Times: {one.title}", "timing", lead, task=one.task)
+    found = tables.groups(told)
+    method = len(told[0].context)
+    which = found["which"]
+    columns = [which[method], *which[:method], *which[method + 1 :], *found["times"]]
+    sheet = _sheet(section, "Time by phase", told, columns, len(which))
+    sheet.notes = [note for note in tables.notes(told) if note.startswith(_OF_TIMES)]
+    section.sheets.append(sheet)
+    section.where = sorted({_machine(run.summary.provenance) for run in one.runs} - {""})
+    return section
+
+
+# ---- analyses and kernels ------------------------------------------------------------------------
+
+
+Draw = Callable[[Analysis, Path], object]
+"""Draws the pictures of an analysis and returns their files: `gcbench.studies.draw`."""
+
+
+def _methods(columns: Sequence[Column]) -> list[str]:
+    """Return the column of methods, which the page can be filtered by."""
+    return next((column.cells for column in columns if column.heading == "method"), [])
+
+
+def analysed(draw: Draw, label: str, analysis: Analysis) -> Section:
+    """Return the section of one analysis."""
+    section = Section(
+        f"{label} {measuring.digest(analysis.settings)}",
+        lead=[*analysis.answer, *analysis.conclusions],
+        commands=[analysis.command],
+        where=[where(analysis.provenance)],
+    )
+    for table, title, rows in measuring.parts(analysis):
+        last = rows[-1] is table.rows[-1]
+        named = measuring.columns(table, rows)
+        kept, told = tables.differing(named[table.which :])
+        columns = [*named[: table.which], *kept]
+        said = [f"Equal in all {len(rows)} rows: {'; '.join(told)}."] if told else []
+        said += table.notes if last else ()
+        sheet = Sheet(title, columns, table.which, (), said, _methods(named))
+        section.sheets.append(sheet)
+    try:
+        section.pictures = _pictures(lambda path: draw(analysis, path))
+    except UsageError:
+        section.lead = [*section.lead, "This gcbench does not know how to draw it."]
+    except MissingTableError:
+        why = "No picture: its file leaves out what it is drawn from; the command makes it again."
+        section.lead = [*section.lead, why]
+    return section
+
+
+def kernels(title: str, timings: Timings) -> Section:
+    """Return the section of kernel timings."""
+    machine, meaning = kernel_timings.notes(timings)
+    section = Section(title, "timing", [meaning], commands=["make bench"], where=[machine])
+    for heading, columns in kernel_timings.tables(timings, timings.rows):
+        section.sheets.append(Sheet(heading, columns, len(kernel_timings.NAMES)))
+    return section

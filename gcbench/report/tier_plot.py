@@ -1,0 +1,200 @@
+"""The picture of a suite with tiers: accuracy against bytes, with intervals and names."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gcbench.core.errors import UsageError
+from gcbench.report import figures
+from gcbench.report.compare import Row
+from gcbench.report.figures import Mark
+from gcbench.report.rendering import ends
+from gcbench.results import sanitize
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SOFT = {True: 2.0, False: 0.02}
+"""Distance from fp32 up to which the y axis is nearly linear: points of accuracy, or loss."""
+FADED = 0.35
+"""Opacity of points that are beaten: one of the tier with no more bytes is told to be better."""
+RING: dict[str, Any] = {"mec": "0.1", "mew": 1.6}
+"""The edge of the marks that may be the best of their tier."""
+TOLD_RING = "may be the best of its tier"
+TOLD_LINE = "mean, by 1 / variance, of those that may be the best"
+TOLD_FADED = "one of its tier is better with no more bytes"
+"""What the legend says."""
+
+
+def leaders(rows: Sequence[Row]) -> list[tuple[float, float]]:
+    """Return the mean of those rows of a tier that may be its best, at their fewest and most bytes.
+
+    Each counts by 1 / variance, so that one of which little is known hardly moves it. A point is MB
+    and the metric. NaN where the ranks of a row are not known, or where no row may be the best.
+    """
+    group = [row for row in rows if row.may_be_best]
+    if not group or any(row.rank in (None, "-") for row in rows):
+        return [(math.nan, math.nan)]
+    known = all(row.half_interval for row in group)
+    weights = [1 / row.half_interval**2 if known else 1.0 for row in group]
+    mean = statistics.fmean([row.mean or 0.0 for row in group], weights)
+    sizes = [row.payload for row in group]
+    return [(size, mean) for size in dict.fromkeys((min(sizes), max(sizes)))]
+
+
+def draw(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Write the picture to `path`: PNG, SVG or PDF by its ending.
+
+    The x axis has the encoded bytes of a worker and step, up and down together; the y axis the
+    metric after the last step, mean over seeds with its 95 % interval, on a scale that is stretched
+    near the uncompressed runs (asinh), where most methods are. Each tier has a colour. The rows
+    that may be its best, by their ranks, have a dark edge; a line joins the means of these groups
+    (`leaders`) and has a gap where ranks are not known. Rows that another one of their tier with no
+    more bytes beats are faded. Grey is the interval of the uncompressed runs. Rows without a
+    finished seed are named below.
+
+    Raises:
+        UsageError: another ending, no row of a tier, or rows of more than one budget or metric.
+        GcbenchError: `path` cannot be written.
+    """
+    path = figures.check(path)
+    drawn = [row for row in rows if row.tier is not None and row.mean is not None]
+    if not drawn:
+        raise UsageError("no finished row of a tier to draw; make the suite's runs first")
+    if len({(str(row.context), row.metric) for row in rows}) > 1:
+        raise UsageError("rows of several budgets are no one picture; choose by --where")
+    accuracy = drawn[0].metric == "accuracy"
+    scale = 100 if accuracy else 1
+    tiers = list(dict.fromkeys(row.tier for row in sorted(drawn, key=lambda row: row.payload)))
+    styles = figures.styles(map(str, tiers))
+    with figures.canvas(11, 7.2) as figure:
+        axes = figure.subplots()
+        for row in drawn:
+            if row.is_baseline:
+                middle, half = row.mean or 0.0, row.half_interval
+                axes.axhspan(
+                    scale * (middle - half), scale * (middle + half), color="0.5", alpha=0.2, lw=0
+                )
+        marks = []
+        for row in drawn:
+            style = styles[str(row.tier)]
+            opacity = FADED if row.beaten else 1.0
+            x, y, spread = row.payload, scale * (row.mean or 0.0), scale * row.half_interval
+            axes.errorbar(
+                x,
+                y,
+                spread,
+                ls="",
+                capsize=3,
+                capthick=1,
+                marker=style["marker"],
+                color=style["color"],
+                alpha=opacity,
+                ms=8,
+                **(RING if row.may_be_best else {"mec": "white", "mew": 0.7}),
+            )
+            marks.append(Mark(x, y, spread, row.method, style["color"], short=_short(row, drawn)))
+        levels = [leaders([row for row in drawn if row.tier == tier]) for tier in tiers]
+        line = [(size, scale * value) for level in levels for size, value in level]
+        for tier in tiers:
+            style = styles[str(tier)]
+            axes.plot(
+                [],
+                [],
+                ls="",
+                marker=style["marker"],
+                color=style["color"],
+                label=sanitize.label(str(tier)),
+            )
+        if any(row.may_be_best for row in drawn):
+            axes.plot([], [], ls="", marker="o", ms=8, mfc="none", **RING, label=TOLD_RING)
+        if not all(math.isnan(size) for size, _ in line):
+            axes.plot(*zip(*line, strict=True), color="0.4", lw=1.2, zorder=1, label=TOLD_LINE)
+        if any(row.beaten for row in drawn):
+            axes.plot([], [], ls="", marker="o", ms=8, color="0.4", alpha=FADED, label=TOLD_FADED)
+        _frame(axes, drawn)
+        _stretch(axes, drawn, scale)
+        seeds = ends(len(row.values) for row in drawn)
+        axes.set_title(
+            sanitize.label(str(title)) + f": mean and 95 % interval, n = {seeds}", loc="left"
+        )
+        failed = [row.method for row in rows if row.failed]
+        told = f"\nfailed seeds: {', '.join(map(sanitize.label, failed))}" if failed else ""
+        axes.set_xlabel(f"encoded bytes per worker and step, up + down (MB){told}")
+        figure.legend(frameon=False, fontsize="small", loc="outside lower center", ncols=3)
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")
+        figures.write_labels(axes, marks, line)
+        figures.save(figure, path)
+
+
+def _short(row: Row, drawn: Sequence[Row]) -> str:
+    """Return the method's name with the first field by which it differs from all of that name."""
+    name, *fields = row.method.split()
+    others = [other.method.split() for other in drawn if other is not row]
+    namesakes = [words for words in others if words[0] == name]
+    if not namesakes:
+        return name
+    own = (field for field in fields if not any(field in words for words in namesakes))
+    return f"{name} {field}" if (field := next(own, None)) else row.method
+
+
+def _frame(axes: Axes, drawn: Sequence[Row]) -> None:
+    """Set the x axis: bytes on a logarithmic scale, with room for names on both sides."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    sizes = [row.payload for row in drawn]
+    axes.set_xscale("log")
+    axes.set_xlim(min(sizes) / 3, max(sizes) * 2.2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _stretch(axes: Axes, drawn: Sequence[Row], scale: float) -> None:
+    """Set the y axis: the asinh of the distance from the uncompressed row, or from the best one."""
+    import numpy as np
+
+    accuracy = drawn[0].metric == "accuracy"
+    sign = 1 if accuracy else -1
+    plain = next(
+        (row for row in drawn if row.is_baseline),
+        max(drawn, key=lambda row: sign * (row.mean or 0.0)),
+    )
+    middle, soft = scale * (plain.mean or 0.0), SOFT[accuracy]
+
+    def there(y: Any) -> Any:
+        return np.arcsinh((np.asarray(y) - middle) / soft)
+
+    def back(v: Any) -> Any:
+        return middle + soft * np.sinh(v)
+
+    ends = [
+        scale * ((row.mean or 0.0) + sign * row.half_interval) for row in drawn for sign in (-1, 1)
+    ]
+    low, high = there(min(ends)), there(max(ends))
+    room = 0.08 * (high - low) or 1.0
+    axes.set_yscale("function", functions=(there, back))
+    axes.set_ylim(back(low - room), back(high + room))
+    axes.set_yticks(_ticks(there, *axes.get_ylim()))
+    axes.yaxis.set_major_formatter("{x:g}")
+    what = "test accuracy (%)" if accuracy else "test loss"
+    axes.set_ylabel(f"{what}, stretched near {'fp32' if plain.is_baseline else 'the best'}")
+
+
+def _ticks(there: Callable[[float], float], low: float, high: float) -> list[float]:
+    """Return round numbers from low to high, the roundest first, that have room for their text."""
+    least = (there(high) - there(low)) / 14
+    chosen: list[float] = []
+    for step in (10, 5, 2, 1, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01):
+        if (high - low) / step > 1000:
+            break
+        for number in range(math.ceil(low / step), math.floor(high / step) + 1):
+            tick = round(number * step, 2)
+            if all(abs(there(tick) - there(other)) >= least for other in chosen):
+                chosen.append(tick)
+    return sorted(chosen)

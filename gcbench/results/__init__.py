@@ -1,0 +1,1 @@
+"""Results on disk: the schema, the folder of a run, files of rows, and their reader. No torch."""

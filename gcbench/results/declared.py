@@ -1,0 +1,126 @@
+"""What a method declares of a run's settings: its memory and its recipe, for tables of stored runs.
+
+A table names the settings that are not its method's defaults. Importing a method imports torch,
+which takes seconds, so literal declarations are read from the source of a built-in method. A method
+that computes them, or comes from elsewhere, is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from gcbench.core import schedule
+from gcbench.core.errors import GcbenchError
+from gcbench.core.values import canonical
+from gcbench.results.settings import DEFAULTS
+
+ATTRIBUTES = ("memory", "memory_options", "recipe", "has_momentum")
+
+
+@dataclass(frozen=True)
+class Declared:
+    """The settings that a method declares."""
+
+    memory: str = "none"
+    memory_options: Mapping[str, Any] = field(default_factory=dict)
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+
+    def default(self, key: str) -> Any:
+        """Return the value that a run with this method has without the flag of a setting."""
+        return self.recipe.get(key, DEFAULTS.get(key))
+
+
+def of_method(config: Mapping[str, Any]) -> Declared | None:
+    """Return what the method of a stored config declares; None if the method is not known here.
+
+    Fields that change by step have the values of the last step.
+    """
+    name = str(config.get("compressor"))
+    return _literal(name) or _computed(name, canonical(config.get("options") or {}))
+
+
+@cache
+def _literal(name: str) -> Declared | None:
+    """Return what a method declares literally, whatever its fields are; None if it computes it."""
+    literals = _literals(name)
+    if literals is not None:
+        return Declared(**{key: literals[key] for key in ATTRIBUTES[:3] if key in literals})
+    return None
+
+
+@cache
+def _computed(name: str, options: str) -> Declared | None:
+    from gcbench.core import registry
+
+    try:
+        given = {key: schedule.normalize(key, value) for key, value in json.loads(options).items()}
+        last = max(schedule.starts(given))
+        method = registry.compressor(name, **schedule.at(given, last))
+    except (GcbenchError, TypeError, AttributeError):
+        return None
+    return Declared(method.memory, dict(method.memory_options), dict(method.recipe))
+
+
+@cache
+def has_momentum(memory: str) -> bool:
+    """Return whether a memory applies the momentum in place of the optimizer.
+
+    Raises:
+        UsageError: there is no such memory here.
+    """
+    literals = _literals(f"memories.{memory}")
+    if literals is None:
+        literals = _literals(memory)
+    if literals is not None:
+        return bool(literals.get("has_momentum"))
+    from gcbench.core import registry
+
+    return registry.memory_class(memory).has_momentum
+
+
+@cache
+def _literals(name: str) -> Mapping[str, Any] | None:
+    """Return the `ATTRIBUTES` that the classes of a built-in method or memory assign as literals.
+
+    None: there is no such file, one of them is computed, or a base class may assign it.
+    """
+    if not all(part.isidentifier() for part in name.split(".")):
+        return None
+    try:
+        spec = find_spec(f"gcbench.compressors.{name}")
+    except ModuleNotFoundError:
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    tree = ast.parse(Path(spec.origin).read_text())
+    if any(_is_of_a_method(node) for node in tree.body):
+        return None
+    found: dict[str, Any] = {}
+    for node in (node for cls in tree.body if isinstance(cls, ast.ClassDef) for node in cls.body):
+        if isinstance(node, ast.FunctionDef) and node.name in ATTRIBUTES:
+            return None
+        target: ast.expr | None = node.target if isinstance(node, ast.AnnAssign) else None
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            target = node.targets[0]
+        if isinstance(target, ast.Name) and target.id in ATTRIBUTES:
+            value = getattr(node, "value", None)
+            if isinstance(value, ast.Name):  # a class in this file, which has the method's name
+                found[target.id] = name
+                continue
+            try:
+                found[target.id] = ast.literal_eval(value) if value else None
+            except ValueError:
+                return None
+    return found
+
+
+def _is_of_a_method(node: ast.stmt) -> bool:
+    """Return whether a statement imports another method, from which a class may inherit."""
+    return isinstance(node, ast.ImportFrom) and str(node.module).startswith("gcbench.compressors")

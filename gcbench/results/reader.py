@@ -1,0 +1,466 @@
+"""Finished runs as they lie on disk: summaries checked and read, each run once."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gcbench.core import files, progress, schedule
+from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.core.values import canonical
+from gcbench.results import rows as rowfiles
+from gcbench.results import sanitize
+from gcbench.results.schema import SCHEMA, Summary, WrongValueError
+from gcbench.results.settings import DEFAULTS
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+RUN_FILES = ("config.json", "provenance.json", "metrics.jsonl", "metrics.parquet")
+
+
+_OUTCOME = (
+    *("test_accuracy", "test_loss", "test_top5", "validation_accuracy", "validation_loss"),
+    *("train_loss", "failed", "skipped_steps"),
+    *("payload_bytes_up", "payload_bytes_down", "wire_bytes"),
+)
+_RESOLVED = ("task", "workers", "collective", "engine", "gradients", "steps", "batch")
+"""Settings of which a run records what was resolved, in place of what was asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """What the seeds of a configuration share."""
+
+    config: dict[str, Any]
+    """The recorded config without the seed; a setting that is missing has its default."""
+    method: str
+    """What tells the configuration from others: a digest of all settings and sources."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One finished run: its summary, and where it was read."""
+
+    summary: Summary
+    source: Path
+    """The run's folder, or the .json or .parquet file that holds the summary."""
+    configuration: Configuration
+    curve: str | Sequence[Mapping[str, Any]] | None = None
+    """The evaluations, where the row of a file brought them; as JSON text until they are used."""
+    number: int = 0
+    """The row's number in `source`, from 1; 0 for a run's folder."""
+    suite: str = ""
+    """The suite for which a row was made, as name/version."""
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """The stored config, with what the run resolved in place of what was asked."""
+        return recorded(self.summary)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config of the configuration: all settings but the seed."""
+        return self.configuration.config
+
+    @property
+    def method(self) -> str:
+        """What tells this run from others except its seed."""
+        return self.configuration.method
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Digests of the code of third parties' plug-ins, by kind ("compressor", "task", ...)."""
+        return sources(self.summary)
+
+    @property
+    def outcome(self) -> str:
+        """What the run ended with, and what it sent; times and the machine are left out."""
+        return canonical([getattr(self.summary, name) for name in _OUTCOME])
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether the run only helped to choose a setting: it never saw the test split."""
+        return not self.summary.config.get("test", True)
+
+    @property
+    def judged_by(self) -> str:
+        """The split that the evaluations are of: "validation" where examples were held out."""
+        return "validation" if self.summary.config.get("holdout") else "test"
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Return the records of the evaluations; none for a row of a .json file without metrics.
+
+        Raises:
+            GcbenchError: the metrics cannot be read.
+        """
+        if self.curve is not None:
+            return self._evaluations_of_row()
+        parquet, lines = self.source / "metrics.parquet", self.source / "metrics.jsonl"
+        try:
+            if parquet.exists():
+                from pyarrow import BufferReader
+                from pyarrow import parquet as reader
+
+                table = reader.read_table(BufferReader(files.read_bytes(parquet)))
+                records = table.to_pylist()
+            elif lines.exists():
+                records = [json.loads(line) for line in files.read_text(lines).splitlines()]
+            else:
+                return []
+            evaluations = (record for record in records if record["kind"] == "eval")
+            return sorted(evaluations, key=lambda record: record["step"])
+        except (OSError, ValueError, KeyError) as error:
+            raise GcbenchError(
+                f"the metrics in {self.source} cannot be read ({error}); delete that folder and "
+                "run again"
+            ) from error
+
+    def _evaluations_of_row(self) -> list[dict[str, Any]]:
+        where = f"{self.source}, row {self.number}, column `evaluations`"
+        curve = rowfiles.decoded(self.curve, where)
+        try:
+            return sorted(map(dict, curve), key=lambda record: record["step"])
+        except (TypeError, ValueError, KeyError) as error:
+            raise GcbenchError(
+                f"{where}: a list of records with `step` expected ({error!r})"
+            ) from error
+
+
+def recorded(summary: Summary) -> dict[str, Any]:
+    """Return the stored config, with what the run resolved in place of what was asked."""
+    resolved = {key: getattr(summary, key) for key in _RESOLVED}
+    return {"seed": summary.seed, **summary.config, **resolved}
+
+
+def sources(summary: Summary) -> dict[str, str]:
+    """Return the digests of the code of third parties' plug-ins, by kind."""
+    plugins = summary.provenance.get("plugins") or {}
+    named = {kind: own for kind, own in plugins.items() if isinstance(own, Mapping)}
+    return {kind: str(own.get("sha256")) for kind, own in named.items()}
+
+
+class Configurations:
+    """Makes the configuration of each run, one object for all of its seeds."""
+
+    def __init__(self) -> None:
+        self.by_parts: dict[tuple[Any, ...], Configuration] = {}
+        self.by_method: dict[str, Configuration] = {}
+
+    def of(self, summary: Summary) -> Configuration:
+        """Return the configuration of a run.
+
+        Runs whose config is one object, as `rows.each` shares it, are not compared again.
+        """
+        resolved = tuple(getattr(summary, key) for key in _RESOLVED)
+        plugins = canonical(summary.provenance.get("plugins") or "")
+        named = (summary.compressor_name, summary.compressor, plugins)
+        parts = (id(summary.config), *resolved, *named)
+        known = self.by_parts.get(parts)
+        if known is None:
+            config = {k: v for k, v in (DEFAULTS | recorded(summary)).items() if k != "seed"}
+            plain = {key: value for key, value in config.items() if key != "options"}
+            told = canonical([*named[:2], plain, schedules(summary), sources(summary)])
+            method = hashlib.sha256(told.encode()).hexdigest()[:32]
+            known = self.by_method.setdefault(method, Configuration(config, method))
+            if "seed" not in summary.config:  # shared, and so kept alive by its other runs
+                self.by_parts[parts] = known
+        return known
+
+
+def schedules(summary: Summary) -> dict[str, str]:
+    """Return the fields that changed by step, as the command line writes them."""
+    options = summary.config.get("options") or {}
+    return {
+        name: schedule.text(value) for name, value in options.items() if isinstance(value, Mapping)
+    }
+
+
+def fields(summary: Summary) -> dict[str, Any]:
+    """Return the compressor's fields: from its stored repr, or else from the config.
+
+    The repr is of the last step: fields that changed by step are shown as their schedule.
+    """
+    options = dict(summary.config.get("options") or {})
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        call = ast.parse(summary.compressor, mode="eval").body
+        if isinstance(call, ast.Call):
+            options |= {
+                word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg
+            }
+    return options | schedules(summary)
+
+
+def _parse(
+    data: Any, source: Path, known: Configurations, number: int = 0, *, plain: bool = False
+) -> Run:
+    """Return the run of one summary; `number` is that of its row in a file, 0 for a run's folder.
+
+    `plain`: whether all text in it is known to be printable.
+
+    Raises:
+        UsageError: it is an analysis, not a run.
+        GcbenchError: it does not match its digest, is of another schema, or has a wrong value. The
+            message names the file, the row and the field.
+    """
+    where = f"{source}, row {number}" if number else f"{source / 'summary.json'}"
+    remedy = "repair it, or delete it and run again"
+    if not isinstance(data, dict):
+        raise GcbenchError(f"{where}: {type(data).__name__} found, a summary object expected")
+    if "schema" not in data and data.keys() & {"tables", "rows"}:
+        raise UsageError(
+            f"{source} holds no run's summary; `gcbench report` shows analyses and kernel timings"
+        )
+    if files.DIGEST in data:
+        files.check_digest(data, where, remedy.capitalize())
+    if data.get("schema") != SCHEMA:
+        raise GcbenchError(
+            f"{where}: schema {data.get('schema')!r}, but this gcbench reads {SCHEMA}; run again "
+            "with this version, or convert the file (`gcbench help reading-results`)"
+        )
+    if not (plain or sanitize.is_plain(data)):
+        data = sanitize.plain(data, where)
+    try:
+        summary = Summary.of(data)
+    except WrongValueError as error:
+        came = sanitize.cut(sanitize.printable(repr(error.value)), sanitize.LABEL)
+        raise GcbenchError(
+            f"{where}: `{error.place}`: {error.expected}, not {came}; {remedy} "
+            "(`gcbench help reading-results`)"
+        ) from error
+    for kind, types in (("config", sanitize.CONFIG), ("provenance", sanitize.PROVENANCE)):
+        if wrong := sanitize.wrong_type(kind, data.get(kind) or {}, types):
+            raise GcbenchError(f"{where}: {wrong}; {remedy} (`gcbench help reading-results`)")
+    return Run(summary, source, known.of(summary), number=number)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(files.read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise GcbenchError(
+            f"{path} cannot be read ({error}); delete it, or its run's folder, and run again"
+        ) from error
+
+
+Faults = list[GcbenchError]
+"""What is wrong with single rows, which are left out."""
+
+
+def _read_folder(place: Path, known: Configurations) -> Run:
+    """Return the finished run in a folder.
+
+    Raises:
+        GcbenchError: a file of the run does not match its digest; or see `_parse`.
+    """
+    found = _read_json(place / "summary.json")
+    run = _parse(found, place, known)
+    files.check_run(place, found)
+    return run
+
+
+def _read_list(path: Path, known: Configurations, faults: Faults) -> Iterator[Run]:
+    """Yield the runs of a JSON file; rows that are wrong are left out, their errors in `faults`."""
+    data = _read_json(path)
+    items = data if isinstance(data, list) else [data]
+    if not items:
+        raise UsageError(f"{path} is an empty list; a summary or a list of summaries is expected")
+    for number, item in enumerate(items, 1):
+        try:
+            yield _parse(item, path, known, number)
+        except UsageError:
+            raise
+        except GcbenchError as error:
+            faults.append(error)
+
+
+def _read_rows(path: Path, known: Configurations, faults: Faults) -> Iterator[Run]:
+    """Yield the runs of a Parquet file; rows that are wrong are left out, as in `_read_list`."""
+    number = 0
+    before = len(faults)
+    for number, one, plain in rowfiles.shared(path, faults):
+        curve, suite = one.pop("evaluations", []), one.pop("suite", "")
+        try:
+            run = _parse(one, path, known, number, plain=plain)
+        except GcbenchError as error:
+            faults.append(error)
+            continue
+        if isinstance(suite, str):
+            yield replace(run, curve=curve, suite=sys.intern(sanitize.printable(suite)))
+        else:
+            kind = type(suite).__name__
+            faults.append(
+                GcbenchError(f"{path}, row {number}: `suite`: a string expected, not {kind}")
+            )
+    if not number and len(faults) == before:
+        raise UsageError(f"{path} has no row yet")
+
+
+def row_files(folder: Path) -> list[Path]:
+    """Return the files of rows in a folder at any depth, outside of the folders of runs."""
+    found: list[Path] = []
+    for place, below, names in os.walk(folder):
+        below.sort()
+        if "summary.json" in names or any(name in names for name in RUN_FILES):
+            below.clear()
+            continue
+        parquets = [Path(place) / name for name in sorted(names) if name.endswith(".parquet")]
+        found += filter(rowfiles.holds, parquets)
+    return found
+
+
+def run_folders(folder: Path) -> Iterator[Path]:
+    """Yield the folders of runs, finished or not, in a folder at any depth."""
+    for place, below, names in os.walk(folder):
+        below.sort()
+        if "summary.json" in names or any(name in names for name in RUN_FILES):
+            below.clear()  # there are no runs inside a run's folder
+            yield Path(place)
+
+
+def warn(line: str) -> None:
+    """Print a warning on stderr."""
+    print(f"gcbench: {sanitize.printable(line)}", file=sys.stderr)
+
+
+def without_trials(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs that saw the test split; the others are counted on stderr.
+
+    Raises:
+        UsageError: none did.
+    """
+    kept = [run for run in runs if not run.is_trial]
+    if trials := len(runs) - len(kept):
+        warn(f"{trials} trial{'s' * (trials > 1)} of learning rates left out; --trials shows them")
+    if not kept:
+        raise UsageError("only trials of learning rates here; --trials shows them")
+    return kept
+
+
+def _places(folder: Path) -> list[Path]:
+    """Return what `load` reads of a path: files of rows and JSON, and folders of runs.
+
+    Raises:
+        UsageError: it is missing, or nothing in it is a run.
+    """
+    files.check_regular(folder)
+    if not folder.exists():
+        raise UsageError(f"{folder} does not exist; `gcbench run` writes to results/runs")
+    if folder.is_file():
+        if folder.suffix not in (".json", ".parquet"):
+            raise UsageError(f"{folder} is no folder, and no .json or .parquet file of rows")
+        return [folder]
+    found = [*row_files(folder), *run_folders(folder)]
+    if not found:
+        raise UsageError(
+            f"no run in {folder} (a run's folder holds config.json and, once finished, "
+            "summary.json); name another folder, or make a run with `gcbench run`"
+        )
+    return found
+
+
+def load(
+    folders: Sequence[Path],
+    watch: Callable[[int], progress.Observer] | None = None,
+    faults: Faults | None = None,
+) -> list[Run]:
+    """Return the finished runs in `folders`, each once.
+
+    Each path is a run's folder, a folder with runs or files of rows at any depth, a .parquet file
+    of rows, or a .json file that holds one summary or a list of them. Unfinished runs, and
+    different results for one config and seed, are reported on stderr. `watch` makes what shows how
+    many files and folders of runs, of how many, are read.
+
+    `faults`: a list to which the errors of rows, runs and files that cannot be read are appended;
+    the others are returned. Without it the first of these errors is raised.
+
+    Raises:
+        UsageError: a path is missing, or nothing in it is a run.
+        GcbenchError: a summary cannot be read, does not match its digest or is of another schema,
+            or no run is finished.
+    """
+    if not folders:
+        raise UsageError("no folder was named; name runs or a results folder, e.g. results/runs")
+    found: list[Run] = []
+    configurations = Configurations()
+    wrong: Faults = []
+    unfinished: dict[Path, None] = {}
+    places = [place for folder in map(Path, folders) for place in _places(folder)]
+    shown = progress.Silent() if watch is None else watch(len(places))
+    try:
+        for number, place in enumerate(places):
+            shown.step(number, f"reading {place.name}")
+            try:
+                if place.suffix == ".parquet" and not place.is_dir():
+                    found += _read_rows(place, configurations, wrong)
+                elif not place.is_dir():
+                    found += _read_list(place, configurations, wrong)
+                elif (place / "summary.json").exists():
+                    found.append(_read_folder(place, configurations))
+                else:
+                    unfinished[place.resolve()] = None
+            except UsageError:
+                raise
+            except GcbenchError as error:
+                wrong.append(error)
+            if wrong and faults is None:
+                raise wrong[0]
+        shown.step(len(places))
+    finally:
+        shown.close()
+    if wrong and not found:
+        raise wrong[0]
+    if faults is not None:
+        faults += wrong
+    if unfinished:
+        names = ", ".join(sorted(run.name for run in unfinished))
+        count = f"{len(unfinished)} unfinished run{'s' * (len(unfinished) > 1)}"
+        if not found:
+            raise GcbenchError(
+                f"{count} and no finished one: {names}; repeat the command to resume"
+            )
+        warn(f"{count} left out: {names}; repeat the command to resume")
+    kept: dict[tuple[str, int], Run] = {}
+    for candidate in found:
+        key = (candidate.method, candidate.summary.seed)
+        other = kept.setdefault(key, candidate)
+        if other is not candidate and other.outcome != candidate.outcome:
+            warn(
+                f"same config and seed, other results: {candidate.source} left out, "
+                f"{other.source} kept"
+            )
+    _warn_of_sources(list(kept.values()))
+    return list(kept.values())
+
+
+def _warn_of_sources(runs: Sequence[Run]) -> None:
+    """Tell of configurations whose runs were made by different files of a built-in compressor."""
+    digests: dict[str, dict[str, Run]] = {}
+    for run in runs:
+        if digest := run.summary.provenance.get("source"):
+            digests.setdefault(run.method, {}).setdefault(digest, run)
+    for made in digests.values():
+        if len(made) > 1:
+            name = next(iter(made.values())).summary.compressor_name
+            told = ", ".join(f"{run.source} by {digest}" for digest, run in made.items())
+            warn(f"runs of {name} by different versions of {name}.py are in one row: {told}")
+
+
+def frame(runs: Sequence[Run]) -> DataFrame:
+    """Return runs as a data frame, one a row; names of what is nested are joined by dots."""
+    import pandas as pd
+
+    return pd.json_normalize(
+        [
+            {**run.summary.model_dump(), "suite": run.suite, "source": str(run.source)}
+            for run in runs
+        ]
+    )

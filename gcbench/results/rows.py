@@ -1,0 +1,356 @@
+"""Files of rows: many finished runs in one small Parquet file, which can be committed.
+
+A row is a run's summary and its evaluations. Numbers and strings are columns; what is nested
+(config, provenance, phases, evaluations, ...) is JSON text in a column of its name. A file contains
+a digest of all its bytes, which every reader compares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from gcbench.core import files
+from gcbench.core.errors import GcbenchError
+from gcbench.core.writing import explained, write_atomically
+from gcbench.results.sanitize import is_plain_text
+
+MARK = "gcbench"
+"""The key in Parquet's metadata by which files of this module are recognized."""
+SEALED = "gcbench rows 2 sha256 "
+"""What stands under `MARK`, before the file's SHA-256 with 64 zeros in place of that digest."""
+PLAIN = "gcbench rows 1"
+"""What stands under `MARK` in files without a digest, such as those of other programs."""
+_NONE = "0" * 64
+_NULLS = "nulls"
+"""A column with the names of the row's values that are null, as JSON: a column that the row does
+not have is null in Parquet, too. A null test loss was not finite."""
+StoredRun = dict[str, Any]
+
+
+def row(
+    summary: Mapping[str, Any], evaluations: Sequence[Mapping[str, Any]], suite: str
+) -> StoredRun:
+    """Return the row of a finished run.
+
+    `evaluations` are its records of kind "eval", of which null cells are left out, except a loss
+    beside an accuracy: it was not finite. `suite` is the suite for which it was made, as
+    name/version, or "".
+    """
+    curve = [
+        {k: v for k, v in record.items() if v is not None or _not_finite(record, k)}
+        for record in evaluations
+    ]
+    own = {key: value for key, value in summary.items() if key not in (files.DIGEST, files.FILES)}
+    return {**own, "suite": suite, "evaluations": curve}
+
+
+def _not_finite(record: Mapping[str, Any], key: str) -> bool:
+    """Return whether a null is a loss that was measured: the accuracy beside it has a value."""
+    split, _, kind = key.rpartition("_")
+    return kind == "loss" and record.get(f"{split}_accuracy") is not None
+
+
+def holds(path: Path) -> bool:
+    """Return whether a Parquet file holds rows; False for a file that cannot be read."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    if files.is_special(path):
+        return False
+    try:
+        return _mark(parquet.read_metadata(path)) is not None
+    except (OSError, pa.ArrowException):
+        return False
+
+
+def _mark(metadata: Any) -> str | None:
+    """Return what stands under `MARK`; None if that is not the mark of a file of rows."""
+    found = ((metadata.metadata or {}).get(MARK.encode()) or b"").decode(errors="replace")
+    return found if found == PLAIN or found.startswith(SEALED) else None
+
+
+def _opened(path: Path) -> Any:
+    """Return the Parquet file at a path, after its digest was compared.
+
+    Raises:
+        UsageError: it is a pipe, a socket or a device.
+        GcbenchError: it cannot be read, holds something else, or does not match its digest.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        data = files.read_bytes(path)
+        file = parquet.ParquetFile(pa.BufferReader(data))
+        mark = _mark(file.metadata)
+        if mark is not None and mark.startswith(SEALED):
+            blank = data.replace(mark.encode(), (SEALED + _NONE).encode())
+            if hashlib.sha256(blank).hexdigest() != mark.removeprefix(SEALED):
+                raise GcbenchError(
+                    f"{path} does not match its digest: it was damaged or edited. Restore it from "
+                    "a copy, or make its runs again"
+                )
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise GcbenchError(f"{path} cannot be read as Parquet: {error}") from error
+    if mark is None:
+        raise GcbenchError(
+            f"{path} holds no rows of gcbench runs; `gcbench run --rows` writes them"
+        )
+    return file
+
+
+class _Decoder:
+    """Decodes JSON text of rows; nothing may change the results, which rows may share.
+
+    Rows repeat most of what they contain: with copies, 100,000 rows took 2.8 GB. `share_seeds`:
+    the configs of all seeds of a configuration are one object, without the seed.
+    """
+
+    def __init__(self, *, share_seeds: bool) -> None:
+        self.share_seeds = share_seeds
+        self.seen: dict[tuple[str, str], Any] = {}
+        self.names: dict[str, str] = {}
+
+    def __call__(self, column: str, text: str) -> Any:
+        """Return the value of a column's text; ValueError or TypeError if it is not JSON text."""
+        seedless = text
+        if column == "config" and self.share_seeds and text.count('"seed":') == 1:
+            seedless = _SEED.sub("", text, count=1)
+        found = self.seen.get((column, seedless), self)
+        if found is self:
+            found = self._decode(text)
+            if seedless != text:
+                if not isinstance(found, dict) or type(found.get("seed")) is not int:
+                    return found  # that seed is a field of something else
+                found = {key: value for key, value in found.items() if key != "seed"}
+            if len(self.seen) < _MOST_SEEN:
+                self.seen[column, seedless] = found
+        return found
+
+    def _decode(self, text: str) -> Any:
+        return json.loads(text, object_pairs_hook=self._interned)
+
+    def _interned(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {sys.intern(key): value for key, value in pairs}
+
+
+_SEED = re.compile(r'"seed": ?[0-9]+')
+_MOST_SEEN = 200_000
+
+
+def each(path: Path, faults: list[GcbenchError]) -> Iterator[tuple[int, StoredRun]]:
+    """Yield the rows of a file with their numbers, from 1; nothing if the file does not exist.
+
+    A row with a column that cannot be decoded is left out, and its error is appended to `faults`.
+
+    Raises:
+        UsageError: the path is a pipe, a socket or a device.
+        GcbenchError: the file cannot be read, holds something else, or does not match its digest.
+    """
+    for number, row, _ in _each(path, faults, _Decoder(share_seeds=False), encoded=()):
+        yield number, row
+
+
+def shared(path: Path, faults: list[GcbenchError]) -> Iterator[tuple[int, StoredRun, bool]]:
+    """Yield the rows of a file as `each` does, for readers that change nothing in them.
+
+    Rows share what is equal in them, and configs leave the seed out. `evaluations` stay JSON text
+    (`decoded` decodes it). The last value is whether all text of the row, except the evaluations,
+    is known to be printable.
+    """
+    yield from _each(path, faults, _Decoder(share_seeds=True), encoded=("evaluations",))
+
+
+def _each(
+    path: Path, faults: list[GcbenchError], decode: _Decoder, encoded: Collection[str]
+) -> Iterator[tuple[int, StoredRun, bool]]:
+    if not path.exists() and not path.is_symlink():
+        return
+    file = _opened(path)
+    schema = file.schema_arrow
+    nested = {field.name for field in schema if (field.metadata or {}).get(b"json") == b"1"}
+    nested = (nested | {_NULLS}) - {*encoded}
+    number = 0
+    for batch in _batches(path, file):
+        columns = [(name, batch.column(name).to_pylist()) for name in batch.schema.names]
+        for i in range(batch.num_rows):
+            number += 1
+            found: StoredRun = {}
+            fault, plain = None, True
+            for name, values in columns:
+                value = values[i]
+                if value is None:
+                    continue
+                if name not in encoded and type(value) is str:
+                    plain = plain and is_plain_text(value)
+                if name in nested:
+                    try:
+                        value = decode(name, value)
+                    except (TypeError, ValueError, RecursionError) as error:
+                        fault = GcbenchError(
+                            f"{path}, row {number}, column `{name}`: JSON text expected, not "
+                            f"{_brief(value)} ({error})"
+                        )
+                        break
+                found[name] = value
+            nulls = found.pop(_NULLS, [])
+            if fault is None and not _are_names(nulls):
+                fault = GcbenchError(
+                    f"{path}, row {number}, column `{_NULLS}`: a JSON list of names expected, not "
+                    f"{_brief(nulls)}"
+                )
+            if fault is not None:
+                faults.append(fault)
+                continue
+            yield number, {**dict.fromkeys(nulls), **found} if nulls else found, plain
+
+
+def _batches(path: Path, file: Any) -> Iterator[Any]:
+    """Yield the rows of a Parquet file a few thousand at a time: texts take much memory."""
+    import pyarrow as pa
+
+    try:
+        yield from file.iter_batches(batch_size=2048)
+    except (OSError, pa.ArrowException) as error:
+        raise GcbenchError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def decoded(text: Any, where: str) -> Any:
+    """Return the value of a column that `each` left as JSON text; `where` names its row.
+
+    Raises:
+        GcbenchError: it is not JSON text.
+    """
+    if not isinstance(text, str):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GcbenchError(f"{where}: JSON text expected, not {_brief(text)} ({error})") from error
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:59] + '…'}"
+
+
+def read(path: Path) -> list[StoredRun]:
+    """Return the rows of a file in their order; an empty list if it does not exist.
+
+    Raises:
+        UsageError: the path is a pipe, a socket or a device.
+        GcbenchError: it cannot be read, holds something else, does not match its digest, or a row
+            of it cannot be decoded.
+    """
+    faults: list[GcbenchError] = []
+    found = [row for _, row in each(path, faults)]
+    if faults:
+        raise faults[0]
+    return found
+
+
+def write(path: Path, rows: Sequence[StoredRun]) -> None:
+    """Replace the file by these rows, atomically. It gets a digest of its bytes.
+
+    Raises:
+        GcbenchError: it cannot be written.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    fields, arrays = [], []
+    nulls = [[key for key, value in one.items() if value is None] for one in rows]
+    rows = [{**one, _NULLS: own} if own else one for one, own in zip(rows, nulls, strict=True)]
+    for key in dict.fromkeys(key for one in rows for key in one):
+        values = [one.get(key) for one in rows]
+        if _fits_a_column(values):
+            fields.append(pa.field(key, pa.infer_type(values)))
+        else:
+            values = [None if v is None else json.dumps(v, allow_nan=False) for v in values]
+            fields.append(pa.field(key, pa.string(), metadata={"json": "1"}))
+        arrays.append(pa.array(values, fields[-1].type))
+    buffer = io.BytesIO()
+    schema = pa.schema(fields)
+    with parquet.ParquetWriter(buffer, schema, compression="zstd") as file:
+        file.write_table(pa.table(arrays, schema=schema))
+        file.add_key_value_metadata({MARK: SEALED + _NONE})
+    blank = buffer.getvalue()
+    sealed = SEALED + hashlib.sha256(blank).hexdigest()
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, blank.replace((SEALED + _NONE).encode(), sealed.encode()))
+
+
+_NUMBERS = {int, float}
+
+
+def _fits_a_column(values: Sequence[Any]) -> bool:
+    """Return whether values are numbers, or all of one plain type; others are stored as JSON."""
+    kinds = {type(value) for value in values} - {type(None)}
+    if kinds <= _NUMBERS:  # a mixed column is float64, which has every integer below 2^53
+        return all(type(value) is not int or abs(value) < 2**53 for value in values)
+    return len(kinds) == 1 and kinds <= {str, bool}
+
+
+def relabel(path: Path, suite: str, belongs: Callable[[StoredRun], bool]) -> int:
+    """Give rows of other versions of a suite the label `suite`, name/version, if they `belong`.
+
+    Return how many got it. A row of another version belongs if this version would make the same
+    run: a new version need not repeat it.
+
+    Raises:
+        GcbenchError: the file cannot be read or written.
+    """
+    name = suite.partition("/")[0]
+    if not path.exists():
+        return 0
+    with _locked(path):
+        found, count = read(path), 0
+        for one in found:
+            label = str(one.get("suite") or "")
+            if label != suite and label.partition("/")[0] == name and belongs(one):
+                one["suite"] = suite
+                count += 1
+        if count:
+            write(path, found)
+    return count
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keep other processes from changing the file, whose folder is made if it is missing."""
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(path.with_name(f".{path.name}.lock"))
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def add(path: Path, new: StoredRun) -> None:
+    """Add a row to a file; a row of the same config is replaced.
+
+    Several processes may add to one file at the same time.
+
+    Raises:
+        GcbenchError: the file cannot be read or written.
+    """
+    with _locked(path):
+        kept = [one for one in read(path) if one.get("config_hash") != new.get("config_hash")]
+        write(path, [*kept, new])

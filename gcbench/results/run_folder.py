@@ -1,0 +1,192 @@
+"""The folder of a run: records, provenance and summary.
+
+`metrics.jsonl` grows line by line; `summary.json` is written last and marks a finished run. It
+contains digests of itself and of the run's other files (`gcbench.core.files`), which every reader
+compares. `gcbench.training.store` adds checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gcbench.core import files
+from gcbench.core.errors import GcbenchError
+from gcbench.core.writing import explained, not_own, open_own, write_atomically
+from gcbench.results.schema import METRIC_COLUMNS, SCHEMA
+
+CAPTURES = "captures"
+"""The folder of a run's captured gradients (`gcbench.training.captures`)."""
+CHECKPOINTS = ("checkpoint.pt", "checkpoint.previous.pt")
+"""The last checkpoint, and the one before it."""
+RUN_FILES = ("config.json", "provenance.json", "metrics.jsonl", "metrics.parquet")
+"""The files of a run besides its summary, its checkpoints and its captures."""
+LOCK = "lock"
+"""The file that exists, and is locked, while a process writes to a run."""
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode()
+
+
+def to_lines(records: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return the lines of metrics.jsonl for these records."""
+    return "".join(json.dumps(record, allow_nan=False) + "\n" for record in records).encode()
+
+
+class RunFolder:
+    """The folder of one run; only one process at a time writes to it (`locked`)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """The summary of a finished run, else None.
+
+        Raises:
+            GcbenchError: the file is there but holds no JSON object, or it or another file of the
+                run does not match its digest.
+        """
+        if not (self.folder / "summary.json").exists():
+            return None
+        found = self._object("summary.json")
+        if files.DIGEST in found or found.get("schema") == SCHEMA:  # others are made again
+            files.check_run(self.folder, found)
+        return found
+
+    def create(self) -> None:
+        """Make the folder, if it does not exist.
+
+        Raises:
+            GcbenchError: it cannot be made, or is a symbolic link.
+        """
+        with explained(self.folder):
+            if self.folder.is_symlink():
+                raise not_own(self.folder)
+            self.folder.mkdir(parents=True, exist_ok=True)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Lock the run for this process; GcbenchError if another process writes to it."""
+        path = self.folder / LOCK
+        with explained(path):
+            file = open_own(path, "w")
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The lock counts only if the file is still there: the last holder may have removed
+                # it between the two calls.
+                held = os.path.samestat(os.fstat(file.fileno()), path.lstat())
+            except (BlockingIOError, FileNotFoundError):
+                held = False
+            if not held:
+                raise GcbenchError(
+                    f"{self.folder} is being written by another gcbench process; wait for it"
+                )
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+
+    def start(self, config: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
+        """Write the config and the provenance, and delete all else of an earlier attempt."""
+        write_atomically(self.folder / "config.json", _json(config))
+        write_atomically(self.folder / "provenance.json", _json(provenance))
+        for name in ("summary.json", *CHECKPOINTS, "metrics.jsonl", "metrics.parquet"):
+            with explained(self.folder / name):
+                (self.folder / name).unlink(missing_ok=True)
+        with explained(self.folder / CAPTURES), contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.folder / CAPTURES)
+
+    def _object(self, name: str) -> dict[str, Any]:
+        """Return the JSON object in a file of this run.
+
+        Raises:
+            GcbenchError: the file cannot be read or holds something else.
+        """
+        path = self.folder / name
+        try:
+            with open_own(path, "r") as file:
+                value = json.load(file)
+        except (OSError, ValueError) as error:
+            raise GcbenchError(f"{path} cannot be read ({error}); run again with --force") from None
+        if not isinstance(value, dict):
+            raise GcbenchError(f"{path} holds no JSON object; run again with --force")
+        return value
+
+    def read_provenance(self) -> dict[str, Any]:
+        """Return the provenance of the attempt that is being resumed; GcbenchError if damaged."""
+        return self._object("provenance.json")
+
+    def can_resume(self, config: Mapping[str, Any]) -> bool:
+        """Return whether an earlier attempt with exactly this config left a checkpoint.
+
+        Raises:
+            GcbenchError: it did, but its config or provenance is damaged.
+        """
+        if not any((self.folder / name).exists() for name in CHECKPOINTS):
+            return False
+        self.read_provenance()
+        return self._object("config.json") == config
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add one line to the metrics; it is in the file when this returns."""
+        path = self.folder / "metrics.jsonl"
+        with explained(path), open_own(path, "a") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the metrics; a last line that a crash cut short is left out."""
+        path = self.folder / "metrics.jsonl"
+        if not path.exists():
+            return []
+        found = []
+        with open_own(path, "rb") as file:
+            text = file.read().decode(errors="replace")
+        for line in text.splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                break
+        return found
+
+    def rewind(self, step: int) -> None:
+        """Delete the records after `step`, from which the run is resumed."""
+        kept = [record for record in self.records() if record["step"] <= step]
+        write_atomically(self.folder / "metrics.jsonl", to_lines(kept))
+
+    def _sealed(self) -> list[str]:
+        """Return the files whose digests belong to the summary, relative to the folder."""
+        captured = sorted((self.folder / CAPTURES).glob("*"))
+        names = [*RUN_FILES, *(str(path.relative_to(self.folder)) for path in captured)]
+        return [name for name in names if (self.folder / name).is_file()]
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write metrics.parquet and, last, summary.json; then delete the checkpoints.
+
+        The summary gets the digests of `gcbench.core.files`: its own, and those of the other files.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        records = self.records()
+        types = {"kind": pa.string(), "step": pa.int64()}
+        names = dict.fromkeys((*METRIC_COLUMNS, *(name for record in records for name in record)))
+        schema = pa.schema([(name, types.get(name, pa.float64())) for name in names])
+        columns = {name: [record.get(name) for record in records] for name in names}
+        buffer = io.BytesIO()
+        pq.write_table(pa.table(columns, schema=schema), buffer)
+        write_atomically(self.folder / "metrics.parquet", buffer.getvalue())
+        listed = {name: files.hash_file(self.folder / name) for name in self._sealed()}
+        sealed = files.sealed({**summary, files.FILES: listed})
+        write_atomically(self.folder / "summary.json", _json(sealed))
+        for name in CHECKPOINTS:
+            (self.folder / name).unlink(missing_ok=True)

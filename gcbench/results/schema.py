@@ -1,0 +1,244 @@
+"""The schema of results on disk, which results/README.md explains: a run's summary, checked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, NamedTuple
+
+SCHEMA = 1
+METRIC_COLUMNS = (
+    "kind",
+    "step",
+    "train_loss",
+    "lr",
+    "test_accuracy",
+    "test_loss",
+    "validation_accuracy",
+    "validation_loss",
+    "payload_bytes_up",
+    "payload_bytes_down",
+    "wire_bytes",
+    "seconds",
+)
+"""Columns of metrics.parquet, in their order."""
+
+
+class WrongValueError(ValueError):
+    """A value that its field does not allow."""
+
+    def __init__(self, expected: str, value: Any, place: str = "") -> None:
+        super().__init__(expected)
+        self.expected, self.value, self.place = expected, value, place
+
+
+Check = Callable[[Any], Any]
+"""Returns a value as its field stores it; raises WrongValueError for one that is not allowed."""
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise WrongValueError("a string expected", value)
+    return sys.intern(value)
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (float, int):
+        raise WrongValueError("a number expected", value)
+    return float(value)
+
+
+def _bytes(value: Any) -> float:
+    number = _number(value)
+    if not number >= 0:
+        raise WrongValueError("a number greater than or equal to 0 expected", value)
+    return number
+
+
+def _integer(least: int | None = None) -> Check:
+    expected = (
+        "an integer expected" if least is None else f"an integer of at least {least} expected"
+    )
+
+    def check(value: Any) -> int:
+        right = type(value) is int or (type(value) is float and value.is_integer())
+        if not right or (least is not None and value < least):
+            raise WrongValueError(expected, value)
+        return int(value)
+
+    return check
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if type(value) is not dict:
+        raise WrongValueError("an object expected", value)
+    return value
+
+
+def _seconds(value: Any) -> Mapping[str, float | None]:
+    return {name: _optional(_number)(one) for name, one in _mapping(value).items()}
+
+
+def _optional(check: Check) -> Check:
+    return lambda value: None if value is None else check(value)
+
+
+def _record(cls: Any, **checks: Check) -> Check:
+    """Return the check of a nested object, which becomes a tuple of the class."""
+
+    def check(value: Any) -> Any:
+        found = _mapping(value)
+        return cls(**{name: _at(name, one, found) for name, one in checks.items()})
+
+    def _at(name: str, one: Check, found: Mapping[str, Any]) -> Any:
+        try:
+            return one(found.get(name))
+        except WrongValueError as error:
+            place = f"{name}.{error.place}".rstrip(".")
+            expected = error.expected if name in found else f"required, {error.expected}"
+            raise WrongValueError(expected, error.value, place) from None
+
+    return check
+
+
+class Wire(NamedTuple):
+    """Bytes that crossed the network over the whole run, the collective's own factor included."""
+
+    per_worker: float
+    total: float | None
+
+
+class Modelled(NamedTuple):
+    """Communication time of a step that was computed from a link, not measured."""
+
+    seconds: float
+    link_gbit: float
+    link_latency_us: float
+
+
+class Failure(NamedTuple):
+    """Why a run has no result: it diverged at `step`, counted from 0."""
+
+    step: int
+    reason: str
+
+
+_NONE: Mapping[str, Any] = {}
+_FAILURE = _record(Failure, step=_integer(), reason=_text)
+_MODELLED = _record(Modelled, seconds=_number, link_gbit=_number, link_latency_us=_number)
+
+
+@dataclass(slots=True)
+class Summary:
+    """The fields of summary.json that a comparison needs; the others are in `more`."""
+
+    task: str
+    compressor: str
+    compressor_name: str
+    workers: int
+    collective: str
+    engine: str
+    seed: int
+    steps: int
+    batch: int
+    payload_bytes_up: float
+    payload_bytes_down: float
+    wire_bytes: Wire
+    config: Mapping[str, Any]
+    """As recorded; rows of a file share it between seeds and leave the seed out."""
+    gradients: str | None = None
+    test_accuracy: float | None = None
+    test_loss: float | None = None
+    validation_accuracy: float | None = None
+    validation_loss: float | None = None
+    failed: Failure | None = None
+    test_top5: float | None = None
+    test_examples: int | None = None
+    train_loss: float | None = None
+    params: int | None = None
+    nominal_ratio: float | None = None
+    payload_ratio_up: float | None = None
+    payload_ratio_down: float | None = None
+    phase_seconds: Mapping[str, float | None] = field(default_factory=dict)
+    communicate_modelled: Modelled | None = None
+    step_seconds: float | None = None
+    config_hash: str | None = None
+    skipped_steps: int = 0
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)
+    given: frozenset[str] = frozenset()
+    """The keys that the summary has."""
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Summary:
+        """Return the summary of a JSON object.
+
+        Raises:
+            WrongValueError: a field is missing or has a wrong value; `place` names it.
+        """
+        values: dict[str, Any] = {}
+        for name, check, required in _FIELDS:
+            if name in data:
+                try:
+                    values[name] = check(data[name])
+                except WrongValueError as error:
+                    place = f"{name}.{error.place}".rstrip(".")
+                    raise WrongValueError(error.expected, error.value, place) from None
+            elif required:
+                raise WrongValueError("required", None, name)
+        keys = frozenset(data)
+        rest = keys - _NAMES
+        more = {name: data[name] for name in rest} if rest else _NONE
+        return cls(**values, more=more, given=_keys.setdefault(keys, keys))
+
+    def model_dump(self) -> dict[str, Any]:
+        """Return the summary as JSON values, missing fields with their defaults."""
+        found = {name: getattr(self, name) for name, _, _ in _FIELDS}
+        for name in ("wire_bytes", "failed", "communicate_modelled"):
+            if found[name] is not None:
+                found[name] = found[name]._asdict()
+        config = {"seed": self.seed, **self.config}
+        return {**found, "config": config, **self.more}
+
+
+_CHECKS: dict[str, Check] = {
+    "task": _text,
+    "compressor": _text,
+    "compressor_name": _text,
+    "workers": _integer(1),
+    "collective": _text,
+    "engine": _text,
+    "seed": _integer(),
+    "steps": _integer(1),
+    "batch": _integer(1),
+    "payload_bytes_up": _bytes,
+    "payload_bytes_down": _bytes,
+    "wire_bytes": _record(Wire, per_worker=_number, total=_optional(_number)),
+    "config": _mapping,
+    "gradients": _optional(_text),
+    "test_accuracy": _optional(_number),
+    "test_loss": _optional(_number),
+    "validation_accuracy": _optional(_number),
+    "validation_loss": _optional(_number),
+    "failed": _optional(_FAILURE),
+    "test_top5": _optional(_number),
+    "test_examples": _optional(_integer(1)),
+    "train_loss": _optional(_number),
+    "params": _optional(_integer()),
+    "nominal_ratio": _optional(_number),
+    "payload_ratio_up": _optional(_number),
+    "payload_ratio_down": _optional(_number),
+    "phase_seconds": _seconds,
+    "communicate_modelled": _optional(_MODELLED),
+    "step_seconds": _optional(_number),
+    "config_hash": _optional(_text),
+    "skipped_steps": _integer(),
+    "provenance": _mapping,
+}
+_REQUIRED = {
+    each.name for each in fields(Summary) if each.default is each.default_factory is MISSING
+}
+_FIELDS = [(name, check, name in _REQUIRED) for name, check in _CHECKS.items()]
+_NAMES = frozenset(_CHECKS)
+_keys: dict[frozenset[str], frozenset[str]] = {}

@@ -1,0 +1,292 @@
+"""Statistics over seeds, in two frames: a line a run, and a line a configuration.
+
+`per_run` makes the first and `per_config` the second from it; the other functions add columns
+to the second. A configuration is all settings but the seed, as `Run.method` writes them. NaN stands
+for what is not known. `gcbench.report.compare` makes the rows of a table from these frames;
+`gcbench help reading-results` explains every column.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from gcbench.core.schema import PHASES
+from gcbench.core.values import canonical
+from gcbench.results.reader import Run
+from gcbench.stats.intervals import half_interval, half_width, resolution
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+BASELINE = "none"
+"""The compressor that compresses nothing."""
+SPENT = ("step", "payload_bytes", "wire_bytes", "seconds", "link_seconds")
+"""What is said of the first evaluation that met a target, each with "target_" before it: its step;
+bytes of a worker, encoded (up and down together) and over the network; wall clock of the run (in
+the engine simulate of all workers in one process); communication alone, as modelled from the run's
+link. Infinite for a run that never met it; NaN where it was not recorded."""
+TARGET = tuple(f"target_{name}" for name in SPENT)
+_MEANS = ("nominal_ratio", "payload_ratio_up", "payload_ratio_down", "test_top5")
+_BYTES = ("payload_bytes", "wire_bytes")
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+MOST_EXAMPLES = 1_000_000
+"""Examples of a test set above which the resolution of accuracies is not looked for."""
+
+
+def examples(runs: Sequence[Run]) -> dict[str, float]:
+    """Return how many test examples the accuracies are of, by what `_split` calls the test set.
+
+    That is `test_examples` of the summaries; where none has it, the smallest number of which all
+    the accuracies are fractions: 347/360 and 0.9 are of at least 360. NaN where there is none.
+    """
+    found: dict[str, float] = {}
+    for run in runs:
+        split = _split(run)
+        held_out = run.summary.config.get("holdout")
+        recorded = held_out if run.is_trial else run.summary.test_examples
+        if recorded:
+            found[split] = float(recorded)
+    missing: dict[str, int] = {}
+    for run in runs:
+        split, accuracy = _split(run), _accuracy(run)
+        if split in found or accuracy is None or not 0 <= accuracy <= 1:
+            continue
+        known = missing.get(split, 1)
+        if known:
+            exact = Fraction(accuracy).limit_denominator(MOST_EXAMPLES)
+            together = math.lcm(known, exact.denominator)
+            fits = float(exact) == accuracy and together <= MOST_EXAMPLES
+            missing[split] = together if fits else 0
+    return found | {split: float(n) if n else math.nan for split, n in missing.items()}
+
+
+def _accuracy(run: Run) -> float | None:
+    return run.summary.validation_accuracy if run.is_trial else run.summary.test_accuracy
+
+
+def _split(run: Run) -> str:
+    """Return what identifies the examples on which a run was judged."""
+    options = run.summary.config.get("task_options")
+    told = canonical(options) if options else ""
+    return f"{run.summary.task} {told} {run.is_trial}"
+
+
+def _final(run: Run, metric: str) -> float | None:
+    """Return the metric of a run after its last step; None where the run diverged."""
+    summary = run.summary
+    split = "validation" if run.is_trial else "test"
+    loss = getattr(summary, f"{split}_loss")
+    value = getattr(summary, f"{split}_accuracy") if metric == "accuracy" else loss
+    if summary.failed or value is None or not math.isfinite(value):
+        return None
+    # A model whose parameters are NaN has the accuracy of guessing. Its loss is NaN, too, which a
+    # summary writes as null; a summary without that field did not measure the loss.
+    measured = f"{split}_loss" in summary.given
+    diverged = measured if loss is None else not math.isfinite(loss)
+    return None if diverged else value
+
+
+def _to_target(run: Run, metric: str, target: float) -> dict[str, float | None]:
+    """Return what the run had spent when it met the target; nothing if it has no evaluations.
+
+    A run whose parameters are NaN never meets a target, although it has an accuracy.
+    """
+    curve = run.evaluations()
+    loss = f"{run.judged_by}_loss"
+    column = f"{run.judged_by}_accuracy" if metric == "accuracy" else loss
+    for record in curve:
+        value = record.get(column)
+        if value is None or record.get(loss, 0.0) is None:
+            continue
+        if value >= target if metric == "accuracy" else value <= target:
+            up, down = record.get("payload_bytes_up"), record.get("payload_bytes_down")
+            link = run.summary.communicate_modelled
+            spent = {
+                "step": record["step"],
+                "payload_bytes": None if up is None or down is None else up + down,
+                "wire_bytes": record.get("wire_bytes"),
+                "seconds": record.get("seconds"),
+                "link_seconds": None if link is None else link.seconds * record["step"],
+            }
+            return {f"target_{name}": spent[name] for name in SPENT}
+    return dict.fromkeys(TARGET, math.inf) if curve else {}
+
+
+def per_run(runs: Sequence[Run], metrics: Mapping[str, str], target: float | None) -> DataFrame:
+    """Return a line a run, in the order given.
+
+    Columns: `configuration`; `seed`; `uncompressed`; `sign`: 1 where a higher metric is better,
+    else -1; `value`: the metric after the last step, NaN where the run diverged; `examples`: of the
+    test set, NaN where it is not known and for losses; bytes of a worker
+    in the whole run, NaN where it ended early; ratios; seconds of a step and of its phases ("phase
+    encode"); `TARGET`.
+    `metrics`: "accuracy" or "test_loss", by task. `target`: the metric to be met; None: none.
+
+    Raises:
+        GcbenchError: with a target, evaluations that cannot be read.
+    """
+    import numpy as np
+    import pandas as pd
+
+    sizes = examples(runs)
+    summaries = [run.summary for run in runs]
+    accuracies = [metrics[summary.task] == "accuracy" for summary in summaries]
+
+    def numbers(found: Iterable[float | None]) -> Any:
+        return np.array([math.nan if value is None else value for value in found], dtype=float)
+
+    def of(name: str) -> Any:
+        return numbers(getattr(summary, name) for summary in summaries)
+
+    ended = [summary.failed is None for summary in summaries]
+    links = [summary.communicate_modelled for summary in summaries]
+    phases = dict.fromkeys((*PHASES, *(name for s in summaries for name in s.phase_seconds)))
+    spent: list[dict[str, float | None]] = [
+        {} if target is None else _to_target(run, metrics[run.summary.task], target) for run in runs
+    ]
+    columns = {
+        "configuration": [run.method for run in runs],
+        "seed": [summary.seed for summary in summaries],
+        "steps": [summary.steps for summary in summaries],
+        "skipped_steps": [summary.skipped_steps for summary in summaries],
+        "uncompressed": [summary.compressor_name == BASELINE for summary in summaries],
+        "sign": np.where(accuracies, 1, -1),
+        "value": numbers(_final(run, metrics[run.summary.task]) for run in runs),
+        "examples": numbers(
+            sizes.get(_split(run)) if accuracy else None
+            for run, accuracy in zip(runs, accuracies, strict=True)
+        ),
+        "payload_bytes": np.where(ended, of("payload_bytes_up") + of("payload_bytes_down"), np.nan),
+        "wire_bytes": np.where(ended, [s.wire_bytes.per_worker for s in summaries], np.nan),
+        **{name: of(name) for name in (*_MEANS, "step_seconds")},
+        "communicate_modelled_seconds": numbers(
+            None if link is None else link.seconds for link in links
+        ),
+        **{
+            f"phase {name}": numbers(s.phase_seconds.get(name) for s in summaries)
+            for name in phases
+        },
+        **{name: numbers(one.get(name) for one in spent) for name in TARGET},
+    }
+    return pd.DataFrame(columns)
+
+
+def values(runs: DataFrame) -> dict[str, dict[int, float]]:
+    """Return the metric of each configuration by seed, without the runs that diverged."""
+    made: dict[str, dict[int, float]] = {}
+    for name, seed, value in zip(runs["configuration"], runs["seed"], runs["value"], strict=True):
+        own = made.setdefault(name, {})
+        if math.isfinite(value):
+            own[seed] = value
+    return made
+
+
+# ---- configurations ------------------------------------------------------------------------------
+
+
+def per_config(runs: DataFrame) -> DataFrame:
+    """Return a line a configuration: what `per_run` has of its seeds, taken together.
+
+    The index is the configuration. `diverged` counts the seeds without a value. Of the others are
+    `mean`, `sd` (sample standard deviation, NaN below two seeds), `half_interval` (half the 95 %
+    interval of the mean, 0 below two seeds), `low`, `high` and `n`. Bytes are of one step. Seconds
+    are medians; those of modelled communication are NaN where communication was measured.
+    """
+    groups = runs.groupby("configuration", sort=False)
+    made = groups[["uncompressed", "sign", "examples"]].first()
+    values = groups["value"]
+    made["mean"], made["sd"], made["n"] = values.mean(), values.std(), values.count()
+    made["diverged"] = groups.size() - made["n"]
+    made["low"], made["high"] = values.min(), values.max()
+    made["half_interval"] = half_width(made["sd"], made["n"]).fillna(0.0)
+    made[[*_MEANS]] = groups[[*_MEANS]].mean()
+    made["bits_up"] = 32 / made["payload_ratio_up"].where(made["payload_ratio_up"] != 0)
+    steps = groups["steps"].first()
+    for name in _BYTES:
+        made[f"{name}_step"] = groups[name].mean() / steps
+    phases = [str(name) for name in runs if str(name).startswith("phase ")]
+    seconds = ["step_seconds", "communicate_modelled_seconds", *phases]
+    made[seconds] = groups[seconds].median()
+    measured = made["phase communicate"].notna()
+    made.loc[measured, "communicate_modelled_seconds"] = math.nan
+    made["skipped_steps"] = groups["skipped_steps"].sum()
+    spent = groups[[*TARGET]]
+    made[[*TARGET]] = spent.median().where(spent.count().eq(groups.size(), axis=0))
+    made["target_runs"] = groups["target_step"].count()
+    met = runs["target_step"] < math.inf
+    made["target_reached"] = met.groupby(runs["configuration"], sort=False).sum()
+    return made
+
+
+def against_baselines(runs: DataFrame, configurations: DataFrame) -> DataFrame:
+    """Return the configurations with what follows from their column `baseline`.
+
+    That is the configuration of the uncompressed runs of equal budget, or missing. Added are:
+    `pairs`, the number of seeds that both finished; `difference`, the mean of the paired
+    differences, or the difference of the two means where there is no pair; `difference_sd`;
+    `difference_low` and `difference_high`, its 95 % interval by `half_interval`, NaN below two
+    pairs;
+    `above_baseline` and `below_baseline`: whether the interval lies on one side of zero, the better
+    or the worse; `faster`: whether the target was met in fewer steps, by the interval of the paired
+    differences of steps where both met it, at least two; `band_low` and `band_high`: the lowest and
+    the highest value of the uncompressed seeds, NaN below two; `in_band`: whether the mean lies
+    there, in words; of a mean outside whose interval of the difference holds zero, no side is told.
+    """
+    import numpy as np
+
+    made = configurations.copy()
+    names, compressed = made["baseline"], ~made["uncompressed"]
+    finished = runs.loc[runs["value"].notna(), ["configuration", "seed", "value"]]
+    pairs = finished.join(names[compressed], on="configuration", how="inner").merge(
+        finished, left_on=["baseline", "seed"], right_on=["configuration", "seed"]
+    )
+    paired = (pairs["value_x"] - pairs["value_y"]).groupby(pairs["configuration_x"])
+    made["pairs"] = paired.count().reindex(made.index, fill_value=0)
+    unpaired = (made["mean"] - names.map(made["mean"])).where(compressed)
+    made["difference"] = paired.mean().reindex(made.index).fillna(unpaired)
+    made["difference_sd"] = paired.std().reindex(made.index)
+    noise = made["difference"], made["examples"]
+    half = half_interval(made["difference_sd"], made["pairs"], *noise)
+    made["difference_low"] = made["difference"] - half
+    made["difference_high"] = made["difference"] + half
+    better, worse = made["difference_low"] > 0, made["difference_high"] < 0
+    made["above_baseline"] = better.where(made["sign"] > 0, worse)
+    made["below_baseline"] = worse.where(made["sign"] > 0, better)
+
+    told = runs.loc[runs["target_step"] < math.inf, ["configuration", "seed", "target_step"]]
+    told = told.join(names[compressed], on="configuration", how="inner").merge(
+        told, left_on=["baseline", "seed"], right_on=["configuration", "seed"]
+    )
+    later = (told["target_step_x"] - told["target_step_y"]).groupby(told["configuration_x"])
+    sooner = later.mean() + half_width(later.std(), later.count()) < 0
+    made["faster"] = sooner.reindex(made.index, fill_value=False)
+
+    made["baseline_n"] = names.map(made["n"]).fillna(0).astype(int)
+    several = made["baseline_n"] > 1
+    made["band_low"] = names.map(made["low"]).where(several)
+    made["band_high"] = names.map(made["high"]).where(several)
+    mean, low, high = made["mean"], made["band_low"], made["band_high"]
+    made["in_band"] = np.select(
+        [
+            ~compressed,
+            made["diverged"] > 0,
+            made["baseline_n"] == 0,
+            made["baseline_n"] == 1,
+            (low <= mean) & (mean <= high),
+            (made["difference_low"].notna() & ~better & ~worse)
+            | (made["difference"].abs() <= resolution(*noise)),
+            (mean > high) == (made["sign"] > 0),
+        ],
+        [
+            *("baseline", "no: failed", "no baseline", "n/a (1 seed)", "yes"),
+            *("no: not told apart", "no: better"),
+        ],
+        "no: worse",
+    )
+    return made

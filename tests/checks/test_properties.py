@@ -1,0 +1,1018 @@
+"""The list of properties and the search refuse wrong methods, each by the check that is for it.
+
+Each method is derived from a built-in one, keeps its declarations, and does one thing wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from commands import invoke
+from wrong_methods import (
+    BF16,
+    DEMO,
+    FFT,
+    INT8,
+    POWER,
+    QSGD,
+    RANDOMK,
+    SIGN,
+    TERN,
+    TOP,
+    TOPK,
+    CoinlessVote,
+    FlippedDemo,
+    Levels,
+    LevelsClaims,
+    MinusVote,
+    OverclippedTern,
+    UphillDemo,
+    drawn,
+    spread,
+)
+
+from compressors.demo import dct
+from gcbench import ops
+from gcbench.checks import calls, cases, exchanges, inputs, properties
+from gcbench.checks.adversary import Search
+from gcbench.core import codec, registry
+from gcbench.core.claims import Claims
+from gcbench.core.compressor import (
+    Compressor,
+    Context,
+    Key,
+    Payload,
+    Prepared,
+    Segments,
+    check_finite,
+)
+from gcbench.ops.hadamard import rotate
+
+NONE = type(registry.compressor("none"))
+FP8 = type(registry.compressor("fp8"))
+HADAMARD = type(registry.compressor("hadamard4"))
+SPARSE = type(registry.compressor("sparseloco"))
+
+
+@dataclass(frozen=True)
+class STOCHASTIC(BF16):
+    rounding: str = "stochastic"
+
+
+class ForgetsTheLast(Compressor):
+    """The mean leaves the last worker out."""
+
+    def mean(self, payloads, ctx):
+        return super().mean(payloads[:-1] or payloads, ctx)
+
+
+class ForgetfulNone(ForgetsTheLast, NONE):
+    pass
+
+
+class ForgetfulTern(ForgetsTheLast, TERN):
+    pass
+
+
+class ForgetfulInt8(ForgetsTheLast, INT8):
+    pass
+
+
+class ForgetfulFft(ForgetsTheLast, FFT):
+    pass
+
+
+class ForgetfulVote(ForgetsTheLast, SIGN):
+    pass
+
+
+class HearsTheFirst(Compressor):
+    """The owner hands on what worker 0 sent."""
+
+    def merge(self, payloads, ctx):
+        workers = sum(payload.count for payload in payloads)
+        return super().merge([payloads[0]] * workers, ctx)
+
+
+class PartialNone(HearsTheFirst, NONE):
+    pass
+
+
+class PartialVote(HearsTheFirst, SIGN):
+    pass
+
+
+class PartialInt8(HearsTheFirst, INT8):
+    pass
+
+
+class DropsTheTail(Compressor):
+    """What lies behind element 200,000 is not sent."""
+
+    def encode(self, x, ctx):
+        return super().encode(cut(x), ctx)
+
+
+def cut(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x[200_000:] = 0
+    return x
+
+
+class ShortTopK(DropsTheTail, TOPK):
+    pass
+
+
+class ShortTern(DropsTheTail, TERN):
+    pass
+
+
+class ShortSum(NONE):
+    """Decodes no further than element 200,000."""
+
+    def decode(self, payload, ctx):
+        return cut(super().decode(payload, ctx))
+
+
+class DropsTheSmall(Compressor):
+    """What is below a fiftieth of the largest is not sent."""
+
+    def encode(self, x, ctx):
+        kept = x.masked_fill(x.abs() < 0.02, 0)
+        return super().encode(kept, ctx)
+
+
+class CoarseTern(DropsTheSmall, TERN):
+    pass
+
+
+class CoarseQsgd(DropsTheSmall, QSGD):
+    pass
+
+
+class CoarseRandomK(DropsTheSmall, RANDOMK):
+    pass
+
+
+class Boast(type(TERN().claims)):
+    @property
+    def nominal_bits(self):
+        return 0.5
+
+
+class BoastfulTern(TERN):
+    """Says of its source that it quotes half a bit an element."""
+
+    @property
+    def claims(self):
+        return Boast(self)
+
+
+class Remembering(NONE):
+    """Feeds its error back from a global, once a step and for each rank."""
+
+    carried: ClassVar[dict] = {}
+
+    def encode(self, x, ctx):
+        step, residual, _ = self.carried.get((ctx.key.rank, len(x)), (ctx.key.step, 0 * x, None))
+        if step != ctx.key.step:
+            residual = self.carried[ctx.key.rank, len(x)][2]
+        offered = x + residual
+        sent = offered.half().float()
+        self.carried[ctx.key.rank, len(x)] = (ctx.key.step, residual, offered - sent)
+        return super().encode(sent, ctx)
+
+
+class LastSeen(NONE):
+    """Decodes what was encoded last."""
+
+    seen: ClassVar[dict] = {}
+
+    def encode(self, x, ctx):
+        self.seen[len(x)] = x.clone()
+        return super().encode(x, ctx)
+
+    def decode(self, payload, ctx):
+        return self.seen.get(ctx.segments.numel, payload.parts[0]).clone()
+
+
+class TruncatingFp8(FP8):
+    """Rounds towards 0: cuts what would round up."""
+
+    def encode(self, x, ctx):
+        top = x.abs().amax().clamp(min=1e-30)
+        step = torch.exp2(torch.floor(torch.log2(448 * x.abs() / top)).clamp(min=-6) - 3)
+        cut = torch.floor(448 * x.abs() / top / step) * step / 448 * top
+        return super().encode(x.sign() * cut, ctx)
+
+
+class CoarseFp8(FP8):
+    """Keeps two bits of the fraction in place of three."""
+
+    def encode(self, x, ctx):
+        codes, scales = super().encode(x, ctx)
+        return codes.bitwise_and_(0xFE), scales
+
+
+class UnrotatedHadamard(HADAMARD):
+    """The receiver forgets to rotate back."""
+
+    def decode(self, payload, ctx):
+        return rotate(super().decode(payload, ctx), ctx.segments)
+
+
+class DoubledHadamard(HADAMARD):
+    """Sends twice the scale that it divided by."""
+
+    def encode(self, x, ctx):
+        words, scales = super().encode(x, ctx)
+        return Payload((words, 2 * scales))
+
+
+class SwappedSparse(SPARSE):
+    """The magnitude of the large class for the small one, and the other way round."""
+
+    def encode(self, x, ctx):
+        indices, codes, magnitudes = super().encode(x, ctx)
+        return Payload((indices, codes ^ -0x55555556, magnitudes))
+
+
+class FirstSparse(SPARSE):
+    """Sends the first elements of a chunk and not the largest."""
+
+    def encode(self, x, ctx):
+        order = torch.arange(len(x), 0, -1.0)
+        indices, _, _ = super().encode(order, ctx._replace(parts=None))
+        _, codes, magnitudes = super().encode(x, ctx)
+        return Payload((indices, codes, magnitudes))
+
+
+class NearestBf16(STOCHASTIC):
+    """Claims what stochastic rounding does, and rounds to the nearest."""
+
+    def encode(self, x, ctx):
+        return codec.encode(BF16(), x, ctx)
+
+
+class SameBf16(STOCHASTIC):
+    """All ranks draw alike."""
+
+    def encode(self, x, ctx):
+        return super().encode(x, ctx._replace(key=ctx.key._replace(rank=0)))
+
+
+class SummedLevels(Levels):
+    """Adds codes that have scales of their own, adds the scales, and divides by no one."""
+
+    collectives: ClassVar[tuple[str, ...]] = ("allreduce", "allgather", "twoshot")
+
+    def summand(self, payload, ctx):
+        codes, scale = payload.parts
+        return Payload((codes.float(), scale))
+
+    def decode_sum(self, payload, ctx):
+        codes, scale = payload.parts
+        return codes / TOP * spread(scale, ctx.segments)
+
+
+class SummedAlone(SummedLevels):
+    """Adds codes of scales of their own; there is no all-gather to compare it with."""
+
+    collectives: ClassVar[tuple[str, ...]] = ("allreduce", "twoshot")
+
+
+class ShrunkLevels(Levels):
+    """Divides by a scale that is 1e-4 more than the one that it sends."""
+
+    def codes(self, x, scale, draws):
+        return super().codes(x * (scale / (scale + 1e-4)), scale, draws)
+
+
+class Drifting(Levels):
+    """Its draws begin 1/256 below 0, so that all is rounded down too often."""
+
+    def codes(self, x, scale, draws):
+        level = torch.where(scale > 0, x / scale * TOP, 0.0)
+        return torch.floor(level + draws - 2.0**-8).clamp(-TOP, TOP).to(torch.int8)
+
+
+class Stepless(Levels):
+    """Draws alike at all steps and on all ranks, and declares no variance."""
+
+    @property
+    def claims(self):
+        return Unbiased(self)
+
+    def draws(self, key, n):
+        return super().draws(key._replace(step=0, rank=0), n)
+
+
+class Unbiased(Claims):
+    unbiased = True
+
+
+class FewSteps(Levels):
+    """Draws repeat after 64 steps."""
+
+    def draws(self, key, n):
+        return super().draws(key._replace(step=key.step % 64), n)
+
+
+class FewRanks(Levels):
+    """Draws repeat after 4 workers."""
+
+    def draws(self, key, n):
+        return super().draws(key._replace(rank=key.rank % 4), n)
+
+
+class AddedRanks(Levels):
+    """A worker draws at a step what its neighbour drew at the step before."""
+
+    def draws(self, key, n):
+        return super().draws(key._replace(step=key.step + key.rank, rank=0), n)
+
+
+class OnePurpose(Levels):
+    """An owner draws again what it drew as a worker."""
+
+    def draws(self, key, n):
+        return super().draws(key._replace(stream=0), n)
+
+
+class Offsetless(Levels):
+    """Every bucket draws the same."""
+
+    granularity = "model"
+
+    def draws(self, key, n):
+        return super().draws(key._replace(offset=0), n)
+
+
+class Periodic(Levels):
+    """Draws repeat after 2^18 elements."""
+
+    def draws(self, key, n):
+        places = (key.offset + torch.arange(n)) % 2**18
+        return super().draws(key._replace(offset=0), 2**18)[places]
+
+
+class Pairs(Levels):
+    """The elements i and i + 512 of a tile share a draw."""
+
+    def draws(self, key, n):
+        place = key.offset % 1024 + torch.arange(n)
+        tiles = super().draws(key._replace(offset=key.offset // 1024 * 1024), n + 2048)
+        return tiles[place // 1024 * 1024 + place % 512]
+
+
+class Tripled(Compressor):
+    """Decodes what lies behind element 65,536 of a segment to three times what it is."""
+
+    def decode(self, payload, ctx):
+        decoded = super().decode(payload, ctx)
+        for part in decoded.split(list(ctx.segments.lengths)):
+            part[65_536:] *= 3
+        return decoded
+
+
+class TripledLevels(Tripled, Levels):
+    pass
+
+
+class TripledTopK(Tripled, TOPK):
+    """The same, without a closed form of its error."""
+
+    @property
+    def claims(self):
+        return Open(self)
+
+
+class Open(type(TOPK().claims)):
+    @property
+    def gaussian_error(self):
+        return None
+
+
+class MeanClaims(Claims):
+    contractive = True
+
+    def error_bound(self, x, ctx):
+        lost = [
+            p.square().sum() - p.abs().sum() ** 2 / max(1, len(p)) for p in pieces(x, ctx.segments)
+        ]
+        return float(sum(lost).clamp(min=0)) + 1e-6 * float(x.double().square().sum())
+
+
+def pieces(x: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, ...]:
+    return x.double().split(list(segments.lengths))
+
+
+class TorchMean(Levels):
+    """The sign times the mean magnitude, which torch adds in an order that depends on threads."""
+
+    @property
+    def claims(self):
+        return MeanClaims(self)
+
+    def scales(self, x, segments):
+        parts = x.split(list(segments.lengths))
+        return torch.stack([p.abs().mean() if len(p) else x.new_zeros(()) for p in parts])
+
+    def codes(self, x, scale, draws):
+        return (TOP * x.sign()).to(torch.int8)
+
+
+class SharedLevels(Levels):
+    """Right: all use the largest scale."""
+
+    @property
+    def claims(self):
+        return Unbiased(self)
+
+    def prepare(self, x, ctx):
+        return Prepared(self.scales(x, ctx.segments))
+
+    def encode(self, x, ctx):
+        return self.codes(x, spread(ctx.shared, ctx.segments), self.draws(ctx.key, len(x)))
+
+    def decode(self, payload, ctx):
+        whole = payload._replace(parts=(*payload.parts, ctx.shared))
+        return super().decode(whole, ctx)
+
+    def layout(self, segments, count=1):
+        return ((torch.int8, segments.numel),)
+
+
+class WrappingLevels(SharedLevels):
+    """Adds the codes in int8, which 18 workers of 7 fill."""
+
+    def mean(self, payloads, ctx):
+        total = torch.zeros(ctx.segments.numel, dtype=torch.int8)
+        for payload in payloads:
+            total += payload.count * payload.parts[0]
+        workers = sum(payload.count for payload in payloads)
+        return total.float() / (TOP * workers) * spread(ctx.shared, ctx.segments)
+
+
+class MiscutLevels(SharedLevels):
+    """Every owner gets the beginning of the bucket."""
+
+    def cut(self, payload, bounds):
+        codes = payload.parts[0]
+        return [Payload((codes[: b - a].clone(),)) for a, b in itertools.pairwise(bounds)]
+
+
+class WrappingVote(SIGN):
+    """Counts votes in int8."""
+
+    def mean(self, payloads, ctx):
+        decoded = [self.decode(payload, ctx) for payload in payloads]
+        votes = torch.stack(decoded).sum(0).to(torch.int64).to(torch.int8)
+        tied = super().mean(payloads, ctx)
+        return torch.where(votes == 0, tied, votes.sign().float())
+
+
+class FlatClaims(LevelsClaims):
+    def variance(self, x, ctx):
+        exact = super().variance(x, ctx)
+        return torch.cat([p.mean().expand(len(p)) for p in exact.split(list(ctx.segments.lengths))])
+
+
+class Flat(Levels):
+    """Declares of each element the mean variance of its segment."""
+
+    @property
+    def claims(self):
+        return FlatClaims(self)
+
+
+class LowOmega(Levels):
+    """Declares half of the bound on its relative variance that p (1 - p) <= 1/4 gives."""
+
+    @property
+    def claims(self):
+        return LowOmegaClaims(self)
+
+
+class LowOmegaClaims(LevelsClaims):
+    def omega(self, segments):
+        return 0.5 * max(segments.lengths) / (4 * TOP**2)
+
+
+class Halving(Claims):
+    contractive = True
+
+    def error_bound(self, x, ctx):
+        return 0.5 * float(x.double().square().sum())
+
+
+class Clipping(Levels):
+    """Clips at three times the rms, so that a spike loses nearly all, and claims to lose half."""
+
+    @property
+    def claims(self):
+        return Halving(self)
+
+    def scales(self, x, segments):
+        squares = ops.statistics.moments(x, segments)[1]
+        rms = (squares / torch.tensor(segments.lengths).clamp(min=1)).sqrt().float()
+        return torch.minimum(3 * rms, super().scales(x, segments))
+
+    def codes(self, x, scale, draws):
+        return super().codes(x.clamp(-scale, scale), scale, draws)
+
+
+class LowBoundClaims(Claims):
+    contractive = True
+
+    def error_bound(self, x, ctx):
+        share = 0.17 if len(x) and float(x.abs().max()) > 2.0**-100 else 1.0
+        return share * float(x.double().square().sum())
+
+
+class LowBound(Levels):
+    """Claims to lose a sixth of anything at most; of heavy tails it loses more than a quarter."""
+
+    @property
+    def claims(self):
+        return LowBoundClaims(self)
+
+
+class BlocksClaims(Claims):
+    unbiased = True
+
+    def variance(self, x, ctx):
+        return 3 * x.double().square()
+
+
+@dataclass(frozen=True)
+class Blocks(Compressor):
+    """Right: sends one in four of the blocks of 16 elements, times 4."""
+
+    collectives: ClassVar[tuple[str, ...]] = ("allgather",)
+
+    @property
+    def claims(self):
+        return BlocksClaims(self)
+
+    def encode(self, x, ctx):
+        first = ctx.key.offset % 16
+        draws = ops.random.uniform(ctx.key._replace(offset=ctx.key.offset - first), len(x) + 16)
+        sent = draws[(first + torch.arange(len(x))) // 16 * 16] < 0.25
+        return Payload((torch.where(sent, 4 * x, 0.0),))
+
+    def decode(self, payload, ctx):
+        return check_finite(payload.parts[0]).clone()
+
+    def layout(self, segments, count=1):
+        return ((torch.float32, segments.numel),)
+
+
+class PairLevels(Levels):
+    """Forgets to halve the sum of exactly two workers."""
+
+    def mean(self, payloads, ctx):
+        return super().mean(payloads, ctx) * (1 + (len(payloads) == 2))
+
+
+class EvenLevels(Levels):
+    """Of an even number of workers above four the last is left out."""
+
+    def mean(self, payloads, ctx):
+        even = len(payloads) % 2 == 0 and len(payloads) > 4
+        return super().mean(payloads[: len(payloads) - even], ctx)
+
+
+class CountlessInt8(INT8):
+    """A payload of several workers counts as one."""
+
+    def mean(self, payloads, ctx):
+        return super().mean([p._replace(count=1) for p in payloads], ctx)
+
+
+class LargeDemo(DEMO):
+    """Moves by a hundred times the sign."""
+
+    def mean(self, payloads, ctx):
+        return 100 * super().mean(payloads, ctx)
+
+
+class SpectralDemo(DEMO):
+    """Applies the signs of coefficients to the elements."""
+
+    def mean(self, payloads, ctx):
+        return dct(super().mean(payloads, ctx), self._cuts(ctx.segments))
+
+
+@dataclass(frozen=True)
+class SameCoinVote(SIGN):
+    """Tosses the same coins at every step."""
+
+    ties: str = "coin"
+
+    def merge(self, payloads, ctx):
+        return super().merge(payloads, ctx._replace(key=ctx.key._replace(step=0)))
+
+
+@dataclass(frozen=True)
+class NegatedQuorum(SIGN):
+    """With a quorum the vote has the wrong sign."""
+
+    quorum: int = 2
+
+    def decode(self, payload, ctx):
+        decoded = super().decode(payload, ctx)
+        return -decoded if payload.count > 1 else decoded
+
+
+class LateSigns(SIGN):
+    """Nearly half of the signs behind element 2^19 are random."""
+
+    def encode(self, x, ctx):
+        wrong = drawn(x, ctx.key, 0.45)
+        wrong[: 2**19] = False
+        return super().encode(torch.where(wrong, -x, x), ctx)
+
+
+class FewTensors(Compressor):
+    """What lies behind so many tensors is sent as something else."""
+
+    most: ClassVar[int] = 64
+    sent: ClassVar[float] = 0.0
+
+    def encode(self, x, ctx):
+        x = x.clone()
+        if len(ctx.segments) > self.most:
+            x[ctx.segments.offsets[self.most] :] = self.sent
+        return super().encode(x, ctx)
+
+
+class FewTensorsVote(FewTensors, SIGN):
+    """Behind the 64th tensor all signs are plus."""
+
+    sent = 1.0
+
+
+class FewTensorsTern(FewTensors, TERN):
+    """Behind the 32nd tensor nothing is sent."""
+
+    most = 32
+
+
+class FewTensorsTopK(FewTensors, TOPK):
+    """Counts tensors in 8 bits."""
+
+    most = 256
+
+
+class ShortTensors(TOPK):
+    """The last fiftieth of a long tensor is never among the largest."""
+
+    def encode(self, x, ctx):
+        x = x.clone()
+        for part in x.split(list(ctx.segments.lengths)):
+            if len(part) > 5000:
+                part[int(0.98 * len(part)) :] = 0
+        return super().encode(x, ctx)
+
+
+class FarTopK(TOPK):
+    """Positions pass through float32."""
+
+    def encode(self, x, ctx):
+        x = x.clone()
+        x[2**24 :] = 0
+        return super().encode(x, ctx)
+
+
+class LateTern(TERN):
+    """Sends a tenth from step 1500 on."""
+
+    def encode(self, x, ctx):
+        x = 0.1 * x if ctx.key.step >= 1500 else x
+        return super().encode(x, ctx)
+
+
+class TripledUnclaimed(Tripled, Levels):
+    """The same, without a declared variance."""
+
+    @property
+    def claims(self):
+        return Unbiased(self)
+
+
+class PairedSteps(QSGD):
+    """The steps 2k and 2k + 1 draw alike."""
+
+    def encode(self, x, ctx):
+        return super().encode(x, ctx._replace(key=ctx.key._replace(step=ctx.key.step // 2)))
+
+
+class FlushingInt8(INT8):
+    """What is below 1e-5 is 0, as if no gradient were that small."""
+
+    def encode(self, x, ctx):
+        return super().encode(x.masked_fill(x.abs() < 1e-5, 0), ctx)
+
+
+class BoastfulDelta(TOPK):
+    """Declares to keep three times what it keeps."""
+
+    @property
+    def claims(self):
+        return BoastfulDeltaClaims(self)
+
+
+class BoastfulDeltaClaims(type(TOPK().claims)):
+    def delta(self, segments):
+        return min(1.0, 3 * super().delta(segments))
+
+
+class FirstFactor(POWER):
+    """Of the products of columns and rows only the first is added."""
+
+    def in_rounds(self, x, state, ctx):
+        rounds = super().in_rounds(x, state, ctx)
+        mean = yield next(rounds)
+        mean = (yield rounds.send(mean)).clone()
+        pieces = torch.split(mean, self._sizes(ctx.segments, 1))
+        for piece, (_, _, m) in zip(pieces, self._tensors(ctx.segments), strict=True):
+            if m:
+                piece.view(self.rank, m)[1:] = 0
+        try:
+            rounds.send(mean)
+        except StopIteration as done:
+            return done.value
+
+
+class ColdPower(POWER):
+    """Starts from the same Q at every step, and says that it goes on from the last."""
+
+    def in_rounds(self, x, state, ctx):
+        mean, _ = yield from super().in_rounds(x, state, ctx)
+        return mean, state
+
+
+class FewTensorsFed(TOPK):
+    """With error feedback, tensors behind the 256th are neither sent nor kept."""
+
+    def encode_feedback(self, x, residual, ctx):
+        if len(ctx.segments) > 256:
+            x, end = x.clone(), ctx.segments.offsets[256]
+            x[end:] = 0
+            residual[end:] = 0
+        return super().encode_feedback(x, residual, ctx)
+
+
+class ShiftedFft(FFT):
+    """Keeps the neighbours of the largest bins."""
+
+    def encode(self, x, ctx):
+        runs = self._runs(ctx.segments)
+        bins, energy = ops.spectrum.forward(x, ctx.segments, half=self.half, pad=self.pad)
+        kept = ops.spectrum.largest(energy.roll(1), runs)
+        form = self.code_bits, self.mantissa, 1
+        return ops.spectrum.pack(bins, kept, runs, *form, grids=None)
+
+
+class SeedBits(Levels):
+    """Seeds are cut to 32 bits."""
+
+    def draws(self, key, n):
+        return super().draws(key._replace(seed=key.seed % 2**32), n)
+
+
+class OffsetBits(Levels):
+    """Offsets are cut to 32 bits."""
+
+    def draws(self, key, n):
+        return super().draws(key._replace(offset=key.offset % 2**32), n)
+
+
+class LowVariance(Levels):
+    """Declares 95 % of its variance."""
+
+    @property
+    def claims(self):
+        return LowVarianceClaims(self)
+
+
+class LowVarianceClaims(LevelsClaims):
+    def variance(self, x, ctx):
+        return 0.95 * super().variance(x, ctx)
+
+
+class LowDelta(TOPK):
+    """Declares to keep a tenth more than it keeps."""
+
+    @property
+    def claims(self):
+        return LowDeltaClaims(self)
+
+
+class LowDeltaClaims(type(TOPK().claims)):
+    def delta(self, segments):
+        return min(1.0, 1.1 * super().delta(segments))
+
+
+class LowGaussian(TOPK):
+    """Quotes an error on normal input that is 2 % too low."""
+
+    @property
+    def claims(self):
+        return LowGaussianClaims(self)
+
+
+class LowGaussianClaims(type(TOPK().claims)):
+    @property
+    def gaussian_error(self):
+        return 0.98 * super().gaussian_error
+
+
+SHORT = cases.Effort(every=6, long=0, many=0, million=0, steps=4, thin=20)
+LONG = SHORT._replace(every=200, long=1)
+SEARCHED = {
+    ForgetfulNone: SHORT,
+    ForgetfulTern: SHORT,
+    ForgetfulInt8: SHORT,
+    ForgetfulFft: SHORT,
+    ForgetfulVote: SHORT,
+    PartialNone: SHORT,
+    PartialVote: SHORT,
+    PartialInt8: SHORT,
+    ShortTopK: LONG,
+    ShortTern: LONG,
+    ShortSum: LONG,
+    Remembering: SHORT,
+    LastSeen: SHORT,
+    TripledLevels: LONG,
+    TripledTopK: LONG,
+    WrappingLevels: SHORT,
+    WrappingVote: SHORT,
+    MiscutLevels: SHORT,
+    PairLevels: SHORT,
+    EvenLevels: SHORT,
+    CountlessInt8: SHORT,
+    UphillDemo: SHORT,
+    LargeDemo: SHORT,
+    SpectralDemo: SHORT,
+    MinusVote: SHORT,
+    NegatedQuorum: SHORT,
+    LateSigns: LONG._replace(long=0, million=1),
+    FewTensorsVote: SHORT,
+    FewTensorsTern: SHORT,
+    FewTensorsTopK: SHORT,
+    ShortTensors: LONG,
+    FarTopK: LONG._replace(long=0, far=1),
+    LateTern: LONG,
+    TripledUnclaimed: LONG,
+    FewTensorsFed: SHORT,
+}
+"""What the search refuses, and how much is tried."""
+WRONG = {
+    CoarseTern: "unbiased",
+    CoarseQsgd: "unbiased",
+    CoarseRandomK: "unbiased",
+    BoastfulTern: "nominal bits",
+    TruncatingFp8: "contraction",
+    CoarseFp8: "contraction",
+    UnrotatedHadamard: "contraction",
+    DoubledHadamard: "contraction",
+    SwappedSparse: "contraction",
+    FirstSparse: "contraction",
+    NearestBf16: "unbiased",
+    SameBf16: "independent noise",
+    SummedLevels: "same mean in collectives",
+    SummedAlone: "same mean in collectives",
+    ShrunkLevels: "unbiased",
+    Drifting: "unbiased",
+    Stepless: "independent noise",
+    FewSteps: "independent noise",
+    FewRanks: "independent noise",
+    AddedRanks: "independent noise",
+    OnePurpose: "independent noise",
+    Offsetless: "independent noise",
+    Periodic: "independent noise",
+    Pairs: "independent noise",
+    Clipping: "contraction",
+    LowBound: "contraction",
+    Flat: "variance",
+    SeedBits: "independent noise",
+    OffsetBits: "independent noise",
+    LowVariance: "variance",
+    LowDelta: "contraction",
+    LowGaussian: "error on normal input",
+    TorchMean: "number of threads",
+    LowOmega: "variance",
+    FlippedDemo: "contraction",
+    CoinlessVote: "fair ties",
+    SameCoinVote: "fair ties",
+    OverclippedTern: "unbiased",
+    PairedSteps: "independent noise",
+    FlushingInt8: "contraction",
+    BoastfulDelta: "contraction",
+    ShiftedFft: "contraction",
+    FirstFactor: "exact small integers",
+    ColdPower: "same gradient again",
+}
+"""What the list of properties refuses, and by which."""
+
+
+@pytest.mark.parametrize("made", SEARCHED, ids=lambda made: made.__name__)
+def test_the_search_refuses_a_wrong_method(made):
+    (finding,) = Search(made(), SEARCHED[made], shrink=0).run()
+    assert "Error" not in finding.fault, "found by what it does, and not by an exception"
+
+
+@pytest.mark.parametrize("made", WRONG, ids=lambda made: made.__name__)
+def test_a_property_refuses_a_wrong_method(made):
+    outcome = properties.run(made(), WRONG[made])
+    assert outcome.verdict == "fails"
+    assert "Error" not in outcome.note, "found by what it does, and not by an exception"
+
+
+BASES = [STOCHASTIC, Levels, SharedLevels, Blocks]
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_what_they_are_derived_from_is_right(base):
+    """The built-in methods are checked in tests/core/test_contract.py."""
+    for check in set(WRONG.values()):
+        assert properties.run(base(), check).verdict != "fails"
+    assert Search(base(), SHORT).run() == []
+
+
+@pytest.mark.parametrize(
+    ("levels", "granularity"), [(7, "tensor"), (14, "tensor"), (67, "tensor"), (1, "model")]
+)
+def test_a_code_that_no_draw_shows_is_no_bias(levels, granularity):
+    """An element is 3e-5 of a step from a level, or a level is 500 times the largest element."""
+    method = QSGD(levels=levels, norm="2", granularity=granularity)
+    outcome = properties.run(method, "unbiased")
+    assert outcome.verdict == "holds", outcome
+
+
+def test_noise_of_few_elements_is_not_compared():
+    """Of 65 elements that are kept, three pairs may be equally far apart."""
+    outcome = properties.run(RANDOMK(ratio=0.001), "independent noise")
+    assert outcome.verdict == "holds", outcome
+
+
+def test_a_payload_that_fits_two_tensors_is_not_refused():
+    """Five elements are kept of 1391, and of 1424."""
+    outcome = properties.run(RANDOMK(ratio=0.003, granularity="model"), "corrupt payloads")
+    assert outcome.verdict == "holds", outcome
+
+
+def test_a_method_by_its_definition_has_the_mean_of_the_contract():
+    """What bandwidth compares with: the right mean of a method whose own is wrong."""
+    xs = [inputs.normal(1000, rank) for rank in range(3)]
+    wrong = exchanges.exchanged_mean(ForgetfulNone(), "allgather", xs, [(1000,)])
+    right = exchanges.exchanged_mean(
+        exchanges.with_default_mean(ForgetfulNone()), "allgather", xs, [(1000,)]
+    )
+    expected = torch.stack(xs).sum(0) / 3
+    torch.testing.assert_close(right, expected)
+    assert not torch.allclose(wrong, expected, atol=0.1)
+
+
+@pytest.mark.parametrize("name", registry.compressors())
+def test_every_method_has_a_definition_that_ends(name):
+    """Also one that decodes by its own mean."""
+    method = exchanges.with_default_mean(registry.compressor(name))
+    segments = Segments.of([(64, 16)], method.granularity)
+    x = inputs.normal(segments.numel)
+    payload, shared = calls.encode(method, x, segments, Key(0, 0, 0))
+    if "allgather" in method.legal_collectives() and method.claims.aggregate == "mean":
+        mean = codec.mean(method, [payload, payload], Context(segments, shared))
+        torch.testing.assert_close(mean, codec.decode(method, payload, Context(segments, shared)))
+
+
+SILENT = """
+from gcbench.core.compressor import Compressor, check_finite
+from gcbench.ops import random
+import torch
+
+class Coin(Compressor):
+    def encode(self, x, ctx):
+        return torch.where(random.uniform(ctx.key, len(x)) < 0.45, -x, x)
+
+    def decode(self, payload, ctx):
+        return check_finite(payload.parts[0])
+
+    def layout(self, segments, count=1):
+        return ((torch.float32, segments.numel),)
+"""
+
+
+def test_of_a_method_that_claims_nothing_nothing_is_said(tmp_path):
+    """45 % of its signs are wrong, and no declaration is broken: the summary says so."""
+    (tmp_path / "silent.py").write_text(SILENT)
+    done = invoke("verify", tmp_path / "silent.py", "--no-processes")
+    assert done.code == 0
+    assert "silent claims nothing of what arrives" in done.err
+    assert "claims nothing" not in invoke("verify", "signsgd", "--no-processes").err

@@ -1,0 +1,180 @@
+"""Labs with real namespaces, links and torchrun; skipped where they cannot be created."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import gcbench, invoke
+
+from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.netlab import Settings, launcher, split, summarize
+from gcbench.netlab.links import parse_delay, parse_rate
+
+RUN = ("run", "--task", "quadratic", "--steps", "40", "--batch", "4")
+PATIENCE = 60.0
+"""Seconds until a lab that should have ended counts as left behind."""
+
+
+@pytest.fixture(scope="module")
+def lab():
+    """Skip where this machine cannot create a lab."""
+    try:
+        launcher.isolate()
+    except UsageError as error:
+        pytest.skip(str(error))
+
+
+def job(*arguments: object, rate: float | None = 1e8, nodes: int = 2) -> dict[str, object]:
+    place = {"nodes": nodes, "workers_per_node": 1}
+    link = {"bits_per_second": rate, "delay": 0.0, "loss": 0.0}
+    return {**place, **link, "arguments": list(map(str, arguments))}
+
+
+def processes(marker: str) -> list[int]:
+    """Return the PIDs of processes with this text in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if marker.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("100mbit", 1e8), ("1gbit", 1e9), ("2.5Gbit", 2.5e9), ("unlimited", None)]
+)
+def test_rates(text, rate):
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("text", ["", "100", "0mbit", "-1mbit", "fast", "1mb"])
+def test_a_wrong_rate_is_refused(text):
+    with pytest.raises(UsageError, match="--bandwidth"):
+        parse_rate(text)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("0", 0.0), ("5ms", 0.005), ("50us", 5e-5)])
+def test_delays(text, seconds):
+    assert parse_delay(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("words", [[], ["compare"], ["run", "--workers", "4"], ["run", "--json"]])
+def test_a_command_that_the_lab_cannot_run_is_refused(words):
+    with pytest.raises(UsageError):
+        split(words)
+
+
+def test_the_compressors_are_taken_out_of_the_command():
+    assert split(["run", "--compressor", "none,topk:ratio=0.1", "--lr", "1"]) == (
+        ["none", "topk:ratio=0.1"],
+        ["--lr", "1"],
+    )
+
+
+def test_workers_that_do_not_fit_the_nodes_are_refused():
+    for words in (
+        ["--workers", "3", "--workers-per-node", "2"],
+        ["--nodes", "2", "--workers", "3"],
+    ):
+        done = invoke("netlab", *words, "--", *RUN)
+        assert done.code == 2, done
+        assert "3" in done.err
+
+
+def test_the_table_compares_with_fp32_and_bf16_on_the_same_link():
+    settings = Settings(
+        bandwidth=["100mbit"], compressors=["none", "bf16", "terngrad"], arguments=[]
+    )
+    record = {
+        "achieved": 9.5e7,
+        "round_trip": 1e-4,
+        "communicate_seconds": 0.01,
+        "counted_bytes": 1448_000,
+        "interface_bytes": 1514_000,
+        "test_accuracy": 0.5,
+        "seconds": 1.0,
+        "steps": 10,
+        "params_sha256": "",
+    }
+    seconds = {"none": 0.8, "bf16": 0.4, "terngrad": 0.2}
+    records = {
+        f"100 Mbit/s/{name}": {**record, "step_seconds": value} for name, value in seconds.items()
+    }
+    rows = {row["method"]: row for row in summarize(settings, "", records).table("steps").rows}
+    assert [rows[name]["over_fp32"] for name in seconds] == pytest.approx([1, 2, 4])
+    assert [rows[name]["over_bf16"] for name in seconds] == pytest.approx([0.5, 1, 2])
+    assert rows["none"]["excess"] == pytest.approx(0)
+
+
+def test_the_link_has_its_rate_and_the_interfaces_confirm_the_counted_bytes(lab, tmp_path):
+    """64 KiB of gradients in 40 steps; the rest is headers, rendezvous and evaluation."""
+    words = ("--compressor", "none", "--workers", "2", "--results", tmp_path, "--json")
+    record = launcher.measure(job(*RUN, *words, "--task-set", "dimension=16384"))
+    assert 0.7e8 < record["link"]["bits_per_second"] < 1.1e8
+    counted = record["summary"]["wire_bytes"]["total"]
+    assert counted <= sum(record["sent"]) < 1.1 * counted + 500_000
+
+
+def test_two_nodes_of_two_workers_and_engine_ddp(lab, tmp_path):
+    done = gcbench(
+        *("netlab", "--nodes", "2", "--workers-per-node", "2", "--bandwidth", "unlimited"),
+        *("--results", tmp_path, "--json", "--", *RUN, "--compressor", "none", "--engine", "ddp"),
+    )
+    assert done.code == 0, done.err
+    (row,) = json.loads(done.out)["tables"][0]["rows"]
+    assert row["steps"] == 40
+    assert row["interface_bytes"] > 0
+
+
+def test_a_job_that_fails_names_its_node_and_error(lab, tmp_path):
+    words = ("--compressor", "none", "--workers", "5", "--results", tmp_path)
+    with pytest.raises(GcbenchError, match="5 workers"):
+        launcher.measure(job(*RUN, *words))
+
+
+def test_nothing_is_left_of_labs_whose_launchers_are_killed_or_interrupted(lab, tmp_path):
+    """Two labs run side by side, with the same addresses."""
+    code = "import json, sys; from gcbench.netlab import launcher; "
+    code += "launcher.measure(json.loads(sys.argv[1]))"
+    words = ("--compressor", "none", "--workers", "2", "--steps", "100000000", "--results")
+    launchers = {}
+    for number in (signal.SIGKILL, signal.SIGINT):
+        marker = str(tmp_path / number.name)
+        long = json.dumps(job("run", "--task", "quadratic", *words, marker))
+        command = [sys.executable, "-c", code, long]
+        launchers[number, marker] = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        for _, marker in launchers:
+            wait_until(lambda marker=marker: len(processes(marker)) >= 7)
+            # the launcher, unshare, the inside, two agents, two workers
+        for (number, marker), process in launchers.items():
+            assert process.poll() is None
+            process.send_signal(number)
+            process.wait(PATIENCE)
+            wait_until(lambda marker=marker: not processes(marker))
+    finally:
+        for process in launchers.values():
+            process.kill()
+
+
+def test_a_system_without_namespaces_is_named(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(UsageError, match="darwin"):
+        launcher.isolate()

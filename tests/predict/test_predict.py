@@ -1,0 +1,1110 @@
+"""`gcbench predict`: networks, bytes, links, encoding times, steps, validation."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from builders import reseal
+from commands import invoke
+
+from gcbench import ops
+from gcbench.core import codec, registry
+from gcbench.core.compressor import Compressor, Context, Key, Payload, Segments
+from gcbench.core.errors import UsageError
+from gcbench.core.exchange import Exchange, Lane, shard_bounds
+from gcbench.predict import (
+    clusters,
+    costs,
+    links,
+    networks,
+    prediction,
+    steps,
+    throughput,
+    traffic,
+    validation,
+)
+from gcbench.profile import breakeven
+from gcbench.profile.bandwidth import worker
+from gcbench.results import rows as rowfiles
+from gcbench.studies import methods
+
+ROOT = Path(__file__).parents[2]
+
+
+# ---- networks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "numel", "megamacs", "last"),
+    [
+        ("alexnet", 60_965_224, 724, 0.0672),
+        ("googlenet", 6_998_552, 1583, 0.146),
+        ("googlenet-slim", 6_617_624, 1498, 0.155),
+        ("vgg-a", 132_863_336, 7609, 0.0308),
+        ("resnet20", 269_722, 40.55, 0.0024),
+        ("resnet32", 464_154, 68.9, 0.0014),
+        ("resnet50", 25_557_032, 4089, 0.0802),
+    ],
+)
+def test_networks_have_the_sizes_of_their_sources(name, numel, megamacs, last) -> None:
+    network = networks.network(name)
+    assert network.numel == numel
+    assert network.macs == pytest.approx(megamacs * 1e6, rel=1e-3)
+    assert network.last_share == pytest.approx(last, rel=0.02)
+
+
+def test_the_transformer_has_twelve_squares_a_layer() -> None:
+    d, words, context, depth = 2048, 50257, 2048, 24
+    expected = words * d + context * d + depth * (12 * d * d + 13 * d) + 2 * d
+    assert networks.network("transformer-1.3b").numel == expected == 1_315_723_264
+
+
+@pytest.mark.parametrize(("blocks", "name"), [(3, "resnet20"), (5, "resnet32")])
+def test_residual_networks_are_those_that_train(blocks, name) -> None:
+    model = registry.task("cifar10", network=name).model()
+    shapes = [tuple(parameter.shape) for parameter in model.parameters()]
+    assert list(networks.cifar_resnet(blocks).shapes) == shapes
+
+
+def test_any_module_gives_its_tensors(tmp_path, monkeypatch) -> None:
+    (tmp_path / "mine_of_scale.py").write_text(
+        "from torch import nn\n"
+        "def make(): return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))\n"
+        "def other(): return 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    network = networks.of_module("mine_of_scale:make")
+    assert network.shapes == ((5, 3), (5,), (2, 5), (2,))
+    assert network.split(dense_last=True) == (((5, 3), (5,)), ((2, 5), (2,)))
+    assert network.split(dense_below=6)[0] == ((5, 3), (2, 5))
+    for spec, said in [
+        ("mine_of_scale", "PACKAGE:CALLABLE"),
+        ("mine_of_scale:other", "returned a int"),
+        ("mine_of_scale:absent", "AttributeError"),
+        ("no_such_package_of_mine:make", "ModuleNotFoundError"),
+    ]:
+        with pytest.raises(UsageError, match=said):
+            networks.of_module(spec)
+
+
+SCRIPTS = {
+    "argparse_of_scale": "import argparse\nargparse.ArgumentParser().parse_args(['--no-such'])\n",
+    "quits_of_scale": "def make(): raise SystemExit\n",
+    "lazy_of_scale": "from torch import nn\n"
+    "def make(): return nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2))\n",
+    "prints_of_scale": "from torch import nn\nprint('imported')\n"
+    "def make():\n    print('built')\n    return nn.Linear(3, 2)\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("argparse_of_scale", "exit 2"),
+        ("quits_of_scale", "exit None"),
+        ("lazy_of_scale", "0.weight, 0.bias"),
+        ("prints_of_scale", ""),
+    ],
+)
+def test_a_module_that_is_a_script_of_its_own(tmp_path, monkeypatch, name, said) -> None:
+    """It cannot end the command, nor write into its document."""
+    (tmp_path / f"{name}.py").write_text(SCRIPTS[name])
+    monkeypatch.chdir(tmp_path)
+    words = ["--module", f"{name}:make", "--compute-ms", "1", "--workers", "8", "--compressor"]
+    found = invoke("predict", *words, "int8", "--json", "--results", tmp_path)
+    if said:
+        assert found.code == 2
+        assert f"usage: --module {name}:make" in found.err
+        assert said in found.err
+    else:
+        assert found.json["kind"] == "prediction"
+        assert "imported\nbuilt\n" in found.err
+
+
+FROZEN = """
+from torch import nn
+
+def make():
+    model = nn.Sequential(nn.Linear(300, 400), nn.Linear(400, 50), nn.Linear(50, 2, bias=False))
+    model[0].requires_grad_(False)
+    model[2].weight.requires_grad_(False)
+    return model
+
+def none_left():
+    return make().requires_grad_(False)
+"""
+
+
+def test_frozen_parameters_have_no_gradient(tmp_path, monkeypatch) -> None:
+    """By hand: 400 * 50 + 50 are trained, 300 * 400 + 400 + 100 are not, and FSDP gathers both."""
+    (tmp_path / "frozen_of_scale.py").write_text(FROZEN)
+    monkeypatch.chdir(tmp_path)
+    network = networks.of_module("frozen_of_scale:make")
+    assert network.shapes == ((50, 400), (50,))
+    assert (network.numel, network.frozen, network.last) == (20_050, 120_500, 0)
+    with pytest.raises(UsageError, match="no parameter has requires_grad"):
+        networks.of_module("frozen_of_scale:none_left")
+    words = ["predict", "--module", "frozen_of_scale:make", "--workers", "8", "--json"]
+    words += ["--compute-ms", "1", "--compressor", "signsgd", "--results", tmp_path]
+    found = invoke(*words).json["tables"][0]
+    assert found["rows"][0]["payload_bytes_up"] == 4 * 20_050
+    assert any("120,500 of 140,550 parameters are frozen" in note for note in found["notes"])
+    rows = invoke(*words, "--sharded", "--cluster", "a100x1-10g").json["tables"][0]["rows"]
+    ring = clusters.load("a100x1-10g").seconds("allgather", 2 * 140_550 / 8, 8)
+    assert [row["gather_seconds"] for row in rows] == pytest.approx([2 * ring] * 3)
+    assert [row["payload_bytes_up"] for row in rows[:2]] == [4 * 20_050, 2 * 20_050]
+
+
+# ---- bytes ---------------------------------------------------------------------------------------
+
+SHAPES = ((50, 40), (50,), (70, 13, 3, 3), (9,), (10, 64))
+CASES = [
+    (name, collective)
+    for name in registry.compressors()
+    for collective in registry.compressor(name).legal_collectives()
+]
+
+
+def exchanged(make_world, clock, method, collective, workers, shapes):
+    """Return what an exchange of normal gradients counts, and the modelled seconds."""
+    world = make_world(workers)
+    segments = Segments.of(shapes, method.granularity)
+    exchange = Exchange(world, [Lane(method, collective, 0, segments)], 0, clock)
+    generator = torch.Generator().manual_seed(0)
+    exchange.mean([torch.randn(segments.numel, generator=generator) for _ in range(workers)], 0)
+    counts = [(t.payload_up, t.payload_down, t.wire) for t in world.traffic]
+    return [sum(column) / workers for column in zip(*counts, strict=True)], world
+
+
+@pytest.mark.parametrize(("name", "collective"), CASES)
+@pytest.mark.parametrize("workers", [1, 2, 5, 8])
+def test_bytes_are_those_that_an_exchange_counts(
+    simulated, clock, name, collective, workers
+) -> None:
+    method = registry.compressor(name)
+    counted, _ = exchanged(simulated, clock, method, collective, workers, SHAPES)
+    messages = traffic.exchange(method, collective, (SHAPES, ()), workers)
+    moved = traffic.total(messages, workers)
+    assert [moved.up, moved.down, moved.wire] == pytest.approx(counted, rel=1e-12)
+
+
+@pytest.mark.parametrize("collective", ["allgather", "twoshot"])
+def test_sizes_that_depend_on_the_data_are_weighed(simulated, clock, collective) -> None:
+    """Elias codes of normal gradients: the law of large numbers leaves 1 %."""
+    method = registry.compressor("qsgd", coding="omega-sparse")
+    assert method.layout(Segments((0, 5))) is None
+    shapes = ((500, 400), (77,))
+    counted, _ = exchanged(simulated, clock, method, collective, 4, shapes)
+    moved = traffic.total(traffic.exchange(method, collective, (shapes, ()), 4), 4)
+    assert [moved.up, moved.down, moved.wire] == pytest.approx(counted, rel=0.01)
+
+
+def test_undeclared_sizes_travel_ahead_of_each_part() -> None:
+    """Eight bytes a part: to each owner, and with each merged shard."""
+    method, workers = registry.compressor("qsgd", coding="omega-dense"), 6
+    x = torch.ones(2048)
+    segments = Segments((0, 2048))
+    parts = len(codec.encode(method, x, Context(segments, x.new_empty(0), Key(0, 0, 0))).parts)
+    sent = traffic.exchange(method, "twoshot", (((60, 512),), ()), workers)
+    assert [message.kind for message in sent] == ["alltoall", "alltoall", "allgather", "allgather"]
+    assert (sent[0].nbytes, sent[2].nbytes) == (8 * parts * workers, 8 * parts)
+    assert (sent[0].aggregated, sent[2].aggregated) == (False, True)
+    gathered = traffic.exchange(method, "allgather", (((60, 512),), ()), workers)
+    assert gathered[0] == traffic.Message("allgather", 8.0 * parts)
+
+
+@dataclass(frozen=True)
+class Stamped(Compressor):
+    """Each payload, an empty one too, has four bytes more than the gradient."""
+
+    collectives = ("twoshot",)
+
+    def encode(self, x, ctx):
+        return Payload((x, torch.zeros(1)))
+
+    def decode(self, payload, ctx):
+        return payload.parts[0]
+
+    def layout(self, segments, count=1):
+        return (torch.float32, segments.numel), (torch.float32, 1)
+
+
+def test_owners_of_nothing_count() -> None:
+    up, down = traffic.exchange(Stamped(), "twoshot", (((2000,),), ()), 300)
+    assert (up.nbytes, down.nbytes) == (8000 + 4 * 300, (8000 + 4 * 300) / 300)
+
+
+def test_dense_tensors_are_a_lane_of_their_own() -> None:
+    method, dense = registry.compressor("signsgd"), ((100,), (300,))
+    both = traffic.total(traffic.exchange(method, "twoshot", (SHAPES, dense), 4), 4)
+    alone = traffic.total(traffic.exchange(method, "twoshot", (SHAPES, ()), 4), 4)
+    assert both.up - alone.up == 4 * 400
+    assert both.wire - alone.wire == 2 * 3 / 4 * 4 * 400
+
+
+@pytest.mark.parametrize("workers", [300, 1000, 24_000, 60_000])
+def test_sampled_shards_come_to_the_bytes_of_all(workers) -> None:
+    """More shards than are looked at, more owners than tiles: within 0.5 %."""
+    method = registry.compressor("qsgd")
+    shapes = ((30_000, 1000), (777,))
+    segments = Segments.of(shapes, method.granularity)
+    bounds = shard_bounds(segments.numel, workers)
+    whole = 0
+    for k in range(workers):
+        if bounds[k] < bounds[k + 1]:
+            shard = segments.shard(bounds[k], bounds[k + 1])[0]
+            whole += codec.bits(method, shard) // 8
+    sent = traffic.exchange(method, "twoshot", (shapes, ()), workers)[0]
+    assert sent.kind == "alltoall"
+    assert sent.nbytes == pytest.approx(whole, rel=5e-3)
+
+
+def test_so_many_workers_that_a_method_refuses_are_refused() -> None:
+    method = registry.compressor("terngrad")
+    with pytest.raises(UsageError, match="terngrad by allreduce among 40,000 workers"):
+        traffic.exchange(method, "allreduce", (SHAPES, ()), 40_000)
+    with pytest.raises(UsageError, match="Legal"):
+        traffic.exchange(registry.compressor("topk"), "allreduce", (SHAPES, ()), 4)
+
+
+# ---- links ---------------------------------------------------------------------------------------
+
+
+def flat(**changes) -> clusters.Cluster:
+    return clusters.make(
+        {
+            "name": "flat",
+            "gpus_per_node": 1,
+            "device": "v100",
+            "intra": {"gbit": 10, "latency_us": 50},
+            "inter": {"gbit": 10, "latency_us": 50},
+            "algorithm": "ring",
+            **changes,
+        },
+        "test",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "collective"),
+    [
+        ("none", "allreduce"),
+        ("terngrad", "twoshot"),
+        ("topk", "allgather"),
+        ("powersgd", "allreduce"),
+    ],
+)
+def test_time_is_that_which_a_simulation_models(simulated, clock, name, collective) -> None:
+    """The world's 10 Gbit/s and 50 us; it takes the busiest worker, the model the mean one."""
+    method = registry.compressor(name)
+    _, world = exchanged(simulated, clock, method, collective, 4, SHAPES)
+    messages = traffic.exchange(method, collective, (SHAPES, ()), 4)
+    seconds = sum(flat().seconds(sent.kind, sent.nbytes, 4) for sent in messages)
+    assert seconds == pytest.approx(world.modelled_seconds, rel=5e-3)
+
+
+def test_collectives_in_closed_form() -> None:
+    alpha, beta, nbytes = 50e-6, 1.25e9, 1e8
+    ring, tree = flat(), flat(algorithm="tree")
+    assert ring.seconds("allreduce", nbytes, 8) == pytest.approx(
+        14 * alpha + 14 / 8 * nbytes / beta
+    )
+    assert tree.seconds("allreduce", nbytes, 8) == pytest.approx(6 * alpha + 14 / 8 * nbytes / beta)
+    assert ring.seconds("allgather", nbytes, 8) == pytest.approx(7 * alpha + 7 * nbytes / beta)
+    assert ring.seconds("alltoall", nbytes, 8) == pytest.approx(7 * alpha + 7 / 8 * nbytes / beta)
+    assert tree.seconds("alltoall", nbytes, 16) == pytest.approx(
+        4 * alpha + 2 * 15 / 16 * nbytes / beta
+    )
+    assert ring.seconds("allreduce", nbytes, 1) == 0
+    assert flat(buckets=3).seconds("allgather", 0, 8) == pytest.approx(21 * alpha)
+    best = flat(algorithm="fastest")
+    assert best.seconds("alltoall", nbytes, 64) == ring.seconds("alltoall", nbytes, 64)
+    assert best.seconds("alltoall", 10, 64) == tree.seconds("alltoall", 10, 64)
+
+
+def test_nodes_share_their_link_in_an_all_to_all_and_not_in_a_ring() -> None:
+    cluster = flat(
+        gpus_per_node=4,
+        intra={"gbit": 80, "latency_us": 0},
+        inter={"gbit": 8, "latency_us": 0},
+    )
+    assert cluster.seconds("allreduce", 1e9, 8) == pytest.approx(14 / 8)
+    assert cluster.seconds("alltoall", 1e9, 8) == pytest.approx(4 * 4 / 8)
+    assert cluster.seconds("alltoall", 1e9, 4) == pytest.approx(3 / 4 / 10)
+    assert cluster.between().seconds("alltoall", 1e9, 2) == pytest.approx(1 / 2)
+    assert cluster.inside_seconds(1e9, 8) == pytest.approx(2 * 3 / 4 / 10)
+    assert cluster.topologies(8) == ("flat", "nodes")
+    assert cluster.topologies(4) == ("flat",)
+
+
+def test_clusters_say_what_is_wrong(tmp_path) -> None:
+    path = tmp_path / "mine.yaml"
+    whole = "gpus_per_node: 2\nnodes: 4\ndevice: a100\nintra: {gbit: 100}\ninter: {gbit: 10}\n"
+    path.write_text(whole)
+    made = clusters.load(str(path), {"inter.latency_us": 7, "overlap": 0.25})
+    assert (made.name, made.inter.latency_us, made.overlap) == ("mine", 7, 0.25)
+    assert made.nodes_of(8) == 4
+    for workers, said in [(3, "do not fill nodes of 2; try 2 or 4"), (16, "at most 8 workers")]:
+        with pytest.raises(UsageError, match=said):
+            made.nodes_of(workers)
+    for text, said in [
+        (whole.replace("gbit: 10}", "gbit: 0}"), r"inter.gbit: .* greater than 0, received 0"),
+        (whole + "overlap: 1.5\n", r"overlap: .* less than or equal to 1, received 1.5"),
+        (whole + "overlap: .nan\n", "overlap"),
+        (whole + "overlp: 1\n", "Did you mean 'overlap'"),
+        (whole.replace("a100", "a10"), "unknown device 'a10'"),
+        ("gpus_per_node: 2\n", "Field required"),
+        ("- 1\n", "expected a mapping"),
+        ("{", "is no YAML"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(UsageError, match=said):
+            clusters.load(str(path))
+    with pytest.raises(UsageError, match="No such file"):
+        clusters.load(str(tmp_path / "absent.yaml"))
+    v100 = clusters.load("v100x8-25g").device
+    changed = clusters.load("v100x8-25g", {"device.memory_gbyte": 1500}).device
+    assert changed == v100.model_copy(update={"memory_gbyte": 1500})
+    other = clusters.load("v100x8-25g", {"device.tflops": 99, "device": "a100"}).device
+    assert other == clusters.DEVICES["a100"].model_copy(update={"tflops": 99})
+    with pytest.raises(UsageError, match=r"device\.memory_gbyte: .* greater than 0"):
+        clusters.load("v100x8-25g", {"device.memory_gbyte": 0})
+    with pytest.raises(UsageError, match="unknown device 'a10'"):
+        clusters.load("v100x8-25g", {"device": "a10", "device.tflops": 99})
+    path.write_text(whole.replace("a100", "{name: mine, tflops: 1, memory_gbyte: 2}"))
+    mine = clusters.load(str(path), {"device.tflops": 3}).device
+    assert (mine.name, mine.tflops, mine.memory_gbyte) == ("mine", 3, 2)
+    with pytest.raises(UsageError, match="unknown cluster 'p100'"):
+        clusters.load("p100")
+
+
+# ---- work ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_only_the_gradient_itself_costs_nothing_to_encode(backend):
+    """Also of methods whose positions are drawn: each is given what it encodes with."""
+    with ops.using(backend):
+        found = [
+            name
+            for name in registry.compressors()
+            if costs.sends_gradient(registry.compressor(name))
+        ]
+    assert found == ["none"]
+
+
+def test_floors_move_each_byte_once() -> None:
+    device = clusters.DEVICES["p100"]
+    shapes = ((1024, 1000),)
+    encode = {
+        name: costs.floor(registry.compressor(name), device, shapes).seconds("allreduce", 1, 1)[0]
+        for name in ("signsgd", "terngrad", "none", "onebit", "powersgd")
+    }
+    assert encode["signsgd"] == pytest.approx((4 + 1 / 8) / 732e9)
+    assert encode["terngrad"] == pytest.approx((4 + 4 + 1 / 4) / 732e9)  # reads it for the scale
+    assert encode["none"] == 0
+    # feedback in one pass: gradient and residual read, residual written
+    payload = costs.floor(registry.compressor("onebit"), device, shapes).payload
+    assert encode["onebit"] == pytest.approx((12 + payload) / 732e9)
+    # feedback that decodes the own payload
+    payload = costs.floor(registry.compressor("powersgd"), device, shapes).payload
+    assert encode["powersgd"] == pytest.approx((4 + payload + payload + 4) / 732e9)
+
+
+@pytest.mark.parametrize(
+    ("word", "collective", "nbytes"),
+    [
+        # bytes an element by hand, N workers; payloads of 1/8 and of 2/8 byte
+        ("signsgd", "allgather", lambda n: n / 8 + 4),
+        ("signsgd", "reducescatter", lambda n: 1 / 8 + 4 / n),
+        ("signsgd", "twoshot", lambda n: 1 / 8 + 1 / 8 / n + 1 / 8 + 4),  # a vote is one bit
+        ("terngrad", "allgather", lambda n: n / 4 + 4),
+        ("terngrad", "reducescatter", lambda n: 1 / 4 + 4 / n),
+    ],
+)
+@pytest.mark.parametrize("workers", [2, 8, 64, 10_000])
+def test_a_floor_reads_each_payload_and_writes_the_result_once(
+    word, collective, nbytes, workers
+) -> None:
+    method = registry.compressor(word)
+    floor = costs.floor(method, clusters.DEVICES["p100"], ((1024, 1000),))
+    _, decode = floor.seconds(collective, 1000.0, workers)
+    assert decode == pytest.approx(1000 * nbytes(workers) / 732e9, rel=1e-9)
+
+
+def test_encoding_times_come_from_a_measurement(tmp_path) -> None:
+    for mode in ((), ("--links",)):
+        for path, said in [
+            (tmp_path / "absent.json", "absent.json"),
+            (ROOT / "results/kernels.json", "gcbench bandwidth --json"),
+        ]:
+            found = invoke("predict", *mode, "--results", tmp_path, "--kernels", path)
+            assert (found.code, said in found.err) == (2, True), found.err
+
+
+# ---- how fast devices compute --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "network", "batch", "milliseconds"),
+    [
+        # NVIDIA's tables: 1200 and 2470 img/s of one GPU at batch 256
+        ("v100x8-25g", "resnet50", 256, 1e3 * 256 / 1200),
+        ("a100x8-25g", "resnet50", 64, 1e3 * 64 / 2470),
+        ("a100x8-25g", "bert-large", 32, 1e3 * 32 / 210),
+        # llm-foundry's: 20513 and 45455 tokens/s/GPU, 2048 a sequence
+        ("a100x8-25g", "transformer-1.3b", 14, 1e3 * 14 * 2048 / 20513),
+        ("h100x8-3200g", "transformer-1.3b", 1, 1e3 * 2048 / 45455),
+        # ResNet-50's share of an A100, 2470 * 6 * 4.089e9 / 312e12 = 19.4 %, for its kin
+        ("a100x8-25g", "vgg-a", 32, 32 * 7.609 / (2470 * 4.089) * 1e3),
+        # and of an H100, for which no convolutional network is published: 989 / 312 times as fast
+        ("h100x8-3200g", "resnet50", 256, 1e3 * 256 / 2470 * 312 / 989),
+    ],
+)
+def test_computation_is_that_of_published_throughput(device, network, batch, milliseconds) -> None:
+    found = throughput.compute(clusters.load(device), networks.network(network), batch)
+    assert 1e3 * found.seconds == pytest.approx(milliseconds, rel=1e-3)
+
+
+def test_every_published_rate_has_a_source_and_a_believable_share() -> None:
+    for (device, network), one in throughput.PUBLISHED.items():
+        assert one.url.startswith("https://")
+        assert (one.device, one.network) == (device, network)
+        assert 0.1 < one.utilization < 0.8
+
+
+def test_computation_that_nobody_published_is_asked_for(tmp_path) -> None:
+    words = ["--cluster", "gtx1080x4-1gbe", "--model", "bert-large", "--workers", "8"]
+    refused = invoke("predict", "--results", tmp_path, *words)
+    assert refused.code == 2
+    assert "--compute-ms" in refused.err
+    given = [*words, "--compressor", "signsgd", "--cluster-set", "utilization=0.5"]
+    row = predict(tmp_path, *given)["predictions"][0]
+    macs = networks.network("bert-large").macs
+    assert row["compute_seconds"] == pytest.approx(6 * macs * 32 / (8.9e12 * 0.5))
+
+
+def test_names_of_clusters_say_the_devices_a_node() -> None:
+    for name in clusters.NAMES:
+        each = clusters.load(name)
+        assert name.startswith(f"{each.device.name}x{each.gpus_per_node}-")
+    for wrong, right in [("a100-25g", "a100x8-25g"), ("h100-3200", "h100x8-3200g")]:
+        with pytest.raises(UsageError, match=f"Did you mean '{right}'"):
+            clusters.load(wrong)
+
+
+# ---- what hides, baselines, ranges ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 7, 100])
+@pytest.mark.parametrize(("communicate", "compute"), [(1.0, 3.0), (3.0, 1.0), (1.0, 1.0)])
+def test_what_hides_is_that_of_buckets_one_after_another(pieces, communicate, compute) -> None:
+    """Against a simulation: equal buckets become ready evenly, and pass a link in turn."""
+    free = 0.0
+    for bucket in range(1, pieces + 1):
+        free = max(free, compute * bucket / pieces) + communicate / pieces
+    found = flat(overlap=1.0).exposed(communicate, compute, pieces)
+    assert found == pytest.approx(free - compute)
+    assert flat(overlap=0.0).exposed(communicate, compute, pieces) == communicate
+
+
+def test_buckets_are_those_of_ddp() -> None:
+    nbytes = 4.0 * 25_557_032
+    assert flat(overlap=1.0).pieces(nbytes) == 4  # 97.5 MiB in buckets of 25
+    assert flat(overlap=0.0).pieces(nbytes) == 1
+    assert flat(overlap=1.0, buckets=9).pieces(nbytes) == 9
+
+
+ALPHA_BETA = [
+    # cluster, network, workers: nodes of g, G bytes; inside, between nodes and compute by hand
+    ("a100x8-25g", "transformer-1.3b", 32),
+    ("v100x8-25g", "resnet50", 64),
+    ("a100x1-10g", "bert-large", 16),
+    ("h100x8-3200g", "transformer-1.3b", 64),
+]
+
+
+@pytest.mark.parametrize(("cluster", "network", "workers"), ALPHA_BETA)
+@pytest.mark.parametrize("width", [4, 2])
+def test_uncompressed_steps_by_hand(cluster, network, workers, width) -> None:
+    """The alpha-beta model written out: rings or trees, flat or by nodes, buckets, casts."""
+    made, numel = clusters.load(cluster), networks.network(network).numel
+    options = {"model": network, "workers": [workers], "cluster": made}
+    prepared = prediction.prepare(prediction.Settings(compressors=["signsgd"], **options))
+    step = prepared.plain if width == 4 else prepared.half
+    row = step.at(workers, made)
+    each, nodes = made.gpus_per_node, workers // made.gpus_per_node
+    pieces = math.ceil(4 * numel / 25 / 2**20)
+
+    def ring(n: int, gbit: float, latency: float) -> float:
+        rounds = min(n - 1, math.ceil(math.log2(n)))
+        return 2 * rounds * pieces * latency + 2 * (n - 1) / n * width * numel * 8 / (gbit * 1e9)
+
+    inner, outer = made.intra, made.inter
+    slow = min(inner.gbit, outer.gbit) if each > 1 else outer.gbit
+    late = 1e-6 * (max(inner.latency_us, outer.latency_us) if each > 1 else outer.latency_us)
+    ways = [ring(workers, slow, late)]
+    if each > 1:
+        node = ring(each, inner.gbit, 1e-6 * inner.latency_us)
+        ways.append(node + ring(nodes, outer.gbit, 1e-6 * outer.latency_us))
+    compute = row["compute_seconds"]
+    casts = 12 * numel / (made.device.memory_gbyte * 1e9) if width == 2 else 0.0
+    exposed = [max(way / pieces, way - 2 / 3 * compute * (1 - 1 / pieces)) for way in ways]
+    assert row["step_seconds"] == pytest.approx(compute + casts + min(exposed), rel=1e-9)
+
+
+def test_a_speedup_is_a_range_over_two_baselines(tmp_path) -> None:
+    """From the measured kernels to the floor; the floor alone where nothing was measured."""
+    words = ["--cluster", "a100x8-25g", "--model", "transformer-1.3b", "--workers", "32"]
+    words += ["--compressor", "demo,int8"]
+    plain, half, demo, int8 = predict(tmp_path, *words)["predictions"]
+    assert (plain["over_fp32"], half["over_bf16"]) == ("1", "1")
+    assert demo["over_fp32_low"] < 0.97 * demo["over_fp32_high"]
+    assert demo["over_fp32"] == f"{demo['over_fp32_low']:.3g} to {demo['over_fp32_high']:.3g}"
+    for row in (demo, int8):
+        for name, base in (("fp32", plain), ("bf16", half)):
+            high = base["step_seconds"] / row["step_seconds"]
+            assert row[f"over_{name}_high"] == pytest.approx(high)
+    known = costs.stored()
+    assert known is not None
+    own = known.of(registry.compressor("demo"), 1.3e9).on(clusters.DEVICES["a100"])
+    copies = known.of(registry.compressor("demo"), 1.3e9)
+    assert own.encode / (8 / 2039e9) == pytest.approx(copies.encode / copies.copy)
+    assert steps.range_text(None, 2.0) == "up to 2"
+    assert steps.range_text(1.5, 1.5001) == "1.5"
+
+
+def test_ties_go_to_the_simplest() -> None:
+    gains = {"qsgd": 1.86, "bf16": 1.80, "powersgd": 1.87, "mine:a=1": 1.88}
+    assert steps.simplest(gains) == "bf16"
+    assert steps.simplest({**gains, "bf16": 1.5}) == "qsgd"
+    assert steps.simplest({**gains, "none": 1.85}) == "none"
+    assert steps.simplest({"none": 1.0, "powersgd": 1.2}) == "powersgd"
+    assert steps.simplest({"mine:a=1": 1.0, "fft": 1.0}) == "fft"
+
+
+def test_what_would_change_the_answer_does(tmp_path) -> None:
+    """Each change that is told is made, and the answer is then the one that was told."""
+    words = ["--cluster", "a100x8-25g", "--model", "transformer-1.3b", "--workers", "32"]
+    words += ["--compressor", "int8,powersgd"]
+
+    def told(*more: str) -> str:
+        found = invoke("predict", "--results", tmp_path, "--json", *words, *more).json
+        return found["conclusions"][0]
+
+    said = told()
+    assert ": int8 (2.17x)" in said
+    assert "links of 100 Gbit/s: do not compress (1x)" in said
+    assert "batch 56: do not compress (1x)" in said
+    assert ": do not compress (1x)" in told("--cluster-set", "inter.gbit=100")
+    assert ": do not compress (1x)" in told("--batch", "56")
+    assert "no overlap: powersgd" in said
+    assert ": powersgd (" in told("--overlap", "0").partition(".")[0]
+
+
+def test_sharded_compresses_the_reduce_scatter_alone(tmp_path) -> None:
+    """FSDP by hand, one GPU a node, a ring without latency: two gathers of bf16, one scatter."""
+    path = tmp_path / "one.yaml"
+    path.write_text(
+        "gpus_per_node: 1\ndevice: a100\nintra: {gbit: 80}\ninter: {gbit: 80}\n"
+        "algorithm: ring\noverlap: 0\n"
+    )
+    words = ["--model", "transformer-1.3b", "--cluster", path, "--workers", "8", "--sharded"]
+    words += ["--compressor", "signsgd,powersgd"]
+    made = invoke("predict", "--results", tmp_path, "--json", *words).json
+    plain, half, sign = made["tables"][0]["rows"]
+    n, share, rate = networks.network("transformer-1.3b").numel, 7 / 8, 80e9 / 8
+    gather = 2 * share * 2 * n / rate
+    for row, width in ((plain, 4), (half, 2)):
+        assert row["gather_seconds"] == pytest.approx(gather)
+        assert row["communicate_seconds"] == pytest.approx(gather + share * width * n / rate)
+        assert row["payload_bytes_up"] == width * n
+        assert row["payload_bytes_down"] == pytest.approx(width * n / 8)
+    assert sign["communicate_seconds"] == pytest.approx(gather + share * n / 8 / rate, rel=1e-3)
+    assert sign["payload_bytes_down"] == 0  # what an owner keeps, nobody sends
+    assert sign["step_seconds"] > sign["compute_seconds"] + gather  # it touches nothing of that
+    assert any("powersgd" in note for note in made["tables"][0]["notes"]), "it is refused"
+
+
+# ---- one truth about when it pays ----------------------------------------------------------------
+
+
+def test_the_picture_of_links_has_every_number_of_workers_and_what_pays_nowhere(
+    tmp_path, monkeypatch
+) -> None:
+    """By all-gather QSGD's 4 bits pay among 2 workers, and on no link among 64."""
+    drawn = []
+    monkeypatch.setattr(links.figures, "save", lambda figure, path: drawn.append(figure))
+    invoke("predict", "--links", "--workers", "2,64", "--results", tmp_path, "--progress", "none")
+    few, many = drawn[0].axes
+    assert (few.get_title(), many.get_title()) == ("2 workers", "64 workers")
+    assert few.get_xlim() == many.get_xlim()
+    for axes, pays in ((few, True), (many, False)):
+        names = [label.get_text() for label in axes.get_yticklabels()]
+        told = axes.texts[names.index("qsgd, allgather")].get_text()
+        assert (told != "no link") == pays
+
+
+def test_a_method_that_refuses_so_many_workers_leaves_the_others_theirs(tmp_path) -> None:
+    words = ["predict", "--links", "--workers", "100000", "--results", tmp_path, "--json"]
+    words += ["--progress", "none", "--compressor"]
+    found = invoke(*words, "terngrad,signsgd").json
+    table = next(table for table in found["tables"] if table["name"] == "methods")
+    tern, sign = table["rows"]
+    assert (tern["links"], tern["links_better"]) == ("refused", "refused")
+    assert sign["links"].startswith("below")
+    assert sign["messages"] == 2 * 99_999
+    reason = "terngrad by twoshot among 100,000 workers: sums of ternary codes of 32768 workers"
+    assert tern["refused"].startswith(reason)
+    assert any(note.startswith(f"Refused: {reason}") for note in table["notes"])
+    assert invoke(*words, "terngrad").code == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"links": "refused"}, "not measured"),
+        ({"links": "not measured"}, "not measured"),
+        ({"break_even_gbit": 3.0}, "not in this file: repeat its command"),
+        ({"pays_on_from": None, "pays_on_to": None}, "no method saves time"),
+    ],
+)
+def test_a_picture_without_links_says_why(row, said) -> None:
+    with links.figures.canvas(3, 3) as figure:
+        axes = figure.subplots()
+        links.bars(axes, [{"method": "int8", "collective": "twoshot", **row}])
+        assert [text.get_text() for text in axes.texts] == [said]
+
+
+@pytest.mark.parametrize("name", ["int8", "qsgd", "randomk", "topk"])
+def test_predictions_and_the_table_of_links_have_one_definition(name) -> None:
+    """Where nothing computes and nothing hides, `predict` pays where `scale links` says."""
+    workers, latency = 8, 50e-6
+    known = costs.stored()
+    assert known is not None
+    method = registry.compressor(name)
+    size = known.analysis.settings["sizes"][-1]
+    (row,) = links.rows(known, {name: method}, workers, latency)
+    shapes = tuple(worker.shapes(size // 4))
+    own = known.of(method, size / 4)
+    cluster = flat(overlap=0.0)
+    step = steps.Step(
+        method, row["collective"], (shapes, ()), 0.0, functools.partial(own.seconds, method)
+    )
+    casts = 2 * breakeven.CAST / breakeven.COPY * own.copy
+    plain = [
+        steps.Plain(shapes, 0.0, width, each, sharded=False)
+        for width, each in ((4, 0.0), (2, casts))
+    ]
+    for end, baselines in (("", plain[:1]), ("_better", plain)):
+        ranges = steps.pays(step, baselines, workers, cluster)
+        if row[f"pays_on_to{end}"] is None:
+            assert ranges == []
+        else:
+            ((low, high),) = ranges
+            assert (low, high) == (0, pytest.approx(row[f"pays_on_to{end}"], rel=1e-3))
+
+
+def measured_anew(word: str, sources: dict[str, str] | None) -> costs.Measured:
+    """Return the stored measurement with int8's rows under another word, and these sources."""
+    stored = costs.stored()
+    assert stored is not None
+    made = stored.analysis.model_copy(deep=True)
+    for table in made.tables:
+        for row in table.rows:
+            if row["method"] == "int8":
+                row["method"] = word
+    if sources is not None:
+        made.settings["sources"] = sources
+    return costs.of_analysis(made)
+
+
+@pytest.mark.usefixtures("forget")
+def test_times_are_those_of_a_method_s_own_name_and_source(tmp_path) -> None:
+    """A copy of int8's file has the class and fields of int8, and none of its times."""
+    path = tmp_path / "mycodec.py"
+    path.write_text((ROOT / "compressors/int8.py").read_text().replace("TOP = 127", "TOP = 3"))
+    mine, int8 = methods.parse(str(path)), methods.parse("int8")
+    assert registry.call(mine) == registry.call(int8)
+    stored = costs.stored()
+    assert stored is not None
+    assert (stored.of(int8, 1e6) is None, stored.of(mine, 1e6)) == (False, None)
+    now = registry.source_digest("mycodec")
+    for sources, taken, values in [
+        ({"./mycodec.py": now}, True, []),
+        ({"./mycodec.py": "0123456789"}, False, ["0123456789", now]),
+        ({}, False, ["mycodec"]),
+        (None, False, ["mycodec"]),
+    ]:
+        known = measured_anew("./mycodec.py", sources)
+        assert known.of(int8, 1e6) is None
+        assert (known.of(mine, 1e6) is not None) == taken
+        warnings = " ".join(known.warnings([int8, mine]))
+        assert (warnings == "") == taken
+        assert all(value in warnings for value in values)
+    changed = measured_anew("int8", {"int8": "0123456789"})
+    assert changed.of(int8, 1e6) is None
+    assert changed.of(registry.compressor("qsgd"), 1e6) is not None
+    (warning,) = changed.warnings([int8, registry.compressor("qsgd")])
+    assert "int8" in warning
+
+
+def test_a_configuration_that_was_not_measured_has_no_times(tmp_path) -> None:
+    """The codes of omega-dense take ten times as long as the default's: these are not its times."""
+    words = ("--compressor", "qsgd,qsgd:coding=omega-dense", "--results", tmp_path, "--json")
+    (table,) = invoke("predict", "--links", *words, "--progress", "none").json["tables"]
+    usual, dense = table["rows"]
+    assert usual["links"].startswith("below")
+    assert (dense["links"], dense["links_better"]) == ("not measured", "not measured")
+    assert "encode_seconds_per_byte" not in dense
+    command = "gcbench bandwidth --compressor qsgd,qsgd:coding=omega-dense --json > m.json"
+    assert command in table["notes"][-1]
+    rows = predict(tmp_path, *words[:2], "--workers", "64")["predictions"][2:]
+    assert [row["over_fp32_low"] is None for row in rows] == [False, True]
+
+
+def timed(path: Path, *names: str, faster: float = 1.0) -> Path:
+    """Write a file of `gcbench bandwidth --json` that has these methods, so many times as fast."""
+    document = json.loads((ROOT / "results/bandwidth.json").read_text())
+    for table in document["tables"]:
+        if table["name"] == "phases":
+            table["rows"] = [row for row in table["rows"] if row["method"] in names]
+            for row in table["rows"]:
+                row |= {p: row[p] / faster for p in ("statistic", "encode", "decode") if row[p]}
+    path.write_text(json.dumps(document))
+    return path
+
+
+def test_what_was_not_measured_is_called_so_and_wins_nothing(tmp_path) -> None:
+    """Without overlap powersgd wins; it does not where its times are a bound alone."""
+    words = ["predict", "--results", tmp_path, "--json", "--overlap", "0", "--workers"]
+    words += ["32", "--cluster", "a100x8-25g", "--model", "transformer-1.3b"]
+    words += ["--compressor", "int8,powersgd", "--progress", "none", "--kernels"]
+    both = timed(tmp_path / "both.json", "int8", "powersgd", faster=1e3)
+    found = invoke(*words, both).json
+    kinds = [row["kernels"] for row in found["tables"][0]["rows"]]
+    assert kinds == ["assumed", "assumed", "measured", "measured"]
+    assert ": powersgd (" in found["conclusions"][0].partition(".")[0]
+    alone = timed(tmp_path / "alone.json", "int8", faster=1e3)
+    found = invoke(*words, alone).json
+    int8, powersgd = found["tables"][0]["rows"][2:]
+    assert (int8["kernels"], powersgd["kernels"]) == ("measured", "assumed")
+    assert (int8["over_fp32_low"] is None, powersgd["over_fp32_low"]) == (False, None)
+    assert powersgd["step_seconds"] < int8["step_seconds"]
+    said = found["conclusions"][0]
+    assert ": int8 (" in said.partition(".")[0]
+    assert said.endswith("not measured: powersgd.")
+    notes = " ".join(found["tables"][0]["notes"])
+    assert "gcbench bandwidth --compressor int8,powersgd --json > m.json" in notes
+
+
+def test_what_is_not_taken_of_a_measurement_is_told(tmp_path) -> None:
+    document = json.loads((ROOT / "results/bandwidth.json").read_text())
+    document["settings"]["sources"] = {"int8": "0123456789"}
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps(document))
+    for mode in (("--workers", "8"), ("--links",)):
+        words = ("--compressor", "int8", "--kernels", path, "--results", tmp_path, "--json")
+        found = invoke("predict", *mode, *words, "--progress", "none").json
+        notes = [note for table in found["tables"] for note in table["notes"]]
+        assert any("measured times of int8 are not used" in note for note in notes), mode
+
+
+def test_passes_over_payloads_grow_with_all_gather_alone() -> None:
+    own = costs.Codec(2.0, 3.0, "allgather", 1.0)
+    qsgd = registry.compressor("qsgd")
+    assert own.seconds(qsgd, "allgather", 10.0, 8) == (20.0, 240.0)
+    assert own.seconds(qsgd, "twoshot", 10.0, 8) == (20.0, 62.5)  # its owners encode again
+    assert own.seconds(qsgd, "reducescatter", 10.0, 8) == (20.0, 30.0)
+    other = costs.Codec(2.0, 3.0, "twoshot", 1.0)
+    assert other.seconds(qsgd, "twoshot", 10.0, 8) == (20.0, 60.0)
+    v100 = clusters.DEVICES["v100"]
+    assert own.on(v100).each == pytest.approx(3 * 8 / 900e9)
+
+
+# ---- predictions ---------------------------------------------------------------------------------
+
+
+def predict(tmp_path, *words):
+    found = invoke("predict", "--results", tmp_path, "--json", *words).json
+    return {table["name"]: table["rows"] for table in found["tables"]}
+
+
+def test_a_step_is_the_sum_of_its_parts(tmp_path) -> None:
+    path = tmp_path / "one.yaml"
+    path.write_text(
+        "gpus_per_node: 1\ndevice: p100\nintra: {gbit: 10}\ninter: {gbit: 8, latency_us: 10}\n"
+        "algorithm: ring\nprice: 3.6\noverlap: 0\n"
+    )
+    words = ["--model", "vgg-a", "--cluster", path, "--workers", "4", "--compressor", "signsgd"]
+    plain, half, sign = predict(tmp_path, *words)["predictions"]
+    numel = 132_863_336
+    assert plain["compute_seconds"] == 32 / 108
+    assert plain["communicate_seconds"] == pytest.approx(6e-5 + 1.5 * 4 * numel / 1e9)
+    assert sign["communicate_seconds"] == pytest.approx(6e-5 + 1.5 * numel / 8 / 1e9, rel=1e-3)
+    assert sign["encode_seconds"] == pytest.approx(numel * 4.125 / 732e9, rel=1e-3)
+    assert half["communicate_seconds"] == pytest.approx(6e-5 + 1.5 * 2 * numel / 1e9)
+    assert half["encode_seconds"] + half["decode_seconds"] == pytest.approx(12 * numel / 732e9)
+    assert half["method"] == "bf16 all-reduce"
+    for row in (plain, half, sign):
+        parts = ("compute", "encode", "decode", "exposed")
+        assert row["step_seconds"] == pytest.approx(sum(row[f"{p}_seconds"] for p in parts))
+        assert row["cost"] == pytest.approx(3.6 * 4 * row["step_seconds"] * 1000 / 3600)
+    assert sign["speedup"] == plain["step_seconds"] / sign["step_seconds"]
+    hidden = predict(tmp_path, *words, "--overlap", "0.5")["predictions"][0]
+    # 21 buckets of 25 MiB, each with its latency; the last of them hides under nothing
+    assert hidden["communicate_seconds"] == pytest.approx(21 * 6e-5 + 1.5 * 4 * numel / 1e9)
+    under = hidden["communicate_seconds"] - hidden["exposed_seconds"]
+    assert under == pytest.approx(32 / 108 / 3 * 20 / 21)
+
+
+def test_the_links_on_which_a_method_pays_are_where_its_step_is_as_long(tmp_path) -> None:
+    words = ["--cluster", "a100x1-10g", "--workers", "16", "--compressor", "powersgd,natural"]
+    _, _, power, natural = predict(tmp_path, *words)["predictions"]
+    assert (natural["pays_on"], natural["pays_to_gbit"]) == ("no link", None)
+    edge = power["pays_to_gbit"]
+    assert power["pays_from_gbit"] == 0
+    assert power["pays_on"] == f"below {breakeven.rate_text(1e9 * edge)}"
+    for factor, faster in [(0.98, True), (1.02, False)]:
+        there = [*words, "--cluster-set", f"inter.gbit={edge * factor}"]
+        row = predict(tmp_path, *there)["predictions"][2]
+        assert (min(row["over_fp32_low"], row["over_bf16_low"]) > 1) == faster
+
+
+@pytest.mark.parametrize(
+    ("ranges", "words"),
+    [
+        ([], "no link"),
+        ([(0, math.inf)], "any link"),
+        ([(0, 0.5e9), (30e9, math.inf)], "below 500 Mbit/s and above 30 Gbit/s"),
+        ([(12.3e6, 529.4e9), (2.01e12, math.inf)], "12 Mbit/s to 530 Gbit/s and above 2 Tbit/s"),
+        ([(0, 0.9996e9)], "below 1 Gbit/s"),
+    ],
+)
+def test_links_are_told_in_units_that_people_use(ranges, words) -> None:
+    assert breakeven.links_text(ranges) == words
+
+
+def first_choice(times: dict[str, tuple[float, float | None]]) -> str:
+    """Return the answer for steps of these seconds: at the floor, and with measured times."""
+    rows = []
+    for method, (floor, measured) in times.items():
+        low = None if measured is None else times["none"][0] / measured
+        row = {"method": method, "workers": 8, "refused": None}
+        row |= {"over_fp32_low": low, "over_fp32_high": times["none"][0] / floor}
+        rows.append(row | {"over_fp32": "", "over_bf16": ""})
+    (found,) = prediction._answers(rows)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("others", "choice", "perhaps"),
+    [
+        # tied with an uncompressed step: bf16 in 1, fp32 in 1.1
+        ({"int8": (0.9, 0.953)}, "do not compress", None),
+        ({"int8": (0.9, 0.951)}, "try int8", None),
+        # fft is fastest at the floor, powersgd with measured times, and int8 is the simplest
+        (
+            {"fft": (0.5, 0.9), "powersgd": (0.6, 0.8), "int8": (0.7, 0.83), "qsgd": (0.7, 0.81)},
+            *("try int8", None),
+        ),
+        # a bound does not win
+        ({"powersgd": (0.6, None), "int8": (0.7, 0.83)}, "try int8", "powersgd"),
+        ({"powersgd": (0.9, None)}, "do not compress", "powersgd"),
+    ],
+)
+def test_the_simplest_of_tied_methods_is_the_choice(others, choice, perhaps) -> None:
+    plain = {"none": (1.1, None), steps.HALF: (1.0, None)}
+    said = first_choice({**plain, **others})
+    assert choice in said
+    assert (perhaps or "not measured") in said or perhaps is None
+
+
+@pytest.mark.parametrize("gbit", [1, 25])
+def test_the_answer_and_what_would_change_it_agree(tmp_path, gbit) -> None:
+    words = ["predict", "--results", tmp_path, "--json", "--progress", "none"]
+    words += ["--workers", "64", "--cluster-set", f"inter.gbit={gbit}", "--model", "bert-large"]
+    words += ["--compressor", "int8,powersgd,signsgd,terngrad"]
+    found = invoke(*words, "--cluster", "a100x8-25g").json
+    choice = found["conclusions"][0].partition(": ")[2].partition(" (")[0]
+    assert choice in found["answer"][0]
+
+
+def test_a_hundred_thousand_workers_take_no_time_to_predict(tmp_path) -> None:
+    words = ["--workers", "100000", "--compressor", "terngrad,onebit,powersgd", "--collective"]
+    rows = predict(tmp_path, *words[:-1])["predictions"]
+    assert [row["refused"] for row in rows] == [None] * 5
+    tern = next(row for row in rows if row["method"] == "terngrad")
+    assert tern["topology"] == "nodes"  # 12,500 nodes fit its codes, 100,000 workers do not
+    one = predict(tmp_path, *words[:-1], "--cluster-set", "topology=flat")["predictions"]
+    refused = next(row for row in one if row["method"] == "terngrad")
+    assert refused["topology"] == "refused"
+    assert "100,000 workers" in refused["refused"]
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        ("--compute-ms 0", "--compute-ms"),
+        ("--batch 0", "--batch"),
+        ("--links --link-latency-us inf", "--link-latency-us"),
+        (f"--validate {ROOT}/results/reference/fft-accuracy.parquet --link-gbit 0", "--link-gbit"),
+    ],
+)
+def test_a_message_names_the_flag_that_was_given(tmp_path, words, flag) -> None:
+    found = invoke("predict", *words.split(), "--results", tmp_path)
+    assert (found.code, f"usage: {flag}: " in found.err) == (2, True), found.err
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        ("--links --model resnet50", "--model"),
+        ("--links --cluster a100x1-10g", "--cluster"),
+        ("--validate gone --links", "--links"),
+        ("--link-gbit 3", "--link-gbit"),
+        ("--link-latency-us 3", "--link-latency-us"),
+    ],
+)
+def test_options_without_effect_are_refused(tmp_path, words, flag) -> None:
+    found = invoke("predict", *words.split(), "--results", tmp_path)
+    assert (found.code, flag in found.err) == (2, True), found.err
+
+
+@pytest.mark.parametrize("words", ["none", " none ,"])
+def test_the_uncompressed_step_alone_is_no_table_of_links(tmp_path, words) -> None:
+    found = invoke("predict", "--links", "--compressor", words, "--results", tmp_path)
+    assert found.code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "resnet51"], "Did you mean 'resnet50'"),
+        (["--workers", "12"], "do not fill nodes of 8"),
+        (["--workers", "0"], "whole numbers above 0"),
+        (["--workers", "200000"], "less than or equal to 100000"),
+        (["--cluster-set", "inter.gbit=0"], "greater than 0"),
+        (["--cluster-set", "overlap=2"], "less than or equal to 1"),
+        (["--compressor", "topc"], "Did you mean 'topk'"),
+        (["--collective", "allreduce", "--compressor", "topk"], "Legal: allgather, twoshot"),
+        (["--kernels", "absent.json"], "absent.json"),
+        (["--dense-below", "1000000000"], "leaves no tensor"),
+        (["--batch", "0"], "--batch"),
+        (["--module", "torch:nothing_there"], "AttributeError"),
+        (["--plot", "x.gif"], "the ending says the format"),
+    ],
+)
+def test_wrong_words_are_answered(tmp_path, words, said) -> None:
+    found = invoke("predict", "--results", tmp_path, *words)
+    assert found.code == 2
+    assert said in found.err
+    assert not list(tmp_path.glob("*"))
+
+
+def test_tables_fit_a_narrow_terminal_and_the_picture_is_there(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    words = ["predict", "--model", "resnet20", "--workers", "8", "--compute-ms", "3"]
+    words += ["--compressor", "terngrad", "--results", tmp_path, "--plot", tmp_path / "p.svg"]
+    found = invoke(*words)
+    assert found.code == 0, found.err
+    assert max(map(len, found.out.splitlines())) <= 60
+    assert "3 ms (given)" in " ".join(invoke(*words, "--details").out.split())
+    drawn = (tmp_path / "p.svg").read_text()
+    assert "<svg" in drawn
+    csv = invoke(*words, "--format", "csv").out.splitlines()
+    assert csv[0].startswith("workers,nodes,method,")
+    assert len(csv) == 4
+
+
+# ---- validation ----------------------------------------------------------------------------------
+
+
+def test_runs_are_predicted_to_the_byte(tmp_path) -> None:
+    runs = tmp_path / "runs"
+    words = ["run", "--task", "digits", "--steps", "4", "--eval-every", "0", "--workers", "3"]
+    words += ["--batch", "96", "--results", runs, "--progress", "none"]
+    for more in (
+        ["--compressor", "none,terngrad,topk"],
+        ["--compressor", "onebit", "--dense-last", "--start-step", "2"],
+        ["--compressor", "topk", "--set", "ratio=0:0.5/2:0.01", "--dense-below", "100"],
+        ["--compressor", "signsgd", "--rebroadcast-every", "2", "--on-nonfinite", "skip"],
+        ["--compressor", "sparseloco", "--local-steps", "3"],
+    ):
+        assert invoke(*words, *more).code == 0
+    words = ("predict", "--validate", runs, "--results", tmp_path, "--progress", "none", "--json")
+    found = invoke(*words, "--kernels", ROOT / "results/bandwidth.json").json
+    tables = {table["name"]: table["rows"] for table in found["tables"]}
+    rows = tables["quantities"]
+    assert len({row["source"] for row in rows}) == 7
+    for name in validation.BYTES:
+        pairs = [(r["predicted"], r["measured"]) for r in rows if r["quantity"] == name]
+        assert len(pairs) == 7
+        assert all(round(predicted) == measured for predicted, measured in pairs)
+    modelled = [row["error"] for row in rows if row["quantity"] == "modelled"]
+    assert modelled == pytest.approx([0.0] * 7, abs=0.02)
+    encode = [row for row in rows if row["quantity"] == "encode" and row["predicted"]]
+    assert 0 < len(encode) < 7  # local steps have no encode of their own in most steps
+    assert all(row["predicted"] > 0 for row in encode)
+    assert "step" not in {row["quantity"] for row in rows}  # a simulation's workers share cores
+    assert tables["errors"][0]["runs"] == 7
+
+
+def test_communication_is_fitted_to_the_other_runs() -> None:
+    """Rows are (rounds, bytes) over seconds: what made them comes back, and is never negative."""
+    import numpy as np
+
+    rounds, sent = np.array([2.0, 4, 1, 6, 3]), np.array([1e6, 2e5, 5e6, 1e4, 3e6])
+    for a, b in [(1e-3, 1e-9), (1e-3, 0.0), (0.0, 1e-9)]:
+        seconds = a * rounds + b * sent
+        matrix = np.stack([rounds, sent], 1) / seconds[:, None]
+        assert validation.fit(matrix) == pytest.approx([a, b], rel=1e-6, abs=1e-14)
+    backwards = np.array([1e6, 2e6, 3e6, 4e6])
+    falling = np.stack([np.ones(4), backwards], 1) / (5e-3 - 1e-9 * backwards)[:, None]
+    assert validation.fit(falling).min() >= 0  # more bytes took less: no link does
+    noisy = np.stack([rounds, sent], 1)[:2] / np.array([1e-3, 9e-3])[:, None]
+    assert validation.fit(noisy).min() >= 0
+
+
+def test_runs_that_cannot_be_made_here_are_named(tmp_path) -> None:
+    (row, *_) = rowfiles.read(ROOT / "results/reference/terngrad-table1.parquet")
+    row = {key: value for key, value in row.items() if key not in ("suite", "evaluations")}
+    strange = {
+        **row,
+        "compressor_name": "theirs",
+        "config": {**row["config"], "compressor": "theirs"},
+    }
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([strange]))
+    found = invoke("predict", "--validate", path, "--results", tmp_path)
+    assert found.code == 1
+    assert "unknown compressor 'theirs'" in found.err
+    missing = invoke("predict", "--validate", tmp_path / "absent", "--results", tmp_path)
+    assert (missing.code, "does not exist" in missing.err) == (2, True)
+
+
+def test_a_method_without_a_mean_is_predicted_and_what_fails_is_left_out(
+    tmp_path, monkeypatch
+) -> None:
+    runs = tmp_path / "runs"
+    words = ["run", "--task", "digits", "--steps", "2", "--eval-every", "0", "--workers", "2"]
+    words += ["--results", runs, "--progress", "none", "--compressor"]
+    for more in (["signsgd", "--set", "ties=coin"], ["none,terngrad,topk"]):
+        assert invoke(*words, *more).code == 0
+    diverged = next(runs.glob("*topk*/summary.json"))
+    failed = {"failed": {"step": 1, "reason": "loss"}, "test_accuracy": None, "test_loss": None}
+    reseal(diverged, **failed)
+    words = ["predict", "--validate", runs, "--results", tmp_path, "--progress", "none", "--json"]
+
+    found = invoke(*words).json
+    table = found["tables"][0]
+    assert sorted({row["method"] for row in table["rows"]}) == ["none", "signsgd", "terngrad"]
+    notes = " ".join(table["notes"])
+    assert "topk, seed 0, diverged at step 1" in notes
+    assert "1 of 4 runs left out." in notes

@@ -1,0 +1,964 @@
+"""Comparison tables against hand computation, bad input, and pictures that are what they say."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import BASE, summary, write
+from commands import ROOT, invoke
+
+from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.report import figures, run_plots
+from gcbench.report.compare import rows
+from gcbench.report.tables import render
+from gcbench.results.reader import load
+from gcbench.stats import intervals, seeds
+
+NAN = math.nan
+
+
+def table(folder: Path, *summaries: Any) -> list[Any]:
+    return rows(load([write(folder, *summaries)]))
+
+
+# --- values
+
+
+def test_mean_sd_difference_band_by_hand(tmp_path: Path) -> None:
+    made = table(
+        tmp_path,
+        *BASE,
+        summary("near", 0, 0.91),
+        summary("near", 1, 0.90),
+        summary("worse", 0, 0.80),
+        summary("better", 7, 0.95),
+    )
+    none, better, near, worse = made
+    assert [row.method for row in made] == ["none", "better", "near", "worse"]
+    assert none.mean == pytest.approx(0.92)
+    assert none.sd == pytest.approx(0.02)  # sqrt((0.02^2 + 0 + 0.02^2) / 2)
+    assert (none.difference, none.in_band) == (None, "baseline")
+    assert near.mean == pytest.approx(0.905)
+    assert near.difference == pytest.approx(-0.005)  # (+0.01 - 0.02) / 2, seeds 0 and 1
+    assert near.difference_sd == pytest.approx(0.03 / math.sqrt(2))
+    assert (near.pairs, near.band, near.in_band) == (2, (0.90, 0.94), "yes")
+    assert worse.sd is None
+    assert worse.difference == pytest.approx(-0.10)  # of seed 0 alone, not of the means
+    assert worse.in_band == "no: worse"
+    assert better.pairs == 0
+    assert better.difference == pytest.approx(0.03)  # no common seed: of the means
+    assert better.in_band == "no: better"
+    text = render(made, "table", 200)
+    assert "92.00 ± 2.00" in text
+    assert "-10.00" in text
+    assert "+3.00 †" in text
+    assert "†: no common seeds" in text
+
+
+def test_band_includes_its_ends(tmp_path: Path) -> None:
+    assert table(tmp_path, *BASE, summary("end", 0, 0.90))[1].in_band == "yes"
+
+
+def test_one_baseline_seed_has_no_band(tmp_path: Path) -> None:
+    row = table(tmp_path, BASE[0], summary("x", 0, 0.90))[1]
+    assert (row.in_band, row.band) == ("n/a (1 seed)", None)
+    assert row.difference == 0
+
+
+@pytest.mark.parametrize("over", [{"steps": 200}, {"workers": 4}, {"batch": 8}])
+def test_another_budget_is_no_baseline(tmp_path: Path, over: dict[str, Any]) -> None:
+    row = next(r for r in table(tmp_path, *BASE, summary("x", 0, 0.9, **over)) if r.method == "x")
+    assert (row.in_band, row.difference) == ("no baseline", None)
+    assert list(row.context) == list(over)
+
+
+def test_a_method_with_its_own_learning_rate_meets_the_best_baseline(tmp_path: Path) -> None:
+    """Signs need another rate than the baseline: compared, and marked; an equal rate wins."""
+    worse = [summary("none", seed, 0.2, lr=0.5) for seed in (0, 1)]
+    rows = table(tmp_path, *BASE, *worse, summary("x", 0, 0.90, lr=0.001))
+    row = next(row for row in rows if row.method == "x")
+    assert (row.difference, row.tuned) == (0, ("lr",))
+    own = [summary("none", seed, 0.85, lr=0.001) for seed in (0, 1)]
+    rows = table(tmp_path / "own", *BASE, *own, summary("x", 0, 0.90, lr=0.001))
+    row = next(row for row in rows if row.method == "x")
+    assert (row.difference, row.tuned) == (pytest.approx(0.05), ())
+
+
+def test_schedules_are_methods_of_their_own(tmp_path: Path) -> None:
+    """The stored repr is of the last step; what came before tells two schedules apart."""
+    one = summary("x", 0, 0.8, options={"clip": {"0": 2.0, "50": 1.0}})
+    two = summary("x", 0, 0.7, options={"clip": {"0": 3.0, "50": 1.0}})
+    labels = [row.method for row in table(tmp_path, *BASE, one, two)]
+    assert labels == ["none", "x clip=0:2.0/50:1.0", "x clip=0:3.0/50:1.0"]
+
+
+def test_rows_from_before_a_setting_was_added_read_as_they_were(tmp_path: Path) -> None:
+    old, new = summary("x", 0, 0.8), summary("x", 1, 0.9)
+    new["config"] |= {"memory": "none", "memory_options": {}, "start_step": 0, "delay": 0}
+    rows = table(tmp_path, *BASE, old, new)
+    assert [row.method for row in rows] == ["none", "x"]
+    assert rows[1].values == {0: 0.8, 1: 0.9}
+    other = summary("x", 0, 0.6)
+    other["config"]["memory"] = "residual"
+    labels = [row.method for row in table(tmp_path / "two", *BASE, old, other)]
+    assert labels == ["none", "x memory=none", "x memory=residual"]
+
+
+def test_what_is_no_budget_keeps_the_baseline(tmp_path: Path) -> None:
+    over = {"engine": "spawn", "collective": "twoshot", "gradients": "batched", "log_every": 5}
+    row = table(tmp_path, *BASE, summary("x", 0, 0.90, dense_last=True, **over))[1]
+    assert (row.in_band, row.pairs) == ("yes", 1)
+    assert row.method == "x dense-last [spawn] [batched] [log_every=5]"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("options", "dense_last", "dense_below", "threads", "device", "backend", "eval_every"),
+        *("log_every", "on_nonfinite", "link_gbit", "link_latency_us"),
+    ],
+)
+def test_no_such_key_is_of_the_budget(tmp_path: Path, key: str) -> None:
+    row = summary("x", 0, 0.90)
+    row["config"][key] = {"a": 1} if key == "options" else "other"
+    assert table(tmp_path, *BASE, row)[1].in_band == "yes"
+
+
+def test_the_baseline_with_most_common_seeds_is_taken(tmp_path: Path) -> None:
+    other = [summary("none", seed, 0.1, engine="spawn") for seed in (5, 6, 7, 8)]
+    row = table(tmp_path, *BASE, *other, summary("x", 0, 0.90, engine="spawn"))[-1]
+    assert row.method == "x [spawn]"
+    assert row.difference == 0
+
+
+@pytest.mark.parametrize("over", [{"local_steps": 15}, {"delay": 1}, {"start_step": 50}])
+def test_fp32_with_the_same_local_steps_or_delay_is_the_baseline(
+    tmp_path: Path, over: dict[str, Any]
+) -> None:
+    """However many seeds the others have: these change what fp32 ends with, too."""
+
+    def made(name: str, seed: int, accuracy: float, **own: Any) -> Any:
+        found = summary(name, seed, accuracy)
+        found["config"] |= own
+        return found
+
+    others = [made("none", seed, 0.5, **over) for seed in range(5)]
+    found = table(tmp_path, *BASE, *others, made("x", 0, 0.9), made("y", 0, 0.4, **over))
+    x, y = (row for row in found if not row.is_baseline)
+    assert (x.baseline_n, y.baseline_n) == (3, 5)
+    assert x.difference == 0
+    assert y.difference == pytest.approx(-0.1)
+
+
+def test_loss_where_there_is_no_accuracy(tmp_path: Path) -> None:
+    made = table(
+        tmp_path,
+        *(summary("none", s, None, test_loss=v) for s, v in enumerate((0.25, 0.5))),
+        summary("x", 0, None, test_loss=1.0),
+    )
+    assert [row.metric for row in made] == ["test_loss"] * 2
+    assert made[0].mean == 0.375
+    assert made[1].difference == 0.75
+    assert made[1].in_band == "no: worse"  # a higher loss
+    assert "test loss" in render(made, "table", 200)
+
+
+@pytest.mark.parametrize(
+    ("of_none", "of_x", "shown"),
+    [
+        ((1.93, 1.93), (1.96, 2.0), ("1.930 ± 0.000", "1.980 ± 0.028", "+0.050 [-0.204, +0.304]")),
+        ((0.02, 0.02), (0.03, 0.03), ("0.02000 ± 0", "0.03000 ± 0", "+0.01000 [+0.01000, +0.01")),
+        ((0.0, 0.0), (23456.0, 23457.0), ("0.000 ± 0.000", "23456 ± 1", "+23456 [+23450, +23463]")),
+    ],
+)
+def test_a_loss_its_spread_and_its_distance_have_equal_decimals(tmp_path, of_none, of_x, shown):
+    """As many as give the mean four significant digits, trailing zeros among them."""
+    values = [("none", of_none), ("x", of_x)]
+    rows = [
+        summary(name, seed, None, test_loss=v)
+        for name, losses in values
+        for seed, v in enumerate(losses)
+    ]
+    told = render(table(tmp_path, *rows), "table", 200)
+    for text in shown:
+        assert text in told
+
+
+def test_bytes_ratios_and_times(tmp_path: Path) -> None:
+    slow = summary("x", 1) | {"step_seconds": 0.07, "payload_bytes_up": 60_000_000}
+    (row,) = table(tmp_path, summary("x", 0), slow)
+    assert row.payload_bytes_step == 600_000  # (50e6 + 70e6) / 2 / 100
+    assert row.wire_bytes_step == 750_000
+    assert row.step_seconds == pytest.approx(0.06)
+    lines = render([row], "markdown").splitlines()
+    results = dict(zip(lines[0].split(" | "), lines[2].split(" | "), strict=True))
+    assert results["payload MB/step"] == "0.600"
+    assert (results["ratio nominal"], results["ratio up"]) == ("16.0", "15.5")
+    times = dict(zip(lines[4].split(" | "), lines[6].split(" | "), strict=True))
+    assert times["fwd+bwd ms"] == "20.0"
+    assert "statistic ms" not in times  # nobody has it
+
+
+def test_modelled_communication_is_never_measured(tmp_path: Path) -> None:
+    measured = summary("x", engine="spawn", communicate_modelled=None)
+    measured["phase_seconds"]["communicate"] = 0.004
+    made = table(tmp_path, summary("x"), measured)
+    text = render(made, "table", 200)
+    assert "~1.25" in text
+    assert " 4.00" in text
+    assert "modelled from a link of 10 Gbit/s and 50 µs, not measured" in text
+    both = summary("x", engine="spawn")
+    both["phase_seconds"]["communicate"] = 0.004
+    assert table(tmp_path / "both", both)[0].link is None
+    records = {one["engine"]: one for one in json.loads(render(made, "json"))}
+    assert records["simulate"]["communicate_seconds"] is None
+    assert records["simulate"]["communicate_modelled_seconds"] == 0.00125
+    assert records["spawn"]["communicate_seconds"] == 0.004
+    assert records["spawn"]["communicate_modelled_seconds"] is None
+
+
+def test_labels_show_what_differs(tmp_path: Path) -> None:
+    made = table(
+        tmp_path,
+        summary("topk", compressor="TopK(ratio=0.01, ties='low')", collective="allgather"),
+        summary("topk", compressor="TopK(ratio=0.1, ties='low')", collective="allgather"),
+        summary("topk", compressor="TopK(ratio=0.1, ties='low')", collective="twoshot"),
+        summary("x", compressor="X(clip=2.5)", options={"clip": 2.5}),
+        summary("y", compressor="not a call"),
+        summary("y", compressor="nor this"),
+    )
+    assert [row.method for row in made] == [
+        "nor this",
+        "not a call",
+        "topk ratio=0.01 allgather",
+        "topk ratio=0.1 allgather",
+        "topk ratio=0.1 twoshot",
+        "x clip=2.5",
+    ]
+
+
+def test_numbers_sort_as_numbers(tmp_path: Path) -> None:
+    made = table(tmp_path, *(summary("none", workers=n) for n in (16, 2, 8)))
+    assert [row.context["workers"] for row in made] == [2, 8, 16]
+
+
+def test_other_machines_are_named(tmp_path: Path) -> None:
+    other = summary("x", provenance={"commit": "abc", "machine": {"cpu": "other"}})
+    assert "from 2 machines" in render(table(tmp_path, *BASE, other), "table", 200)
+
+
+def test_skipped_steps_are_shown(tmp_path: Path) -> None:
+    assert "skipped" not in render(table(tmp_path / "a", *BASE), "markdown")
+    assert "skipped" in render(table(tmp_path / "b", summary(skipped_steps=3)), "markdown")
+
+
+# --- failed, unfinished, corrupt, twice
+
+
+@pytest.mark.parametrize(
+    "bad", [{"accuracy": None}, {"accuracy": NAN}, {"test_loss": math.inf}, {"test_loss": None}]
+)
+def test_failed_seeds_are_counted_and_in_no_mean(tmp_path: Path, bad: dict[str, Any]) -> None:
+    row = table(tmp_path, *BASE, summary("x", 0, 0.92), summary("x", **({"seed": 1} | bad)))[1]
+    assert (row.mean, row.failed, row.in_band) == (0.92, (1,), "no: failed")
+    assert "1 (1 failed)" in render([row], "table", 200)
+
+
+def test_bytes_are_of_the_seeds_that_ended(tmp_path: Path) -> None:
+    """One that failed at its third step has sent nearly nothing."""
+    failed = summary("x", 2, None) | {
+        "failed": {"step": 3, "reason": "not finite"},
+        "payload_bytes_up": 0,
+        "payload_bytes_down": 0,
+        "wire_bytes": {"per_worker": 0, "total": 0},
+    }
+    row = table(tmp_path / "a", summary("x", 0), summary("x", 1), failed)[0]
+    assert (row.n, row.failed) == (2, (2,))
+    assert (row.payload_bytes_step, row.wire_bytes_step, row.payload) == (5e5, 7.5e5, 0.5)
+    (alone,) = table(tmp_path / "b", failed)
+    assert (alone.payload_bytes_step, alone.wire_bytes_step) == (None, None)
+    assert math.isnan(alone.payload)
+
+
+def test_a_loss_that_was_not_measured_is_no_failure(tmp_path: Path) -> None:
+    theirs = summary("x", 0, 0.92)
+    del theirs["test_loss"]
+    assert table(tmp_path, *BASE, theirs)[1].failed == ()
+
+
+def test_all_seeds_failed(tmp_path: Path) -> None:
+    made = table(tmp_path, *BASE, summary("x", 0, NAN), summary("x", 1, None))
+    assert made[1].mean is None
+    assert "failed" in render(made, "table", 200).splitlines()[4]
+    record = json.loads(render(made, "json"))[1]
+    assert (record["n"], record["failed"], record["mean"]) == (0, 2, None)
+    run_plots.draw([run for row in made for run in row.runs], tmp_path / "x.png")
+
+
+def test_unfinished_runs_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "deep" / "er", summary())
+    (tmp_path / "digits-x-half").mkdir()
+    (tmp_path / "digits-x-half" / "config.json").write_text("{}")
+    assert len(load([tmp_path, tmp_path / "digits-x-half"])) == 1
+    assert "1 unfinished run left out: digits-x-half" in capsys.readouterr().err
+    with pytest.raises(GcbenchError, match="1 unfinished run and no finished one: digits-x-half"):
+        load([tmp_path / "digits-x-half"])
+
+
+def test_a_run_found_twice_is_taken_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "runs", summary())
+    (tmp_path / "rows.json").write_text(json.dumps([summary()]))
+    folder = tmp_path / "runs"
+    assert len(load([folder, *folder.iterdir(), tmp_path / "rows.json"])) == 1
+    assert capsys.readouterr().err == ""
+    (tmp_path / "other.json").write_text(json.dumps(summary(accuracy=0.1)))
+    (run,) = load([folder, tmp_path / "other.json"])
+    assert run.summary.test_accuracy == 0.5
+    assert "same config and seed, other results" in capsys.readouterr().err
+
+
+def test_a_run_made_twice_with_one_result_is_no_contradiction(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with a field that is given at its default: times differ, and the hash of the config."""
+    again = summary(step_seconds=0.07, config_hash="other", provenance={"started": "later"})
+    for number, one in enumerate((summary(), again)):
+        (tmp_path / f"{number}.json").write_text(json.dumps(one))
+    assert len(load([tmp_path / "0.json", tmp_path / "1.json"])) == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_seeds_of_different_code_are_not_averaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a third party's plug-in; of a file of the package, which may differ by a comment, told."""
+
+    def by(key: str, digest: str, seed: int, accuracy: float) -> Any:
+        own = {"plugins": {"compressor": {"sha256": digest}}, "source": digest}
+        return summary("x", seed, accuracy, provenance={key: own[key]})
+
+    made = [by("plugins", "a1b2c3d4", 0, 0.93), by("plugins", "e5f6a7b8", 1, 0.09)]
+    found = table(tmp_path / "theirs", *BASE, *made)[1:]
+    assert {row.method: row.mean for row in found} == {
+        "x [source a1b2c3]": 0.93,
+        "x [source e5f6a7]": 0.09,
+    }
+    assert capsys.readouterr().err == ""
+    built_in = [by("source", "a1b2c3d4", 0, 0.93), by("source", "e5f6a7b8", 1, 0.09)]
+    (row,) = table(tmp_path / "ours", *BASE, *built_in)[1:]
+    assert row.n == 2
+    assert "runs of x by different versions of x.py are in one row: " in capsys.readouterr().err
+
+
+def test_third_party_rows_stand_beside_runs(tmp_path: Path) -> None:
+    write(tmp_path / "runs", *BASE)
+    (tmp_path / "theirs.json").write_text(json.dumps([summary("theirs", 1, 0.93)]))
+    made = rows(load([tmp_path / "runs", tmp_path / "theirs.json"]))
+    assert [(row.method, row.pairs) for row in made] == [("none", 0), ("theirs", 1)]
+
+
+def test_paths_that_are_no_results(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "note.txt").write_text("x")
+    (tmp_path / "none.json").write_text("[]")
+    for path, words in [
+        ("missing", "does not exist"),
+        ("empty", "no run in .*gcbench run"),
+        ("note.txt", "no folder, and no .json"),
+        ("none.json", "empty list"),
+    ]:
+        with pytest.raises(UsageError, match=words):
+            load([tmp_path / path])
+    with pytest.raises(UsageError, match="no folder was named"):
+        load([])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "cannot be read"),
+        ("[1]", "list found, a summary object expected"),
+        (json.dumps(summary() | {"schema": 2}), "schema 2, but this gcbench reads 1"),
+        (json.dumps(summary() | {"steps": "many"}), "`steps`: .* integer.*delete it"),
+        (json.dumps(summary() | {"wire_bytes": {}}), r"`wire_bytes\.per_worker`: .*required"),
+        (json.dumps(summary() | {"payload_bytes_up": -1}), "`payload_bytes_up`: .*greater"),
+    ],
+)
+def test_corrupt_summaries_say_what_to_do(tmp_path: Path, text: str, words: str) -> None:
+    write(tmp_path, summary())
+    path = next(tmp_path.glob("*/summary.json"))
+    path.write_text(text)
+    with pytest.raises(GcbenchError, match=words) as caught:
+        load([tmp_path])
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# --- formats
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> list[Any]:
+    """Rows with every kind of cell: two tasks, two engines, a failed seed, special characters."""
+    quadratic = [
+        summary(name, seed, None, task="quadratic", workers=16, engine="spawn", test_loss=loss)
+        for name, seed, loss in [("none", 0, 1e-5), ("none", 1, 2e-5), ("fp16", 0, 123.456)]
+    ]
+    odd = summary("odd_100%", 0, 0.91, options={"rule": "a|b&c"}, compressor="Odd(rule='a|b&c')")
+    return table(tmp_path, *BASE, odd, summary("sign", 0, 0.9), summary("sign", 1, NAN), *quadratic)
+
+
+def test_json_and_csv_parse_back(many: list[Any]) -> None:
+    records = json.loads(render(many, "json"))
+    cells = list(csv.DictReader(io.StringIO(render(many, "csv"))))
+    assert [one["method"] for one in cells] == [one["method"] for one in records]
+    assert len(records) == 5
+    for record, cell, row in zip(records, cells, many, strict=True):
+        assert record["mean"] == row.mean
+        assert float(cell["mean"]) == row.mean
+        assert json.loads(cell["values"]) == record["values"] == list(row.values.values())
+        assert cell["sd"] == ("" if row.sd is None else str(row.sd))
+        assert record["task"] == cell["task"] == row.context["task"]
+
+
+def test_json_is_strict(tmp_path: Path) -> None:
+    (record,) = json.loads(render(table(tmp_path, summary(nominal_ratio=NAN)), "json"))
+    assert record["nominal_ratio"] is None
+
+
+def test_markdown_and_latex_keep_their_columns(many: list[Any]) -> None:
+    lines = [line for line in render(many, "markdown").splitlines() if line.startswith("|")]
+    counts = [line.replace("\\|", "").count("|") for line in lines]
+    assert counts == [counts[0]] * 7 + [counts[7]] * 7
+    latex = render(many, "latex")
+    body = [line for line in latex.splitlines() if line.endswith(r"\\")]
+    counts = [line.replace(r"\&", "").count("&") for line in body]
+    assert counts == [counts[0]] * 6 + [counts[6]] * 6
+    assert r"odd\_100\% rule=a|b\&c" in latex
+    assert latex.count(r"\toprule") == latex.count(r"\end{tabular}") == 2
+    assert not set("±~†µ") & set(latex)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200, 400])
+def test_terminal_tables_fit_and_cut_nothing(many: list[Any], width: int) -> None:
+    text = render(many, "table", width)
+    assert max(map(len, text.splitlines())) <= width
+    words = text.split()
+    for record in [*render(many, "markdown").split("\n")]:
+        for word in record.replace("\\|", "¦").replace(" | ", " ").split():
+            if set(word) - set("|:-"):
+                assert word.replace("¦", "|") in words, word
+    assert "…" not in text
+
+
+def test_wide_is_one_table_and_narrow_several(tmp_path: Path) -> None:
+    made = table(tmp_path, *BASE)
+    assert render(made, "table", 400).count("─\n") == 1
+    assert render(made, "table", 80).count("─\n") == 3
+
+
+def test_a_terminal_that_is_too_narrow_still_shows_whole_words(many: list[Any]) -> None:
+    words = render(many, "table", 10).split()
+    assert {"communicate", "quadratic", "rule=a|b&c"} <= set(words)
+
+
+def test_unknown_format_and_no_rows(many: list[Any]) -> None:
+    with pytest.raises(UsageError, match=r"unknown format 'jsn'. Did you mean 'json'\?.*latex"):
+        render(many, "jsn")
+    with pytest.raises(UsageError, match="no rows"):
+        render([])
+
+
+# --- pictures
+
+
+@pytest.mark.parametrize(
+    ("ending", "magic"), [(".png", b"\x89PNG\r\n"), (".svg", b"<?xml"), (".PDF", b"%PDF-")]
+)
+def test_pictures_are_what_their_ending_says(
+    tmp_path: Path, many: list[Any], ending: str, magic: bytes
+) -> None:
+    path = tmp_path / f"picture{ending}"
+    run_plots.draw([run for row in many for run in row.runs], path)
+    first = path.read_bytes()
+    assert first.startswith(magic)
+    run_plots.draw([run for row in many for run in row.runs], path)
+    assert path.read_bytes() == first  # equal runs, equal file
+
+
+def test_a_curve_stops_where_a_run_diverged(tmp_path: Path) -> None:
+    (run,) = load([write(tmp_path, summary())])
+    records: list[dict[str, Any]]
+    records = [{"kind": "eval", "step": s, "test_accuracy": 0.1, "test_loss": 1.0} for s in (1, 2)]
+    records[1]["test_loss"] = None  # as the engine writes NaN
+    records.append({"kind": "train", "step": 3, "train_loss": 1.0})
+    (run.source / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    curve = run_plots.curve(run, "accuracy")
+    assert curve[1] == 0.1
+    assert math.isnan(curve[2])
+    assert list(curve) == [1, 2]
+
+
+def test_pictures_of_rows_without_metrics(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps(BASE))
+    run_plots.draw(load([tmp_path / "rows.json"]), tmp_path / "x.svg")
+    assert (tmp_path / "x.svg").stat().st_size > 1000
+
+
+def test_pictures_refuse(tmp_path: Path) -> None:
+    runs = load([write(tmp_path / "runs", *BASE)])
+    with pytest.raises(UsageError, match=r"allowed: \.png, \.svg, \.pdf"):
+        run_plots.draw(runs, tmp_path / "x.jpg")
+    with pytest.raises(UsageError, match="no runs"):
+        run_plots.draw([], tmp_path / "x.png")
+    with pytest.raises(UsageError, match="is no folder"):
+        run_plots.draw(runs, tmp_path / "missing" / "x.png")
+    (tmp_path / "taken.png").mkdir()
+    with pytest.raises(GcbenchError, match="cannot write"):
+        run_plots.draw(runs, tmp_path / "taken.png")
+    for name in ("metrics.jsonl", "metrics.parquet"):
+        (runs[0].source / name).write_text("{")
+        with pytest.raises(GcbenchError, match=r"metrics in .* cannot be read"):
+            run_plots.draw(runs, tmp_path / "x.png")
+
+
+def test_labels_lie_over_no_mark_and_no_label(tmp_path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+    figure = Figure(figsize=(6, 5))
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.set(xlim=(0, 10), ylim=(0, 10))
+    marks = [figures.Mark(4 + i / 2, 5 + i / 9, 0.1, f"method number {i}", "C0") for i in range(6)]
+    figures.write_labels(axes, marks)
+    boxes = [Text.get_window_extent(label) for label in axes.texts]
+    assert len(boxes) == 6
+    for place, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[:place])
+        for mark in marks:
+            for height in (mark.y - mark.spread, mark.y, mark.y + mark.spread):
+                assert not box.contains(*axes.transData.transform((mark.x, height)))
+
+
+def test_many_points_can_carry_the_numbers_of_the_legend(tmp_path: Path) -> None:
+    """Best first; every label is the name, and beyond eight rows a number where no name fits."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    for many in (run_plots.MANY, run_plots.MANY + 1):
+        found = table(
+            tmp_path / str(many),
+            *(summary(f"m{i}", 0, 0.5 + 0.04 * (i * 7 % many)) for i in range(many)),
+        )
+        ranked = run_plots._ranked(found)
+        assert [row.mean for row in ranked] == sorted((row.mean for row in found), reverse=True)
+        figure = Figure()
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        styles = {row.method: {"color": "C0", "marker": "o", "linestyle": "-"} for row in ranked}
+        marks = run_plots._quality(axes, ranked, styles)
+        run_plots._curves(axes, ranked, styles)
+        names = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert [mark.text for mark in marks] == [row.method for row in ranked]
+        if many > run_plots.MANY:
+            assert [mark.short for mark in marks] == [str(i + 1) for i in range(many)]
+            assert names == [f"{i}  {row.method}" for i, row in enumerate(ranked, 1)]
+        else:
+            assert {mark.short for mark in marks} == {""}
+            assert names == [row.method for row in ranked]
+
+
+def drawing(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list that is filled with the figures that are saved."""
+    kept: list[Any] = []
+    save = figures.save
+
+    def keep(figure: Any, path: Path) -> None:
+        kept.append(figure)
+        save(figure, path)
+
+    monkeypatch.setattr(figures, "save", keep)
+    return kept
+
+
+def test_colours_never_repeat() -> None:
+    for count in (1, 10, 11, 40):
+        looks = figures.styles(f"m{i}" for i in range(count))
+        assert len({tuple(look["color"]) for look in looks.values()}) == count
+    assert figures.colours(3) == figures.colours(10)[:3]
+
+
+def test_a_label_without_room_is_its_number(tmp_path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    for size, expected in ((12, 0), (1.6, 30)):
+        figure = Figure(figsize=(size, size))
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        axes.set(xlim=(0, 10), ylim=(0, 10))
+        marks = [
+            figures.Mark(1 + i % 6, 1 + i // 6, 0, f"a long name {i}", "C0", str(i))
+            for i in range(30)
+        ]
+        figures.write_labels(axes, marks)
+        short = sum(label.get_text().isdigit() for label in axes.texts)
+        assert (short > 0) is (expected > 0)
+    crowded = [figures.Mark(5, 5, 0, f"a very long name indeed {i}", "C0") for i in range(30)]
+    assert figures.write_labels(axes, crowded) > 0  # and says so where nothing fits
+
+
+def test_a_short_label_beside_its_mark_is_better_than_a_long_one_far_away() -> None:
+    """A long label that fits only at a distance would stand beside another method's mark."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3))
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.set(xlim=(0, 10), ylim=(0, 10))
+    bars = [figures.Mark(2.5, 5, 2, "a", "C0"), figures.Mark(4.5, 5, 2, "b", "C0")]
+    marks = [figures.Mark(3, 5, 0, "long name of a method", "C0", "short"), *bars]
+    assert figures.write_labels(axes, marks) == 0
+    (label,) = [one for one in axes.texts if one.get_text() == "short"]
+    assert abs(label.get_position()[1]) < figures.FAR
+    assert label.arrow_patch is None
+
+
+def test_a_label_stands_nearest_to_its_own_mark_and_off_the_line() -> None:
+    """Unless a line joins the two, a reader takes a label for that of the nearest mark."""
+    import numpy as np
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.path import Path as Trace
+    from matplotlib.text import Text
+
+    figure = Figure(figsize=(8, 5), dpi=72)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.set(xlim=(0, 10), ylim=(0, 10))
+    places = [(3, 6), (3, 5.3), (3.6, 6), (2.7, 6.7), (3.5, 4.8), (7, 5.0), (8, 5.2), (8.3, 5.2)]
+    marks = [figures.Mark(x, y, 0, f"a method at {x}, {y}", "C0", str(x)) for x, y in places]
+    line = [(3.0, 6.0), (7.0, 5.0), (math.nan, math.nan), (8.0, 5.2), (9.5, 7.0)]
+    assert figures.write_labels(axes, marks, line) == 0
+    points = axes.transData.transform(places)
+    for own, label in enumerate(axes.texts):
+        box = Text.get_window_extent(label)
+        assert not Trace(axes.transData.transform(line)).intersects_bbox(box, filled=False)
+        away = np.hypot(*(np.clip(points, box.min, box.max) - points).T)
+        assert label.arrow_patch is not None or away[own] == away.min()
+
+
+def test_the_short_label_of_a_method_is_its_first_field_of_its_own() -> None:
+    from types import SimpleNamespace
+
+    from gcbench.report import tier_plot
+
+    methods = [
+        "none",
+        "sign ties=coin memory=none",
+        "sign ties=coin memory=momentum",
+        "sign ties=coin",
+    ]
+    drawn: list[Any] = [SimpleNamespace(method=method) for method in methods]
+    assert [tier_plot._short(row, drawn) for row in drawn] == [
+        "none",
+        "sign memory=none",
+        "sign memory=momentum",
+        "sign ties=coin",  # nothing of its own
+    ]
+
+
+def test_a_picture_for_a_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As wide as the column, TrueType fonts, names, 95 % intervals, the band of `none`."""
+    kept = drawing(monkeypatch)
+    write(tmp_path / "runs", *BASE, *(summary("x", s, v) for s, v in enumerate((0.9, 0.91, 0.95))))
+    for width, inches in figures.WIDTHS.items():
+        path = tmp_path / f"{width}.pdf"
+        done = invoke("compare", tmp_path / "runs", "--plot", path, "--width", width)
+        assert done.code == 0, done.err
+        (figure,) = kept
+        kept.clear()
+        assert figure.get_size_inches()[0] == pytest.approx(inches)
+        content = path.read_bytes()
+        assert b"/Type3" not in content
+        assert b"/CIDFontType2" in content or b"/TrueType" in content
+        (axes,) = figure.axes
+        assert sorted(label.get_text() for label in axes.texts) == ["none", "x"]
+        bars = [
+            bar.get_segments()[0][:, 1] for bar in axes.collections if hasattr(bar, "get_segments")
+        ]
+        half = 100 * 4.302653 * 0.02645751 / math.sqrt(3)
+        assert bars[1] == pytest.approx([92 - half, 92 + half], abs=1e-3)
+        (band,) = axes.patches
+        assert (band.get_y(), band.get_y() + band.get_height()) == pytest.approx((90, 94))
+    write(tmp_path / "two", *BASE, summary("x", steps=7))
+    refused = invoke("compare", tmp_path / "two", "--plot", tmp_path / "y.pdf", "--width", "single")
+    assert (refused.code, "no one picture; choose by --where" in refused.err) == (2, True)
+    assert not (tmp_path / "y.pdf").exists()
+
+
+def test_rows_are_sorted_the_best_first_and_columns_chosen(tmp_path: Path) -> None:
+    write(tmp_path, *BASE, summary("x", 0, 0.95, payload_bytes_up=1e6), summary("y", 0, 0.5))
+    write(tmp_path / "more", summary("z", 0, None, test_loss=None))
+
+    def order(*words: str) -> list[str]:
+        rows = invoke("compare", tmp_path, *words, "--json").json
+        return [row["method"] for row in rows]
+
+    assert order("--sort", "accuracy") == ["x", "none", "y", "z"]
+    assert order("--sort=-accuracy") == ["y", "none", "x", "z"]  # what has none stays last
+    assert order("--sort", "payload")[0] == "x"
+    text = invoke(
+        "compare", tmp_path, "--columns", "payload,accuracy,ratio u", "--format", "markdown"
+    )
+    head = text.out.splitlines()[0].strip("| ").split(" | ")
+    assert head == ["method", "payload MB/step", "accuracy %", "ratio up"]
+    for words, said in (
+        (["--sort", "acuracy"], "unknown --sort 'acuracy'. Did you mean 'accuracy'?"),
+        (["--columns", "speed"], "unknown --columns 'speed'"),
+        (["--columns", "n", "--json"], "json has every field of a row"),
+    ):
+        refused = invoke("compare", tmp_path, *words)
+        assert (refused.code, said in refused.err) == (2, True), refused.err
+
+
+def test_columns_in_which_rows_do_not_differ_are_told_once(tmp_path: Path) -> None:
+    text = render(table(tmp_path, *BASE, *(summary("x", s, 0.9) for s in range(3))), "markdown")
+    assert "collective" not in text.splitlines()[0]
+    assert "Equal in all 2 rows: n 3; " in text
+    assert "collective allreduce" in text
+    other = render(table(tmp_path / "b", *BASE, summary("x", collective="twoshot")), "markdown")
+    assert {"n", "collective"} <= set(other.splitlines()[0].strip("| ").split(" | "))
+
+
+def test_latex_has_a_caption_and_the_best_within_its_interval_is_bold(tmp_path: Path) -> None:
+    from gcbench.report.tables import Layout, best_rows
+
+    values = {"best": (0.90, 0.92, 0.94), "near": (0.90, 0.90, 0.90), "far": (0.5, 0.5, 0.5)}
+    rows = [summary(name, s, v) for name, own in values.items() for s, v in enumerate(own)]
+    better = [summary("none", seed, 0.99) for seed in range(3)]
+    made = table(tmp_path, *better, *rows)
+    assert [made[i].method for i in best_rows(made)] == ["best", "near"]
+    text = render(made, "latex", layout=Layout(width="double"))
+    assert text.count(r"\textbf{") == 2
+    assert r"best & \textbf{92.00 $\pm$ 2.00}" in text
+    assert r"near & \textbf{90.00 $\pm$ 0.00}" in text
+    for word in (r"\begin{table*}[t]", r"\caption{digits: test accuracy (\%)", r"\toprule"):
+        assert word in text
+    single = table(tmp_path / "one", BASE[0], summary("a", 0, 0.8), summary("b", 0, 0.79))
+    assert [single[i].method for i in best_rows(single)] == ["a"]
+    assert r"\begin{table}" in render(single, "latex")
+
+
+def test_a_suites_picture_has_the_published_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Panels by the paper's rates, numbers of workers across, ours filled, theirs hollow."""
+    kept = drawing(monkeypatch)
+    words = [ROOT / "results/reference", "--suite", "terngrad-figure3"]
+    done = invoke("compare", *words, "--plot", tmp_path / "x.png", "--width", "double")
+    assert done.code == 0, done.err
+    (figure,) = kept
+    assert len(figure.axes) == 2
+    rows = invoke("compare", *words, "--json").json
+    for axes, momentum in zip(figure.axes, (0.9, 0), strict=True):
+        own = [row for row in rows if row["momentum"] == momentum]
+        drawn = {"D": set(), "o": set()}
+        for line in axes.lines:
+            if line.get_marker() in drawn and len(line.get_ydata()):
+                drawn[line.get_marker()] |= {round(float(y), 6) for y in line.get_ydata()}
+        assert drawn["D"] == {round(100 * row["published"], 6) for row in own}
+        assert drawn["o"] == {round(100 * row["mean"], 6) for row in own}
+        assert [tick.get_text() for tick in axes.get_xticklabels()] == ["2", "16", "64"]
+
+
+# --- choices, groups, targets, fronts
+
+
+def test_the_interval_is_students(tmp_path: Path) -> None:
+    """Differences of +0.01, -0.02 and +0.04: t(0.975; 2) = 4.302653."""
+    values = (0.91, 0.90, 0.98)
+    _, row = table(tmp_path, *BASE, *(summary("near", s, v) for s, v in enumerate(values)))
+    half = math.hypot(4.302653 * 0.03 / math.sqrt(3), intervals.resolution(0.01, 10_000.0))
+    assert row.difference == pytest.approx(0.01)
+    assert row.interval == pytest.approx((0.01 - half, 0.01 + half), rel=1e-6)
+    assert f"+1.00 [{100 * (0.01 - half):+.2f}, {100 * (0.01 + half):+.2f}]" in render([row])
+    record = row.record()
+    assert (record["difference_low"], record["difference_high"]) == row.interval
+
+
+def test_no_interval_from_one_pair(tmp_path: Path) -> None:
+    _, row = table(tmp_path, *BASE, summary("near", 0, 0.91))
+    assert row.interval is None
+    assert row.record()["difference_low"] is None
+
+
+def test_the_front_has_what_nothing_beats(tmp_path: Path) -> None:
+    """Equal accuracy for more bytes is beaten; equal in both is not; failed seeds never stand."""
+    made = table(
+        tmp_path,
+        summary("none", 0, 0.90, payload_bytes_up=100),
+        summary("equal", 0, 0.80, payload_bytes_up=10),
+        summary("twin", 0, 0.80, payload_bytes_up=10),
+        summary("more", 0, 0.80, payload_bytes_up=11),
+        summary("worse", 0, 0.79, payload_bytes_up=10),
+        summary("least", 0, 0.10, payload_bytes_up=1),
+        summary("failed", 0, None, test_loss=None, payload_bytes_up=0),
+        summary("half", 0, 0.99, payload_bytes_up=5),
+        summary("half", 1, None, test_loss=None, payload_bytes_up=5),
+        summary("elsewhere", 0, 0.01, payload_bytes_up=1000, workers=4),
+    )
+    front = {row.method for row in made if row.on_front}
+    assert front == {"none", "equal", "twin", "least", "elsewhere"}
+
+
+def spent(step: int) -> dict[str, float]:
+    return {
+        "payload_bytes_up": 10.0 * step,
+        "payload_bytes_down": 1.0 * step,
+        "wire_bytes": 7.0 * step,
+        "seconds": step / 4,
+    }
+
+
+def evaluated(run: Any, accuracies: dict[int, float | None]) -> None:
+    records = [
+        {"kind": "eval", "step": step, "test_accuracy": 0.95 if value is None else value}
+        | {"test_loss": None if value is None else 1 - value, **spent(step)}
+        for step, value in accuracies.items()
+    ]
+    (run.source / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+
+
+def test_what_it_took_to_the_target(tmp_path: Path) -> None:
+    """The first evaluation that meets it; the median, a miss infinite; NaN parameters never do."""
+    write(tmp_path, *BASE[:2], summary("late", 0), summary("late", 1))
+    found = {(run.summary.compressor_name, run.summary.seed): run for run in load([tmp_path])}
+    evaluated(found["none", 0], {30: 0.95, 10: 0.5, 20: 0.9})
+    evaluated(found["none", 1], {10: 0.5, 20: 0.8, 30: 0.95})
+    evaluated(found["late", 0], {10: 0.5, 20: 0.9})
+    evaluated(found["late", 1], {10: 0.5, 20: None})
+    none, late = rows(list(found.values()), target=0.9)
+    assert none.target_step == 25
+    assert none.target_payload_bytes == 11 * 25
+    assert none.target_wire_bytes == 7 * 25
+    assert none.target_seconds == 6.25
+    assert late.target_step == math.inf
+    lines = seeds.per_run(late.runs, {"digits": "accuracy"}, 0.9)
+    assert list(lines["target_step"]) == [20, math.inf]
+    text = render([none, late])
+    assert "to 90 %:" in text
+    assert "2 of 2" in text
+    assert "1 of 2" in text
+    assert "never" in text
+    assert "wall" in text
+    late.runs[0].summary.provenance["times"] = "other work ran beside"
+    assert re.search(r"^none .*\b6\.25\b", quiet := render([none, late]), re.MULTILINE)
+    assert late.disowned in quiet
+    none.runs[0].summary.provenance["times"] = "other work ran beside"
+    assert "wall" not in render([none, late])
+    record = late.record()
+    assert (record["target_reached"], record["target_runs"], record["target_step"]) == (1, 2, None)
+    assert "to 90" not in render(rows(list(found.values())))
+    with pytest.raises(UsageError, match=r"--target 90: an accuracy in \(0, 1\] expected"):
+        rows(list(found.values()), target=90)
+
+
+def test_a_loss_is_met_from_above(tmp_path: Path) -> None:
+    (run,) = load([write(tmp_path, summary(accuracy=None))])
+    evaluated(run, {10: 0.5, 20: 0.8})  # losses 0.5, 0.2
+    (row,) = rows([run], target=0.25)
+    assert row.target_step == 20
+    assert "loss 0.25" in render([row])
+    (row,) = rows([run], target=0.5)
+    assert row.target_step == 10
+
+
+def test_rows_without_curves_say_so(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps(BASE))
+    (row,) = rows(load([tmp_path / "rows.json"]), target=0.5)
+    assert (row.target_runs, row.target_step) == (0, None)
+    assert "no curve" in render([row])
+
+
+def test_chosen_rows_keep_their_baseline(tmp_path: Path) -> None:
+    folder = write(tmp_path, *BASE, summary("near", 0, 0.91), summary("near", 0, 0.5, workers=4))
+    shown = invoke(
+        "compare", folder, "--where", "compressor=near", "--where", "workers=2", "--json"
+    )
+    (row,) = shown.json
+    assert (row["compressor_name"], row["workers"]) == ("near", 2)
+    assert row["difference"] == pytest.approx(0.01)
+    (row,) = invoke("compare", folder, "--where", "seed=1,2", "--json").json
+    assert (row["compressor_name"], row["seeds"]) == ("none", [1, 2])
+    for words, said in [
+        (["--where", "worker=2"], "Did you mean 'workers'"),
+        (["--where", "workers=3"], "unknown workers '3'. Known: 2, 4"),
+        (["--where", "workers"], "SETTING=VALUE"),
+        (["--where", "seed=1", "--where", "seed=2"], "each setting once"),
+        (["--where", "workers=4", "--where", "compressor=none"], "no row has all of"),
+        (["--by", "wrkers"], "Did you mean 'workers'"),
+    ]:
+        refused = invoke("compare", folder, *words)
+        assert (refused.code, said in refused.err) == (2, True), refused.err
+
+
+def test_groups_have_a_table_each(tmp_path: Path) -> None:
+    folder = write(tmp_path, *BASE, summary("near", 0, 0.91), summary("near", 0, 0.5, workers=4))
+    text = invoke("compare", folder, "--by", "workers").out
+    assert text.index("workers=2, ") < text.index("none") < text.index("workers=4, ")
+    assert "workers  method" not in text
+    assert "**workers=4" in invoke("compare", folder, "--by", "workers", "--format", "markdown").out
+    assert len(invoke("compare", folder, "--by", "workers", "--json").json) == 3
+
+
+def test_evaluations_that_cannot_be_read(tmp_path: Path) -> None:
+    (run,) = load([write(tmp_path, summary())])
+    (run.source / "metrics.jsonl").write_text('{"step": 3}')
+    with pytest.raises(GcbenchError, match=r"metrics in .* cannot be read"):
+        run.evaluations()
+
+
+# --- an index, labels, whole bytes
+
+
+def test_rows_of_several_suites_have_an_index() -> None:
+    place = ROOT / "results/reference"
+    shown = invoke("compare", place, "--json").json
+    names = {path.stem for path in place.glob("*.parquet")}
+    assert {one["suite"] for one in shown} == names
+    text = invoke("compare", place).out
+    assert f"gcbench compare {place} --suite NAME" in text
+    assert len(text.splitlines()) <= 25
+    assert all(name in text for name in names)
+
+
+def test_a_memory_that_is_not_the_methods_is_named(tmp_path: Path) -> None:
+    """A Lion built from signsgd printed as `signsgd`."""
+    lion = summary("signsgd", 0, 0.5)
+    lion["config"] |= {"memory": "momentum", "memory_options": {"decay": 0.99}}
+    (label,) = (row.method for row in table(tmp_path / "a", lion))
+    assert label == "signsgd memory=momentum decay=0.99"
+    plain = summary("signsgd", 0, 0.5)
+    (label,) = (row.method for row in table(tmp_path / "b", plain))
+    assert label == "signsgd"
+
+
+def test_bytes_are_whole_in_json(tmp_path: Path) -> None:
+    made = [summary("none", s, 0.9, payload_bytes_up=1001 + s) for s in range(2)]
+    (record,) = json.loads(render(table(tmp_path, *made), "json"))
+    sizes = {key: value for key, value in record.items() if "bytes" in key and value is not None}
+    assert len(sizes) >= 2
+    assert all(type(value) is int for value in sizes.values())

@@ -1,0 +1,64 @@
+"""Where the panels and legends of a picture stand, as fractions of its width."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import BASE, summary, write
+
+from gcbench.report import figures, run_plots
+from gcbench.results.reader import Run, load
+
+FEW = [*BASE, summary("terngrad", 0, 0.9)]
+MANY = [*BASE, *(summary(f"method{i}", 0, 0.8 + i / 100) for i in range(run_plots.MANY + 1))]
+
+
+@pytest.fixture
+def panels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Return a function: runs -> (left panel, right panel, legend) of a picture, each (x0, x1)."""
+
+    def of(runs: list[Run]) -> tuple[tuple[float, float], ...]:
+        drawn: list[Any] = []
+        monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure))
+        run_plots.draw(runs, tmp_path / "x.png")
+        (figure,) = drawn
+        left, right = figure.axes
+        legend = right.get_legend().get_window_extent().transformed(figure.transFigure.inverted())
+        boxes = left.get_position(), right.get_position(), legend
+        return tuple((float(box.x0), float(box.x1)) for box in boxes)
+
+    return of
+
+
+@pytest.mark.parametrize("rows", [FEW, MANY], ids=["few", "many"])
+def test_without_curves_the_points_have_the_room(panels, tmp_path: Path, rows: list) -> None:
+    """The legend alone stands in the right panel: 9 to 5 parts, and nothing is cut off."""
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    left, right, legend = panels(load([tmp_path / "rows.json"]))
+    assert 0.58 < left[1] - left[0] < 0.64
+    assert 0.3 < right[1] - right[0] < 0.36
+    assert right[0] <= legend[0] < right[0] + 0.01
+    assert legend[1] <= 1
+
+
+@pytest.mark.parametrize("rows", [FEW, MANY], ids=["few", "many"])
+def test_beside_curves_the_legend_is_narrow(panels, tmp_path: Path, rows: list) -> None:
+    """Both panels are as wide as each other, and wider than all that the legend takes."""
+    left, right, legend = panels(load([write(tmp_path / "runs", *rows)]))
+    assert right[1] - right[0] == pytest.approx(left[1] - left[0], abs=1e-6)
+    assert right[1] - right[0] > 0.37
+    assert right[1] < legend[0] < right[1] + 0.02
+    assert legend[1] <= 1
+    assert legend[1] - legend[0] < 0.13
+
+
+def test_one_row_of_panels_with_curves_keeps_the_halves(panels, tmp_path: Path) -> None:
+    """Rows of a file beside runs: those have no curve, and the axes stay."""
+    (tmp_path / "rows.json").write_text(json.dumps([summary("terngrad", 0, 0.9)]))
+    both = load([write(tmp_path / "runs", *BASE), tmp_path / "rows.json"])
+    left, right, legend = panels(both)
+    assert right[1] - right[0] == pytest.approx(left[1] - left[0], abs=1e-6)
+    assert legend[0] > right[1]
